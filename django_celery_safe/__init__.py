@@ -1,0 +1,63 @@
+"""
+Celery tasks in Django that run one at a time, are sent only after commit, and do their work once.
+
+This is the door: import the public names from here. Models stay in ``models``,
+since one imported here would keep ``django.setup()`` from working.
+"""
+
+from __future__ import annotations
+
+from .concurrency import single_instance
+from .exceptions import (
+    AlreadyRunning,
+    AlreadySent,
+    BackendNotSupported,
+    CelerySafeError,
+    ConfigurationError,
+    IdempotencyConflict,
+    IdempotencyError,
+    IllegalTransition,
+    InvalidPlan,
+    LockBackendError,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    NotSerializable,
+    SendError,
+    StageError,
+    WrongTransaction,
+)
+from .idempotency import IdempotentMixin
+from .locks import CacheLock, HeldLock, cache_lock, find_lock, iter_locks, release_lock
+from .sending import SafeTask, SafeTaskMixin, send_on_commit
+
+__all__ = [
+    "AlreadyRunning",
+    "AlreadySent",
+    "BackendNotSupported",
+    "CacheLock",
+    "CelerySafeError",
+    "ConfigurationError",
+    "HeldLock",
+    "IdempotencyConflict",
+    "IdempotencyError",
+    "IdempotentMixin",
+    "IllegalTransition",
+    "InvalidPlan",
+    "LockBackendError",
+    "LockError",
+    "LockLost",
+    "LockNotAcquired",
+    "NotSerializable",
+    "SafeTask",
+    "SafeTaskMixin",
+    "SendError",
+    "StageError",
+    "WrongTransaction",
+    "cache_lock",
+    "find_lock",
+    "iter_locks",
+    "release_lock",
+    "send_on_commit",
+    "single_instance",
+]

@@ -1,0 +1,174 @@
+"""
+Sending the running task's message again.
+
+Two cases: ``on_conflict="retry"`` comes back later; and a message that meets the
+lock of its own task id (delivered again by the broker, or its own retry) comes
+back when the lease is over, since the holder may be dead. The latter must not
+multiply: of many deliveries of one id, at most one copy is on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, NoReturn
+
+from celery.app.task import Context
+from celery.exceptions import Ignore, Reject, Retry
+
+from .. import conf
+from ..exceptions import LockBackendError
+from ..locks import HeldLock
+from ..locks.stores import locate
+from ..locks.stores.base import Holder, Store
+from ..signals import emit, task_own_copy
+
+logger = logging.getLogger(__name__)
+
+#: The message header in which all that is ours travels, as a dict.
+HEADER: Final = "django_celery_safe"
+#: What brokers with redelivery by time take for it when the project sets nothing, s
+#: (kombu: transport/redis.py).
+VISIBILITY_TIMEOUT: Final = 3600.0
+#: Shortest delay of a copy, s: the lease's end is known to the millisecond only.
+SHORTEST_DELAY: Final = 0.05
+
+_resending: ContextVar[bool] = ContextVar("django_celery_safe_resending", default=False)
+
+
+@contextmanager
+def resending() -> Iterator[None]:
+    """Mark every send inside as a re-send of the running task, which is never held back."""
+    token = _resending.set(True)
+    try:
+        yield
+    finally:
+        _resending.reset(token)
+
+
+def is_resending() -> bool:
+    """Tell whether the send at hand is one of the running task's own message."""
+    return _resending.get()
+
+
+def find_header(request: Context | None) -> Mapping[str, Any]:
+    """Return what travels in our header of the message; empty without one."""
+    headers = {} if request is None else request.headers or {}
+    found = headers.get(HEADER)
+    return found if isinstance(found, Mapping) else {}
+
+
+def come_back(task: Any, request: Context, delay: float) -> NoReturn:
+    """
+    Send the message again, to arrive ``delay`` seconds from now, and end this run.
+
+    Same id, and ``retries`` as it is, so that ``max_retries`` counts only what
+    the task itself retries.
+
+    Raises:
+        Retry: Always, if it was sent.
+    """
+    signature = task.signature_from_request(request, countdown=delay)
+    _send(task, signature)
+    raise Retry("Another run holds the lock", when=delay, sig=signature)
+
+
+def send_own_copy(
+    task: Any, request: Context, contender: HeldLock, cache: str | conf.Unset
+) -> NoReturn:
+    """
+    See that one copy of the message comes back after the lease, and end this run.
+
+    Which copy is on its way is noted in the lock store, as the lock
+    ``<task>:copy:<id>`` whose token the copy carries. It is noted only after
+    the copy was published, and a message is dropped only when another copy's
+    note is there, so dying between any two lines loses nothing: at worst two
+    copies travel until the first of them arrives.
+
+    Raises:
+        Ignore: Always, if a copy is on its way.
+    """
+    store = locate(cache).store()
+    note = _note_name(task.name, request.id)
+    carried = find_header(request).get("copy")
+    known = store.peek(note)
+    if known is not None and known.token != carried:
+        _tell(task, request, contender, None)
+        raise Ignore("Another copy of this message is on its way")
+    # Below half the visibility timeout, since a message that waits longer than
+    # that timeout for its ETA is delivered again by the broker, and multiplies.
+    visibility = _visibility_timeout(task)
+    delay = min(max(contender.remaining or 0.0, SHORTEST_DELAY), visibility / 2)
+    token = uuid.uuid4().hex
+    headers = {**(request.headers or {})}
+    headers[HEADER] = {**find_header(request), "copy": token}
+    _send(task, task.signature_from_request(request, countdown=delay, headers=headers))
+    _note_copy(store, note, carried, token, delay + visibility)
+    _tell(task, request, contender, delay)
+    raise Ignore("Met the lock of its own task id; a copy of the message comes back")
+
+
+def finish_copy(task: Any, request: Context, cache: str | conf.Unset) -> None:
+    """Strike the note of the copy that this message is, now that it runs."""
+    carried = find_header(request).get("copy")
+    if carried is None:
+        return
+    try:
+        locate(cache).store().release(_note_name(task.name, request.id), carried)
+    except LockBackendError as error:
+        logger.warning(
+            "The note of a task's copy could not be struck; it ends by itself: %s", error
+        )
+
+
+def _note_copy(store: Store, note: str, carried: str | None, token: str, seconds: float) -> None:
+    try:
+        if carried is not None:
+            store.release(note, carried)
+        store.acquire(note, token, seconds, Holder(since=time.time()))
+    except LockBackendError as error:
+        # The copy is published; without its note another delivery may send one more.
+        logger.warning("A task's copy was sent but could not be noted: %s", error)
+
+
+def _send(task: Any, signature: Any) -> None:
+    try:
+        with resending():
+            signature.apply_async()
+    except Exception as error:
+        # With acks_late the broker still has the message and can give it back;
+        # without, the task fails with this error, where everyone can see it.
+        if task.acks_late:
+            raise Reject(error, requeue=True) from error
+        raise
+
+
+def _note_name(task_name: str, task_id: str | None) -> str:
+    return f"{task_name}:copy:{task_id}"
+
+
+def _visibility_timeout(task: Any) -> float:
+    options = task.app.conf.broker_transport_options or {}
+    return float(options.get("visibility_timeout", VISIBILITY_TIMEOUT))
+
+
+def _tell(task: Any, request: Context, contender: HeldLock, delay: float | None) -> None:
+    emit(
+        task_own_copy,
+        logger,
+        logging.INFO,
+        "Task %s[%s] was delivered while its own lock is held by %s: %s.",
+        task.name,
+        request.id,
+        contender.holder,
+        "another copy is on its way" if delay is None else f"a copy comes back in {delay:.3g} s",
+        sender=send_own_copy,
+        name=contender.name,
+        task_id=request.id,
+        holder=str(contender.holder),
+        delay=delay,
+    )

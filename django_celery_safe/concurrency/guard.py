@@ -1,0 +1,200 @@
+"""What happens when a single-instance task is run: take the lock, or step aside."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from celery import Task, current_app
+from celery._state import get_current_task
+from celery.app.task import Context
+from celery.exceptions import Ignore, Reject
+
+from ..exceptions import AlreadyRunning
+from ..locks import CacheLock, HeldLock
+from ..signals import emit, task_conflict
+from .copies import come_back, find_header, finish_copy, send_own_copy
+from .keys import lock_name
+from .options import Options
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a message waits for the lock of its own task id before it is sent
+#: again: a retry without delay may arrive before the run that sent it has ended.
+OWN_LOCK_PATIENCE: Final = 0.5
+#: Part of ``retry_delay`` that is added at random, so that many don't come back at once.
+JITTER: Final = 0.25
+
+
+class Rejected(Reject, Ignore):
+    """
+    A Reject that ``autoretry_for`` leaves alone.
+
+    Celery's autoretry passes on only Ignore and Retry, and would retry a plain
+    Reject; its tracer looks for Reject first (Celery 5.7).
+    """
+
+
+def run_alone(
+    decorated: Callable[..., Any],
+    function: Callable[..., Any],
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call ``function`` under its lock; if that is held, do what ``on_conflict`` says."""
+    bound = bool(args) and isinstance(args[0], Task)
+    task = _find_task(decorated, args)
+    request = None if task is None else _message_of(task)
+    name = _find_lock_name(task, request, function, options, args[bound:], kwargs, bound)
+    lock = CacheLock(name, timeout=options.timeout, renew=options.renew, cache=options.cache)
+    with lock:
+        if not lock and _is_own(lock.contender, request):
+            lock.acquire(OWN_LOCK_PATIENCE)
+        if lock:
+            if request is not None:
+                finish_copy(task, request, options.cache)
+            return function(*args, **kwargs)
+    contender = lock.contender
+    if task is None or request is None or contender is None:
+        return _step_aside_without_message(name, options, contender)
+    if _is_own(contender, request):
+        send_own_copy(task, request, contender, options.cache)
+    return _step_aside(task, request, name, options, contender)
+
+
+def _find_task(decorated: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the task that runs ``decorated`` now; None if it was made into none."""
+    if args and isinstance(args[0], Task):
+        return args[0]
+    current = get_current_task()
+    if current is not None and _runs(current, decorated):
+        return current
+    # task.run(...) called by hand, or inside another task.
+    tasks = current_app.tasks.values()
+    return next((task for task in tasks if _runs(task, decorated)), None)
+
+
+def _runs(task: Any, decorated: Callable[..., Any]) -> bool:
+    """Tell whether ``decorated`` is what ``task`` runs, also behind other wrappers."""
+    return any(layer is decorated for layer in _layers(task.run))
+
+
+def _message_of(task: Any) -> Context | None:
+    """Return the request of the message that ``task`` runs for; None without one."""
+    request: Context = task.request
+    if request.called_directly or request.is_eager or get_current_task() is not task:
+        return None
+    return request
+
+
+def _find_lock_name(
+    task: Any,
+    request: Context | None,
+    function: Callable[..., Any],
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    bound: bool,
+) -> str:
+    task_name = f"{function.__module__}.{function.__name__}" if task is None else task.name
+    key = find_header(request).get("key")
+    if key is not None:
+        return f"{task_name}:{key}"
+    # What the message said, since pydantic=True has made models of it by now.
+    if request is not None:
+        args, kwargs = tuple(request.args or ()), request.kwargs or {}
+    serializer = "json" if task is None else task.serializer
+    return lock_name(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
+
+
+def _is_own(contender: HeldLock | None, request: Context | None) -> bool:
+    """Tell whether the lock is held for the very task id of this message."""
+    if contender is None or request is None:
+        return False
+    return request.id is not None and contender.holder.task_id == request.id
+
+
+def _step_aside(
+    task: Any, request: Context, name: str, options: Options, contender: HeldLock
+) -> None:
+    _note_conflict(name, options.on_conflict, contender, request.id)
+    match options.on_conflict:
+        case "skip":
+            return
+        case "retry":
+            delay = options.retry_delay * (1 + random.uniform(0, JITTER))  # noqa: S311
+            come_back(task, request, delay)
+        case "reject":
+            raise Rejected(f"the lock {name!r} is held by {contender.holder}", requeue=False)
+        case "raise":
+            holder = contender.holder
+            raise AlreadyRunning(name, str(holder), 0.0, holder.task_id)
+
+
+def _step_aside_without_message(name: str, options: Options, contender: HeldLock | None) -> None:
+    """Do what can be done for a direct call, ``.apply()`` or eager mode: skip, or raise."""
+    _note_conflict(name, options.on_conflict, contender, None)
+    if options.on_conflict == "skip":
+        return
+    holder = None if contender is None else contender.holder
+    raise AlreadyRunning(name, str(holder or ""), 0.0, None if holder is None else holder.task_id)
+
+
+def _note_conflict(
+    name: str, on_conflict: str, contender: HeldLock | None, task_id: str | None
+) -> None:
+    holder = "" if contender is None else str(contender.holder)
+    emit(
+        task_conflict,
+        logger,
+        logging.INFO,
+        "Task %s met the lock %r, held by %s: %s.",
+        task_id or "(called directly)",
+        name,
+        holder or "someone unknown",
+        on_conflict,
+        sender=run_alone,
+        name=name,
+        task_id=task_id,
+        holder=holder,
+        on_conflict=on_conflict,
+    )
+
+
+class Guarded(NamedTuple):
+    """
+    What ``@single_instance`` decorated in a task.
+
+    Attributes:
+        function: The decorated function.
+        options: What the decorator was told.
+        bound: Whether the function gets the task as its first argument.
+    """
+
+    function: Callable[..., Any]
+    options: Options
+    bound: bool
+
+
+@lru_cache(maxsize=4096)
+def find_guarded(task: Any) -> Guarded | None:
+    """Return what ``@single_instance`` decorated in ``task``; None if nothing."""
+    for step in _layers(task.run):
+        options = getattr(step, "single_instance", None)
+        if isinstance(options, Options):
+            taken = len(inspect.signature(step).parameters)
+            return Guarded(step, options, taken > len(inspect.signature(task.run).parameters))
+    return None
+
+
+def _layers(function: Any) -> Iterator[Callable[..., Any]]:
+    """Yield what a task runs, from the outside in: behind pydantic's and autoretry's wrappers."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        yield function
+        function = getattr(function, "__wrapped__", None)

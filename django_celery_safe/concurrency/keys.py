@@ -1,0 +1,178 @@
+"""
+Which calls of a task are the same.
+
+A call's key is made from its arguments bound to the task's signature, defaults
+applied, in the form in which they arrive at the worker. So it does not matter
+how a call was written, nor whether the key is made at the send or at the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any, Final
+from uuid import UUID
+
+from kombu.exceptions import SerializationError
+from kombu.serialization import dumps, loads
+
+from .. import conf
+from ..exceptions import ConfigurationError, NotSerializable
+from .options import Options, template_names
+
+#: Hexadecimal digits of a hashed key; 128 bits.
+DIGITS: Final = 32
+
+_HINT: Final = (
+    'Send its primary key or plain data instead, or choose the arguments that count with key=["…"].'
+)
+
+
+def lock_name(
+    task_name: str,
+    function: Callable[..., Any],
+    options: Options,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    bound: bool = False,
+    serializer: str = "json",
+) -> str:
+    """
+    Return the name of the lock for one call: ``<task name>:<key>``.
+
+    Args:
+        function: The task's own function, for its signature.
+        args: Positional arguments, without the ``self`` of a bound task.
+        bound: Whether the function's first parameter is the task.
+        serializer: The task's serializer; it decides on the wire form.
+
+    Raises:
+        TypeError: The arguments don't fit the signature.
+        NotSerializable: An argument of the key can't be written down.
+        ConfigurationError: The key function returned None.
+    """
+    key = call_key(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
+    return f"{task_name}:{key}"
+
+
+def call_key(
+    task_name: str,
+    function: Callable[..., Any],
+    options: Options,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    bound: bool = False,
+    serializer: str = "json",
+) -> str:
+    """Return the key of one call; see :func:`lock_name`."""
+    call = _signature(function, bound).bind(*args, **kwargs)
+    given = set(call.arguments)
+    call.apply_defaults()
+    rule = options.key
+    names = list(call.arguments) if isinstance(rule, conf.Unset) or callable(rule) else _names(rule)
+    for name in names:
+        call.arguments[name] = to_wire(call.arguments[name], serializer)
+    if isinstance(rule, str):
+        return rule.format_map(call.arguments)
+    if callable(rule):
+        return _from_function(task_name, rule, call)
+    parts = []
+    for name in names:
+        try:
+            parts.append(encode(name) + encode(call.arguments[name]))
+        except TypeError as error:
+            if name in given:
+                raise NotSerializable(task_name, name, str(error), _HINT) from error
+            # Only this process can have it: a default that never travels.
+            parts.append(encode(name) + "default")
+    return _digest("".join(parts))
+
+
+def to_wire(value: Any, serializer: str) -> Any:
+    """Return ``value`` as the serializer delivers it; as it is if it can't be sent."""
+    if _is_plain(value):
+        return value
+    try:
+        content_type, encoding, data = dumps(value, serializer)
+        return loads(data, content_type, encoding, accept={content_type})
+    except (SerializationError, TypeError, ValueError):
+        return value
+
+
+def encode(value: Any) -> str:
+    """
+    Write a value down so that equal text means equal type and value.
+
+    Tuple and list are the same, since JSON knows only one of them; dicts and
+    sets have no order. Raises TypeError for anything that has no such form.
+    """
+    match value:
+        case None:
+            return "N"
+        case bool():
+            return "T" if value else "F"
+        case int():
+            # Hexadecimal: Python refuses to print very large ints in decimal.
+            return f"i{value:x};"
+        case float():
+            return f"f{value!r};"
+        case str():
+            return f"s{len(value)}:{value}"
+        case bytes():
+            return f"b{value.hex()};"
+        case list() | tuple():
+            return "[" + "".join(map(encode, value)) + "]"
+        case dict():
+            return "{" + "".join(sorted(encode(k) + encode(v) for k, v in value.items())) + "}"
+        case set() | frozenset():
+            return "<" + "".join(sorted(map(encode, value))) + ">"
+        case datetime() | date() | time():
+            return f"{type(value).__name__}{value.isoformat()};"
+        case timedelta() | Decimal() | UUID():
+            return f"{type(value).__name__}{value};"
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def _from_function(task_name: str, rule: Callable[..., Any], call: inspect.BoundArguments) -> str:
+    key = rule(*call.args, **call.kwargs)
+    if key is None:
+        raise ConfigurationError(
+            f"The key function {rule!r} of task {task_name} returned None. Return a str, or any "
+            f"plain value, that is equal for calls that must not run at once."
+        )
+    return key if isinstance(key, str) else _digest(encode(to_wire(key, "json")))
+
+
+def _names(rule: Any) -> list[str]:
+    names = template_names(rule) if isinstance(rule, str) else rule
+    return list(dict.fromkeys(names))
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether JSON delivers ``value`` just as it is, but for tuples."""
+    kind = type(value)
+    if value is None or kind in (str, int, bool):
+        return True
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    if kind is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    return False
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
+
+
+@lru_cache(maxsize=1024)
+def _signature(function: Callable[..., Any], bound: bool) -> inspect.Signature:
+    signature = inspect.signature(function)
+    if not bound:
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

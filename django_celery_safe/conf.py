@@ -1,0 +1,122 @@
+"""
+The app's settings: ``DJANGO_CELERY_SAFE = {...}`` in the project's settings.
+
+They are read when they are used, so ``override_settings`` works, and never
+written. docs/reference/settings.md explains each one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Final, TypeAlias
+
+from django.conf import settings
+
+from .exceptions import ConfigurationError
+
+#: Seconds, or a timedelta.
+Duration: TypeAlias = float | timedelta
+
+
+class Unset(Enum):
+    """The type of :data:`UNSET`: "not given", where None has a meaning of its own."""
+
+    UNSET = "UNSET"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Final = Unset.UNSET
+
+NAME: Final = "DJANGO_CELERY_SAFE"
+
+DEFAULTS: Final[dict[str, Any]] = {
+    #: Cache alias that holds the locks.
+    "LOCK_CACHE": "default",
+    #: Database alias that holds the locks instead of the cache; None: the cache.
+    "LOCK_DATABASE": None,
+    #: Lease of a lock, s.
+    "LOCK_TIMEOUT": 30,
+    #: Defer every ``.delay()`` of a SafeTask made inside ``atomic()`` to its commit.
+    "SEND_ON_COMMIT": False,
+}
+
+
+def given() -> dict[str, Any]:
+    """Return what the project set, as it stands there."""
+    value = getattr(settings, NAME, {})
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{NAME} is {value!r}; it has to be a dict of settings.")
+    return value
+
+
+def get(name: str) -> Any:
+    """Return the setting ``name``: the project's value, else the default."""
+    value = given().get(name, UNSET)
+    return DEFAULTS[name] if value is UNSET else value
+
+
+def unknown() -> dict[str, str | None]:
+    """Return each setting that does not exist, with the name that was probably meant."""
+    return {name: closest(name, DEFAULTS) for name in given() if name not in DEFAULTS}
+
+
+def closest(name: str, known: Any) -> str | None:
+    """Return the known name that looks most like ``name``; None if none does."""
+    matches = difflib.get_close_matches(str(name).upper(), [str(k).upper() for k in known], n=1)
+    return next((str(k) for k in known if str(k).upper() == matches[0]), None) if matches else None
+
+
+def lease_seconds(value: Any, what: str) -> float:
+    """
+    Return a lease in seconds.
+
+    Args:
+        value: Seconds or a timedelta, at least 1 ms.
+        what: What the value is, for the message, such as ``timeout``.
+
+    Raises:
+        ConfigurationError: It is no such duration. None is refused because a
+            lock without end would stay held for ever after a crash.
+    """
+    if value is None:
+        raise ConfigurationError(
+            f"{what}=None would be a lock without end, never free again after a crash. Give "
+            f"seconds; with renew=True the lease is renewed for as long as the work takes."
+        )
+    seconds = _as_seconds(value)
+    if seconds is None or not 0.001 <= seconds < math.inf:
+        raise ConfigurationError(
+            f"{what}={value!r} is no lease: give a number of seconds or a timedelta, at least 1 ms."
+        )
+    return seconds
+
+
+def wait_seconds(value: Any, what: str) -> float | None:
+    """
+    Return the longest time to wait, in seconds; None waits for ever.
+
+    Raises:
+        ConfigurationError: It is neither None nor a duration of at least 0.
+    """
+    if value is None:
+        return None
+    seconds = _as_seconds(value)
+    if seconds is None or not seconds >= 0:
+        raise ConfigurationError(
+            f"{what}={value!r} is no time to wait: give seconds or a timedelta, 0 to try once, "
+            f"None to wait for ever."
+        )
+    return seconds
+
+
+def _as_seconds(value: Any) -> float | None:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return None
+    return float(value)

@@ -1,0 +1,211 @@
+"""
+Every error that django_celery_safe raises, in one tree.
+
+Raw values go to ``super().__init__``, so that errors survive pickling (Celery
+sends them between processes); the sentence for people is built in ``__str__``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+
+
+class CelerySafeError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigurationError(CelerySafeError, ImproperlyConfigured):
+    """A setting, a decorator's option or an argument can't mean anything."""
+
+
+class BackendNotSupported(ConfigurationError):
+    """
+    The cache or database can't hold a lock that excludes.
+
+    Args:
+        where: What was asked for, such as ``CACHES["default"] (FileBasedCache)``.
+        reason: Why it can't, as a clause.
+        hint: What to use instead, as a sentence.
+    """
+
+    def __init__(self, where: str, reason: str, hint: str) -> None:
+        super().__init__(where, reason, hint)
+        self.where, self.reason, self.hint = where, reason, hint
+
+    def __str__(self) -> str:
+        return f"{self.where} can't hold locks: {self.reason}. {self.hint}"
+
+
+class WrongTransaction(CelerySafeError):
+    """Something was called inside, or outside, the transaction it needs."""
+
+
+class LockError(CelerySafeError):
+    """Base of the errors of locks."""
+
+
+class LockNotAcquired(LockError):
+    """
+    Someone else holds the lock; nothing was done.
+
+    Args:
+        name: The lock's name.
+        holder: Who holds it, as :attr:`HeldLock.holder` says it; empty where
+            it is not known.
+        waited: Seconds that were spent waiting.
+    """
+
+    def __init__(self, name: str, holder: str = "", waited: float = 0.0) -> None:
+        super().__init__(name, holder, waited)
+        self.name, self.holder, self.waited = name, holder, waited
+
+    def __str__(self) -> str:
+        by = f" by {self.holder}" if self.holder else ""
+        waited = f" after waiting {self.waited:.3g} s" if self.waited else ""
+        return (
+            f"The lock {self.name!r} is held{by} and was not acquired{waited}. "
+            f"Try again later, or wait for it with blocking_timeout."
+        )
+
+
+class AlreadyRunning(LockNotAcquired):
+    """
+    Another run of the task holds its lock.
+
+    Args:
+        name: The lock's name, ``<task name>:<key>``.
+        holder: Who holds it.
+        waited: Seconds that were spent waiting.
+        task_id: Id of the task that is running; None where it is not known,
+            as after a direct call.
+    """
+
+    def __init__(
+        self, name: str, holder: str = "", waited: float = 0.0, task_id: str | None = None
+    ) -> None:
+        super().__init__(name, holder, waited)
+        self.args = (name, holder, waited, task_id)
+        self.task_id = task_id
+
+    def __str__(self) -> str:
+        by = f" by {self.holder}" if self.holder else ""
+        return (
+            f"Another run of this task holds the lock {self.name!r}{by}, so this one did not "
+            f"start. Send it again when that run has ended, or see on_conflict."
+        )
+
+
+class LockLost(LockError):
+    """
+    The lock was ours and is no longer: its lease ended, or it was freed or
+    forgotten by the store. Someone else may hold it now.
+
+    Args:
+        name: The lock's name.
+        holder: Who holds it now; empty if nobody does or it is not known.
+    """
+
+    def __init__(self, name: str, holder: str = "") -> None:
+        super().__init__(name, holder)
+        self.name, self.holder = name, holder
+
+    def __str__(self) -> str:
+        now = f"it is held by {self.holder} now" if self.holder else "someone else may hold it now"
+        return (
+            f"The lock {self.name!r} is no longer ours: {now}. Stop, and undo or leave "
+            f"uncommitted what the lock was to protect."
+        )
+
+
+class LockBackendError(LockError):
+    """
+    The cache or database that holds the locks did not answer.
+
+    This says nothing about who holds the lock.
+
+    Args:
+        where: The store, such as ``CACHES["default"] (redis)``.
+        action: What was asked of it: acquire, release, extend, peek or list.
+        reason: The client's own error, as text.
+    """
+
+    def __init__(self, where: str, action: str, reason: str) -> None:
+        super().__init__(where, action, reason)
+        self.where, self.action, self.reason = where, action, reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where} did not answer to {self.action} ({self.reason}). Whether the lock is "
+            f"free is not known; check that the server is up and reachable."
+        )
+
+
+class SendError(CelerySafeError):
+    """Base of the errors of sending."""
+
+
+class AlreadySent(SendError):
+    """
+    The same task was sent before and has not started, or not ended, yet.
+
+    Args:
+        name: The lock's name, ``<task name>:<key>``.
+        task_id: Id of the task that was sent first.
+    """
+
+    def __init__(self, name: str, task_id: str) -> None:
+        super().__init__(name, task_id)
+        self.name, self.task_id = name, task_id
+
+    def __str__(self) -> str:
+        return f"{self.name!r} was sent already, as task {self.task_id}; nothing was sent."
+
+
+class NotSerializable(SendError, TypeError):
+    """
+    An argument can't travel in a message.
+
+    Args:
+        task: The task's name.
+        argument: Where the value stands, such as ``args[0]`` or ``kwargs['user']``.
+        value: What it is, such as ``a User instance``.
+        hint: What to send instead, as a sentence.
+    """
+
+    def __init__(self, task: str, argument: str, value: str, hint: str) -> None:
+        super().__init__(task, argument, value, hint)
+        self.task, self.argument, self.value, self.hint = task, argument, value, hint
+
+    def __str__(self) -> str:
+        return (
+            f"{self.argument} of task {self.task} is {self.value}, which can't be sent in a "
+            f"message. {self.hint}"
+        )
+
+
+class IdempotencyError(CelerySafeError):
+    """Base of the errors of doing things once."""
+
+
+class IdempotencyConflict(IdempotencyError):
+    """The same key was used before with other arguments."""
+
+
+class StageError(CelerySafeError):
+    """Base of the errors of stages."""
+
+
+class InvalidPlan(StageError, ValueError):
+    """A plan of stages can't be run as it stands."""
+
+
+class IllegalTransition(StageError):
+    """A run of stages is not in a state from which this can be done."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Say an error of someone else's library in one line."""
+    text: Any = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,263 @@
+"""
+:class:`IdempotentMixin`: a flag on a row says whether a thing was done for it.
+
+A plain class, not a model, so that it can be imported before the apps are
+loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
+
+from celery.exceptions import Retry
+from django.core.exceptions import FieldDoesNotExist
+from django.db import NotSupportedError, OperationalError, connections, router, transaction
+from django.db.models import BooleanField, DateTimeField, F
+from django.utils import timezone
+
+from ..exceptions import ConfigurationError, IdempotencyError, LockNotAcquired, WrongTransaction
+from ..signals import already_done, done_once, emit
+from ..transactions import in_atomic
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from django.db.models import Model, QuerySet
+
+logger = logging.getLogger(__name__)
+
+Guarantee: TypeAlias = Literal["at_least_once", "at_most_once"]
+
+
+class IdempotentMixin:
+    """
+    Adds :meth:`do_once` to a model.
+
+    Example::
+
+        class User(IdempotentMixin, AbstractUser):
+            is_welcome_email_sent = models.BooleanField(default=False)
+    """
+
+    @classmethod
+    def do_once(
+        cls,
+        pk: Any,
+        flag: str,
+        *,
+        guarantee: Guarantee = "at_least_once",
+        nowait: bool = False,
+        using: str | None = None,
+        durable: bool = True,
+    ) -> AbstractContextManager[Self | None]:
+        """
+        Do the block once for the row ``pk``, and note that in its ``flag``.
+
+        Yields the row, read fresh under a row lock, or None if the flag says it
+        was done: write ``if row:``. Two that come at once wait for each other.
+
+        ``"at_least_once"``: the block runs inside the transaction, and the flag
+        is saved when it ends well, and only then. If the process dies after the
+        effect and before the commit, the block runs again.
+        ``"at_most_once"``: the flag is committed before the block runs, outside
+        the transaction. If the process dies or the block fails after that, the
+        effect never happens. No ``Retry`` can help then, so one raised in the
+        block is an error.
+
+        What it costs: with ``"at_least_once"`` the row, and on SQLite the whole
+        database, is locked while the block runs.
+
+        Args:
+            pk: Primary key of the row.
+            flag: Name of a BooleanField (true: done), or of a DateTimeField with
+                ``null=True`` (not null: done, set to the current time).
+            guarantee: Which way it fails where it can't be both.
+            nowait: Raise at once if someone else has the row, instead of waiting.
+            using: Database alias; unset: the one the router writes to.
+            durable: Insist on being the outermost transaction, so that the flag
+                is committed when the block has ended. False opts out: then the
+                outer transaction decides.
+
+        Raises:
+            WrongTransaction: It stands inside another ``atomic()``.
+            DoesNotExist: The model has no such row.
+            ConfigurationError: ``flag`` is no flag of the model.
+            LockNotAcquired: Someone else has the row, and ``nowait`` is on.
+            IdempotencyError: The block raised Retry under ``"at_most_once"``.
+
+        Source:
+            "Celery: lessons learned", the welcome e-mail (is_welcome_email_sent).
+        """
+        model = cast("type[Model]", cls)
+        _check_flag(model, flag)
+        if guarantee not in ("at_least_once", "at_most_once"):
+            raise ConfigurationError(
+                f'guarantee={guarantee!r} is not known; it can be "at_least_once" or '
+                f'"at_most_once".'
+            )
+        if guarantee == "at_most_once" and not durable:
+            raise ConfigurationError(
+                'guarantee="at_most_once" commits the flag before the block runs, which it can\'t '
+                "inside another transaction: leave durable=False out."
+            )
+        alias = router.db_for_write(model) if using is None else using
+        once = _Once(model, pk, flag, alias, nowait=nowait, durable=durable)
+        block = once.at_least_once() if guarantee == "at_least_once" else once.at_most_once()
+        return cast("AbstractContextManager[Self | None]", block)
+
+
+class _Once:
+    """One use of :meth:`IdempotentMixin.do_once`."""
+
+    def __init__(
+        self, model: type[Model], pk: Any, flag: str, alias: str, *, nowait: bool, durable: bool
+    ) -> None:
+        self._model, self._pk, self._flag, self._alias = model, pk, flag, alias
+        self._nowait, self._durable = nowait, durable
+
+    @contextmanager
+    def at_least_once(self) -> Iterator[Model | None]:
+        with self._transaction():
+            row = self._lock_row()
+            if self._is_done(row):
+                self._tell(already_done, "was done already")
+                yield None
+                return
+            yield row
+            self._set_flag(row)
+        self._tell(done_once, "was done")
+
+    @contextmanager
+    def at_most_once(self) -> Iterator[Model | None]:
+        with self._transaction():
+            row = self._lock_row()
+            done = self._is_done(row)
+            if not done:
+                self._set_flag(row)
+        if done:
+            self._tell(already_done, "was done already")
+            yield None
+            return
+        try:
+            yield row
+        except Retry as retry:
+            raise IdempotencyError(
+                f"The block of do_once({self._label}) asked for a retry under at_most_once, which "
+                f"would find {self._flag} set and do nothing. Handle the failure in the block, or "
+                f'use guarantee="at_least_once".'
+            ) from retry
+        self._tell(done_once, "was done")
+
+    @property
+    def _label(self) -> str:
+        return f"{self._model._meta.label}, pk={self._pk!r}, {self._flag!r}"
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        if self._durable and in_atomic(self._alias):
+            raise WrongTransaction(
+                f"do_once({self._label}) stands inside another transaction on {self._alias!r}: a "
+                f"rollback of that one would forget what was done. Call it outside atomic(), or "
+                f"pass durable=False if the outer transaction is to decide."
+            )
+        with transaction.atomic(using=self._alias):
+            yield
+
+    def _rows(self) -> QuerySet[Model]:
+        # The base manager, since a default one may hide rows.
+        return self._model._base_manager.using(self._alias).filter(pk=self._pk)
+
+    def _lock_row(self) -> Model:
+        connection = connections[self._alias]
+        with self._fail_at_once() if self._nowait else nullcontext():
+            if connection.features.has_select_for_update:
+                return self._rows().select_for_update(nowait=self._nowait).get()
+            # Without row locks the transaction's first statement has to be a write:
+            # it takes the database's write lock before the flag is read, and waits
+            # for it, where a read first would end in "database is locked".
+            self._rows().update(**{self._flag: F(self._flag)})
+            return self._rows().get()
+
+    @contextmanager
+    def _fail_at_once(self) -> Iterator[None]:
+        connection = connections[self._alias]
+        try:
+            with _no_busy_timeout(connection):
+                yield
+        except NotSupportedError:
+            raise
+        except OperationalError as error:
+            raise LockNotAcquired(f"{self._model._meta.label} pk={self._pk!r}") from error
+
+    def _is_done(self, row: Model) -> bool:
+        value = getattr(row, self._flag)
+        # False and None: not done; True and any moment: done.
+        return value is not None and value is not False
+
+    def _set_flag(self, row: Model) -> None:
+        field = self._model._meta.get_field(self._flag)
+        value = True if isinstance(field, BooleanField) else timezone.now()
+        # Not save(): a receiver or an overridden save() that fails here would
+        # take the flag back after the effect.
+        self._rows().update(**{self._flag: value})
+        setattr(row, self._flag, value)
+
+    def _tell(self, signal: Any, what: str) -> None:
+        emit(
+            signal,
+            logger,
+            logging.INFO,
+            "%s of %s pk=%s %s.",
+            self._flag,
+            self._model._meta.label,
+            self._pk,
+            what,
+            sender=self._model,
+            model=self._model._meta.label,
+            pk=self._pk,
+            flag=self._flag,
+        )
+
+
+@contextmanager
+def _no_busy_timeout(connection: Any) -> Iterator[None]:
+    """Let SQLite say at once that the database is locked, instead of waiting for it."""
+    if connection.vendor != "sqlite":
+        yield
+        return
+    with connection.cursor() as cursor:
+        before = cursor.execute("PRAGMA busy_timeout").fetchone()[0]
+        cursor.execute("PRAGMA busy_timeout = 0")
+        try:
+            yield
+        finally:
+            cursor.execute(f"PRAGMA busy_timeout = {int(before)}")
+
+
+def _check_flag(model: type[Model], name: str) -> None:
+    flags = [
+        field.name
+        for field in model._meta.get_fields()
+        if isinstance(field, BooleanField) or (isinstance(field, DateTimeField) and field.null)
+    ]
+    if name in flags:
+        return
+    try:
+        field: Any = model._meta.get_field(name)
+    except FieldDoesNotExist:
+        problem = "does not exist"
+    else:
+        kind = type(field).__name__
+        null = " without null=True" if isinstance(field, DateTimeField) else ""
+        problem = f"is a {kind}{null}"
+    close = difflib.get_close_matches(str(name), flags, n=1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    raise ConfigurationError(
+        f"{model._meta.label}.{name} {problem}, so it can't say whether a thing was done. A flag "
+        f"is a BooleanField, or a DateTimeField with null=True; the model has: "
+        f"{', '.join(flags) or 'none'}.{guess}"
+    )

@@ -1,0 +1,223 @@
+"""
+The thread that renews every lease held in this process.
+
+One for each process, started when the first renewed lock is acquired. It asks
+each store once for all leases that are due, in a connection of its own, and
+closes that connection when the process holds nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+from weakref import WeakSet
+
+from ..exceptions import LockBackendError
+from ..signals import emit, lock_backend_failed
+from .stores import Location
+from .stores.base import HeldLock, Renewal
+
+logger = logging.getLogger(__name__)
+
+#: A lease is renewed when this part of it has passed.
+RENEW_AFTER: Final = 1 / 3
+#: After a failed renewal it is tried again when this part of the lease has passed.
+RETRY_AFTER: Final = 1 / 10
+#: Leases that are due within this part of themselves are renewed along with others.
+ALONG: Final = 1 / 20
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Lease:
+    """
+    What a holder knows about its own lease.
+
+    Attributes:
+        location: Where the lock lives.
+        name: The lock's name.
+        token: Which acquisition this is.
+        seconds: Length of the lease.
+        asked_at: When the last request that began a lease was sent, by the
+            monotonic clock. The lease is trusted for ``seconds`` from then on,
+            since the store can only have got the request later.
+        on_lost: Called, with the new holder's lock or None, by the thread that
+            finds the lease to be no longer ours.
+    """
+
+    location: Location
+    name: str
+    token: str
+    seconds: float
+    asked_at: float
+    on_lost: Callable[[HeldLock | None], None]
+    pid: int = field(default_factory=os.getpid)
+    lost: bool = False
+    renew_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.began(self.asked_at)
+
+    def began(self, asked_at: float) -> None:
+        """Note that the store let the lease begin anew, as asked at ``asked_at``."""
+        self.asked_at = asked_at
+        self.renew_at = asked_at + self.seconds * RENEW_AFTER
+
+    @property
+    def remaining(self) -> float:
+        """Seconds for which the lease is trusted; 0 when it is over, lost or another process's."""
+        if self.lost or self.pid != os.getpid():
+            return 0.0
+        return max(0.0, self.asked_at + self.seconds - time.monotonic())
+
+    def extend(self) -> bool:
+        """Ask the store for another ``seconds``; tell whether the lease is still ours."""
+        asked_at = time.monotonic()
+        renewal = Renewal(self.name, self.token, self.seconds)
+        (extended,) = self.location.store().extend([renewal])
+        if extended:
+            self.began(asked_at)
+        return extended
+
+
+class Renewer:
+    """Renews leases, on a thread that it starts when it has some."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Weak: a lock that nobody can release any more (an error hit between its
+        # acquisition and its `with` block) must not be renewed for ever.
+        self._leases: WeakSet[Lease] = WeakSet()
+        self._thread: threading.Thread | None = None
+        #: When the thread looks again by itself, monotonic.
+        self._wakes_at = math.inf
+        #: Locations to which the thread has opened connections.
+        self._opened: set[Location] = set()
+
+    def add(self, lease: Lease) -> None:
+        """Renew ``lease`` from now on."""
+        with self._changed:
+            self._leases.add(lease)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="django_celery_safe leases", daemon=True
+                )
+                self._thread.start()
+            elif lease.renew_at < self._wakes_at:
+                self._changed.notify_all()
+
+    def remove(self, lease: Lease) -> None:
+        """Renew ``lease`` no more; with the last one, the thread's connections are closed."""
+        with self._changed:
+            self._leases.discard(lease)
+            if self._leases or not self._opened:
+                return
+            self._changed.notify_all()
+            # So that "released" means that nothing of ours is connected; a store
+            # that hangs must not hold up the caller.
+            self._changed.wait_for(lambda: bool(self._leases) or not self._opened, timeout=1.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._leases or not self._opened:
+                    # Kept when the last lease goes: who takes and frees locks in
+                    # a loop does not wake this thread each time.
+                    self._wakes_at = min((x.renew_at for x in self._leases), default=math.inf)
+                    pause = self._wakes_at - time.monotonic()
+                    if pause > 0:
+                        self._changed.wait(None if pause == math.inf else pause)
+                        continue
+                due = self._due()
+                opened = set(self._opened)
+            if due:
+                self._renew(due)
+            elif opened:
+                self._close(opened)
+
+    def _due(self) -> list[Lease]:
+        now = time.monotonic()
+        return [lease for lease in self._leases if lease.renew_at <= now + lease.seconds * ALONG]
+
+    def _renew(self, due: Iterable[Lease]) -> None:
+        by_location: dict[Location, list[Lease]] = {}
+        for lease in due:
+            by_location.setdefault(lease.location, []).append(lease)
+        for location, leases in by_location.items():
+            with self._changed:
+                self._opened.add(location)
+            asked_at = time.monotonic()
+            try:
+                renewals = [Renewal(lease.name, lease.token, lease.seconds) for lease in leases]
+                outcomes = location.store().extend(renewals)
+            except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
+                self._failed(location, leases, error)
+                continue
+            for lease, extended in zip(leases, outcomes, strict=True):
+                if extended:
+                    lease.began(asked_at)
+                else:
+                    self._lost(lease)
+
+    def _failed(self, location: Location, leases: list[Lease], error: Exception) -> None:
+        now = time.monotonic()
+        for lease in leases:
+            lease.renew_at = now + lease.seconds * RETRY_AFTER
+        emit(
+            lock_backend_failed,
+            logger,
+            logging.WARNING if isinstance(error, LockBackendError) else logging.ERROR,
+            "%d lease(s) could not be renewed and will be tried again: %s",
+            len(leases),
+            error,
+            sender=Renewer,
+            exc_info=None if isinstance(error, LockBackendError) else error,
+            name=leases[0].name,
+            reason=str(error),
+        )
+        self._close({location})
+
+    def _lost(self, lease: Lease) -> None:
+        with self._changed:
+            # Released while the request was under way: then it is no loss.
+            if lease not in self._leases:
+                return
+            self._leases.discard(lease)
+        try:
+            now_held = lease.location.store().peek(lease.name)
+        except Exception:  # noqa: BLE001 - only to name the new holder
+            now_held = None
+        lease.on_lost(now_held)
+
+    def _close(self, locations: set[Location]) -> None:
+        for location in locations:
+            try:
+                location.store().close()
+            except Exception:
+                # What can't be closed is gone already.
+                logger.debug("A lock store's connection could not be closed.", exc_info=True)
+        with self._changed:
+            self._opened -= locations
+            self._changed.notify_all()
+
+
+_renewer = Renewer()
+
+
+def renewer() -> Renewer:
+    """Return this process's renewer."""
+    return _renewer
+
+
+def _forget_parent() -> None:
+    # The parent's leases, its thread and its mutex are not this process's.
+    global _renewer
+    _renewer = Renewer()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -1,0 +1,469 @@
+"""
+The lock: :func:`cache_lock` and the :class:`CacheLock` that it makes.
+
+Where it is kept is a matter of ``stores``, how it is kept alive one of ``lease``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import os
+import random
+import socket
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, ParamSpec, Self, TypeVar
+
+from celery._state import get_current_task
+
+from .. import conf
+from ..exceptions import (
+    ConfigurationError,
+    LockBackendError,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+)
+from ..signals import (
+    emit,
+    lock_acquired,
+    lock_backend_failed,
+    lock_contended,
+    lock_lost,
+    lock_released,
+)
+from .lease import Lease, renewer
+from .stores import Location, locate
+from .stores.base import Acquired, HeldLock, Holder
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+#: First and longest pause between two tries to acquire, s.
+FIRST_PAUSE: Final = 0.01
+LONGEST_PAUSE: Final = 0.5
+
+_HOST: Final = socket.gethostname()
+
+
+class CacheLock:
+    """
+    A lock with an owner, in the cache or database that the settings name.
+
+    Made by :func:`cache_lock`. One object is one attempt after another by one
+    owner: it is not reentrant, and is not to be shared between threads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        timeout: conf.Duration | conf.Unset = conf.UNSET,
+        blocking_timeout: conf.Duration | None = 0,
+        renew: bool = True,
+        cache: str | conf.Unset = conf.UNSET,
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(
+                f"{name!r} is no name for a lock: give a non-empty str. All locks with one name "
+                f"in one cache exclude each other."
+            )
+        self.name = name
+        self._timeout = timeout
+        if not isinstance(timeout, conf.Unset):
+            self._timeout = conf.lease_seconds(timeout, "timeout")
+        self._blocking_timeout = conf.wait_seconds(blocking_timeout, "blocking_timeout")
+        self._renew = renew
+        self._cache = cache
+        self._lease: Lease | None = None
+        self._fence: int | None = None
+        #: Who holds it instead, as the last attempt saw it.
+        self._contender: HeldLock | None = None
+        self._asked = False
+
+    def acquire(self, blocking_timeout: conf.Duration | conf.Unset | None = conf.UNSET) -> bool:
+        """
+        Try to take the lock.
+
+        Args:
+            blocking_timeout: Longest time to wait, seconds or timedelta; 0 tries
+                once, None waits for ever, unset is what the lock was made with.
+
+        Returns:
+            True if the lock is ours now; False if someone else held it all the while.
+
+        Raises:
+            LockBackendError: The store did not answer. If it did get the request,
+                the lock is held by nobody until one lease has passed.
+            LockError: This object holds the lock already.
+            BackendNotSupported: The configured cache can't hold locks.
+            WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
+        """
+        longest = self._blocking_timeout
+        if not isinstance(blocking_timeout, conf.Unset):
+            longest = conf.wait_seconds(blocking_timeout, "blocking_timeout")
+        if self._lease is not None and self.held:
+            raise LockError(
+                f"The lock {self.name!r} is held by this very object already; it is not "
+                f"reentrant. Release it first, or make another cache_lock for another owner."
+            )
+        if self._lease is not None:
+            renewer().remove(self._lease)
+            self._lease = None
+        location = locate(self._cache)
+        ends_at = math.inf if longest is None else time.monotonic() + longest
+        pause = FIRST_PAUSE
+        while not self._try_acquire(location):
+            left = ends_at - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, pause * random.uniform(0.5, 1.0), self._holder_left()))  # noqa: S311
+            pause = min(pause * 1.5, LONGEST_PAUSE)
+        return True
+
+    def release(self) -> bool:
+        """
+        Give the lock back if it is still ours.
+
+        The owner token is compared and the lock deleted in one atomic step, so a
+        lock that expired and was taken by someone else is left alone.
+
+        Returns:
+            True if it was released; False if it was no longer ours, which is
+            also logged and sent as ``lock_lost``.
+
+        Raises:
+            LockBackendError: The store did not answer. The lock ends by itself
+                when its lease does.
+            LockNotAcquired: This object never acquired it, or released it before.
+        """
+        lease = self._our_lease()
+        self._lease = None
+        renewer().remove(lease)
+        if lease.location.store().release(self.name, lease.token):
+            emit(
+                lock_released,
+                logger,
+                logging.DEBUG,
+                "Released the lock %r.",
+                self.name,
+                sender=CacheLock,
+                name=self.name,
+            )
+            return True
+        if not lease.lost:
+            self._note_lost(lease, self._find_holder(lease))
+        return False
+
+    def extend(self, timeout: conf.Duration) -> None:
+        """
+        Let the lease end ``timeout`` from now, and be of that length from now on.
+
+        Args:
+            timeout: Seconds or timedelta. A renewed lease goes on being renewed.
+
+        Raises:
+            LockLost: The lock is no longer ours; nothing was changed.
+            LockNotAcquired: This object does not hold it.
+            LockBackendError: The store did not answer; the lease may be of
+                either length.
+        """
+        lease = self._our_lease()
+        before = lease.seconds
+        lease.seconds = conf.lease_seconds(timeout, "timeout")
+        # If the store gets the request and the answer is lost, the shorter is the safe guess.
+        try:
+            extended = not lease.lost and lease.extend()
+        except LockBackendError:
+            lease.seconds = min(before, lease.seconds)
+            raise
+        if not extended:
+            self._raise_lost(lease)
+
+    def ensure(self) -> None:
+        """
+        Go on only if the lock is ours: ask the store, in one round trip.
+
+        Call it before each step that must not be done by two. It costs a round
+        trip because only the store knows of a lock freed by an operator or lost
+        with the memory of the cache; :attr:`held` is the answer without one.
+        A renewed lease begins anew.
+
+        Raises:
+            LockLost: The lease is no longer ours.
+            LockNotAcquired: This object does not hold the lock.
+            LockBackendError: The store did not answer; whether it is ours is not known.
+        """
+        self._asked = True
+        lease = self._our_lease()
+        if self._renew:
+            ours = not lease.lost and lease.extend()
+        else:
+            ours = lease.remaining > 0 and self._is_ours(lease)
+        if not ours:
+            self._raise_lost(lease)
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock was acquired, not released, and is within its trusted time."""
+        self._asked = True
+        return self._lease is not None and self._lease.remaining > 0
+
+    @property
+    def remaining(self) -> float:
+        """Seconds for which the lock is trusted without another renewal; 0 if it is not held."""
+        return 0.0 if self._lease is None else self._lease.remaining
+
+    @property
+    def token(self) -> str | None:
+        """Which acquisition holds the lock; None while this object does not."""
+        return None if self._lease is None else self._lease.token
+
+    @property
+    def fence(self) -> int | None:
+        """
+        The number of the acquisition, larger than that of every earlier one in this store.
+
+        Write it along with what the lock protects, and refuse a write that
+        carries a smaller one. None before the first acquisition, and where the
+        store can't count.
+        """
+        return self._fence
+
+    @property
+    def contender(self) -> HeldLock | None:
+        """Who held the lock when the last :meth:`acquire` failed; None if it did not."""
+        return self._contender
+
+    def __bool__(self) -> bool:
+        return self.held
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        self._asked = False
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._lease is None:
+            if kind is None and not self._asked and self._contender is not None:
+                warnings.warn(
+                    f"A block ran without the lock {self.name!r}, which {self._contender.holder} "
+                    f"held, and did not ask. Write: with cache_lock(...) as lock: if lock: ...",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return
+        try:
+            self.release()
+        except LockBackendError as failure:
+            # The body's own result or error matters more; the lease ends by itself.
+            self._note_not_released(failure)
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Decorate ``function``: each call takes a lock of its own, or raises LockNotAcquired."""
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise ConfigurationError(
+                f"cache_lock can't decorate {function.__qualname__}: a coroutine or generator "
+                f"function returns before its body runs, and the lock with it. Use "
+                f"`with cache_lock(...)` inside."
+            )
+
+        @functools.wraps(function)
+        def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self._again() as lock:
+                if not lock:
+                    raise lock.not_acquired()
+                return function(*args, **kwargs)
+
+        return locked
+
+    def __repr__(self) -> str:
+        state = f"held, {self.remaining:.3g} s left" if self._lease else "not held"
+        return f"<CacheLock {self.name!r}: {state}>"
+
+    def not_acquired(self) -> LockNotAcquired:
+        """Return the error that says who holds the lock instead."""
+        holder = self._contender.holder if self._contender is not None else ""
+        return LockNotAcquired(self.name, str(holder), self._blocking_timeout or 0.0)
+
+    def _again(self) -> CacheLock:
+        return CacheLock(
+            self.name,
+            timeout=self._timeout,
+            blocking_timeout=self._blocking_timeout,
+            renew=self._renew,
+            cache=self._cache,
+        )
+
+    def _try_acquire(self, location: Location) -> bool:
+        seconds = self._timeout
+        if isinstance(seconds, conf.Unset):
+            seconds = conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
+        store = location.store()
+        renew = self._renew and store.renews()
+        token = uuid.uuid4().hex
+        holder = _describe_holder(renew)
+        asked_at = time.monotonic()
+        outcome = store.acquire(self.name, token, seconds, holder)
+        if not isinstance(outcome, Acquired):
+            self._note_contended(outcome)
+            return False
+        lease = Lease(location, self.name, token, seconds, asked_at, self._note_renewal_lost)
+        self._lease, self._fence, self._contender = lease, outcome.fence, None
+        if renew:
+            renewer().add(lease)
+        emit(
+            lock_acquired,
+            logger,
+            logging.DEBUG,
+            "Acquired the lock %r.",
+            self.name,
+            sender=CacheLock,
+            name=self.name,
+            fence=outcome.fence,
+        )
+        return True
+
+    def _holder_left(self) -> float:
+        """How long the holder's lease runs at the most; a little more, so that it is over then."""
+        left = self._contender.remaining if self._contender is not None else None
+        return math.inf if left is None else left + 0.001
+
+    def _our_lease(self) -> Lease:
+        if self._lease is None:
+            raise self.not_acquired()
+        if self._lease.pid != os.getpid():
+            raise LockError(
+                f"The lock {self.name!r} was acquired by process {self._lease.pid}, this is "
+                f"process {os.getpid()}: a lock does not come along in a fork; acquire it here."
+            )
+        return self._lease
+
+    def _is_ours(self, lease: Lease) -> bool:
+        lock = lease.location.store().peek(self.name)
+        return lock is not None and lock.token == lease.token
+
+    def _find_holder(self, lease: Lease) -> HeldLock | None:
+        try:
+            return lease.location.store().peek(self.name)
+        except LockBackendError:
+            return None
+
+    def _raise_lost(self, lease: Lease) -> None:
+        holder = self._find_holder(lease)
+        if not lease.lost:
+            renewer().remove(lease)
+            self._note_lost(lease, holder)
+        raise LockLost(self.name, str(holder.holder) if holder is not None else "")
+
+    def _note_renewal_lost(self, now_held: HeldLock | None) -> None:
+        lease = self._lease
+        if lease is not None:
+            self._note_lost(lease, now_held)
+
+    def _note_lost(self, lease: Lease, now_held: HeldLock | None) -> None:
+        lease.lost = True
+        holder = str(now_held.holder) if now_held is not None else ""
+        emit(
+            lock_lost,
+            logger,
+            logging.ERROR,
+            "The lock %r was lost while its holder worked; %s.",
+            self.name,
+            f"it is held by {holder} now" if holder else "nobody is known to hold it now",
+            sender=CacheLock,
+            name=self.name,
+            holder=holder,
+        )
+
+    def _note_contended(self, contender: HeldLock) -> None:
+        self._contender = contender
+        emit(
+            lock_contended,
+            logger,
+            logging.DEBUG,
+            "The lock %r is held by %s.",
+            self.name,
+            contender.holder,
+            sender=CacheLock,
+            name=self.name,
+            holder=str(contender.holder),
+        )
+
+    def _note_not_released(self, failure: LockBackendError) -> None:
+        emit(
+            lock_backend_failed,
+            logger,
+            logging.WARNING,
+            "The lock %r could not be released and ends by its lease: %s",
+            self.name,
+            failure,
+            sender=CacheLock,
+            name=self.name,
+            reason=str(failure),
+        )
+
+
+def cache_lock(
+    name: str,
+    *,
+    timeout: conf.Duration | conf.Unset = conf.UNSET,
+    blocking_timeout: conf.Duration | None = 0,
+    renew: bool = True,
+    cache: str | conf.Unset = conf.UNSET,
+) -> CacheLock:
+    """
+    Return a lock that keeps two from running at once, on any number of machines.
+
+    As a context manager it is truthy when acquired; as a decorator each call
+    makes a new lock and raises LockNotAcquired if it is held. A lock keeps two
+    from running at the same time; it does not keep a thing from being done
+    again later (see ``do_once``).
+
+    Args:
+        name: What is locked. Any non-empty text; long or odd names are hashed.
+        timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT`` (30 s).
+            A holder that dies leaves the lock held for at most this long.
+        blocking_timeout: Longest time to wait; 0 tries once, None waits for ever.
+        renew: Renew the lease, from a background thread, for as long as this
+            process holds the lock. False: the lock ends at ``timeout``, and work
+            that takes longer runs unprotected.
+        cache: Alias of the cache that holds the lock; unset: ``LOCK_DATABASE``
+            if that is set, else ``LOCK_CACHE``.
+
+    Raises:
+        ConfigurationError: A value means nothing, such as ``timeout=None``.
+
+    Example:
+        >>> from django_celery_safe import cache_lock
+        >>> with cache_lock("feed:42") as lock:
+        ...     if lock:
+        ...         print("importing")
+        importing
+
+    Source:
+        The Celery task cookbook, "Ensuring a task is only executed one at a time".
+    """
+    return CacheLock(
+        name, timeout=timeout, blocking_timeout=blocking_timeout, renew=renew, cache=cache
+    )
+
+
+def _describe_holder(renewed: bool) -> Holder:
+    task = get_current_task()
+    if task is None:
+        return Holder(_HOST, os.getpid(), time.time(), renewed)
+    return Holder(_HOST, os.getpid(), time.time(), renewed, task.name, task.request.id)

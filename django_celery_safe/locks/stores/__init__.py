@@ -1,0 +1,176 @@
+"""
+Which store a lock lives in.
+
+:func:`store_for` answers that for a cache alias or a database alias, and says
+what to use instead for the caches on which no lock excludes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from django.conf import settings
+from django.core.cache import caches
+from django.core.cache.backends.base import BaseCache, InvalidCacheBackendError
+from django.db import connections
+from django.utils.connection import ConnectionDoesNotExist
+
+from ... import conf
+from ...exceptions import BackendNotSupported, ConfigurationError
+from .base import HeldLock, Store
+
+USE_INSTEAD: Final = (
+    "Use Redis (django-redis or Django's RedisCache), or set LOCK_DATABASE to a database alias."
+)
+
+#: Caches on which two can hold one lock, and why. Measured: docs/explanation/stores.md.
+REFUSED: Final = {
+    "django.core.cache.backends.filebased.FileBasedCache": (
+        "its add() is a read and then a write, so several processes get the same lock, and it "
+        "drops entries when it is full"
+    ),
+    "django.core.cache.backends.db.DatabaseCache": (
+        "its get() deletes an expired row that may have been taken anew in between, and it drops "
+        "entries when it is full"
+    ),
+    "django.core.cache.backends.dummy.DummyCache": "it stores nothing, so every add() succeeds",
+    "django_redis.client.sharded.ShardClient": (
+        "it spreads keys over several servers, and a lost server moves them"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """
+    Where locks live: a cache alias or a database alias.
+
+    Unlike a store, which belongs to one thread's connection, a location can be
+    handed from thread to thread.
+    """
+
+    kind: str
+    alias: str
+
+    def store(self) -> Store:
+        """Return this thread's store for the location."""
+        return _cache_store(self.alias) if self.kind == "cache" else _database_store(self.alias)
+
+
+def locate(cache: str | conf.Unset = conf.UNSET) -> Location:
+    """Return where locks live: in ``cache``, else where the settings say."""
+    if not isinstance(cache, conf.Unset):
+        return Location("cache", cache)
+    database = conf.get("LOCK_DATABASE")
+    if database is not None:
+        return Location("database", database)
+    return Location("cache", conf.get("LOCK_CACHE"))
+
+
+def iter_locks(cache: str | conf.Unset = conf.UNSET) -> Iterator[HeldLock]:
+    """
+    Yield every lock that is held, in no order, read a page at a time.
+
+    Args:
+        cache: Alias of the cache to look into; unset: where the settings say.
+
+    Raises:
+        LockBackendError: The store did not answer.
+    """
+    return locate(cache).store().iter_locks()
+
+
+def find_lock(name: str, cache: str | conf.Unset = conf.UNSET) -> HeldLock | None:
+    """Return the lock called ``name``; None if nobody holds it."""
+    return locate(cache).store().peek(name)
+
+
+def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
+    """
+    Free somebody else's lock, as an operator.
+
+    Only the acquisition that ``lock`` shows is freed: if it ended meanwhile and
+    someone else holds the lock now, that one is left alone.
+
+    Returns:
+        True if it was freed; False if that acquisition had ended already.
+    """
+    return locate(cache).store().release(lock.name, lock.token)
+
+
+def _cache_store(alias: str) -> Store:
+    try:
+        cache: Any = caches[alias]
+    except InvalidCacheBackendError as error:
+        known = ", ".join(sorted(settings.CACHES))
+        meant = conf.closest(alias, settings.CACHES)
+        guess = f" Did you mean {meant!r}?" if meant else ""
+        raise ConfigurationError(
+            f"Locks were asked for in the cache {alias!r}, which CACHES does not have or can't "
+            f"load ({error}). It has: {known}.{guess}"
+        ) from error
+    # Kept on the cache object, which lives as long as this thread's connection to it.
+    store: Store | None = cache.__dict__.get("_celery_safe_store")
+    if store is None:
+        store = cache._celery_safe_store = _make_cache_store(alias, cache)
+    return store
+
+
+def _make_cache_store(alias: str, cache: BaseCache) -> Store:
+    classes = [_path(cls) for cls in type(cache).__mro__]
+    client: Any = cache.client if "django_redis.cache.RedisCache" in classes else None
+    classes += [_path(cls) for cls in type(client).__mro__] if client is not None else []
+    where = f'CACHES["{alias}"] ({type(cache).__name__})'
+    for path, reason in REFUSED.items():
+        if path in classes:
+            raise BackendNotSupported(where, reason, USE_INSTEAD)
+    for path, make in _MAKERS.items():
+        if path in classes:
+            return make(alias, cache)
+    raise BackendNotSupported(
+        where, "it is not known to have what a lock needs from it", USE_INSTEAD
+    )
+
+
+def _database_store(alias: str) -> Store:
+    from .database import _CLOCKS, DatabaseStore
+
+    try:
+        vendor = connections[alias].vendor
+    except ConnectionDoesNotExist as error:
+        known = ", ".join(sorted(settings.DATABASES))
+        raise ConfigurationError(
+            f"LOCK_DATABASE is {alias!r}, which DATABASES does not have. It has: {known}."
+        ) from error
+    if vendor not in _CLOCKS:
+        raise BackendNotSupported(
+            f'DATABASES["{alias}"] ({vendor})',
+            "how to read this server's clock is not known",
+            "Use PostgreSQL, SQLite or Redis.",
+        )
+    return DatabaseStore(alias)
+
+
+def _redis(alias: str, cache: BaseCache) -> Store:
+    from .redis import RedisStore  # redis-py is an extra
+
+    return RedisStore(alias, cache)
+
+
+def _local(alias: str, cache: BaseCache) -> Store:
+    from .local import LocalStore
+
+    return LocalStore(alias, str(settings.CACHES[alias].get("LOCATION", "")))
+
+
+_MAKERS: Final[dict[str, Callable[[str, BaseCache], Store]]] = {
+    "django_redis.cache.RedisCache": _redis,
+    "django.core.cache.backends.redis.RedisCache": _redis,
+    "django.core.cache.backends.locmem.LocMemCache": _local,
+}
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

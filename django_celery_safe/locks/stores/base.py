@@ -1,0 +1,188 @@
+"""
+The contract of a lock store, and what it says about locks.
+
+A store keeps, for each lock's name, who holds it and until when. Everything
+that decides anything happens in one atomic step on the store's side. The suite
+in tests/contract holds every store to this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+#: Longest name, in characters, that stands in a key as it is. memcached allows
+#: 250 for the whole key; the rest is for KEY_PREFIX, the version and our prefix.
+MAX_PLAIN_NAME = 180
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """
+    Who holds a lock, as the holder itself wrote it down.
+
+    Attributes:
+        host: Name of its machine.
+        pid: Its process id there.
+        since: When it acquired the lock, by its own clock, seconds since the epoch.
+        renewed: Whether its process renews the lease.
+        task: Name of the Celery task it runs; None outside tasks.
+        task_id: Id of that task; None outside tasks.
+    """
+
+    host: str = ""
+    pid: int = 0
+    since: float = 0.0
+    renewed: bool = False
+    task: str | None = None
+    task_id: str | None = None
+
+    def __str__(self) -> str:
+        if not self.host:
+            return ""
+        task = f"task {self.task_id} ({self.task}) in " if self.task_id else ""
+        return f"{task}process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLock:
+    """
+    A lock that someone holds.
+
+    Attributes:
+        name: Its name; the store's key where the name is not known.
+        token: Which acquisition holds it.
+        remaining: Seconds until its lease ends, by the store's clock; None
+            where the store can't tell.
+        fence: The acquisition's number; None where the store has none.
+        holder: Who holds it.
+    """
+
+    name: str
+    token: str = ""
+    remaining: float | None = None
+    fence: int | None = None
+    holder: Holder = Holder()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as one flat dict, the holder's included."""
+        fields = asdict(self)
+        return {**fields.pop("holder"), **fields}
+
+
+class Acquired(NamedTuple):
+    """The lock is ours; ``fence`` is None where the store has none."""
+
+    fence: int | None
+
+
+class Renewal(NamedTuple):
+    """One lease to extend: ``seconds`` from the moment the store gets it."""
+
+    name: str
+    token: str
+    seconds: float
+
+
+class Store(ABC):
+    """
+    Where locks live.
+
+    Every method raises :class:`LockBackendError` if the store did not answer;
+    the state of the lock is not known then.
+    """
+
+    #: Whether every acquisition gets a number above all earlier ones.
+    fences: ClassVar[bool] = True
+    #: Whether :meth:`iter_locks` works.
+    lists: ClassVar[bool] = True
+    #: Whether processes other than this one see the locks.
+    shared: ClassVar[bool] = True
+
+    #: How messages call it, such as ``CACHES["default"] (redis)``.
+    where: str
+
+    @abstractmethod
+    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+        """
+        Take the lock if nobody holds it.
+
+        Asking again with a token that holds the lock already says Acquired,
+        because a client may send a request twice when the answer got lost.
+
+        Returns:
+            Acquired, or the lock of whoever holds it.
+        """
+
+    @abstractmethod
+    def release(self, name: str, token: str) -> bool:
+        """Free the lock if ``token`` holds it; tell whether it did."""
+
+    @abstractmethod
+    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+        """
+        Let each lease end ``seconds`` from now if its token still holds it.
+
+        One round trip for all of them. A lease that ended and was taken by
+        nobody may be extended: no one else was trusted in between.
+        """
+
+    @abstractmethod
+    def peek(self, name: str) -> HeldLock | None:
+        """Return the lock, or None if nobody holds it."""
+
+    @abstractmethod
+    def iter_locks(self) -> Iterator[HeldLock]:
+        """Yield every lock held in this store, a page at a time, in no order."""
+
+    @abstractmethod
+    def errors(self, action: str) -> AbstractContextManager[None]:
+        """Turn the client's errors into :class:`LockBackendError` for ``action``."""
+
+    def renews(self) -> bool:
+        """Tell whether the renewing thread can see a lock that this thread acquires now."""
+        return True
+
+    def close(self) -> None:  # noqa: B027 - most stores hold nothing
+        """Close what this thread opened to talk to the store."""
+
+
+def plain_name(name: str) -> str:
+    """
+    Return how a lock's name stands in a key.
+
+    Names that are long or hold anything but visible ASCII are hashed, since
+    memcached refuses them and keys end up in terminals.
+    """
+    if len(name) <= MAX_PLAIN_NAME and name.isascii() and name.isprintable() and " " not in name:
+        return name
+    return "sha256:" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def encode_holder(name: str, holder: Holder) -> str:
+    """Return the lock's name and its holder as text for the store."""
+    return json.dumps(
+        [
+            name,
+            holder.host,
+            holder.pid,
+            holder.since,
+            holder.renewed,
+            holder.task,
+            holder.task_id,
+        ]
+    )
+
+
+def decode_holder(text: str, lock: HeldLock) -> HeldLock:
+    """Return ``lock`` with the name and holder that the text tells; as it is if it is garbled."""
+    try:
+        name, *fields = json.loads(text)
+        return replace(lock, name=name, holder=Holder(*fields))
+    except (ValueError, TypeError):
+        return lock

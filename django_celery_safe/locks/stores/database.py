@@ -1,0 +1,211 @@
+"""
+Locks in a database table, through Django's own connections.
+
+Chosen by the setting ``LOCK_DATABASE``. Every moment is the database server's;
+every step that decides is one guarded statement. A lock taken inside an open
+transaction would be invisible to others until the commit and given back by a
+rollback, so that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import Error, connections, transaction
+from django.db.models import BigIntegerField, F, Func
+from django.db.models.functions import Greatest
+
+from ...exceptions import (
+    ConfigurationError,
+    LockBackendError,
+    WrongTransaction,
+    describe_error,
+)
+from ...transactions import in_atomic, in_testcase_only
+from .base import (
+    Acquired,
+    HeldLock,
+    Holder,
+    Renewal,
+    Store,
+    decode_holder,
+    encode_holder,
+    plain_name,
+)
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models import QuerySet
+
+    from ...models import DatabaseLock
+
+#: Rows that one step of the listing reads.
+PAGE: Final = 1000
+#: Primary key of the only row of the fence's table.
+FENCE_ROW: Final = 1
+
+
+class ServerMicroseconds(Func):
+    """The database server's clock, µs since the epoch; not frozen inside a transaction."""
+
+    output_field = BigIntegerField()
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any) -> Any:
+        return _CLOCKS[connection.vendor], []
+
+
+_CLOCKS: Final = {
+    "postgresql": "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS bigint)",
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000000 AS integer)",
+    "mysql": "CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS SIGNED)",
+}
+
+
+class DatabaseStore(Store):
+    """Locks in the table of :class:`~django_celery_safe.models.DatabaseLock`."""
+
+    def __init__(self, alias: str) -> None:
+        self.where = f'DATABASES["{alias}"]'
+        self.alias = alias
+
+    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+        with self.errors("acquire"):
+            # Only spares the writes below when the lock is held: they are guarded.
+            held = self._find(name)
+            if held is None:
+                self._try_take(name, token, seconds, holder)
+                held = self._find(name)
+        if held is None:
+            # Taken by someone else and released in between: as good as held a moment ago.
+            return HeldLock(name, remaining=0.0)
+        return Acquired(held.fence) if held.token == token else held
+
+    def release(self, name: str, token: str) -> bool:
+        with self.errors("release"):
+            ours: Any = self._locks().filter(key=plain_name(name), token=token)
+            # One DELETE with its condition. delete() would select first and then
+            # delete by key alone where a project listens to delete signals.
+            return bool(ours._raw_delete(self.alias))
+
+    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+        with self.errors("extend"):
+            for seconds in {renewal.seconds for renewal in renewals}:
+                tokens = [r.token for r in renewals if r.seconds == seconds]
+                self._locks().filter(token__in=tokens).update(
+                    ends_at_us=ServerMicroseconds() + _microseconds(seconds)
+                )
+            asked = [renewal.token for renewal in renewals]
+            ours = set(self._locks().filter(token__in=asked).values_list("token", flat=True))
+        return [token in ours for token in asked]
+
+    def peek(self, name: str) -> HeldLock | None:
+        with self.errors("peek"):
+            return self._find(name)
+
+    def iter_locks(self) -> Iterator[HeldLock]:
+        last = ""
+        while True:
+            with self.errors("list"):
+                page = list(self._live().filter(key__gt=last).order_by("key")[:PAGE])
+            yield from map(_read_lock, page)
+            if len(page) < PAGE:
+                return
+            last = page[-1].key
+
+    @contextmanager
+    def errors(self, action: str) -> Iterator[None]:
+        connection = connections[self.alias]
+        if in_atomic(self.alias) or not (connection.in_atomic_block or connection.get_autocommit()):
+            raise WrongTransaction(
+                f"A lock in {self.where} was asked to {action} inside an open transaction on that "
+                f"database: others would not see it before the commit, and a rollback would give "
+                f"it back. Take the lock outside atomic(), or let LOCK_DATABASE name an alias of "
+                f"its own."
+            )
+        try:
+            yield
+        except Error as error:
+            # A connection that broke is made anew at the next use.
+            connection.close_if_unusable_or_obsolete()
+            self._check_migrated(error)
+            raise LockBackendError(self.where, action, describe_error(error)) from error
+
+    def renews(self) -> bool:
+        # Inside a TestCase the row is not committed: another thread can't see it.
+        return not in_testcase_only(self.alias)
+
+    def close(self) -> None:
+        if not connections[self.alias].in_atomic_block:
+            connections[self.alias].close()
+
+    def _check_migrated(self, error: Error) -> None:
+        from ...models import DatabaseLock  # needs the app registry
+
+        connection = connections[self.alias]
+        try:
+            tables = connection.introspection.table_names()
+        except Error:
+            return
+        if DatabaseLock._meta.db_table not in tables:
+            raise ConfigurationError(
+                f"{self.where} is to hold the locks but has no table for them. Run: "
+                f"manage.py migrate django_celery_safe --database={self.alias}"
+            ) from error
+
+    def _try_take(self, name: str, token: str, seconds: float, holder: Holder) -> None:
+        """Write a row of ours if there is none, or over one whose lease has ended."""
+        from ...models import DatabaseLock  # needs the app registry
+
+        key = plain_name(name)
+        with transaction.atomic(using=self.alias):
+            row = {
+                "name": name,
+                "token": token,
+                "holder": encode_holder(name, holder),
+                # An UPDATE comes first: SQLite has its write lock from the first statement on.
+                "fence": self._next_fence(),
+                "ends_at_us": ServerMicroseconds() + _microseconds(seconds),
+            }
+            expired = self._locks().filter(key=key, ends_at_us__lte=ServerMicroseconds())
+            if not expired.update(**row):
+                new = DatabaseLock(key=key, **row)
+                # Silent if somebody else was first.
+                self._locks().bulk_create([new], ignore_conflicts=True)
+
+    def _next_fence(self) -> int:
+        from ...models import Fence  # needs the app registry
+
+        row = Fence.objects.using(self.alias).filter(pk=FENCE_ROW)
+        grown = Greatest(F("last") + 1, ServerMicroseconds())
+        if not row.update(last=grown):
+            row.bulk_create([Fence(pk=FENCE_ROW, last=0)], ignore_conflicts=True)
+            row.update(last=grown)
+        # The UPDATE keeps the row locked until this transaction ends.
+        last: int = row.values_list("last", flat=True).get()
+        return last
+
+    def _find(self, name: str) -> HeldLock | None:
+        row = self._live().filter(key=plain_name(name)).first()
+        return None if row is None else _read_lock(row)
+
+    def _live(self) -> QuerySet[DatabaseLock]:
+        now = ServerMicroseconds()
+        return self._locks().filter(ends_at_us__gt=now).annotate(left_us=F("ends_at_us") - now)
+
+    def _locks(self) -> QuerySet[DatabaseLock]:
+        from ...models import DatabaseLock  # needs the app registry
+
+        return DatabaseLock.objects.using(self.alias)
+
+
+def _microseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1_000_000))
+
+
+def _read_lock(row: Any) -> HeldLock:
+    lock = HeldLock(
+        row.name, token=row.token, remaining=max(row.left_us, 0) / 1_000_000, fence=row.fence
+    )
+    return decode_holder(row.holder, lock)

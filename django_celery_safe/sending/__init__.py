@@ -1,0 +1,12 @@
+"""
+Sending tasks when the transaction they belong to is committed.
+
+``task`` has :class:`SafeTask`, ``commit`` what is held back until the commit,
+``capture`` how a message is made complete without being published, and
+``arguments`` what can't travel in one.
+"""
+
+from .commit import send_on_commit
+from .task import SafeTask, SafeTaskMixin
+
+__all__ = ["SafeTask", "SafeTaskMixin", "send_on_commit"]

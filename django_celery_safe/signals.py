@@ -1,0 +1,68 @@
+"""
+The app's signals, and :func:`emit`, the one door through which every event goes.
+
+Each event is a Django signal and a log record with the same fields; the record
+carries them in ``extra`` as ``safe_<field>``. docs/reference/signals.md lists them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from django.dispatch import Signal
+
+#: A lock was acquired. Fields: name, fence.
+lock_acquired = Signal()
+#: A lock was wanted and someone else holds it. Fields: name, holder.
+lock_contended = Signal()
+#: A lock was given back by its holder. Fields: name.
+lock_released = Signal()
+#: A lock was ours and is no longer. Fields: name, holder (empty if not known).
+lock_lost = Signal()
+#: A lock could not be given back or renewed; it ends by its lease. Fields: name, reason.
+lock_backend_failed = Signal()
+#: A run of a task met another run of the same. Fields: name, task_id, holder, on_conflict.
+task_conflict = Signal()
+#: A message met the lock of its own task id. Fields: name, task_id, holder, delay (s until its
+#: copy comes; None: dropped, because another copy of the message is on its way).
+task_own_copy = Signal()
+#: A message that waited for a commit was published. Fields: task, task_id.
+task_sent = Signal()
+#: A message that waited for a commit could not be published. Fields: task, task_id, error.
+task_send_failed = Signal()
+#: ``do_once`` did it. Fields: model, pk, flag.
+done_once = Signal()
+#: ``do_once`` found it done. Fields: model, pk, flag.
+already_done = Signal()
+
+
+def emit(
+    signal: Signal,
+    logger: logging.Logger,
+    level: int,
+    message: str,
+    *args: Any,
+    sender: Any = None,
+    exc_info: BaseException | None = None,
+    **fields: Any,
+) -> None:
+    """
+    Send an event's signal and write its log record.
+
+    A receiver that raises harms nothing: its error is logged.
+
+    Args:
+        message: The record's text, with ``args`` for its ``%s``.
+        sender: The signal's sender.
+        exc_info: The error that the record shows with its traceback.
+        fields: The event's fields.
+    """
+    if logger.isEnabledFor(level):
+        extra = {f"safe_{name}": value for name, value in fields.items()}
+        logger.log(level, message, *args, extra=extra, exc_info=exc_info)
+    if not signal.receivers:
+        return
+    for receiver, outcome in signal.send_robust(sender=sender, **fields):
+        if isinstance(outcome, Exception):
+            logger.error("Receiver %r of an event raised.", receiver, exc_info=outcome)
