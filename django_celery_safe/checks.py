@@ -1,1 +1,143 @@
-def connect() -> None: ...
+"""
+System checks: what in the settings would let a lock, a task or an e-mail go wrong.
+
+``manage.py check`` shows them. A Celery worker shows no check's result, so when
+one starts, ours are written to its log. docs/reference/checks.md lists them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from celery import signals
+from django.conf import settings
+from django.core import checks
+from django.core.checks import CheckMessage
+
+from . import conf
+from .exceptions import BackendNotSupported, ConfigurationError
+from .locks.stores import USE_INSTEAD, locate
+from .locks.stores.local import set_pool_processes
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = "django_celery_safe"
+
+
+def connect() -> None:
+    """Register the checks, and their log record at the start of a worker."""
+    for check in CHECKS:
+        checks.register(check, PREFIX)
+    signals.worker_init.connect(_on_worker_init, dispatch_uid=PREFIX)
+
+
+def check_settings(**kwargs: Any) -> list[CheckMessage]:
+    """W001: a setting that does not exist. E001: a setting whose value means nothing."""
+    try:
+        unknown = conf.unknown()
+    except ConfigurationError as error:
+        return [_error(1, str(error), f"Write {conf.NAME} = {{...}}.")]
+    messages: list[CheckMessage] = []
+    for name, meant in unknown.items():
+        known = f"It knows: {', '.join(conf.DEFAULTS)}."
+        hint = f"Did you mean {meant!r}?" if meant else known
+        messages.append(_warning(1, f"{conf.NAME} has no setting {name!r}; it does nothing.", hint))
+    try:
+        conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
+    except ConfigurationError as error:
+        messages.append(_error(1, str(error), "The default is 30 seconds."))
+    return messages
+
+
+def check_lock_store(**kwargs: Any) -> list[CheckMessage]:
+    """E002, E003: locks can't live there. W002: processes don't share them."""
+    try:
+        store = locate().store()
+    except BackendNotSupported as error:
+        return [_error(2, f"{error.where} can't hold locks: {error.reason}.", error.hint)]
+    except ConfigurationError as error:
+        return [_error(3, str(error), "See LOCK_CACHE and LOCK_DATABASE.")]
+    if store.shared:
+        return []
+    return [
+        _warning(
+            2,
+            f"Locks live in {store.where}, which every process has for itself: two worker "
+            f"processes, or a worker and a web server, get the same lock.",
+            USE_INSTEAD,
+        )
+    ]
+
+
+def check_sqlite(**kwargs: Any) -> list[CheckMessage]:
+    """W003: SQLite without IMMEDIATE. E004: locks in the file of the data."""
+    messages = [
+        _warning(
+            3,
+            f'DATABASES["{alias}"] is SQLite in its default transaction mode: two transactions '
+            f"that read and then write end in 'database is locked'.",
+            'Set "OPTIONS": {"transaction_mode": "IMMEDIATE"}, and WAL mode by "init_command": '
+            '"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;".',
+        )
+        for alias, database in _sqlite_databases()
+        if database.get("OPTIONS", {}).get("transaction_mode") != "IMMEDIATE"
+    ]
+    return messages + _check_lock_file()
+
+
+def _check_lock_file() -> list[CheckMessage]:
+    ours = conf.get("LOCK_DATABASE")
+    files = {alias: str(database.get("NAME")) for alias, database in _sqlite_databases()}
+    if ours not in files:
+        return []
+    others = [alias for alias, file in files.items() if alias != ours and file == files[ours]]
+    if ours != "default" and not others:
+        return []
+    return [
+        _error(
+            4,
+            f"LOCK_DATABASE is {ours!r}, a SQLite file that also holds the project's data: while "
+            f"a task writes there, its lock can't be renewed and is lost.",
+            "Give LOCK_DATABASE an alias with a SQLite file of its own, and run "
+            "manage.py migrate django_celery_safe --database=<alias>.",
+        )
+    ]
+
+
+CHECKS: Final[tuple[Callable[..., list[CheckMessage]], ...]] = (
+    check_settings,
+    check_lock_store,
+    check_sqlite,
+)
+
+
+def _sqlite_databases() -> Iterator[tuple[str, dict[str, Any]]]:
+    for alias, database in settings.DATABASES.items():
+        if database.get("ENGINE", "").endswith(".sqlite3"):
+            yield alias, database
+
+
+def _on_worker_init(sender: Any = None, **kwargs: Any) -> None:
+    set_pool_processes(_count_processes(sender))
+    for check in CHECKS:
+        for message in check():
+            logger.log(message.level, "%s", message)
+
+
+def _count_processes(worker: Any) -> int:
+    """Return how many processes run this worker's tasks."""
+    pool = worker.pool_cls
+    if "prefork" not in (pool if isinstance(pool, str) else pool.__module__):
+        return 1
+    # autoscale: (most, fewest)
+    return max([int(worker.concurrency or 1), *(worker.autoscale or ())])
+
+
+def _error(number: int, message: str, hint: str) -> CheckMessage:
+    return checks.Error(message, hint=hint, id=f"{PREFIX}.E{number:03}")
+
+
+def _warning(number: int, message: str, hint: str) -> CheckMessage:
+    return checks.Warning(message, hint=hint, id=f"{PREFIX}.W{number:03}")

@@ -19,7 +19,6 @@ class DatabaseLock(models.Model):
     """
 
     key = models.CharField(primary_key=True, max_length=255)
-    name = models.TextField()
     token = models.CharField(max_length=32, unique=True)
     fence = models.BigIntegerField()
     #: Name and holder as JSON; see ``encode_holder``.
@@ -32,7 +31,7 @@ class DatabaseLock(models.Model):
         default_permissions = ("view",)
 
     def __str__(self) -> str:
-        return self.name
+        return self.key
 
 
 class Fence(models.Model):

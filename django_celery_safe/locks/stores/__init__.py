@@ -126,9 +126,9 @@ def _make_cache_store(alias: str, cache: BaseCache) -> Store:
     for path, reason in REFUSED.items():
         if path in classes:
             raise BackendNotSupported(where, reason, USE_INSTEAD)
-    for path, make in _MAKERS.items():
-        if path in classes:
-            return make(alias, cache)
+    for path in classes:
+        if path in _MAKERS:
+            return _MAKERS[path](alias, cache)
     raise BackendNotSupported(
         where, "it is not known to have what a lock needs from it", USE_INSTEAD
     )

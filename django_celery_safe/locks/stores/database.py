@@ -90,15 +90,15 @@ class DatabaseStore(Store):
             return bool(ours._raw_delete(self.alias))
 
     def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+        asked = [(plain_name(renewal.name), renewal.token) for renewal in renewals]
+        # A token belongs to one acquisition, so it is the token that decides; the
+        # key is the primary key, by which the rows are found.
         with self.errors("extend"):
             for seconds in {renewal.seconds for renewal in renewals}:
-                tokens = [r.token for r in renewals if r.seconds == seconds]
-                self._locks().filter(token__in=tokens).update(
-                    ends_at_us=ServerMicroseconds() + _microseconds(seconds)
-                )
-            asked = [renewal.token for renewal in renewals]
-            ours = set(self._locks().filter(token__in=asked).values_list("token", flat=True))
-        return [token in ours for token in asked]
+                some = [one for one, r in zip(asked, renewals, strict=True) if r.seconds == seconds]
+                self._of(some).update(ends_at_us=ServerMicroseconds() + _microseconds(seconds))
+            ours = set(self._of(asked).values_list("key", "token"))
+        return [one in ours for one in asked]
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):
@@ -161,7 +161,6 @@ class DatabaseStore(Store):
         key = plain_name(name)
         with transaction.atomic(using=self.alias):
             row = {
-                "name": name,
                 "token": token,
                 "holder": encode_holder(name, holder),
                 # An UPDATE comes first: SQLite has its write lock from the first statement on.
@@ -194,6 +193,10 @@ class DatabaseStore(Store):
         now = ServerMicroseconds()
         return self._locks().filter(ends_at_us__gt=now).annotate(left_us=F("ends_at_us") - now)
 
+    def _of(self, asked: Sequence[tuple[str, str]]) -> QuerySet[DatabaseLock]:
+        keys, tokens = zip(*asked, strict=True) if asked else ((), ())
+        return self._locks().filter(key__in=keys, token__in=tokens)
+
     def _locks(self) -> QuerySet[DatabaseLock]:
         from ...models import DatabaseLock  # needs the app registry
 
@@ -206,6 +209,6 @@ def _microseconds(seconds: float) -> int:
 
 def _read_lock(row: Any) -> HeldLock:
     lock = HeldLock(
-        row.name, token=row.token, remaining=max(row.left_us, 0) / 1_000_000, fence=row.fence
+        row.key, token=row.token, remaining=max(row.left_us, 0) / 1_000_000, fence=row.fence
     )
     return decode_holder(row.holder, lock)

@@ -1,0 +1,88 @@
+"""
+Stores with one deliberate fault each, as cache backends that choose them.
+
+Naming such a backend in CACHES registers its store in every process that loads it.
+"""
+
+import itertools
+import time
+
+from django.core.cache.backends.base import BaseCache
+from django.core.cache.backends.redis import RedisCache
+
+from django_celery_safe.locks import stores
+from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder, Store, encode_holder
+from django_celery_safe.locks.stores.redis import RedisStore
+
+
+class NoOwnerCheckStore(RedisStore):
+    """Releases whatever is there."""
+
+    def release(self, name: str, token: str) -> bool:
+        """Delete the key, whoever holds it."""
+        return bool(self._client.delete(self._key(name)))
+
+
+class NoExpiryStore(RedisStore):
+    """Holds for ever."""
+
+    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+        """Acquire for a year."""
+        return super().acquire(name, token, 365 * 24 * 3600, holder)
+
+
+class FencePerProcessStore(RedisStore):
+    """Counts acquisitions in each process for itself."""
+
+    _count = itertools.count(1)
+
+    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+        """Number the acquisition by a counter of this process."""
+        outcome = super().acquire(name, token, seconds, holder)
+        return Acquired(next(self._count)) if isinstance(outcome, Acquired) else outcome
+
+
+class ReadThenWriteStore(RedisStore):
+    """Looks whether the lock is free, and then writes without a condition."""
+
+    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+        """Acquire in two steps."""
+        held = self.peek(name)
+        if held is not None:
+            return held
+        time.sleep(0.001)
+        value = f"{token}1 {encode_holder(name, holder)}"
+        self._client.set(self._key(name), value, px=round(seconds * 1000))
+        return Acquired(1)
+
+
+class NoOwnerCheckCache(RedisCache):
+    """Chooses NoOwnerCheckStore."""
+
+
+class NoExpiryCache(RedisCache):
+    """Chooses NoExpiryStore."""
+
+
+class FencePerProcessCache(RedisCache):
+    """Chooses FencePerProcessStore."""
+
+
+class ReadThenWriteCache(RedisCache):
+    """Chooses ReadThenWriteStore."""
+
+
+_STORES: dict[type[BaseCache], type[RedisStore]] = {
+    NoOwnerCheckCache: NoOwnerCheckStore,
+    NoExpiryCache: NoExpiryStore,
+    FencePerProcessCache: FencePerProcessStore,
+    ReadThenWriteCache: ReadThenWriteStore,
+}
+
+
+def _make(alias: str, cache: BaseCache) -> Store:
+    return _STORES[type(cache)](alias, cache)
+
+
+for _cache in _STORES:
+    stores._MAKERS[f"{__name__}.{_cache.__name__}"] = _make

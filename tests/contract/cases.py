@@ -1,0 +1,292 @@
+"""
+What a lock must do wherever it lives, as functions that raise AssertionError if it does not.
+
+Each uses the store that the settings of the running test name. Those that end in
+``_by_processes`` need a store that processes share.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from django.db import transaction
+
+from django_celery_safe import LockLost, cache_lock, find_lock, iter_locks, release_lock
+from tests.processes import Journal, meet, run_in_processes, start_in_process, tell, wait_for
+
+PROCESSES = 8
+
+Case = Callable[[Path], None]
+
+
+def one_winner_for_each_new_key_by_processes(folder: Path, keys: int = 150) -> None:
+    """Of 8 processes that race for a new key, exactly one gets it."""
+    names = [f"new:{number}" for number in range(keys)]
+    _race(folder, names)
+
+
+def one_winner_for_each_expired_key_by_processes(folder: Path, keys: int = 150) -> None:
+    """Of 8 processes that race for a key whose lease has ended, exactly one gets it."""
+    names = [f"expired:{number}" for number in range(keys)]
+    for name in names:
+        assert cache_lock(name, timeout=0.2, renew=False).acquire()
+    wait_for(lambda: find_lock(names[-1]) is None, 5, "the lease of a dead holder did not end")
+    _race(folder, names)
+
+
+def _race(folder: Path, names: list[str]) -> None:
+    journal = Journal(folder / "winners.jsonl")
+    run_in_processes(race, PROCESSES, journal, names)
+    winners = journal.tally("name", "won")
+    assert {name: winners[name] for name in names} == dict.fromkeys(names, 1)
+
+
+def race(journal: Journal, names: list[str]) -> None:
+    """Try each lock once, all processes at the same moment."""
+    for name in names:
+        meet()
+        if cache_lock(name, timeout=60, renew=False).acquire():
+            journal.write("won", name=name)
+
+
+def fences_grow_by_processes(folder: Path) -> None:
+    """Each acquisition has a larger fence than every one that ended before it began."""
+    journal = Journal(folder / "fences.jsonl")
+    run_in_processes(take_turns, 4, journal, 25)
+    fences = [entry["fence"] for entry in journal.entries("held")]
+    assert len(fences) == 100
+    assert fences == sorted(set(fences)), "fences do not grow in the order of the acquisitions"
+
+
+def take_turns(journal: Journal, times: int) -> None:
+    """Hold one lock ``times`` times, each time noting its fence."""
+    for _ in range(times):
+        with cache_lock("turns", blocking_timeout=30) as lock:
+            assert lock
+            journal.write("held", fence=lock.fence)
+
+
+def late_release_spares_the_new_holder(folder: Path) -> None:
+    """An owner whose lease ended and who then releases leaves the new holder's lock alone."""
+    late = cache_lock("late", timeout=0.1, renew=False)
+    assert late.acquire()
+    wait_for(lambda: find_lock("late") is None, 5, "the lease did not end")
+    new = cache_lock("late")
+    assert new.acquire()
+    assert late.release() is False
+    held = find_lock("late")
+    assert held is not None
+    assert held.token == new.token
+    assert new.release() is True
+
+
+def late_extend_spares_the_new_holder(folder: Path) -> None:
+    """An owner whose lease ended can't extend the lock of the new holder."""
+    late = cache_lock("late extend", timeout=0.1, renew=False)
+    assert late.acquire()
+    wait_for(lambda: find_lock("late extend") is None, 5, "the lease did not end")
+    new = cache_lock("late extend", timeout=1, renew=False)
+    assert new.acquire()
+    with pytest.raises(LockLost):
+        late.extend(3600)
+    held = find_lock("late extend")
+    assert held is not None
+    assert held.remaining is not None
+    assert held.remaining <= 1
+    new.release()
+
+
+def renewed_lock_outlives_five_leases(folder: Path) -> None:
+    """A renewed lock stays held for five leases and longer, and is then free at once."""
+    with cache_lock("renewed", timeout=0.6) as lock:
+        assert lock
+        _stays_held_for(3.2, "renewed")
+        assert lock.held
+        lock.ensure()
+    assert find_lock("renewed") is None
+
+
+def renewed_lock_outlives_five_leases_in_a_transaction(folder: Path, using: str) -> None:
+    """A lock is renewed while its holder keeps a transaction open on the data's database."""
+    from django.contrib.auth.models import Group
+
+    with cache_lock("renewed in atomic", timeout=0.6) as lock:
+        assert lock
+        with transaction.atomic(using=using):
+            Group.objects.using(using).create(name="written and not committed")
+            time.sleep(3.2)
+            assert lock.held
+        lock.ensure()
+
+
+def _stays_held_for(seconds: float, name: str) -> None:
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        assert not cache_lock(name).acquire(), "someone else got a lock that is being renewed"
+        time.sleep(0.05)
+
+
+def killed_holders_lock_ends_with_its_lease_by_processes(folder: Path) -> None:
+    """The lock of a holder that was killed is free within one lease and a second."""
+    with start_in_process(hold, "killed", 2.0) as holder:
+        token = holder.receive()
+        killed_at = time.monotonic()
+        os.kill(holder.pid, signal.SIGKILL)
+        lock = cache_lock("killed")
+        assert lock.acquire(blocking_timeout=10)
+        assert time.monotonic() - killed_at < 3.0
+        assert lock.token != token
+        lock.release()
+
+
+def paused_holder_learns_of_its_loss_by_processes(folder: Path) -> None:
+    """A holder that was stopped for longer than its lease finds out by ensure()."""
+    gate = folder / "gate"
+    with start_in_process(hold_and_ensure, "paused", 0.5, gate) as holder:
+        holder.receive()
+        os.kill(holder.pid, signal.SIGSTOP)
+        try:
+            new = cache_lock("paused")
+            assert new.acquire(blocking_timeout=10)
+        finally:
+            os.kill(holder.pid, signal.SIGCONT)
+        gate.touch()
+        assert holder.receive() == "LockLost"
+        assert new.held
+        new.release()
+
+
+def hold(name: str, timeout: float) -> None:
+    """Hold a lock until killed."""
+    lock = cache_lock(name, timeout=timeout)
+    assert lock.acquire()
+    tell(lock.token)
+    time.sleep(60)
+
+
+def hold_and_ensure(name: str, timeout: float, gate: Path) -> None:
+    """Hold a lock until the gate is there, then say what ``ensure`` says."""
+    lock = cache_lock(name, timeout=timeout)
+    assert lock.acquire()
+    tell(lock.token)
+    wait_for(gate.exists, 30, "the gate did not open")
+    try:
+        lock.ensure()
+    except LockLost as error:
+        tell(type(error).__name__)
+    else:
+        tell("still held")
+
+
+def holder_is_shown(folder: Path) -> None:
+    """A held lock is found by name and in the list, with its holder; a free one is not."""
+    with cache_lock("shown", timeout=20) as lock:
+        found = find_lock("shown")
+        assert found is not None
+        assert (found.name, found.token, found.fence) == ("shown", lock.token, lock.fence)
+        assert found.holder.pid == os.getpid()
+        assert found.holder.renewed is True
+        assert abs(found.holder.since - time.time()) < 5
+        assert found.remaining is not None
+        assert 15 < found.remaining <= 20
+        assert [one.name for one in iter_locks()] == ["shown"]
+    assert find_lock("shown") is None
+    assert list(iter_locks()) == []
+
+
+def operator_frees_only_what_was_seen(folder: Path) -> None:
+    """Releasing a lock as an operator frees the acquisition that was seen, and no later one."""
+    first = cache_lock("operated", timeout=60, renew=False)
+    assert first.acquire()
+    seen = find_lock("operated")
+    assert seen is not None
+    assert release_lock(seen) is True
+    assert find_lock("operated") is None
+    second = cache_lock("operated")
+    assert second.acquire()
+    assert release_lock(seen) is False
+    assert second.held
+    with pytest.raises(LockLost):
+        first.ensure()
+    second.release()
+
+
+def odd_names_are_locks_of_their_own(folder: Path) -> None:
+    """Very long names and names with spaces, control or other characters work like any."""
+    long = "x" * 10_000
+    names = [long, long + "y", "with space", "tab\tnewline\n", "\x00", "žluťoučký", "%s:{}"]
+    locks = [cache_lock(name) for name in names]
+    assert all(lock.acquire() for lock in locks)
+    assert not any(cache_lock(name).acquire() for name in names)
+    assert {lock.name for lock in iter_locks()} == set(names)
+    assert all(lock.release() for lock in locks)
+
+
+def extend_sets_the_lease(folder: Path) -> None:
+    """extend() makes the lease as long as asked, longer or shorter."""
+    with cache_lock("extended", timeout=5, renew=False) as lock:
+        for seconds in (100, 2):
+            lock.extend(seconds)
+            found = find_lock("extended")
+            assert found is not None
+            assert found.remaining is not None
+            assert seconds - 1 < found.remaining <= seconds
+            assert seconds - 1 < lock.remaining <= seconds
+
+
+def acquiring_again_with_the_same_token_is_no_conflict(folder: Path) -> None:
+    """A request that a client repeats because the answer got lost still acquires."""
+    from django_celery_safe.locks.stores import locate
+    from django_celery_safe.locks.stores.base import Acquired, Holder
+
+    store, token = locate().store(), "0123456789abcdef" * 2
+    first = store.acquire("repeated", token, 10, Holder("here", 1))
+    again = store.acquire("repeated", token, 10, Holder("here", 1))
+    assert isinstance(first, Acquired)
+    assert again == first
+    assert store.release("repeated", token) is True
+
+
+def many_are_extended_together(folder: Path) -> None:
+    """One extend() of several leases extends those that are ours and says which are not."""
+    from django_celery_safe.locks.stores import locate
+    from django_celery_safe.locks.stores.base import Holder, Renewal
+
+    store = locate().store()
+    ours, theirs = "a" * 32, "b" * 32
+    store.acquire("one", ours, 5, Holder("here", 1))
+    store.acquire("two", theirs, 5, Holder("there", 2))
+    renewals = [Renewal("one", ours, 50), Renewal("two", ours, 50), Renewal("three", ours, 50)]
+    assert store.extend(renewals) == [True, False, False]
+    remaining = {lock.name: lock.remaining or 0 for lock in store.iter_locks()}
+    assert remaining["one"] > 40
+    assert remaining["two"] <= 5
+    assert "three" not in remaining
+    store.release("one", ours)
+    store.release("two", theirs)
+
+
+#: Cases for every store.
+EVERYWHERE: list[Case] = [
+    late_release_spares_the_new_holder,
+    late_extend_spares_the_new_holder,
+    renewed_lock_outlives_five_leases,
+    holder_is_shown,
+    operator_frees_only_what_was_seen,
+    odd_names_are_locks_of_their_own,
+    extend_sets_the_lease,
+    acquiring_again_with_the_same_token_is_no_conflict,
+    many_are_extended_together,
+]
+
+#: Cases for stores that processes share.
+SHARED: list[Case] = [
+    one_winner_for_each_new_key_by_processes,
+    one_winner_for_each_expired_key_by_processes,
+    fences_grow_by_processes,
+    killed_holders_lock_ends_with_its_lease_by_processes,
+    paused_holder_learns_of_its_loss_by_processes,
+]

@@ -1,0 +1,50 @@
+"""Fixtures that put the locks into one store after another."""
+
+from collections.abc import Callable
+
+import pytest
+from pytest_django import Settings
+
+from django_celery_safe.locks.stores import local
+from tests.conftest import MakeDatabase, MakeRedisCache
+
+#: Each store that processes share, by the name that its tests carry.
+SHARED_STORES = ["django-redis", "redis-cache", "postgres", "sqlite"]
+
+
+@pytest.fixture
+def use_store(request: pytest.FixtureRequest, settings: Settings) -> Callable[[str], None]:
+    """Put the locks of this test into the store of that name."""
+
+    def use(name: str) -> None:
+        if name == "local":
+            settings.CACHES = {
+                "default": {
+                    "BACKEND": "django.core.cache.backends.locmem.LocMemCache",
+                    "LOCATION": request.node.nodeid,
+                }
+            }
+            local.clear()
+        elif name in {"postgres", "sqlite"}:
+            make_database: MakeDatabase = request.getfixturevalue("make_database")
+            kind = "postgres" if name == "postgres" else "sqlite-immediate"
+            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database(kind)}  # type: ignore[arg-type]
+        else:
+            make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
+            settings.CACHES = make_cache("django-redis" if name == "django-redis" else "django")
+
+    return use
+
+
+@pytest.fixture(params=[*SHARED_STORES, "local"])
+def any_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
+    """Every store in turn."""
+    use_store(request.param)
+    return str(request.param)
+
+
+@pytest.fixture(params=SHARED_STORES)
+def shared_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
+    """Every store in turn that processes share."""
+    use_store(request.param)
+    return str(request.param)

@@ -1,0 +1,65 @@
+"""The contract, on every store."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from django_celery_safe import cache_lock
+from tests.conftest import MakeDatabase
+from tests.contract import cases
+from tests.processes import run_in_processes
+
+
+@pytest.mark.parametrize("case", cases.EVERYWHERE, ids=lambda case: case.__name__)
+def test_every_store(any_store: str, case: cases.Case, tmp_path: Path) -> None:
+    """Every store does what the case says."""
+    case(tmp_path)
+
+
+@pytest.mark.parametrize("case", cases.SHARED, ids=lambda case: case.__name__)
+def test_shared_store(shared_store: str, case: cases.Case, tmp_path: Path) -> None:
+    """Every store that processes share does what the case says."""
+    case(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["postgres", "sqlite", "sqlite-immediate"])
+def test_renewal_goes_on_beside_an_open_transaction(
+    shared_store: str, kind: str, make_database: MakeDatabase, tmp_path: Path
+) -> None:
+    """A lease is renewed while the body has a transaction open on the data's database."""
+    data = make_database(kind)  # type: ignore[arg-type]
+    cases.renewed_lock_outlives_five_leases_in_a_transaction(tmp_path, data)
+
+
+def test_local_store_excludes_threads(use_store: object, tmp_path: Path) -> None:
+    """Of 8 threads that race for a key in local memory, exactly one gets it."""
+    use_store("local")  # type: ignore[operator]
+    names = [f"threads:{number}" for number in range(150)]
+    barrier = threading.Barrier(8)
+    won: list[str] = []
+
+    def race() -> None:
+        for name in names:
+            barrier.wait()
+            if cache_lock(name, renew=False).acquire():
+                won.append(name)
+
+    threads = [threading.Thread(target=race) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Counter(won) == dict.fromkeys(names, 1)
+
+
+def test_local_store_is_each_process_its_own(use_store: object) -> None:
+    """What local memory can't do is known: two processes both get the lock."""
+    use_store("local")  # type: ignore[operator]
+    assert run_in_processes(take_for_ever, 2) == [True, True]
+
+
+def take_for_ever() -> bool:
+    """Take a lock and keep it."""
+    return cache_lock("for ever").acquire()
