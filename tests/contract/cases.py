@@ -101,9 +101,9 @@ def late_extend_spares_the_new_holder(folder: Path) -> None:
 
 def renewed_lock_outlives_five_leases(folder: Path) -> None:
     """A renewed lock stays held for five leases and longer, and is then free at once."""
-    with cache_lock("renewed", timeout=0.6) as lock:
+    with cache_lock("renewed", timeout=0.4) as lock:
         assert lock
-        _stays_held_for(3.2, "renewed")
+        _stays_held_for(2.2, "renewed")
         assert lock.held
         lock.ensure()
     assert find_lock("renewed") is None
@@ -113,11 +113,11 @@ def renewed_lock_outlives_five_leases_in_a_transaction(folder: Path, using: str)
     """A lock is renewed while its holder keeps a transaction open on the data's database."""
     from django.contrib.auth.models import Group
 
-    with cache_lock("renewed in atomic", timeout=0.6) as lock:
+    with cache_lock("renewed in atomic", timeout=0.4) as lock:
         assert lock
         with transaction.atomic(using=using):
             Group.objects.using(using).create(name="written and not committed")
-            time.sleep(3.2)
+            time.sleep(2.2)
             assert lock.held
         lock.ensure()
 

@@ -1,0 +1,235 @@
+"""
+Fixtures of the harness: servers, databases and caches.
+
+A server that this machine can't have skips its tests, with one loud line at the
+end of the run; under ``CI=true`` they fail instead.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import pytest
+from celery import Celery
+
+from tests.app.celery import app
+from tests.servers import (
+    MemcachedServer,
+    PostgresServer,
+    ProgramNotFound,
+    RabbitMQServer,
+    RedisServer,
+    Server,
+    ServerPool,
+)
+from tests.servers.databases import DatabaseKind, Databases
+
+if TYPE_CHECKING:
+    from pytest_django import DjangoDbBlocker, Settings
+
+#: What a skip for want of a server begins with; the summary counts these.
+NOT_RUN = "not run: "
+
+CacheSettings = dict[str, dict[str, Any]]
+RedisCacheKind = Literal["django-redis", "django"]
+
+REDIS_BACKENDS = {
+    "django-redis": "django_redis.cache.RedisCache",
+    "django": "django.core.cache.backends.redis.RedisCache",
+}
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[ServerPool]:
+    """All servers of this run, each started on first use."""
+    with ServerPool() as pool:
+        yield pool
+
+
+def require(servers: ServerPool, kind: type[Server]) -> Any:
+    """Return a running server, or skip the test; under CI fail it."""
+    try:
+        return servers.get(kind)
+    except ProgramNotFound as error:
+        if os.environ.get("CI", "").lower() in {"1", "true"}:
+            pytest.fail(f"{NOT_RUN}{kind.name} ({error}), and CI must run everything.")
+        pytest.skip(f"{NOT_RUN}{kind.name} ({error})")
+
+
+@pytest.fixture(scope="session")
+def redis_server(servers: ServerPool) -> RedisServer:
+    """A private Redis."""
+    server: RedisServer = require(servers, RedisServer)
+    return server
+
+
+@pytest.fixture(scope="session")
+def memcached_server(servers: ServerPool) -> MemcachedServer:
+    """A private memcached."""
+    server: MemcachedServer = require(servers, MemcachedServer)
+    return server
+
+
+@pytest.fixture(scope="session")
+def postgres_server(servers: ServerPool) -> PostgresServer:
+    """A private PostgreSQL."""
+    server: PostgresServer = require(servers, PostgresServer)
+    return server
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_server(servers: ServerPool) -> RabbitMQServer:
+    """A private RabbitMQ; its first use takes several seconds."""
+    server: RabbitMQServer = require(servers, RabbitMQServer)
+    return server
+
+
+class MakeRedisCache(Protocol):
+    """Makes the setting CACHES for the private Redis, emptied for this test."""
+
+    def __call__(
+        self, kind: RedisCacheKind, alias: str = "default", **options: Any
+    ) -> CacheSettings:
+        """
+        Return one entry.
+
+        Args:
+            kind: django-redis, or Django's own backend.
+            alias: The alias in CACHES.
+            options: More keys of the entry, such as ``KEY_PREFIX``.
+        """
+
+
+@pytest.fixture
+def redis_cache_settings(redis_server: RedisServer) -> MakeRedisCache:
+    """Make CACHES for the private Redis, which is emptied before the test."""
+    redis_server.flush()
+
+    def make(kind: RedisCacheKind, alias: str = "default", **options: Any) -> CacheSettings:
+        return {alias: {"BACKEND": REDIS_BACKENDS[kind], "LOCATION": redis_server.url, **options}}
+
+    return make
+
+
+@pytest.fixture
+def memcached_cache_settings(memcached_server: MemcachedServer) -> Callable[..., CacheSettings]:
+    """Make CACHES for the private memcached, which is emptied before the test."""
+    memcached_server.flush()
+
+    def make(alias: str = "default", **options: Any) -> CacheSettings:
+        backend = "django.core.cache.backends.memcached.PyMemcacheCache"
+        return {alias: {"BACKEND": backend, "LOCATION": memcached_server.url, **options}}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def _databases(servers: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Databases:
+    return Databases(servers, tmp_path_factory.mktemp("databases"))
+
+
+class MakeDatabase(Protocol):
+    """Makes a database for this test and returns its alias."""
+
+    def __call__(self, kind: DatabaseKind, alias: str | None = None) -> str:
+        """
+        Make one.
+
+        Args:
+            kind: postgres, sqlite (Django's default mode) or sqlite-immediate (with WAL).
+            alias: The alias in DATABASES; None: a new one.
+        """
+
+
+@pytest.fixture
+def make_database(
+    request: pytest.FixtureRequest,
+    _databases: Databases,
+    tmp_path: Path,
+    django_db_blocker: "DjangoDbBlocker",
+) -> Iterator[MakeDatabase]:
+    """
+    Make migrated databases that exist until the test ends.
+
+    They are real: commits are commits, and other processes and threads see them.
+    The test needs no mark ``django_db`` unless it uses the default alias too. A
+    connection to PostgreSQL that is open after the test is an error.
+    """
+    with ExitStack() as stack:
+
+        def make(kind: DatabaseKind, alias: str | None = None) -> str:
+            if kind == "postgres":
+                request.getfixturevalue("postgres_server")
+            return stack.enter_context(_databases.alias(kind, tmp_path, alias))
+
+        stack.enter_context(django_db_blocker.unblock())
+        yield make
+
+
+@pytest.fixture
+def postgres_alias(make_database: MakeDatabase) -> str:
+    """The alias of a PostgreSQL database of this test."""
+    return make_database("postgres")
+
+
+@pytest.fixture
+def sqlite_alias(make_database: MakeDatabase) -> str:
+    """The alias of a SQLite file of this test, in Django's default (DEFERRED) mode."""
+    return make_database("sqlite")
+
+
+@pytest.fixture
+def sqlite_immediate_alias(make_database: MakeDatabase) -> str:
+    """The alias of a SQLite file of this test, with IMMEDIATE and WAL."""
+    return make_database("sqlite-immediate")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Say last, and loudly, what was not run."""
+    result = yield
+    missing: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason.startswith(NOT_RUN):
+            missing[reason.removeprefix(NOT_RUN).split(" ")[0]] += 1
+    for name, number in sorted(missing.items()):
+        plural = "" if number == 1 else "s"
+        terminalreporter.write_line(f"{NOT_RUN}{name}, {number} test{plural}", red=True, bold=True)
+    return result
+
+
+class UseBroker(Protocol):
+    """Points the tests' Celery app, and workers that the test starts, at the private Redis."""
+
+    def __call__(self, **transport_options: Any) -> Celery:
+        """Return the app; ``transport_options`` are kombu's, such as ``visibility_timeout``."""
+
+
+@pytest.fixture
+def use_broker(redis_server: RedisServer, settings: "Settings") -> Iterator[UseBroker]:
+    """Make the private Redis, emptied, the broker (database 1) and result backend (2)."""
+    redis_server.flush()
+
+    def use(**transport_options: Any) -> Celery:
+        chosen = {
+            "broker_url": redis_server.database_url(1),
+            "result_backend": redis_server.database_url(2),
+            "broker_transport_options": transport_options,
+        }
+        app.conf.update(chosen)
+        for name, value in chosen.items():
+            setattr(settings, f"CELERY_{name.upper()}", value)
+        return app
+
+    yield use
+    app.conf.update(broker_transport_options={}, task_always_eager=False)
+
+
+@pytest.fixture
+def broker(use_broker: UseBroker) -> Celery:
+    """The tests' Celery app with the private Redis, empty, as its broker and result backend."""
+    return use_broker()

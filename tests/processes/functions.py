@@ -1,0 +1,259 @@
+"""
+Functions of test modules in processes of their own, with Django set up there.
+
+Each process is a fork of a server that has imported libraries and nothing else, so
+it starts in a tenth of a second and shares no connection, thread or model with the
+test. It gets the settings (databases, caches, overrides) and the environment of the
+test, and ends when the test process does, whatever ends that.
+"""
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.synchronize import Barrier
+from operator import attrgetter
+from typing import Any
+
+import django
+import psutil
+
+from tests.processes.settings import environment_for, settings_file
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.processes.preload"])
+
+#: In a child: its end of the pipe, and the barrier that it shares with its siblings.
+_pipe: "Connection[Any, Any] | None" = None
+_barrier: Barrier | None = None
+
+
+class FunctionFailed(AssertionError):
+    """A function in another process raised; the message holds its traceback."""
+
+
+class FunctionProcess:
+    """
+    A function that runs in a process of its own.
+
+    Made by ``start_in_process``. The function may ``tell`` values, which
+    ``receive`` returns in order; what it returns is the ``result``.
+    """
+
+    def __init__(self, process: ForkServerProcess, pipe: "Connection[Any, Any]") -> None:
+        self.process = process
+        self.pipe = pipe
+        assert process.pid is not None
+        #: The process id.
+        self.pid: int = process.pid
+        self._handle = psutil.Process(process.pid)
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives; a paused one does."""
+        return self.process.is_alive()
+
+    def receive(self, timeout: float = 30) -> Any:
+        """
+        Return the next value that the function told.
+
+        Raises:
+            FunctionFailed: It raised, returned or was killed instead.
+            TimeoutError: It told nothing in time.
+        """
+        return self._next("told", timeout)
+
+    def result(self, timeout: float = 60) -> Any:
+        """
+        Return what the function returned; what it told and nobody received is dropped.
+
+        Raises:
+            FunctionFailed: It raised, or its process was killed.
+            TimeoutError: It still runs.
+        """
+        return self._next("returned", timeout)
+
+    def kill(self) -> None:
+        """End the process with SIGKILL and wait until it is gone."""
+        self.process.kill()
+        self.process.join()
+
+    def pause(self) -> None:
+        """Stop the process with SIGSTOP: it lives, but does nothing."""
+        self._handle.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the process go on after ``pause``."""
+        self._handle.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End the process if it still runs, and leave nothing of it."""
+        if self.running:
+            self.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+    def _next(self, wanted: str, timeout: float) -> Any:
+        deadline = time.monotonic() + timeout
+        while True:
+            if not self.pipe.poll(max(0, deadline - time.monotonic())):
+                raise TimeoutError(f"Process {self.pid} {wanted} nothing for {timeout:g} s.")
+            kind, value = self._read(wanted)
+            if kind == wanted:
+                return value
+            if kind == "raised":
+                raise FunctionFailed(f"In process {self.pid}:\n{value}")
+            if kind == "returned":
+                raise FunctionFailed(f"Process {self.pid} returned and {wanted} nothing.")
+
+    def _read(self, wanted: str) -> tuple[str, Any]:
+        try:
+            kind, value = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise FunctionFailed(
+                f"Process {self.pid} ended with status {self.process.exitcode} "
+                f"and {wanted} nothing."
+            ) from None
+        return kind, value
+
+
+@contextmanager
+def start_in_process(
+    function: Callable[..., Any],
+    *args: Any,
+    settings: Mapping[str, Any] | None = None,
+) -> Iterator[FunctionProcess]:
+    """
+    Run a function in another process while the block runs.
+
+    A process that still runs when the block ends is killed.
+
+    Args:
+        function: Found there by its module and name.
+        args: Pickled.
+        settings: Django settings of that process on top of the test's own.
+    """
+    with _start(function, args, settings, None) as running:
+        yield running
+
+
+def run_in_processes(
+    function: Callable[..., Any],
+    count: int,
+    *args: Any,
+    settings: Mapping[str, Any] | None = None,
+    timeout: float = 60,
+) -> list[Any]:
+    """
+    Run one function in ``count`` processes at once and return their results.
+
+    All begin together, when the last of them is set up; inside, ``meet`` brings
+    them together again.
+
+    Args:
+        function: Found there by its module and name.
+        args: Pickled; every process gets the same ones.
+        settings: Django settings of the processes on top of the test's own.
+        timeout: Seconds for everything, start-up included.
+
+    Returns:
+        What each returned, in the order in which they ended.
+
+    Raises:
+        FunctionFailed: One raised, or was killed. The others are ended.
+        TimeoutError: Not all returned in time. All are ended.
+    """
+    deadline = time.monotonic() + timeout
+    barrier = _context.Barrier(count)
+    results: list[Any] = []
+    with ExitStack() as stack:
+        starts = (_start(function, args, settings, barrier) for _ in range(count))
+        running = {one.pipe: one for one in map(stack.enter_context, starts)}
+        while running:
+            remaining = max(0, deadline - time.monotonic())
+            ready = wait(list(running), remaining)
+            if not ready:
+                raise TimeoutError(f"{len(running)} of {count} processes ran over {timeout:g} s.")
+            for pipe in [pipe for pipe in running if pipe in ready]:
+                results.append(running.pop(pipe).result(remaining))
+    return results
+
+
+@contextmanager
+def _start(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    settings: Mapping[str, Any] | None,
+    barrier: Barrier | None,
+) -> Iterator[FunctionProcess]:
+    ours, theirs = _context.Pipe()
+    name = (function.__module__, function.__qualname__)
+    with settings_file(settings) as path:
+        environment = {**os.environ, **environment_for(path)}
+        process = _context.Process(
+            target=_run, args=(environment, name, pickle.dumps(args), theirs, barrier), daemon=True
+        )
+        process.start()
+        theirs.close()
+        running = FunctionProcess(process, ours)
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+# What follows runs in the other process.
+
+
+def tell(value: Any) -> None:
+    """Send a value to the test, which gets it from ``FunctionProcess.receive``."""
+    assert _pipe is not None, "tell() is for functions that run in a process of their own."
+    _pipe.send(("told", value))
+
+
+def meet(timeout: float = 30) -> None:
+    """Wait until all processes of ``run_in_processes`` are here; then all go on at once."""
+    assert _barrier is not None, "meet() is for functions run by run_in_processes()."
+    _barrier.wait(timeout)
+
+
+def _run(
+    environment: dict[str, str],
+    name: tuple[str, str],
+    args: bytes,
+    pipe: "Connection[Any, Any]",
+    barrier: Barrier | None,
+) -> None:
+    global _pipe, _barrier
+    _pipe, _barrier = pipe, barrier
+    threading.Thread(target=_end_with_tests, daemon=True).start()
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        django.setup()
+        function = attrgetter(name[1])(importlib.import_module(name[0]))
+        if barrier is not None:
+            barrier.wait(60)
+        pipe.send(("returned", function(*pickle.loads(args))))
+    except BaseException:
+        # Told before the barrier breaks, so that the test sees the cause first.
+        pipe.send(("raised", traceback.format_exc()))
+        if barrier is not None:
+            barrier.abort()
+
+
+def _end_with_tests() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,158 @@
+"""Real Celery workers for tests."""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from tests.processes.kept import KeptProcess
+from tests.processes.settings import environment_for, settings_file
+from tests.processes.waiting import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: What a worker prints, at INFO, when it takes messages.
+READY = re.compile(r"\S+@\S+ ready\.")
+
+
+class CeleryWorker:
+    """
+    ``python -m celery -A <app> worker``, running while the block runs.
+
+    It is ready when the block begins and leaves no process when it ends. It gets
+    the settings of the test, as ``run_in_processes`` gives them. If the block
+    raises, the worker's log is printed, so pytest shows it.
+
+    Args:
+        app: The module, as for ``celery -A``.
+        pool: prefork, solo or threads.
+        concurrency: Children or threads.
+        loglevel: INFO or DEBUG; above INFO a worker does not say that it is ready.
+        arguments: More arguments of ``celery worker``.
+        settings: Django settings on top of the test's own.
+        env: Environment variables on top of ours.
+        timeout: Seconds until it must be ready.
+
+    Example:
+        with CeleryWorker("tests.worker.app", concurrency=2) as worker:
+            ...
+            worker.kill()
+    """
+
+    def __init__(
+        self,
+        app: str,
+        *,
+        pool: str = "prefork",
+        concurrency: int = 2,
+        loglevel: str = "INFO",
+        arguments: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 30,
+    ) -> None:
+        self.name = f"worker-{uuid.uuid4().hex[:8]}"
+        self.command = [
+            sys.executable, "-m", "celery", "-A", app, "worker",
+            "--hostname", f"{self.name}@%h", "--pool", pool, "--concurrency", str(concurrency),
+            "--loglevel", loglevel, "--without-gossip", "--without-mingle", *arguments,
+        ]  # fmt: skip
+        self.settings = settings
+        self.env = dict(env or {})
+        self.timeout = timeout
+        self._stack = ExitStack()
+        self._process: KeptProcess | None = None
+
+    def start(self) -> None:
+        """Start the worker and wait until it takes messages."""
+        folder = Path(tempfile.mkdtemp(prefix="safe-worker-"))
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        path = self._stack.enter_context(settings_file(self.settings))
+        self._process = KeptProcess(
+            self.command,
+            folder=ROOT,
+            log_path=folder / "worker.log",
+            env={**os.environ, **environment_for(path), **self.env},
+            owned_folder=folder,
+        )
+        self._process.start()
+        wait_for(self._is_ready, self.timeout, "the worker was not ready")
+
+    def _is_ready(self) -> bool:
+        if not self.process.running:
+            raise RuntimeError(f"The worker ended instead of getting ready:\n{self.log}")
+        return READY.search(self.log) is not None
+
+    @property
+    def process(self) -> KeptProcess:
+        """The worker's parent process."""
+        assert self._process is not None, "The worker was not started."
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """The id of the worker's parent process."""
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the parent process lives."""
+        return self.process.running
+
+    @property
+    def log(self) -> str:
+        """Everything the worker has printed so far, its end included."""
+        return self.process.log
+
+    def children(self) -> list[psutil.Process]:
+        """Return the pool's processes; with ``solo`` and ``threads`` there are none."""
+        return self.process.children()
+
+    def stop(self, timeout: float = 30) -> None:
+        """Warm shutdown: SIGTERM, wait for running tasks and the end of the worker."""
+        self.process.stop(timeout)
+
+    def kill(self) -> None:
+        """End the worker and its children with SIGKILL, each by its id."""
+        self.process.kill()
+
+    def pause(self) -> None:
+        """Stop the worker and its children with SIGSTOP."""
+        self.process.pause()
+
+    def resume(self) -> None:
+        """Let them go on after ``pause``."""
+        self.process.resume()
+
+    def close(self) -> None:
+        """End what still runs, with SIGKILL, and remove the log."""
+        if self._process is not None:
+            self._process.kill()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            print(f"--- log of {self.name} ---\n{self.log}")
+        self.close()

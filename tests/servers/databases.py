@@ -1,0 +1,125 @@
+"""
+Databases that Django knows by an alias while a test runs.
+
+Each is empty but migrated, real (other processes and threads can use it) and
+gone after the test. Migrating is slow, so it is done once for each kind and copied.
+"""
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from django.core.management import call_command
+from django.db import DEFAULT_DB_ALIAS, connections
+
+from tests.servers.pool import ServerPool
+from tests.servers.postgres import PostgresServer
+
+#: ``sqlite`` is Django's default (DEFERRED), ``sqlite-immediate`` has IMMEDIATE and WAL.
+DatabaseKind = Literal["postgres", "sqlite", "sqlite-immediate"]
+
+IMMEDIATE = {
+    "transaction_mode": "IMMEDIATE",
+    "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
+}
+
+
+class Databases:
+    """
+    Makes databases for Django, each under an alias of its own.
+
+    Args:
+        servers: Where PostgreSQL runs; it is started when first needed.
+        folder: For the migrated SQLite file that is copied.
+    """
+
+    def __init__(self, servers: ServerPool, folder: Path) -> None:
+        self.servers = servers
+        self.sqlite_template = folder / "template.sqlite3"
+        self.postgres_template = f"template_{uuid.uuid4().hex}"
+        self._made: set[str] = set()
+
+    @contextmanager
+    def alias(self, kind: DatabaseKind, folder: Path, alias: str | None = None) -> Iterator[str]:
+        """
+        Have a migrated database during the block; gives its alias.
+
+        Args:
+            folder: For a SQLite file.
+            alias: The alias to use; None: a new one.
+
+        Raises:
+            RuntimeError: At the end: somebody is still connected to the PostgreSQL
+                database; the message says who.
+        """
+        alias = alias or f"{kind}-{uuid.uuid4().hex[:8]}"
+        if kind == "postgres":
+            with self._postgres(self.servers.postgres, alias):
+                yield alias
+        else:
+            path = self._copy_sqlite(folder / f"{alias}.sqlite3")
+            with registered(alias, sqlite_settings(path, kind)):
+                yield alias
+
+    @contextmanager
+    def _postgres(self, server: PostgresServer, alias: str) -> Iterator[None]:
+        if self.postgres_template not in self._made:
+            server.create_database(self.postgres_template)
+            migrate(postgres_settings(server, self.postgres_template))
+            self._made.add(self.postgres_template)
+        name = f"test_{uuid.uuid4().hex}"
+        server.create_database(name, template=self.postgres_template)
+        try:
+            with registered(alias, postgres_settings(server, name)):
+                yield
+        finally:
+            server.drop_database(name)
+
+    def _copy_sqlite(self, path: Path) -> Path:
+        if not self.sqlite_template.exists():
+            migrate(sqlite_settings(self.sqlite_template, "sqlite"))
+        shutil.copyfile(self.sqlite_template, path)
+        return path
+
+
+def postgres_settings(server: PostgresServer, name: str) -> dict[str, Any]:
+    """Return the DATABASES entry of a database on this server."""
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": name,
+        "USER": "postgres",
+        "HOST": server.host,
+        "PORT": str(server.port),
+    }
+
+
+def sqlite_settings(path: Path, kind: DatabaseKind) -> dict[str, Any]:
+    """Return the DATABASES entry of a SQLite file."""
+    options = IMMEDIATE if kind == "sqlite-immediate" else {}
+    return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path), "OPTIONS": dict(options)}
+
+
+def migrate(database: dict[str, Any]) -> None:
+    """Make all tables, those of apps without migrations included, and disconnect."""
+    alias = f"migrate-{uuid.uuid4().hex[:8]}"
+    with registered(alias, database):
+        call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
+
+
+@contextmanager
+def registered(alias: str, database: dict[str, Any]) -> Iterator[None]:
+    """Make a database known to Django during the block; this thread's connection ends with it."""
+    databases = connections.settings
+    assert alias not in databases, f"There is a database {alias!r} already."
+    # Fills in the defaults; it insists on seeing the default alias beside ours.
+    filled = connections.configure_settings({DEFAULT_DB_ALIAS: {}, alias: dict(database)})
+    databases[alias] = filled[alias]
+    try:
+        yield
+    finally:
+        connections[alias].close()
+        del connections[alias]
+        del databases[alias]

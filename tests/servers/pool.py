@@ -1,0 +1,65 @@
+"""Servers that start on first use and end together."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self, TypeVar
+
+from tests.servers.memcached import MemcachedServer
+from tests.servers.postgres import PostgresServer
+from tests.servers.rabbitmq import RabbitMQServer
+from tests.servers.redis import RedisServer
+from tests.servers.server import Server
+
+AnyServer = TypeVar("AnyServer", bound=Server)
+
+
+class ServerPool:
+    """One server of each kind, started when first asked for and closed at the block's end."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._servers: dict[type[Server], Server] = {}
+
+    def get(self, kind: type[AnyServer]) -> AnyServer:
+        """
+        Return the running server of this class.
+
+        Raises:
+            ProgramNotFound: Its program is not on this machine.
+        """
+        if kind not in self._servers:
+            self._servers[kind] = self._stack.enter_context(kind())
+        server = self._servers[kind]
+        assert isinstance(server, kind)
+        return server
+
+    @property
+    def redis(self) -> RedisServer:
+        """The Redis server."""
+        return self.get(RedisServer)
+
+    @property
+    def memcached(self) -> MemcachedServer:
+        """The memcached server."""
+        return self.get(MemcachedServer)
+
+    @property
+    def postgres(self) -> PostgresServer:
+        """The PostgreSQL server."""
+        return self.get(PostgresServer)
+
+    @property
+    def rabbitmq(self) -> RabbitMQServer:
+        """The RabbitMQ server."""
+        return self.get(RabbitMQServer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()

@@ -1,0 +1,130 @@
+"""A private PostgreSQL, from the machine's programs or from a wheel's."""
+
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from tests.processes.waiting import wait_for
+from tests.servers.programs import is_open_to_others
+from tests.servers.server import Server
+
+#: Quick for tests: nothing survives a crash of the machine, but what clients see
+#: of each other (commits, locks, isolation) is as ever.
+SETTINGS = {
+    "autovacuum": "off",
+    "dynamic_shared_memory_type": "mmap",
+    "fsync": "off",
+    "full_page_writes": "off",
+    "max_connections": "200",
+    "max_wal_senders": "0",
+    "shared_buffers": "64MB",
+    "timezone": "UTC",
+    "unix_socket_directories": "",
+    "wal_level": "minimal",
+}
+
+#: Seconds for clients that were told to end to be gone from the server's list.
+DROP_PATIENCE = 2.0
+
+
+class PostgresServer(Server):
+    """PostgreSQL over TCP; the superuser ``postgres`` needs no password."""
+
+    name = "postgresql"
+    program = "postgres"
+    companions = ("initdb",)
+    refuses_root = True
+    # Fast shutdown: ends the clients' sessions instead of waiting for them.
+    stop_signal = signal.SIGINT
+
+    @property
+    def url(self) -> str:
+        """The database ``postgres``."""
+        return f"postgresql://postgres@{self.host}:{self.port}/postgres"
+
+    def prepare(self) -> None:
+        """Make the cluster, with programs that the server's user can reach."""
+        if self.identity and not is_open_to_others(self.programs / self.program):
+            self.programs = self._copy_programs()
+        initdb = self.keep(
+            [
+                self.programs / "initdb", "--pgdata", self.folder / "data", "--auth", "trust",
+                "--username", "postgres", "--encoding", "UTF8", "--locale", "C", "--no-sync",
+            ]
+        )  # fmt: skip
+        initdb.start()
+        if initdb.wait() != 0:
+            raise RuntimeError(f"initdb failed:\n{initdb.log}")
+
+    def _copy_programs(self) -> Path:
+        """Copy a wheel's PostgreSQL, which finds its libraries by relative paths."""
+        install = self.programs.parent
+        package = install.parent
+        copy = self.folder / "wheel"
+        for source in (install, package.with_name(f"{package.name}.libs")):
+            if source.is_dir():
+                target = copy / source.relative_to(package.parent)
+                shutil.copytree(source, target, symlinks=True, ignore=_skip_headers)
+        copy.chmod(0o755)
+        return copy / install.relative_to(package.parent) / "bin"
+
+    def command(self) -> list[str | Path]:
+        """All settings on the command line; the cluster's file stays as it was made."""
+        options = [f"--{name}={value}" for name, value in SETTINGS.items()]
+        return [
+            self.programs / self.program, "-D", self.folder / "data",
+            "-h", self.host, "-p", str(self.port), *options,
+        ]  # fmt: skip
+
+    def is_ready(self) -> bool:
+        """Whether it takes a connection."""
+        with self.connect():
+            return True
+
+    def connect(self, database: str = "postgres") -> "psycopg.Connection[Any]":
+        """Return a connection in autocommit mode, to be closed by the caller."""
+        return psycopg.connect(
+            host=self.host, port=self.port, user="postgres", dbname=database,
+            autocommit=True, connect_timeout=5,
+        )  # fmt: skip
+
+    def create_database(self, name: str, template: str = "template1") -> None:
+        """Make a database as a copy of another that nobody uses now."""
+        self._execute("CREATE DATABASE {} TEMPLATE {}", name, template)
+
+    def drop_database(self, name: str) -> None:
+        """
+        Remove a database.
+
+        Raises:
+            RuntimeError: Somebody is still connected to it: who, and what was done last.
+                The database is removed all the same.
+        """
+        try:
+            wait_for(lambda: not self.sessions(name), DROP_PATIENCE)
+        except TimeoutError:
+            left = "\n".join(f"  {session}" for session in self.sessions(name))
+            self._execute("DROP DATABASE {} WITH (FORCE)", name)
+            raise RuntimeError(f"Still connected to database {name}:\n{left}") from None
+        self._execute("DROP DATABASE {}", name)
+
+    def sessions(self, database: str) -> list[dict[str, Any]]:
+        """Return who is connected to a database, with the state and the last query."""
+        query = (
+            "SELECT pid, application_name, state, query FROM pg_stat_activity WHERE datname = %s"
+        )
+        with self.connect() as connection:
+            cursor = connection.cursor(row_factory=psycopg.rows.dict_row)
+            return cursor.execute(query, [database]).fetchall()
+
+    def _execute(self, statement: str, *names: str) -> None:
+        with self.connect() as connection:
+            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
+
+
+def _skip_headers(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name in {"include", "pgxs"} or name.endswith(".a")]

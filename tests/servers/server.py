@@ -1,0 +1,177 @@
+"""What all servers share: a folder, a port, start, stop and pause."""
+
+import os
+import shutil
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from tests.processes.kept import KeptProcess
+from tests.processes.waiting import free_port, port_is_free, wait_for
+from tests.servers.programs import find_programs_folder, identity, make_folder
+
+
+class Server(ABC):
+    """
+    A private server of 127.0.0.1, used as a context manager or started and closed.
+
+    ``url``, ``host``, ``port`` and ``folder`` stay the same over stops and starts.
+
+    Args:
+        places: Where to look for the program (see ``programs``); None: everywhere.
+
+    Raises:
+        ProgramNotFound: The program is not there.
+    """
+
+    #: What the summary of a run calls it.
+    name: ClassVar[str]
+    program: ClassVar[str]
+    companions: ClassVar[tuple[str, ...]] = ()
+    #: Whether the program refuses to run as root.
+    refuses_root: ClassVar[bool] = False
+    stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
+    host = "127.0.0.1"
+    #: Seconds until it must answer.
+    start_timeout: ClassVar[float] = 30
+
+    def __init__(self, places: tuple[str, ...] | None = None) -> None:
+        self.programs = find_programs_folder(self.program, *self.companions, places=places)
+        self.identity: dict[str, Any] = identity() if self.refuses_root else {}
+        self.folder = make_folder(f"safe-{self.name}-", self.identity)
+        self.port = free_port()
+        self._process: KeptProcess | None = None
+        self._prepared = False
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where clients find it."""
+
+    @abstractmethod
+    def command(self) -> list[str | Path]:
+        """Return the command line."""
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether it answers; may raise while it does not."""
+
+    def prepare(self) -> None:  # noqa: B027 - most servers need nothing here
+        """Do what must be done once, before the first start."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the whole environment of the program."""
+        path = os.environ.get("PATH", os.defpath)
+        return {"PATH": path, "HOME": str(self.folder), "LC_ALL": "C", "TZ": "UTC"}
+
+    def start(self) -> None:
+        """
+        Start it, if it does not run, and wait until it answers.
+
+        Raises:
+            RuntimeError: It ended by itself; the message holds what it printed.
+            TimeoutError: It did not answer in time.
+        """
+        if self.running:
+            return
+        if not self._prepared:
+            self.prepare()
+            self._prepared = True
+        wait_for(lambda: port_is_free(self.port), message=f"port {self.port} is in use")
+        self._process = self.keep(self.command())
+        self._process.start()
+        try:
+            wait_for(self._answers, self.start_timeout)
+        except TimeoutError:
+            raise TimeoutError(f"{self.name} does not answer:\n{self.log}") from None
+
+    def stop(self) -> None:
+        """End it in order; its folder and its port stay for the next start."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def kill(self) -> None:
+        """End it with SIGKILL; its folder and its port stay for the next start."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def restart(self) -> None:
+        """Stop and start: a cache loses its memory, a database keeps its data."""
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """Make it silent: it accepts connections and answers nothing."""
+        self.process.pause()
+
+    def resume(self) -> None:
+        """Let it answer again after ``pause``."""
+        self.process.resume()
+
+    def close(self) -> None:
+        """End it and remove its folder."""
+        try:
+            self.stop()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def process(self) -> KeptProcess:
+        """The running program."""
+        assert self._process is not None, f"{self.name} does not run."
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """The program's process id."""
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the program lives."""
+        return self._process is not None and self._process.running
+
+    @property
+    def log(self) -> str:
+        """What the program printed."""
+        return "" if self._process is None else self._process.log
+
+    def keep(self, command: list[str | Path], env: Mapping[str, str] | None = None) -> KeptProcess:
+        """Return a command of this server as a process that can't outlive the tests."""
+        return KeptProcess(
+            command,
+            folder=self.folder,
+            env=self.environment() if env is None else env,
+            identity=self.identity,
+            stop_signal=self.stop_signal,
+            owned_folder=self.folder,
+        )
+
+    def _answers(self) -> bool:
+        if not self.running:
+            raise RuntimeError(f"{self.name} ended instead of getting ready:\n{self.log}")
+        try:
+            return self.is_ready()
+        except Exception:
+            return False
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Tasks for the tests on real workers."""
