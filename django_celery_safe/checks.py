@@ -132,7 +132,7 @@ def _count_processes(worker: Any) -> int:
     if "prefork" not in (pool if isinstance(pool, str) else pool.__module__):
         return 1
     # autoscale: (most, fewest)
-    return max([int(worker.concurrency or 1), *(worker.autoscale or ())])
+    return max(int(count) for count in (worker.concurrency or 1, *(worker.autoscale or ())))
 
 
 def _error(number: int, message: str, hint: str) -> CheckMessage:

@@ -8,7 +8,6 @@ stand for "no transaction" and do not count here.
 from __future__ import annotations
 
 from django.db import connections
-from django.db.backends.base.base import BaseDatabaseWrapper
 
 
 def in_atomic(alias: str) -> bool:
@@ -25,8 +24,8 @@ def in_testcase_only(alias: str) -> bool:
 
 def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block that is not TestCase's."""
-    opened: list[BaseDatabaseWrapper] = connections.all(initialized_only=True)
-    return [connection.alias for connection in opened if in_atomic(connection.alias)]
+    opened = [connection.alias for connection in connections.all(initialized_only=True)]
+    return [alias for alias in opened if in_atomic(alias)]
 
 
 def _is_of_testcase(block: object) -> bool:

@@ -74,7 +74,7 @@ def come_back(task: Any, request: Context, delay: float) -> NoReturn:
     """
     signature = task.signature_from_request(request, countdown=delay)
     _send(task, signature)
-    raise Retry("Another run holds the lock", when=delay, sig=signature)
+    raise Retry("Another run holds the lock", when=delay, sig=signature)  # type: ignore[arg-type]
 
 
 def send_own_copy(

@@ -109,8 +109,11 @@ def template_names(template: str) -> list[str]:
 
 
 def _checked_key(key: Any) -> Key | conf.Unset:
-    if isinstance(key, conf.Unset | str) or callable(key):
+    if isinstance(key, (conf.Unset, str)):
         return key
+    if callable(key):
+        rule: Callable[..., Any] = key
+        return rule
     if isinstance(key, Iterable):
         names = tuple(key)
         if all(isinstance(name, str) for name in names):

@@ -77,7 +77,7 @@ class CacheLock:
                 f"in one cache exclude each other."
             )
         self.name = name
-        self._timeout = timeout
+        self._timeout: float | conf.Unset = conf.UNSET
         if not isinstance(timeout, conf.Unset):
             self._timeout = conf.lease_seconds(timeout, "timeout")
         self._blocking_timeout = conf.wait_seconds(blocking_timeout, "blocking_timeout")

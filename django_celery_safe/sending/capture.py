@@ -120,7 +120,8 @@ def _announce(message: Message, producer: Any, options: Any, headers: Any) -> No
     if message.event:
         exchange = options["exchange"]
         declared = options["declare"] or []
-        message.app.amqp._event_dispatcher.publish(
+        amqp: Any = message.app.amqp
+        amqp._event_dispatcher.publish(
             "task-sent",
             {
                 **message.event,
@@ -143,7 +144,8 @@ def _renew_expiration(app: Celery, options: dict[str, Any], headers: Any) -> Non
 
 
 def _install(app: Celery) -> None:
-    amqp, backend = app.amqp, app.backend
+    amqp: Any = app.amqp
+    backend: Any = app.backend
     with _installing:
         if not hasattr(amqp.send_task_message, "celery_safe"):
             amqp.send_task_message = _switched(

@@ -22,10 +22,9 @@ from .commit import hold, must_wait, note_result
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
-    from celery.result import AsyncResult
 
 
-class SafeTaskMixin(Task):
+class SafeTaskMixin(Task):  # type: ignore[type-arg]
     """
     Adds sending on commit to a task class, and changes none of Celery's defaults.
 
@@ -37,7 +36,7 @@ class SafeTaskMixin(Task):
     abstract = True
     send_on_commit: bool | None = None
 
-    def delay_on_commit(self, *args: Any, **kwargs: Any) -> AsyncResult[Any]:
+    def delay_on_commit(self, *args: Any, **kwargs: Any) -> Any:
         """Send the task when the transaction commits; see :meth:`apply_async_on_commit`."""
         return self.apply_async_on_commit(args, kwargs)
 
@@ -48,7 +47,7 @@ class SafeTaskMixin(Task):
         *,
         using: str | None = None,
         **options: Any,
-    ) -> AsyncResult[Any]:
+    ) -> Any:
         """
         Send the task when the transaction commits.
 
@@ -99,9 +98,9 @@ class SafeTaskMixin(Task):
     def on_replace(self, sig: Signature[Any]) -> Any:
         """Send what replaces the running task, as Celery's; never held back."""
         if self.request.is_eager:
-            return super().on_replace(sig)  # type: ignore[misc]
+            return super().on_replace(sig)
         with resending():
-            return super().on_replace(sig)  # type: ignore[misc]
+            return super().on_replace(sig)
 
     def _waits_for_commit(self) -> bool:
         if is_capturing() or is_resending():
@@ -167,7 +166,7 @@ class SafeTaskMixin(Task):
 _POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")
 
 
-class SafeTask(SafeTaskMixin, DjangoTask):
+class SafeTask(SafeTaskMixin, DjangoTask):  # type: ignore[misc,type-arg]
     """
     A Celery task that can be sent on commit.
 

@@ -118,7 +118,7 @@ def _cache_store(alias: str) -> Store:
     return store
 
 
-def _make_cache_store(alias: str, cache: BaseCache) -> Store:
+def _make_cache_store(alias: str, cache: Any) -> Store:
     classes = [_path(cls) for cls in type(cache).__mro__]
     client: Any = cache.client if "django_redis.cache.RedisCache" in classes else None
     classes += [_path(cls) for cls in type(client).__mro__] if client is not None else []

@@ -36,7 +36,6 @@ from .base import (
 )
 
 if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import QuerySet
 
     from ...models import DatabaseLock
@@ -52,7 +51,7 @@ class ServerMicroseconds(Func):
 
     output_field = BigIntegerField()
 
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any) -> Any:
+    def as_sql(self, compiler: Any, connection: Any, *args: Any, **extra: Any) -> Any:
         return _CLOCKS[connection.vendor], []
 
 
