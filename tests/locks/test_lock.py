@@ -1,0 +1,278 @@
+"""CacheLock on its own: what it says, refuses and warns of."""
+
+import logging
+import os
+import pickle
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+from django.test import TestCase
+from pytest_django import Settings
+
+from django_celery_safe import (
+    CacheLock,
+    ConfigurationError,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    cache_lock,
+    find_lock,
+    release_lock,
+)
+from django_celery_safe.locks.lease import renewer
+from django_celery_safe.signals import lock_acquired, lock_contended, lock_lost, lock_released
+from django_celery_safe.testing import locks_in_memory
+from tests.processes import wait_for
+
+pytestmark = pytest.mark.usefixtures("locks_in_memory")
+
+
+def test_a_block_has_the_lock_or_not() -> None:
+    """A lock is truthy inside its block when acquired, and falsy when someone else holds it."""
+    with cache_lock("feed:42") as first:
+        assert first
+        with cache_lock("feed:42") as second:
+            assert not second
+        assert first.held
+    assert not first
+    with cache_lock("feed:42") as third:
+        assert third
+
+
+def test_a_block_that_never_asked_is_warned_of() -> None:
+    """A block that ran without the lock and did not ask gets a RuntimeWarning; others do not."""
+    with cache_lock("unasked"):
+        with (
+            pytest.warns(RuntimeWarning, match=r"ran without the lock 'unasked'.*if lock:"),
+            cache_lock("unasked"),
+        ):
+            pass
+        with cache_lock("unasked") as asked:
+            assert not asked.held
+        with pytest.raises(ZeroDivisionError), cache_lock("unasked"):
+            raise ZeroDivisionError
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with cache_lock("unasked"):
+            pass
+
+
+def test_ensure_needs_the_lock() -> None:
+    """ensure() on a lock that was never acquired raises LockNotAcquired, naming the holder."""
+    wanted = pytest.raises(LockNotAcquired, match=f"process {os.getpid()}")
+    with cache_lock("wanted"), cache_lock("wanted") as lock, wanted:
+        lock.ensure()
+
+
+@pytest.mark.parametrize("renew", [True, False])
+def test_ensure_sees_a_lock_freed_by_an_operator(renew: bool) -> None:
+    """ensure() asks the store, so it learns of a release by someone else at once."""
+    with cache_lock("freed", renew=renew) as lock:
+        lock.ensure()
+        seen = find_lock("freed")
+        assert seen is not None
+        assert release_lock(seen)
+        assert lock.held
+        with pytest.raises(LockLost):
+            lock.ensure()
+        assert not lock.held
+
+
+def test_each_call_of_a_decorated_function_takes_a_lock() -> None:
+    """As a decorator a lock is taken for each call, and a call without it is refused."""
+
+    @cache_lock("decorated")
+    def work(value: int) -> int:
+        """Work."""
+        assert find_lock("decorated") is not None
+        return value + 1
+
+    assert work(1) == 2
+    assert work(2) == 3
+    assert work.__doc__ == "Work."
+    with cache_lock("decorated"), pytest.raises(LockNotAcquired, match="'decorated' is held"):
+        work(3)
+    assert work(4) == 5
+
+
+def test_what_returns_before_its_body_runs_is_not_decorated() -> None:
+    """A coroutine or generator function can't be decorated, since its lock would be gone."""
+
+    async def coroutine() -> None: ...
+
+    def generator() -> object:
+        yield
+
+    for function in (coroutine, generator):
+        with pytest.raises(ConfigurationError, match="before its body runs"):
+            cache_lock("odd")(function)
+
+
+def test_a_lock_is_not_reentrant() -> None:
+    """The object that holds a lock can't take it again; after a release it can."""
+    lock = cache_lock("again")
+    assert lock.acquire()
+    with pytest.raises(LockError, match="not reentrant"):
+        lock.acquire()
+    assert lock.release() is True
+    with pytest.raises(LockNotAcquired):
+        lock.release()
+    assert lock.acquire()
+    lock.release()
+
+
+def test_waiting_ends_in_time() -> None:
+    """A wait for a held lock ends with False after blocking_timeout."""
+    with cache_lock("busy"):
+        started = time.monotonic()
+        assert cache_lock("busy").acquire(blocking_timeout=timedelta(seconds=0.2)) is False
+        assert 0.2 <= time.monotonic() - started < 1.0
+
+
+def test_a_waiter_gets_what_becomes_free() -> None:
+    """A waiter without a limit gets the lock when the lease of a silent holder ends."""
+    assert cache_lock("soon", timeout=0.2, renew=False).acquire()
+    waiter = cache_lock("soon", blocking_timeout=None)
+    assert waiter.acquire()
+    waiter.release()
+
+
+@pytest.mark.parametrize(
+    "timeout", [None, 0, -1, 0.0001, "30", True, float("nan"), float("inf"), timedelta(0), []]
+)
+def test_what_is_no_lease_is_refused(timeout: object) -> None:
+    """A timeout of None, zero, negative, infinite or no number is refused with what to do."""
+    with pytest.raises(ConfigurationError, match="timeout="):
+        cache_lock("lease", timeout=timeout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("waiting", [-1, "1", float("nan"), False])
+def test_what_is_no_time_to_wait_is_refused(waiting: object) -> None:
+    """A blocking_timeout that is negative or no number is refused, here and in acquire()."""
+    with pytest.raises(ConfigurationError, match="blocking_timeout="):
+        cache_lock("wait", blocking_timeout=waiting)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="blocking_timeout="):
+        cache_lock("wait").acquire(waiting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", None, 42, b"bytes"])
+def test_what_is_no_name_is_refused(name: object) -> None:
+    """A lock needs a name that is a non-empty str."""
+    with pytest.raises(ConfigurationError, match="is no name for a lock"):
+        cache_lock(name)  # type: ignore[arg-type]
+
+
+def test_an_unknown_cache_is_named() -> None:
+    """A cache alias that does not exist is named, with those that do."""
+    with pytest.raises(ConfigurationError, match=r"'defualt'.*Did you mean 'default'"):
+        cache_lock("x", cache="defualt").acquire()
+
+
+def test_the_lease_is_the_settings(settings: Settings) -> None:
+    """Without a timeout the lease is LOCK_TIMEOUT, read when the lock is acquired."""
+    lock = cache_lock("settings")
+    settings.DJANGO_CELERY_SAFE = {
+        **settings.DJANGO_CELERY_SAFE,
+        "LOCK_TIMEOUT": timedelta(seconds=7),
+    }
+    with lock:
+        assert 6 < lock.remaining <= 7
+
+
+def test_the_trusted_time_ends_without_an_answer() -> None:
+    """A lock that is not renewed stops being held when its time is over, without asking."""
+    with cache_lock("short", timeout=0.1, renew=False) as lock:
+        assert lock.held
+        wait_for(lambda: not lock.held, 1, "the trusted time did not end")
+        assert lock.remaining == 0
+        with pytest.raises(LockLost):
+            lock.ensure()
+
+
+def test_a_lost_lock_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A release that comes too late is False, logged at ERROR and signalled with the new holder."""
+    told: list[dict[str, object]] = []
+
+    def listen(**fields: object) -> None:
+        told.append(fields)
+
+    lock_lost.connect(listen)
+    try:
+        with caplog.at_level(logging.ERROR, "django_celery_safe"):
+            late = cache_lock("told", timeout=0.05, renew=False)
+            assert late.acquire()
+            new = cache_lock("told", blocking_timeout=5)
+            assert new.acquire()
+            assert late.release() is False
+    finally:
+        lock_lost.disconnect(listen)
+    assert [(one["name"], str(os.getpid()) in str(one["holder"])) for one in told] == [
+        ("told", True)
+    ]
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "'told' was lost" in record.getMessage()
+    assert record.safe_name == "told"  # type: ignore[attr-defined]
+    new.release()
+
+
+def test_every_step_is_signalled() -> None:
+    """Acquired, contended and released are sent once each; a receiver that raises harms nothing."""
+    told: list[str] = []
+
+    def listen(signal: object, name: str, **fields: object) -> None:
+        told.append(
+            {lock_acquired: "acquired", lock_contended: "contended"}.get(signal, "released")
+        )  # type: ignore[call-overload]
+        raise RuntimeError("a bad receiver")
+
+    signals = (lock_acquired, lock_contended, lock_released)
+    for signal in signals:
+        signal.connect(listen)
+    try:
+        with cache_lock("signals"), cache_lock("signals") as second:
+            assert not second
+    finally:
+        for signal in signals:
+            signal.disconnect(listen)
+    assert told == ["acquired", "contended", "released"]
+
+
+def test_nothing_starts_before_the_first_renewed_lock() -> None:
+    """A lock that is not renewed leaves the renewing thread alone."""
+    before = set(renewer()._leases)
+    with cache_lock("quiet", renew=False):
+        assert set(renewer()._leases) == before
+
+
+def test_an_abandoned_lock_is_not_renewed() -> None:
+    """A lock that nobody can release any more ends with its lease, though the process lives."""
+    import gc
+
+    assert CacheLock("abandoned", timeout=0.2).acquire()
+    gc.collect()
+    wait_for(lambda: find_lock("abandoned") is None, 2, "an abandoned lock was renewed")
+
+
+def test_errors_survive_pickling() -> None:
+    """An error that went through pickle says the same."""
+    for error in (
+        LockNotAcquired("name", "somebody", 1.5),
+        LockLost("name", "somebody"),
+    ):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+        assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
+
+
+class InPlainTestCase(TestCase):
+    """The context manager of testing.py serves unittest projects."""
+
+    def test_locks_in_memory(self) -> None:
+        """Locks in memory begin with none held."""
+        with locks_in_memory():
+            assert find_lock("left over") is None
+            assert cache_lock("left over").acquire()
+        with locks_in_memory():
+            assert find_lock("left over") is None

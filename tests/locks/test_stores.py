@@ -1,0 +1,263 @@
+"""Which store a lock lives in, and what is refused."""
+
+import pytest
+from django.db import connections, transaction
+from django.test import TestCase
+from pytest_django import Settings
+
+from django_celery_safe import (
+    BackendNotSupported,
+    ConfigurationError,
+    LockBackendError,
+    WrongTransaction,
+    cache_lock,
+    find_lock,
+)
+from django_celery_safe.locks.stores.local import set_pool_processes
+from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.processes import run_in_processes
+from tests.servers import RedisServer
+
+REFUSED = {
+    "django.core.cache.backends.filebased.FileBasedCache": "a read and then a write",
+    "django.core.cache.backends.db.DatabaseCache": "taken anew in between",
+    "django.core.cache.backends.dummy.DummyCache": "every add",
+    "django.core.cache.backends.memcached.PyMemcacheCache": "not known",
+}
+
+
+@pytest.mark.parametrize("backend", REFUSED)
+def test_an_unsuitable_cache_is_refused(backend: str, settings: Settings, tmp_path: object) -> None:
+    """A cache on which two could hold one lock says so, and what to use instead."""
+    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": str(tmp_path)}}
+    with pytest.raises(BackendNotSupported, match=f"{REFUSED[backend]}.*Use Redis"):
+        cache_lock("x").acquire()
+
+
+def test_a_sharding_client_is_refused(settings: Settings) -> None:
+    """django-redis with a client that shards is refused, though it is a Redis."""
+    settings.CACHES = {
+        "default": {
+            "BACKEND": "django_redis.cache.RedisCache",
+            "LOCATION": ["redis://127.0.0.1:1/0", "redis://127.0.0.1:1/1"],
+            "OPTIONS": {"CLIENT_CLASS": "django_redis.client.ShardClient"},
+        }
+    }
+    with pytest.raises(BackendNotSupported, match="several servers"):
+        cache_lock("x").acquire()
+
+
+def test_local_memory_is_refused_in_a_pool_of_processes(locks_in_memory: None) -> None:
+    """A worker pool of several processes can't share locks in LocMemCache."""
+    set_pool_processes(4)
+    try:
+        with pytest.raises(BackendNotSupported, match=r"4 processes.*--pool=threads"):
+            cache_lock("x").acquire()
+    finally:
+        set_pool_processes(1)
+
+
+def test_an_unknown_lock_database_is_named(settings: Settings) -> None:
+    """LOCK_DATABASE with an alias that does not exist is an error that lists those that do."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "lock"}
+    with pytest.raises(ConfigurationError, match="'lock', which DATABASES does not have"):
+        cache_lock("x").acquire()
+
+
+def test_a_missing_table_says_what_to_run(settings: Settings, make_database: MakeDatabase) -> None:
+    """A lock database that was not migrated says which command to run."""
+    alias = make_database("sqlite")
+    with connections[alias].cursor() as cursor:
+        cursor.execute("DROP TABLE django_celery_safe_databaselock")
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
+    with pytest.raises(ConfigurationError, match=f"migrate .*--database={alias}"):
+        cache_lock("x").acquire()
+
+
+def test_a_lock_inside_atomic_on_its_own_database_is_refused(
+    settings: Settings, sqlite_alias: str
+) -> None:
+    """A lock inside atomic() on the lock database would be invisible, and is refused."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": sqlite_alias}
+    with transaction.atomic(using=sqlite_alias), pytest.raises(WrongTransaction, match="atomic"):
+        cache_lock("x").acquire()
+    connection = connections[sqlite_alias]
+    connection.set_autocommit(False)
+    try:
+        with pytest.raises(WrongTransaction):
+            cache_lock("x").acquire()
+    finally:
+        connection.rollback()
+        connection.set_autocommit(True)
+    with cache_lock("x") as lock:
+        assert lock
+
+
+class InPlainTestCase(TestCase):
+    """TestCase's own transaction is no transaction, and its rows are seen by no other thread."""
+
+    def test_locks_in_the_tests_own_database(self) -> None:
+        """Locks work in the default database of a TestCase, and their lease is not renewed."""
+        with self.settings(DJANGO_CELERY_SAFE={"LOCK_DATABASE": "default"}):
+            with cache_lock("x", timeout=0.3) as lock:
+                assert lock
+                assert not cache_lock("x").acquire()
+                found = find_lock("x")
+                assert found is not None
+                assert found.holder.renewed is False
+            assert find_lock("x") is None
+
+
+def test_a_gone_redis_is_not_a_held_lock(
+    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
+) -> None:
+    """With Redis gone each request is a LockBackendError; once it is back, locks work again."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    held = cache_lock("held", timeout=30)
+    assert held.acquire()
+    redis_server.stop()
+    try:
+        with pytest.raises(LockBackendError, match=r"redis.*did not answer to acquire"):
+            cache_lock("x").acquire()
+        with pytest.raises(LockBackendError, match="extend"):
+            held.ensure()
+        with pytest.raises(LockBackendError, match="release"):
+            held.release()
+    finally:
+        redis_server.start()
+    # The server came back with an empty memory: the lock is lost, and that is known.
+    with cache_lock("held") as lock:
+        assert lock
+
+
+def test_a_body_keeps_its_own_error_when_redis_is_gone(
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+    redis_server: RedisServer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A release that fails hides neither the body's error nor its result; it is logged."""
+    settings.CACHES = redis_cache_settings("django")
+    try:
+        with pytest.raises(ZeroDivisionError), cache_lock("body"):
+            redis_server.stop()
+            raise ZeroDivisionError
+    finally:
+        if not redis_server.running:
+            redis_server.start()
+    assert "could not be released and ends by its lease" in caplog.text
+    try:
+        with cache_lock("body 2"):
+            redis_server.stop()
+    finally:
+        if not redis_server.running:
+            redis_server.start()
+
+
+def test_scripts_survive_a_flush(
+    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
+) -> None:
+    """Locks work on when the server has forgotten its scripts."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    with cache_lock("scripts") as lock:
+        redis_server.client().script_flush()
+        lock.ensure()
+        redis_server.client().script_flush()
+    with cache_lock("scripts") as lock:
+        assert lock
+
+
+@pytest.mark.parametrize("kind", ["django-redis", "django"])
+def test_two_round_trips(
+    kind: str,
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+    redis_server: RedisServer,
+) -> None:
+    """Acquire and release, renewed or not, cost one command each on the server."""
+    settings.CACHES = redis_cache_settings(kind)  # type: ignore[arg-type]
+    with cache_lock("warm up"):
+        pass
+    with redis_server.counting() as count:
+        for renew in (True, False):
+            with cache_lock("counted", renew=renew):
+                pass
+    assert count.round_trips == 4
+
+
+def test_caches_with_different_prefixes_do_not_meet(
+    settings: Settings, redis_cache_settings: MakeRedisCache
+) -> None:
+    """KEY_PREFIX and VERSION keep the locks of two projects in one Redis apart."""
+    settings.CACHES = {
+        **redis_cache_settings("django-redis", "default", KEY_PREFIX="one"),
+        **redis_cache_settings("django", "other", KEY_PREFIX="two"),
+        **redis_cache_settings("django", "newer", KEY_PREFIX="two", VERSION=2),
+    }
+    locks = [cache_lock("x", cache=alias) for alias in ("default", "other", "newer")]
+    assert all(lock.acquire() for lock in locks)
+    assert all(lock.release() for lock in locks)
+
+
+def test_django_redis_and_rediscache_share_a_lock(
+    settings: Settings, redis_cache_settings: MakeRedisCache
+) -> None:
+    """The two Redis backends with one database and prefix see the same locks."""
+    settings.CACHES = {
+        **redis_cache_settings("django-redis", "default"),
+        **redis_cache_settings("django", "other"),
+    }
+    with cache_lock("x") as lock:
+        assert lock
+        assert not cache_lock("x", cache="other").acquire()
+
+
+def test_a_garbled_value_is_someone_unknown(
+    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
+) -> None:
+    """Something foreign under a lock's key is a held lock of an unknown holder, no crash."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    client = redis_server.client()
+    client.set(":1:celery_safe:lock:garbled", b"\xff\x00not ours")
+    lock = cache_lock("garbled")
+    assert lock.acquire() is False
+    found = find_lock("garbled")
+    assert found is not None
+    assert str(found.holder) == ""
+
+
+def test_a_fork_does_not_take_its_parents_locks_along(
+    settings: Settings, redis_cache_settings: MakeRedisCache
+) -> None:
+    """A forked child holds nothing, can't release what the parent holds, and renews its own."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    assert run_in_processes(fork_while_holding, 1) == [("not held", "LockError", "renewed")]
+
+
+def fork_while_holding() -> tuple[str, ...]:
+    """Fork with a lock held, and return what the child saw."""
+    import json
+    import os
+    import time
+
+    from django_celery_safe import LockError
+
+    parents = cache_lock("parent", timeout=5)
+    assert parents.acquire()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        seen = ["held" if parents.held else "not held"]
+        try:
+            parents.release()
+        except LockError as error:
+            seen.append(type(error).__name__)
+        own = cache_lock("child", timeout=0.3)
+        own.acquire()
+        time.sleep(1.0)
+        seen.append("renewed" if own.held and find_lock("child") else "not renewed")
+        os.write(writer, json.dumps(seen).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert parents.held
+    return tuple(json.loads(os.read(reader, 1000)))
