@@ -8,7 +8,7 @@ one starts, ours are written to its log. docs/reference/checks.md lists them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from celery import signals
@@ -28,19 +28,24 @@ PREFIX: Final = "django_celery_safe"
 
 def connect() -> None:
     """Register the checks, and their log record at the start of a worker."""
-    for check in CHECKS:
-        checks.register(check, PREFIX)
-    signals.worker_init.connect(_on_worker_init, dispatch_uid=PREFIX)
+    checks.register(check_all, PREFIX)
+    # Not worker_init: logging is not set up there yet, and a record would be lost.
+    signals.celeryd_after_setup.connect(_on_worker_setup, dispatch_uid=PREFIX)
 
 
-def check_settings(**kwargs: Any) -> list[CheckMessage]:
-    """W001: a setting that does not exist. E001: a setting whose value means nothing."""
+def check_all(**kwargs: Any) -> list[CheckMessage]:
+    """Return what all checks say; if the setting is no dict, only that."""
     try:
-        unknown = conf.unknown()
+        conf.given()
     except ConfigurationError as error:
         return [_error(1, str(error), f"Write {conf.NAME} = {{...}}.")]
+    return [*check_settings(), *check_lock_store(), *check_sqlite()]
+
+
+def check_settings() -> list[CheckMessage]:
+    """W001: a setting that does not exist. E001: a setting whose value means nothing."""
     messages: list[CheckMessage] = []
-    for name, meant in unknown.items():
+    for name, meant in conf.unknown().items():
         known = f"It knows: {', '.join(conf.DEFAULTS)}."
         hint = f"Did you mean {meant!r}?" if meant else known
         messages.append(_warning(1, f"{conf.NAME} has no setting {name!r}; it does nothing.", hint))
@@ -51,7 +56,7 @@ def check_settings(**kwargs: Any) -> list[CheckMessage]:
     return messages
 
 
-def check_lock_store(**kwargs: Any) -> list[CheckMessage]:
+def check_lock_store() -> list[CheckMessage]:
     """E002, E003: locks can't live there. W002: processes don't share them."""
     try:
         store = locate().store()
@@ -71,7 +76,7 @@ def check_lock_store(**kwargs: Any) -> list[CheckMessage]:
     ]
 
 
-def check_sqlite(**kwargs: Any) -> list[CheckMessage]:
+def check_sqlite() -> list[CheckMessage]:
     """W003: SQLite without IMMEDIATE. E004: locks in the file of the data."""
     messages = [
         _warning(
@@ -106,33 +111,25 @@ def _check_lock_file() -> list[CheckMessage]:
     ]
 
 
-CHECKS: Final[tuple[Callable[..., list[CheckMessage]], ...]] = (
-    check_settings,
-    check_lock_store,
-    check_sqlite,
-)
-
-
 def _sqlite_databases() -> Iterator[tuple[str, dict[str, Any]]]:
     for alias, database in settings.DATABASES.items():
         if database.get("ENGINE", "").endswith(".sqlite3"):
             yield alias, database
 
 
-def _on_worker_init(sender: Any = None, **kwargs: Any) -> None:
-    set_pool_processes(_count_processes(sender))
-    for check in CHECKS:
-        for message in check():
-            logger.log(message.level, "%s", message)
+def _on_worker_setup(instance: Any, **kwargs: Any) -> None:
+    set_pool_processes(_count_processes(instance))
+    for message in check_all():
+        logger.log(message.level, "%s", message)
 
 
 def _count_processes(worker: Any) -> int:
-    """Return how many processes run this worker's tasks."""
+    """Return how many processes run this worker's tasks, at the most."""
     pool = worker.pool_cls
     if "prefork" not in (pool if isinstance(pool, str) else pool.__module__):
         return 1
-    # autoscale: (most, fewest)
-    return max(int(count) for count in (worker.concurrency or 1, *(worker.autoscale or ())))
+    # max_concurrency is what --autoscale allows.
+    return max(int(worker.concurrency or 1), int(getattr(worker, "max_concurrency", None) or 1))
 
 
 def _error(number: int, message: str, hint: str) -> CheckMessage:

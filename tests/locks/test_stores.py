@@ -160,9 +160,10 @@ def test_scripts_survive_a_flush(
     """Locks work on when the server has forgotten its scripts."""
     settings.CACHES = redis_cache_settings("django-redis")
     with cache_lock("scripts") as lock:
-        redis_server.client().script_flush()
-        lock.ensure()
-        redis_server.client().script_flush()
+        with redis_server.client() as client:
+            client.script_flush()
+            lock.ensure()
+            client.script_flush()
     with cache_lock("scripts") as lock:
         assert lock
 
@@ -217,8 +218,8 @@ def test_a_garbled_value_is_someone_unknown(
 ) -> None:
     """Something foreign under a lock's key is a held lock of an unknown holder, no crash."""
     settings.CACHES = redis_cache_settings("django-redis")
-    client = redis_server.client()
-    client.set(":1:celery_safe:lock:garbled", b"\xff\x00not ours")
+    with redis_server.client() as client:
+        client.set(":1:celery_safe:lock:garbled", b"\xff\x00not ours")
     lock = cache_lock("garbled")
     assert lock.acquire() is False
     found = find_lock("garbled")
