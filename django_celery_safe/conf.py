@@ -60,6 +60,11 @@ def get(name: str) -> Any:
     return DEFAULTS[name] if value is UNSET else value
 
 
+def current() -> dict[str, Any]:
+    """Return all settings, the project's over the defaults."""
+    return {**DEFAULTS, **given()}
+
+
 def unknown() -> dict[str, str | None]:
     """Return each setting that does not exist, with the name that was probably meant."""
     return {name: closest(name, DEFAULTS) for name in given() if name not in DEFAULTS}
@@ -115,6 +120,8 @@ def wait_seconds(value: Any, what: str) -> float | None:
 
 
 def _as_seconds(value: Any) -> float | None:
+    if type(value) is int:
+        return float(value)
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):

@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Final
 from weakref import WeakSet
 
@@ -33,12 +32,11 @@ RETRY_AFTER: Final = 1 / 10
 ALONG: Final = 1 / 20
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
 class Lease:
     """
     What a holder knows about its own lease.
 
-    Attributes:
+    Args:
         location: Where the lock lives.
         name: The lock's name.
         token: Which acquisition this is.
@@ -50,18 +48,36 @@ class Lease:
             finds the lease to be no longer ours.
     """
 
-    location: Location
-    name: str
-    token: str
-    seconds: float
-    asked_at: float
-    on_lost: Callable[[HeldLock | None], None]
-    pid: int = field(default_factory=os.getpid)
-    lost: bool = False
-    renew_at: float = 0.0
+    __slots__ = (
+        "__weakref__",
+        "asked_at",
+        "location",
+        "lost",
+        "name",
+        "on_lost",
+        "pid",
+        "renew_at",
+        "seconds",
+        "token",
+    )
 
-    def __post_init__(self) -> None:
-        self.began(self.asked_at)
+    def __init__(
+        self,
+        location: Location,
+        name: str,
+        token: str,
+        seconds: float,
+        asked_at: float,
+        on_lost: Callable[[HeldLock | None], None],
+    ) -> None:
+        self.location = location
+        self.name = name
+        self.token = token
+        self.seconds = seconds
+        self.on_lost = on_lost
+        self.pid = os.getpid()
+        self.lost = False
+        self.began(asked_at)
 
     def began(self, asked_at: float) -> None:
         """Note that the store let the lease begin anew, as asked at ``asked_at``."""
@@ -103,12 +119,15 @@ class Renewer:
         """Renew ``lease`` from now on."""
         with self._changed:
             self._leases.add(lease)
+            if lease.renew_at >= self._wakes_at:
+                return
+            self._wakes_at = lease.renew_at
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="django_celery_safe leases", daemon=True
                 )
                 self._thread.start()
-            elif lease.renew_at < self._wakes_at:
+            else:
                 self._changed.notify_all()
 
     def remove(self, lease: Lease) -> None:
@@ -126,10 +145,7 @@ class Renewer:
         while True:
             with self._changed:
                 if self._leases or not self._opened:
-                    # Kept when the last lease goes: who takes and frees locks in
-                    # a loop does not wake this thread each time.
-                    self._wakes_at = min((x.renew_at for x in self._leases), default=math.inf)
-                    pause = self._wakes_at - time.monotonic()
+                    pause = self._plan() - time.monotonic()
                     if pause > 0:
                         self._changed.wait(None if pause == math.inf else pause)
                         continue
@@ -139,6 +155,16 @@ class Renewer:
                 self._renew(due)
             elif opened:
                 self._close(opened)
+
+    def _plan(self) -> float:
+        """Return when to look again."""
+        if self._leases:
+            self._wakes_at = min(lease.renew_at for lease in self._leases)
+        elif self._wakes_at <= time.monotonic():
+            self._wakes_at = math.inf
+        # Else the plan stays, though its lease is gone: who takes and frees locks
+        # in a loop wakes this thread once in a third of a lease, not each time.
+        return self._wakes_at
 
     def _due(self) -> list[Lease]:
         now = time.monotonic()

@@ -14,7 +14,6 @@ import os
 import random
 import socket
 import time
-import uuid
 import warnings
 from collections.abc import Callable
 from types import TracebackType
@@ -40,7 +39,7 @@ from ..signals import (
 )
 from .lease import Lease, renewer
 from .stores import Location, locate
-from .stores.base import Acquired, HeldLock, Holder
+from .stores.base import Acquired, HeldLock, Holder, Store
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,6 +83,7 @@ class CacheLock:
         self._renew = renew
         self._cache = cache
         self._lease: Lease | None = None
+        self._store: Store | None = None
         self._fence: int | None = None
         #: Who holds it instead, as the last attempt saw it.
         self._contender: HeldLock | None = None
@@ -148,7 +148,8 @@ class CacheLock:
         lease = self._our_lease()
         self._lease = None
         renewer().remove(lease)
-        if lease.location.store().release(self.name, lease.token):
+        store = self._store if self._store is not None else lease.location.store()
+        if store.release(self.name, lease.token):
             emit(
                 lock_released,
                 logger,
@@ -314,7 +315,7 @@ class CacheLock:
             seconds = conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
         store = location.store()
         renew = self._renew and store.renews()
-        token = uuid.uuid4().hex
+        token = os.urandom(16).hex()
         holder = _describe_holder(renew)
         asked_at = time.monotonic()
         outcome = store.acquire(self.name, token, seconds, holder)
@@ -322,7 +323,8 @@ class CacheLock:
             self._note_contended(outcome)
             return False
         lease = Lease(location, self.name, token, seconds, asked_at, self._note_renewal_lost)
-        self._lease, self._fence, self._contender = lease, outcome.fence, None
+        self._lease, self._store = lease, store
+        self._fence, self._contender = outcome.fence, None
         if renew:
             renewer().add(lease)
         emit(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from django.conf import settings
+from django.conf import settings as django_settings
 from django.core.cache import caches
 from django.core.cache.backends.base import BaseCache, InvalidCacheBackendError
 from django.db import connections
@@ -63,10 +63,11 @@ def locate(cache: str | conf.Unset = conf.UNSET) -> Location:
     """Return where locks live: in ``cache``, else where the settings say."""
     if not isinstance(cache, conf.Unset):
         return Location("cache", cache)
-    database = conf.get("LOCK_DATABASE")
+    settings = conf.current()
+    database = settings["LOCK_DATABASE"]
     if database is not None:
         return Location("database", database)
-    return Location("cache", conf.get("LOCK_CACHE"))
+    return Location("cache", settings["LOCK_CACHE"])
 
 
 def iter_locks(cache: str | conf.Unset = conf.UNSET) -> Iterator[HeldLock]:
@@ -104,8 +105,8 @@ def _cache_store(alias: str) -> Store:
     try:
         cache: Any = caches[alias]
     except InvalidCacheBackendError as error:
-        known = ", ".join(sorted(settings.CACHES))
-        meant = conf.closest(alias, settings.CACHES)
+        known = ", ".join(sorted(django_settings.CACHES))
+        meant = conf.closest(alias, django_settings.CACHES)
         guess = f" Did you mean {meant!r}?" if meant else ""
         raise ConfigurationError(
             f"Locks were asked for in the cache {alias!r}, which CACHES does not have or can't "
@@ -140,7 +141,7 @@ def _database_store(alias: str) -> Store:
     try:
         vendor = connections[alias].vendor
     except ConnectionDoesNotExist as error:
-        known = ", ".join(sorted(settings.DATABASES))
+        known = ", ".join(sorted(django_settings.DATABASES))
         raise ConfigurationError(
             f"LOCK_DATABASE is {alias!r}, which DATABASES does not have. It has: {known}."
         ) from error
@@ -162,7 +163,7 @@ def _redis(alias: str, cache: BaseCache) -> Store:
 def _local(alias: str, cache: BaseCache) -> Store:
     from .local import LocalStore
 
-    return LocalStore(alias, str(settings.CACHES[alias].get("LOCATION", "")))
+    return LocalStore(alias, str(django_settings.CACHES[alias].get("LOCATION", "")))
 
 
 _MAKERS: Final[dict[str, Callable[[str, BaseCache], Store]]] = {

@@ -1,7 +1,7 @@
 """
 Locks in Redis, through the connection of django-redis or Django's RedisCache.
 
-A lock is one key: ``<token><fence> <holder>``, with PX as its lease. Beside it
+A lock is one key: ``<token><fence><holder>``, with PX as its lease. Beside it
 stand one counter for fences and one sorted set, scored by the end of each lease
 (ms by the server's clock), that lists the keys. Each step is one script, so a
 lock, its fence and its place in the list never disagree.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import NoScriptError, RedisError
@@ -27,12 +28,15 @@ from .base import (
     encode_holder,
     plain_name,
 )
+from .wire import Wire
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
 
 #: Characters of a token: a hexadecimal UUID.
 TOKEN_LENGTH: Final = 32
+#: Characters of a fence: the server's time in µs.
+FENCE_LENGTH: Final = 16
 #: Keys that one step of the listing reads.
 PAGE: Final = 1000
 
@@ -46,20 +50,26 @@ class Script:
 
 
 # The fence is the larger of last + 1 and the server's time in µs, so it grows
-# even when the counter was lost with the server's memory. Doubles are exact up
-# to 2^53, which µs since the epoch reach in the year 2255.
+# even when the counter was lost with the server's memory. It is kept as text of
+# 16 digits (until the year 2286), which compares as the number does: turning
+# numbers into text is what costs most in a script as short as this. A try that
+# fails uses up a number, which harms nothing. Keys that nobody released are
+# taken off the list in about one of a hundred acquisitions.
 ACQUIRE = Script("""
 local time = redis.call('TIME')
-local now = time[1] * 1000000 + time[2]
-local fence = math.max((tonumber(redis.call('GET', KEYS[2])) or 0) + 1, now)
-local text = string.format('%.0f', fence)
-if not redis.call('SET', KEYS[1], ARGV[1] .. text .. ' ' .. ARGV[3], 'NX', 'PX', ARGV[2]) then
+local fence = time[1] .. string.sub(time[2] + 1000000, 2)
+local last = redis.call('GETSET', KEYS[2], fence)
+if last and last >= fence then
+    fence = string.format('%.0f', last + 1)
+    redis.call('SET', KEYS[2], fence)
+end
+if not redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'NX', 'PX', ARGV[2]) then
     return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
 end
-redis.call('SET', KEYS[2], text)
-now = math.floor(now / 1000)
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
-redis.call('ZADD', KEYS[3], now + ARGV[2], KEYS[1])
+redis.call('ZADD', KEYS[3], time[1] * 1000 + ARGV[2], KEYS[1])
+if string.sub(fence, -2) == '00' then
+    redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', time[1] * 1000)
+end
 return fence
 """)
 
@@ -110,6 +120,9 @@ class RedisStore(Store):
         self.where = f'CACHES["{alias}"] (redis)'
         self._cache = cache
         self._client = _client_of(cache)
+        self._wire = Wire(self._client)
+        # Each lock is asked about at least twice.
+        self._key = lru_cache(maxsize=1024)(self._key_of)
         self._fence_key = self._make_key("celery_safe:fence")
         self._index_key = self._make_key("celery_safe:locks")
 
@@ -121,8 +134,8 @@ class RedisStore(Store):
             (key, self._fence_key, self._index_key),
             (token, _milliseconds(seconds), encode_holder(name, holder)),
         )
-        if isinstance(answer, int):
-            return Acquired(answer)
+        if not isinstance(answer, list):
+            return Acquired(int(answer))
         # Held, unless the value went between SET and GET, which one script rules out.
         lock = _read_lock(name, *answer)
         return Acquired(lock.fence) if lock.token == token else lock
@@ -164,15 +177,20 @@ class RedisStore(Store):
         except (RedisError, OSError) as error:
             raise LockBackendError(self.where, action, describe_error(error)) from error
 
+    def close(self) -> None:
+        self._wire.close()
+
     def _run(self, action: str, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        with self.errors(action):
+        try:
             try:
-                return self._client.evalsha(script.sha, len(keys), *keys, *args)
+                return self._wire.ask("EVALSHA", script.sha, len(keys), *keys, *args)
             except NoScriptError:
                 # First use on this server, or SCRIPT FLUSH, or a restart.
-                return self._client.eval(script.source, len(keys), *keys, *args)
+                return self._wire.ask("EVAL", script.source, len(keys), *keys, *args)
+        except (RedisError, OSError) as error:
+            raise LockBackendError(self.where, action, describe_error(error)) from error
 
-    def _key(self, name: str) -> str:
+    def _key_of(self, name: str) -> str:
         return self._make_key("celery_safe:lock:" + plain_name(name))
 
     def _make_key(self, key: str) -> str:
@@ -195,7 +213,7 @@ def _milliseconds(seconds: float) -> int:
 def _read_lock(name: str, value: bytes | str, milliseconds: float) -> HeldLock:
     text = _text(value)
     token, rest = text[:TOKEN_LENGTH], text[TOKEN_LENGTH:]
-    fence, _, holder = rest.partition(" ")
+    fence, holder = rest[:FENCE_LENGTH], rest[FENCE_LENGTH:]
     lock = HeldLock(
         name,
         token=token,
