@@ -44,8 +44,9 @@ class Lease:
         asked_at: When the last request that began a lease was sent, by the
             monotonic clock. The lease is trusted for ``seconds`` from then on,
             since the store can only have got the request later.
-        on_lost: Called, with the new holder's lock or None, by the thread that
-            finds the lease to be no longer ours.
+        on_lost: Called, with the lease and the new holder's lock or None, by the
+            thread that finds the lease to be no longer ours. It must not refer to
+            the lock: a lease nobody refers to is not renewed.
     """
 
     __slots__ = (
@@ -68,7 +69,7 @@ class Lease:
         token: str,
         seconds: float,
         asked_at: float,
-        on_lost: Callable[[HeldLock | None], None],
+        on_lost: Callable[[Lease, HeldLock | None], None],
     ) -> None:
         self.location = location
         self.name = name
@@ -218,7 +219,7 @@ class Renewer:
             now_held = lease.location.store().peek(lease.name)
         except Exception:  # noqa: BLE001 - only to name the new holder
             now_held = None
-        lease.on_lost(now_held)
+        lease.on_lost(lease, now_held)
 
     def _close(self, locations: set[Location]) -> None:
         for location in locations:

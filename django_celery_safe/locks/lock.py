@@ -161,7 +161,7 @@ class CacheLock:
             )
             return True
         if not lease.lost:
-            self._note_lost(lease, self._find_holder(lease))
+            _note_lost(lease, self._find_holder(lease))
         return False
 
     def extend(self, timeout: conf.Duration) -> None:
@@ -322,7 +322,7 @@ class CacheLock:
         if not isinstance(outcome, Acquired):
             self._note_contended(outcome)
             return False
-        lease = Lease(location, self.name, token, seconds, asked_at, self._note_renewal_lost)
+        lease = Lease(location, self.name, token, seconds, asked_at, _note_lost)
         self._lease, self._store = lease, store
         self._fence, self._contender = outcome.fence, None
         if renew:
@@ -368,28 +368,8 @@ class CacheLock:
         holder = self._find_holder(lease)
         if not lease.lost:
             renewer().remove(lease)
-            self._note_lost(lease, holder)
+            _note_lost(lease, holder)
         raise LockLost(self.name, str(holder.holder) if holder is not None else "")
-
-    def _note_renewal_lost(self, now_held: HeldLock | None) -> None:
-        lease = self._lease
-        if lease is not None:
-            self._note_lost(lease, now_held)
-
-    def _note_lost(self, lease: Lease, now_held: HeldLock | None) -> None:
-        lease.lost = True
-        holder = str(now_held.holder) if now_held is not None else ""
-        emit(
-            lock_lost,
-            logger,
-            logging.ERROR,
-            "The lock %r was lost while its holder worked; %s.",
-            self.name,
-            f"it is held by {holder} now" if holder else "nobody is known to hold it now",
-            sender=CacheLock,
-            name=self.name,
-            holder=holder,
-        )
 
     def _note_contended(self, contender: HeldLock) -> None:
         self._contender = contender
@@ -461,6 +441,24 @@ def cache_lock(
     """
     return CacheLock(
         name, timeout=timeout, blocking_timeout=blocking_timeout, renew=renew, cache=cache
+    )
+
+
+def _note_lost(lease: Lease, now_held: HeldLock | None) -> None:
+    # Knows the lease alone: a lease that knew its lock would keep it, and itself,
+    # alive and renewed after the last of its owners is gone.
+    lease.lost = True
+    holder = str(now_held.holder) if now_held is not None else ""
+    emit(
+        lock_lost,
+        logger,
+        logging.ERROR,
+        "The lock %r was lost while its holder worked; %s.",
+        lease.name,
+        f"it is held by {holder} now" if holder else "nobody is known to hold it now",
+        sender=CacheLock,
+        name=lease.name,
+        holder=holder,
     )
 
 

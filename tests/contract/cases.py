@@ -33,7 +33,7 @@ def one_winner_for_each_expired_key_by_processes(folder: Path, keys: int = 150) 
     names = [f"expired:{number}" for number in range(keys)]
     for name in names:
         assert cache_lock(name, timeout=0.2, renew=False).acquire()
-    wait_for(lambda: find_lock(names[-1]) is None, 5, "the lease of a dead holder did not end")
+    wait_for(lambda: find_lock(names[-1]) is None, 3, "the lease of a dead holder did not end")
     _race(folder, names)
 
 
@@ -73,7 +73,7 @@ def late_release_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended and who then releases leaves the new holder's lock alone."""
     late = cache_lock("late", timeout=0.1, renew=False)
     assert late.acquire()
-    wait_for(lambda: find_lock("late") is None, 5, "the lease did not end")
+    wait_for(lambda: find_lock("late") is None, 3, "the lease did not end")
     new = cache_lock("late")
     assert new.acquire()
     assert late.release() is False
@@ -87,7 +87,7 @@ def late_extend_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended can't extend the lock of the new holder."""
     late = cache_lock("late extend", timeout=0.1, renew=False)
     assert late.acquire()
-    wait_for(lambda: find_lock("late extend") is None, 5, "the lease did not end")
+    wait_for(lambda: find_lock("late extend") is None, 3, "the lease did not end")
     new = cache_lock("late extend", timeout=1, renew=False)
     assert new.acquire()
     with pytest.raises(LockLost):
@@ -131,13 +131,13 @@ def _stays_held_for(seconds: float, name: str) -> None:
 
 def killed_holders_lock_ends_with_its_lease_by_processes(folder: Path) -> None:
     """The lock of a holder that was killed is free within one lease and a second."""
-    with start_in_process(hold, "killed", 2.0) as holder:
+    with start_in_process(hold, "killed", 1.0) as holder:
         token = holder.receive()
         killed_at = time.monotonic()
         os.kill(holder.pid, signal.SIGKILL)
         lock = cache_lock("killed")
-        assert lock.acquire(blocking_timeout=10)
-        assert time.monotonic() - killed_at < 3.0
+        assert lock.acquire(blocking_timeout=3)
+        assert time.monotonic() - killed_at < 2.0
         assert lock.token != token
         lock.release()
 

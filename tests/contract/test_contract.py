@@ -24,7 +24,7 @@ def test_shared_store(shared_store: str, case: cases.Case, tmp_path: Path) -> No
     case(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["postgres", "sqlite", "sqlite-immediate"])
+@pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
 def test_renewal_goes_on_beside_an_open_transaction(
     shared_store: str, kind: str, make_database: MakeDatabase, tmp_path: Path
 ) -> None:

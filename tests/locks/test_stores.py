@@ -159,11 +159,10 @@ def test_scripts_survive_a_flush(
 ) -> None:
     """Locks work on when the server has forgotten its scripts."""
     settings.CACHES = redis_cache_settings("django-redis")
-    with cache_lock("scripts") as lock:
-        with redis_server.client() as client:
-            client.script_flush()
-            lock.ensure()
-            client.script_flush()
+    with cache_lock("scripts") as lock, redis_server.client() as client:
+        client.script_flush()
+        lock.ensure()
+        client.script_flush()
     with cache_lock("scripts") as lock:
         assert lock
 
