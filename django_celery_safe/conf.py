@@ -88,6 +88,8 @@ def lease_seconds(value: Any, what: str) -> float:
         ConfigurationError: It is no such duration. None is refused because a
             lock without end would stay held for ever after a crash.
     """
+    if type(value) is int and value > 0:
+        return float(value)
     if value is None:
         raise ConfigurationError(
             f"{what}=None would be a lock without end, never free again after a crash. Give "
@@ -110,6 +112,8 @@ def wait_seconds(value: Any, what: str) -> float | None:
     """
     if value is None:
         return None
+    if type(value) is int and value >= 0:
+        return float(value)
     seconds = _as_seconds(value)
     if seconds is None or not seconds >= 0:
         raise ConfigurationError(
@@ -120,8 +124,6 @@ def wait_seconds(value: Any, what: str) -> float | None:
 
 
 def _as_seconds(value: Any) -> float | None:
-    if type(value) is int:
-        return float(value)
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):

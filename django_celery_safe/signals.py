@@ -37,6 +37,11 @@ done_once = Signal()
 already_done = Signal()
 
 
+def is_observed(signal: Signal, logger: logging.Logger, level: int) -> bool:
+    """Tell whether anybody would notice an event; spares making it up on a hot path."""
+    return bool(signal.receivers) or logger.isEnabledFor(level)
+
+
 def emit(
     signal: Signal,
     logger: logging.Logger,

@@ -31,6 +31,7 @@ from ..exceptions import (
 )
 from ..signals import (
     emit,
+    is_observed,
     lock_acquired,
     lock_backend_failed,
     lock_contended,
@@ -118,11 +119,17 @@ class CacheLock:
         if self._lease is not None:
             renewer().remove(self._lease)
             self._lease = None
-        location = locate(self._cache)
-        ends_at = math.inf if longest is None else time.monotonic() + longest
+        settings = conf.current()
+        location = locate(self._cache, settings)
+        seconds = self._timeout
+        if isinstance(seconds, conf.Unset):
+            seconds = conf.lease_seconds(settings["LOCK_TIMEOUT"], "LOCK_TIMEOUT")
+        started_at = time.monotonic()
         pause = FIRST_PAUSE
-        while not self._try_acquire(location):
-            left = ends_at - time.monotonic()
+        while not self._try_acquire(location, seconds):
+            if longest == 0:
+                return False
+            left = math.inf if longest is None else started_at + longest - time.monotonic()
             if left <= 0:
                 return False
             time.sleep(min(left, pause * random.uniform(0.5, 1.0), self._holder_left()))  # noqa: S311
@@ -150,15 +157,16 @@ class CacheLock:
         renewer().remove(lease)
         store = self._store if self._store is not None else lease.location.store()
         if store.release(self.name, lease.token):
-            emit(
-                lock_released,
-                logger,
-                logging.DEBUG,
-                "Released the lock %r.",
-                self.name,
-                sender=CacheLock,
-                name=self.name,
-            )
+            if is_observed(lock_released, logger, logging.DEBUG):
+                emit(
+                    lock_released,
+                    logger,
+                    logging.DEBUG,
+                    "Released the lock %r.",
+                    self.name,
+                    sender=CacheLock,
+                    name=self.name,
+                )
             return True
         if not lease.lost:
             _note_lost(lease, self._find_holder(lease))
@@ -309,10 +317,7 @@ class CacheLock:
             cache=self._cache,
         )
 
-    def _try_acquire(self, location: Location) -> bool:
-        seconds = self._timeout
-        if isinstance(seconds, conf.Unset):
-            seconds = conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
+    def _try_acquire(self, location: Location, seconds: float) -> bool:
         store = location.store()
         renew = self._renew and store.renews()
         token = os.urandom(16).hex()
@@ -327,16 +332,17 @@ class CacheLock:
         self._fence, self._contender = outcome.fence, None
         if renew:
             renewer().add(lease)
-        emit(
-            lock_acquired,
-            logger,
-            logging.DEBUG,
-            "Acquired the lock %r.",
-            self.name,
-            sender=CacheLock,
-            name=self.name,
-            fence=outcome.fence,
-        )
+        if is_observed(lock_acquired, logger, logging.DEBUG):
+            emit(
+                lock_acquired,
+                logger,
+                logging.DEBUG,
+                "Acquired the lock %r.",
+                self.name,
+                sender=CacheLock,
+                name=self.name,
+                fence=outcome.fence,
+            )
         return True
 
     def _holder_left(self) -> float:

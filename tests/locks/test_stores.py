@@ -1,5 +1,8 @@
 """Which store a lock lives in, and what is refused."""
 
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from django.db import connections, transaction
 from django.test import TestCase
@@ -12,7 +15,10 @@ from django_celery_safe import (
     WrongTransaction,
     cache_lock,
     find_lock,
+    iter_locks,
 )
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores.base import Acquired, Holder
 from django_celery_safe.locks.stores.local import set_pool_processes
 from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.processes import run_in_processes
@@ -261,3 +267,82 @@ def fork_while_holding() -> tuple[str, ...]:
     os.waitpid(child, 0)
     assert parents.held
     return tuple(json.loads(os.read(reader, 1000)))
+
+
+def test_a_restarted_redis_costs_no_error(
+    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
+) -> None:
+    """A connection that broke since the last command is replaced without anybody noticing."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    for _ in range(2):
+        with cache_lock("restart") as lock:
+            assert lock
+        redis_server.restart()
+    with cache_lock("restart") as lock:
+        assert lock
+
+
+def test_an_interrupted_request_does_not_answer_the_next(
+    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
+) -> None:
+    """A signal's error in mid-request (a soft time limit) leaves no stale answer behind."""
+
+    class TimeIsUp(Exception):
+        pass
+
+    def on_alarm(*_: object) -> None:
+        raise TimeIsUp
+
+    settings.CACHES = redis_cache_settings("django-redis")
+    with cache_lock("other") as other:
+        before = signal.signal(signal.SIGALRM, on_alarm)
+        redis_server.pause()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(TimeIsUp):
+                cache_lock("interrupted", timeout=0.5).acquire()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            redis_server.resume()
+        found = find_lock("other")
+        assert found is not None
+        assert found.token == other.token
+        # The server may have taken the request: then the lease ends by itself.
+        assert cache_lock("interrupted").acquire(blocking_timeout=5)
+
+
+@pytest.mark.parametrize("kind", ["django-redis", "django"])
+def test_a_client_that_decodes_is_fine(
+    kind: str, settings: Settings, redis_cache_settings: MakeRedisCache
+) -> None:
+    """Locks work on a connection with decode_responses, which returns str instead of bytes."""
+    options = {"CONNECTION_POOL_KWARGS": {"decode_responses": True}}
+    if kind == "django":
+        options = {"decode_responses": True}  # type: ignore[dict-item]
+    settings.CACHES = redis_cache_settings(kind, OPTIONS=options)  # type: ignore[arg-type]
+    with cache_lock("decoded") as lock:
+        lock.ensure()
+        found = find_lock("decoded")
+        assert found is not None
+        assert (found.token, found.fence) == (lock.token, lock.fence)
+        assert [one.name for one in iter_locks()] == ["decoded"]
+
+
+def test_threads_share_one_store(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
+    """Threads that use one store's connection at once get each their own answers."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    store = locate().store()
+
+    def peek(number: int) -> bool:
+        name, token = f"thread:{number}", f"{number:032}"
+        for _ in range(50):
+            assert isinstance(store.acquire(name, token, 10, Holder("here", number)), Acquired)
+            found = store.peek(name)
+            assert found is not None
+            assert found.token == token
+            assert store.release(name, token)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(peek, range(8)))

@@ -7,9 +7,8 @@ what to use instead for the caches on which no lock excludes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
 from django.conf import settings as django_settings
 from django.core.cache import caches
@@ -42,8 +41,7 @@ REFUSED: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """
     Where locks live: a cache alias or a database alias.
 
@@ -59,11 +57,14 @@ class Location:
         return _cache_store(self.alias) if self.kind == "cache" else _database_store(self.alias)
 
 
-def locate(cache: str | conf.Unset = conf.UNSET) -> Location:
-    """Return where locks live: in ``cache``, else where the settings say."""
+def locate(
+    cache: str | conf.Unset = conf.UNSET, settings: Mapping[str, Any] | None = None
+) -> Location:
+    """Return where locks live: in ``cache``, else where the settings (None: now) say."""
     if not isinstance(cache, conf.Unset):
         return Location("cache", cache)
-    settings = conf.current()
+    if settings is None:
+        settings = conf.current()
     database = settings["LOCK_DATABASE"]
     if database is not None:
         return Location("database", database)

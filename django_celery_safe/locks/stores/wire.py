@@ -40,46 +40,44 @@ class Wire:
         if not self._mutex.acquire(blocking=False):
             return self._client.execute_command(*command)
         try:
-            return self._ask(command)
+            connection = self._connection
+            # A fork shares its parent's socket, and must not write to it.
+            if connection is None or connection.pid != os.getpid():
+                return self._ask_first(command)
+            connection.send_command(*command)
+            return connection.read_response()
+        except ResponseError:
+            # An answer like any other: the connection is at the next one.
+            raise
+        except RedisConnectionError:
+            # Broken since the last command, most likely by a restart of the server.
+            if self._drop() is None:
+                raise
+            return self._client.execute_command(*command)
+        except BaseException:
+            # A soft time limit or Ctrl-C, too: an answer that is still to come would
+            # be taken for that of the next command.
+            self._drop()
+            raise
         finally:
             self._mutex.release()
 
     def close(self) -> None:
         """Close the connection; the next command opens another."""
         with self._mutex:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.disconnect()
-
-    def _ask(self, command: tuple[Any, ...]) -> Any:
-        connection = self._connection
-        # A fork shares its parent's socket, and must not write to it.
-        if connection is None or connection.pid != os.getpid():
-            return self._ask_first(command)
-        try:
-            return _exchange(connection, command)
-        except RedisConnectionError:
-            # Broken since the last command, most likely by a restart of the server.
-            self._connection = None
-            return self._client.execute_command(*command)
+            self._drop()
 
     def _ask_first(self, command: tuple[Any, ...]) -> Any:
+        self._connection = None
         pool = self._client.connection_pool
         connection = pool.connection_class(**pool.connection_kwargs)
-        answer = _exchange(connection, command)
+        connection.connect()
         self._connection = connection
-        return answer
-
-
-def _exchange(connection: Any, command: tuple[Any, ...]) -> Any:
-    try:
         connection.send_command(*command)
         return connection.read_response()
-    except ResponseError:
-        # An answer like any other: the connection is at the next one.
-        raise
-    except BaseException:
-        # A soft time limit or Ctrl-C, too: an answer that is still to come would
-        # be taken for that of the next command.
-        connection.disconnect()
-        raise
+
+    def _drop(self) -> Any:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.disconnect()
+        return connection
