@@ -92,12 +92,14 @@ class Lease:
             return 0.0
         return max(0.0, self.asked_at + self.seconds - time.monotonic())
 
-    def extend(self) -> bool:
-        """Ask the store for another ``seconds``; tell whether the lease is still ours."""
+    def extend(self, seconds: float) -> bool:
+        """Ask the store for a lease of ``seconds`` from now; tell whether it is still ours."""
         asked_at = time.monotonic()
-        renewal = Renewal(self.name, self.token, self.seconds)
-        (extended,) = self.location.store().extend([renewal])
+        # If the answer gets lost, the lease is of either length: trust the shorter.
+        self.seconds = min(self.seconds, seconds)
+        (extended,) = self.location.store().extend([Renewal(self.name, self.token, seconds)])
         if extended:
+            self.seconds = seconds
             self.began(asked_at)
         return extended
 

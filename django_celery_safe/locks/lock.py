@@ -185,16 +185,9 @@ class CacheLock:
             LockBackendError: The store did not answer; the lease may be of
                 either length.
         """
+        seconds = conf.lease_seconds(timeout, "timeout")
         lease = self._our_lease()
-        before = lease.seconds
-        lease.seconds = conf.lease_seconds(timeout, "timeout")
-        # If the store gets the request and the answer is lost, the shorter is the safe guess.
-        try:
-            extended = not lease.lost and lease.extend()
-        except LockBackendError:
-            lease.seconds = min(before, lease.seconds)
-            raise
-        if not extended:
+        if lease.lost or not lease.extend(seconds):
             self._raise_lost(lease)
 
     def ensure(self) -> None:
@@ -214,7 +207,7 @@ class CacheLock:
         self._asked = True
         lease = self._our_lease()
         if self._renew:
-            ours = not lease.lost and lease.extend()
+            ours = not lease.lost and lease.extend(lease.seconds)
         else:
             ours = lease.remaining > 0 and self._is_ours(lease)
         if not ours:
