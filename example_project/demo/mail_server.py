@@ -1,0 +1,77 @@
+"""An SMTP server that refuses at first, and counts what it accepts."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiosmtpd.controller import BaseThreadedController
+
+if TYPE_CHECKING:
+    from asyncio import AbstractServer
+
+    from aiosmtpd.smtp import SMTP, Envelope, Session
+
+
+class MailServer:
+    """
+    A mail server on this machine.
+
+    Everything it remembers is written by its own thread and only read by others.
+    """
+
+    def __init__(self) -> None:
+        #: How many more e-mails are refused with "try again later".
+        self.refusals_left = 0
+        self.refused = 0
+        #: Accepted e-mails by the address they went to.
+        self.accepted: Counter[str] = Counter()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+
+    @property
+    def port(self) -> int:
+        """Where it listens, on 127.0.0.1."""
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @contextmanager
+    def running(self) -> Iterator[MailServer]:
+        """Serve for as long as the block runs."""
+        controller = _Controller(self, self._socket)
+        controller.start()
+        try:
+            yield self
+        finally:
+            controller.stop()
+            self._socket.close()
+
+    async def handle_DATA(  # noqa: N802 - aiosmtpd's name
+        self, server: SMTP, session: Session, envelope: Envelope
+    ) -> str:
+        """Answer an e-mail; called by aiosmtpd."""
+        if self.refusals_left:
+            self.refusals_left -= 1
+            self.refused += 1
+            return "451 4.3.0 Not now, try again later"
+        self.accepted.update(envelope.rcpt_tos)
+        return "250 OK"
+
+
+class _Controller(BaseThreadedController):
+    """aiosmtpd's controller on a socket that is bound already: a free port can't be lost again."""
+
+    def __init__(self, handler: MailServer, listening: socket.socket) -> None:
+        # The name is given, as to look it up can take seconds.
+        super().__init__(handler, server_hostname="localhost")
+        self._listening = listening
+
+    def _create_server(self) -> Awaitable[AbstractServer]:
+        return self.loop.create_server(self._factory_invoker, sock=self._listening)
+
+    def _trigger_server(self) -> Any:
+        address = self._listening.getsockname()
+        with socket.create_connection(address, timeout=self.ready_timeout) as connection:
+            connection.recv(1024)

@@ -1,0 +1,25 @@
+"""
+The site's settings for ``manage.py demo``: the same site, in a folder of its own, in a hurry.
+
+Chosen by :mod:`demo.sandbox`, in the demo's process and in its worker.
+"""
+
+import os
+from pathlib import Path
+
+DEMO_FOLDER = Path(os.environ["DEMO_FOLDER"])
+os.environ["EXAMPLE_DATA_DIR"] = str(DEMO_FOLDER)
+
+from example_project.settings import *  # noqa: E402, F403
+from example_project.settings import DJANGO_CELERY_SAFE  # noqa: E402
+
+DEBUG = False
+
+#: Short, so that nobody waits long for the lock of the child that is killed.
+DJANGO_CELERY_SAFE = {**DJANGO_CELERY_SAFE, "LOCK_TIMEOUT": 5.0}
+#: After how long a worker gives up on a child that is gone; Celery's own is 10 s.
+CELERY_WORKER_LOST_WAIT = 0.5
+WELCOME_EMAIL_RETRY_DELAY = 1
+FEEDS_TIMEOUT = 60.0
+# Fifty sign-ups are not to spend half a minute on hashing.
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]

@@ -1,0 +1,31 @@
+"""What a scene plays in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from django.conf import settings
+
+from .display import Display
+from .feed_server import FeedServer
+from .journal import Journal
+from .mail_server import MailServer
+from .worker import Worker
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The running parts of the demo."""
+
+    worker: Worker
+    mail: MailServer
+    feeds: FeedServer
+    journal: Journal
+    display: Display
+
+
+def undelivered() -> int:
+    """Return how many messages lie in the broker's folder, taken by no worker yet."""
+    folder = Path(str(settings.CELERY_BROKER_TRANSPORT_OPTIONS["data_folder_in"]))
+    return sum(1 for _ in folder.iterdir())
