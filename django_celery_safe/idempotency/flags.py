@@ -43,6 +43,9 @@ class IdempotentMixin:
             is_welcome_email_sent = models.BooleanField(default=False)
     """
 
+    # Migrations of the models that use it write this path down for ever.
+    __module__ = "django_celery_safe"
+
     @classmethod
     def do_once(
         cls,

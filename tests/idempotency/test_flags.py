@@ -6,10 +6,16 @@ from datetime import datetime
 import pytest
 from celery.exceptions import Retry
 from django.db import transaction
+from django.db.migrations.writer import MigrationWriter
 from django.test import TestCase
 from model_bakery import baker
 
-from django_celery_safe import ConfigurationError, IdempotencyError, WrongTransaction
+from django_celery_safe import (
+    ConfigurationError,
+    IdempotencyError,
+    IdempotentMixin,
+    WrongTransaction,
+)
 from django_celery_safe.signals import already_done, done_once
 from tests.app.models import Person
 
@@ -164,6 +170,13 @@ def test_each_end_is_signalled(person: Person) -> None:
         done_once.disconnect(on_done)
         already_done.disconnect(on_repeat)
     assert told == [("done", person.pk), ("repeat", person.pk)]
+
+
+def test_migrations_name_the_public_path() -> None:
+    """A migration that lists the mixin among a model's bases imports it from the front door."""
+    text, imports = MigrationWriter.serialize(IdempotentMixin)
+    assert text == "django_celery_safe.IdempotentMixin"
+    assert imports == {"import django_celery_safe"}
 
 
 class InPlainTestCase(TestCase):
