@@ -4,14 +4,18 @@ import io
 import json
 import os
 import socket
+import time
+import uuid
 from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
 from pytest_django import Settings
 
-from django_celery_safe import cache_lock, find_lock
+from django_celery_safe import HeldLock, cache_lock, find_lock
 from django_celery_safe.locks.stores import local
+from django_celery_safe.locks.stores.base import Holder
+from django_celery_safe.management.commands.celery_locks import HEADING, as_lines
 from tests.conftest import MakeDatabase, MakeRedisCache
 
 pytestmark = pytest.mark.usefixtures("store")
@@ -49,14 +53,24 @@ def test_the_table() -> None:
     with cache_lock("feed:42", timeout=60):
         output = run()
     heading, columns, name, details, total = output.splitlines()
-    assert (heading, name, total) == ("LOCK", "feed:42", "1 lock(s) held.")
+    assert (heading, name, total) == (
+        "LOCK",
+        "feed:42",
+        "1 lock(s) held; + means that the holder renews the lease.",
+    )
     assert columns.split() == ["HELD", "LEFT", "HOLDER", "TASK", "ID"]
     held, left, *holder, task = details.split()
     assert held.endswith("s")
     assert left.endswith("s+")
     assert " ".join(holder) == f"{socket.gethostname()} pid {os.getpid()}"
     assert task == "-"
-    assert all(len(line) <= 80 for line in output.splitlines())
+
+
+def test_a_line_fits_80_columns() -> None:
+    """A holder with a long process id and a task's id fit a terminal of 80 columns."""
+    holder = Holder("web1", 1234567, time.time() - 99, True, "task", str(uuid.uuid4()))
+    lines = as_lines(HeldLock("feed:42", "token", 99.94, 1, holder)).splitlines()
+    assert [len(line) <= 80 for line in [*lines, *HEADING.splitlines()]] == [True] * 4
 
 
 def test_json() -> None:

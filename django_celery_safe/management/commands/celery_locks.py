@@ -65,7 +65,8 @@ class Command(BaseCommand):
                 self.stdout.write(HEADING)
             count += 1
             self.stdout.write(as_lines(lock))
-        self.stdout.write(f"{count} lock(s) held." if count else "No lock is held.")
+        total = f"{count} lock(s) held; + means that the holder renews the lease."
+        self.stdout.write(total if count else "No lock is held.")
 
     def _release(self, names: list[str], cache: Any, *, as_json: bool) -> None:
         outcomes = {name: self._try_release(name, cache) for name in names}
@@ -87,7 +88,7 @@ class Command(BaseCommand):
         return lock is not None and release_lock(lock, cache)
 
 
-HEADING = f"LOCK\n    {'HELD':>7} {'LEFT':>9}  {'HOLDER':<20}  TASK ID"
+HEADING = f"LOCK\n    {'HELD':>7} {'LEFT':>9}  {'HOLDER':<18}  TASK ID"
 
 
 def as_lines(lock: HeldLock) -> str:
@@ -98,7 +99,7 @@ def as_lines(lock: HeldLock) -> str:
     return (
         f"{printable(lock.name)}\n"
         f"    {_duration(row['age_s']):>7} {left + ('+' if row['renewed'] else ''):>9}  "
-        f"{printable(holder):<20}  {printable(row['task_id'] or '-')}"
+        f"{printable(holder):<18}  {printable(row['task_id'] or '-')}"
     )
 
 
