@@ -1,0 +1,140 @@
+"""Reading the documentation: headings, links, tables and code blocks of Markdown pages."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of code."""
+
+    language: str
+    code: str
+    #: Number of its first line in the page, from 1.
+    line: int
+    #: What stands in the comment right above it, such as ``runnable``.
+    marker: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """One Markdown file."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Its path from the root of the repository."""
+        return str(self.path.relative_to(ROOT))
+
+    @cached_property
+    def text(self) -> str:
+        """What stands in it."""
+        return self.path.read_text("utf-8")
+
+    @cached_property
+    def tokens(self) -> list[Token]:
+        """Its parts, as the parser names them."""
+        return _MARKDOWN.parse(self.text)
+
+    def headings(self, level: int | None = None) -> list[str]:
+        """Return the headings of that level, or all, as plain text."""
+        return [
+            _plain(self.tokens[index + 1])
+            for index, token in enumerate(self.tokens)
+            if token.type == "heading_open" and level in (None, int(token.tag[1]))
+        ]
+
+    def anchors(self) -> set[str]:
+        """Return the anchors of all headings, made as GitHub makes them."""
+        anchors: dict[str, int] = {}
+        for heading in self.headings():
+            anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            anchors[anchor] = anchors.get(anchor, -1) + 1
+        return {
+            anchor if not number else f"{anchor}-{number}"
+            for anchor, last in anchors.items()
+            for number in range(last + 1)
+        }
+
+    def links(self) -> Iterator[str]:
+        """Yield the target of every link and image."""
+        for token in self._inline():
+            if token.type in {"link_open", "image"}:
+                yield str(token.attrs.get("href") or token.attrs.get("src"))
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the fenced blocks."""
+        marker = ""
+        for token in self.tokens:
+            if token.type == "fence" and token.map is not None:
+                yield Block(token.info, token.content, token.map[0] + 2, marker)
+            found = re.fullmatch(r"<!-- (.+) -->\s*", token.content)
+            marker = found[1] if token.type == "html_block" and found else ""
+
+    def section(self, heading: str) -> str:
+        """Return the text below a heading, up to the next one of the same or a higher level."""
+        found = re.search(rf"^(#+) {re.escape(heading)}\n(.*)", self.text, re.DOTALL | re.MULTILINE)
+        assert found is not None, f"{self.name} has no heading {heading!r}"
+        return re.split(rf"^#{{1,{len(found[1])}}} ", found[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+    def rows(self, heading: str | None = None) -> list[list[str]]:
+        """Return the cells of the first table, of the page or below a heading, without its head."""
+        text = self.text if heading is None else self.section(heading)
+        rows: list[list[str]] = []
+        for token in _MARKDOWN.parse(text):
+            if token.type == "tbody_close":
+                break
+            if token.type == "tr_open":
+                rows.append([])
+            elif token.type == "inline" and rows:
+                rows[-1].append(token.content)
+        return rows[1:]
+
+    def _inline(self) -> Iterator[Token]:
+        for token in self.tokens:
+            yield from token.children or ()
+
+
+def pages() -> list[Page]:
+    """Return every page: those at the root, and those of docs/."""
+    paths = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    return [Page(path) for path in (*paths, *sorted((ROOT / "docs").rglob("*.md")))]
+
+
+def page(name: str) -> Page:
+    """Return one page by its path from the root of the repository."""
+    return Page(ROOT / name)
+
+
+def find_broken_link(source: Page, link: str) -> str | None:
+    """Return what is wrong with a relative link; None if nothing is."""
+    parts = urlsplit(link)
+    if parts.scheme:
+        return None
+    path = (source.path.parent / unquote(parts.path)).resolve() if parts.path else source.path
+    if not path.is_file():
+        return f"{source.name} links to {link}, which is no file"
+    if parts.fragment and parts.fragment not in Page(path).anchors():
+        return f"{source.name} links to {link}, which has no such heading"
+    return None
+
+
+def names_in(cell: str) -> list[str]:
+    """Return what stands between backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def _plain(inline: Token) -> str:
+    return "".join(child.content for child in inline.children or ())

@@ -1,0 +1,330 @@
+"""What the documentation lists is what the code has, and its links lead somewhere."""
+
+import ast
+import inspect
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import BaseCommand
+from django.dispatch import Signal
+
+import django_celery_safe
+from django_celery_safe import cache_lock, checks, conf, exceptions, signals, testing
+from django_celery_safe.locks import stores
+from django_celery_safe.management.commands import celery_locks
+from tests.docs.pages import ROOT, Page, find_broken_link, names_in, page, pages
+
+PACKAGE = ROOT / "django_celery_safe"
+
+every_page = pytest.mark.parametrize("each", pages(), ids=lambda each: each.name)
+
+
+@every_page
+def test_links_resolve(each: Page) -> None:
+    """Every relative link leads to a file, and to a heading in it."""
+    assert [broken for link in each.links() if (broken := find_broken_link(each, link))] == []
+
+
+def test_every_page_is_reached() -> None:
+    """Whoever begins at docs/index.md gets to every page of docs/."""
+    index = page("docs/index.md")
+    reached = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links()}
+    docs = {each.path for each in pages() if each.path.is_relative_to(ROOT / "docs")}
+    assert docs - reached == {index.path}
+
+
+@every_page
+def test_one_sentence_a_line(each: Page) -> None:
+    """A line of running text holds one sentence, so that a change shows as what it is."""
+    text = re.sub(r"^```.*?^```$|^\|.*?$", "", each.text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"`[^`\n]*`", "code", text)
+    # No digit before the dot: a numbered list begins with "1. ".
+    assert re.findall(r".*[^\d\s][.!?] +[A-Z].*", text) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "program"),
+    [("demo", "demo", "example_project/manage.py demo"), ("tests", "test", "-m pytest")],
+)
+def test_readme_command(name: str, extra: str, program: str) -> None:
+    """The README's two commands are one line each, which sets up .venv by itself."""
+    (block,) = (b for b in page("README.md").blocks() if b.marker == f"command: {name}")
+    assert block.language == "bash"
+    assert block.code == (
+        f"python3 -m venv .venv && .venv/bin/pip install -q -e '.[{extra}]' "
+        f"&& .venv/bin/python {program}\n"
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extra in project["optional-dependencies"]
+
+
+def test_settings() -> None:
+    """The settings page has every setting, in order, with its default."""
+    settings = page("docs/reference/settings.md")
+    listed = {
+        name: ast.literal_eval(names_in(settings.section(f"`{name}`"))[0])
+        for name in settings.headings(2)
+    }
+    assert list(listed.items()) == list(conf.DEFAULTS.items())
+
+
+def test_checks() -> None:
+    """The checks page has every id that a check can give, twice: in its table and by itself."""
+    listed = page("docs/reference/checks.md")
+    in_table = [names_in(row[0])[0] for row in listed.rows()]
+    assert listed.headings(2) == in_table
+    assert sorted(in_table) == sorted(set(check_ids()))
+
+
+def test_signals() -> None:
+    """The signals page has every signal with its fields."""
+    listed = page("docs/reference/signals.md")
+    fields = {
+        name: names_in(re.findall(r"^Fields: (.*)$", listed.section(f"`{name}`"), re.MULTILINE)[0])
+        for name in listed.headings(2)
+    }
+    assert fields == signal_comments()
+
+
+def test_signals_carry_what_their_comments_say() -> None:
+    """What is sent with a signal is what the comment above it lists."""
+    sent = list(emitted_fields())
+    comments = signal_comments()
+    assert {name for name, _ in sent} >= set(comments) - {"done_once", "already_done"}
+    assert [(name, fields) for name, fields in sent if fields != comments[name]] == []
+
+
+def test_errors() -> None:
+    """The errors page has every class, in order, with what it derives from."""
+    listed = [
+        (names_in(name)[0], names_in(bases)) for name, bases, _ in page(ERRORS).rows(heading=None)
+    ]
+    classes = [
+        (name, [base.__name__ for base in found.__bases__])
+        for name, found in vars(exceptions).items()
+        if is_error(found) and found.__module__ == exceptions.__name__
+    ]
+    assert listed == classes
+
+
+def test_error_attributes() -> None:
+    """The attributes that the errors page names are those of the class."""
+    for name, _, text in page(ERRORS).rows():
+        _, _, attributes = text.partition("Has ")
+        own = inspect.signature(getattr(exceptions, names_in(name)[0]).__init__).parameters
+        unknown = set(names_in(attributes)) - set(own)
+        assert not unknown, name
+
+
+def test_public_names() -> None:
+    """The API page has every name that can be imported from the package, errors apart."""
+    public = {
+        name
+        for name in django_celery_safe.__all__
+        if not is_error(getattr(django_celery_safe, name))
+    }
+    assert set(page(API).headings(2)) == public
+    errors = {names_in(row[0])[0] for row in page(ERRORS).rows()}
+    assert errors == set(django_celery_safe.__all__) - public
+
+
+@pytest.mark.parametrize(
+    ("where", "module"),
+    [("docs/reference/api.md", django_celery_safe), ("docs/reference/testing.md", testing)],
+    ids=["api", "testing"],
+)
+def test_signatures(where: str, module: ModuleType) -> None:
+    """Every signature on a reference page is that of the code, members of classes included."""
+    for written, code in signature_pairs(page(where), module):
+        assert parameters_written(written) == parameters_of(code), written.name
+
+
+@pytest.mark.parametrize("name", ["CacheLock", "HeldLock", "SafeTask", "IdempotentMixin"])
+def test_members(name: str) -> None:
+    """Every public member of a class is on its part of the API page."""
+    own = [cls for cls in getattr(django_celery_safe, name).__mro__ if is_ours(cls)]
+    members = {member for cls in own for member in vars(cls) if not member.startswith("_")}
+    members -= {"abstract"}
+    section = page(API).section(name)
+    assert {member for member in members if not re.search(rf"\b{member}\b", section)} == set()
+
+
+def test_options_of_single_instance() -> None:
+    """The how-to names every way to treat a conflict, and no other."""
+    from django_celery_safe.concurrency.options import OnConflict
+
+    rows = page("docs/how-to/run-one-instance-of-a-task.md").rows("Say what the others do")
+    assert [json.loads(names_in(row[0])[0]) for row in rows] == list(OnConflict.__args__)
+
+
+def test_json_keys(locks_in_memory: None) -> None:
+    """The commands page has the keys of ``celery_locks --json``, in order."""
+    printed = StringIO()
+    with cache_lock("feed:42") as lock:
+        assert lock
+        call_command("celery_locks", "--json", stdout=printed)
+    listed = [names_in(row[0])[0] for row in page(COMMANDS).rows("JSON")]
+    assert listed == list(json.loads(printed.getvalue())[0])
+
+
+def test_json_types() -> None:
+    """A key may be null on the commands page exactly if it is null for an unknown holder."""
+    rows = {names_in(key)[0]: kind for key, kind, _ in page(COMMANDS).rows("JSON")}
+    nothing = celery_locks.as_row(django_celery_safe.HeldLock("feed:42"))
+    assert {key for key, kind in rows.items() if "null" in kind} == {
+        key for key, value in nothing.items() if value is None
+    }
+
+
+def test_command_options() -> None:
+    """The commands page has every action and option of ``celery_locks`` that is its own."""
+    text = page(COMMANDS).section("celery_locks")
+    assert {name for name in own_arguments(celery_locks.Command()) if name not in text} == set()
+
+
+def test_testing_names() -> None:
+    """The testing page has everything public in ``django_celery_safe.testing``."""
+    public = {
+        name
+        for name, found in vars(testing).items()
+        if inspect.isfunction(found) and found.__module__ == testing.__name__
+    }
+    public = {name for name in public if not name.startswith("_")}
+    assert set(page("docs/reference/testing.md").headings(2)) == public
+
+
+def test_refused_caches() -> None:
+    """The page on stores names every cache that is refused."""
+    refused = page("docs/explanation/stores.md").section("What is refused, and why")
+    assert [path for path in stores.REFUSED if path.rpartition(".")[2] not in refused] == []
+
+
+def test_folders_of_contributing() -> None:
+    """Every folder that CONTRIBUTING.md names exists."""
+    rows = page("CONTRIBUTING.md").rows("Where things live")
+    folders = [name for row in rows for name in names_in(row[0])]
+    assert [folder for folder in folders if not (ROOT / folder).is_dir()] == []
+
+
+def test_changelog_has_this_version() -> None:
+    """The changelog has a part for the version that is built."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert any(heading.startswith(f"[{version}]") for heading in page("CHANGELOG.md").headings(2))
+
+
+API = "docs/reference/api.md"
+ERRORS = "docs/reference/errors.md"
+COMMANDS = "docs/reference/commands.md"
+
+
+def is_error(found: Any) -> bool:
+    """Tell whether it is a class of errors."""
+    return isinstance(found, type) and issubclass(found, Exception)
+
+
+def is_ours(found: Any) -> bool:
+    """Tell whether this package defines it."""
+    return str(found.__module__).startswith("django_celery_safe")
+
+
+def check_ids() -> Iterator[str]:
+    """Yield the id of every message that the checks can make, read from their code."""
+    letters = {"_error": "E", "_warning": "W"}
+    for call in calls(Path(checks.__file__)):
+        if isinstance(call.func, ast.Name) and call.func.id in letters:
+            number = ast.literal_eval(call.args[0])
+            yield f"{checks.PREFIX}.{letters[call.func.id]}{number:03}"
+
+
+def signal_comments() -> dict[str, list[str]]:
+    """Return every signal with the fields that the comment above it lists."""
+    source = Path(signals.__file__).read_text()
+    found = {}
+    for name in (name for name, value in vars(signals).items() if isinstance(value, Signal)):
+        above = re.search(rf"((?:^#: .*\n)+)^{name} = ", source, re.MULTILINE)
+        assert above is not None, f"{name} has no comment"
+        text = above[1].replace("\n#: ", " ").partition("Fields: ")[2]
+        # Explanations in parentheses may hold commas.
+        found[name] = re.sub(r"\s*\([^)]*\)", "", text).strip().rstrip(".").split(", ")
+    return found
+
+
+def emitted_fields() -> Iterator[tuple[str, list[str]]]:
+    """Yield the signal and the fields of every event, where the code names the signal."""
+    for path in PACKAGE.rglob("*.py"):
+        for call in calls(path):
+            if isinstance(call.func, ast.Name) and call.func.id == "emit":
+                signal, fields = call.args[0], [keyword.arg for keyword in call.keywords]
+                if isinstance(signal, ast.Name) and hasattr(signals, signal.id):
+                    yield signal.id, [str(f) for f in fields if f not in {"sender", "exc_info"}]
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    """Yield every call in a module."""
+    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+
+def signature_pairs(
+    where: Page, module: ModuleType
+) -> Iterator[tuple[ast.FunctionDef, Callable[..., Any]]]:
+    """Yield every function on a page with that of the code."""
+    for block in where.blocks():
+        if block.language != "python":
+            continue
+        for node in ast.parse(block.code).body:
+            if isinstance(node, ast.FunctionDef):
+                yield node, getattr(module, node.name)
+            elif isinstance(node, ast.ClassDef):
+                yield from member_pairs(node, getattr(module, node.name))
+
+
+def member_pairs(
+    node: ast.ClassDef, cls: type
+) -> Iterator[tuple[ast.FunctionDef, Callable[..., Any]]]:
+    """Yield every method of a class on a page with that of the code."""
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef):
+            found = inspect.getattr_static(cls, member.name)
+            marked = [d.id for d in member.decorator_list if isinstance(d, ast.Name)]
+            assert ("property" in marked) == isinstance(found, property), member.name
+            if isinstance(found, property):
+                assert found.fget is not None
+                found = found.fget
+            yield member, getattr(found, "__func__", found)
+
+
+def parameters_written(node: ast.FunctionDef) -> list[str]:
+    """Return the parameters of a function on a page, such as ``*, renew=True``."""
+    for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+        argument.annotation = None
+    return ast.unparse(node.args).split(", ")
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Return the parameters of the code in the same form."""
+    plain = inspect.Signature(
+        [
+            parameter.replace(annotation=inspect.Parameter.empty)
+            for parameter in inspect.signature(function).parameters.values()
+        ]
+    )
+    return str(plain)[1:-1].split(", ")
+
+
+def own_arguments(command: BaseCommand) -> set[str]:
+    """Return the actions and options that a command has beyond Django's own."""
+    common = BaseCommand().create_parser("manage.py", "any")
+    given = {option for action in common._actions for option in action.option_strings}
+    found: set[str] = set()
+    for action in command.create_parser("manage.py", "celery_locks")._actions:
+        found |= set(action.option_strings) - given
+        found |= set(action.choices or ()) if not action.option_strings else set()
+    return found

@@ -1,0 +1,120 @@
+"""The code that the documentation shows compiles, and what it marks as runnable runs."""
+
+import doctest
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from django.core.mail import send_mail
+from django.db import models, transaction
+
+import django_celery_safe
+from tests.app.celery import app
+from tests.app.models import Person
+from tests.docs.pages import Block, Page, pages
+
+
+class User(Person):
+    """The reader's user, as the examples know it."""
+
+    objects = models.Manager["User"]()
+
+    class Meta:
+        proxy = True
+        app_label = "app"
+
+    def email_user(self, subject: str, message: str) -> None:
+        """Send this user an e-mail, as Django's own does."""
+        send_mail(subject, message, None, [self.email])
+
+
+@app.task(base=django_celery_safe.SafeTask, name="docs.send_welcome_email", shared=False)
+def send_welcome_email(user_id: int) -> None:
+    """Send the e-mail of the examples."""
+    User.objects.get(pk=user_id).email_user("Welcome", "…")
+
+
+def blocks(page: Page) -> list[Block]:
+    """Return the Python of a page."""
+    return [block for block in page.blocks() if block.language == "python"]
+
+
+def is_runnable(block: Block) -> bool:
+    """Tell whether a page marks a block as one that runs as it stands."""
+    return block.marker == "runnable"
+
+
+with_python = [page for page in pages() if blocks(page)]
+with_runnable = [page for page in with_python if any(map(is_runnable, blocks(page)))]
+modules = [
+    name
+    for _, name, _ in pkgutil.walk_packages(django_celery_safe.__path__, "django_celery_safe.")
+    if ".migrations" not in name
+]
+
+
+@pytest.mark.parametrize("page", with_python, ids=lambda page: page.name)
+def test_python_compiles(page: Page) -> None:
+    """Every Python example is Python."""
+    for block in blocks(page):
+        compile_block(page, block)
+
+
+@pytest.mark.parametrize("page", with_runnable, ids=lambda page: page.name)
+def test_runnable_runs(page: Page, world: dict[str, Any]) -> None:
+    """The runnable examples of a page run, one after the other, in a project like the reader's."""
+    # A name of its own for the tasks of each page: Celery makes one of each name only.
+    world["__name__"] = "docs." + page.name.replace("/", "_").removesuffix(".md")
+    for block in filter(is_runnable, blocks(page)):
+        exec(compile_block(page, block), world)
+
+
+def test_markers_are_known() -> None:
+    """No marker above a block is misspelt, so none is passed over in silence."""
+    known = {"", "runnable", "command: demo", "command: tests"}
+    assert {block.marker for page in pages() for block in page.blocks()} <= known
+
+
+@pytest.mark.parametrize("name", ["django_celery_safe", *modules])
+def test_docstrings(name: str, locks_in_memory: None) -> None:
+    """The examples in a module's docstrings do what they show."""
+    found = doctest.testmod(importlib.import_module(name), raise_on_error=False, verbose=False)
+    assert found.failed == 0
+
+
+def test_docstrings_have_examples() -> None:
+    """The doctests are found: the lock and the decorator have one each."""
+    found = [
+        each.name
+        for name in modules
+        for each in doctest.DocTestFinder().find(importlib.import_module(name))
+        if each.examples
+    ]
+    assert {name.rpartition(".")[2] for name in found} >= {"cache_lock", "single_instance"}
+
+
+def compile_block(page: Page, block: Block) -> Any:
+    """Compile a block so that a traceback shows its place in the page."""
+    return compile("\n" * (block.line - 1) + block.code, page.path, "exec", dont_inherit=True)
+
+
+@pytest.fixture
+def eager() -> Iterator[Celery]:
+    """Run tasks in this process, where they are sent."""
+    app.conf.update(task_always_eager=True, task_eager_propagates=True)
+    yield app
+    app.conf.update(task_always_eager=False, task_eager_propagates=False)
+
+
+@pytest.fixture
+def world(on_commit_now: None, locks_in_memory: None, eager: Celery) -> dict[str, Any]:
+    """What the examples take as given: a model with flags, a row of it, a task."""
+    return {
+        "User": User,
+        "user": User.objects.create(),
+        "send_welcome_email": send_welcome_email,
+        "transaction": transaction,
+    }
