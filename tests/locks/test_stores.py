@@ -314,18 +314,26 @@ def test_an_interrupted_request_does_not_answer_the_next(
 
 @pytest.mark.parametrize("kind", ["django-redis", "django"])
 def test_a_client_that_decodes_is_fine(
-    kind: str, settings: Settings, redis_cache_settings: MakeRedisCache
+    kind: str,
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+    redis_server: RedisServer,
 ) -> None:
-    """Locks work on a connection with decode_responses, which returns str instead of bytes."""
+    """Locks work on a connection with decode_responses, over which bytes may be no text."""
     options = {"CONNECTION_POOL_KWARGS": {"decode_responses": True}}
     if kind == "django":
         options = {"decode_responses": True}  # type: ignore[dict-item]
     settings.CACHES = redis_cache_settings(kind, OPTIONS=options)  # type: ignore[arg-type]
+    # django-redis keeps its pools by URL: let this one be its own.
+    settings.CACHES["default"]["LOCATION"] = redis_server.database_url(3)
     with cache_lock("decoded") as lock:
         lock.ensure()
         found = find_lock("decoded")
         assert found is not None
         assert (found.token, found.fence) == (lock.token, lock.fence)
+        with redis_server.client(db=3) as client:
+            client.set(":1:celery_safe:lock:garbled", b"\xff\x00not ours")
+        assert not cache_lock("garbled").acquire()
         assert [one.name for one in iter_locks()] == ["decoded"]
 
 

@@ -32,20 +32,20 @@ class Wire:
 
     def ask(self, *command: Any) -> Any:
         """
-        Send a command and return the answer.
+        Send a command and return the answer, with bytes whatever ``decode_responses`` says.
 
         Raises:
             redis.exceptions.RedisError: As the client's own ``execute_command``.
         """
         if not self._mutex.acquire(blocking=False):
-            return self._client.execute_command(*command)
+            return self._client.execute_command(*command, NEVER_DECODE=True)
         try:
             connection = self._connection
             # A fork shares its parent's socket, and must not write to it.
             if connection is None or connection.pid != os.getpid():
                 return self._ask_first(command)
             connection.send_command(*command)
-            return connection.read_response()
+            return connection.read_response(disable_decoding=True)
         except ResponseError:
             # An answer like any other: the connection is at the next one.
             raise
@@ -53,7 +53,7 @@ class Wire:
             # Broken since the last command, most likely by a restart of the server.
             if self._drop() is None:
                 raise
-            return self._client.execute_command(*command)
+            return self._client.execute_command(*command, NEVER_DECODE=True)
         except BaseException:
             # A soft time limit or Ctrl-C, too: an answer that is still to come would
             # be taken for that of the next command.
@@ -74,7 +74,7 @@ class Wire:
         connection.connect()
         self._connection = connection
         connection.send_command(*command)
-        return connection.read_response()
+        return connection.read_response(disable_decoding=True)
 
     def _drop(self) -> Any:
         connection, self._connection = self._connection, None
