@@ -114,14 +114,11 @@ class InPlainTestCase(TestCase):
             assert find_lock("x") is None
 
 
-def test_a_gone_redis_is_not_a_held_lock(
-    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
-) -> None:
+def test_a_gone_redis_is_not_a_held_lock(fragile_redis: RedisServer) -> None:
     """With Redis gone each request is a LockBackendError; once it is back, locks work again."""
-    settings.CACHES = redis_cache_settings("django-redis")
     held = cache_lock("held", timeout=30)
     assert held.acquire()
-    redis_server.stop()
+    fragile_redis.stop()
     try:
         with pytest.raises(LockBackendError, match=r"redis.*did not answer to acquire"):
             cache_lock("x").acquire()
@@ -130,34 +127,30 @@ def test_a_gone_redis_is_not_a_held_lock(
         with pytest.raises(LockBackendError, match="release"):
             held.release()
     finally:
-        redis_server.start()
+        fragile_redis.start()
     # The server came back with an empty memory: the lock is lost, and that is known.
     with cache_lock("held") as lock:
         assert lock
 
 
 def test_a_body_keeps_its_own_error_when_redis_is_gone(
-    settings: Settings,
-    redis_cache_settings: MakeRedisCache,
-    redis_server: RedisServer,
-    caplog: pytest.LogCaptureFixture,
+    fragile_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A release that fails hides neither the body's error nor its result; it is logged."""
-    settings.CACHES = redis_cache_settings("django")
     try:
         with pytest.raises(ZeroDivisionError), cache_lock("body"):
-            redis_server.stop()
+            fragile_redis.stop()
             raise ZeroDivisionError
     finally:
-        if not redis_server.running:
-            redis_server.start()
+        if not fragile_redis.running:
+            fragile_redis.start()
     assert "could not be released and ends by its lease" in caplog.text
     try:
         with cache_lock("body 2"):
-            redis_server.stop()
+            fragile_redis.stop()
     finally:
-        if not redis_server.running:
-            redis_server.start()
+        if not fragile_redis.running:
+            fragile_redis.start()
 
 
 def test_scripts_survive_a_flush(
@@ -269,22 +262,17 @@ def fork_while_holding() -> tuple[str, ...]:
     return tuple(json.loads(os.read(reader, 1000)))
 
 
-def test_a_restarted_redis_costs_no_error(
-    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
-) -> None:
+def test_a_restarted_redis_costs_no_error(fragile_redis: RedisServer) -> None:
     """A connection that broke since the last command is replaced without anybody noticing."""
-    settings.CACHES = redis_cache_settings("django-redis")
     for _ in range(2):
         with cache_lock("restart") as lock:
             assert lock
-        redis_server.restart()
+        fragile_redis.restart()
     with cache_lock("restart") as lock:
         assert lock
 
 
-def test_an_interrupted_request_does_not_answer_the_next(
-    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
-) -> None:
+def test_an_interrupted_request_does_not_answer_the_next(fragile_redis: RedisServer) -> None:
     """A signal's error in mid-request (a soft time limit) leaves no stale answer behind."""
 
     class TimeIsUp(Exception):
@@ -293,10 +281,9 @@ def test_an_interrupted_request_does_not_answer_the_next(
     def on_alarm(*_: object) -> None:
         raise TimeIsUp
 
-    settings.CACHES = redis_cache_settings("django-redis")
     with cache_lock("other") as other:
         before = signal.signal(signal.SIGALRM, on_alarm)
-        redis_server.pause()
+        fragile_redis.pause()
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(TimeIsUp):
@@ -304,7 +291,7 @@ def test_an_interrupted_request_does_not_answer_the_next(
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-            redis_server.resume()
+            fragile_redis.resume()
         found = find_lock("other")
         assert found is not None
         assert found.token == other.token
