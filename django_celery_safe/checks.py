@@ -53,6 +53,9 @@ def check_settings() -> list[CheckMessage]:
         conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
     except ConfigurationError as error:
         messages.append(_error(1, str(error), "The default is 30 seconds."))
+    wanted = conf.get("SEND_ON_COMMIT")
+    if not isinstance(wanted, bool):
+        messages.append(_error(1, f"SEND_ON_COMMIT={wanted!r} is neither True nor False.", ""))
     return messages
 
 

@@ -48,7 +48,7 @@ class LockError(CelerySafeError):
 
 class LockNotAcquired(LockError):
     """
-    Someone else holds the lock; nothing was done.
+    The lock is not ours, because someone else holds it or it was never acquired.
 
     Args:
         name: The lock's name.
@@ -62,10 +62,14 @@ class LockNotAcquired(LockError):
         self.name, self.holder, self.waited = name, holder, waited
 
     def __str__(self) -> str:
-        by = f" by {self.holder}" if self.holder else ""
+        if not self.holder:
+            return (
+                f"The lock {self.name!r} is not ours: it was not acquired, or was released again. "
+                f"Acquire it first, and ask whether that worked: if lock: ..."
+            )
         waited = f" after waiting {self.waited:.3g} s" if self.waited else ""
         return (
-            f"The lock {self.name!r} is held{by} and was not acquired{waited}. "
+            f"The lock {self.name!r} is held by {self.holder} and was not acquired{waited}. "
             f"Try again later, or wait for it with blocking_timeout."
         )
 

@@ -89,6 +89,11 @@ def find_lock(name: str, cache: str | conf.Unset = conf.UNSET) -> HeldLock | Non
     return locate(cache).store().peek(name)
 
 
+def locks_are_shared(cache: str | conf.Unset = conf.UNSET) -> bool:
+    """Tell whether other processes see the locks that this one sees."""
+    return locate(cache).store().shared
+
+
 def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
     """
     Free somebody else's lock, as an operator.
@@ -105,7 +110,7 @@ def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
 def _cache_store(alias: str) -> Store:
     try:
         cache: Any = caches[alias]
-    except InvalidCacheBackendError as error:
+    except (InvalidCacheBackendError, TypeError) as error:
         known = ", ".join(sorted(django_settings.CACHES))
         meant = conf.closest(alias, django_settings.CACHES)
         guess = f" Did you mean {meant!r}?" if meant else ""
@@ -143,8 +148,10 @@ def _database_store(alias: str) -> Store:
         vendor = connections[alias].vendor
     except ConnectionDoesNotExist as error:
         known = ", ".join(sorted(django_settings.DATABASES))
+        meant = conf.closest(alias, django_settings.DATABASES)
+        guess = f" Did you mean {meant!r}?" if meant else ""
         raise ConfigurationError(
-            f"LOCK_DATABASE is {alias!r}, which DATABASES does not have. It has: {known}."
+            f"LOCK_DATABASE is {alias!r}, which DATABASES does not have. It has: {known}.{guess}"
         ) from error
     if vendor not in _CLOCKS:
         raise BackendNotSupported(

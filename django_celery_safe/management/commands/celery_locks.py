@@ -6,13 +6,14 @@ import json
 from argparse import SUPPRESS
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ... import conf
 from ...exceptions import CelerySafeError
 from ...locks import HeldLock, find_lock, iter_locks, release_lock
+from ...locks.stores import locks_are_shared
 
 
 class Command(BaseCommand):
@@ -48,12 +49,20 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         cache = conf.UNSET if options["cache"] is None else options["cache"]
         try:
+            self._warn_if_alone(cache)
             if options["action"] == "release":
                 self._release(options["names"], cache, as_json=options["as_json"])
             else:
                 self._list(iter_locks(cache), as_json=options["as_json"])
         except CelerySafeError as error:
             raise CommandError(str(error)) from error
+
+    def _warn_if_alone(self, cache: Any) -> None:
+        if not locks_are_shared(cache):
+            self.stderr.write(
+                "Locks live in this process's own memory: those of workers and web servers "
+                "can't be seen from here."
+            )
 
     def _list(self, locks: Iterable[HeldLock], *, as_json: bool) -> None:
         if as_json:
@@ -88,7 +97,10 @@ class Command(BaseCommand):
         return lock is not None and release_lock(lock, cache)
 
 
-HEADING = f"LOCK\n    {'HELD':>7} {'LEFT':>9}  {'HOLDER':<18}  TASK ID"
+#: Characters of a name that the table shows: three lines of 80 columns.
+LONGEST_NAME: Final = 240
+
+HEADING: Final = f"LOCK\n    {'HELD':>7} {'LEFT':>9}  {'HOLDER':<18}  TASK ID"
 
 
 def as_lines(lock: HeldLock) -> str:
@@ -96,8 +108,11 @@ def as_lines(lock: HeldLock) -> str:
     row = as_row(lock)
     left = "?" if row["remaining_s"] is None else _duration(row["remaining_s"])
     holder = f"{row['host']} pid {row['pid']}" if row["host"] else "unknown"
+    if row["task_id"] and not row["host"]:
+        # The note of a task's copy; see concurrency/copies.py.
+        holder = "message under way"
     return (
-        f"{printable(lock.name)}\n"
+        f"{_shorten(printable(lock.name))}\n"
         f"    {_duration(row['age_s']):>7} {left + ('+' if row['renewed'] else ''):>9}  "
         f"{printable(holder):<18}  {printable(row['task_id'] or '-')}"
     )
@@ -127,6 +142,12 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def _shorten(name: str) -> str:
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[:LONGEST_NAME]}... ({len(name)} characters; --json shows all)"
 
 
 def _duration(seconds: float | None) -> str:
