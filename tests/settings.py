@@ -2,14 +2,13 @@
 Django settings of the tests: no server, no file.
 
 Other databases and caches come from fixtures while the tests run. Processes that
-a test starts get the same ones from a JSON file named in ``SAFE_TEST_SETTINGS``,
-which ``tests.processes.settings`` writes.
+a test starts get the same ones from an environment variable, see ``overrides``.
 """
 
 from importlib.util import find_spec
 from typing import Any
 
-from tests.processes.settings import read_settings
+from tests.overrides import read_settings
 
 SECRET_KEY = "for tests only"
 USE_TZ = True

@@ -220,7 +220,7 @@ def worker_app(
     redis_server.flush()
     (tmp_path / "worker_app.py").write_text(APP)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("WORKER_FOLDER", str(tmp_path))
     monkeypatch.setenv("WORKER_BROKER", redis_server.url)
     monkeypatch.delitem(sys.modules, "worker_app", raising=False)
@@ -257,7 +257,10 @@ def test_a_killed_worker_leaves_no_child(worker_app: Any) -> None:
 
 def test_a_worker_that_can_not_start_says_why() -> None:
     """A worker that ends at once is an error with its log."""
-    with pytest.raises(RuntimeError, match="no_such_module was not found"), CeleryWorker("no_such_module"):
+    with (
+        pytest.raises(RuntimeError, match="no_such_module was not found"),
+        CeleryWorker("no_such_module"),
+    ):
         pass
 
 

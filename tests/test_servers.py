@@ -231,8 +231,11 @@ def test_a_killed_test_run_leaves_no_server(
     assert len(lines) == 2
 
 
-def test_dropping_a_database_in_use_names_the_user(postgres_server: PostgresServer) -> None:
+def test_dropping_a_database_in_use_names_the_user(
+    postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A database that somebody is still connected to is removed, but not silently."""
+    monkeypatch.setattr("tests.servers.postgres.DROP_PATIENCE", 0.1)
     postgres_server.create_database("used")
     with postgres_server.connect("used") as connection:
         connection.execute("SELECT 'the last query'")

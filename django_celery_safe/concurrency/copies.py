@@ -37,6 +37,16 @@ VISIBILITY_TIMEOUT: Final = 3600.0
 #: Shortest delay of a copy, s: the lease's end is known to the millisecond only.
 SHORTEST_DELAY: Final = 0.05
 
+
+class Rejected(Reject, Ignore):
+    """
+    A Reject that ``autoretry_for`` leaves alone.
+
+    Celery's autoretry passes on only Ignore and Retry, and would retry a plain
+    Reject; its tracer looks for Reject first (Celery 5.7).
+    """
+
+
 _resending: ContextVar[bool] = ContextVar("django_celery_safe_resending", default=False)
 
 
@@ -66,12 +76,14 @@ def come_back(task: Any, request: Context, delay: float) -> NoReturn:
     """
     Send the message again, to arrive ``delay`` seconds from now, and end this run.
 
-    Same id, and ``retries`` as it is, so that ``max_retries`` counts only what
-    the task itself retries.
+    Earlier, if the broker would deliver it again before that. Same id, and
+    ``retries`` as it is, so that ``max_retries`` counts only what the task itself
+    retries.
 
     Raises:
         Retry: Always, if it was sent.
     """
+    delay = min(delay, _longest_delay(task))
     signature = task.signature_from_request(request, countdown=delay)
     _send(task, signature)
     raise Retry("Another run holds the lock", when=delay, sig=signature)  # type: ignore[arg-type]
@@ -99,15 +111,14 @@ def send_own_copy(
     if known is not None and known.token != carried:
         _tell(task, request, contender, None)
         raise Ignore("Another copy of this message is on its way")
-    # Below half the visibility timeout, since a message that waits longer than
-    # that timeout for its ETA is delivered again by the broker, and multiplies.
-    visibility = _visibility_timeout(task)
-    delay = min(max(contender.remaining or 0.0, SHORTEST_DELAY), visibility / 2)
+    delay = min(max(contender.remaining or 0.0, SHORTEST_DELAY), _longest_delay(task))
     token = uuid.uuid4().hex
-    headers = {**(request.headers or {})}
-    headers[HEADER] = {**find_header(request), "copy": token}
-    _send(task, task.signature_from_request(request, countdown=delay, headers=headers))
-    _note_copy(store, note, carried, token, delay + visibility)
+    signature = task.signature_from_request(request, countdown=delay)
+    # Celery's choice of the headers: RabbitMQ drops what still carries its x-death.
+    headers = signature.options.get("headers") or {}
+    signature.options["headers"] = {**headers, HEADER: {**find_header(request), "copy": token}}
+    _send(task, signature)
+    _note_copy(store, note, carried, token, delay + _visibility_timeout(task))
     _tell(task, request, contender, delay)
     raise Ignore("Met the lock of its own task id; a copy of the message comes back")
 
@@ -143,12 +154,21 @@ def _send(task: Any, signature: Any) -> None:
         # With acks_late the broker still has the message and can give it back;
         # without, the task fails with this error, where everyone can see it.
         if task.acks_late:
-            raise Reject(error, requeue=True) from error
+            raise Rejected(error, requeue=True) from error
         raise
 
 
 def _note_name(task_name: str, task_id: str | None) -> str:
     return f"{task_name}:copy:{task_id}"
+
+
+def _longest_delay(task: Any) -> float:
+    """
+    Return for how long a message may wait for its ETA: half the visibility timeout.
+
+    One that waits longer than that timeout is delivered again by the broker, and multiplies.
+    """
+    return _visibility_timeout(task) / 2
 
 
 def _visibility_timeout(task: Any) -> float:

@@ -120,8 +120,8 @@ def _refuse_task(function: Any) -> None:
             "    @single_instance\n"
             "    def ..."
         )
-    if not callable(function):
+    if isinstance(function, type) or not callable(function):
         raise TypeError(
             f"@single_instance got {function!r} instead of a function. Options are given by name, "
-            f'as in @single_instance(key="{{feed_url}}").'
+            f'as in @single_instance(key="{{feed_url}}"); in a task class it stands above run.'
         )

@@ -6,18 +6,18 @@ import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
-from celery.exceptions import Ignore, Reject
 
 from ..exceptions import AlreadyRunning
 from ..locks import CacheLock, HeldLock
 from ..signals import emit, task_conflict
-from .copies import come_back, find_header, finish_copy, send_own_copy
+from .copies import Rejected, come_back, find_header, finish_copy, send_own_copy
 from .keys import lock_name
 from .options import Options
 
@@ -29,14 +29,9 @@ OWN_LOCK_PATIENCE: Final = 0.5
 #: Part of ``retry_delay`` that is added at random, so that many don't come back at once.
 JITTER: Final = 0.25
 
-
-class Rejected(Reject, Ignore):
-    """
-    A Reject that ``autoretry_for`` leaves alone.
-
-    Celery's autoretry passes on only Ignore and Retry, and would retry a plain
-    Reject; its tracer looks for Reject first (Celery 5.7).
-    """
+#: Id of the task whose message runs in this context. A call of the task inside its own
+#: run is a direct call, although Celery shows it the request of the message.
+_running: ContextVar[str | None] = ContextVar("django_celery_safe_running", default=None)
 
 
 def run_alone(
@@ -56,9 +51,14 @@ def run_alone(
         if not lock and _is_own(lock.contender, request):
             lock.acquire(OWN_LOCK_PATIENCE)
         if lock:
-            if request is not None:
-                finish_copy(task, request, options.cache)
-            return function(*args, **kwargs)
+            if request is None:
+                return function(*args, **kwargs)
+            finish_copy(task, request, options.cache)
+            token = _running.set(request.id)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _running.reset(token)
     contender = lock.contender
     if task is None or request is None or contender is None:
         return _step_aside_without_message(name, options, contender)
@@ -89,6 +89,8 @@ def _message_of(task: Any) -> Context | None:
     request: Context = task.request
     if request.called_directly or request.is_eager or get_current_task() is not task:
         return None
+    if request.id == _running.get():
+        return None
     return request
 
 
@@ -105,10 +107,14 @@ def _find_lock_name(
     key = find_header(request).get("key")
     if key is not None:
         return f"{task_name}:{key}"
-    # What the message said, since pydantic=True has made models of it by now.
+    serializer = "json" if task is None else task.serializer
+    # pydantic=True has made models of the arguments by now. A message still has what
+    # was sent; otherwise it is what Celery would send.
+    dump_models: Any = getattr(task, "_dump_pydantic_arguments", None)
     if request is not None:
         args, kwargs = tuple(request.args or ()), request.kwargs or {}
-    serializer = "json" if task is None else task.serializer
+    elif dump_models is not None and serializer != "pickle":
+        args, kwargs = dump_models(args, kwargs)
     return lock_name(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
 
 
@@ -184,17 +190,25 @@ class Guarded(NamedTuple):
 @lru_cache(maxsize=4096)
 def find_guarded(task: Any) -> Guarded | None:
     """Return what ``@single_instance`` decorated in ``task``; None if nothing."""
-    for step in _layers(task.run):
-        options = getattr(step, "single_instance", None)
-        if isinstance(options, Options):
-            taken = len(inspect.signature(step).parameters)
-            return Guarded(step, options, taken > len(inspect.signature(task.run).parameters))
-    return None
+    layers = list(_layers(task.run))
+    # Wrappers copy the attributes of what they wrap, so it is the innermost one that has them.
+    marked = [index for index, layer in enumerate(layers) if _options_of(layer) is not None]
+    if not marked:
+        return None
+    decorated = layers[marked[-1]]
+    # The method that binds the task may stand behind autoretry's wrapper, whose own
+    # signature says nothing about it.
+    bound = any(map(inspect.ismethod, layers[: marked[-1]]))
+    return Guarded(decorated, decorated.single_instance, bound)
 
 
-def _layers(function: Any) -> Iterator[Callable[..., Any]]:
+def _options_of(function: Any) -> Options | None:
+    options = getattr(function, "single_instance", None)
+    return options if isinstance(options, Options) else None
+
+
+def _layers(function: Any) -> Iterator[Any]:
     """Yield what a task runs, from the outside in: behind pydantic's and autoretry's wrappers."""
     while function is not None:
-        function = getattr(function, "__func__", function)
         yield function
-        function = getattr(function, "__wrapped__", None)
+        function = getattr(function, "__func__", None) or getattr(function, "__wrapped__", None)

@@ -54,7 +54,8 @@ def lock_name(
     Raises:
         TypeError: The arguments don't fit the signature.
         NotSerializable: An argument of the key can't be written down.
-        ConfigurationError: The key function returned None.
+        ConfigurationError: The key function returned None or what can't be written
+            down, or the key names the task itself.
     """
     key = call_key(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
     return f"{task_name}:{key}"
@@ -77,6 +78,11 @@ def call_key(
     rule = options.key
     names = list(call.arguments) if isinstance(rule, conf.Unset) or callable(rule) else _names(rule)
     for name in names:
+        if name not in call.arguments:
+            raise ConfigurationError(
+                f"The key of task {task_name} names {name!r}, which is the task itself (bind=True) "
+                f"and tells no two calls apart. Leave it out."
+            )
         call.arguments[name] = to_wire(call.arguments[name], serializer)
     if isinstance(rule, str):
         return rule.format_map(call.arguments)
@@ -146,7 +152,15 @@ def _from_function(task_name: str, rule: Callable[..., Any], call: inspect.Bound
             f"The key function {rule!r} of task {task_name} returned None. Return a str, or any "
             f"plain value, that is equal for calls that must not run at once."
         )
-    return key if isinstance(key, str) else _digest(encode(to_wire(key, "json")))
+    if isinstance(key, str):
+        return key
+    try:
+        return _digest(encode(to_wire(key, "json")))
+    except TypeError as error:
+        raise ConfigurationError(
+            f"The key function {rule!r} of task {task_name} returned {error}. Return a str, or any "
+            f"plain value, that is equal for calls that must not run at once."
+        ) from error
 
 
 def _names(rule: Any) -> list[str]:
@@ -155,13 +169,13 @@ def _names(rule: Any) -> list[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether JSON delivers ``value`` just as it is, but for tuples."""
+    """Tell whether JSON surely delivers ``value`` just as it is."""
     kind = type(value)
     if value is None or kind in (str, int, bool):
         return True
-    if kind in (list, tuple):
+    if kind is list:
         return all(map(_is_plain, value))
-    if kind is dict:
+    if kind is dict and "__type__" not in value:  # kombu's mark of other types
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
     return False
 

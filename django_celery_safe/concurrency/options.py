@@ -80,14 +80,22 @@ def check_key_names(function: Callable[..., Any], key: Key | conf.Unset) -> None
     """
     if isinstance(key, conf.Unset) or callable(key):
         return
-    names = template_names(key) if isinstance(key, str) else list(key)
     where = f"{function.__module__}.{function.__qualname__}"
+    try:
+        names = template_names(key) if isinstance(key, str) else list(key)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"The key {key!r} of {where} is no format string: {error}. A brace that is meant as "
+            f"text is written twice."
+        ) from error
     if isinstance(key, str) and not names:
         raise ConfigurationError(
             f"The key {key!r} of {where} names no argument, so every call would have the same. "
             f'Name one, as in key="{{feed_url}}"; for one lock over all calls write key=[].'
         )
     parameters = list(inspect.signature(function).parameters)
+    # The task itself, by custom; call_key refuses it by any name.
+    parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
     for name in names:
         if name not in parameters:
             close = difflib.get_close_matches(name, parameters, n=1)

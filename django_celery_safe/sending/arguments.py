@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final, TypeGuard
 
 from django.db.models import Model, QuerySet
 from kombu.exceptions import EncodeError
@@ -11,9 +11,12 @@ from kombu.serialization import dumps
 
 from ..exceptions import NotSerializable
 
+#: Types of values that need no look inside; most of a long list's items are of these.
+PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
+
 
 def check_arguments(
-    task: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    task: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, *more: Any
 ) -> None:
     """
     Refuse what must not travel in a message, however it is serialized.
@@ -21,13 +24,18 @@ def check_arguments(
     A model instance would be a stale copy of its row, a QuerySet would be run
     at some unknown time, and an iterator can be read only once.
 
+    Args:
+        more: What else goes into the message, such as links.
+
     Raises:
-        NotSerializable: Naming the argument, nested ones too.
+        NotSerializable: Naming the argument, nested ones too. In a signature
+            (chain, link), that signature's task and argument are named.
     """
-    for place, value in _places(args, kwargs):
-        found = _find_unsendable(value, set())
+    seen: set[int] = set()
+    for place, value in [*_places(args, kwargs), *(("the message", part) for part in more)]:
+        found = _find_unsendable(task, place, value, seen)
         if found is not None:
-            raise NotSerializable(task, place, *found)
+            raise found
 
 
 def serialize(task: str, body: Any, serializer: str) -> tuple[str, str, Any]:
@@ -37,39 +45,93 @@ def serialize(task: str, body: Any, serializer: str) -> tuple[str, str, Any]:
     Raises:
         NotSerializable: Naming the argument that the serializer refused.
     """
-    args, kwargs, *embedded = body
-    check_arguments(task, args, kwargs)
-    check_arguments(task, (), {"link or chain": embedded})
+    # Message protocol 1 has everything in one dict.
+    args, kwargs, *embedded = (
+        (body["args"], body["kwargs"], body) if isinstance(body, Mapping) else body
+    )
+    check_arguments(task, args, kwargs, *embedded)
     try:
         content_type, encoding, data = dumps(body, serializer=serializer)
     except EncodeError as error:
-        raise _explain(task, args, kwargs, serializer, error) from error
+        raise _explain(task, args, kwargs, embedded, serializer, error) from error
     return content_type, encoding, data
 
 
 def _explain(
-    task: str, args: Any, kwargs: Any, serializer: str, error: EncodeError
+    task: str, args: Any, kwargs: Any, embedded: Any, serializer: str, error: EncodeError
 ) -> NotSerializable:
-    for place, value in _places(args, kwargs):
+    for owner, place, value in _arguments(task, args, kwargs, embedded, set()):
         try:
             dumps(value, serializer=serializer)
         except EncodeError as refused:
             hint = f"The serializer {serializer!r} says: {refused}. Send plain data instead."
-            return NotSerializable(task, place, _name(value), hint)
+            return NotSerializable(owner, place, _name(value), hint)
     return NotSerializable(task, "the message", "made of something", f"It says: {error}.")
+
+
+def _arguments(
+    task: str, args: Any, kwargs: Any, more: Any, seen: set[int]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield task, place and value of each argument, those of nested signatures first."""
+    for inner in _signatures([args, kwargs, more], seen):
+        yield from _arguments(
+            inner["task"], inner.get("args"), inner.get("kwargs"), inner.get("options"), seen
+        )
+    for place, value in _places(args, kwargs):
+        yield task, place, value
+
+
+def _signatures(value: Any, seen: set[int]) -> Iterator[Mapping[str, Any]]:
+    """Yield the outermost signatures in a value."""
+    if not isinstance(value, Mapping | list | tuple) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if _is_signature(value):
+        yield value
+        return
+    for item in value.values() if isinstance(value, Mapping) else value:
+        yield from _signatures(item, seen)
+
+
+def _is_signature(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and "subtask_type" in value and "task" in value
 
 
 def _places(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     for index, value in enumerate(args or ()):
         yield f"args[{index}]", value
-    for name, value in (kwargs or {}).items():
+    # Celery itself says so if kwargs is no mapping.
+    for name, value in kwargs.items() if isinstance(kwargs, Mapping) else ():
         yield f"kwargs[{name!r}]", value
 
 
-def _find_unsendable(value: Any, seen: set[int]) -> tuple[str, str] | None:
-    """Return what was found and what to send instead; None if nothing was."""
-    if value is None or isinstance(value, str | int | float | bytes):
+def _find_unsendable(task: str, place: str, value: Any, seen: set[int]) -> NotSerializable | None:
+    """Return the error that ``value`` or something in it is worth; None if it can be sent."""
+    if type(value) in PLAIN:
         return None
+    if (refused := _refuse(value)) is not None:
+        return NotSerializable(task, place, *refused)
+    inside: list[tuple[str, Any]]
+    if _is_signature(value):
+        task = value["task"]
+        options = ("its options", value.get("options"))
+        inside = [*_places(value.get("args"), value.get("kwargs")), options]
+    elif isinstance(value, Mapping):
+        items = (*value.keys(), *value.values())
+        inside = [(place, item) for item in items if type(item) not in PLAIN]
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside = [(place, item) for item in value if type(item) not in PLAIN]
+    else:
+        return None
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    found = (_find_unsendable(task, part, item, seen) for part, item in inside)
+    return next((error for error in found if error is not None), None)
+
+
+def _refuse(value: Any) -> tuple[str, str] | None:
+    """Return what ``value`` is and what to send instead; None if it is fine itself."""
     if isinstance(value, Model):
         return (
             _name(value),
@@ -82,18 +144,10 @@ def _find_unsendable(value: Any, seen: set[int]) -> tuple[str, str] | None:
         )
     if isinstance(value, Iterator):
         return f"a {type(value).__name__}, which can be read only once", "Pass a list."
-    if isinstance(value, Mapping):
-        items: Any = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset):
-        items = value
-    else:
-        return None
-    if id(value) in seen:
-        return None
-    seen.add(id(value))
-    return next((found for item in items if (found := _find_unsendable(item, seen))), None)
+    return None
 
 
 def _name(value: Any) -> str:
-    name = type(value).__name__
+    # Not type(): request.user is a lazy object around the real one.
+    name = value.__class__.__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name} instance"

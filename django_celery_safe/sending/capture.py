@@ -5,27 +5,33 @@ Celery's own code builds every message: routing, headers, stamps, serialized
 body. While :func:`capture` is on, only the very last step, the producer's
 ``publish``, is replaced by one that keeps what it was given; :func:`publish`
 does that step later. It hooks in at ``app.amqp.send_task_message``, the one
-place through which every kind of send goes, on the first use for each app.
+place through which every kind of send goes, on the first use for each app. What
+Celery wants of the result backend meanwhile is put off in the same way.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
 from celery import Celery, signals
+from celery.backends.base import Backend
 from kombu.serialization import loads
 
+from ..exceptions import describe_error
 from .arguments import serialize
 
-_captured: ContextVar[list[Message] | None] = ContextVar(
-    "django_celery_safe_captured", default=None
-)
+logger = logging.getLogger(__name__)
+
+_captured: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured", default=None)
 _installing = threading.Lock()
 
 
@@ -54,44 +60,83 @@ class Message:
     result_wanted: bool
 
 
+@dataclass(slots=True)
+class Captured:
+    """
+    All that was sent inside :func:`capture`, in order.
+
+    Attributes:
+        messages: What has to be published.
+        chord_calls: What the result backend has to know before that, so that it
+            can tell when a chord is complete.
+        subscriptions: Calls that let this process hear of results.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    chord_calls: list[Callable[[], Any]] = field(default_factory=list)
+    subscriptions: list[Callable[[], Any]] = field(default_factory=list)
+
+
 def is_capturing() -> bool:
     """Tell whether messages that this context makes are kept instead of published."""
     return _captured.get() is not None
 
 
 @contextmanager
-def capture(app: Celery) -> Iterator[list[Message]]:
+def capture(app: Celery) -> Iterator[Captured]:
     """
-    Keep every message that is sent inside, in order, in the list that is yielded.
+    Keep every message that is sent inside, in order, in what is yielded.
 
-    Nothing connects to the broker. Ids, results and argument checks are as in
-    any send.
+    Nothing connects to the broker or the result backend. Ids, results and
+    argument checks are as in any send.
     """
     _install(app)
-    messages: list[Message] = []
-    token = _captured.set(messages)
+    captured = Captured()
+    token = _captured.set(captured)
     try:
-        yield messages
+        yield captured
     finally:
         _captured.reset(token)
 
 
-def publish(message: Message, producer: Any = None) -> None:
+def subscribe(captured: Captured, producer: Any = None) -> None:
+    """
+    Let this process hear of the results of what will be published.
+
+    A result backend that does not answer costs only that, with a warning: who
+    waits for a result asks for it again.
+    """
+    try:
+        for call in captured.subscriptions:
+            call()
+        for message in captured.messages:
+            if message.result_wanted:
+                with message.app.producer_or_acquire(producer) as own:
+                    message.app.backend.on_task_call(own, message.task_id)
+    except Exception as error:  # noqa: BLE001 - the messages must go out whatever it is
+        logger.warning(
+            "The result backend could not be told of a task to be sent on commit, which is sent "
+            "nevertheless: %s",
+            describe_error(error),
+        )
+
+
+def publish(message: Message, producer: Any = None, *, retry: bool = True) -> None:
     """
     Publish a captured message.
 
     Args:
         producer: The kombu producer to use; None takes one of the app's pool.
+        retry: False tries once, whatever the message's retry policy says.
 
     Raises:
         kombu.exceptions.OperationalError: The broker can't be reached.
     """
     app, options = message.app, dict(message.options)
+    options["retry"] = retry and options["retry"]
     headers = options["headers"]
     _renew_expiration(app, options, headers)
     with app.producer_or_acquire(producer) as own, own.connection._reraise_as_library_errors():
-        if message.result_wanted:
-            app.backend.on_task_call(own, message.task_id)
         own.publish(
             message.data,
             content_type=message.content_type,
@@ -144,22 +189,28 @@ def _renew_expiration(app: Celery, options: dict[str, Any], headers: Any) -> Non
 
 
 def _install(app: Celery) -> None:
-    amqp: Any = app.amqp
     backend: Any = app.backend
     with _installing:
-        if not hasattr(amqp.send_task_message, "celery_safe"):
-            amqp.send_task_message = _switched(
-                amqp.send_task_message,
-                lambda original, *args, **options: _keep(app, original, *args, **options),
-            )
-        # Backends belong to threads. Some open a connection when a task is sent,
-        # and hang if their server is down; `publish` calls it instead.
-        if not hasattr(backend.on_task_call, "celery_safe"):
-            backend.on_task_call = _switched(backend.on_task_call, lambda *_: {})
+        _switch(app.amqp, "send_task_message", functools.partial(_keep, app))
+        # Backends belong to threads. Some open a connection when a task is sent or
+        # a group's result is made, and hang if their server is down.
+        _switch(backend, "on_task_call", lambda *_: None)  # `subscribe` does it
+        _switch(backend, "set_chord_size", _put_off_chord_call)
+        _switch(backend, "apply_chord", functools.partial(_apply_chord, backend))
+        if (consumer := getattr(backend, "result_consumer", None)) is not None:
+            _switch(consumer, "consume_from", _put_off_subscription)
 
 
-def _switched(original: Callable[..., Any], while_capturing: Callable[..., Any]) -> Any:
-    """Return a function that is ``original``, except inside :func:`capture`."""
+def _switch(owner: Any, name: str, while_capturing: Callable[..., Any]) -> None:
+    """
+    Replace a method, on first use, by one that does something else inside :func:`capture`.
+
+    Args:
+        while_capturing: Gets the original first, then what the method gets.
+    """
+    original = getattr(owner, name)
+    if hasattr(original, "celery_safe"):
+        return
 
     def switched(*args: Any, **kwargs: Any) -> Any:
         if _captured.get() is None:
@@ -167,7 +218,31 @@ def _switched(original: Callable[..., Any], while_capturing: Callable[..., Any])
         return while_capturing(original, *args, **kwargs)
 
     switched.celery_safe = True  # type: ignore[attr-defined]
-    return switched
+    setattr(owner, name, switched)
+
+
+def _current() -> Captured:
+    captured = _captured.get()
+    assert captured is not None
+    return captured
+
+
+def _put_off_chord_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    _current().chord_calls.append(functools.partial(original, *args, **kwargs))
+
+
+def _put_off_subscription(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    _current().subscriptions.append(functools.partial(original, *args, **kwargs))
+
+
+def _apply_chord(backend: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+    # A project without result backend learns that chords need one at the call.
+    backend.ensure_chords_allowed()
+    if getattr(original, "__func__", None) is Backend.apply_chord:
+        # It only sends a task that asks again and again, which is captured.
+        original(*args, **kwargs)
+    else:
+        _put_off_chord_call(original, *args, **kwargs)
 
 
 class _Kept(BaseException):
@@ -199,15 +274,14 @@ def _keep(
     message: Any,
     **options: Any,
 ) -> None:
-    messages = _captured.get()
-    assert messages is not None
     try:
         original(_StandIn(producer.connection), name, message, **options)
     except _Kept as kept:
         publishing = kept.options
         content_type, encoding, data = serialize(name, kept.body, publishing.pop("serializer"))
-        headers = publishing["headers"]
-        messages.append(
+        # The caller's own headers may still change, as the arguments may.
+        headers = publishing["headers"] = copy.deepcopy(publishing["headers"])
+        _current().messages.append(
             Message(
                 app=app,
                 task=name,

@@ -14,7 +14,8 @@ from kombu.exceptions import OperationalError
 from ..exceptions import WrongTransaction
 from ..signals import emit, task_send_failed, task_sent
 from ..transactions import aliases_in_atomic, in_atomic
-from .capture import Message, capture, publish
+from .capture import Captured, Message, capture, publish, subscribe
+from .eager import run_on_commit
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +51,7 @@ def send_on_commit(signature: Signature[Any], *, using: str | None = None, **opt
     if not must_wait(using):
         return note_result(signature.apply_async(**options))
     if app.conf.task_always_eager:
-        frozen = signature.clone()
-        result = note_result(frozen.freeze())
-        transaction.on_commit(lambda: frozen.apply_async(**options), using=using)
-        return result
+        return note_result(run_on_commit(signature, using, options))
     return hold(app, lambda given: signature.apply_async(**given), using, options)
 
 
@@ -76,13 +74,20 @@ def must_wait(using: str | None) -> bool:
             )
     if connection.in_atomic_block:
         return True
-    if not connection.get_autocommit():
+    if not _is_autocommit(connection):
         raise WrongTransaction(
             f"A task is to be sent on commit of the database {alias!r}, whose autocommit is off "
             f"without an atomic() block: Django does not know of its commits. Use atomic(), or "
             f"send the task yourself after the commit."
         )
     return False
+
+
+def _is_autocommit(connection: Any) -> bool:
+    # Asking a connection that is not open would open it, for a send that needs none.
+    if connection.connection is None:
+        return bool(connection.settings_dict["AUTOCOMMIT"])
+    return bool(connection.get_autocommit())
 
 
 def hold(
@@ -104,9 +109,9 @@ def hold(
     """
     options = dict(options)
     producer = _lasting_producer(app, options)
-    with capture(app) as messages:
+    with capture(app) as captured:
         result = note_result(send(options))
-    transaction.on_commit(lambda: _let_go(messages, result, producer), using=using)
+    transaction.on_commit(lambda: _let_go(captured, result, producer), using=using)
     return result
 
 
@@ -134,18 +139,22 @@ def note_result(result: Any) -> Any:
     return result
 
 
-def _let_go(messages: list[Message], result: Any, producer: Any) -> None:
+def _let_go(captured: Captured, result: Any, producer: Any) -> None:
     """Publish all; whatever fails is told and kept, and leaves neither the commit nor the rest."""
-    broker_gone: OperationalError | None = None
-    for message in messages:
+    hopeless = _prepare_chords(captured)
+    if hopeless is None:
+        subscribe(captured, producer)
+    retry = True
+    for message in captured.messages:
         try:
-            # Each attempt at a broker that is gone takes its retries' time.
-            if broker_gone is not None:
-                raise broker_gone
-            publish(message, producer)
+            if hopeless is not None:
+                raise hopeless
+            publish(message, producer, retry=retry)
         except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
             if isinstance(error, OperationalError):
-                broker_gone = error
+                # The retries take their time, and the transaction's owner waits.
+                retry = False
+                hopeless = error if _is_unreachable(message.app, error) else None
             if result is not None and result.send_error is None:
                 result.send_error = error
             _tell_failed(message, error)
@@ -161,6 +170,21 @@ def _let_go(messages: list[Message], result: Any, producer: Any) -> None:
                 task=message.task,
                 task_id=message.task_id,
             )
+
+
+def _prepare_chords(captured: Captured) -> Exception | None:
+    """Return why a chord could never complete; None if the result backend knows all it must."""
+    try:
+        for call in captured.chord_calls:
+            call()
+    except Exception as error:  # noqa: BLE001 - it is told with each message
+        return error
+    return None
+
+
+def _is_unreachable(app: Celery, error: OperationalError) -> bool:
+    """Tell whether the broker is gone, rather than refusing this one message."""
+    return not isinstance(error.__cause__, app.connection_for_write().channel_errors)
 
 
 def _tell_failed(message: Message, error: Exception) -> None:

@@ -6,19 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 from celery.contrib.django.task import DjangoTask
-from celery.result import EagerResult
-from celery.utils import uuid
-from django.db import transaction
-from kombu.serialization import loads
 
 from .. import conf
 from ..concurrency.copies import HEADER, is_resending, resending
 from ..concurrency.guard import find_guarded
 from ..concurrency.keys import call_key
 from ..exceptions import NotSerializable
-from .arguments import check_arguments, serialize
+from .arguments import check_arguments
 from .capture import is_capturing
 from .commit import hold, must_wait, note_result
+from .eager import is_running, run_on_commit
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
@@ -73,7 +70,7 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         if is_capturing() or is_resending() or not must_wait(using):
             return self._send(args, kwargs, options)
         if self.app.conf.task_always_eager:
-            return self._run_on_commit(args, kwargs, options, using)
+            return note_result(run_on_commit(self.signature(args, kwargs), using, options))
         return hold(self.app, lambda given: self._send(args, kwargs, given), using, options)
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
@@ -84,7 +81,7 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         arguments raises NotSerializable with every serializer.
         """
         options.update(zip(_POSITIONAL, more, strict=False))
-        if self._waits_for_commit():
+        if self._waits_for_commit() and not is_running(options.get("task_id")):
             return self.apply_async_on_commit(args, kwargs, **options)
         return self._send(args, kwargs, options)
 
@@ -109,7 +106,7 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         return bool(conf.get("SEND_ON_COMMIT") if wanted is None else wanted)
 
     def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
-        check_arguments(self.name, args, kwargs)
+        check_arguments(self.name, args, kwargs, [options.get(name) for name in _CARRIED])
         options = self._with_key(args, kwargs, options)
         return note_result(super().apply_async(args, kwargs, **options))
 
@@ -141,29 +138,13 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         headers[HEADER] = {**headers.get(HEADER, {}), "key": key}
         return {**options, "headers": headers}
 
-    def _run_on_commit(
-        self, args: Any, kwargs: Any, options: dict[str, Any], using: str | None
-    ) -> Any:
-        """Eager mode: check and freeze the arguments now, run the task at the commit."""
-        check_arguments(self.name, args, kwargs)
-        if self.typing:
-            self.__header__(*(args or ()), **(kwargs or {}))  # type: ignore[attr-defined]
-        serializer = options.get("serializer") or self.serializer
-        content_type, encoding, data = serialize(self.name, (args or (), kwargs or {}), serializer)
-        args, kwargs = loads(data, content_type, encoding, accept={content_type})
-        options = {"task_id": uuid(), **options}
-        result = EagerResult(options["task_id"], None, "PENDING", name=self.name)
-
-        def run() -> None:
-            outcome = self._send(args, kwargs, options)
-            result.__dict__.update(outcome.__dict__)
-
-        transaction.on_commit(run, using=using)
-        return note_result(result)
-
 
 #: What Celery's ``apply_async`` takes by position after the arguments.
 _POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")
+
+
+#: Options with signatures that travel in the task's message.
+_CARRIED = ("link", "link_error", "chain", "chord")
 
 
 class SafeTask(SafeTaskMixin, DjangoTask):  # type: ignore[misc,type-arg]

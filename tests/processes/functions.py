@@ -15,18 +15,19 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.synchronize import Barrier
 from operator import attrgetter
+from threading import BrokenBarrierError
 from typing import Any
 
 import django
 import psutil
 
-from tests.processes.settings import environment_for, settings_file
+from tests.processes.settings import settings_environment
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.processes.preload"])
@@ -176,16 +177,28 @@ def run_in_processes(
     deadline = time.monotonic() + timeout
     barrier = _context.Barrier(count)
     results: list[Any] = []
+    failures: list[FunctionFailed] = []
+
+    def collect(ready: Iterable[object]) -> None:
+        for pipe in [pipe for pipe in running if pipe in ready]:
+            try:
+                results.append(running.pop(pipe).result(max(0, deadline - time.monotonic())))
+            except FunctionFailed as failure:
+                failures.append(failure)
+
     with ExitStack() as stack:
         starts = (_start(function, args, settings, barrier) for _ in range(count))
         running = {one.pipe: one for one in map(stack.enter_context, starts)}
-        while running:
-            remaining = max(0, deadline - time.monotonic())
-            ready = wait(list(running), remaining)
+        while running and not failures:
+            ready = wait(list(running), max(0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"{len(running)} of {count} processes ran over {timeout:g} s.")
-            for pipe in [pipe for pipe in running if pipe in ready]:
-                results.append(running.pop(pipe).result(remaining))
+            collect(ready)
+        if failures:
+            # A failure breaks the barrier for the others. It is told before that, so
+            # it has arrived by now even if theirs was read first.
+            collect(wait(list(running), 0))
+            raise min(failures, key=lambda failure: BrokenBarrierError.__name__ in str(failure))
     return results
 
 
@@ -198,18 +211,17 @@ def _start(
 ) -> Iterator[FunctionProcess]:
     ours, theirs = _context.Pipe()
     name = (function.__module__, function.__qualname__)
-    with settings_file(settings) as path:
-        environment = {**os.environ, **environment_for(path)}
-        process = _context.Process(
-            target=_run, args=(environment, name, pickle.dumps(args), theirs, barrier), daemon=True
-        )
-        process.start()
-        theirs.close()
-        running = FunctionProcess(process, ours)
-        try:
-            yield running
-        finally:
-            running.close()
+    environment = {**os.environ, **settings_environment(settings)}
+    process = _context.Process(
+        target=_run, args=(environment, name, pickle.dumps(args), theirs, barrier), daemon=True
+    )
+    process.start()
+    theirs.close()
+    running = FunctionProcess(process, ours)
+    try:
+        yield running
+    finally:
+        running.close()
 
 
 # What follows runs in the other process.

@@ -28,6 +28,7 @@ def main(plan: dict[str, Any]) -> int:
         program = subprocess.Popen(
             plan["command"],
             cwd=plan["folder"],
+            env=plan["env"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -60,16 +60,16 @@ class KeptProcess:
             "command": self.command,
             "folder": str(self.folder),
             "log": str(self.log_path),
+            "env": None if self.env is None else dict(self.env),
             "identity": self.identity,
             "stop_signal": self.stop_signal,
             "owned_folder": str(self.owned_folder) if self.owned_folder else None,
         }
         self._keeper = subprocess.Popen(
-            [sys.executable, "-I", KEEPER, json.dumps(plan)],
+            [sys.executable, "-P", KEEPER, json.dumps(plan)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=self.env,
             start_new_session=True,
         )
         assert self._keeper.stdout is not None

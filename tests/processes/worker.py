@@ -15,7 +15,7 @@ from typing import Any, Self
 import psutil
 
 from tests.processes.kept import KeptProcess
-from tests.processes.settings import environment_for, settings_file
+from tests.processes.settings import settings_environment
 from tests.processes.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,12 +76,11 @@ class CeleryWorker:
         """Start the worker and wait until it takes messages."""
         folder = Path(tempfile.mkdtemp(prefix="safe-worker-"))
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        path = self._stack.enter_context(settings_file(self.settings))
         self._process = KeptProcess(
             self.command,
             folder=ROOT,
             log_path=folder / "worker.log",
-            env={**os.environ, **environment_for(path), **self.env},
+            env={**os.environ, **settings_environment(self.settings), **self.env},
             owned_folder=folder,
         )
         self._process.start()

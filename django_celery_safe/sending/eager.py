@@ -1,0 +1,78 @@
+"""
+Sending on commit where tasks run eagerly (``task_always_eager``).
+
+There are no messages then: what is to be sent is checked and copied at the call,
+as making its messages would do, and run in this process at the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from celery.canvas import Signature, _chain
+from celery.result import EagerResult, GroupResult
+from celery.states import PENDING
+from django.db import transaction
+from kombu.serialization import loads
+
+from .arguments import serialize
+
+_running: ContextVar[str | None] = ContextVar("django_celery_safe_running", default=None)
+
+
+def is_running(task_id: str | None) -> bool:
+    """Tell whether this very send is the one that a commit runs now, which waits no more."""
+    return task_id is not None and task_id == _running.get()
+
+
+def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping[str, Any]) -> Any:
+    """
+    Run a signature or canvas when ``using`` commits.
+
+    Returns:
+        The result, under its final ids: pending, until the commit fills it in.
+        None for a chain without tasks.
+
+    Raises:
+        NotSerializable: A value could not travel in a message.
+        TypeError: The arguments don't fit the task.
+    """
+    if isinstance(signature, _chain) and not signature.tasks:
+        return None  # as apply_async does
+    if type(signature) is Signature:
+        _check_task(signature, options)
+    # The copy has all its parts for itself, the members of a group too.
+    body: Any = ((signature, dict(options)), {})
+    content_type, encoding, data = serialize(str(signature.task), body, "pickle")
+    (frozen, given), _ = loads(data, content_type, encoding, accept={content_type})
+    result = _pending(frozen.freeze(given.pop("task_id", None)))
+
+    def run() -> None:
+        token = _running.set(result.id)
+        try:
+            result.__dict__.update(frozen.apply_async(**given).__dict__)
+        finally:
+            _running.reset(token)
+
+    transaction.on_commit(run, using=using)
+    return result
+
+
+def _check_task(signature: Signature[Any], options: Mapping[str, Any]) -> None:
+    """Check a single task's arguments as its message would have them checked."""
+    task: Any = signature.app.tasks.get(str(signature.task))
+    if task is None:
+        return
+    given = signature.clone(options.get("args"), options.get("kwargs"))
+    if task.typing:
+        task.__header__(*given.args, **given.kwargs)
+    serializer = options.get("serializer") or given.options.get("serializer") or task.serializer
+    serialize(task.name, (given.args, given.kwargs), serializer)
+
+
+def _pending(result: Any) -> Any:
+    if isinstance(result, GroupResult):
+        return GroupResult(result.id, [_pending(part) for part in result], result.parent)
+    return EagerResult(result.id, None, PENDING)

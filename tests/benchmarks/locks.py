@@ -1,0 +1,158 @@
+"""
+Cost of a free lock on Redis: acquire + release, as a ratio to the least it can cost.
+
+The floor is raw redis-py with hiredis: SET NX PX, then a registered script that
+compares and deletes. Beside ours stand what else a Django project would use.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import redis
+import redis_lock
+from django.core.cache import caches
+from django.core.cache.backends.base import BaseCache
+from django.test import override_settings
+from redis.lock import Lock
+
+from django_celery_safe import cache_lock
+from tests.benchmarks.report import Figure, interleaved, ratio
+from tests.servers import RedisServer, ServerPool
+
+BACKENDS = {
+    "django-redis": "django_redis.cache.RedisCache",
+    "Django's RedisCache": "django.core.cache.backends.redis.RedisCache",
+}
+
+#: The lease in every candidate, seconds.
+LEASE = 30
+
+ROUNDS = 40
+
+#: Acquisitions over which round trips are counted.
+COUNTED = 200
+
+FLOOR = "raw"
+
+#: The floor without redis-py's pool, which ours goes without too.
+KEPT = "raw, one kept connection / raw"
+
+COMPARE_AND_DELETE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+
+Candidate = Callable[[], object]
+
+
+def run(servers: ServerPool) -> list[Figure]:
+    """Measure ours, the floor and the peers in the same rounds, then count round trips."""
+    server = servers.redis
+    entries = {
+        alias: {"BACKEND": backend, "LOCATION": server.url} for alias, backend in BACKENDS.items()
+    }
+    settings = {"default": entries["django-redis"], **entries}
+    with ExitStack() as stack:
+        stack.enter_context(override_settings(CACHES=settings))
+        client = stack.enter_context(server.client())
+        kept = stack.enter_context(server.client(single_connection_client=True))
+        ours = {f"{alias} / {FLOOR}": ours_on(alias) for alias in BACKENDS}
+        floors = {FLOOR: floor(client), KEPT: floor(kept)}
+        candidates = {**floors, **ours, **peers(client)}
+        samples = interleaved(candidates, ROUNDS)
+        figures = [Figure("raw, µs", statistics.median(samples[FLOOR]), note=describe_floor())]
+        for name in candidates:
+            if name != FLOOR:
+                note = "ours" if name in ours else "floor" if name in floors else "peer"
+                figures.append(Figure(name, ratio(samples, name, FLOOR), note=note))
+        return figures + [count_round_trips(server, alias) for alias in BACKENDS]
+
+
+def floor(client: "redis.Redis") -> Candidate:
+    """The least that an owner-checked lock with a lease can do: two bare requests."""
+    release = client.register_script(COMPARE_AND_DELETE)
+
+    def acquire_and_release() -> None:
+        assert client.set("floor", "token", nx=True, px=LEASE * 1000)
+        assert release(keys=["floor"], args=["token"])
+
+    return acquire_and_release
+
+
+def ours_on(alias: str) -> Candidate:
+    """Return our lock with its defaults, a new one each time, as a ``with`` makes it."""
+
+    def acquire_and_release() -> None:
+        lock = cache_lock("benchmark", timeout=LEASE, cache=alias)
+        assert lock.acquire()
+        assert lock.release()
+
+    return acquire_and_release
+
+
+def peers(client: "redis.Redis") -> dict[str, Candidate]:
+    """Return the locks that projects use today."""
+    django_redis: Any = caches["django-redis"]
+
+    def redis_py() -> None:
+        lock = Lock(client, "redis-py", timeout=LEASE)
+        assert lock.acquire(blocking=False)
+        lock.release()
+
+    def django_redis_lock() -> None:
+        lock = django_redis.lock("django-redis", timeout=LEASE)
+        assert lock.acquire(blocking=False)
+        lock.release()
+
+    def python_redis_lock() -> None:
+        lock = redis_lock.Lock(client, "python-redis-lock", expire=LEASE)
+        assert lock.acquire(blocking=False)
+        lock.release()
+
+    return {
+        "redis-py Lock / raw": redis_py,
+        "django-redis cache.lock / raw": django_redis_lock,
+        "python-redis-lock / raw": python_redis_lock,
+        **{f"cookbook, {alias} / raw": cookbook_on(caches[alias]) for alias in BACKENDS},
+    }
+
+
+def cookbook_on(cache: BaseCache) -> Candidate:
+    """Return the recipe of Celery's task cookbook, as written there."""
+
+    @contextmanager
+    def memcache_lock(lock_id: str, oid: str) -> Iterator[bool]:
+        timeout_at = time.monotonic() + LEASE - 3
+        status = cache.add(lock_id, oid, LEASE)
+        try:
+            yield status
+        finally:
+            if time.monotonic() < timeout_at and status:
+                cache.delete(lock_id)
+
+    def acquire_and_release() -> None:
+        with memcache_lock("cookbook", "oid") as acquired:
+            assert acquired
+
+    return acquire_and_release
+
+
+def count_round_trips(server: RedisServer, alias: str) -> Figure:
+    """Count at the server what our acquire + release asks of it."""
+    acquire_and_release = ours_on(alias)
+    acquire_and_release()
+    with server.counting() as count:
+        for _ in range(COUNTED):
+            acquire_and_release()
+    name = f"{alias}: round trips"
+    return Figure(name, count.round_trips / COUNTED, note="counted at the server")
+
+
+def describe_floor() -> str:
+    """Say what the floor was measured with."""
+    parser = "hiredis" if find_spec("hiredis") else "no hiredis"
+    return f"redis-py {redis.__version__}, {parser}"

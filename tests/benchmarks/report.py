@@ -1,0 +1,134 @@
+"""Figures: how they are measured against each other, held to limits and shown."""
+
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+LIMITS = Path(__file__).with_name("limits.json")
+
+#: Width of the table, columns.
+WIDTH = 80
+
+#: Seconds for which each candidate runs before it is measured.
+WARM_UP = 0.2
+
+
+@dataclass(frozen=True)
+class Figure:
+    """
+    One measured number.
+
+    Args:
+        value: A ratio, or a number of what the name says.
+        limit: What the value must keep to; None: a floor or a peer, for comparison.
+        better: Which way is better; ``lower``: the limit is the highest value allowed.
+        note: What a reader must know to believe the number.
+    """
+
+    name: str
+    value: float
+    limit: float | None = None
+    better: Literal["lower", "higher"] = "lower"
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the value keeps to its limit; without one it always does."""
+        if self.limit is None:
+            return True
+        return self.value <= self.limit if self.better == "lower" else self.value >= self.limit
+
+
+def with_limits(benchmark: str, figures: Iterable[Figure]) -> list[Figure]:
+    """
+    Give figures the limits that ``limits.json`` holds for this benchmark.
+
+    Raises:
+        LookupError: It holds a limit for a figure that was not measured.
+    """
+    limits: dict[str, float] = json.loads(LIMITS.read_text()).get(benchmark, {})
+    limited = [replace(figure, limit=limits.pop(figure.name, None)) for figure in figures]
+    if limits:
+        raise LookupError(f"limits.json: {benchmark} did not measure {', '.join(limits)}.")
+    return limited
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int = 25,
+    seconds_per_round: float = 0.05,
+) -> dict[str, list[float]]:
+    """
+    Measure candidates side by side, so that what slows the machine slows all of them.
+
+    Each round runs each candidate once, in an order of its own, for about
+    ``seconds_per_round``. Garbage is collected between rounds, not inside.
+
+    Returns:
+        For each candidate the µs per call in each round.
+    """
+    calls = {name: _warm_up(call, seconds_per_round) for name, call in candidates.items()}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    order = list(candidates)
+    for _ in range(rounds):
+        random.shuffle(order)
+        gc.collect()
+        gc.disable()
+        try:
+            for name in order:
+                samples[name].append(_time(candidates[name], calls[name]))
+        finally:
+            gc.enable()
+    return samples
+
+
+def ratio(samples: Mapping[str, Sequence[float]], candidate: str, floor: str) -> float:
+    """Return the median over all rounds of candidate / floor within one round."""
+    pairs = zip(samples[candidate], samples[floor], strict=True)
+    return statistics.median(ours / theirs for ours, theirs in pairs)
+
+
+def _warm_up(call: Callable[[], object], seconds: float) -> int:
+    """Run a candidate for a while; return how many calls fill this many seconds."""
+    calls, began = 0, time.perf_counter()
+    while (passed := time.perf_counter() - began) < WARM_UP:
+        call()
+        calls += 1
+    return max(1, round(calls / passed * seconds))
+
+
+def _time(call: Callable[[], object], calls: int) -> float:
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - began) / calls * 1e6
+
+
+def print_json(figures: Sequence[Figure]) -> None:
+    """Print one object with all figures."""
+    entries = [{**asdict(figure), "ok": figure.ok} for figure in figures]
+    print(json.dumps({"figures": entries}, indent=2))
+
+
+def print_table(title: str, figures: Sequence[Figure]) -> None:
+    """Print a table for readers."""
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("figure", no_wrap=True)
+    for column in ("value", "limit", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("note", overflow="fold")
+    for figure in figures:
+        limit = "" if figure.limit is None else f"{figure.limit:g}"
+        verdict = "" if figure.limit is None else ("ok" if figure.ok else "MISSED")
+        table.add_row(figure.name, f"{figure.value:.2f}", limit, verdict, figure.note)
+    Console(file=sys.stdout, width=WIDTH, highlight=False, markup=False).print(table, "")

@@ -1,0 +1,22 @@
+"""Somebody else who holds a lock."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from django_celery_safe import HeldLock
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores.base import Acquired, Holder
+
+
+@contextmanager
+def held_by(name: str, task_id: str | None, seconds: float = 30) -> Iterator[HeldLock]:
+    """Let the run ``task_id`` on another machine hold the lock during the block."""
+    store, token = locate().store(), uuid.uuid4().hex
+    holder = Holder("elsewhere", 4711, time.time(), True, "tests.other", task_id)
+    assert isinstance(store.acquire(name, token, seconds, holder), Acquired)
+    lock = store.peek(name)
+    assert lock is not None
+    yield lock
+    store.release(name, token)

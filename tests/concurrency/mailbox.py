@@ -1,0 +1,109 @@
+"""A Celery app whose messages stay in memory, and are given out by hand as a worker does it."""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from celery import Celery, Task
+from celery.app.trace import build_tracer
+from celery.states import SUCCESS
+
+from django_celery_safe.concurrency.copies import HEADER
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a task, as a worker reads it from the broker."""
+
+    headers: dict[str, Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    embed: dict[str, Any]
+    delivery_info: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        """The task's id."""
+        return str(self.headers["id"])
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        """What travels in our header; empty without one."""
+        return dict(self.headers.get(HEADER, {}))
+
+    @property
+    def delay(self) -> float:
+        """Seconds from now until it is to be run."""
+        eta = datetime.fromisoformat(self.headers["eta"])
+        return (eta - datetime.now(eta.tzinfo)).total_seconds()
+
+    def with_headers(self, **headers: Any) -> "Message":
+        """Return the message with more headers."""
+        return replace(self, headers={**self.headers, **headers})
+
+
+class Outcome(NamedTuple):
+    """How a delivery ended: Celery's state, and what the task returned or raised."""
+
+    state: str
+    value: Any
+
+
+class Mailbox:
+    """
+    Takes what the app's tasks send, and runs it through Celery's own tracer.
+
+    Args:
+        broker_url: Unset: in memory. With another, only :meth:`deliver` works.
+    """
+
+    def __init__(self, broker_url: str = "memory://") -> None:
+        # The transport's memory is the process's: a queue of its own keeps tests apart.
+        self.queue = uuid.uuid4().hex
+        self.app = Celery(
+            self.queue, broker=broker_url, backend="cache+memory://", set_as_current=False
+        )
+        self.app.conf.update(
+            task_default_queue=self.queue,
+            task_publish_retry_policy={"max_retries": 0},
+            accept_content=["json", "pickle"],
+        )
+
+    def task(self, function: Callable[..., Any], **options: Any) -> Any:
+        """Make a task of this app, as ``@app.task`` does; no other app gets it."""
+        return self.app.task(function, shared=False, **options)
+
+    def take(self) -> list[Message]:
+        """Return what was sent since the last time, in order."""
+        found = []
+        with self.app.connection_for_read() as connection:
+            queue = connection.SimpleQueue(self.queue, accept=["json", "pickle"])
+            while queue.qsize():
+                message = queue.get(block=False)
+                message.ack()
+                args, kwargs, embed = message.payload
+                info = dict(message.delivery_info)
+                found.append(Message(dict(message.headers), args, kwargs, embed, info))
+            queue.close()
+        return found
+
+    def take_one(self) -> Message:
+        """Return the only message that was sent since the last time."""
+        (message,) = self.take()
+        return message
+
+    def deliver(self, message: Message) -> Outcome:
+        """Run the message here, as a worker's child would."""
+        task: Task[Any, Any] = self.app.tasks[message.headers["task"]]
+        trace = build_tracer(task.name, task, app=self.app)
+        request = {**message.headers, **message.embed, "delivery_info": message.delivery_info}
+        traced = trace(message.id, message.args, message.kwargs, request)
+        if traced.info is None:
+            return Outcome(SUCCESS, traced.retval)
+        return Outcome(traced.info.state, traced.info.retval)
+
+    def close(self) -> None:
+        """Forget the app and its connections."""
+        self.app.close()

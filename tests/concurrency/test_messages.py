@@ -1,0 +1,500 @@
+"""What a message of a single-instance task does when it meets a lock, without a worker."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from celery import Task, chain
+from celery.exceptions import Reject, Retry
+from django.dispatch import Signal
+from kombu.exceptions import OperationalError
+from pytest_django import Settings
+
+from django_celery_safe import (
+    AlreadyRunning,
+    HeldLock,
+    LockBackendError,
+    SafeTask,
+    find_lock,
+    release_lock,
+    single_instance,
+)
+from django_celery_safe.concurrency import guard
+from django_celery_safe.signals import task_conflict, task_own_copy
+from tests.concurrency.holders import held_by
+from tests.concurrency.mailbox import Mailbox, Message
+from tests.processes import free_port
+
+NAME = "tests.importing"
+LOCK = f"{NAME}:7"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait less for the own lock: here its holder never ends by itself."""
+    monkeypatch.setattr(guard, "OWN_LOCK_PATIENCE", 0.01)
+
+
+@pytest.fixture(params=["local", "django-redis", "sqlite"])
+def store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
+    """The stores in turn."""
+    use_store(request.param)
+    return str(request.param)
+
+
+class Importing:
+    """A single-instance task of the mailbox, and what became of it."""
+
+    def __init__(self, mailbox: Mailbox, base: Any = SafeTask, **options: Any) -> None:
+        self.mailbox = mailbox
+        #: The task id of each run.
+        self.runs: list[str] = []
+
+        def importing(task: Any, number: int) -> str:
+            self.runs.append(task.request.id)
+            return "imported"
+
+        names = {"on_conflict", "retry_delay", "cache", "timeout"} & options.keys()
+        decorate = single_instance(key="{number}", **{name: options.pop(name) for name in names})
+        options.setdefault("acks_late", True)
+        self.task = mailbox.task(decorate(importing), name=NAME, base=base, bind=True, **options)
+
+    def message(self, **options: Any) -> Message:
+        """Return a message for the lock of number 7."""
+        self.task.apply_async((7,), **options)
+        return self.mailbox.take_one()
+
+
+def find_note(message: Message) -> HeldLock | None:
+    """Return the note that says which copy of the message is on its way."""
+    return find_lock(f"{NAME}:copy:{message.id}")
+
+
+@pytest.fixture
+def events() -> Iterator[list[dict[str, Any]]]:
+    """The fields of each conflict and own copy that was signalled."""
+    seen: list[dict[str, Any]] = []
+
+    def note(signal: Signal, sender: Any, **fields: Any) -> None:
+        seen.append(fields)
+
+    task_conflict.connect(note)
+    task_own_copy.connect(note)
+    yield seen
+    task_conflict.disconnect(note)
+    task_own_copy.disconnect(note)
+
+
+# Another run holds the lock.
+
+
+@pytest.mark.parametrize("base", [Task, SafeTask])
+def test_skip_succeeds_with_none(base: Any, store: str, mailbox: Mailbox) -> None:
+    """The duplicate ends as a success without a result, and the body does not run."""
+    importing = Importing(mailbox, base)
+    message = importing.message()
+    with held_by(LOCK, "other"):
+        assert mailbox.deliver(message) == ("SUCCESS", None)
+    assert importing.runs == []
+    assert mailbox.take() == []
+
+
+@pytest.mark.parametrize("base", [Task, SafeTask])
+@pytest.mark.parametrize("autoretry", [{}, {"autoretry_for": (Exception,)}])
+@pytest.mark.usefixtures("locks_in_memory")
+def test_reject_is_celerys_reject(base: Any, autoretry: dict[str, Any], mailbox: Mailbox) -> None:
+    """The duplicate is rejected for good, naming lock and holder, and never retried."""
+    importing = Importing(mailbox, base, on_conflict="reject", **autoretry)
+    message = importing.message()
+    with held_by(LOCK, "other"):
+        state, error = mailbox.deliver(message)
+    assert state == "REJECTED"
+    assert isinstance(error, Reject)
+    assert error.requeue is False
+    assert f"'{LOCK}' is held by task other" in str(error.reason)
+    assert mailbox.take() == []
+
+
+@pytest.mark.usefixtures("locks_in_memory")
+def test_raise_fails_with_already_running(mailbox: Mailbox) -> None:
+    """The duplicate fails with AlreadyRunning, which has the id of the run that goes on."""
+    importing = Importing(mailbox, on_conflict="raise")
+    message = importing.message()
+    with held_by(LOCK, "other"):
+        state, error = mailbox.deliver(message)
+    assert state == "FAILURE"
+    assert isinstance(error, AlreadyRunning)
+    assert (error.name, error.task_id) == (LOCK, "other")
+    assert importing.runs == []
+
+
+@pytest.mark.parametrize("base", [Task, SafeTask])
+@pytest.mark.parametrize("autoretry", [{}, {"autoretry_for": (Exception,)}])
+def test_retry_comes_back_as_the_same_message(
+    base: Any, autoretry: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """It is sent again after the delay: same id, arguments, chain and limits, retries untouched."""
+    importing = Importing(
+        mailbox, base, on_conflict="retry", retry_delay=60, max_retries=0, **autoretry
+    )
+    first = importing.message(
+        time_limit=50,
+        soft_time_limit=40,
+        expires=3600,
+        headers={"x-user": "me"},
+        retries=3,
+        link=importing.task.si(8),
+    )
+    with held_by(LOCK, "other"):
+        state, error = mailbox.deliver(first)
+    assert state == "RETRY"
+    assert isinstance(error, Retry)
+    assert importing.runs == []
+    again = mailbox.take_one()
+    assert 59 < again.delay <= 75
+    # Celery names the running task as the parent of all that it sends, retries too.
+    unlike = {"eta", "origin", "parent_id"}
+    assert again.headers | dict.fromkeys(unlike) == first.headers | dict.fromkeys(unlike)
+    assert first.embed["callbacks"][0]["args"] == [8]
+    assert (again.args, again.kwargs, again.embed) == (first.args, first.kwargs, first.embed)
+    assert mailbox.deliver(again) == ("SUCCESS", "imported")
+    assert importing.runs == [first.id]
+
+
+@pytest.mark.usefixtures("locks_in_memory")
+def test_retries_that_come_back_are_spread(mailbox: Mailbox) -> None:
+    """Many that wait for one lock don't all come back at the same moment."""
+    importing = Importing(mailbox, on_conflict="retry", retry_delay=60)
+    delays = set()
+    with held_by(LOCK, "other"):
+        for _ in range(8):
+            mailbox.deliver(importing.message())
+            delays.add(round(mailbox.take_one().delay))
+    assert len(delays) > 2
+
+
+@pytest.mark.usefixtures("locks_in_memory")
+def test_a_retry_never_waits_longer_than_the_broker_lets_it(mailbox: Mailbox) -> None:
+    """Half the visibility timeout: beyond the whole it is delivered again, and multiplies."""
+    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 20}
+    importing = Importing(mailbox, on_conflict="retry", retry_delay=60)
+    message = importing.message()
+    with held_by(LOCK, "other"):
+        mailbox.deliver(message)
+    assert mailbox.take_one().delay <= 10
+
+
+@pytest.mark.parametrize("on_conflict", ["skip", "retry", "reject", "raise"])
+def test_a_conflict_is_told(
+    on_conflict: str,
+    mailbox: Mailbox,
+    locks_in_memory: None,
+    events: list[dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A signal and a record at INFO name the lock, the task, its holder and what was done."""
+    caplog.set_level(logging.INFO, "django_celery_safe")
+    importing = Importing(mailbox, on_conflict=on_conflict)
+    message = importing.message()
+    with held_by(LOCK, "other") as lock:
+        mailbox.deliver(message)
+    holder = "task other (tests.other) in process 4711 on elsewhere"
+    assert str(lock.holder) == holder
+    assert events == [
+        {"name": LOCK, "task_id": message.id, "holder": holder, "on_conflict": on_conflict}
+    ]
+    (record,) = [r for r in caplog.records if r.name == "django_celery_safe.concurrency.guard"]
+    assert record.levelno == logging.INFO
+    told = f"Task {message.id} met the lock '{LOCK}', held by {holder}: {on_conflict}."
+    assert record.getMessage() == told
+    fields = {f"safe_{name}": value for name, value in events[0].items()}
+    assert fields.items() <= vars(record).items()
+
+
+# The lock of its own task id.
+
+
+@pytest.mark.parametrize("base", [Task, SafeTask])
+@pytest.mark.parametrize("on_conflict", ["skip", "retry", "reject", "raise"])
+def test_a_message_that_meets_its_own_lock_comes_back(
+    base: Any, on_conflict: str, mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """Whatever on_conflict says, one copy with the same id and retries comes after the lease."""
+    importing = Importing(mailbox, base, on_conflict=on_conflict, autoretry_for=(Exception,))
+    first = importing.message(retries=2, headers={"x-user": "me", "x-death": [{"count": 1}]})
+    with held_by(LOCK, first.id, seconds=20):
+        assert mailbox.deliver(first).state == "IGNORED"
+    copy = mailbox.take_one()
+    assert copy.id == first.id
+    assert copy.headers["retries"] == 2
+    assert copy.headers["x-user"] == "me"
+    # With it RabbitMQ would see a cycle and drop the message.
+    assert "x-death" not in copy.headers
+    assert 18 < copy.delay <= 20
+    assert importing.runs == []
+    assert mailbox.deliver(copy) == ("SUCCESS", "imported")
+    assert importing.runs == [first.id]
+
+
+def test_a_copy_keeps_the_rest_of_its_chain(mailbox: Mailbox, locks_in_memory: None) -> None:
+    """The chain behind a message goes on when its copy has run."""
+    importing = Importing(mailbox)
+    chain(importing.task.si(7), importing.task.si(8)).apply_async()
+    first = mailbox.take_one()
+    with held_by(LOCK, first.id):
+        mailbox.deliver(first)
+    copy = mailbox.take_one()
+    mailbox.deliver(copy)
+    last = mailbox.take_one()
+    assert last.args == [8]
+    assert mailbox.deliver(last).state == "SUCCESS"
+
+
+def test_a_copy_is_noted_until_it_runs(store: str, mailbox: Mailbox) -> None:
+    """The note names the copy for as long as the broker may take, and is struck at its run."""
+    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 100}
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id, seconds=20):
+        mailbox.deliver(message)
+        copy = mailbox.take_one()
+        note = find_note(message)
+        assert note is not None
+        assert note.token == copy.ours["copy"]
+        assert note.remaining is not None
+        assert 110 < note.remaining <= 120
+    assert mailbox.deliver(copy).value == "imported"
+    assert find_note(message) is None
+
+
+def test_many_deliveries_make_one_copy(store: str, mailbox: Mailbox) -> None:
+    """While a copy is on its way, another delivery of the same message is dropped."""
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id):
+        states = [mailbox.deliver(message).state for _ in range(3)]
+    assert states == ["IGNORED"] * 3
+    assert len(mailbox.take()) == 1
+
+
+def test_a_copy_that_meets_the_lock_again_is_replaced(store: str, mailbox: Mailbox) -> None:
+    """Under a holder that lives long one copy follows the other, and redeliveries add none."""
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id):
+        mailbox.deliver(message)
+        copies = [mailbox.take_one()]
+        for _ in range(4):
+            mailbox.deliver(copies[-1])
+            mailbox.deliver(message)
+            copies.append(mailbox.take_one())
+    assert len({copy.ours["copy"] for copy in copies}) == 5
+    mailbox.deliver(copies[-1])
+    assert importing.runs == [message.id]
+    assert find_note(message) is None
+
+
+def test_a_copy_that_is_not_the_noted_one_is_dropped(store: str, mailbox: Mailbox) -> None:
+    """Of two copies only the noted one goes on, so they don't multiply."""
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id):
+        mailbox.deliver(message)
+        old = mailbox.take_one()
+        mailbox.deliver(old)
+        noted = mailbox.take_one()
+        assert mailbox.deliver(old).state == "IGNORED"
+        assert mailbox.take() == []
+        note = find_note(message)
+        assert note is not None
+        assert note.token == noted.ours["copy"]
+
+
+def forget(message: Message) -> None:
+    """Do as if the process had died after it published a copy, before it noted it."""
+    note = find_note(message)
+    assert note is not None
+    assert release_lock(note)
+
+
+def test_dying_before_the_note_loses_nothing(store: str, mailbox: Mailbox) -> None:
+    """A copy that was never noted is at worst one more, until the first of them arrives."""
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id):
+        mailbox.deliver(message)
+        forget(message)
+        # The broker still has the message of the process that died.
+        mailbox.deliver(message)
+        unnoted, noted = mailbox.take()
+        assert mailbox.deliver(unnoted).state == "IGNORED"
+        assert mailbox.take() == []
+        mailbox.deliver(noted)
+        last = mailbox.take_one()
+    assert mailbox.deliver(last).value == "imported"
+
+
+def test_dying_before_the_note_again_and_again_loses_nothing(store: str, mailbox: Mailbox) -> None:
+    """Whatever was noted or not, there is always a message that runs when the lock is free."""
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id):
+        on_its_way = [message]
+        for number in range(6):
+            delivered = on_its_way.pop(0)
+            mailbox.deliver(delivered)
+            on_its_way += mailbox.take()
+            if number % 2 and find_note(message):
+                forget(message)
+                # Not acknowledged, so delivered again.
+                on_its_way.append(delivered)
+            assert 1 <= len(on_its_way) <= 2
+    for left in on_its_way:
+        mailbox.deliver(left)
+    assert importing.runs
+
+
+def test_a_copy_that_arrives_after_its_note_ended_comes_back(store: str, mailbox: Mailbox) -> None:
+    """The note is a lease too: once it is over a copy is taken for the only one."""
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id):
+        mailbox.deliver(message)
+        copy = mailbox.take_one()
+        forget(message)
+        mailbox.deliver(copy)
+        assert len(mailbox.take()) == 1
+
+
+@pytest.mark.parametrize(
+    ("lease", "visibility", "longest"), [(30, 3, 1.5), (0.3, 3, 0.3), (30, None, 30)]
+)
+def test_a_copy_comes_when_the_lease_is_over_or_earlier(
+    lease: float,
+    visibility: float | None,
+    longest: float,
+    mailbox: Mailbox,
+    locks_in_memory: None,
+) -> None:
+    """Its delay is what is left of the lease, at most half the broker's visibility timeout."""
+    if visibility is not None:
+        mailbox.app.conf.broker_transport_options = {"visibility_timeout": visibility}
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id, seconds=lease):
+        mailbox.deliver(message)
+    assert longest * 0.5 < mailbox.take_one().delay <= longest
+
+
+def test_a_lock_that_is_free_in_a_moment_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """A retry without delay, which overtakes the end of its own run, runs at once."""
+    monkeypatch.setattr(guard, "OWN_LOCK_PATIENCE", 10.0)
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id) as lock:
+        ending = threading.Timer(0.1, release_lock, [lock])
+        ending.start()
+        assert mailbox.deliver(message) == ("SUCCESS", "imported")
+        ending.join()
+    assert mailbox.take() == []
+
+
+def test_the_retry_of_a_copy_that_ran_is_noted_anew(
+    mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """A retry carries the token of the copy that it was; that does not get it dropped."""
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id):
+        mailbox.deliver(message)
+        copy = mailbox.take_one()
+    mailbox.deliver(copy)
+    retry = copy.with_headers(retries=1)
+    with held_by(LOCK, message.id):
+        mailbox.deliver(retry)
+        again = mailbox.take_one()
+    assert again.headers["retries"] == 1
+    assert mailbox.deliver(again).value == "imported"
+
+
+def test_an_own_copy_is_told(
+    mailbox: Mailbox,
+    locks_in_memory: None,
+    events: list[dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Signal and record say who holds the lock and when the copy comes; None: it was dropped."""
+    caplog.set_level(logging.INFO, "django_celery_safe")
+    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 4}
+    importing = Importing(mailbox)
+    message = importing.message()
+    with held_by(LOCK, message.id) as lock:
+        mailbox.deliver(message)
+        mailbox.deliver(message)
+    expected = {"name": LOCK, "task_id": message.id, "holder": str(lock.holder)}
+    assert events == [{**expected, "delay": 2.0}, {**expected, "delay": None}]
+    sent, dropped = (r for r in caplog.records if r.name == "django_celery_safe.concurrency.copies")
+    assert sent.levelno == dropped.levelno == logging.INFO
+    assert str(lock.holder) in sent.getMessage()
+    assert "a copy comes back in 2 s" in sent.getMessage()
+    assert "another copy is on its way" in dropped.getMessage()
+    assert vars(sent)["safe_delay"] == 2.0
+    assert vars(dropped)["safe_holder"] == str(lock.holder)
+
+
+# Something does not answer.
+
+
+@pytest.mark.parametrize("on_conflict", ["skip", "retry"])
+@pytest.mark.parametrize("autoretry", [{}, {"autoretry_for": (Exception,)}])
+def test_a_message_that_can_not_be_sent_again_stays_with_the_broker(
+    on_conflict: str, autoretry: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """With acks_late the broker gets it back, whatever autoretry_for says; nothing is noted."""
+    message = Importing(mailbox).message()
+    with closing(Mailbox(broker_url=f"redis://127.0.0.1:{free_port()}")) as dead:
+        importing = Importing(dead, on_conflict=on_conflict, **autoretry)
+        with held_by(LOCK, message.id if on_conflict == "skip" else "other"):
+            state, error = dead.deliver(message)
+    assert state == "REJECTED"
+    assert isinstance(error, Reject)
+    assert error.requeue is True
+    assert isinstance(error.reason, OperationalError)
+    assert find_note(message) is None
+    assert importing.runs == []
+
+
+def test_a_message_that_was_acknowledged_and_can_not_be_sent_again_fails(
+    mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """Without acks_late nobody else has it, so the failure is there to be seen."""
+    message = Importing(mailbox).message()
+    with closing(Mailbox(broker_url=f"redis://127.0.0.1:{free_port()}")) as dead:
+        Importing(dead, acks_late=False)
+        with held_by(LOCK, message.id):
+            state, error = dead.deliver(message)
+    assert state == "FAILURE"
+    assert isinstance(error, OperationalError)
+
+
+def test_a_cache_that_does_not_answer_keeps_the_task_from_running(
+    mailbox: Mailbox, settings: Settings
+) -> None:
+    """Whether the lock is free is not known then: LockBackendError, and the body does not run."""
+    settings.CACHES = {
+        **settings.CACHES,
+        "gone": {
+            "BACKEND": "django.core.cache.backends.redis.RedisCache",
+            "LOCATION": f"redis://127.0.0.1:{free_port()}",
+        },
+    }
+    importing = Importing(mailbox, cache="gone")
+    state, error = mailbox.deliver(importing.message())
+    assert state == "FAILURE"
+    assert isinstance(error, LockBackendError)
+    assert importing.runs == []

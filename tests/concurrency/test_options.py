@@ -1,0 +1,323 @@
+"""What ``@single_instance`` accepts, refuses at import, and leaves as it was."""
+
+import inspect
+import typing
+from collections.abc import Callable
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery import Task, shared_task
+from pydantic import BaseModel
+
+from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_instance
+from django_celery_safe.concurrency.guard import find_guarded
+from django_celery_safe.conf import UNSET
+from tests.concurrency.mailbox import Mailbox
+
+
+def import_feed(feed_url: str, limit: int = 10) -> int:
+    """Fetch the entries of a feed."""
+    return limit
+
+
+HERE = r"tests\.concurrency\.test_options\.import_feed"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"on_conflict": "retyr"}, r"'retyr' is not known.*'skip', 'retry'.*mean 'retry'\?"),
+        ({"on_conflict": "wait for it"}, r"'wait for it' is not known"),
+        ({"on_conflict": None}, r"on_conflict=None is not known"),
+        ({"retry_delay": 5}, r"retry_delay=5 has no meaning with on_conflict='skip'"),
+        ({"retry_delay": 5, "on_conflict": "raise"}, r"no meaning with on_conflict='raise'"),
+        ({"retry_delay": -1, "on_conflict": "retry"}, r"retry_delay=-1 is no"),
+        ({"timeout": None}, r"timeout=None would be a lock without end"),
+        ({"timeout": 0}, r"timeout=0 is no lease"),
+        ({"timeout": timedelta(seconds=-1)}, r"is no lease"),
+        ({"timeout": "30"}, r"timeout='30' is no lease"),
+        ({"key": None}, r"key=None can't say which calls are the same"),
+        ({"key": 7}, r"key=7 can't say"),
+        ({"key": [7]}, r"key=\[7\] can't say"),
+        ({"key": b"{feed_url}"}, r"can't say"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], sentence: str) -> None:
+    """An option that is unknown, or contradicts another, is an error where it is written."""
+    with pytest.raises(ConfigurationError, match=sentence):
+        single_instance(**options)
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("feed", rf"'feed' of {HERE} names no argument.*key=\[\]"),
+        ("", rf"'' of {HERE} names no argument"),
+        ("{{feed_url}}", rf"of {HERE} names no argument"),
+        ("{feed_ulr}", rf"of {HERE} names 'feed_ulr'.*feed_url, limit\. Did you mean 'feed_url'\?"),
+        ("{feed_url}-{limits[0]}", rf"of {HERE} names 'limits'.*mean 'limit'\?"),
+        ("{feed_url:{width}}", rf"of {HERE} names 'width'"),
+        ("{}", rf"of {HERE} names ''"),
+        ("{0}", rf"of {HERE} names '0'"),
+        (["feed_url", "user"], rf"of {HERE} names 'user'"),
+        ("{feed_url", rf"'{{feed_url' of {HERE} is no format string"),
+        ("feed_url}", rf"of {HERE} is no format string"),
+    ],
+)
+def test_a_key_that_names_no_argument_is_refused(key: Any, sentence: str) -> None:
+    """A key of names that the function does not take is an error at import, naming the function."""
+    with pytest.raises(ConfigurationError, match=sentence):
+        single_instance(key=key)(import_feed)
+
+
+@pytest.mark.parametrize("key", ["{self}", ["self"], "{self.request.id}"])
+def test_the_task_itself_can_not_be_the_key(key: Any) -> None:
+    """The self of a bound task tells no two calls apart, so naming it is a mistake."""
+
+    def task(self: Any, feed_url: str) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="names 'self', which is not an argument"):
+        single_instance(key=key)(task)
+
+
+@pytest.mark.parametrize("decorate", [single_instance, single_instance(key="{feed_url}")])
+@pytest.mark.parametrize("kind", ["shared_task", "lazy app task", "finalized app task", "instance"])
+def test_standing_above_the_task_decorator_is_refused(
+    kind: str, decorate: Callable[..., Any], mailbox: Mailbox
+) -> None:
+    """Above ``@shared_task`` or ``@app.task`` it raises a TypeError that shows the right order."""
+    app = mailbox.app
+    if kind == "finalized app task":
+        app.finalize()
+    task: Any = {
+        "shared_task": lambda: shared_task(import_feed, name="tests.above"),
+        "lazy app task": lambda: mailbox.task(import_feed),
+        "finalized app task": lambda: mailbox.task(import_feed),
+        "instance": SafeTask,
+    }[kind]()
+    with pytest.raises(TypeError, match=r"stands above(.|\n)*@shared_task\n +@single_instance"):
+        decorate(task)
+    assert app.finalized is (kind == "finalized app task")
+
+
+@pytest.mark.parametrize("what", ["{feed_url}", SafeTask, 7])
+def test_what_is_no_function_is_refused(what: Any) -> None:
+    """A key given by position, or a task class, is a TypeError that says how to write it."""
+    with pytest.raises(TypeError, match=r"instead of a function.*key=.*above run"):
+        single_instance(what)
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [single_instance, single_instance(), single_instance(key=["feed_url"], timeout=5)],
+    ids=["bare", "called", "with options"],
+)
+def test_a_decorated_function_looks_as_before(decorate: Callable[..., Any]) -> None:
+    """Name, module, docstring, annotations and signature stay."""
+    decorated: Any = decorate(import_feed)
+    assert decorated.__name__ == "import_feed"
+    assert decorated.__module__ == __name__
+    assert decorated.__doc__ == "Fetch the entries of a feed."
+    assert typing.get_type_hints(decorated) == {"feed_url": str, "limit": int, "return": int}
+    assert inspect.signature(decorated) == inspect.signature(import_feed)
+    assert inspect.getfullargspec(decorated).args == ["feed_url", "limit"]
+
+
+def test_a_decorated_function_makes_the_same_task(mailbox: Mailbox) -> None:
+    """The task keeps the function's name and docstring, and its defaults are Celery's."""
+    task = mailbox.task(single_instance(import_feed))
+    plain = mailbox.task(import_feed, name="plain")
+    assert task.name == f"{__name__}.import_feed"
+    assert task.__doc__ == plain.__doc__
+    assert task.acks_late is plain.acks_late
+    assert task.max_retries == plain.max_retries
+
+
+@pytest.mark.parametrize("base", [Task, SafeTask])
+@pytest.mark.parametrize("bind", [False, True])
+def test_arguments_are_checked_at_the_call(base: type, bind: bool, mailbox: Mailbox) -> None:
+    """Wrong arity raises at ``.delay()``, as it does without the decorator; nothing is sent."""
+    if bind:
+
+        def function(self: Any, feed_url: str, limit: int = 10) -> None: ...
+    else:
+        function = import_feed  # type: ignore[assignment]
+    task = mailbox.task(single_instance(function), base=base, bind=bind)
+    with pytest.raises(TypeError, match="feed_url"):
+        task.delay()
+    with pytest.raises(TypeError, match="speed"):
+        task.delay("x", speed=1)
+    assert mailbox.take() == []
+    task.delay("x", limit=3)
+    assert mailbox.take_one().kwargs == {"limit": 3}
+
+
+def test_one_configured_decorator_serves_two_functions(
+    mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """A decorator kept in a variable keeps no state of the functions it decorates."""
+    alone = single_instance(key="{number}")
+    held: dict[str, list[str]] = {}
+
+    def note(name: str) -> None:
+        held[name] = [lock.name.rpartition(".")[2] for lock in iter_locks()]
+
+    @alone
+    def first(number: int) -> None:
+        note("first")
+        second(number)
+
+    @alone
+    def second(number: int, more: int = 0) -> None:
+        note("second")
+
+    mailbox.task(first)(7)
+    assert held == {"first": ["first:7"], "second": ["first:7", "second:7"]}
+
+
+class Album(BaseModel):
+    """A model as a task's argument."""
+
+    pk: int
+    title: str = ""
+
+
+class ClassBased(SafeTask):
+    """A task class with a run method."""
+
+    name = "tests.class_based"
+
+    @single_instance(key="{pk}")
+    def run(self, pk: int, limit: int = 10) -> Any:
+        """Return the names of the locks."""
+        return held_names()
+
+
+def held_names() -> list[str]:
+    """Return what is locked now."""
+    return [lock.name for lock in iter_locks()]
+
+
+def plain(pk: int, limit: int = 10) -> Any:
+    """Return the names of the locks."""
+    return held_names()
+
+
+def bound(self: Any, pk: int, limit: int = 10) -> Any:
+    """Return the names of the locks."""
+    assert isinstance(self, Task)
+    return held_names()
+
+
+def with_model(album: Album, limit: int = 10) -> Any:
+    """Return the names of the locks."""
+    assert isinstance(album, Album)
+    return held_names()
+
+
+def with_model_bound(self: Any, album: Album, limit: int = 10) -> Any:
+    """Return the names of the locks."""
+    assert isinstance(self, Task)
+    assert isinstance(album, Album)
+    return held_names()
+
+
+#: Every way to make a task: function, template, first argument, options of the task.
+KINDS: dict[str, tuple[Callable[..., Any] | None, str, Any, dict[str, Any]]] = {
+    "plain": (plain, "{pk}", 7, {}),
+    "bound": (bound, "{pk}", 7, {"bind": True}),
+    "class": (None, "{pk}", 7, {}),
+    "autoretry": (plain, "{pk}", 7, {"autoretry_for": (Exception,)}),
+    "bound autoretry": (bound, "{pk}", 7, {"autoretry_for": (Exception,), "bind": True}),
+    "pydantic": (with_model, "{album[pk]}", {"pk": 7}, {"pydantic": True}),
+    "bound pydantic": (
+        with_model_bound,
+        "{album[pk]}",
+        {"pk": 7},
+        {"pydantic": True, "bind": True},
+    ),
+    "pydantic autoretry": (
+        with_model,
+        "{album[pk]}",
+        {"pk": 7},
+        {"pydantic": True, "autoretry_for": (Exception,)},
+    ),
+    "pickle": (plain, "{pk}", 7, {"serializer": "pickle"}),
+}
+
+
+@pytest.fixture(params=[Task, SafeTask], ids=["Task", "SafeTask"])
+def base(request: pytest.FixtureRequest) -> Any:
+    """A task's base class: Celery's own, which sends no header of ours, and ours."""
+    return request.param
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Every way to make a task."""
+    return str(request.param)
+
+
+def make_task(mailbox: Mailbox, kind: str, base: Any, **given: Any) -> Any:
+    """Return a single-instance task of that kind."""
+    function, template, _, options = KINDS[kind]
+    if function is None:
+        task_class = ClassBased if base is SafeTask else ClassBasedPlain
+        return mailbox.app.register_task(task_class())
+    given.setdefault("key", template)
+    return mailbox.task(single_instance(**given)(function), base=base, **options)
+
+
+class ClassBasedPlain(Task):  # type: ignore[type-arg]
+    """The same on Celery's own base."""
+
+    name = "tests.class_based"
+    run = ClassBased.run
+
+
+def test_every_kind_of_task_runs_under_its_lock(
+    kind: str, base: Any, mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """Each way to make a task takes the lock that its template names, and frees it."""
+    task = make_task(mailbox, kind, base)
+    task.delay(KINDS[kind][2])
+    outcome = mailbox.deliver(mailbox.take_one())
+    assert outcome == ("SUCCESS", [f"{task.name}:7"])
+    assert held_names() == []
+
+
+def test_the_key_of_the_send_is_the_key_of_the_run(
+    kind: str, mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """A plain task, whose key is made at the run, takes the lock that SafeTask's header names."""
+    with closing(Mailbox()) as other:
+        safe = make_task(mailbox, kind, SafeTask, key=UNSET)
+        celerys = make_task(other, kind, Task, key=UNSET)
+        for args in [(KINDS[kind][2],), (KINDS[kind][2], 10)]:
+            safe.delay(*args)
+            celerys.delay(*args)
+            with_key, without = mailbox.take_one(), other.take_one()
+            assert without.ours == {}
+            expected = [f"{safe.name}:{with_key.ours['key']}"]
+            assert mailbox.deliver(with_key).value == expected
+            assert other.deliver(without).value == expected
+
+
+def test_models_have_the_key_of_their_dump(mailbox: Mailbox, locks_in_memory: None) -> None:
+    """A pydantic model passed by the caller counts as what travels, not as an object."""
+    task = make_task(mailbox, "pydantic", SafeTask, key=["album"])
+    task.delay(Album(pk=7))
+    task.delay({"pk": 7, "title": ""})
+    task.delay(Album(pk=8))
+    keys = [message.ours["key"] for message in mailbox.take()]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_task_that_is_not_decorated_is_left_alone(mailbox: Mailbox) -> None:
+    """SafeTask without the decorator sends no key."""
+    task = mailbox.task(import_feed, base=SafeTask)
+    assert find_guarded(task) is None
+    task.delay("x")
+    assert mailbox.take_one().ours == {}

@@ -1,0 +1,96 @@
+"""Eager single-instance tasks in a plain Django ``TestCase``, on every store."""
+
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.db import transaction
+from django.test import TestCase
+from pytest_django import Settings
+
+from django_celery_safe import AlreadyRunning, SafeTask, single_instance
+from tests.app.models import Person
+from tests.concurrency.holders import held_by
+from tests.concurrency.mailbox import Mailbox
+from tests.concurrency.test_options import held_names
+from tests.contract.conftest import SHARED_STORES
+
+
+@pytest.fixture(params=[*SHARED_STORES, "local", "default database"])
+def aliases(
+    request: pytest.FixtureRequest,
+    settings: Settings,
+    use_store: Callable[[str], None],
+) -> set[str]:
+    """Put the locks into one store after another; the databases that a TestCase then needs."""
+    if request.param == "default database":
+        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "default"}
+    else:
+        use_store(request.param)
+    alias = settings.DJANGO_CELERY_SAFE.get("LOCK_DATABASE")
+    return {"default"} | ({alias} if alias else set())
+
+
+def run(case: type[unittest.TestCase]) -> None:
+    """Run all tests of a TestCase; raise what the first one raised."""
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+    assert result.wasSuccessful(), (result.errors + result.failures)[0][1]
+    assert result.testsRun
+
+
+# Not in a transaction of its own, but with the tables.
+@pytest.mark.django_db(transaction=True)
+def test_eager_tasks_run_in_a_testcase(aliases: set[str], mailbox: Mailbox) -> None:
+    """Tasks run, conflict, raise and free their locks, whether or not inside ``atomic()``."""
+    mailbox.app.conf.update(task_always_eager=True, task_eager_propagates=True)
+
+    @single_instance(key="{name}")
+    def sign_up(name: str) -> Any:
+        Person.everyone.create(email=name)
+        if name == "nobody":
+            raise ValueError(name)
+        return held_names()
+
+    @single_instance(key=lambda: "all", on_conflict="raise")
+    def clean_up() -> int:
+        with transaction.atomic():
+            return Person.everyone.count()
+
+    signing_up = mailbox.task(sign_up, base=SafeTask, name="tests.sign_up")
+    cleaning_up = mailbox.task(clean_up, base=SafeTask, name="tests.clean_up")
+
+    class Plain(TestCase):
+        databases = aliases
+
+        def test_a_task_runs(self) -> None:
+            for _ in range(2):
+                assert signing_up.delay("ann").get() == ["tests.sign_up:ann"]
+            assert Person.everyone.filter(email="ann").count() == 2
+            assert held_names() == []
+
+        def test_a_duplicate_is_skipped(self) -> None:
+            with held_by("tests.sign_up:bob", "first"):
+                assert signing_up.delay("bob").get() is None
+            assert signing_up.delay("bob").get() == ["tests.sign_up:bob"]
+
+        def test_a_duplicate_raises(self) -> None:
+            with held_by("tests.clean_up:all", "first"), pytest.raises(AlreadyRunning):
+                cleaning_up.delay()
+            assert cleaning_up.delay().get() == 0
+
+        def test_a_task_fails(self) -> None:
+            with pytest.raises(ValueError, match="nobody"):
+                signing_up.delay("nobody")
+            assert held_names() == []
+
+        def test_a_task_is_sent_on_commit(self) -> None:
+            with self.captureOnCommitCallbacks(execute=True), transaction.atomic():
+                sent = signing_up.delay_on_commit("cleo")
+                assert sent.state == "PENDING"
+            assert sent.get() == ["tests.sign_up:cleo"]
+
+    run(Plain)
+    assert held_names() == []
+    assert not Person.everyone.exists()

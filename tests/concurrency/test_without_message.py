@@ -1,0 +1,192 @@
+"""Single-instance tasks that run without a message: direct calls, ``.apply()``, eager mode."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Task, shared_task
+
+from django_celery_safe import AlreadyRunning, SafeTask, cache_lock, find_lock, single_instance
+from tests.concurrency.holders import held_by
+from tests.concurrency.mailbox import Mailbox
+from tests.concurrency.test_options import KINDS, held_names, make_task
+
+pytestmark = pytest.mark.usefixtures("locks_in_memory")
+
+
+def directly(task: Any, *args: Any) -> Any:
+    """Call the task as a function."""
+    return task(*args)
+
+
+def by_run(task: Any, *args: Any) -> Any:
+    """Call what the task runs."""
+    return task.run(*args)
+
+
+def by_apply(task: Any, *args: Any) -> Any:
+    """Run the task here, as ``.apply()`` does."""
+    return task.apply(args).get()
+
+
+def eagerly(task: Any, *args: Any) -> Any:
+    """Send the task in eager mode."""
+    task.app.conf.task_always_eager = True
+    return task.delay(*args).get()
+
+
+@pytest.fixture(params=[directly, by_run, by_apply, eagerly])
+def call(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Every way to run a task without a message."""
+    way: Callable[..., Any] = request.param
+    return way
+
+
+class Boom(Exception):
+    """What the tasks raise."""
+
+
+def work(number: int) -> Any:
+    """Return the names of the locks; raise for numbers below 0."""
+    if number < 0:
+        raise Boom(held_names())
+    return held_names()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("base", [Task, SafeTask])
+def test_the_lock_is_taken_and_freed(
+    kind: str, base: Any, call: Callable[..., Any], mailbox: Mailbox
+) -> None:
+    """Every kind of task runs under the lock of its key, and frees it at the end."""
+    task = make_task(mailbox, kind, base)
+    assert call(task, KINDS[kind][2]) == [f"{task.name}:7"]
+    assert held_names() == []
+
+
+def test_an_exception_frees_the_lock(call: Callable[..., Any], mailbox: Mailbox) -> None:
+    """What the task raises comes through, and the lock is free."""
+    task = mailbox.task(single_instance(key="{number}")(work), base=SafeTask)
+    with pytest.raises(Boom) as raised:
+        call(task, -1)
+    assert raised.value.args == ([f"{task.name}:-1"],)
+    assert held_names() == []
+
+
+def test_a_conflict_is_skipped(call: Callable[..., Any], mailbox: Mailbox) -> None:
+    """While another run holds the lock the task returns None, and the lock stays as it is."""
+    task = mailbox.task(single_instance(key="{number}")(work), base=SafeTask)
+    with held_by(f"{task.name}:7", task_id="first") as lock:
+        assert call(task, 7) is None
+        assert call(task, 8) == [f"{task.name}:7", f"{task.name}:8"]
+        found = find_lock(lock.name)
+        assert found is not None
+        assert found.token == lock.token
+
+
+@pytest.mark.parametrize("on_conflict", ["retry", "reject", "raise"])
+def test_a_conflict_raises_already_running(
+    on_conflict: str, call: Callable[..., Any], mailbox: Mailbox
+) -> None:
+    """Without a message there is nothing to retry or reject: AlreadyRunning names the holder."""
+    decorate = single_instance(key="{number}", on_conflict=on_conflict)
+    task = mailbox.task(decorate(work), base=SafeTask, autoretry_for=(Boom,))
+    with (
+        held_by(f"{task.name}:7", task_id="first"),
+        pytest.raises(AlreadyRunning, match="holds the lock") as raised,
+    ):
+        call(task, 7)
+    assert raised.value.task_id == "first"
+    assert raised.value.name == f"{task.name}:7"
+    assert "task first" in raised.value.holder
+    assert mailbox.take() == []
+
+
+def test_a_holder_without_a_task_has_no_task_id(mailbox: Mailbox) -> None:
+    """AlreadyRunning says None where the holder runs outside tasks."""
+    task = mailbox.task(single_instance(key="{number}", on_conflict="raise")(work))
+    with cache_lock(f"{task.name}:7") as lock:
+        assert lock
+        with pytest.raises(AlreadyRunning) as raised:
+            task(7)
+    assert raised.value.task_id is None
+
+
+def test_a_function_that_no_task_was_made_of_has_a_lock_too() -> None:
+    """The decorated function alone takes the lock of its own dotted name."""
+    assert single_instance(key="{number}")(work)(7) == [f"{__name__}.work:7"]
+    assert held_names() == []
+
+
+@shared_task(base=SafeTask, name="tests.renamed")
+@single_instance(key="{number}")
+def renamed(number: int) -> Any:
+    """Return the names of the locks."""
+    return held_names()
+
+
+def test_run_by_hand_finds_its_task() -> None:
+    """``task.run()`` takes the lock of the task, whose name may be another than the function's."""
+    assert renamed.run(7) == ["tests.renamed:7"]
+
+
+@pytest.mark.parametrize("again", [directly, by_run])
+@pytest.mark.parametrize("bind", [False, True])
+def test_a_task_may_call_itself_with_another_key(
+    again: Callable[..., Any], bind: bool, mailbox: Mailbox
+) -> None:
+    """Inside its own message a direct call takes the lock of its own arguments."""
+    seen: list[list[str]] = []
+
+    def crawl(depth: int) -> int:
+        seen.append(sorted(name.rpartition(":")[2] for name in held_names()))
+        if depth:
+            again(task, depth - 1)
+        return depth
+
+    def crawl_bound(self: Any, depth: int) -> int:
+        return crawl(depth)
+
+    function = single_instance(key="{depth}")(crawl_bound if bind else crawl)
+    task = mailbox.task(function, base=SafeTask, bind=bind, name="tests.crawl")
+    task.delay(2)
+    assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", 2)
+    assert seen == [["2"], ["1", "2"], ["0", "1", "2"]]
+    assert mailbox.take() == []
+    assert held_names() == []
+
+
+@pytest.mark.parametrize("again", [directly, by_run, by_apply])
+def test_a_task_that_calls_itself_with_the_same_key_is_a_conflict(
+    again: Callable[..., Any], mailbox: Mailbox
+) -> None:
+    """A call inside the run that holds the lock is skipped, and its message stays where it is."""
+    results: list[Any] = []
+
+    @single_instance
+    def task(number: int) -> int:
+        results.append(again(made, number))
+        return number
+
+    made = mailbox.task(task, base=SafeTask)
+    made.delay(7)
+    assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", 7)
+    assert results == [None]
+    assert mailbox.take() == []
+
+
+def test_a_retry_of_an_eager_task_is_not_skipped(mailbox: Mailbox) -> None:
+    """The retry of ``.apply()`` runs, though the first attempt held the lock."""
+    runs: list[int] = []
+
+    @single_instance
+    def task(self: Any) -> str:
+        runs.append(self.request.retries)
+        if len(runs) < 3:
+            raise self.retry(countdown=0)
+        return "done"
+
+    made = mailbox.task(task, base=SafeTask, bind=True)
+    assert made.apply().get() == "done"
+    assert runs == [0, 1, 2]
+    assert held_names() == []

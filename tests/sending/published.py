@@ -1,0 +1,96 @@
+"""What stands in the queues of the private Redis, read without Celery."""
+
+import base64
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from celery.result import ResultBase
+from kombu.serialization import loads
+
+from tests.servers import RedisServer
+
+UUID = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
+
+#: The Redis database that the fixtures use as the broker.
+BROKER_DATABASE = 1
+
+
+@dataclass(frozen=True)
+class Published:
+    """One message in a queue. ``queue`` is the Redis key, priority included."""
+
+    queue: str
+    headers: dict[str, Any]
+    properties: dict[str, Any]
+    content_type: str
+    content_encoding: str
+    data: bytes
+
+    @property
+    def id(self) -> str:
+        """The task's id."""
+        return str(self.headers["id"])
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return str(self.headers["task"])
+
+    @property
+    def body(self) -> Any:
+        """The decoded body: with message protocol 2 args, kwargs and what is embedded."""
+        data = self.data
+        if self.headers.get("compression") == "application/x-gzip":
+            data = zlib.decompress(data)
+        return loads(data, self.content_type, self.content_encoding, accept={self.content_type})
+
+    def comparable(self) -> dict[str, Any]:
+        """Return everything but the delivery tag, which is new with each publication."""
+        properties = {k: v for k, v in self.properties.items() if k != "delivery_tag"}
+        return {**vars(self), "data": repr(self.body), "properties": properties}
+
+
+def take_published(server: RedisServer, database: int = BROKER_DATABASE) -> list[Published]:
+    """Take all messages out of the queues, oldest first in each queue."""
+    with server.client(db=database) as client:
+        keys = sorted(key for key in client.keys("*") if client.type(key) == b"list")
+        # kombu pushes on the left and takes from the right.
+        rows = [(key.decode(), row) for key in keys for row in reversed(client.lrange(key, 0, -1))]
+        if keys:
+            client.delete(*keys)
+    return [_read(queue, json.loads(row)) for queue, row in rows]
+
+
+def _read(queue: str, row: dict[str, Any]) -> Published:
+    assert row["properties"].pop("body_encoding") == "base64"
+    return Published(
+        queue=queue,
+        headers=row["headers"],
+        properties=row["properties"],
+        content_type=row["content-type"],
+        content_encoding=row["content-encoding"],
+        data=base64.b64decode(row["body"]),
+    )
+
+
+def renumbered(messages: list[Published], result: ResultBase | None) -> Any:
+    """
+    Return messages and the announced ids as data, ids numbered as they appear.
+
+    Two sends of equal signatures are equal in this form if, and only if, each
+    id stands in the same places, whatever the ids are.
+    """
+    announced = None if result is None else result.as_tuple()
+    text = json.dumps([announced, [message.comparable() for message in messages]])
+    numbers: dict[str, str] = {}
+    return json.loads(
+        UUID.sub(lambda found: numbers.setdefault(found[0], f"id {len(numbers)}"), text)
+    )
+
+
+def ids_in(result: Any) -> set[str]:
+    """Return every id that a result announces, its parents' and members' included."""
+    return set(UUID.findall(json.dumps(result.as_tuple())))

@@ -1,0 +1,237 @@
+"""Arguments that can't be sent are errors at the call, and the errors say where they are."""
+
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery import chain, chord, group, shared_task
+from django.db import transaction
+from django.utils.functional import SimpleLazyObject
+from kombu.exceptions import EncodeError
+
+from django_celery_safe import NotSerializable, SafeTask, SendError, send_on_commit
+from tests.app.celery import app
+from tests.app.models import Person
+from tests.sending.published import Published
+
+if TYPE_CHECKING:
+    from pytest_django import DjangoAssertNumQueries
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+Sent = Callable[[], list[Published]]
+
+
+@shared_task(base=SafeTask)
+def take(*args: object, **kwargs: object) -> None:
+    """Take anything."""
+
+
+@shared_task(base=SafeTask)
+def take_one(one: object, other: object = None) -> None:
+    """Take one argument, or two."""
+
+
+@shared_task
+def take_plainly(*args: object, **kwargs: object) -> None:
+    """Be a plain Celery task."""
+
+
+#: What must not travel, and what the error calls it.
+UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "model instance": (lambda: Person(pk=1), "a Person instance.*Pass the primary key"),
+    "request.user": (
+        lambda: SimpleLazyObject(lambda: Person(pk=1)),
+        "a Person instance.*Pass the primary key",
+    ),
+    "QuerySet": (Person.everyone.all, "a QuerySet of Person.*list of primary keys"),
+    "values": (lambda: Person.everyone.values_list("pk"), "a QuerySet of Person"),
+    "generator": (lambda: (n for n in [1]), "a generator.*read only once.*Pass a list"),
+    "iterator": (lambda: map(str, [1]), "a map.*read only once.*Pass a list"),
+}
+
+#: Where it stands: args and kwargs for a value, and the error's name of the place.
+PLACES: dict[str, tuple[Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]], str]] = {
+    "positional": (lambda value: ((1, value), {}), "args[1]"),
+    "by name": (lambda value: ((), {"who": value}), "kwargs['who']"),
+    "in a list": (lambda value: (([1, [value]],), {}), "args[0]"),
+    "in a dict": (lambda value: ((), {"who": {"deep": ({"er": value},)}}), "kwargs['who']"),
+}
+
+#: Ways to send, each with the task's signature.
+SENDS: dict[str, Callable[[Any, Any], Any]] = {
+    "delay": lambda a, k: take.delay(*a, **k),
+    "delay with pickle": lambda a, k: take.apply_async(a, k, serializer="pickle"),
+    "delay_on_commit": lambda a, k: take.delay_on_commit(*a, **k),
+    "on commit with pickle": lambda a, k: take.apply_async_on_commit(a, k, serializer="pickle"),
+    "send_on_commit": lambda a, k: send_on_commit(take.s(*a, **k)),
+    "group": lambda a, k: send_on_commit(group(take.s(1), take.s(*a, **k))),
+    "link of a chain": lambda a, k: send_on_commit(chain(take_plainly.s(), take.si(*a, **k))),
+    "body of a chord": lambda a, k: send_on_commit(chord([take_plainly.s()], take.si(*a, **k))),
+    "chord in a chain in a group": lambda a, k: send_on_commit(
+        group(take_plainly.s(), chain(take_plainly.s(), chord([take.s(*a, **k)], take.s())))
+    ),
+    "callback": lambda a, k: take_one.apply_async_on_commit((1,), link=take.si(*a, **k)),
+    "errback of a link": lambda a, k: send_on_commit(
+        chain(take_plainly.s(), take_plainly.s().on_error(take.si(*a, **k)))
+    ),
+}
+
+
+@pytest.fixture(params=["as sent", "eager"])
+def mode(request: pytest.FixtureRequest, broker: object) -> str:
+    """Send for real, or in eager mode: an error that only production has is found too late."""
+    app.conf.task_always_eager = request.param == "eager"
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("send", SENDS.values(), ids=SENDS.keys())
+def test_it_is_refused_however_it_is_sent(send: Callable[[Any, Any], Any], sent: Sent) -> None:
+    """The call raises inside the transaction, names task and argument, and nothing is sent."""
+    for make, named in UNSENDABLE.values():
+        with transaction.atomic(), pytest.raises(NotSerializable, match=named) as raised:
+            send((1, make()), {})
+        assert (raised.value.task, raised.value.argument) == (take.name, "args[1]")
+    assert sent() == []
+
+
+def test_later_links_of_a_plain_chain_are_looked_at(sent: Sent) -> None:
+    """Sent at once and with pickle, what the first message carries for later is refused too."""
+    plain = chain(take_one.s(1), take_plainly.si(Person()))
+    with pytest.raises(NotSerializable, match="a Person instance") as raised:
+        plain.apply_async(serializer="pickle")
+    assert raised.value.task == take_plainly.name
+    assert sent() == []
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
+@pytest.mark.parametrize("way", ["delay", "delay with pickle", "delay_on_commit", "group"])
+def test_it_is_found_wherever_it_stands(
+    place: tuple[Callable[[Any], Any], str], way: str, sent: Sent
+) -> None:
+    """Nested in containers it is found too; the error names the outermost argument."""
+    fill, argument = place
+    for make, named in UNSENDABLE.values():
+        with transaction.atomic(), pytest.raises(NotSerializable, match=named) as raised:
+            SENDS[way](*fill(make()))
+        assert raised.value.argument == argument
+        assert str(raised.value).startswith(f"{argument} of task {take.name} is ")
+    assert sent() == []
+
+
+@pytest.mark.usefixtures("broker")
+def test_a_query_set_is_refused_without_a_query(
+    django_assert_num_queries: "DjangoAssertNumQueries",
+) -> None:
+    """Looking at the arguments reads nothing from the database."""
+    for way in ("delay", "delay with pickle", "delay_on_commit"):
+        with django_assert_num_queries(0), pytest.raises(NotSerializable):
+            SENDS[way]((Person.everyone.all(),), {})
+
+
+def test_an_iterator_is_not_read(sent: Sent) -> None:
+    """A refused generator is as it was, so the caller can still make a list of it."""
+    numbers = (number for number in range(3))
+    with pytest.raises(NotSerializable):
+        take.delay(numbers)
+    assert list(numbers) == [0, 1, 2]
+    assert sent() == []
+
+
+@pytest.mark.parametrize(
+    ("send", "task", "argument"),
+    [
+        (lambda: take.delay_on_commit(1, object()), take.name, "args[1]"),
+        (lambda: take.delay_on_commit(where={"it": [object()]}), take.name, "kwargs['where']"),
+        (lambda: send_on_commit(take_plainly.s({1, 2})), take_plainly.name, "args[0]"),
+        (
+            lambda: send_on_commit(chain(take_one.s(1), take.s(other=object()))),
+            take.name,
+            "kwargs['other']",
+        ),
+        (
+            lambda: take_one.apply_async_on_commit((1,), link=chain(take.s(1), take.s(object()))),
+            take.name,
+            "args[0]",
+        ),
+        (
+            lambda: take.apply_async_on_commit((lambda: None,), serializer="pickle"),
+            take.name,
+            "args[0]",
+        ),
+    ],
+    ids=["argument", "nested", "plain task", "later link", "chain in a link", "pickle"],
+)
+def test_what_the_serializer_refuses_is_an_error_at_the_call(
+    send: Callable[[], Any], task: str, argument: str, sent: Sent
+) -> None:
+    """It names the argument, and the signature's task if it stands in one."""
+    with transaction.atomic(), pytest.raises(NotSerializable, match="plain data") as raised:
+        send()
+    assert (raised.value.task, raised.value.argument) == (task, argument)
+    assert isinstance(raised.value.__cause__, EncodeError)
+    assert sent() == []
+
+
+def test_a_list_that_contains_itself_is_an_error(sent: Sent) -> None:
+    """A cycle ends in the serializer's refusal, not in an endless search."""
+    numbers: list[Any] = [1]
+    numbers.append(numbers)
+    with transaction.atomic(), pytest.raises(NotSerializable) as raised:
+        take.delay_on_commit(numbers)
+    assert raised.value.argument == "args[0]"
+    assert sent() == []
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((), {}), ((1, 2, 3), {}), ((1,), {"another": 2}), ((1,), {"one": 2})],
+    ids=["too few", "too many", "unknown name", "twice"],
+)
+def test_arguments_that_do_not_fit_are_an_error_at_the_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], sent: Sent
+) -> None:
+    """Celery's own check runs before the commit, on commit too."""
+    with transaction.atomic():
+        for send in (
+            lambda: take_one.delay_on_commit(*args, **kwargs),
+            lambda: send_on_commit(take_one.s(*args, **kwargs)),
+        ):
+            with pytest.raises(TypeError, match="argument") as raised:
+                send()
+            assert not isinstance(raised.value, NotSerializable)
+    assert sent() == []
+
+
+def test_a_member_that_can_not_be_sent_keeps_its_group_back(sent: Sent) -> None:
+    """After the error nothing of the canvas is sent, even if the transaction commits."""
+    with transaction.atomic():
+        with pytest.raises(NotSerializable):
+            send_on_commit(group(take.s(1), take.s(Person()), take.s(3)))
+        kept = take.delay_on_commit(4)
+    assert [message.id for message in sent()] == [kept.id]
+
+
+def test_the_errors_survive_pickling() -> None:
+    """Raised in a worker they arrive as they were; they are TypeErrors and SendErrors."""
+    for make, _ in UNSENDABLE.values():
+        with pytest.raises(NotSerializable) as raised:
+            take.delay(make())
+        error = raised.value
+        copy = pickle.loads(pickle.dumps(error))
+        assert str(copy) == str(error)
+        assert (copy.task, copy.argument, copy.value, copy.hint) == error.args
+        assert isinstance(copy, TypeError | SendError)
+
+
+def test_what_looks_alike_can_be_sent(sent: Sent) -> None:
+    """Ranges of strings, ids, tuples, dicts and repeated values are no business of the check."""
+    shared = [1, 2]
+    with transaction.atomic():
+        take.delay_on_commit("text", b"bytes", (1, 2.5, None, True), shared, again=[shared, shared])
+    (message,) = sent()
+    assert message.body[0][2:] == [[1, 2.5, None, True], [1, 2]]
+    assert message.body[1] == {"again": [[1, 2], [1, 2]]}

@@ -1,0 +1,336 @@
+"""When a task is sent: at the commit it belongs to, and only then."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery import Celery, chain, chord, group, shared_task
+from django.db import DEFAULT_DB_ALIAS, connections, transaction
+
+from django_celery_safe import SafeTask, WrongTransaction, send_on_commit
+from tests.app.models import Person
+from tests.app.tasks import add, total
+from tests.conftest import MakeDatabase
+from tests.processes import run_in_processes
+from tests.sending.conftest import MakeApp
+from tests.sending.published import Published, ids_in
+from tests.servers import RedisServer
+
+if TYPE_CHECKING:
+    from pytest_django import Settings
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+Sent = Callable[[], list[Published]]
+
+
+@shared_task(base=SafeTask, send_on_commit=True)
+def deferring(*args: object, **kwargs: object) -> None:
+    """Wait for the commit with every send."""
+
+
+@shared_task(base=SafeTask, send_on_commit=False)
+def immediate(*args: object) -> None:
+    """Never wait for a commit, whatever the setting says."""
+
+
+@shared_task(base=SafeTask)
+def undecided(*args: object, **kwargs: object) -> None:
+    """Leave it to the setting."""
+
+
+class Rollback(Exception):
+    """Ends a transaction."""
+
+
+@contextmanager
+def rolled_back(using: str | None = None) -> Iterator[None]:
+    """Roll the block's transaction back."""
+    with pytest.raises(Rollback), transaction.atomic(using=using):
+        yield
+        raise Rollback
+
+
+def ids(messages: list[Published]) -> list[str]:
+    """Return the ids of messages."""
+    return [message.id for message in messages]
+
+
+def test_a_rollback_sends_nothing(sent: Sent) -> None:
+    """What was rolled back is not sent, now or with a later commit."""
+    with rolled_back():
+        add.delay_on_commit(1)
+        send_on_commit(group(add.s(1), add.s(2)))
+    with transaction.atomic():
+        kept = add.delay_on_commit(2)
+    assert ids(sent()) == [kept.id]
+
+
+def test_a_rollback_leaves_nothing_of_a_chord(sent: Sent, redis_server: RedisServer) -> None:
+    """What the result backend has to know of a chord is written at the commit, too."""
+    with rolled_back():
+        send_on_commit(chord([group(add.s(1), add.s(2)), add.s(3)], total.s()))
+    with redis_server.client(db=2) as client:
+        assert client.keys("*") == []
+        with transaction.atomic():
+            send_on_commit(chord([group(add.s(1), add.s(2)), add.s(3)], total.s()))
+            assert client.keys("*") == []
+        assert client.keys("*") != []
+    assert len(sent()) == 3
+
+
+def test_a_savepoint_takes_only_its_own_sends_back(sent: Sent) -> None:
+    """Rolling a savepoint back drops what was sent in it, at any depth, and nothing else."""
+    with transaction.atomic():
+        before = add.delay_on_commit(1)
+        with rolled_back():
+            add.delay_on_commit(2)
+            with transaction.atomic():
+                add.delay_on_commit(3)
+        with transaction.atomic():
+            inside = add.delay_on_commit(4)
+        assert sent() == []
+        after = add.delay_on_commit(5)
+    assert ids(sent()) == [before.id, inside.id, after.id]
+
+
+def test_autocommit_sends_at_once(sent: Sent) -> None:
+    """Outside a transaction there is nothing to wait for."""
+    results = [add.delay_on_commit(1), send_on_commit(add.s(2)), deferring.delay()]
+    assert ids(sent()) == [result.id for result in results]
+    assert [result.send_error for result in results] == [None] * 3
+
+
+def test_a_callback_of_the_commit_sends_at_once(sent: Sent) -> None:
+    """The transaction is over when its callbacks run."""
+    results: list[Any] = []
+    with transaction.atomic():
+        transaction.on_commit(lambda: results.append(add.delay_on_commit(1)))
+        transaction.on_commit(lambda: results.append(ids(sent())))
+    assert results[1] == [results[0].id]
+
+
+@pytest.mark.parametrize("form", ["task", "canvas"])
+def test_using_names_the_database_to_wait_for(
+    form: str, sent: Sent, make_database: MakeDatabase
+) -> None:
+    """With ``using`` the commit of that database counts, whatever happens to the default one."""
+    other = make_database("sqlite")
+
+    def send(number: int) -> Any:
+        if form == "task":
+            return add.apply_async_on_commit((number,), using=other)
+        return send_on_commit(chain(add.s(number), add.s(1)), using=other)
+
+    with transaction.atomic(using=other):
+        with rolled_back(using=DEFAULT_DB_ALIAS):
+            result = send(1)
+        assert sent() == []
+    messages = ids(sent())
+    assert len(messages) == 1
+    assert set(messages) <= ids_in(result)
+    with transaction.atomic(), rolled_back(using=other):
+        send(2)
+    assert sent() == []
+
+
+def test_each_database_sends_at_its_own_commit(sent: Sent, make_database: MakeDatabase) -> None:
+    """Two open transactions send what is theirs, one after the other."""
+    other = make_database("sqlite-immediate")
+    with transaction.atomic():
+        with transaction.atomic(using=other):
+            last = add.delay_on_commit(1)
+            first = add.apply_async_on_commit((2,), using=other)
+        assert ids(sent()) == [first.id]
+    assert ids(sent()) == [last.id]
+
+
+def test_waiting_for_the_wrong_database_is_an_error(
+    sent: Sent, make_database: MakeDatabase
+) -> None:
+    """In autocommit there, inside atomic() elsewhere: the error names the database meant."""
+    other = make_database("sqlite")
+    with transaction.atomic(using=other):
+        for send in (
+            lambda: add.delay_on_commit(1),
+            lambda: deferring.delay(1),
+            lambda: send_on_commit(add.s(1)),
+        ):
+            with pytest.raises(WrongTransaction, match=f"Pass using='{other}'"):
+                send()
+    with transaction.atomic(), pytest.raises(WrongTransaction, match="using='default'"):
+        add.apply_async_on_commit((1,), using=other)
+    assert sent() == []
+
+
+def test_a_connection_without_autocommit_is_an_error(sent: Sent) -> None:
+    """Django does not know when a transaction ends that it did not begin."""
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(WrongTransaction, match="autocommit is off"):
+            add.delay_on_commit(1)
+        with transaction.atomic():
+            add.delay_on_commit(2)
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+    assert sent() == []
+
+
+def test_a_send_outside_a_transaction_opens_no_connection(
+    sent: Sent, make_database: MakeDatabase
+) -> None:
+    """A process that does not use the database does not connect to it for a send."""
+    alias = make_database("sqlite")
+    add.apply_async_on_commit((1,), using=alias)
+    assert len(sent()) == 1
+    assert connections[alias].connection is None
+
+
+def test_a_database_configured_without_autocommit_is_an_error(
+    sent: Sent, make_database: MakeDatabase
+) -> None:
+    """AUTOCOMMIT=False counts before the connection is opened, too."""
+    alias = make_database("sqlite")
+    connections[alias].settings_dict["AUTOCOMMIT"] = False
+    with pytest.raises(WrongTransaction, match="autocommit is off"):
+        add.apply_async_on_commit((1,), using=alias)
+    assert sent() == []
+
+
+#: Ways to send a task plainly, and how many messages each publishes.
+SENDS: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "delay": (lambda task: task.delay(1), 1),
+    "apply_async": (lambda task: task.apply_async((1,), {"key": 2}, countdown=5), 1),
+    "positional options": (lambda task: task.apply_async((1,), None, "an-id"), 1),
+    "signature": (lambda task: task.s(1).delay(), 1),
+    "group": (lambda task: group(task.s(1), task.s(2)).delay(), 2),
+    "chain": (lambda task: chain(task.s(1), task.s(2)).delay(), 1),
+    "chord": (lambda task: chord([task.s(1), task.s(2)], task.s()).delay(), 2),
+}
+
+
+@pytest.mark.parametrize(("send", "count"), SENDS.values(), ids=SENDS.keys())
+def test_the_task_option_defers_plain_sends(
+    send: Callable[[Any], Any], count: int, sent: Sent
+) -> None:
+    """With ``send_on_commit=True`` every way to send the task waits for the commit."""
+    with rolled_back():
+        send(deferring)
+    assert sent() == []
+    with transaction.atomic():
+        result = send(deferring)
+        assert sent() == []
+    messages = ids(sent())
+    assert len(messages) == count
+    assert set(messages) <= {*ids_in(result), result.id}
+
+
+@pytest.mark.parametrize(("send", "count"), SENDS.values(), ids=SENDS.keys())
+def test_the_setting_defers_plain_sends(
+    send: Callable[[Any], Any], count: int, sent: Sent, settings: "Settings"
+) -> None:
+    """SEND_ON_COMMIT does it for every SafeTask that does not say otherwise."""
+    with transaction.atomic():
+        send(undecided)
+        assert len(sent()) == count
+    settings.DJANGO_CELERY_SAFE = {"SEND_ON_COMMIT": True}
+    with rolled_back():
+        send(undecided)
+    with transaction.atomic():
+        result = send(undecided)
+        immediately = immediate.delay()
+        assert ids(sent()) == [immediately.id]
+    messages = ids(sent())
+    assert len(messages) == count
+    assert set(messages) <= {*ids_in(result), result.id}
+
+
+def test_arguments_are_those_of_the_call(sent: Sent) -> None:
+    """What changes after the call, arguments or headers, changes nothing of the message."""
+    numbers, options, headers = [1], {"deep": {"er": [1]}}, {"trace": {"span": [1]}}
+    signature = chain(deferring.s(numbers), deferring.s(options=options))
+    with transaction.atomic():
+        deferring.apply_async((numbers,), {"options": options}, headers=headers)
+        send_on_commit(signature)
+        numbers.append(2)
+        options["deep"]["er"].append(2)
+        headers["trace"]["span"].append(2)
+        signature.tasks[0].set(queue="elsewhere")
+    task, first = sent()
+    assert task.body[:2] == [[[1]], {"options": {"deep": {"er": [1]}}}]
+    assert task.headers["trace"] == {"span": [1]}
+    assert first.queue == "celery"
+    assert first.body[0] == [[1]]
+    assert first.body[2]["chain"][0]["kwargs"] == {"options": {"deep": {"er": [1]}}}
+
+
+def test_the_row_is_there_when_the_task_is_sent(sent: Sent) -> None:
+    """The message goes out after the commit, when everyone can see the row."""
+    seen: list[bool] = []
+    with transaction.atomic():
+        person = Person.everyone.create()
+        add.delay_on_commit(person.pk)
+        transaction.on_commit(lambda: seen.append(not connections["default"].in_atomic_block))
+    assert seen == [True]
+    assert sent()[0].body[0] == [person.pk]
+
+
+def test_tasks_go_out_in_the_order_of_their_calls(sent: Sent) -> None:
+    """One transaction's messages keep their order, canvases among them."""
+    with transaction.atomic():
+        first = add.delay_on_commit(1)
+        second = send_on_commit(group(add.s(2), add.s(3)))
+        third = send_on_commit(chain(add.s(4), add.s(5)))
+    assert ids(sent()) == [first.id, second[0].id, second[1].id, third.parent.id]
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, add, "tests.app.tasks.add", {"task": add.name}, lambda: add.delay(1)], ids=repr
+)
+def test_only_signatures_are_sent(wrong: Any, sent: Sent) -> None:
+    """Anything else is a TypeError that says what to write."""
+    for context in (transaction.atomic(), rolled_back()):
+        with context, pytest.raises(TypeError, match=r"Write task\.si\(\.\.\.\)"):
+            send_on_commit(wrong)
+    with pytest.raises(TypeError, match="instead of a signature"):
+        send_on_commit(wrong)
+    assert sent() == []
+
+
+def test_tasks_of_two_apps_wait_for_one_commit(
+    make_app: MakeApp, broker: Celery, sent: Sent
+) -> None:
+    """Each app's messages are its own; none leaves before the commit."""
+    own = make_app(task_default_queue="own")
+    with transaction.atomic():
+        add.delay_on_commit(1)
+        own.tasks[add.name].delay_on_commit(2)
+        assert sent() == []
+    assert sorted(message.queue for message in sent()) == ["celery", "own"]
+
+
+def send_in_a_thread_of_its_own(alias: str) -> list[str]:
+    """Send from the main thread and another, where one's rollback is not the other's."""
+    from threading import Thread
+
+    results: list[str] = []
+
+    def send() -> None:
+        with transaction.atomic(using=alias):
+            results.append(add.apply_async_on_commit((1,), using=alias).id)
+        connections.close_all()
+
+    thread = Thread(target=send)
+    with rolled_back(using=alias):
+        add.apply_async_on_commit((2,), using=alias)
+        thread.start()
+        thread.join()
+    return results
+
+
+def test_threads_wait_for_their_own_transactions(sent: Sent, make_database: MakeDatabase) -> None:
+    """A commit in one thread sends nothing of another thread's transaction."""
+    (found,) = run_in_processes(send_in_a_thread_of_its_own, 1, make_database("sqlite"))
+    assert ids(sent()) == found != []

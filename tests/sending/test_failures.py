@@ -1,0 +1,259 @@
+"""A send that fails after the commit harms nothing else; nothing is contacted before."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group
+from django.db import transaction
+from kombu import Connection
+from kombu.exceptions import OperationalError
+
+from django_celery_safe import send_on_commit
+from django_celery_safe.signals import task_send_failed, task_sent
+from tests.app.models import Person
+from tests.app.tasks import add, total
+from tests.processes import free_port
+from tests.sending.conftest import ONE_TRY, MakeApp, hearing
+from tests.sending.published import Published
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+Sent = Callable[[], list[Published]]
+
+
+def refusing() -> str:
+    """Return the URL of a Redis that is not there."""
+    return f"redis://127.0.0.1:{free_port()}/0"
+
+
+@pytest.fixture
+def without_broker(make_app: MakeApp) -> Celery:
+    """An app whose broker refuses connections."""
+    return make_app(broker_url=refusing(), task_publish_retry_policy=ONE_TRY)
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """A server that listens, and answers nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def nobody_called(server: socket.socket) -> bool:
+    """Whether no client has connected to a listening socket."""
+    try:
+        server.accept()[0].close()
+    except BlockingIOError:
+        return True
+    return False
+
+
+SENDS: dict[str, Callable[[Any], Any]] = {
+    "task": lambda task: task.delay_on_commit(1, 2),
+    "with a countdown": lambda task: task.apply_async_on_commit((1, 2), countdown=60),
+    "chain": lambda task: send_on_commit(chain(task.s(1), task.s(2))),
+    "group": lambda task: send_on_commit(group(task.s(1), task.s(2))),
+    "chord": lambda task: send_on_commit(chord([task.s(1), task.s(2)], task.s())),
+    "chord of chords": lambda task: send_on_commit(
+        chord([chord([task.s(1), task.s(2)], task.s()), task.s(3)], task.s())
+    ),
+    "group, then group, then task": lambda task: send_on_commit(
+        chain(group(task.s(1), task.s(2)), group(task.s(), task.s()), task.s())
+    ),
+}
+
+
+@pytest.mark.parametrize("send", SENDS.values(), ids=SENDS.keys())
+@pytest.mark.parametrize("server", ["broker_url", "result_backend"])
+def test_nothing_is_contacted_before_the_commit(
+    server: str, send: Callable[[Any], Any], make_app: MakeApp, silent: socket.socket
+) -> None:
+    """Neither the broker nor the result backend is connected to inside the transaction."""
+    app = make_app(**{server: f"redis://127.0.0.1:{silent.getsockname()[1]}/0"})
+    with transaction.atomic():
+        send(app.tasks[add.name])
+        assert nobody_called(silent)
+        transaction.set_rollback(True)
+    assert nobody_called(silent)
+
+
+@pytest.mark.parametrize("send", SENDS.values(), ids=SENDS.keys())
+@pytest.mark.parametrize("server", ["broker_url", "result_backend"])
+def test_a_dead_server_does_not_hold_the_transaction_up(
+    server: str, send: Callable[[Any], Any], make_app: MakeApp
+) -> None:
+    """A send on commit takes less than 50 ms with the broker or the result backend gone."""
+    task = make_app(**{server: refusing()}).tasks[add.name]
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        send(task)
+        return time.perf_counter() - began
+
+    with transaction.atomic():
+        # The best of a few: the machine is shared, and the first one imports modules.
+        assert min(seconds() for _ in range(5)) < 0.05
+        transaction.set_rollback(True)
+
+
+@pytest.mark.parametrize("send", SENDS.values(), ids=SENDS.keys())
+def test_a_failed_send_is_told_and_harms_nothing(
+    send: Callable[[Any], Any], without_broker: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error is kept, logged and signalled; the row is there and other callbacks run."""
+    ran: list[str] = []
+    with hearing(task_send_failed) as failures, transaction.atomic():
+        Person.everyone.create()
+        transaction.on_commit(lambda: ran.append("before"))
+        result = send(without_broker.tasks[add.name])
+        assert result.send_error is None
+        transaction.on_commit(lambda: ran.append("after"))
+
+    assert Person.everyone.count() == 1
+    assert ran == ["before", "after"]
+    assert isinstance(result.send_error, OperationalError)
+    records = [record for record in caplog.records if record.name.endswith("sending.commit")]
+    assert [record.levelno for record in records] == [logging.ERROR] * len(failures)
+    for record, failure in zip(records, failures, strict=True):
+        assert failure["task"] == add.name
+        assert failure["error"] is result.send_error
+        assert vars(record)["safe_task_id"] == failure["task_id"]
+        assert record.exc_info is not None
+        assert record.exc_info[1] is result.send_error
+        assert "could not be sent after its transaction committed" in record.getMessage()
+
+
+def test_a_failed_send_names_each_message(without_broker: Celery) -> None:
+    """The signal comes for every message that is lost, with its id."""
+    with hearing(task_send_failed) as failures, transaction.atomic():
+        result = send_on_commit(group(without_broker.tasks[add.name].s(n) for n in range(3)))
+    assert [failure["task_id"] for failure in failures] == [part.id for part in result]
+
+
+def test_a_broker_that_is_gone_is_tried_once_for_a_canvas(make_app: MakeApp) -> None:
+    """The members of a group don't each wait for the retries of a publication."""
+    policy = {"max_retries": 1, "interval_start": 0.2, "interval_step": 0, "interval_max": 0.2}
+    app = make_app(broker_url=refusing(), task_publish_retry_policy=policy)
+    began = time.monotonic()
+    with hearing(task_send_failed) as failures, transaction.atomic():
+        send_on_commit(group(app.tasks[add.name].s(n) for n in range(20)))
+    assert len(failures) == 20
+    assert time.monotonic() - began < 2
+
+
+def test_the_others_go_out_when_one_send_fails(sent: Sent) -> None:
+    """Of several sends of one transaction only the failing one is lost."""
+    nowhere = Connection(refusing(), transport_options=ONE_TRY)
+    with nowhere, transaction.atomic():
+        first = add.delay_on_commit(1)
+        failing = add.apply_async_on_commit((2,), connection=nowhere, retry=False)
+        chained = send_on_commit(chain(add.s(3), add.s(4)))
+        last = add.delay_on_commit(5)
+    assert isinstance(failing.send_error, OperationalError)  # type: ignore[attr-defined]
+    assert [result.send_error for result in (first, chained, last)] == [None] * 3  # type: ignore[attr-defined]
+    assert [message.id for message in sent()] == [first.id, chained.parent.id, last.id]
+
+
+def test_the_others_go_out_when_the_broker_refuses_one_message(
+    sent: Sent, redis_server: RedisServer
+) -> None:
+    """A broker that refuses one member of a group, but is there, gets the other members."""
+    with redis_server.client(db=1) as client:
+        client.set("broken", "no list, so nothing can be pushed")
+        with (
+            hearing(task_send_failed) as failures,
+            hearing(task_sent) as successes,
+            transaction.atomic(),
+        ):
+            members = [add.s(1), add.s(2).set(queue="broken"), add.s(3)]
+            result = send_on_commit(group(members), retry_policy=ONE_TRY)
+        client.delete("broken")
+    assert [failure["task_id"] for failure in failures] == [result[1].id]
+    assert [success["task_id"] for success in successes] == [result[0].id, result[2].id]
+    assert [message.id for message in sent()] == [result[0].id, result[2].id]
+    assert "WRONGTYPE" in str(result.send_error)
+
+
+def test_tasks_are_sent_without_their_result_backend(
+    make_app: MakeApp, sent: Sent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A result backend that is gone costs a warning; the tasks go out."""
+    app = make_app(
+        result_backend=refusing(),
+        result_backend_transport_options={"retry_policy": {"max_retries": 0}},
+    )
+    task = app.tasks[add.name]
+    with transaction.atomic():
+        result = send_on_commit(group(task.s(1), task.s(2)))
+    assert result.send_error is None
+    assert [message.id for message in sent()] == [part.id for part in result]
+    (warning,) = [record for record in caplog.records if record.name.endswith("sending.capture")]
+    assert warning.levelno == logging.WARNING
+    assert "sent nevertheless" in warning.getMessage()
+
+
+def test_a_chord_needs_its_result_backend(make_app: MakeApp, sent: Sent) -> None:
+    """A chord that could never complete is not sent at all, and says so."""
+    app = make_app(
+        result_backend=refusing(),
+        result_backend_transport_options={"retry_policy": {"max_retries": 0}},
+    )
+    task = app.tasks[add.name]
+    with hearing(task_send_failed) as failures, transaction.atomic():
+        result = send_on_commit(chord([task.s(1), task.s(2)], app.tasks[total.name].s()))
+        alone = task.delay_on_commit(3)
+    assert result.send_error is not None
+    assert len(failures) == 2
+    assert [message.id for message in sent()] == [alone.id]
+
+
+def test_a_chord_without_result_backend_is_an_error_at_the_call(make_app: MakeApp) -> None:
+    """The project learns before the commit that chords need a result backend."""
+    task = make_app(result_backend=None).tasks[add.name]
+    with transaction.atomic(), pytest.raises(NotImplementedError, match="result backend"):
+        send_on_commit(chord([task.s(1), task.s(2)], task.s()))
+
+
+def test_a_chord_of_a_backend_that_does_not_count_is_watched(
+    make_app: MakeApp, sent: Sent, tmp_path: Path
+) -> None:
+    """The task that asks whether the chord is complete waits for the commit, as its members do."""
+    app = make_app(result_backend=f"file://{tmp_path}")
+    task = app.tasks[add.name]
+    with transaction.atomic():
+        send_on_commit(chord([task.s(1), task.s(2)], task.s()))
+        assert sent() == []
+    assert sorted(message.task for message in sent()) == ["celery.chord_unlock", add.name, add.name]
+
+
+def test_a_receiver_that_raises_stops_nothing(
+    without_broker: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error in a receiver of the failure is logged, and the commit ends well."""
+
+    def fail(**said: Any) -> None:
+        raise RuntimeError("a receiver's own error")
+
+    task_send_failed.connect(fail)
+    try:
+        with transaction.atomic():
+            without_broker.tasks[add.name].delay_on_commit(1)
+    finally:
+        task_send_failed.disconnect(fail)
+    assert "a receiver's own error" in caplog.text
+
+
+def test_a_success_is_signalled(sent: Sent) -> None:
+    """Each message that went out on commit is one ``task_sent``."""
+    with hearing(task_sent) as said, transaction.atomic():
+        results = [add.delay_on_commit(1), add.delay_on_commit(2)]
+        assert said == []
+    assert [(one["task"], one["task_id"]) for one in said] == [(add.name, r.id) for r in results]
+    assert len(sent()) == 2

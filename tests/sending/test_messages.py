@@ -1,0 +1,286 @@
+"""What goes out on commit is what a plain send publishes, under the ids announced."""
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group
+from celery.canvas import Signature, StampingVisitor
+from django.db import transaction
+from django.utils import timezone
+from kombu import Exchange, Queue
+from kombu.serialization import register, unregister
+
+from django_celery_safe import send_on_commit
+from tests.app.celery import app
+from tests.app.tasks import add, note, total
+from tests.processes import wait_for
+from tests.sending.conftest import MakeApp
+from tests.sending.published import Published, ids_in, renumbered, take_published
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+Sent = Callable[[], list[Published]]
+
+
+class CustomerStamp(StampingVisitor):
+    """Stamps every signature of a canvas."""
+
+    def on_signature(self, sig: Signature[Any], **headers: Any) -> dict[str, Any]:
+        """Add a header and name it as a stamp."""
+        return {"customer": [7, "Ann"], "stamped_headers": ["customer"]}
+
+
+def stamped(signature: Signature[Any]) -> Signature[Any]:
+    """Return the signature, stamped."""
+    signature.stamp(visitor=CustomerStamp())
+    return signature
+
+
+def adds(count: int = 2) -> list[Signature[Any]]:
+    """Return some signatures."""
+    return [add.s(number, y=number) for number in range(count)]
+
+
+#: Makes a signature anew for each send.
+CANVASES: dict[str, Callable[[], Signature[Any]]] = {
+    "task": lambda: add.s(1, y=2),
+    "task with links": lambda: add.s(1).on_error(note.si("errors")) | note.s("journal"),
+    "task by name": lambda: app.signature("elsewhere.index", (1,), {"tags": ["a", None]}),
+    "chain": lambda: chain(add.s(1, 2), add.s(3), add.s(y=4)),
+    "chain of one": lambda: chain(add.s(1, 2)),
+    "immutable chain": lambda: chain(add.si(1, 2), add.si(3), app.signature("elsewhere.index")),
+    "group": lambda: group(adds(3)),
+    "group from a generator": lambda: group(add.s(number) for number in range(3)),
+    "group of groups": lambda: group(group(adds()), add.s(5)),
+    "group of chains": lambda: group(chain(adds()), chain(add.s(1), add.s(2))),
+    "empty group": lambda: group([]),
+    "chord": lambda: chord(adds(), total.s()),
+    "chord from a generator": lambda: chord((add.s(number) for number in range(2)), total.s()),
+    "chord with an errback": lambda: chord(adds(), total.s().on_error(note.si("errors"))),
+    "chord of chords": lambda: chord(
+        [chord(adds(), total.s()), chord(adds(3), total.s())], total.s()
+    ),
+    "chord of groups": lambda: chord([group(adds()), add.s(1)], total.s()),
+    "group, then task": lambda: chain(group(adds()), total.s()),
+    "group, then group, then task": lambda: chain(
+        group(adds()), group(total.s(), total.s()), total.s()
+    ),
+    "chord, then chain": lambda: chain(add.s(1), group(adds()), total.s(), add.s(2), group(adds())),
+    "chunks": lambda: add.chunks(zip(range(4), range(4), strict=True), 2),
+    "starmap": lambda: add.starmap([(1, 2), (3, 4)]),
+    "stamped task": lambda: stamped(add.s(1)),
+    "stamped chain": lambda: stamped(chain(adds())),
+    "stamped chord": lambda: stamped(chord(adds(), total.s())),
+    "stamped, group, then group, then task": lambda: stamped(
+        chain(group(adds()), group(total.s(), total.s()), total.s())
+    ),
+}
+
+
+@pytest.mark.parametrize("make", CANVASES.values(), ids=CANVASES.keys())
+def test_a_canvas_goes_out_on_commit_as_it_does_plainly(
+    make: Callable[[], Signature[Any]], sent: Sent
+) -> None:
+    """Nothing goes out before the commit; after it, the messages and ids of a plain send."""
+    with transaction.atomic():
+        result = send_on_commit(make())
+        assert sent() == []
+    on_commit = sent()
+    plain_result = make().apply_async()
+    plain = sent()
+
+    assert renumbered(on_commit, result) == renumbered(plain, plain_result)
+    assert {message.id for message in on_commit} <= ids_in(result)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "id": {"task_id": "an-id-of-our-own"},
+    "queue": {"queue": "slow"},
+    "priority": {"priority": 6},
+    "link": {"link": note.s("journal"), "link_error": [note.si("errors"), add.si(1)]},
+    "headers": {"headers": {"trace": {"span": [1, 2]}}},
+    "compression": {"compression": "zlib"},
+    "pickle": {"serializer": "pickle"},
+    "shadow": {"shadow": "another name"},
+    "time limits": {"time_limit": 30, "soft_time_limit": 20},
+    "ignored result": {"ignore_result": True},
+    "own property": {"app_id": "shop"},
+    "not retried": {"retry": False, "retry_policy": {"max_retries": 1}},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_options_reach_the_message(options: dict[str, Any], sent: Sent) -> None:
+    """Each option of apply_async ends up in the message as in a plain send."""
+    with transaction.atomic():
+        result = add.apply_async_on_commit((1,), {"y": 2}, **options)
+        assert sent() == []
+    on_commit = sent()
+    plain_result = add.apply_async((1,), {"y": 2}, **options)
+
+    assert len(on_commit) == 1
+    assert on_commit[0].id == result.id
+    assert renumbered(on_commit, result) == renumbered(sent(), plain_result)
+
+
+def test_a_message_without_options_has_the_id_announced(sent: Sent) -> None:
+    """delay_on_commit returns an AsyncResult whose id is that of the message."""
+    with transaction.atomic():
+        result = add.delay_on_commit(1, y=2)
+    (message,) = sent()
+    assert (message.id, message.task, message.queue) == (result.id, add.name, "celery")
+    assert message.properties["correlation_id"] == result.id
+    assert message.body[:2] == [[1], {"y": 2}]
+    assert result.send_error is None  # type: ignore[attr-defined]
+
+
+def test_a_canvas_takes_options(sent: Sent) -> None:
+    """Options of send_on_commit go to every message, as those of apply_async do."""
+    make = CANVASES["chord of chords"]
+    with transaction.atomic():
+        result = send_on_commit(make(), queue="slow", priority=3, task_id="our-own")
+    on_commit = sent()
+    plain_result = make().apply_async(queue="slow", priority=3, task_id="our-own")
+    assert result.id == "our-own"
+    assert {message.queue.split("\x06")[0] for message in on_commit} == {"slow"}
+    assert renumbered(on_commit, result) == renumbered(sent(), plain_result)
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"task_routes": {add.name: {"queue": "adding", "priority": 9}}},
+        {
+            "task_queues": [Queue("all", Exchange("shop", type="topic"), routing_key="shop.#")],
+            "task_routes": {add.name: {"queue": "all", "routing_key": "shop.add"}},
+        },
+        {"task_default_queue": "others", "task_compression": "zlib"},
+        {"task_serializer": "pickle"},
+        {"task_protocol": 1},
+    ],
+    ids=str,
+)
+def test_the_configuration_of_the_app_holds(
+    conf: dict[str, Any], make_app: MakeApp, sent: Sent
+) -> None:
+    """Routes, queues, compression, serializer and protocol are those of the signature's app."""
+    own = make_app(**conf)
+
+    def make() -> Signature[Any]:
+        return own.tasks[add.name].s(1, y=2).set(task_id="an-id")  # type: ignore[no-any-return]
+
+    with transaction.atomic():
+        send_on_commit(make())
+        assert sent() == []
+    on_commit = sent()
+    make().apply_async()
+    assert len(on_commit) == 1
+    assert renumbered(on_commit, None) == renumbered(sent(), None)
+
+
+@pytest.fixture
+def reversing() -> Any:
+    """A serializer of the test's own, whose bytes are no text."""
+    register(
+        "reversing",
+        lambda value: repr(value).encode()[::-1],
+        lambda data: eval(data[::-1].decode()),
+        content_type="application/x-reversing",
+        content_encoding="binary",
+    )
+    yield
+    unregister("reversing")
+
+
+@pytest.mark.usefixtures("reversing")
+def test_a_serializer_of_the_projects_own_is_used(sent: Sent) -> None:
+    """A registered serializer writes the body, once."""
+    with transaction.atomic():
+        add.apply_async_on_commit(({1, 2},), serializer="reversing")
+    (message,) = sent()
+    assert message.content_type == "application/x-reversing"
+    assert message.body[0] == ({1, 2},)
+
+
+def test_pickle_carries_what_json_can_not(sent: Sent) -> None:
+    """With pickle the arguments arrive with their types."""
+    moment = timezone.now()
+    with transaction.atomic():
+        add.apply_async_on_commit(((1, {2}), moment), serializer="pickle")
+    (message,) = sent()
+    assert message.body[0] == ((1, {2}), moment)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"countdown": 60}, {"eta": datetime(2100, 1, 1, tzinfo=timezone.get_default_timezone())}],
+    ids=["countdown", "eta"],
+)
+def test_a_countdown_begins_at_the_call(options: dict[str, Any], sent: Sent) -> None:
+    """The ETA is that of the call, as for a plain send, whenever the commit comes."""
+    before = timezone.now()
+    with transaction.atomic():
+        add.apply_async_on_commit((1,), **options)
+        after = timezone.now()
+    (message,) = sent()
+    eta = datetime.fromisoformat(message.headers["eta"])
+    if "eta" in options:
+        assert eta == options["eta"]
+    else:
+        assert before <= eta - timedelta(seconds=60) <= after
+
+
+@pytest.mark.parametrize("as_moment", [False, True], ids=["seconds", "moment"])
+def test_the_time_to_live_counts_from_the_publication(as_moment: bool, sent: Sent) -> None:
+    """``expires`` is fixed at the call; what the broker gets is what is left at the commit."""
+    expires: Any = timezone.now() + timedelta(seconds=60) if as_moment else 60
+    with transaction.atomic():
+        called = timezone.now()
+        add.apply_async_on_commit((1,), expires=expires)
+        wait_for(lambda: timezone.now() > called + timedelta(seconds=0.3))
+    published_at = timezone.now()
+    (message,) = sent()
+    ends = datetime.fromisoformat(message.headers["expires"])
+    assert abs(ends - (called + timedelta(seconds=60))) < timedelta(seconds=0.2)
+    left = int(message.properties["expiration"]) / 1000
+    assert left <= 59.75
+    assert left == pytest.approx((ends - published_at).total_seconds(), abs=0.2)
+
+
+def test_what_expired_before_the_commit_is_published_as_expired(sent: Sent) -> None:
+    """A time to live that is over at the commit becomes 0, never negative."""
+    with transaction.atomic():
+        add.apply_async_on_commit((1,), expires=0.01)
+        ends = timezone.now() + timedelta(seconds=0.02)
+        wait_for(lambda: timezone.now() > ends)
+    (message,) = sent()
+    assert message.properties["expiration"] == "0"
+
+
+def test_one_signature_is_sent_twice(sent: Sent) -> None:
+    """Sending a canvas on commit changes nothing of it: the second send has ids of its own."""
+    signature = group(add.s(1), chain(add.s(2), add.s(3)))
+    before = repr(dict(signature))
+    with transaction.atomic():
+        first, second = send_on_commit(signature), send_on_commit(signature)
+    assert repr(dict(signature)) == before
+    assert not ids_in(first) & ids_in(second)
+    assert len({message.id for message in sent()}) == 4
+
+
+def test_the_broker_named_in_the_call_gets_the_message(
+    broker: Celery, sent: Sent, redis_server: RedisServer
+) -> None:
+    """``connection`` and ``producer`` are kept for the publication."""
+    with broker.connection_for_write(redis_server.database_url(3)) as connection:
+        with transaction.atomic():
+            by_connection = add.apply_async_on_commit((1,), connection=connection)
+            producer = broker.amqp.Producer(connection, auto_declare=False)
+            by_producer = add.apply_async_on_commit((2,), producer=producer)
+            of_group = send_on_commit(group(adds()), connection=connection)
+        elsewhere = {message.id for message in take_published(redis_server, database=3)}
+    assert elsewhere == {by_connection.id, by_producer.id, *(part.id for part in of_group)}
+    assert sent() == []

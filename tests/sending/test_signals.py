@@ -1,0 +1,124 @@
+"""Celery's own signals and events come once for each message sent on commit."""
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from celery import chain, chord, group
+from celery.canvas import Signature
+from celery.signals import after_task_publish, before_task_publish
+from django.db import transaction
+
+from django_celery_safe import send_on_commit
+from tests.app.tasks import add, total
+from tests.processes import wait_for
+from tests.sending.conftest import MakeApp, hearing
+from tests.sending.published import Published
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+Sent = Callable[[], list[Published]]
+
+CANVASES: dict[str, tuple[Callable[[], Signature[Any]], int]] = {
+    "task": (lambda: add.s(1, y=2).set(task_id="an-id", headers={"ours": 1}), 1),
+    "chain": (lambda: chain(add.s(1), add.s(2)), 1),
+    "group": (lambda: group(add.s(1), add.s(2), add.s(3)), 3),
+    "chord": (lambda: chord([add.s(1), add.s(2)], total.s()), 2),
+}
+
+
+@pytest.mark.parametrize(("make", "count"), CANVASES.values(), ids=CANVASES.keys())
+def test_each_publication_is_signalled_once(
+    make: Callable[[], Signature[Any]], count: int, sent: Sent
+) -> None:
+    """before_task_publish comes at the call, after_task_publish at the commit."""
+    with hearing(before_task_publish) as before, hearing(after_task_publish) as after:
+        with transaction.atomic():
+            send_on_commit(make())
+            assert len(before) == count
+            assert after == []
+        assert len(before) == len(after) == count
+    ids = [message.id for message in sent()]
+    assert [said["headers"]["id"] for said in before] == ids
+    assert [said["headers"]["id"] for said in after] == ids
+
+
+def test_the_signals_say_what_those_of_a_plain_send_say(broker: object) -> None:
+    """Sender, body, headers, exchange and routing key are the same."""
+    said = []
+    for on_commit in (True, False):
+        with hearing(before_task_publish, after_task_publish) as heard, transaction.atomic():
+            signature = add.s(1, y=2).set(task_id="an-id", queue="slow", headers={"ours": [1]})
+            send_on_commit(signature) if on_commit else signature.delay()
+        for one in heard:
+            del one["signal"]
+            one["body"] = json.dumps(one["body"])
+        said.append(heard)
+    assert said[0] == said[1]
+    assert len(said[0]) == 2
+
+
+def test_a_rolled_back_send_is_not_announced(sent: Sent) -> None:
+    """No after_task_publish for what was never published."""
+    with hearing(after_task_publish) as after, transaction.atomic():
+        send_on_commit(group(add.s(1), add.s(2)))
+        transaction.set_rollback(True)
+    assert after == []
+    assert sent() == []
+
+
+def test_a_receiver_still_changes_the_message(sent: Sent) -> None:
+    """Tracing libraries add their headers in before_task_publish."""
+
+    def trace(headers: dict[str, Any], properties: dict[str, Any], **said: Any) -> None:
+        headers["trace"] = "abc"
+        properties["app_id"] = "shop"
+
+    before_task_publish.connect(trace)
+    try:
+        with transaction.atomic():
+            add.delay_on_commit(1)
+    finally:
+        before_task_publish.disconnect(trace)
+    (message,) = sent()
+    assert (message.headers["trace"], message.properties["app_id"]) == ("abc", "shop")
+
+
+@contextmanager
+def task_sent_events(server: RedisServer) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Listen to Celery's events; gives a function that waits for the next one."""
+    with server.client(db=1) as client, client.pubsub() as events:
+        events.psubscribe("*celeryev*")
+        wait_for(lambda: events.get_message(timeout=0.1))
+
+        def read() -> dict[str, Any]:
+            row = wait_for(lambda: events.get_message(timeout=0.1))
+            event = json.loads(base64.b64decode(json.loads(row["data"])["body"]))
+            return {name: event[name] for name in event if name not in ("timestamp", "clock")}
+
+        yield read
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"queue": "slow"}, {"exchange": "shop", "routing_key": "here"}], ids=str
+)
+def test_the_event_is_that_of_a_plain_send(
+    options: dict[str, Any], make_app: MakeApp, redis_server: RedisServer
+) -> None:
+    """With ``task_send_sent_event`` one event goes out after the commit, with the same fields."""
+    task = make_app(task_send_sent_event=True).tasks[add.name]
+    with task_sent_events(redis_server) as read:
+        task.apply_async((1,), {"y": 2}, task_id="an-id", **options)
+        plain = read()
+        with transaction.atomic():
+            task.apply_async_on_commit((1,), {"y": 2}, task_id="rolled-back", **options)
+            transaction.set_rollback(True)
+        with transaction.atomic():
+            task.apply_async_on_commit((1,), {"y": 2}, task_id="an-id", **options)
+        on_commit = read()
+    assert plain["type"] == "task-sent"
+    assert on_commit == plain
