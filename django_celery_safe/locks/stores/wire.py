@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -73,11 +74,15 @@ class Wire:
         connection = pool.connection_class(**pool.connection_kwargs)
         connection.connect()
         self._connection = connection
+        # Closed with this object. Without it the socket may be collected before the
+        # connection that would close it, and Python warns of that.
+        self._close = weakref.finalize(self, connection.disconnect)
+        self._close.atexit = False
         connection.send_command(*command)
         return connection.read_response(disable_decoding=True)
 
     def _drop(self) -> Any:
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.disconnect()
+            self._close()
         return connection
