@@ -174,7 +174,7 @@ class NotSerializable(SendError, TypeError):
     Args:
         task: The task's name.
         argument: Where the value stands, such as ``args[0]`` or ``kwargs['user']``.
-        value: What it is, such as ``a User instance``.
+        value: What it is, such as ``an instance of User``.
         hint: What to send instead, as a sentence.
     """
 

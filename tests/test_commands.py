@@ -146,3 +146,20 @@ def test_help_reads_well(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         run("--help")
     assert "list,release" in capsys.readouterr().out
+
+
+def test_the_note_of_a_message_is_no_unknown_holder() -> None:
+    """The note that a task's copy is on its way is shown as such, with the task's id."""
+    holder = Holder(since=time.time(), task="task", task_id=str(uuid.uuid4()))
+    _, details = as_lines(HeldLock("task:copy:id", "token", 99.94, 1, holder)).splitlines()
+    assert "message under way" in details
+    assert details.endswith(str(holder.task_id))
+    assert len(details) <= 80
+
+
+def test_a_long_name_is_cut() -> None:
+    """The table shows the begin of a very long name, and how long it is; JSON shows all."""
+    lock = cache_lock("x" * 10_000)
+    assert lock.acquire()
+    assert "xxx... (10000 characters; --json shows all)" in run()
+    assert json.loads(run("--json"))[0]["name"] == lock.name

@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from celery import Celery
 from django.conf import settings as django_settings
 
 from tests.processes import (
@@ -199,9 +201,8 @@ from celery import Celery
 from pathlib import Path
 from tests.processes import Journal
 
-folder = Path(os.environ["WORKER_FOLDER"])
-journal = Journal(folder / "journal")
-app = Celery("worker_app", broker=os.environ["WORKER_BROKER"], set_as_current=False)
+app = Celery("worker_app", broker=os.environ["WORKER_BROKER"])
+journal = Journal(Path(os.environ["WORKER_JOURNAL"]))
 
 @app.task
 def work(seconds):
@@ -212,47 +213,56 @@ def work(seconds):
 """
 
 
+@dataclass
+class Work:
+    """A Celery app for workers only; here there is just its broker, and what it wrote."""
+
+    sender: Celery
+    journal: Journal
+
+    def send(self, seconds: float) -> None:
+        """Send a task that takes this long."""
+        self.sender.send_task("worker_app.work", (seconds,))
+
+
 @pytest.fixture
-def worker_app(
+def work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_server: RedisServer
-) -> Iterator[Any]:
-    """A Celery app over Redis, importable here and in workers, writing a journal."""
+) -> Iterator[Work]:
+    """A Celery app over Redis that workers can import, and whose tasks write a journal."""
     redis_server.flush()
     (tmp_path / "worker_app.py").write_text(APP)
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("WORKER_FOLDER", str(tmp_path))
     monkeypatch.setenv("WORKER_BROKER", redis_server.url)
-    monkeypatch.delitem(sys.modules, "worker_app", raising=False)
-    import worker_app
+    monkeypatch.setenv("WORKER_JOURNAL", str(tmp_path / "journal"))
+    # Imported here, the app would be a second one in this process for other tests to meet.
+    with Celery(broker=redis_server.url, set_as_current=False) as sender:
+        yield Work(sender, Journal(tmp_path / "journal"))
 
-    yield worker_app
-    worker_app.app.close()
 
-
-def test_a_worker_stops_warm(worker_app: Any, settings: "Settings") -> None:
+def test_a_worker_stops_warm(work: Work, settings: "Settings") -> None:
     """A real worker has the test's settings, and ends what it began when asked to stop."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_TIMEOUT": 5}
     with CeleryWorker("worker_app", concurrency=1) as worker:
         assert len(worker.children()) == 1
-        worker_app.work.delay(0.5)
-        wait_for(lambda: worker_app.journal.count("began"))
+        work.send(0.5)
+        wait_for(lambda: work.journal.count("began"))
         worker.stop()
-        assert worker_app.journal.count("ended") == 1
+        assert work.journal.count("ended") == 1
         assert "Warm shutdown" in worker.log
-    assert worker_app.journal.entries("began")[0]["options"] == {"LOCK_TIMEOUT": 5}
+    assert work.journal.entries("began")[0]["options"] == {"LOCK_TIMEOUT": 5}
 
 
-def test_a_killed_worker_leaves_no_child(worker_app: Any) -> None:
+def test_a_killed_worker_leaves_no_child(work: Work) -> None:
     """Killing a worker kills its children in the middle of their tasks."""
     with CeleryWorker("worker_app", concurrency=2) as worker:
-        worker_app.work.delay(60)
-        wait_for(lambda: worker_app.journal.count("began"))
+        work.send(60)
+        wait_for(lambda: work.journal.count("began"))
         pids = [worker.pid, *(child.pid for child in worker.children())]
         worker.kill()
         assert len(pids) == 3
         assert not any(map(psutil.pid_exists, pids))
-    assert worker_app.journal.count("ended") == 0
+    assert work.journal.count("ended") == 0
 
 
 def test_a_worker_that_can_not_start_says_why() -> None:
@@ -276,7 +286,7 @@ with CeleryWorker("worker_app") as worker, start_in_process(sleep_long) as sleep
 """
 
 
-def test_a_killed_test_run_leaves_no_process(worker_app: Any) -> None:
+def test_a_killed_test_run_leaves_no_process(work: Work) -> None:
     """When the tests are killed by SIGKILL, their workers and functions end too."""
     environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"}
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"

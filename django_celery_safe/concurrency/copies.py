@@ -118,7 +118,8 @@ def send_own_copy(
     headers = signature.options.get("headers") or {}
     signature.options["headers"] = {**headers, HEADER: {**find_header(request), "copy": token}}
     _send(task, signature)
-    _note_copy(store, note, carried, token, delay + _visibility_timeout(task))
+    holder = Holder(since=time.time(), task=task.name, task_id=request.id)
+    _note_copy(store, note, carried, token, delay + _visibility_timeout(task), holder)
     _tell(task, request, contender, delay)
     raise Ignore("Met the lock of its own task id; a copy of the message comes back")
 
@@ -136,11 +137,13 @@ def finish_copy(task: Any, request: Context, cache: str | conf.Unset) -> None:
         )
 
 
-def _note_copy(store: Store, note: str, carried: str | None, token: str, seconds: float) -> None:
+def _note_copy(
+    store: Store, note: str, carried: str | None, token: str, seconds: float, holder: Holder
+) -> None:
     try:
         if carried is not None:
             store.release(note, carried)
-        store.acquire(note, token, seconds, Holder(since=time.time()))
+        store.acquire(note, token, seconds, holder)
     except LockBackendError as error:
         # The copy is published; without its note another delivery may send one more.
         logger.warning("A task's copy was sent but could not be noted: %s", error)

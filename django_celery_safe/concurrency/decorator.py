@@ -11,6 +11,7 @@ from celery import Task
 from celery.local import Proxy
 
 from .. import conf
+from ..exceptions import ConfigurationError
 from .guard import run_alone
 from .options import Key, check_key_names, make_options
 
@@ -96,6 +97,7 @@ def single_instance(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_task(function)
+        _refuse_late_body(function)
         check_key_names(function, options.key)
 
         @functools.wraps(function)
@@ -108,6 +110,14 @@ def single_instance(
         return alone
 
     return decorate if function is None else decorate(function)
+
+
+def _refuse_late_body(function: Callable[..., Any]) -> None:
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigurationError(
+            f"@single_instance can't decorate {function.__qualname__}: a coroutine or generator "
+            f"function returns before its body runs, and its lock would be freed then."
+        )
 
 
 def _refuse_task(function: Any) -> None:

@@ -143,11 +143,10 @@ def _refuse(value: Any) -> tuple[str, str] | None:
             "Pass a list of primary keys: list(queryset.values_list('pk', flat=True)).",
         )
     if isinstance(value, Iterator):
-        return f"a {type(value).__name__}, which can be read only once", "Pass a list."
+        return f"an instance of {type(value).__name__}", "It can be read only once. Pass a list."
     return None
 
 
 def _name(value: Any) -> str:
     # Not type(): request.user is a lazy object around the real one.
-    name = value.__class__.__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name} instance"
+    return f"an instance of {value.__class__.__name__}"

@@ -11,7 +11,7 @@ from .. import conf
 from ..concurrency.copies import HEADER, is_resending, resending
 from ..concurrency.guard import find_guarded
 from ..concurrency.keys import call_key
-from ..exceptions import NotSerializable
+from ..exceptions import ConfigurationError, NotSerializable
 from .arguments import check_arguments
 from .capture import is_capturing
 from .commit import hold, must_wait, note_result
@@ -106,6 +106,11 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         return bool(conf.get("SEND_ON_COMMIT") if wanted is None else wanted)
 
     def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+        if "single_instance" in options:
+            raise ConfigurationError(
+                f"Task {self.name} was sent with single_instance={options['single_instance']!r}, "
+                f"and options for one call are not there yet. Give them to @single_instance."
+            )
         check_arguments(self.name, args, kwargs, [options.get(name) for name in _CARRIED])
         options = self._with_key(args, kwargs, options)
         return note_result(super().apply_async(args, kwargs, **options))

@@ -8,12 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from celery import Task, shared_task
+from celery import Celery, Task, shared_task
 from pydantic import BaseModel
 
 from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_instance
 from django_celery_safe.concurrency.guard import find_guarded
 from django_celery_safe.conf import UNSET
+from tests.app.tasks import add
 from tests.concurrency.mailbox import Mailbox
 
 
@@ -321,3 +322,22 @@ def test_a_task_that_is_not_decorated_is_left_alone(mailbox: Mailbox) -> None:
     assert find_guarded(task) is None
     task.delay("x")
     assert mailbox.take_one().ours == {}
+
+
+def test_a_body_that_runs_later_is_refused() -> None:
+    """A coroutine or generator function can't be decorated: its lock would be gone too early."""
+
+    async def coroutine() -> None: ...
+
+    def generator() -> object:
+        yield
+
+    for function in (coroutine, generator):
+        with pytest.raises(ConfigurationError, match=f"{function.__qualname__}.*before its body"):
+            single_instance(function)
+
+
+def test_options_for_one_call_are_not_swallowed(broker: Celery) -> None:
+    """apply_async(single_instance=...) is refused as long as it would do nothing."""
+    with pytest.raises(ConfigurationError, match="not there yet"):
+        add.apply_async((1, 2), single_instance={"on_conflict": "raise"})

@@ -40,15 +40,15 @@ def take_plainly(*args: object, **kwargs: object) -> None:
 
 #: What must not travel, and what the error calls it.
 UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
-    "model instance": (lambda: Person(pk=1), "a Person instance.*Pass the primary key"),
+    "model instance": (lambda: Person(pk=1), "an instance of Person.*Pass the primary key"),
     "request.user": (
         lambda: SimpleLazyObject(lambda: Person(pk=1)),
-        "a Person instance.*Pass the primary key",
+        "an instance of Person.*Pass the primary key",
     ),
     "QuerySet": (Person.everyone.all, "a QuerySet of Person.*list of primary keys"),
     "values": (lambda: Person.everyone.values_list("pk"), "a QuerySet of Person"),
-    "generator": (lambda: (n for n in [1]), "a generator.*read only once.*Pass a list"),
-    "iterator": (lambda: map(str, [1]), "a map.*read only once.*Pass a list"),
+    "generator": (lambda: (n for n in [1]), "an instance of generator.*read only once.*Pass a list"),
+    "iterator": (lambda: map(str, [1]), "an instance of map.*read only once.*Pass a list"),
 }
 
 #: Where it stands: args and kwargs for a value, and the error's name of the place.
@@ -100,7 +100,7 @@ def test_it_is_refused_however_it_is_sent(send: Callable[[Any, Any], Any], sent:
 def test_later_links_of_a_plain_chain_are_looked_at(sent: Sent) -> None:
     """Sent at once and with pickle, what the first message carries for later is refused too."""
     plain = chain(take_one.s(1), take_plainly.si(Person()))
-    with pytest.raises(NotSerializable, match="a Person instance") as raised:
+    with pytest.raises(NotSerializable, match="an instance of Person") as raised:
         plain.apply_async(serializer="pickle")
     assert raised.value.task == take_plainly.name
     assert sent() == []
