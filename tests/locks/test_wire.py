@@ -4,7 +4,8 @@ import gc
 import warnings
 
 import psutil
-import redis
+import pytest
+from redis.exceptions import ResponseError
 
 from django_celery_safe.locks.stores.wire import Wire
 from tests.servers import RedisServer
@@ -50,10 +51,8 @@ def test_an_error_of_the_server_is_an_answer(redis_server: RedisServer) -> None:
         wire = Wire(client)
         assert wire.ask("PING") == b"PONG"
         connection = wire._connection
-        try:
+        with pytest.raises(ResponseError, match="unknown command"):
             wire.ask("NO-SUCH-COMMAND")
-        except redis.exceptions.ResponseError as error:
-            assert "unknown command" in str(error)
         assert wire.ask("PING") == b"PONG"
         assert wire._connection is connection
         wire.close()
