@@ -47,8 +47,8 @@ UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "QuerySet": (Person.everyone.all, "a QuerySet of Person.*list of primary keys"),
     "values": (lambda: Person.everyone.values_list("pk"), "a QuerySet of Person"),
-    "generator": (lambda: (n for n in [1]), "an instance of generator.*read only once.*Pass a list"),
-    "iterator": (lambda: map(str, [1]), "an instance of map.*read only once.*Pass a list"),
+    "generator": (lambda: (n for n in [1]), "instance of generator.*only once.*Pass a list"),
+    "iterator": (lambda: map(str, [1]), "instance of map.*only once.*Pass a list"),
 }
 
 #: Where it stands: args and kwargs for a value, and the error's name of the place.
