@@ -196,7 +196,7 @@ def _install(app: Celery) -> None:
         # a group's result is made, and hang if their server is down.
         _switch(backend, "on_task_call", lambda *_: None)  # `subscribe` does it
         _switch(backend, "set_chord_size", _put_off_chord_call)
-        _switch(backend, "apply_chord", functools.partial(_apply_chord, backend))
+        _switch(backend, "apply_chord", _apply_chord)
         if (consumer := getattr(backend, "result_consumer", None)) is not None:
             _switch(consumer, "consume_from", _put_off_subscription)
 
@@ -235,11 +235,10 @@ def _put_off_subscription(original: Callable[..., Any], *args: Any, **kwargs: An
     _current().subscriptions.append(functools.partial(original, *args, **kwargs))
 
 
-def _apply_chord(backend: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-    # A project without result backend learns that chords need one at the call.
-    backend.ensure_chords_allowed()
+def _apply_chord(original: Any, *args: Any, **kwargs: Any) -> None:
     if getattr(original, "__func__", None) is Backend.apply_chord:
-        # It only sends a task that asks again and again, which is captured.
+        # It refuses a chord without result backend, or sends the task that asks
+        # again and again whether the chord is complete, which is captured.
         original(*args, **kwargs)
     else:
         _put_off_chord_call(original, *args, **kwargs)

@@ -100,8 +100,6 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
             return super().on_replace(sig)
 
     def _waits_for_commit(self) -> bool:
-        if is_capturing() or is_resending():
-            return False
         wanted = self.send_on_commit
         return bool(conf.get("SEND_ON_COMMIT") if wanted is None else wanted)
 
@@ -146,7 +144,6 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
 
 #: What Celery's ``apply_async`` takes by position after the arguments.
 _POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")
-
 
 #: Options with signatures that travel in the task's message.
 _CARRIED = ("link", "link_error", "chain", "chord")

@@ -370,7 +370,7 @@ def test_a_copy_that_arrives_after_its_note_ended_comes_back(store: str, mailbox
 
 
 @pytest.mark.parametrize(
-    ("lease", "visibility", "longest"), [(30, 3, 1.5), (0.3, 3, 0.3), (30, None, 30)]
+    ("lease", "visibility", "longest"), [(30, 8, 4), (4, 30, 4), (30, None, 30)]
 )
 def test_a_copy_comes_when_the_lease_is_over_or_earlier(
     lease: float,

@@ -13,6 +13,7 @@ from kombu.exceptions import EncodeError
 from django_celery_safe import NotSerializable, SafeTask, SendError, send_on_commit
 from tests.app.celery import app
 from tests.app.models import Person
+from tests.sending.conftest import MakeApp
 from tests.sending.published import Published
 
 if TYPE_CHECKING:
@@ -172,6 +173,16 @@ def test_what_the_serializer_refuses_is_an_error_at_the_call(
         send()
     assert (raised.value.task, raised.value.argument) == (task, argument)
     assert isinstance(raised.value.__cause__, EncodeError)
+    assert sent() == []
+
+
+def test_message_protocol_1_is_looked_at(make_app: MakeApp, sent: Sent) -> None:
+    """Its body has no parts by position; the arguments are found all the same."""
+    task = make_app(task_protocol=1, task_serializer="pickle").tasks[take_plainly.name]
+    for signature in (task.s(1, Person()), task.s(1).set(link=task.s(1, Person()))):
+        with transaction.atomic(), pytest.raises(NotSerializable) as raised:
+            send_on_commit(signature)
+        assert raised.value.argument == "args[1]"
     assert sent() == []
 
 

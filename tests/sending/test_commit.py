@@ -247,6 +247,15 @@ def test_the_setting_defers_plain_sends(
     assert set(messages) <= {*ids_in(result), result.id}
 
 
+def test_positional_options_are_those_of_celery(sent: Sent) -> None:
+    """What apply_async takes by position after the arguments arrives in a deferred send, too."""
+    with transaction.atomic():
+        deferring.apply_async((1,), None, "an-id", None, add.s(), None, "a shadow")
+    (message,) = sent()
+    assert (message.id, message.headers["shadow"]) == ("an-id", "a shadow")
+    assert message.body[2]["callbacks"][0]["task"] == add.name
+
+
 def test_arguments_are_those_of_the_call(sent: Sent) -> None:
     """What changes after the call, arguments or headers, changes nothing of the message."""
     numbers, options, headers = [1], {"deep": {"er": [1]}}, {"trace": {"span": [1]}}

@@ -67,6 +67,9 @@ SENDS: dict[str, Callable[[Any], Any]] = {
     "group, then group, then task": lambda task: send_on_commit(
         chain(group(task.s(1), task.s(2)), group(task.s(), task.s()), task.s())
     ),
+    "chord over a chain that ends in a group": lambda task: send_on_commit(
+        chord([chain(task.s(1), group(task.s(2), task.s(3))), task.s(4)], task.s())
+    ),
 }
 
 
@@ -137,6 +140,20 @@ def test_a_failed_send_names_each_message(without_broker: Celery) -> None:
     assert [failure["task_id"] for failure in failures] == [part.id for part in result]
 
 
+def test_a_result_backend_on_the_broker_is_not_contacted_either(
+    make_app: MakeApp, silent: socket.socket
+) -> None:
+    """The backend ``rpc://`` declares its queue at the commit."""
+    url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+    task = make_app(broker_url=url, result_backend="rpc://").tasks[add.name]
+    with transaction.atomic():
+        task.delay_on_commit(1)
+        send_on_commit(group(task.s(1), task.s(2)))
+        assert nobody_called(silent)
+        transaction.set_rollback(True)
+    assert nobody_called(silent)
+
+
 def test_a_broker_that_is_gone_is_tried_once_for_a_canvas(make_app: MakeApp) -> None:
     """The members of a group don't each wait for the retries of a publication."""
     policy = {"max_retries": 1, "interval_start": 0.2, "interval_step": 0, "interval_max": 0.2}
@@ -179,6 +196,21 @@ def test_the_others_go_out_when_the_broker_refuses_one_message(
     assert [success["task_id"] for success in successes] == [result[0].id, result[2].id]
     assert [message.id for message in sent()] == [result[0].id, result[2].id]
     assert "WRONGTYPE" in str(result.send_error)
+
+
+def test_a_broker_that_refuses_everything_is_not_asked_again_and_again(
+    redis_server: RedisServer, broker: Celery
+) -> None:
+    """Only the first message that is refused is tried again; then one try each."""
+    policy = {"max_retries": 1, "interval_start": 0.2, "interval_step": 0, "interval_max": 0.2}
+    with redis_server.client(db=1) as client:
+        client.set("broken", "no list, so nothing can be pushed")
+        began = time.monotonic()
+        with hearing(task_send_failed) as failures, transaction.atomic():
+            send_on_commit(group(add.s(n) for n in range(20)), queue="broken", retry_policy=policy)
+        assert time.monotonic() - began < 2
+        client.delete("broken")
+    assert len(failures) == 20
 
 
 def test_tasks_are_sent_without_their_result_backend(
@@ -227,10 +259,14 @@ def test_a_chord_of_a_backend_that_does_not_count_is_watched(
     """The task that asks whether the chord is complete waits for the commit, as its members do."""
     app = make_app(result_backend=f"file://{tmp_path}")
     task = app.tasks[add.name]
+    numbers = [1]
     with transaction.atomic():
-        send_on_commit(chord([task.s(1), task.s(2)], task.s()))
+        send_on_commit(chord([task.s(1), task.s(2)], task.s(numbers)))
+        numbers.append(2)
         assert sent() == []
-    assert sorted(message.task for message in sent()) == ["celery.chord_unlock", add.name, add.name]
+    messages = sorted(sent(), key=lambda message: message.task)
+    assert [message.task for message in messages] == ["celery.chord_unlock", add.name, add.name]
+    assert messages[0].body[0][1]["args"] == [[1]]
 
 
 def test_a_receiver_that_raises_stops_nothing(

@@ -36,9 +36,9 @@ class Room:
     @contextmanager
     def entered(self, task: "Task[Any, Any]") -> Iterator[None]:
         """Be inside, and note the run and the lock that it holds."""
-        held = [lock.name for lock in iter_locks() if lock.holder.task_id == task.request.id]
+        held = {lock.name for lock in iter_locks() if lock.holder.task_id == task.request.id}
         with self.gauge.inside():
-            self.note("started", task, locks=held)
+            self.note("started", task, locks=list(held))
             yield
 
     def stay(self, task: "Task[Any, Any]") -> list[Any]:

@@ -169,7 +169,6 @@ def test_a_killed_child_leaves_its_task_to_come_back(room: Room) -> None:
     again = room.runs(first.id)[1]
     # The lease is 2 s; the rest is the new child's start and the machine's.
     assert (again["at_ns"] - killed_at) / 1e9 < 2 + 5
-    assert room.tries(first.id) > 2
     assert room.gauge.violations() == []
     assert find_lock(f"{tasks.surviving.name}:copy:{first.id}") is None
 
