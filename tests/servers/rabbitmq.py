@@ -7,6 +7,7 @@ import amqp
 
 from tests.processes.kept import KeptProcess
 from tests.processes.waiting import free_port, port_is_free, wait_for
+from tests.servers.programs import ProgramNotFound
 from tests.servers.server import Server
 
 
@@ -18,6 +19,9 @@ class RabbitMQServer(Server):
     start_timeout = 90
 
     def __init__(self, places: tuple[str, ...] | None = None) -> None:
+        for needed in ("erl", "epmd"):  # its script finds them on the PATH
+            if shutil.which(needed) is None:
+                raise ProgramNotFound(needed, ("path",))
         # Debian's script on the PATH runs only as the system's user in the system's folders.
         super().__init__(places or ("library", "path"))
         self.epmd_port = free_port()
