@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pytest
 from celery import Celery
+from celery.backends.base import DisabledBackend
 
 from tests.app.celery import app
 from tests.servers import (
@@ -221,12 +222,23 @@ def use_broker(redis_server: RedisServer, settings: "Settings") -> Iterator[UseB
             "broker_transport_options": transport_options,
         }
         app.conf.update(chosen)
+        _forget_first_use()
         for name, value in chosen.items():
             setattr(settings, f"CELERY_{name.upper()}", value)
         return app
 
     yield use
     app.conf.update(broker_transport_options={}, task_always_eager=False)
+
+
+def _forget_first_use() -> None:
+    """Let the app connect anew if its first use was before it was told where its broker is."""
+    if app.connection_for_write().transport_cls != "redis":
+        app._pool = None
+        app.amqp._producer_pool = None
+    if isinstance(app.backend, DisabledBackend):
+        app._backend_cache = None
+        vars(app._local).pop("backend", None)
 
 
 @pytest.fixture

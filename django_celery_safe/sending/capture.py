@@ -121,19 +121,17 @@ def subscribe(captured: Captured, producer: Any = None) -> None:
         )
 
 
-def publish(message: Message, producer: Any = None, *, retry: bool = True) -> None:
+def publish(message: Message, producer: Any = None) -> None:
     """
     Publish a captured message.
 
     Args:
         producer: The kombu producer to use; None takes one of the app's pool.
-        retry: False tries once, whatever the message's retry policy says.
 
     Raises:
         kombu.exceptions.OperationalError: The broker can't be reached.
     """
     app, options = message.app, dict(message.options)
-    options["retry"] = retry and options["retry"]
     headers = options["headers"]
     _renew_expiration(app, options, headers)
     with app.producer_or_acquire(producer) as own, own.connection._reraise_as_library_errors():

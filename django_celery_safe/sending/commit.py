@@ -144,17 +144,15 @@ def _let_go(captured: Captured, result: Any, producer: Any) -> None:
     hopeless = _prepare_chords(captured)
     if hopeless is None:
         subscribe(captured, producer)
-    retry = True
     for message in captured.messages:
         try:
             if hopeless is not None:
                 raise hopeless
-            publish(message, producer, retry=retry)
+            publish(message, producer)
         except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
-            if isinstance(error, OperationalError):
-                # The retries take their time, and the transaction's owner waits.
-                retry = False
-                hopeless = error if _is_unreachable(message.app, error) else None
+            if _is_unreachable(message.app, error):
+                # Each attempt at a broker that is gone takes its retries' time.
+                hopeless = error
             if result is not None and result.send_error is None:
                 result.send_error = error
             _tell_failed(message, error)
@@ -182,8 +180,10 @@ def _prepare_chords(captured: Captured) -> Exception | None:
     return None
 
 
-def _is_unreachable(app: Celery, error: OperationalError) -> bool:
+def _is_unreachable(app: Celery, error: Exception) -> bool:
     """Tell whether the broker is gone, rather than refusing this one message."""
+    if not isinstance(error, OperationalError):
+        return False
     return not isinstance(error.__cause__, app.connection_for_write().channel_errors)
 
 

@@ -7,9 +7,7 @@ from typing import Any, Protocol
 
 import pytest
 from celery import Celery
-from celery.backends.base import DisabledBackend
 
-from tests.app.celery import app
 from tests.sending.published import Published, take_published
 from tests.servers import RedisServer
 
@@ -20,18 +18,11 @@ ONE_TRY = {"max_retries": 0, "interval_start": 0, "interval_step": 0, "interval_
 @pytest.fixture(scope="module", autouse=True)
 def connections_of_this_module(redis_server: RedisServer) -> Iterator[None]:
     """
-    Let the tests' app use the private Redis, and forget results while that is there.
+    Forget results while the private Redis is there.
 
-    An app keeps the pool and the result backend of its first use, which may have been
-    without configuration. A result unsubscribes when it is collected, and results of
-    groups are cycles, collected after the server was stopped if not here.
+    A result unsubscribes when it is collected, and results of groups are cycles,
+    collected after the server was stopped if not here.
     """
-    if app.connection_for_write().transport_cls != "redis":
-        app._pool = None
-        app.amqp._producer_pool = None
-    if isinstance(app.backend, DisabledBackend):
-        app._backend_cache = None
-        vars(app._local).pop("backend", None)
     yield
     gc.collect()
 

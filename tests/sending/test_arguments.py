@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import chain, chord, group, shared_task
+from celery import Celery, chain, chord, group, shared_task
 from django.db import transaction
 from django.utils.functional import SimpleLazyObject
 from kombu.exceptions import EncodeError
@@ -57,6 +57,8 @@ PLACES: dict[str, tuple[Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
     "positional": (lambda value: ((1, value), {}), "args[1]"),
     "by name": (lambda value: ((), {"who": value}), "kwargs['who']"),
     "in a list": (lambda value: (([1, [value]],), {}), "args[0]"),
+    "in a set": (lambda value: (([{value}],), {}), "args[0]"),
+    "as a key": (lambda value: ((), {"who": {value: 1}}), "kwargs['who']"),
     "in a dict": (lambda value: ((), {"who": {"deep": ({"er": value},)}}), "kwargs['who']"),
 }
 
@@ -174,6 +176,14 @@ def test_what_the_serializer_refuses_is_an_error_at_the_call(
     assert (raised.value.task, raised.value.argument) == (task, argument)
     assert isinstance(raised.value.__cause__, EncodeError)
     assert sent() == []
+
+
+def test_what_the_serializer_refuses_is_an_error_in_eager_mode_too(broker: Celery) -> None:
+    """A test finds what production would refuse."""
+    broker.conf.task_always_eager = True
+    with transaction.atomic(), pytest.raises(NotSerializable) as raised:
+        take.delay_on_commit(1, object())
+    assert (raised.value.task, raised.value.argument) == (take.name, "args[1]")
 
 
 def test_message_protocol_1_is_looked_at(make_app: MakeApp, sent: Sent) -> None:

@@ -111,7 +111,7 @@ def test_a_callback_of_the_commit_sends_at_once(sent: Sent) -> None:
     assert results[1] == [results[0].id]
 
 
-@pytest.mark.parametrize("form", ["task", "canvas"])
+@pytest.mark.parametrize("form", ["task", "canvas", "canvas of deferring tasks"])
 def test_using_names_the_database_to_wait_for(
     form: str, sent: Sent, make_database: MakeDatabase
 ) -> None:
@@ -121,7 +121,8 @@ def test_using_names_the_database_to_wait_for(
     def send(number: int) -> Any:
         if form == "task":
             return add.apply_async_on_commit((number,), using=other)
-        return send_on_commit(chain(add.s(number), add.s(1)), using=other)
+        task = add if form == "canvas" else deferring
+        return send_on_commit(chain(task.s(number), task.s(1)), using=other)
 
     with transaction.atomic(using=other):
         with rolled_back(using=DEFAULT_DB_ALIAS):

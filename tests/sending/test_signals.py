@@ -78,7 +78,7 @@ def test_a_receiver_still_changes_the_message(sent: Sent) -> None:
         headers["trace"] = "abc"
         properties["app_id"] = "shop"
 
-    before_task_publish.connect(trace)
+    before_task_publish.connect(trace, weak=False)
     try:
         with transaction.atomic():
             add.delay_on_commit(1)
