@@ -221,8 +221,8 @@ def use_broker(redis_server: RedisServer, settings: "Settings") -> Iterator[UseB
             "result_backend": redis_server.database_url(2),
             "broker_transport_options": transport_options,
         }
-        app.conf.update(chosen)
         _forget_first_use()
+        app.conf.update(chosen)
         for name, value in chosen.items():
             setattr(settings, f"CELERY_{name.upper()}", value)
         return app
