@@ -134,30 +134,35 @@ class Renewer:
                 self._changed.notify_all()
 
     def remove(self, lease: Lease) -> None:
-        """Renew ``lease`` no more; with the last one, the thread's connections are closed."""
+        """Renew ``lease`` no more; with the last one of a store, the connection is closed."""
         with self._changed:
             self._leases.discard(lease)
-            if self._leases or not self._opened:
+            if not self._is_idle(lease.location):
                 return
             self._changed.notify_all()
             # So that "released" means that nothing of ours is connected; a store
             # that hangs must not hold up the caller.
-            self._changed.wait_for(lambda: bool(self._leases) or not self._opened, timeout=1.0)
+            self._changed.wait_for(lambda: not self._is_idle(lease.location), timeout=1.0)
+
+    def _is_idle(self, location: Location) -> bool:
+        """Tell whether the thread is connected to a store in which nothing is held."""
+        return location in self._opened and all(
+            lease.location != location for lease in self._leases
+        )
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self._leases or not self._opened:
-                    pause = self._plan() - time.monotonic()
-                    if pause > 0:
-                        self._changed.wait(None if pause == math.inf else pause)
-                        continue
+                idle = {location for location in self._opened if self._is_idle(location)}
+                pause = self._plan() - time.monotonic()
+                if pause > 0 and not idle:
+                    self._changed.wait(None if pause == math.inf else pause)
+                    continue
                 due = self._due()
-                opened = set(self._opened)
-            if due:
-                self._renew(due)
-            elif opened:
-                self._close(opened)
+            self._close(idle)
+            self._renew(due)
+            # While this thread waits it must not keep a lease that nobody else has.
+            del due
 
     def _plan(self) -> float:
         """Return when to look again."""

@@ -341,3 +341,25 @@ def test_threads_share_one_store(settings: Settings, redis_cache_settings: MakeR
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(peek, range(8)))
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_a_long_list_is_complete(
+    spread: bool,
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+    redis_server: RedisServer,
+) -> None:
+    """Locks of several pages are listed once each, those whose leases end together too."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    store = locate().store()
+    names = [f"many:{number}" for number in range(2500)]
+    for number, name in enumerate(names):
+        token = f"{number:032}"
+        assert isinstance(store.acquire(name, token, 60, Holder("here", 1)), Acquired)
+    if not spread:
+        with redis_server.client() as client:
+            index = ":1:celery_safe:locks"
+            end = client.zrange(index, -1, -1, withscores=True)[0][1]
+            client.zadd(index, dict.fromkeys(client.zrange(index, 0, -1), end))
+    assert sorted(lock.name for lock in iter_locks()) == sorted(names)

@@ -56,19 +56,22 @@ def find_programs_folder(
     Return the first folder that holds a program and all its companions.
 
     Args:
-        places: Some of ``PLACES``; None: what ``SAFE_TEST_PROGRAMS`` says (names
-            with commas between), or else all.
+        places: Some of ``PLACES``, searched in the order given; None: ``default_places``.
 
     Raises:
         ProgramNotFound: There is none.
     """
-    if places is None:
-        chosen = os.environ.get("SAFE_TEST_PROGRAMS")
-        places = tuple(chosen.split(",")) if chosen else PLACES
+    places = default_places() if places is None else places
     for folder in _iter_folders(program, places):
         if all(os.access(folder / name, os.X_OK) for name in (program, *companions)):
             return folder
     raise ProgramNotFound(program, places)
+
+
+def default_places() -> tuple[str, ...]:
+    """Return what ``SAFE_TEST_PROGRAMS`` says (names with commas between), or else all."""
+    chosen = os.environ.get("SAFE_TEST_PROGRAMS")
+    return tuple(chosen.split(",")) if chosen else PLACES
 
 
 def _iter_folders(program: str, places: tuple[str, ...]) -> Iterator[Path]:

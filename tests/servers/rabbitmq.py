@@ -1,13 +1,12 @@
 """A private RabbitMQ node with a port mapper (epmd) of its own."""
 
-import shutil
 from pathlib import Path
 
 import amqp
 
 from tests.processes.kept import KeptProcess
 from tests.processes.waiting import free_port, port_is_free, wait_for
-from tests.servers.programs import ProgramNotFound
+from tests.servers.programs import default_places, find_programs_folder
 from tests.servers.server import Server
 
 
@@ -19,11 +18,11 @@ class RabbitMQServer(Server):
     start_timeout = 90
 
     def __init__(self, places: tuple[str, ...] | None = None) -> None:
-        for needed in ("erl", "epmd"):  # its script finds them on the PATH
-            if shutil.which(needed) is None:
-                raise ProgramNotFound(needed, ("path",))
+        places = default_places() if places is None else places
+        # Its script finds Erlang on the PATH.
+        self.erlang = find_programs_folder("epmd", "erl", places=places)
         # Debian's script on the PATH runs only as the system's user in the system's folders.
-        super().__init__(places or ("library", "path"))
+        super().__init__(tuple(sorted(places, key=lambda place: place != "library")))
         self.epmd_port = free_port()
         self.node_port = free_port()
         self._epmd: KeptProcess | None = None
@@ -69,7 +68,7 @@ class RabbitMQServer(Server):
     def start(self) -> None:
         """Start the port mapper first: the node would start one that outlives it."""
         if self._epmd is None:
-            self._epmd = self.keep([shutil.which("epmd") or "epmd", "-port", str(self.epmd_port)])
+            self._epmd = self.keep([self.erlang / "epmd", "-port", str(self.epmd_port)])
             self._epmd.log_path = self.folder / "epmd.log"
             self._epmd.start()
             wait_for(lambda: not port_is_free(self.epmd_port), message="epmd does not listen")

@@ -103,13 +103,14 @@ PEEK = Script("""
 return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
 """)
 
-# One page of the list: members with a live lease, from an offset.
+# One page of the list: the live leases that end at a moment or later, some of
+# which have been seen. An empty moment: now.
 PAGE_OF_LOCKS = Script("""
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local keys = redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf',
-    'WITHSCORES', 'LIMIT', ARGV[1], ARGV[2])
-return {now, keys}
+local from = ARGV[1] == '' and '(' .. now or ARGV[1]
+return {now, redis.call('ZRANGEBYSCORE', KEYS[1], from, '+inf',
+    'WITHSCORES', 'LIMIT', ARGV[2], ARGV[3])}
 """)
 
 
@@ -155,20 +156,24 @@ class RedisStore(Store):
         return None if value is None else _read_lock(name, value, milliseconds)
 
     def iter_locks(self) -> Iterator[HeldLock]:
-        offset, seen = 0, 0
+        # Paged by the ends of the leases, not by place: locks come and go meanwhile.
+        last, seen = "", 0
         while True:
-            now, flat = self._run("list", PAGE_OF_LOCKS, (self._index_key,), (offset, PAGE))
-            ends = dict(zip(flat[::2], flat[1::2], strict=True))
-            if not ends:
+            page = (last, seen, PAGE)
+            now, flat = self._run("list", PAGE_OF_LOCKS, (self._index_key,), page)
+            keys, ends = flat[::2], flat[1::2]
+            if not keys:
                 return
             with self.errors("list"):
-                values = self._wire.ask("MGET", *ends)
-            for (key, end), value in zip(ends.items(), values, strict=True):
+                values = self._wire.ask("MGET", *keys)
+            for key, end, value in zip(keys, ends, values, strict=True):
                 # None: released since, or lost by the server without the list.
                 if value is not None:
                     yield _read_lock(key.decode(), value, max(float(end) - now, 0))
-            seen += len(ends)
-            offset = seen
+            if len(keys) < PAGE:
+                return
+            seen = ends.count(ends[-1]) + (seen if ends[-1].decode() == last else 0)
+            last = ends[-1].decode()
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:

@@ -1,0 +1,102 @@
+"""The thread that renews leases: what it renews, what it forgets, what it closes."""
+
+import threading
+import time
+
+from django.db import connections
+from pytest_django import Settings
+
+from django_celery_safe import CacheLock, cache_lock, find_lock
+from django_celery_safe.signals import lock_backend_failed
+from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.processes import wait_for
+from tests.servers import PostgresServer, RedisServer
+
+
+def renewing_threads() -> list[threading.Thread]:
+    """Return the threads that renew leases."""
+    return [one for one in threading.enumerate() if one.name == "django_celery_safe leases"]
+
+
+def test_an_abandoned_lock_is_forgotten_after_renewals(locks_in_memory: None) -> None:
+    """A lock that was renewed and that nobody has any more ends with its lease."""
+    lock: CacheLock | None = cache_lock("renewed, then abandoned", timeout=0.3)
+    assert lock is not None
+    assert lock.acquire()
+    time.sleep(0.5)
+    assert lock.held
+    lock = None
+    wait_for(lambda: find_lock("renewed, then abandoned") is None, 2, "it was renewed still")
+
+
+def test_one_thread_renews_all(locks_in_memory: None) -> None:
+    """Many locks are renewed by one thread, each in time."""
+    locks = [cache_lock(f"many:{number}", timeout=0.4) for number in range(50)]
+    assert all(lock.acquire() for lock in locks)
+    assert len(renewing_threads()) == 1
+    time.sleep(1.0)
+    assert all(lock.held for lock in locks)
+    assert all(lock.release() for lock in locks)
+
+
+def test_a_connection_closes_though_other_locks_are_held(
+    settings: Settings,
+    make_database: MakeDatabase,
+    postgres_server: PostgresServer,
+    redis_cache_settings: MakeRedisCache,
+) -> None:
+    """With the last lock in one store the thread's connection there closes; others go on."""
+    alias = make_database("postgres")
+    settings.CACHES = redis_cache_settings("django-redis")
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
+    with cache_lock("in Redis", cache="default", timeout=0.4) as other:
+        with cache_lock("in PostgreSQL", timeout=0.3) as lock:
+            time.sleep(0.5)
+            assert lock.held
+            name = settings.DATABASES[alias]["NAME"]
+            assert len(postgres_server.sessions(name)) == 2
+        assert len(postgres_server.sessions(name)) == 1
+        time.sleep(0.5)
+        assert other.held
+
+
+def test_a_store_that_is_gone_for_a_while_costs_no_lock(fragile_redis: RedisServer) -> None:
+    """A renewal that fails is told, tried again, and the lease goes on if that was in time."""
+    told: list[str] = []
+
+    def listen(reason: str, **fields: object) -> None:
+        told.append(reason)
+
+    lock_backend_failed.connect(listen)
+    try:
+        with cache_lock("paused", timeout=3) as lock, fragile_redis.client() as admin:
+            assert lock
+            admin.config_set("maxclients", "1")
+            admin.client_kill_filter(_type="normal", skipme=True)
+            wait_for(lambda: told, 5, "no renewal failed")
+            admin.config_set("maxclients", "100")
+            wait_for(lambda: lock.remaining > 2, 5, "the lease was not renewed again")
+            lock.ensure()
+    finally:
+        lock_backend_failed.disconnect(listen)
+    assert "did not answer to extend" in told[0]
+
+
+def test_a_broken_connection_of_the_thread_is_replaced(
+    settings: Settings, make_database: MakeDatabase, postgres_server: PostgresServer
+) -> None:
+    """A renewing thread whose database connection was cut goes on with another."""
+    alias = make_database("postgres")
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
+    with cache_lock("cut", timeout=1.2) as lock:
+        name = settings.DATABASES[alias]["NAME"]
+        wait_for(lambda: len(postgres_server.sessions(name)) == 2, 3, "nothing was renewed")
+        with postgres_server.connect("postgres") as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
+                [name],
+            )
+        time.sleep(1.5)
+        assert lock.held
+        connections[alias].close()
+        lock.ensure()
