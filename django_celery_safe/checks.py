@@ -8,6 +8,7 @@ one starts, ours are written to its log. docs/reference/checks.md lists them.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -55,7 +56,11 @@ def check_settings() -> list[CheckMessage]:
         messages.append(_error(1, str(error), "The default is 30 seconds."))
     wanted = conf.get("SEND_ON_COMMIT")
     if not isinstance(wanted, bool):
-        messages.append(_error(1, f"SEND_ON_COMMIT={wanted!r} is neither True nor False.", ""))
+        messages.append(
+            _error(
+                1, f"SEND_ON_COMMIT={wanted!r} is neither True nor False.", "The default is False."
+            )
+        )
     return messages
 
 
@@ -97,9 +102,21 @@ def check_sqlite() -> list[CheckMessage]:
 
 def _check_lock_file() -> list[CheckMessage]:
     ours = conf.get("LOCK_DATABASE")
-    files = {alias: str(database.get("NAME")) for alias, database in _sqlite_databases()}
-    if ours not in files:
+    files = {
+        alias: os.path.realpath(str(database.get("NAME")))
+        for alias, database in _sqlite_databases()
+    }
+    if not isinstance(ours, str) or ours not in files:
         return []
+    if "memory" in str(settings.DATABASES[ours].get("NAME")):
+        return [
+            _error(
+                4,
+                f"LOCK_DATABASE is {ours!r}, a SQLite database in memory: each thread has one of "
+                f"its own, so two get the same lock.",
+                "Give LOCK_DATABASE an alias with a SQLite file of its own.",
+            )
+        ]
     others = [alias for alias, file in files.items() if alias != ours and file == files[ours]]
     if ours != "default" and not others:
         return []

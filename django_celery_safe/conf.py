@@ -34,6 +34,9 @@ UNSET: Final = Unset.UNSET
 
 NAME: Final = "DJANGO_CELERY_SAFE"
 
+#: Longest lease, s: a year. Beyond some centuries servers overflow.
+LONGEST_LEASE: Final = 366 * 24 * 3600.0
+
 DEFAULTS: Final[dict[str, Any]] = {
     #: Cache alias that holds the locks.
     "LOCK_CACHE": "default",
@@ -81,14 +84,14 @@ def lease_seconds(value: Any, what: str) -> float:
     Return a lease in seconds.
 
     Args:
-        value: Seconds or a timedelta, at least 1 ms.
+        value: Seconds or a timedelta, at least 1 ms and at most a year.
         what: What the value is, for the message, such as ``timeout``.
 
     Raises:
         ConfigurationError: It is no such duration. None is refused because a
             lock without end would stay held for ever after a crash.
     """
-    if type(value) is int and value > 0:
+    if type(value) is int and 0 < value <= LONGEST_LEASE:
         return float(value)
     if value is None:
         raise ConfigurationError(
@@ -96,9 +99,10 @@ def lease_seconds(value: Any, what: str) -> float:
             f"seconds; with renew=True the lease is renewed for as long as the work takes."
         )
     seconds = _as_seconds(value)
-    if seconds is None or not 0.001 <= seconds < math.inf:
+    if seconds is None or not 0.001 <= seconds <= LONGEST_LEASE:
         raise ConfigurationError(
-            f"{what}={value!r} is no lease: give a number of seconds or a timedelta, at least 1 ms."
+            f"{what}={value!r} is no lease: give a number of seconds or a timedelta, at least 1 ms "
+            f"and at most a year."
         )
     return seconds
 

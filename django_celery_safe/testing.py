@@ -7,6 +7,7 @@ Context managers for any test runner, and pytest fixtures of the same. In
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -20,6 +21,8 @@ from django.test import override_settings
 from . import conf
 from .locks.stores import local
 from .transactions import in_testcase_only
+
+logger = logging.getLogger(__name__)
 
 #: Alias of the cache that :func:`locks_in_memory` adds.
 MEMORY: Final = "django_celery_safe_testing"
@@ -59,7 +62,7 @@ def on_commit_now() -> Iterator[None]:
         self: BaseDatabaseWrapper, func: Callable[[], object], robust: bool = False
     ) -> None:
         if in_testcase_only(self.alias):
-            func()
+            _run(func, robust)
         else:
             on_commit(self, func, robust)
 
@@ -78,8 +81,17 @@ def on_commit_now() -> Iterator[None]:
 
 def _run_callbacks(connection: Any) -> None:
     waiting, connection.run_on_commit = connection.run_on_commit, []
-    for _, callback, _ in waiting:
+    for _, callback, robust in waiting:
+        _run(callback, robust)
+
+
+def _run(callback: Callable[[], object], robust: bool) -> None:
+    try:
         callback()
+    except Exception as error:
+        if not robust:
+            raise
+        logger.error("A robust on_commit callback raised.", exc_info=error)
 
 
 def waiting_for_commit(using: str = "default") -> int:

@@ -16,6 +16,16 @@ def in_atomic(alias: str) -> bool:
     return any(not _is_of_testcase(block) for block in connection.atomic_blocks)
 
 
+def is_manual(alias: str) -> bool:
+    """
+    Tell whether the project commits on ``alias`` itself: autocommit is off, without ``atomic()``.
+
+    May connect, and raises the database's error if it can't.
+    """
+    connection = connections[alias]
+    return not connection.in_atomic_block and not connection.get_autocommit()
+
+
 def in_testcase_only(alias: str) -> bool:
     """Tell whether the only ``atomic()`` blocks open on ``alias`` are TestCase's."""
     connection = connections[alias]

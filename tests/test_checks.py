@@ -59,7 +59,14 @@ def test_an_unknown_setting_is_guessed(settings: Settings) -> None:
 
 @pytest.mark.parametrize(
     ("value", "number"),
-    [("not a dict", "E001"), ({"LOCK_TIMEOUT": None}, "E001"), ({"LOCK_CACHE": "nope"}, "E003")],
+    [
+        ("not a dict", "E001"),
+        ({"LOCK_TIMEOUT": None}, "E001"),
+        ({"SEND_ON_COMMIT": "no"}, "E001"),
+        ({"LOCK_CACHE": "nope"}, "E003"),
+        ({"LOCK_CACHE": None}, "E003"),
+        ({"LOCK_DATABASE": ["x"]}, "E003"),
+    ],
 )
 def test_a_setting_that_means_nothing_is_an_error(
     settings: Settings, value: Any, number: str
@@ -104,6 +111,8 @@ def test_sqlite_without_immediate_is_a_warning(settings: Settings) -> None:
     [
         ("default", {"default": "data"}, True),
         ("locks", {"default": "data", "locks": "data"}, True),
+        ("locks", {"default": "data", "locks": "./data"}, True),
+        ("locks", {"default": "data", "locks": ":memory:"}, True),
         ("locks", {"default": "data", "locks": "locks"}, False),
     ],
 )

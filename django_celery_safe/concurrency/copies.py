@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any, Final, NoReturn
 
 from celery.app.task import Context
@@ -47,13 +48,26 @@ class Rejected(Reject, Ignore):
     """
 
 
-_resending: ContextVar[bool] = ContextVar("django_celery_safe_resending", default=False)
+class _Resend(Enum):
+    """What a send has to do with the running task's own message."""
+
+    NONE = 0
+    AGAIN = 1
+    UNCHANGED = 2
+
+
+_resending: ContextVar[_Resend] = ContextVar("django_celery_safe_resending", default=_Resend.NONE)
 
 
 @contextmanager
-def resending() -> Iterator[None]:
-    """Mark every send inside as a re-send of the running task, which is never held back."""
-    token = _resending.set(True)
+def resending(*, unchanged: bool = False) -> Iterator[None]:
+    """
+    Mark every send inside as a re-send of the running task, which is never held back.
+
+    Args:
+        unchanged: Whether it is the very message again, key and all.
+    """
+    token = _resending.set(_Resend.UNCHANGED if unchanged else _Resend.AGAIN)
     try:
         yield
     finally:
@@ -62,7 +76,12 @@ def resending() -> Iterator[None]:
 
 def is_resending() -> bool:
     """Tell whether the send at hand is one of the running task's own message."""
-    return _resending.get()
+    return _resending.get() is not _Resend.NONE
+
+
+def keeps_key() -> bool:
+    """Tell whether the send at hand is the running task's very message, under its own key."""
+    return _resending.get() is _Resend.UNCHANGED
 
 
 def find_header(request: Context | None) -> Mapping[str, Any]:
@@ -151,7 +170,7 @@ def _note_copy(
 
 def _send(task: Any, signature: Any) -> None:
     try:
-        with resending():
+        with resending(unchanged=True):
             signature.apply_async()
     except Exception as error:
         # With acks_late the broker still has the message and can give it back;

@@ -66,7 +66,8 @@ def single_instance(
             ``"raise"``: ``AlreadyRunning``.
         timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT``.
         retry_delay: Seconds or timedelta until a retried run comes back, plus up
-            to a quarter of jitter; unset: 5 s. Only with ``on_conflict="retry"``.
+            to a quarter of jitter; unset: 5 s. Sooner where that is more than half
+            the broker's ``visibility_timeout``. Only with ``on_conflict="retry"``.
         renew: Renew the lease while the run goes on. False: it ends at
             ``timeout``, and a longer run goes on unprotected.
         cache: Alias of the cache that holds the lock; unset: as the settings say.

@@ -10,18 +10,18 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
 from celery.exceptions import Retry
 from django.core.exceptions import FieldDoesNotExist
-from django.db import NotSupportedError, OperationalError, connections, router, transaction
+from django.db import OperationalError, connections, router, transaction
 from django.db.models import BooleanField, DateTimeField, F
 from django.utils import timezone
 
 from ..exceptions import ConfigurationError, IdempotencyError, LockNotAcquired, WrongTransaction
 from ..signals import already_done, done_once, emit
-from ..transactions import in_atomic
+from ..transactions import in_atomic, is_manual
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -124,8 +124,7 @@ class _Once:
 
     @contextmanager
     def at_least_once(self) -> Iterator[Model | None]:
-        with self._transaction():
-            row = self._lock_row()
+        with self._transaction() as row:
             if self._is_done(row):
                 self._tell(already_done, "was done already")
                 yield None
@@ -136,8 +135,7 @@ class _Once:
 
     @contextmanager
     def at_most_once(self) -> Iterator[Model | None]:
-        with self._transaction():
-            row = self._lock_row()
+        with self._transaction() as row:
             done = self._is_done(row)
             if not done:
                 self._set_flag(row)
@@ -160,15 +158,19 @@ class _Once:
         return f"{self._model._meta.label}, pk={self._pk!r}, {self._flag!r}"
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        if self._durable and in_atomic(self._alias):
+    def _transaction(self) -> Iterator[Model]:
+        if self._durable and (in_atomic(self._alias) or is_manual(self._alias)):
             raise WrongTransaction(
-                f"do_once({self._label}) stands inside another transaction on {self._alias!r}: a "
-                f"rollback of that one would forget what was done. Call it outside atomic(), or "
-                f"pass durable=False if the outer transaction is to decide."
+                f"do_once({self._label}) stands inside another transaction on {self._alias!r}, or "
+                f"autocommit is off there: a rollback would forget what was done. Call it outside "
+                f"atomic(), or pass durable=False if the outer transaction is to decide."
             )
-        with transaction.atomic(using=self._alias):
-            yield
+        with ExitStack() as stack:
+            # With IMMEDIATE, it is the BEGIN that meets somebody else's lock.
+            with self._fail_at_once() if self._nowait else nullcontext():
+                stack.enter_context(transaction.atomic(using=self._alias))
+                row = self._lock_row()
+            yield row
 
     def _rows(self) -> QuerySet[Model]:
         # The base manager, since a default one may hide rows.
@@ -176,14 +178,13 @@ class _Once:
 
     def _lock_row(self) -> Model:
         connection = connections[self._alias]
-        with self._fail_at_once() if self._nowait else nullcontext():
-            if connection.features.has_select_for_update:
-                return self._rows().select_for_update(nowait=self._nowait).get()
-            # Without row locks the transaction's first statement has to be a write:
-            # it takes the database's write lock before the flag is read, and waits
-            # for it, where a read first would end in "database is locked".
-            self._rows().update(**{self._flag: F(self._flag)})
-            return self._rows().get()
+        if connection.features.has_select_for_update:
+            return self._rows().select_for_update(nowait=self._nowait).get()
+        # Without row locks the transaction's first statement has to be a write:
+        # it takes the database's write lock before the flag is read, and waits
+        # for it, where a read first would end in "database is locked".
+        self._rows().update(**{self._flag: F(self._flag)})
+        return self._rows().get()
 
     @contextmanager
     def _fail_at_once(self) -> Iterator[None]:
@@ -191,10 +192,11 @@ class _Once:
         try:
             with _no_busy_timeout(connection):
                 yield
-        except NotSupportedError:
-            raise
         except OperationalError as error:
-            raise LockNotAcquired(f"{self._model._meta.label} pk={self._pk!r}") from error
+            if not _says_taken(error):
+                raise
+            name = f"{self._model._meta.label} pk={self._pk!r}"
+            raise LockNotAcquired(name, "someone else") from error
 
     def _is_done(self, row: Model) -> bool:
         value = getattr(row, self._flag)
@@ -232,13 +234,27 @@ def _no_busy_timeout(connection: Any) -> Iterator[None]:
     if connection.vendor != "sqlite":
         yield
         return
-    with connection.cursor() as cursor:
-        before = cursor.execute("PRAGMA busy_timeout").fetchone()[0]
-        cursor.execute("PRAGMA busy_timeout = 0")
-        try:
-            yield
-        finally:
-            cursor.execute(f"PRAGMA busy_timeout = {int(before)}")
+    connection.ensure_connection()
+    # Not by Django's cursor, which refuses to put it back in a broken transaction.
+    execute = connection.connection.execute
+    before = execute("PRAGMA busy_timeout").fetchone()[0]
+    execute("PRAGMA busy_timeout = 0")
+    try:
+        yield
+    finally:
+        execute(f"PRAGMA busy_timeout = {int(before)}")
+
+
+def _says_taken(error: OperationalError) -> bool:
+    """Tell whether the database said that somebody else has the row, not that it can't answer."""
+    cause: Any = error.__cause__
+    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    # PostgreSQL: lock_not_available. SQLite: SQLITE_BUSY, SQLITE_LOCKED. MySQL: NOWAIT.
+    return (
+        state == "55P03"
+        or getattr(cause, "sqlite_errorcode", 0) & 0xFF in (5, 6)
+        or getattr(cause, "args", ())[:1] == (3572,)
+    )
 
 
 def _check_flag(model: type[Model], name: str) -> None:

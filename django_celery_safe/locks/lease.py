@@ -30,6 +30,8 @@ RENEW_AFTER: Final = 1 / 3
 RETRY_AFTER: Final = 1 / 10
 #: Leases that are due within this part of themselves are renewed along with others.
 ALONG: Final = 1 / 20
+#: Longest that the thread waits at a time, s; a system can't wait for centuries.
+LONGEST_PAUSE: Final = 3600.0
 
 
 class Lease:
@@ -52,6 +54,7 @@ class Lease:
     __slots__ = (
         "__weakref__",
         "asked_at",
+        "asking",
         "location",
         "lost",
         "name",
@@ -78,6 +81,9 @@ class Lease:
         self.on_lost = on_lost
         self.pid = os.getpid()
         self.lost = False
+        #: Held while a request that moves the lease's end is under way: of two at
+        #: once nobody knows which the store got last, nor how long the lease is.
+        self.asking = threading.RLock()
         self.began(asked_at)
 
     def began(self, asked_at: float) -> None:
@@ -94,14 +100,15 @@ class Lease:
 
     def extend(self, seconds: float) -> bool:
         """Ask the store for a lease of ``seconds`` from now; tell whether it is still ours."""
-        asked_at = time.monotonic()
-        # If the answer gets lost, the lease is of either length: trust the shorter.
-        self.seconds = min(self.seconds, seconds)
-        (extended,) = self.location.store().extend([Renewal(self.name, self.token, seconds)])
-        if extended:
-            self.seconds = seconds
-            self.began(asked_at)
-        return extended
+        with self.asking:
+            asked_at = time.monotonic()
+            # If the answer gets lost, the lease is of either length: trust the shorter.
+            self.seconds = min(self.seconds, seconds)
+            (extended,) = self.location.store().extend([Renewal(self.name, self.token, seconds)])
+            if extended:
+                self.seconds = seconds
+                self.began(asked_at)
+            return extended
 
 
 class Renewer:
@@ -119,18 +126,18 @@ class Renewer:
         self._opened: set[Location] = set()
 
     def add(self, lease: Lease) -> None:
-        """Renew ``lease`` from now on."""
+        """Renew ``lease`` from now on, also when its length has changed."""
         with self._changed:
             self._leases.add(lease)
-            if lease.renew_at >= self._wakes_at:
-                return
-            self._wakes_at = lease.renew_at
-            if self._thread is None:
+            # Not alive: the system had no thread left when it was to be started.
+            if self._thread is None or not self._thread.is_alive():
+                self._wakes_at = lease.renew_at
                 self._thread = threading.Thread(
                     target=self._run, name="django_celery_safe leases", daemon=True
                 )
                 self._thread.start()
-            else:
+            elif lease.renew_at < self._wakes_at:
+                self._wakes_at = lease.renew_at
                 self._changed.notify_all()
 
     def remove(self, lease: Lease) -> None:
@@ -152,22 +159,30 @@ class Renewer:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                idle = {location for location in self._opened if self._is_idle(location)}
-                pause = self._plan() - time.monotonic()
-                if pause > 0 and not idle:
-                    self._changed.wait(None if pause == math.inf else pause)
-                    continue
-                due = self._due()
-            self._close(idle)
-            self._renew(due)
-            # While this thread waits it must not keep a lease that nobody else has.
-            del due
+            try:
+                self._take_turn()
+            except BaseException:
+                # Even a receiver's SystemExit: without this thread every lock would be lost.
+                logger.exception("The thread that renews locks met an error and goes on.")
+                time.sleep(0.1)
+
+    def _take_turn(self) -> None:
+        # A method of its own: what it knows of leases would keep them while it waits.
+        with self._changed:
+            idle = {location for location in self._opened if self._is_idle(location)}
+            pause = self._plan() - time.monotonic()
+            if pause > 0 and not idle:
+                self._changed.wait(None if pause == math.inf else min(pause, LONGEST_PAUSE))
+                return
+            due = self._due()
+        self._close(idle)
+        self._renew(due)
 
     def _plan(self) -> float:
         """Return when to look again."""
         if self._leases:
-            self._wakes_at = min(lease.renew_at for lease in self._leases)
+            # The set is weak: it may be empty by now.
+            self._wakes_at = min((lease.renew_at for lease in self._leases), default=math.inf)
         elif self._wakes_at <= time.monotonic():
             self._wakes_at = math.inf
         # Else the plan stays, though its lease is gone: who takes and frees locks
@@ -183,20 +198,35 @@ class Renewer:
         for lease in due:
             by_location.setdefault(lease.location, []).append(lease)
         for location, leases in by_location.items():
-            with self._changed:
-                self._opened.add(location)
-            asked_at = time.monotonic()
+            # One that its holder extends just now is renewed by that.
+            free = [lease for lease in leases if lease.asking.acquire(blocking=False)]
             try:
-                renewals = [Renewal(lease.name, lease.token, lease.seconds) for lease in leases]
-                outcomes = location.store().extend(renewals)
-            except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
-                self._failed(location, leases, error)
-                continue
-            for lease, extended in zip(leases, outcomes, strict=True):
-                if extended:
-                    lease.began(asked_at)
-                else:
+                outcomes = self._ask(location, free) if free else []
+            finally:
+                for lease in free:
+                    lease.asking.release()
+            for lease, extended in zip(free, outcomes, strict=False):
+                if not extended:
                     self._lost(lease)
+            later = time.monotonic()
+            for lease in set(leases).difference(free):
+                lease.renew_at = later + lease.seconds * RETRY_AFTER
+
+    def _ask(self, location: Location, leases: list[Lease]) -> list[bool]:
+        """Extend leases in one request; return for each whether it is still ours, or nothing."""
+        with self._changed:
+            self._opened.add(location)
+        asked_at = time.monotonic()
+        renewals = [Renewal(lease.name, lease.token, lease.seconds) for lease in leases]
+        try:
+            outcomes = location.store().extend(renewals)
+        except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
+            self._failed(location, leases, error)
+            return []
+        for lease, extended in zip(leases, outcomes, strict=True):
+            if extended:
+                lease.began(asked_at)
+        return outcomes
 
     def _failed(self, location: Location, leases: list[Lease], error: Exception) -> None:
         now = time.monotonic()
@@ -222,6 +252,7 @@ class Renewer:
             if lease not in self._leases:
                 return
             self._leases.discard(lease)
+            lease.lost = True
         try:
             now_held = lease.location.store().peek(lease.name)
         except Exception:  # noqa: BLE001 - only to name the new holder

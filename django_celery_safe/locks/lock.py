@@ -28,6 +28,7 @@ from ..exceptions import (
     LockError,
     LockLost,
     LockNotAcquired,
+    WrongTransaction,
 )
 from ..signals import (
     emit,
@@ -116,9 +117,7 @@ class CacheLock:
                 f"The lock {self.name!r} is held by this very object already; it is not "
                 f"reentrant. Release it first, or make another cache_lock for another owner."
             )
-        if self._lease is not None:
-            renewer().remove(self._lease)
-            self._lease = None
+        self._forget()
         settings = conf.current()
         location = locate(self._cache, settings)
         seconds = self._timeout
@@ -151,12 +150,21 @@ class CacheLock:
             LockBackendError: The store did not answer. The lock ends by itself
                 when its lease does.
             LockNotAcquired: This object never acquired it, or released it before.
+            WrongTransaction: LOCK_DATABASE is inside ``atomic()``; the lock is
+                still held, and can be released after that.
         """
         lease = self._our_lease()
         self._lease = None
         renewer().remove(lease)
         store = self._store if self._store is not None else lease.location.store()
-        if store.release(self.name, lease.token):
+        try:
+            released = store.release(self.name, lease.token)
+        except WrongTransaction:
+            # Nothing was asked of the store: it can be released after the transaction.
+            self._lease = lease
+            self._keep_renewed(lease)
+            raise
+        if released:
             if is_observed(lock_released, logger, logging.DEBUG):
                 emit(
                     lock_released,
@@ -189,6 +197,7 @@ class CacheLock:
         lease = self._our_lease()
         if lease.lost or not lease.extend(seconds):
             self._raise_lost(lease)
+        self._keep_renewed(lease)  # it may be due sooner now
 
     def ensure(self) -> None:
         """
@@ -249,7 +258,12 @@ class CacheLock:
         return self.held
 
     def __enter__(self) -> Self:
-        self.acquire()
+        try:
+            self.acquire()
+        except BaseException:
+            # A soft time limit may hit when the lock was acquired already.
+            self._forget()
+            raise
         self._asked = False
         return self
 
@@ -298,8 +312,20 @@ class CacheLock:
 
     def not_acquired(self) -> LockNotAcquired:
         """Return the error that says who holds the lock instead."""
-        holder = self._contender.holder if self._contender is not None else ""
-        return LockNotAcquired(self.name, str(holder), self._blocking_timeout or 0.0)
+        if self._contender is None:
+            return LockNotAcquired(self.name)
+        holder = str(self._contender.holder) or "someone else"
+        return LockNotAcquired(self.name, holder, self._blocking_timeout or 0.0)
+
+    def _keep_renewed(self, lease: Lease) -> None:
+        if self._renew and lease.location.store().renews():
+            renewer().add(lease)
+
+    def _forget(self) -> None:
+        """Renew no more what this object held; it ends by its lease."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            renewer().remove(lease)
 
     def _again(self) -> CacheLock:
         return CacheLock(

@@ -8,7 +8,7 @@ from celery import Task
 from celery.contrib.django.task import DjangoTask
 
 from .. import conf
-from ..concurrency.copies import HEADER, is_resending, resending
+from ..concurrency.copies import HEADER, is_resending, keeps_key, resending
 from ..concurrency.guard import find_guarded
 from ..concurrency.keys import call_key
 from ..exceptions import ConfigurationError, NotSerializable
@@ -116,7 +116,7 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
     def _with_key(self, args: Any, kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
         """Let the key of a single-instance task travel with its message."""
         guarded = find_guarded(self)
-        if guarded is None:
+        if guarded is None or keeps_key():
             return options
         serializer = options.get("serializer") or self.serializer
         dump_models: Any = getattr(self, "_dump_pydantic_arguments", None)

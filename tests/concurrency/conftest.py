@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import celery
 import pytest
 
-from django_celery_safe.testing import locks_in_memory_fixture as locks_in_memory
 from tests.concurrency.mailbox import Mailbox
 from tests.contract.conftest import use_store
 
-__all__ = ["locks_in_memory", "mailbox", "use_store"]
+__all__ = ["mailbox", "use_store"]
 
 
 @pytest.fixture

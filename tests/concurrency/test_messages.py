@@ -23,6 +23,7 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.concurrency import guard
+from django_celery_safe.concurrency.copies import HEADER
 from django_celery_safe.signals import task_conflict, task_own_copy
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message
@@ -100,6 +101,16 @@ def test_skip_succeeds_with_none(base: Any, store: str, mailbox: Mailbox) -> Non
         assert mailbox.deliver(message) == ("SUCCESS", None)
     assert importing.runs == []
     assert mailbox.take() == []
+
+
+def test_the_key_that_travels_decides(mailbox: Mailbox, locks_in_memory: None) -> None:
+    """The sender's key is taken as it is, since only the sender had the arguments as given."""
+    importing = Importing(mailbox)
+    message = importing.message().with_headers(**{HEADER: {"key": "of the sender"}})
+    with held_by(f"{NAME}:of the sender", "other"):
+        assert mailbox.deliver(message).value is None
+    with held_by(LOCK, "other"):
+        assert mailbox.deliver(message).value == "imported"
 
 
 @pytest.mark.parametrize("base", [Task, SafeTask])

@@ -1,6 +1,8 @@
 """What ``@single_instance`` accepts, refuses at import, and leaves as it was."""
 
 import inspect
+import itertools
+import json
 import typing
 from collections.abc import Callable
 from contextlib import closing
@@ -12,10 +14,12 @@ from celery import Celery, Task, shared_task
 from pydantic import BaseModel
 
 from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_instance
+from django_celery_safe.concurrency.copies import HEADER, resending
 from django_celery_safe.concurrency.guard import find_guarded
 from django_celery_safe.conf import UNSET
 from tests.app.tasks import add
 from tests.concurrency.mailbox import Mailbox
+from tests.servers import RedisServer
 
 
 def import_feed(feed_url: str, limit: int = 10) -> int:
@@ -341,3 +345,27 @@ def test_options_for_one_call_are_not_swallowed(broker: Celery) -> None:
     """apply_async(single_instance=...) is refused as long as it would do nothing."""
     with pytest.raises(ConfigurationError, match="not there yet"):
         add.apply_async((1, 2), single_instance={"on_conflict": "raise"})
+
+
+@shared_task(base=SafeTask)
+@single_instance(key=lambda: str(next(_count)))
+def impure() -> None:
+    """Have another key at each call, as no key function should."""
+
+
+_count = itertools.count()
+
+
+@pytest.mark.parametrize("unchanged", [True, False])
+def test_the_very_message_keeps_its_key(
+    unchanged: bool, broker: Celery, redis_server: RedisServer
+) -> None:
+    """A message that is sent again unchanged keeps its key, however that was made."""
+    header = {HEADER: {"key": "first", "copy": "token"}}
+    with resending(unchanged=unchanged):
+        impure.apply_async(headers=header)
+    with redis_server.client(db=1) as client:
+        (message,) = client.lrange("celery", 0, -1)
+    sent = json.loads(message)["headers"][HEADER]
+    assert sent["copy"] == "token"
+    assert (sent["key"] == "first") is unchanged

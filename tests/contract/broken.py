@@ -20,7 +20,7 @@ class NoOwnerCheckStore(RedisStore):
 
     def release(self, name: str, token: str) -> bool:
         """Delete the key, whoever holds it."""
-        return bool(self._client.delete(self._key(name)))
+        return bool(self._wire.ask("DEL", self._key(name)))
 
 
 class NoExpiryStore(RedisStore):
@@ -52,7 +52,7 @@ class ReadThenWriteStore(RedisStore):
             return held
         time.sleep(0.001)
         value = f"{token}1 {encode_holder(name, holder)}"
-        self._client.set(self._key(name), value, px=round(seconds * 1000))
+        self._wire.ask("SET", self._key(name), value, "PX", str(round(seconds * 1000)))
         return Acquired(1)
 
 

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from django.db import connections
+from django.db import DatabaseError, connections
 
-from django_celery_safe import LockNotAcquired
+from django_celery_safe import LockNotAcquired, WrongTransaction
 from tests.app.models import Person
 from tests.conftest import MakeDatabase
 from tests.processes import Journal, run_in_processes, start_in_process, tell, wait_for
@@ -57,17 +58,49 @@ def test_a_killed_block_is_done_again(
             assert person is not None
 
 
-def test_nowait_says_at_once_that_the_row_is_taken(postgres_alias: str) -> None:
+@pytest.mark.parametrize("kind", ["sqlite", "sqlite-immediate", "postgres"])
+def test_nowait_says_at_once_that_the_row_is_taken(kind: str, make_database: MakeDatabase) -> None:
     """With nowait, a row that someone else has raises LockNotAcquired instead of waiting."""
-    Person.everyone.using(postgres_alias).create(pk=1)
-    with start_in_process(stay_inside, postgres_alias) as process:
+    alias = make_database(kind)  # type: ignore[arg-type]
+    Person.everyone.using(alias).create(pk=1)
+    with start_in_process(stay_inside, alias) as process:
         process.receive()
+        asked_at = time.monotonic()
         with (
-            pytest.raises(LockNotAcquired),
-            Person.do_once(1, "is_welcome_email_sent", using=postgres_alias, nowait=True),
+            pytest.raises(LockNotAcquired, match="held by someone else"),
+            Person.do_once(1, "is_welcome_email_sent", using=alias, nowait=True),
         ):
             pytest.fail("the block ran")
-    wait_for(lambda: _is_free(postgres_alias), 5, "the row stayed locked")
+        assert time.monotonic() - asked_at < 2
+    wait_for(lambda: _is_free(alias), 5, "the row stayed locked")
+
+
+def test_nowait_mixes_up_no_other_error(postgres_alias: str) -> None:
+    """With nowait, a database that can't answer is not taken for a row that is taken."""
+    Person.everyone.using(postgres_alias).create(pk=1)
+    with connections[postgres_alias].cursor() as cursor:
+        cursor.execute("ALTER TABLE app_person RENAME TO gone")
+    with (
+        pytest.raises(DatabaseError) as caught,
+        Person.do_once(1, "is_welcome_email_sent", using=postgres_alias, nowait=True),
+    ):
+        pytest.fail("the block ran")
+    assert not isinstance(caught.value, LockNotAcquired)
+
+
+def test_without_autocommit_it_is_refused(postgres_alias: str) -> None:
+    """With autocommit off the flag would not be committed when do_once ends."""
+    connection = connections[postgres_alias]
+    connection.set_autocommit(False)
+    try:
+        with (
+            pytest.raises(WrongTransaction, match="autocommit is off"),
+            Person.do_once(1, "is_welcome_email_sent", using=postgres_alias),
+        ):
+            pytest.fail("the block ran")
+    finally:
+        connection.rollback()
+        connection.set_autocommit(True)
 
 
 def _is_free(alias: str) -> bool:

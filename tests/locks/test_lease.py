@@ -1,13 +1,18 @@
 """The thread that renews leases: what it renews, what it forgets, what it closes."""
 
+import sys
 import threading
 import time
+from collections.abc import Sequence
 
+import pytest
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, cache_lock, find_lock
-from django_celery_safe.signals import lock_backend_failed
+from django_celery_safe import CacheLock, HeldLock, cache_lock, find_lock, release_lock
+from django_celery_safe.locks.stores.base import Renewal
+from django_celery_safe.locks.stores.local import LocalStore
+from django_celery_safe.signals import lock_backend_failed, lock_lost
 from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.processes import wait_for
 from tests.servers import PostgresServer, RedisServer
@@ -100,3 +105,89 @@ def test_a_broken_connection_of_the_thread_is_replaced(
         assert lock.held
         connections[alias].close()
         lock.ensure()
+
+
+def test_a_shorter_lease_is_renewed_in_time(locks_in_memory: None) -> None:
+    """A lease that extend() made shorter is renewed by its new length."""
+    with cache_lock("shorter", timeout=30) as lock:
+        lock.extend(0.4)
+        time.sleep(1.0)
+        assert lock.held
+        lock.ensure()
+
+
+def test_only_one_request_at_a_time_moves_a_lease(
+    locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """extend() waits for a renewal under way, so the store gets the last word last."""
+    extend = LocalStore.extend
+
+    def late(self: LocalStore, renewals: Sequence[Renewal]) -> list[bool]:
+        if threading.current_thread() in renewing_threads():
+            time.sleep(0.3)
+        return extend(self, renewals)
+
+    with cache_lock("moved", timeout=0.6) as lock:
+        monkeypatch.setattr(LocalStore, "extend", late)
+        time.sleep(0.25)
+        lock.extend(60)
+        found = find_lock("moved")
+        assert found is not None
+        assert found.remaining is not None
+        assert found.remaining > 50
+
+
+def test_a_lost_lease_is_lost_at_once(
+    locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the store says no, the lock is not held, before anybody asks for its new holder."""
+    peek = LocalStore.peek
+
+    def late(self: LocalStore, name: str) -> HeldLock | None:
+        if threading.current_thread() in renewing_threads():
+            time.sleep(1.0)
+        return peek(self, name)
+
+    with cache_lock("freed", timeout=3) as lock:
+        seen = find_lock("freed")
+        assert seen is not None
+        assert release_lock(seen)
+        monkeypatch.setattr(LocalStore, "peek", late)
+        wait_for(lambda: not lock.held, 1.5, "it was held still")
+
+
+def test_the_thread_outlives_what_its_receivers_do(locks_in_memory: None) -> None:
+    """A receiver of lock_lost that exits takes neither the thread nor other locks along."""
+
+    def leave(**fields: object) -> None:
+        raise SystemExit
+
+    lock_lost.connect(leave)
+    try:
+        with cache_lock("other", timeout=0.6) as other, cache_lock("lost", timeout=0.3) as lost:
+            seen = find_lock("lost")
+            assert seen is not None
+            assert release_lock(seen)
+            wait_for(lambda: not lost.held, 2, "the loss was not noticed")
+            time.sleep(1.0)
+            assert other.held
+            lock_lost.disconnect(leave)
+    finally:
+        lock_lost.disconnect(leave)
+
+
+def test_the_thread_outlives_locks_that_vanish(locks_in_memory: None) -> None:
+    """Locks that are dropped while the thread looks at them do it no harm."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        ends_at = time.monotonic() + 1
+        while time.monotonic() < ends_at:
+            lock = cache_lock("vanishing", timeout=0.001)
+            lock.acquire()
+            del lock
+    finally:
+        sys.setswitchinterval(before)
+    with cache_lock("stays", timeout=0.3) as lock:
+        time.sleep(0.6)
+        assert lock.held

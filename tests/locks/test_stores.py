@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import connections, transaction
 from django.test import TestCase
-from pytest_django import Settings
+from pytest_django import DjangoDbBlocker, Settings
 
 from django_celery_safe import (
     BackendNotSupported,
@@ -20,9 +20,10 @@ from django_celery_safe import (
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired, Holder
 from django_celery_safe.locks.stores.local import set_pool_processes
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.conftest import MakeDatabase, MakeRedisCache, require
 from tests.processes import run_in_processes
-from tests.servers import RedisServer
+from tests.servers import PostgresServer, RedisServer, ServerPool
+from tests.servers.databases import migrate, postgres_settings, registered
 
 REFUSED = {
     "django.core.cache.backends.filebased.FileBasedCache": "a read and then a write",
@@ -363,3 +364,63 @@ def test_a_long_list_is_complete(
             end = client.zrange(index, -1, -1, withscores=True)[0][1]
             client.zadd(index, dict.fromkeys(client.zrange(index, 0, -1), end))
     assert sorted(lock.name for lock in iter_locks()) == sorted(names)
+
+
+def test_a_gone_postgres_is_not_a_held_lock(
+    settings: Settings, django_db_blocker: DjangoDbBlocker
+) -> None:
+    """With the lock database gone a request is a LockBackendError, and a body keeps its error."""
+    with ServerPool() as servers, django_db_blocker.unblock():
+        server: PostgresServer = require(servers, PostgresServer)
+        database = {**postgres_settings(server, "postgres")}
+        migrate(database)
+        with registered("fragile", database):
+            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "fragile"}
+            with pytest.raises(ZeroDivisionError), cache_lock("body"):
+                server.stop()
+                connections["fragile"].close()
+                raise ZeroDivisionError
+            with pytest.raises(LockBackendError, match="acquire"):
+                cache_lock("x").acquire()
+            server.start()
+            with cache_lock("x") as lock:
+                assert lock
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
+def test_a_strict_isolation_level_fails_no_free_lock(
+    level: str, settings: Settings, make_database: MakeDatabase
+) -> None:
+    """On a database with stricter isolation, threads take locks of their own all the same."""
+    from psycopg import IsolationLevel
+
+    alias = make_database("postgres")
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
+    options = connections.settings[alias]["OPTIONS"]
+    options["isolation_level"] = IsolationLevel[level]
+    connections[alias].close()
+    del connections[alias]
+
+    def take(number: int) -> int:
+        try:
+            for _ in range(15):
+                with cache_lock(f"own:{number}", renew=False) as lock:
+                    assert lock
+            return number
+        finally:
+            connections[alias].close()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(take, range(4))) == [0, 1, 2, 3]
+
+
+def test_a_release_inside_atomic_can_be_made_good(settings: Settings, sqlite_alias: str) -> None:
+    """A release that was refused inside atomic() keeps the lock, which can be released after."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": sqlite_alias}
+    lock = cache_lock("x")
+    assert lock.acquire()
+    with transaction.atomic(using=sqlite_alias), pytest.raises(WrongTransaction):
+        lock.release()
+    assert lock.held
+    assert lock.release() is True
+    assert find_lock("x") is None

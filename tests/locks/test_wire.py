@@ -50,9 +50,9 @@ def test_an_error_of_the_server_is_an_answer(redis_server: RedisServer) -> None:
     with redis_server.client() as client:
         wire = Wire(client)
         assert wire.ask("PING") == b"PONG"
-        connection = wire._connection
+        before = list(wire._idle)
         with pytest.raises(ResponseError, match="unknown command"):
             wire.ask("NO-SUCH-COMMAND")
         assert wire.ask("PING") == b"PONG"
-        assert wire._connection is connection
+        assert wire._idle == before
         wire.close()

@@ -9,7 +9,7 @@ import pytest
 from django.test import override_settings
 
 from tests.app.celery import app
-from tests.conftest import REDIS_BACKENDS, RedisCacheKind
+from tests.conftest import REDIS_BACKENDS, RedisCacheKind, _forget_first_use
 from tests.processes import CeleryWorker, free_port
 from tests.servers import RedisServer
 from tests.worker.rooms import Room
@@ -40,9 +40,8 @@ def start_worker(redis_server: RedisServer) -> StartWorker:
         }
         settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
         with override_settings(CACHES=caches, **settings):
+            _forget_first_use()
             app.conf.update(broker)
-            # One that was made before, without these settings, would know no result.
-            app._backend = app._get_backend()
             with CeleryWorker("tests.app", concurrency=concurrency) as worker:
                 yield worker
             app.conf.update(broker_transport_options={})

@@ -146,7 +146,7 @@ def _database_store(alias: str) -> Store:
 
     try:
         vendor = connections[alias].vendor
-    except ConnectionDoesNotExist as error:
+    except (ConnectionDoesNotExist, TypeError) as error:
         known = ", ".join(sorted(django_settings.DATABASES))
         meant = conf.closest(alias, django_settings.DATABASES)
         guess = f" Did you mean {meant!r}?" if meant else ""

@@ -23,7 +23,7 @@ from ...exceptions import (
     WrongTransaction,
     describe_error,
 )
-from ...transactions import in_atomic, in_testcase_only
+from ...transactions import in_atomic, in_testcase_only, is_manual
 from .base import (
     Acquired,
     HeldLock,
@@ -42,6 +42,14 @@ if TYPE_CHECKING:
 
 #: Rows that one step of the listing reads.
 PAGE: Final = 1000
+#: The row of the fence is locked from one statement to the next: the server ends a
+#: session that stops there (SIGSTOP, a paused machine, a cut network). Stricter
+#: isolation would make acquisitions of different locks fail each other.
+BOUNDS: Final = """
+SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
+SET LOCAL idle_in_transaction_session_timeout = '5s';
+SET LOCAL lock_timeout = '15s'
+"""
 #: Primary key of the only row of the fence's table.
 FENCE_ROW: Final = 1
 
@@ -116,14 +124,14 @@ class DatabaseStore(Store):
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
         connection = connections[self.alias]
-        if in_atomic(self.alias) or not (connection.in_atomic_block or connection.get_autocommit()):
-            raise WrongTransaction(
-                f"A lock in {self.where} was asked to {action} inside an open transaction on that "
-                f"database: others would not see it before the commit, and a rollback would give "
-                f"it back. Take the lock outside atomic(), or let LOCK_DATABASE name an alias of "
-                f"its own."
-            )
         try:
+            if in_atomic(self.alias) or is_manual(self.alias):
+                raise WrongTransaction(
+                    f"A lock in {self.where} was asked to {action} inside an open transaction on "
+                    f"that database: others would not see it before the commit, and a rollback "
+                    f"would give it back. Take the lock outside atomic(), or let LOCK_DATABASE "
+                    f"name an alias of its own."
+                )
             yield
         except Error as error:
             # A connection that broke is made anew at the next use.
@@ -159,6 +167,7 @@ class DatabaseStore(Store):
 
         key = plain_name(name)
         with transaction.atomic(using=self.alias):
+            self._bound_transaction()
             row = {
                 "token": token,
                 "holder": encode_holder(name, holder),
@@ -171,6 +180,14 @@ class DatabaseStore(Store):
                 new = DatabaseLock(key=key, **row)
                 # Silent if somebody else was first.
                 self._locks().bulk_create([new], ignore_conflicts=True)
+
+    def _bound_transaction(self) -> None:
+        """Let no process that stands still here, or reads too strictly, keep all others out."""
+        connection = connections[self.alias]
+        # Not below TestCase's transaction, which has begun long ago.
+        if connection.vendor == "postgresql" and len(connection.atomic_blocks) == 1:
+            with connection.cursor() as cursor:
+                cursor.execute(BOUNDS)
 
     def _next_fence(self) -> int:
         from ...models import Fence  # needs the app registry

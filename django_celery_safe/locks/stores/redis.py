@@ -10,9 +10,10 @@ lock, its fence and its place in the list never disagree.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import NoScriptError, RedisError
@@ -119,13 +120,12 @@ class RedisStore(Store):
 
     def __init__(self, alias: str, cache: BaseCache) -> None:
         self.where = f'CACHES["{alias}"] (redis)'
-        self._cache = cache
-        self._client = _client_of(cache)
-        self._wire = Wire(self._client)
-        # Each lock is asked about at least twice.
-        self._key = lru_cache(maxsize=1024)(self._key_of)
-        self._fence_key = self._make_key("celery_safe:fence")
-        self._index_key = self._make_key("celery_safe:locks")
+        self._wire = Wire(_client_of(cache))
+        self._fence_key = str(cache.make_key("celery_safe:fence"))
+        self._index_key = str(cache.make_key("celery_safe:locks"))
+        # Kept, since each lock is asked about at least twice. By a weak reference: the
+        # cache has this store, and a cycle would keep the connection of both open.
+        self._key = lru_cache(maxsize=1024)(partial(_lock_key, weakref.proxy(cache)))
 
     def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
         key = self._key(name)
@@ -159,7 +159,7 @@ class RedisStore(Store):
         # Paged by the ends of the leases, not by place: locks come and go meanwhile.
         last, seen = "", 0
         while True:
-            page = (last, seen, PAGE)
+            page = (last, str(seen), str(PAGE))
             now, flat = self._run("list", PAGE_OF_LOCKS, (self._index_key,), page)
             keys, ends = flat[::2], flat[1::2]
             if not keys:
@@ -189,18 +189,18 @@ class RedisStore(Store):
         # Not through errors(): a context manager costs as much as building the command.
         try:
             try:
-                return self._wire.ask("EVALSHA", script.sha, len(keys), *keys, *args)
+                # All of it text: packing an int, hiredis 3.5 crashes when a signal's
+                # handler (a soft time limit) raises.
+                return self._wire.ask("EVALSHA", script.sha, str(len(keys)), *keys, *args)
             except NoScriptError:
                 # First use on this server, or SCRIPT FLUSH, or a restart.
-                return self._wire.ask("EVAL", script.source, len(keys), *keys, *args)
+                return self._wire.ask("EVAL", script.source, str(len(keys)), *keys, *args)
         except (RedisError, OSError) as error:
             raise LockBackendError(self.where, action, describe_error(error)) from error
 
-    def _key_of(self, name: str) -> str:
-        return self._make_key("celery_safe:lock:" + plain_name(name))
 
-    def _make_key(self, key: str) -> str:
-        return str(self._cache.make_key(key))
+def _lock_key(cache: BaseCache, name: str) -> str:
+    return str(cache.make_key("celery_safe:lock:" + plain_name(name)))
 
 
 def _client_of(cache: BaseCache) -> Any:
@@ -212,8 +212,8 @@ def _client_of(cache: BaseCache) -> Any:
     return own._cache.get_client(None, write=True)
 
 
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
+def _milliseconds(seconds: float) -> str:
+    return str(max(1, round(seconds * 1000)))
 
 
 def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:

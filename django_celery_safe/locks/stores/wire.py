@@ -9,7 +9,6 @@ longer than a lock's own two scripts do; see tests/benchmarks/locks.py.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from typing import Any
 
@@ -21,15 +20,16 @@ class Wire:
     """
     Sends commands as ``client`` would, with the settings of its pool.
 
-    Threads may share it: whoever finds it busy goes through the client. So does
-    the first command that finds the connection broken, so that a server that
-    was restarted costs no error.
+    Threads may share it; each that finds no connection idle opens another. The
+    first command that finds its connection broken goes through the client, so
+    that a server that was restarted costs no error.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._mutex = threading.Lock()
-        self._connection: Any = None
+        #: Taken out and put back in one step each: an error that hits in between (a
+        #: soft time limit) costs the connection, and leaves no lock behind.
+        self._idle: list[_Connection] = []
 
     def ask(self, *command: Any) -> Any:
         """
@@ -38,51 +38,58 @@ class Wire:
         Raises:
             redis.exceptions.RedisError: As the client's own ``execute_command``.
         """
-        if not self._mutex.acquire(blocking=False):
-            return self._client.execute_command(*command, NEVER_DECODE=True)
+        connection = self._take_idle()
         try:
-            connection = self._connection
-            # A fork shares its parent's socket, and must not write to it.
-            if connection is None or connection.pid != os.getpid():
-                return self._ask_first(command)
-            connection.send_command(*command)
-            return connection.read_response(disable_decoding=True)
+            if connection is None:
+                connection = _Connection(self, self._client.connection_pool)
+                answer = connection.ask(command)
+            else:
+                try:
+                    answer = connection.ask(command)
+                except RedisConnectionError:
+                    # Broken since the last command, most likely by a restart of the server.
+                    return self._client.execute_command(*command, NEVER_DECODE=True)
         except ResponseError:
             # An answer like any other: the connection is at the next one.
+            if connection is not None:
+                self._idle.append(connection)
             raise
-        except RedisConnectionError:
-            # Broken since the last command, most likely by a restart of the server.
-            if self._drop() is None:
-                raise
-            return self._client.execute_command(*command, NEVER_DECODE=True)
-        except BaseException:
-            # A soft time limit or Ctrl-C, too: an answer that is still to come would
-            # be taken for that of the next command.
-            self._drop()
-            raise
-        finally:
-            self._mutex.release()
+        self._idle.append(connection)
+        return answer
 
     def close(self) -> None:
-        """Close the connection; the next command opens another."""
-        with self._mutex:
-            self._drop()
+        """Close the connections; the next command opens another."""
+        while (connection := self._take_idle()) is not None:
+            connection.close()
 
-    def _ask_first(self, command: tuple[Any, ...]) -> Any:
-        self._connection = None
-        pool = self._client.connection_pool
-        connection = pool.connection_class(**pool.connection_kwargs)
-        connection.connect()
-        self._connection = connection
-        # Closed with this object. Without it the socket may be collected before the
-        # connection that would close it, and Python warns of that.
-        self._close = weakref.finalize(self, connection.disconnect)
-        self._close.atexit = False
-        connection.send_command(*command)
-        return connection.read_response(disable_decoding=True)
+    def _take_idle(self) -> _Connection | None:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            return None
+        # A fork shares its parent's socket, and must not write to it.
+        return connection if connection.pid == os.getpid() else None
 
-    def _drop(self) -> Any:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._close()
-        return connection
+
+class _Connection:
+    """A connection of redis-py, closed when its wire goes out of use."""
+
+    def __init__(self, wire: Wire, pool: Any) -> None:
+        self.pid = os.getpid()
+        self._connection = pool.connection_class(**pool.connection_kwargs)
+        self._connection.connect()
+        # Without it the socket may be collected before the connection that would
+        # close it, and Python warns of that.
+        self.close = weakref.finalize(wire, self._connection.disconnect)
+        self.close.atexit = False
+
+    def ask(self, command: tuple[Any, ...]) -> Any:
+        try:
+            self._connection.send_command(*command)
+            return self._connection.read_response(disable_decoding=True)
+        except ResponseError:
+            raise
+        except BaseException:
+            # An answer that is still to come would be taken for that of the next command.
+            self.close()
+            raise
