@@ -18,7 +18,7 @@ from ..exceptions import AlreadyRunning
 from ..locks import CacheLock, HeldLock
 from ..signals import emit, task_conflict
 from .copies import Rejected, come_back, find_header, finish_copy, send_own_copy
-from .keys import lock_name
+from .keys import call_key
 from .options import Options
 
 logger = logging.getLogger(__name__)
@@ -105,8 +105,21 @@ def _find_lock_name(
 ) -> str:
     task_name = f"{function.__module__}.{function.__name__}" if task is None else task.name
     key = find_header(request).get("key")
-    if key is not None:
-        return f"{task_name}:{key}"
+    if key is None:
+        key = _make_key(task_name, task, request, function, options, args, kwargs, bound)
+    return f"{task_name}:{key}"
+
+
+def _make_key(
+    task_name: str,
+    task: Any,
+    request: Context | None,
+    function: Callable[..., Any],
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    bound: bool,
+) -> str:
     serializer = "json" if task is None else task.serializer
     # pydantic=True has made models of the arguments by now. A message still has what
     # was sent; otherwise it is what Celery would send.
@@ -115,7 +128,7 @@ def _find_lock_name(
         args, kwargs = tuple(request.args or ()), request.kwargs or {}
     elif dump_models is not None and serializer != "pickle":
         args, kwargs = dump_models(args, kwargs)
-    return lock_name(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
+    return call_key(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
 
 
 def _is_own(contender: HeldLock | None, request: Context | None) -> bool:

@@ -32,7 +32,7 @@ _HINT: Final = (
 )
 
 
-def lock_name(
+def call_key(
     task_name: str,
     function: Callable[..., Any],
     options: Options,
@@ -43,7 +43,7 @@ def lock_name(
     serializer: str = "json",
 ) -> str:
     """
-    Return the name of the lock for one call: ``<task name>:<key>``.
+    Return the key of one call: the same for calls that must not run at once.
 
     Args:
         function: The task's own function, for its signature.
@@ -57,21 +57,6 @@ def lock_name(
         ConfigurationError: The key function returned None or what can't be written
             down, or the key names the task itself.
     """
-    key = call_key(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
-    return f"{task_name}:{key}"
-
-
-def call_key(
-    task_name: str,
-    function: Callable[..., Any],
-    options: Options,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    bound: bool = False,
-    serializer: str = "json",
-) -> str:
-    """Return the key of one call; see :func:`lock_name`."""
     call = _signature(function, bound).bind(*args, **kwargs)
     given = set(call.arguments)
     call.apply_defaults()

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from django_celery_safe import ConfigurationError, NotSerializable, single_instance
-from django_celery_safe.concurrency.keys import DIGITS, call_key, lock_name
+from django_celery_safe import ConfigurationError, NotSerializable, iter_locks, single_instance
+from django_celery_safe.concurrency.keys import DIGITS, call_key
 from django_celery_safe.conf import UNSET
 
 #: Few examples and no file of past failures: the whole suite has four minutes.
@@ -339,7 +339,13 @@ def test_keys_do_not_depend_on_the_process() -> None:
     assert key_of(stamp, b"\xff") == "6f11827d36f065596a8f422dd152eed3"
 
 
-def test_the_name_of_the_lock_begins_with_the_task() -> None:
+def test_the_name_of_the_lock_begins_with_the_task(locks_in_memory: None) -> None:
     """Locks of different tasks never meet, and an operator sees whose they are."""
-    options = single_instance(key="{a}")(example).single_instance  # type: ignore[attr-defined]
-    assert lock_name("shop.tasks.feed", example, options, (7,), {}) == "shop.tasks.feed:7"
+    seen: list[str] = []
+
+    @single_instance(key="{a}")
+    def named(a: int) -> None:
+        seen.extend(lock.name for lock in iter_locks())
+
+    named(7)
+    assert seen == [f"{__name__}.named:7"]
