@@ -1,8 +1,10 @@
 """Which store a lock lives in, and what is refused."""
 
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from django.db import connections, transaction
 from django.test import TestCase
@@ -19,9 +21,10 @@ from django_celery_safe import (
 )
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired, Holder
+from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import set_pool_processes
 from tests.conftest import MakeDatabase, MakeRedisCache, require
-from tests.processes import run_in_processes
+from tests.processes import run_in_processes, start_in_process, tell, wait_for
 from tests.servers import PostgresServer, RedisServer, ServerPool
 from tests.servers.databases import migrate, postgres_settings, registered
 
@@ -424,3 +427,30 @@ def test_a_release_inside_atomic_can_be_made_good(settings: Settings, sqlite_ali
     assert lock.held
     assert lock.release() is True
     assert find_lock("x") is None
+
+
+def test_a_process_that_stands_still_does_not_keep_others_out(
+    settings: Settings, make_database: MakeDatabase
+) -> None:
+    """PostgreSQL ends the session of a process that stops in the middle of an acquisition."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database("postgres")}
+    with start_in_process(stop_while_acquiring) as stopped:
+        stopped.receive()
+        wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED, 5)
+        lock = cache_lock("other")
+        assert lock.acquire()
+        assert lock.release()
+
+
+def stop_while_acquiring() -> None:
+    """Stop this process, by SIGSTOP, when it has the row of the fence locked."""
+    take_number = DatabaseStore._next_fence
+
+    def take_number_and_stop(self: DatabaseStore) -> int:
+        number = take_number(self)
+        tell("stopping")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return number
+
+    DatabaseStore._next_fence = take_number_and_stop  # type: ignore[method-assign]
+    cache_lock("stopped").acquire()
