@@ -105,21 +105,8 @@ def _find_lock_name(
 ) -> str:
     task_name = f"{function.__module__}.{function.__name__}" if task is None else task.name
     key = find_header(request).get("key")
-    if key is None:
-        key = _make_key(task_name, task, request, function, options, args, kwargs, bound)
-    return f"{task_name}:{key}"
-
-
-def _make_key(
-    task_name: str,
-    task: Any,
-    request: Context | None,
-    function: Callable[..., Any],
-    options: Options,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    bound: bool,
-) -> str:
+    if key is not None:
+        return f"{task_name}:{key}"
     serializer = "json" if task is None else task.serializer
     # pydantic=True has made models of the arguments by now. A message still has what
     # was sent; otherwise it is what Celery would send.
@@ -128,7 +115,8 @@ def _make_key(
         args, kwargs = tuple(request.args or ()), request.kwargs or {}
     elif dump_models is not None and serializer != "pickle":
         args, kwargs = dump_models(args, kwargs)
-    return call_key(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
+    key = call_key(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
+    return f"{task_name}:{key}"
 
 
 def _is_own(contender: HeldLock | None, request: Context | None) -> bool:

@@ -66,7 +66,6 @@ class ServerMicroseconds(Func):
 _CLOCKS: Final = {
     "postgresql": "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS bigint)",
     "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000000 AS integer)",
-    "mysql": "CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS SIGNED)",
 }
 
 
