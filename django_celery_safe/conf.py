@@ -34,6 +34,8 @@ UNSET: Final = Unset.UNSET
 
 NAME: Final = "DJANGO_CELERY_SAFE"
 
+#: Shortest lease, s.
+SHORTEST_LEASE: Final = 0.001
 #: Longest lease, s: a year. Beyond some centuries servers overflow.
 LONGEST_LEASE: Final = 366 * 24 * 3600.0
 
@@ -99,7 +101,7 @@ def lease_seconds(value: Any, what: str) -> float:
             f"seconds; with renew=True the lease is renewed for as long as the work takes."
         )
     seconds = _as_seconds(value)
-    if seconds is None or not 0.001 <= seconds <= LONGEST_LEASE:
+    if seconds is None or not SHORTEST_LEASE <= seconds <= LONGEST_LEASE:
         raise ConfigurationError(
             f"{what}={value!r} is no lease: give a number of seconds or a timedelta, at least 1 ms "
             f"and at most a year."

@@ -43,9 +43,11 @@ class Lease:
         name: The lock's name.
         token: Which acquisition this is.
         seconds: Length of the lease.
+        early: How much earlier the store may end it, seconds.
         asked_at: When the last request that began a lease was sent, by the
-            monotonic clock. The lease is trusted for ``seconds`` from then on,
-            since the store can only have got the request later.
+            monotonic clock. The lease is trusted for ``seconds``, less ``early``,
+            from then on, since the store can only have got the request later.
+        renew_until: When the thread stops to renew it, monotonic; inf: never.
         on_lost: Called, with the lease and the new holder's lock or None, by the
             thread that finds the lease to be no longer ours. It must not refer to
             the lock: a lease nobody refers to is not renewed.
@@ -55,12 +57,14 @@ class Lease:
         "__weakref__",
         "asked_at",
         "asking",
+        "early",
         "location",
         "lost",
         "name",
         "on_lost",
         "pid",
         "renew_at",
+        "renew_until",
         "seconds",
         "token",
     )
@@ -71,13 +75,17 @@ class Lease:
         name: str,
         token: str,
         seconds: float,
+        early: float,
         asked_at: float,
+        renew_until: float,
         on_lost: Callable[[Lease, HeldLock | None], None],
     ) -> None:
         self.location = location
         self.name = name
         self.token = token
         self.seconds = seconds
+        self.early = early
+        self.renew_until = renew_until
         self.on_lost = on_lost
         self.pid = os.getpid()
         self.lost = False
@@ -96,7 +104,7 @@ class Lease:
         """Seconds for which the lease is trusted; 0 when it is over, lost or another process's."""
         if self.lost or self.pid != os.getpid():
             return 0.0
-        return max(0.0, self.asked_at + self.seconds - time.monotonic())
+        return max(0.0, self.asked_at + self.seconds - self.early - time.monotonic())
 
     def extend(self, seconds: float) -> bool:
         """Ask the store for a lease of ``seconds`` from now; tell whether it is still ours."""
@@ -175,8 +183,11 @@ class Renewer:
                 self._changed.wait(None if pause == math.inf else min(pause, LONGEST_PAUSE))
                 return
             due = self._due()
+            over = {lease for lease in due if lease.renew_until <= time.monotonic()}
+            self._leases.difference_update(over)
         self._close(idle)
-        self._renew(due)
+        self._leave(over)
+        self._renew(lease for lease in due if lease not in over)
 
     def _plan(self) -> float:
         """Return when to look again."""
@@ -211,6 +222,15 @@ class Renewer:
             later = time.monotonic()
             for lease in set(leases).difference(free):
                 lease.renew_at = later + lease.seconds * RETRY_AFTER
+
+    def _leave(self, over: Iterable[Lease]) -> None:
+        for lease in over:
+            logger.warning(
+                "The lock %r is renewed no more and ends in %.3g s: its task still runs, beyond "
+                "its time limit.",
+                lease.name,
+                lease.remaining,
+            )
 
     def _ask(self, location: Location, leases: list[Lease]) -> list[bool]:
         """Extend leases in one request; return for each whether it is still ours, or nothing."""

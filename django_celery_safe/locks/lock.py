@@ -11,18 +11,19 @@ import inspect
 import logging
 import math
 import os
-import random
 import socket
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final, ParamSpec, Self, TypeVar
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from celery._state import get_current_task
 
 from .. import conf
 from ..exceptions import (
+    CelerySafeError,
     ConfigurationError,
     LockBackendError,
     LockError,
@@ -48,10 +49,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: First and longest pause between two tries to acquire, s.
-FIRST_PAUSE: Final = 0.01
-LONGEST_PAUSE: Final = 0.5
-
 _HOST: Final = socket.gethostname()
 
 
@@ -60,7 +57,7 @@ class CacheLock:
     A lock with an owner, in the cache or database that the settings name.
 
     Made by :func:`cache_lock`. One object is one attempt after another by one
-    owner: it is not reentrant, and is not to be shared between threads.
+    owner: it is not reentrant, and belongs to the thread that acquired it.
     """
 
     def __init__(
@@ -86,6 +83,8 @@ class CacheLock:
         self._cache = cache
         self._lease: Lease | None = None
         self._store: Store | None = None
+        #: The thread that acquired it.
+        self._thread = 0
         self._fence: int | None = None
         #: Who holds it instead, as the last attempt saw it.
         self._contender: HeldLock | None = None
@@ -112,7 +111,7 @@ class CacheLock:
         longest = self._blocking_timeout
         if not isinstance(blocking_timeout, conf.Unset):
             longest = conf.wait_seconds(blocking_timeout, "blocking_timeout")
-        if self._lease is not None and self.held:
+        if self._lease is not None and self._lease.remaining > 0:
             raise LockError(
                 f"The lock {self.name!r} is held by this very object already; it is not "
                 f"reentrant. Release it first, or make another cache_lock for another owner."
@@ -123,16 +122,17 @@ class CacheLock:
         seconds = self._timeout
         if isinstance(seconds, conf.Unset):
             seconds = conf.lease_seconds(settings["LOCK_TIMEOUT"], "LOCK_TIMEOUT")
+        store = location.store()
+        store.check_lease(seconds)
         started_at = time.monotonic()
-        pause = FIRST_PAUSE
-        while not self._try_acquire(location, seconds):
-            if longest == 0:
-                return False
+        permit = None if longest == 0 else ""
+        tries = 0
+        while not self._try_acquire(location, store, seconds, permit):
             left = math.inf if longest is None else started_at + longest - time.monotonic()
             if left <= 0:
                 return False
-            time.sleep(min(left, pause * random.uniform(0.5, 1.0), self._holder_left()))  # noqa: S311
-            pause = min(pause * 1.5, LONGEST_PAUSE)
+            permit = store.wait(self.name, min(left, self._holder_left()), tries)
+            tries += 1
         return True
 
     def release(self) -> bool:
@@ -158,7 +158,7 @@ class CacheLock:
         renewer().remove(lease)
         store = self._store if self._store is not None else lease.location.store()
         try:
-            released = store.release(self.name, lease.token)
+            released = store.release(self.name, lease.token, lease.remaining)
         except WrongTransaction:
             # Nothing was asked of the store: it can be released after the transaction.
             self._lease = lease
@@ -195,6 +195,7 @@ class CacheLock:
         """
         seconds = conf.lease_seconds(timeout, "timeout")
         lease = self._our_lease()
+        lease.location.store().check_lease(seconds)
         if lease.lost or not lease.extend(seconds):
             self._raise_lost(lease)
         self._keep_renewed(lease)  # it may be due sooner now
@@ -224,14 +225,16 @@ class CacheLock:
 
     @property
     def held(self) -> bool:
-        """Whether the lock was acquired, not released, and is within its trusted time."""
+        """Whether this thread acquired the lock, did not release it, and may trust it still."""
         self._asked = True
-        return self._lease is not None and self._lease.remaining > 0
+        return self.remaining > 0
 
     @property
     def remaining(self) -> float:
         """Seconds for which the lock is trusted without another renewal; 0 if it is not held."""
-        return 0.0 if self._lease is None else self._lease.remaining
+        if self._lease is None or self._thread != threading.get_ident():
+            return 0.0
+        return self._lease.remaining
 
     @property
     def token(self) -> str | None:
@@ -284,8 +287,9 @@ class CacheLock:
             return
         try:
             self.release()
-        except LockBackendError as failure:
+        except (LockBackendError, WrongTransaction) as failure:
             # The body's own result or error matters more; the lease ends by itself.
+            self._forget()
             self._note_not_released(failure)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
@@ -336,18 +340,23 @@ class CacheLock:
             cache=self._cache,
         )
 
-    def _try_acquire(self, location: Location, seconds: float) -> bool:
-        store = location.store()
+    def _try_acquire(
+        self, location: Location, store: Store, seconds: float, permit: str | None
+    ) -> bool:
         renew = self._renew and store.renews()
         token = os.urandom(16).hex()
-        holder = _describe_holder(renew)
+        task = get_current_task()
+        holder = _describe_holder(task, renew)
         asked_at = time.monotonic()
-        outcome = store.acquire(self.name, token, seconds, holder)
+        outcome = store.acquire(self.name, token, seconds, holder, permit)
         if not isinstance(outcome, Acquired):
             self._note_contended(outcome)
             return False
-        lease = Lease(location, self.name, token, seconds, asked_at, _note_lost)
-        self._lease, self._store = lease, store
+        renew_until = math.inf if task is None else asked_at + _time_limit(task)
+        lease = Lease(
+            location, self.name, token, seconds, store.early, asked_at, renew_until, _note_lost
+        )
+        self._lease, self._store, self._thread = lease, store, threading.get_ident()
         self._fence, self._contender = outcome.fence, None
         if renew:
             renewer().add(lease)
@@ -377,6 +386,12 @@ class CacheLock:
                 f"The lock {self.name!r} was acquired by process {self._lease.pid}, this is "
                 f"process {os.getpid()}: a lock does not come along in a fork; acquire it here."
             )
+        if self._thread != threading.get_ident():
+            raise LockError(
+                f"The lock {self.name!r} was acquired by another thread, {self._thread}, than this "
+                f"one, {threading.get_ident()}: only the thread that took a lock knows when its "
+                f"work is done. Make another cache_lock here."
+            )
         return self._lease
 
     def _is_ours(self, lease: Lease) -> bool:
@@ -404,13 +419,13 @@ class CacheLock:
             logging.DEBUG,
             "The lock %r is held by %s.",
             self.name,
-            contender.holder,
+            str(contender.holder) or "someone else",
             sender=CacheLock,
             name=self.name,
             holder=str(contender.holder),
         )
 
-    def _note_not_released(self, failure: LockBackendError) -> None:
+    def _note_not_released(self, failure: CelerySafeError) -> None:
         emit(
             lock_backend_failed,
             logger,
@@ -447,7 +462,9 @@ def cache_lock(
         blocking_timeout: Longest time to wait; 0 tries once, None waits for ever.
         renew: Renew the lease, from a background thread, for as long as this
             process holds the lock. False: the lock ends at ``timeout``, and work
-            that takes longer runs unprotected.
+            that takes longer runs unprotected. In a Celery task with a ``time_limit``
+            it is renewed for that long at the most, so that a task that hangs in a
+            pool which can't end it does not hold for ever.
         cache: Alias of the cache that holds the lock; unset: ``LOCK_DATABASE``
             if that is set, else ``LOCK_CACHE``.
 
@@ -487,8 +504,20 @@ def _note_lost(lease: Lease, now_held: HeldLock | None) -> None:
     )
 
 
-def _describe_holder(renewed: bool) -> Holder:
-    task = get_current_task()
+def _time_limit(task: Any) -> float:
+    """
+    Return after how many seconds a running task is to be ended; inf: never.
+
+    Only prefork and gevent pools end it. In others one that hangs must not keep
+    its lock for ever.
+    """
+    limits: Sequence[float | None] = task.request.timelimit or ()
+    # As the message says it: the hard limit, then the soft one.
+    limit = limits[0] if limits and limits[0] is not None else task.time_limit
+    return math.inf if limit is None else float(limit)
+
+
+def _describe_holder(task: Any, renewed: bool) -> Holder:
     if task is None:
         return Holder(_HOST, os.getpid(), time.time(), renewed)
     return Holder(_HOST, os.getpid(), time.time(), renewed, task.name, task.request.id)

@@ -18,7 +18,7 @@ from django_celery_safe.locks.stores.redis import RedisStore
 class NoOwnerCheckStore(RedisStore):
     """Releases whatever is there."""
 
-    def release(self, name: str, token: str) -> bool:
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         """Delete the key, whoever holds it."""
         return bool(self._wire.ask("DEL", self._key(name)))
 
@@ -26,9 +26,11 @@ class NoOwnerCheckStore(RedisStore):
 class NoExpiryStore(RedisStore):
     """Holds for ever."""
 
-    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+    ) -> Acquired | HeldLock:
         """Acquire for a year."""
-        return super().acquire(name, token, 365 * 24 * 3600, holder)
+        return super().acquire(name, token, 365 * 24 * 3600, holder, permit)
 
 
 class FencePerProcessStore(RedisStore):
@@ -36,16 +38,20 @@ class FencePerProcessStore(RedisStore):
 
     _count = itertools.count(1)
 
-    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+    ) -> Acquired | HeldLock:
         """Number the acquisition by a counter of this process."""
-        outcome = super().acquire(name, token, seconds, holder)
+        outcome = super().acquire(name, token, seconds, holder, permit)
         return Acquired(next(self._count)) if isinstance(outcome, Acquired) else outcome
 
 
 class ReadThenWriteStore(RedisStore):
     """Looks whether the lock is free, and then writes without a condition."""
 
-    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+    ) -> Acquired | HeldLock:
         """Acquire in two steps."""
         held = self.peek(name)
         if held is not None:

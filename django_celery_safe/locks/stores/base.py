@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,9 +19,16 @@ from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, ClassVar, Final, NamedTuple
 
+from ... import conf
+from ...exceptions import ConfigurationError
+
 #: Longest name, in characters, that stands in a key as it is. memcached allows
 #: 250 for the whole key; the rest is for KEY_PREFIX, the version and our prefix.
-MAX_PLAIN_NAME = 180
+MAX_PLAIN_NAME: Final = 180
+
+#: First and longest pause between two tries of a waiter that nobody wakes, s.
+FIRST_PAUSE: Final = 0.01
+LONGEST_PAUSE: Final = 0.5
 
 
 class Holder(NamedTuple):
@@ -107,25 +116,60 @@ class Store(ABC):
     lists: ClassVar[bool] = True
     #: Whether processes other than this one see the locks.
     shared: ClassVar[bool] = True
+    #: Whether a release wakes a waiter; without it waiters ask again and again.
+    wakes: ClassVar[bool] = False
+    #: Shortest and longest lease that the store can keep, s.
+    shortest_lease: ClassVar[float] = conf.SHORTEST_LEASE
+    longest_lease: ClassVar[float] = conf.LONGEST_LEASE
+    #: How much earlier than asked a lease may end, s. Nobody trusts that part of it.
+    early: ClassVar[float] = 0.0
 
     #: How messages call it, such as ``CACHES["default"] (redis)``.
     where: str
 
     @abstractmethod
-    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+    ) -> Acquired | HeldLock:
         """
         Take the lock if nobody holds it.
 
         Asking again with a token that holds the lock already says Acquired,
         because a client may send a request twice when the answer got lost.
 
+        Args:
+            permit: None: this is the only try. Else the caller is a waiter, who
+                goes on to :meth:`wait` if the lock is held: "" or what that
+                method returned to it.
+
         Returns:
             Acquired, or the lock of whoever holds it.
         """
 
     @abstractmethod
-    def release(self, name: str, token: str) -> bool:
-        """Free the lock if ``token`` holds it; tell whether it did."""
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
+        """
+        Free the lock if ``token`` holds it; tell whether it did.
+
+        Args:
+            remaining: Seconds of the lease that are left for certain; None: not
+                known. For stores that can't compare and delete in one step.
+        """
+
+    def wait(self, name: str, seconds: float, tries: int) -> str:
+        """
+        Return when it is worth to try again: after ``seconds`` at the latest.
+
+        Args:
+            tries: How often the waiter has tried, which decides how long to pause
+                where nothing wakes it.
+
+        Returns:
+            The permit for :meth:`acquire`; "" where the store gives none.
+        """
+        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 1.5 ** min(tries, 20))
+        time.sleep(min(seconds, longest * random.uniform(0.5, 1.0)))  # noqa: S311
+        return ""
 
     @abstractmethod
     def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
@@ -142,11 +186,30 @@ class Store(ABC):
 
     @abstractmethod
     def iter_locks(self) -> Iterator[HeldLock]:
-        """Yield every lock held in this store, a page at a time, in no order."""
+        """
+        Yield every lock held in this store, a page at a time, in no order.
+
+        Raises:
+            BackendNotSupported: This store can't list, see :attr:`lists`.
+        """
 
     @abstractmethod
     def errors(self, action: str) -> AbstractContextManager[None]:
         """Turn the client's errors into :class:`LockBackendError` for ``action``."""
+
+    def check_lease(self, seconds: float) -> None:
+        """
+        Refuse a lease that this store can't keep.
+
+        Raises:
+            ConfigurationError: It is too short or too long.
+        """
+        if not self.shortest_lease <= seconds <= self.longest_lease:
+            raise ConfigurationError(
+                f"A lease of {seconds:g} s can't be kept in {self.where}: it has to be from "
+                f"{self.shortest_lease:g} s to {self.longest_lease:g} s there. Give another "
+                f"timeout, or keep the locks in Redis or a database."
+            )
 
     def renews(self) -> bool:
         """Tell whether the renewing thread can see a lock that this thread acquires now."""

@@ -76,7 +76,9 @@ class DatabaseStore(Store):
         self.where = f'DATABASES["{alias}"]'
         self.alias = alias
 
-    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+    ) -> Acquired | HeldLock:
         with self.errors("acquire"):
             # Only spares the writes below when the lock is held: they are guarded.
             held = self._find(name)
@@ -88,7 +90,7 @@ class DatabaseStore(Store):
             return HeldLock(name, remaining=0.0)
         return Acquired(held.fence) if held.token == token else held
 
-    def release(self, name: str, token: str) -> bool:
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         with self.errors("release"):
             ours: Any = self._locks().filter(key=plain_name(name), token=token)
             # One DELETE with its condition. delete() would select first and then

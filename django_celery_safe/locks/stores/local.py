@@ -67,7 +67,9 @@ class LocalStore(Store):
         self.where = f'CACHES["{alias}"] (LocMemCache)'
         self._location = location
 
-    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+    ) -> Acquired | HeldLock:
         if _pool_processes > 1:
             raise BackendNotSupported(
                 self.where,
@@ -88,7 +90,7 @@ class LocalStore(Store):
             memory.entries[name] = _Entry(lock, now + seconds)
             return Acquired(fence)
 
-    def release(self, name: str, token: str) -> bool:
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         memory = self._memory()
         with memory.mutex:
             entry = self._live(memory, name)

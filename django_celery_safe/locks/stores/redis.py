@@ -5,6 +5,10 @@ A lock is one key: ``<token><fence><holder>``, with PX as its lease. Beside it
 stand one counter for fences and one sorted set, scored by the end of each lease
 (ms by the server's clock), that lists the keys. Each step is one script, so a
 lock, its fence and its place in the list never disagree.
+
+A waiter leaves a mark and blocks in BLPOP. The release that sees the mark gives
+one permit to whoever blocks first: the lock's key holds that permit, so that
+nobody barges in, until the waiter comes with it or a second has passed.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from redis.exceptions import NoScriptError, RedisError
 
@@ -40,6 +44,10 @@ TOKEN_LENGTH: Final = 32
 FENCE_LENGTH: Final = 16
 #: Keys that one step of the listing reads.
 PAGE: Final = 1000
+#: What a permit begins with; no token does.
+PERMIT: Final = b"free:"
+#: A waiter's mark outlives its pop by this, s: the way there and back.
+MARK_MARGIN: Final = 1.0
 
 
 class Script:
@@ -64,8 +72,16 @@ if last and last >= fence then
     fence = string.format('%.0f', last + 1)
     redis.call('SET', KEYS[2], fence)
 end
-if not redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'NX', 'PX', ARGV[2]) then
-    return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
+local ours = ARGV[1] .. fence .. ARGV[3]
+if not redis.call('SET', KEYS[1], ours, 'NX', 'PX', ARGV[2]) then
+    local value = redis.call('GET', KEYS[1])
+    local free = string.sub(value, 1, 5) == 'free:'
+        and (value == ARGV[5] or value == redis.call('LPOP', KEYS[1] .. ' wake'))
+    if not free then
+        if ARGV[4] then redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4]) end
+        return {value, redis.call('PTTL', KEYS[1])}
+    end
+    redis.call('SET', KEYS[1], ours, 'PX', ARGV[2])
 end
 redis.call('ZADD', KEYS[3], time[1] * 1000 + ARGV[2], KEYS[1])
 if string.sub(fence, -2) == '00' then
@@ -74,10 +90,21 @@ end
 return fence
 """)
 
+# A permit lies in a list of its own until a waiter pops it. While it lies there nobody
+# waits any more, and whoever comes may take it.
 RELEASE = Script("""
 local value = redis.call('GET', KEYS[1])
 if not value or string.sub(value, 1, #ARGV[1]) ~= ARGV[1] then return 0 end
-redis.call('DEL', KEYS[1])
+if redis.call('EXISTS', KEYS[1] .. ' waiting') == 0 then
+    redis.call('DEL', KEYS[1])
+else
+    local permit, wake = 'free:' .. ARGV[1], KEYS[1] .. ' wake'
+    local lasts = math.max(1, math.min(1000, redis.call('PTTL', KEYS[1])))
+    redis.call('SET', KEYS[1], permit, 'PX', lasts)
+    redis.call('DEL', wake)
+    redis.call('RPUSH', wake, permit)
+    redis.call('PEXPIRE', wake, lasts)
+end
 redis.call('ZREM', KEYS[2], KEYS[1])
 return 1
 """)
@@ -118,6 +145,8 @@ return {now, redis.call('ZRANGEBYSCORE', KEYS[1], from, '+inf',
 class RedisStore(Store):
     """Locks in one Redis database."""
 
+    wakes: ClassVar[bool] = True
+
     def __init__(self, alias: str, cache: BaseCache) -> None:
         self.where = f'CACHES["{alias}"] (redis)'
         self._wire = Wire(_client_of(cache))
@@ -127,22 +156,31 @@ class RedisStore(Store):
         # cache has this store, and a cycle would keep the connection of both open.
         self._key = lru_cache(maxsize=1024)(partial(_lock_key, weakref.proxy(cache)))
 
-    def acquire(self, name: str, token: str, seconds: float, holder: Holder) -> Acquired | HeldLock:
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+    ) -> Acquired | HeldLock:
         key = self._key(name)
-        answer = self._run(
-            "acquire",
-            ACQUIRE,
-            (key, self._fence_key, self._index_key),
-            (token, _milliseconds(seconds), encode_holder(name, holder)),
-        )
+        args = [token, _milliseconds(seconds), encode_holder(name, holder)]
+        if permit is not None:
+            args += [_milliseconds(self._wire.longest_pop + MARK_MARGIN), permit]
+        answer = self._run("acquire", ACQUIRE, (key, self._fence_key, self._index_key), args)
         if not isinstance(answer, list):
             return Acquired(int(answer))
         # Held, unless the value went between SET and GET, which one script rules out.
         lock = _read_lock(name, *answer)
         return Acquired(lock.fence) if lock.token == token else lock
 
-    def release(self, name: str, token: str) -> bool:
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         return bool(self._run("release", RELEASE, (self._key(name), self._index_key), (token,)))
+
+    def wait(self, name: str, seconds: float, tries: int) -> str:
+        try:
+            with self.errors("wait"):
+                permit = self._wire.pop(self._key(name) + " wake", seconds)
+        except LockBackendError:
+            # The next try tells whether this was more than a broken connection.
+            return super().wait(name, seconds, tries)
+        return "" if permit is None else permit.decode()
 
     def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
         if not renewals:
@@ -153,7 +191,9 @@ class RedisStore(Store):
 
     def peek(self, name: str) -> HeldLock | None:
         value, milliseconds = self._run("peek", PEEK, (self._key(name),), ())
-        return None if value is None else _read_lock(name, value, milliseconds)
+        if value is None or value.startswith(PERMIT):
+            return None
+        return _read_lock(name, value, milliseconds)
 
     def iter_locks(self) -> Iterator[HeldLock]:
         # Paged by the ends of the leases, not by place: locks come and go meanwhile.
@@ -217,14 +257,14 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:
+    # -1: a key without an end, which we never write.
+    remaining = milliseconds / 1000 if milliseconds >= 0 else None
+    if value.startswith(PERMIT):
+        return HeldLock(name, remaining=remaining)
     text = value.decode("utf-8", "replace")
     token, rest = text[:TOKEN_LENGTH], text[TOKEN_LENGTH:]
     fence, holder = rest[:FENCE_LENGTH], rest[FENCE_LENGTH:]
-    lock = HeldLock(
-        name,
-        token=token,
-        # -1: a key without an end, which we never write.
-        remaining=milliseconds / 1000 if milliseconds >= 0 else None,
-        fence=int(fence) if fence.isdecimal() else None,
+    return decode_holder(
+        holder,
+        HeldLock(name, token, remaining, int(fence) if fence.isdecimal() else None),
     )
-    return decode_holder(holder, lock)

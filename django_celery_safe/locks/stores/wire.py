@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Any, Final
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
+
+
+#: Longest that the server keeps a pop waiting, s; half the socket timeout if that is less.
+LONGEST_POP: Final = 1.0
+#: By how much the server may be late to end a pop, s: it looks ten times a second.
+POP_MARGIN: Final = 0.5
 
 
 class Wire:
@@ -30,6 +36,9 @@ class Wire:
         #: Taken out and put back in one step each: an error that hits in between (a
         #: soft time limit) costs the connection, and leaves no lock behind.
         self._idle: list[_Connection] = []
+        timeout = client.connection_pool.connection_kwargs.get("socket_timeout")
+        #: Longest that :meth:`pop` lets the server wait, s.
+        self.longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
 
     def ask(self, *command: Any) -> Any:
         """
@@ -57,6 +66,26 @@ class Wire:
         self._idle.append(connection)
         return answer
 
+    def pop(self, key: str, seconds: float) -> bytes | None:
+        """
+        Wait for an element of a list, on a connection of this call alone.
+
+        Returns:
+            The element; None after ``longest_pop`` or ``seconds``, whichever is less.
+
+        Raises:
+            redis.exceptions.RedisError: As :meth:`ask`.
+        """
+        connection = self._take_idle() or _Connection(self, self._client.connection_pool)
+        try:
+            found = connection.ask(
+                ("BLPOP", key, str(self.longest_pop)), min(seconds, self.longest_pop + POP_MARGIN)
+            )
+        except TimeoutError:
+            return None
+        self._idle.append(connection)
+        return None if found is None else found[1]
+
     def close(self) -> None:
         """Close the connections; the next command opens another."""
         while (connection := self._take_idle()) is not None:
@@ -83,9 +112,12 @@ class _Connection:
         self.close = weakref.finalize(wire, self._connection.disconnect)
         self.close.atexit = False
 
-    def ask(self, command: tuple[Any, ...]) -> Any:
+    def ask(self, command: tuple[Any, ...], longest: float | None = None) -> Any:
+        """Return the answer; hang up and raise TimeoutError if it takes ``longest`` seconds."""
         try:
             self._connection.send_command(*command)
+            if longest is not None and not self._connection.can_read(longest):
+                raise TimeoutError
             return self._connection.read_response(disable_decoding=True)
         except ResponseError:
             raise
