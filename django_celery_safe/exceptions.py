@@ -22,20 +22,21 @@ class ConfigurationError(CelerySafeError, ImproperlyConfigured):
 
 class BackendNotSupported(ConfigurationError):
     """
-    The cache or database can't hold a lock that excludes.
+    The cache or database can't hold a lock that excludes, or can't list its locks.
 
     Args:
         where: What was asked for, such as ``CACHES["default"] (FileBasedCache)``.
         reason: Why it can't, as a clause.
         hint: What to use instead, as a sentence.
+        what: What it can't do.
     """
 
-    def __init__(self, where: str, reason: str, hint: str) -> None:
-        super().__init__(where, reason, hint)
-        self.where, self.reason, self.hint = where, reason, hint
+    def __init__(self, where: str, reason: str, hint: str, what: str = "hold locks") -> None:
+        super().__init__(where, reason, hint, what)
+        self.where, self.reason, self.hint, self.what = where, reason, hint, what
 
     def __str__(self) -> str:
-        return f"{self.where} can't hold locks: {self.reason}. {self.hint}"
+        return f"{self.where} can't {self.what}: {self.reason}. {self.hint}"
 
 
 class WrongTransaction(CelerySafeError):

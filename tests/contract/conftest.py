@@ -9,7 +9,13 @@ from django_celery_safe.locks.stores import local
 from tests.conftest import MakeDatabase, MakeRedisCache
 
 #: Each store that processes share, by the name that its tests carry.
-SHARED_STORES = ["django-redis", "redis-cache", "postgres", "sqlite"]
+SHARED_STORES = ["django-redis", "redis-cache", "memcached", "postgres", "sqlite", "portable"]
+
+#: Those whose leases are of seconds.
+COARSE_STORES = ["memcached", "portable"]
+
+#: Those whose leases can be as short as a test likes.
+FINE_STORES = [name for name in SHARED_STORES if name not in COARSE_STORES]
 
 
 @pytest.fixture
@@ -29,6 +35,13 @@ def use_store(request: pytest.FixtureRequest, settings: Settings) -> Callable[[s
             make_database: MakeDatabase = request.getfixturevalue("make_database")
             kind = "postgres" if name == "postgres" else "sqlite-immediate"
             settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database(kind)}  # type: ignore[arg-type]
+        elif name == "memcached":
+            settings.CACHES = request.getfixturevalue("memcached_cache_settings")()
+        elif name == "portable":
+            folder = str(request.getfixturevalue("tmp_path") / "diskcache")
+            settings.CACHES = {
+                "default": {"BACKEND": "diskcache.DjangoCache", "LOCATION": folder, "TIMEOUT": None}
+            }
         else:
             make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
             settings.CACHES = make_cache("django-redis" if name == "django-redis" else "django")
@@ -39,6 +52,27 @@ def use_store(request: pytest.FixtureRequest, settings: Settings) -> Callable[[s
 @pytest.fixture(params=[*SHARED_STORES, "local"])
 def any_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
     """Every store in turn."""
+    use_store(request.param)
+    return str(request.param)
+
+
+@pytest.fixture(params=[*FINE_STORES, "local"])
+def fine_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
+    """Every store in turn with short leases."""
+    use_store(request.param)
+    return str(request.param)
+
+
+@pytest.fixture(params=FINE_STORES)
+def fine_shared_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
+    """Every store in turn with short leases that processes share."""
+    use_store(request.param)
+    return str(request.param)
+
+
+@pytest.fixture(params=COARSE_STORES)
+def coarse_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
+    """Every store in turn whose leases are of seconds."""
     use_store(request.param)
     return str(request.param)
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,24 @@ from tests.contract import cases
 from tests.processes import run_in_processes
 
 
-@pytest.mark.parametrize("case", cases.EVERYWHERE, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", cases.QUICK, ids=lambda case: case.__name__)
 def test_every_store(any_store: str, case: cases.Case, tmp_path: Path) -> None:
     """Every store does what the case says."""
     case(tmp_path)
+
+
+@pytest.mark.parametrize("case", cases.PATIENT, ids=lambda case: case.__name__)
+def test_every_lease(fine_store: str, case: cases.Case, tmp_path: Path) -> None:
+    """A store with short leases does what the case says."""
+    case(tmp_path)
+
+
+def test_every_lease_of_seconds(coarse_store: str, tmp_path: Path) -> None:
+    """A store with leases of seconds does what the same cases say, all at the same time."""
+    with ThreadPoolExecutor(len(cases.PATIENT)) as threads:
+        outcomes = [threads.submit(case, tmp_path) for case in cases.PATIENT]
+    for outcome in outcomes:
+        outcome.result()
 
 
 @pytest.mark.parametrize("case", cases.SHARED, ids=lambda case: case.__name__)
@@ -26,7 +41,7 @@ def test_shared_store(shared_store: str, case: cases.Case, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
 def test_renewal_goes_on_beside_an_open_transaction(
-    shared_store: str, kind: str, make_database: MakeDatabase, tmp_path: Path
+    fine_shared_store: str, kind: str, make_database: MakeDatabase, tmp_path: Path
 ) -> None:
     """A lease is renewed while the body has a transaction open on the data's database."""
     data = make_database(kind)  # type: ignore[arg-type]

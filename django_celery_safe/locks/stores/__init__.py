@@ -40,6 +40,9 @@ REFUSED: Final = {
     ),
 }
 
+#: Every memcached backend of Django.
+MEMCACHED: Final = "django.core.cache.backends.memcached.BaseMemcachedCache"
+
 
 class Location(NamedTuple):
     """
@@ -71,17 +74,26 @@ def locate(
     return Location("cache", settings["LOCK_CACHE"])
 
 
-def iter_locks(cache: str | conf.Unset = conf.UNSET) -> Iterator[HeldLock]:
+def iter_locks(
+    prefix: str | None = None, task: str | None = None, *, cache: str | conf.Unset = conf.UNSET
+) -> Iterator[HeldLock]:
     """
     Yield every lock that is held, in no order, read a page at a time.
 
     Args:
+        prefix: Only locks whose name begins with this text; None: all.
+        task: Only locks held by a run of the Celery task of this name; None: all.
         cache: Alias of the cache to look into; unset: where the settings say.
 
     Raises:
+        BackendNotSupported: The cache can't list what it holds.
         LockBackendError: The store did not answer.
     """
-    return locate(cache).store().iter_locks()
+    for lock in locate(cache).store().iter_locks():
+        if prefix is not None and not lock.name.startswith(prefix):
+            continue
+        if task is None or lock.holder.task == task:
+            yield lock
 
 
 def find_lock(name: str, cache: str | conf.Unset = conf.UNSET) -> HeldLock | None:
@@ -104,7 +116,8 @@ def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
     Returns:
         True if it was freed; False if that acquisition had ended already.
     """
-    return locate(cache).store().release(lock.name, lock.token)
+    # Without a token nobody is known to hold it, and any holder would match.
+    return bool(lock.token) and locate(cache).store().release(lock.name, lock.token, lock.remaining)
 
 
 def _cache_store(alias: str) -> Store:
@@ -133,12 +146,13 @@ def _make_cache_store(alias: str, cache: Any) -> Store:
     for path, reason in REFUSED.items():
         if path in classes:
             raise BackendNotSupported(where, reason, USE_INSTEAD)
-    for path in classes:
-        if path in _MAKERS:
-            return _MAKERS[path](alias, cache)
-    raise BackendNotSupported(
-        where, "it is not known to have what a lock needs from it", USE_INSTEAD
-    )
+    if len(getattr(cache, "_servers", ())) > 1 and MEMCACHED in classes:
+        raise BackendNotSupported(
+            where,
+            "a lock is on one of its several servers, and moves to another when that one fails",
+            "Give the locks an alias with one server, or keep them in Redis or a database.",
+        )
+    return next((_MAKERS[path] for path in classes if path in _MAKERS), _portable)(alias, cache)
 
 
 def _database_store(alias: str) -> Store:
@@ -162,6 +176,18 @@ def _database_store(alias: str) -> Store:
     return DatabaseStore(alias)
 
 
+def _portable(alias: str, cache: BaseCache) -> Store:
+    from .portable import PortableStore
+
+    return PortableStore(alias, cache)
+
+
+def _memcached(alias: str, cache: BaseCache) -> Store:
+    from .memcached import MemcachedStore  # pymemcache is an extra
+
+    return MemcachedStore(alias, cache)
+
+
 def _redis(alias: str, cache: BaseCache) -> Store:
     from .redis import RedisStore  # redis-py is an extra
 
@@ -177,6 +203,7 @@ def _local(alias: str, cache: BaseCache) -> Store:
 _MAKERS: Final[dict[str, Callable[[str, BaseCache], Store]]] = {
     "django_redis.cache.RedisCache": _redis,
     "django.core.cache.backends.redis.RedisCache": _redis,
+    "django.core.cache.backends.memcached.PyMemcacheCache": _memcached,
     "django.core.cache.backends.locmem.LocMemCache": _local,
 }
 

@@ -20,7 +20,7 @@ from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, ClassVar, Final, NamedTuple
 
 from ... import conf
-from ...exceptions import ConfigurationError
+from ...exceptions import BackendNotSupported, ConfigurationError
 
 #: Longest name, in characters, that stands in a key as it is. memcached allows
 #: 250 for the whole key; the rest is for KEY_PREFIX, the version and our prefix.
@@ -190,7 +190,7 @@ class Store(ABC):
         Yield every lock held in this store, a page at a time, in no order.
 
         Raises:
-            BackendNotSupported: This store can't list, see :attr:`lists`.
+            BackendNotSupported: This store can't list its locks.
         """
 
     @abstractmethod
@@ -217,6 +217,17 @@ class Store(ABC):
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
         """Close what this thread opened to talk to the store."""
+
+
+def cant_list(where: str, reason: str) -> BackendNotSupported:
+    """Return the error of a store that holds locks but can't list them."""
+    return BackendNotSupported(
+        where,
+        reason,
+        "Locks work there, and find_lock() and `manage.py celery_locks release NAME` find one by "
+        "its name; for a list use Redis or LOCK_DATABASE.",
+        what="list its locks",
+    )
 
 
 def plain_name(name: str) -> str:

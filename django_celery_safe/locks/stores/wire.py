@@ -15,7 +15,6 @@ from typing import Any, Final
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-
 #: Longest that the server keeps a pop waiting, s; half the socket timeout if that is less.
 LONGEST_POP: Final = 1.0
 #: By how much the server may be late to end a pop, s: it looks ten times a second.

@@ -53,7 +53,7 @@ class Command(BaseCommand):
             if options["action"] == "release":
                 self._release(options["names"], cache, as_json=options["as_json"])
             else:
-                self._list(iter_locks(cache), as_json=options["as_json"])
+                self._list(iter_locks(cache=cache), as_json=options["as_json"])
         except CelerySafeError as error:
             raise CommandError(str(error)) from error
 

@@ -1,0 +1,174 @@
+"""
+Locks in one memcached server, through a client of our own to the server of PyMemcacheCache.
+
+Not through Django's: its HashClient answers False, as for a lock that is held,
+when it has marked the server as dead. A lock is one item, ``<token><holder>``.
+memcached can compare only by ``gets`` + ``cas``, so a lock is released by writing
+an item over it that has expired already. It forgets items when it is full.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
+from urllib.parse import unquote
+
+from pymemcache.client.base import Client, PooledClient
+from pymemcache.client.retrying import RetryingClient
+from pymemcache.exceptions import MemcacheError, MemcacheUnexpectedCloseError
+
+from ...exceptions import LockBackendError, describe_error
+from .base import (
+    Acquired,
+    HeldLock,
+    Holder,
+    Renewal,
+    Store,
+    cant_list,
+    decode_holder,
+    encode_holder,
+    plain_name,
+)
+
+if TYPE_CHECKING:
+    from django.core.cache.backends.base import BaseCache
+
+#: Characters of a token: a hexadecimal UUID.
+TOKEN_LENGTH: Final = 32
+#: What stands before a lock's name in its key.
+PREFIX: Final = "celery_safe:lock:"
+#: How often a lock that comes and goes is tried to be taken or read.
+TRIES: Final = 5
+#: Expiry of an item that is gone at once, as for DELETE.
+GONE: Final = -1
+#: Items that one step of the listing reads.
+PAGE: Final = 200
+
+
+class MemcachedStore(Store):
+    """Locks in one memcached server."""
+
+    fences: ClassVar[bool] = False
+    #: memcached's clock ticks once a second: a lease of 1 s may end at once.
+    shortest_lease: ClassVar[float] = 2.0
+    #: Beyond 30 days it takes an expiry for a moment, and most often one in the past.
+    longest_lease: ClassVar[float] = 30 * 24 * 3600.0
+    early: ClassVar[float] = 1.0
+
+    def __init__(self, alias: str, cache: Any) -> None:
+        self.where = f'CACHES["{alias}"] (memcached)'
+        self._cache: BaseCache = cache
+        (self._server,) = cache._cache.clients.values()
+        options = {**cache._cache.default_kwargs, "serde": None, "default_noreply": False}
+        for pooled in ("max_pool_size", "pool_idle_timeout", "lock_generator"):
+            options.pop(pooled, None)
+        self._options = options
+        # The first command after a restart of the server finds its connection closed.
+        self._client = RetryingClient(
+            PooledClient(self._server.server, **options),
+            attempts=2,
+            retry_for=(ConnectionError, MemcacheUnexpectedCloseError),
+        )
+
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+    ) -> Acquired | HeldLock:
+        key, value = self._key(name), (token + encode_holder(name, holder)).encode()
+        with self.errors("acquire"):
+            for _ in range(TRIES):
+                if self._client.add(key, value, expire=math.ceil(seconds)):
+                    return Acquired(None)
+                found = self._client.get(key)
+                if found is not None:
+                    lock = _read_lock(name, found)
+                    return Acquired(None) if lock.token == token else lock
+        # Taken by others and released each time: as good as held a moment ago.
+        return HeldLock(name)
+
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
+        with self.errors("release"):
+            return self._replace(name, token, b"", GONE)
+
+    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+        with self.errors("extend"):
+            return [self._replace(r.name, r.token, None, math.ceil(r.seconds)) for r in renewals]
+
+    def peek(self, name: str) -> HeldLock | None:
+        key = self._key(name)
+        with self.errors("peek"):
+            value = self._client.get(key)
+            if value is None:
+                return None
+            entry = self._client.raw_command(b"me " + self._client.check_key(key))
+        # The sign of what is left differs between versions; before 1.6 there is no "me".
+        left = re.search(rb" exp=-?(\d+)", entry)
+        return _read_lock(name, value, None if left is None else float(left[1]))
+
+    def iter_locks(self) -> Iterator[HeldLock]:
+        prefix = self._listed_prefix()
+        with self.errors("list"), closing(Client(self._server.server, **self._options)) as client:
+            now = int(client.stats()[b"time"])
+            items = self._iter_items(client, prefix)
+            while ends := dict(islice(items, PAGE)):
+                for key, value in self._client.get_many(list(ends)).items():
+                    yield _read_lock(key, value, max(0.0, float(ends[key] - now)))
+
+    @contextmanager
+    def errors(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except (MemcacheError, OSError) as error:
+            raise LockBackendError(self.where, action, describe_error(error)) from error
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _replace(self, name: str, token: str, value: bytes | None, expire: int) -> bool:
+        """Write over the lock if ``token`` holds it; ``value`` None: what is there already."""
+        key = self._key(name)
+        while True:
+            found, unique = self._client.gets(key)
+            if found is None or not found.startswith(token.encode()):
+                return False
+            if self._client.cas(key, found if value is None else value, unique, expire=expire):
+                return True
+            # Written since: by a renewal of ours, or it ended and someone else has it.
+
+    def _iter_items(self, client: Client, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield key and end, s by the server's clock, of each item that is a lock."""
+        ours = client.key_prefix.decode() + prefix
+        client.sock.sendall(b"lru_crawler metadump all\r\n")
+        with client.sock.makefile("rb") as lines:
+            for line in lines:
+                if line.startswith(b"END"):
+                    return
+                item = re.match(rb"key=(\S+) exp=(\d+) ", line)
+                if item is None:
+                    self._raise_not_listed(line.decode("ascii", "replace").strip())
+                elif (key := unquote(item[1].decode())).startswith(ours):
+                    yield key.removeprefix(client.key_prefix.decode()), int(item[2])
+
+    def _raise_not_listed(self, answer: str) -> NoReturn:
+        if answer.startswith(("BUSY", "LOCKED")):
+            raise LockBackendError(self.where, "list", f"another listing is under way ({answer})")
+        raise cant_list(self.where, f"the server answers {answer!r} to lru_crawler metadump")
+
+    def _listed_prefix(self) -> str:
+        """Return what the keys of locks begin with, and no others do."""
+        key = self._key("x")
+        if not key.endswith(PREFIX + "x"):
+            raise cant_list(self.where, f"its KEY_FUNCTION makes {key!r} of {PREFIX + 'x'!r}")
+        return key.removesuffix("x")
+
+    def _key(self, name: str) -> str:
+        return str(self._cache.make_key(PREFIX + plain_name(name)))
+
+
+def _read_lock(name: str, value: bytes, remaining: float | None = None) -> HeldLock:
+    text = value.decode("utf-8", "replace")
+    lock = HeldLock(name, text[:TOKEN_LENGTH], remaining)
+    return decode_holder(text[TOKEN_LENGTH:], lock)

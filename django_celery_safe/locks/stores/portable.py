@@ -1,0 +1,124 @@
+"""
+Locks in any other cache that processes share, by ``add`` alone.
+
+Such a cache can't compare and delete in one step, so whoever deletes asks first
+who holds the lock, and never in the last seconds of a lease, when it might be
+somebody else's a moment later. How well the locks exclude rests on the cache's
+``add``. Redis, memcached and databases have stores that do better.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from ...exceptions import LockBackendError, describe_error
+from .base import (
+    Acquired,
+    HeldLock,
+    Holder,
+    Renewal,
+    Store,
+    cant_list,
+    decode_holder,
+    encode_holder,
+    plain_name,
+)
+
+if TYPE_CHECKING:
+    from django.core.cache.backends.base import BaseCache
+
+#: Characters of a token: a hexadecimal UUID.
+TOKEN_LENGTH: Final = 32
+#: How often a lock that comes and goes is tried to be taken or read, and the longest
+#: pause in between, s.
+TRIES: Final = 5
+PAUSE: Final = 0.01
+#: In this last part of a lease, s, its lock is left to end by itself.
+NO_DELETE: Final = 3.0
+
+
+class PortableStore(Store):
+    """Locks in a cache of which nothing is known but Django's cache API."""
+
+    fences: ClassVar[bool] = False
+    lists: ClassVar[bool] = False
+    #: A shorter one would never be freed before its end; caches count whole seconds.
+    shortest_lease: ClassVar[float] = 5.0
+    early: ClassVar[float] = 1.0
+
+    def __init__(self, alias: str, cache: BaseCache) -> None:
+        self.where = f'CACHES["{alias}"] ({type(cache).__name__})'
+        self._cache = cache
+
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+    ) -> Acquired | HeldLock:
+        value = token + encode_holder(name, holder)
+        with self.errors("acquire"):
+            for _ in range(TRIES):
+                added = self._cache.add(_key(name), value, timeout=math.ceil(seconds))
+                lock = self._find(name)
+                if lock is not None:
+                    return Acquired(None) if lock.token == token else lock
+                if added:
+                    break
+                # Released in between, unless the cache says False for "I could not".
+                time.sleep(random.uniform(0, PAUSE))  # noqa: S311
+        raise LockBackendError(
+            self.where, "acquire", "it neither keeps a value that is added nor shows another one"
+        )
+
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
+        with self.errors("release"):
+            if not self._is_held_by(name, token):
+                return False
+            if remaining is None or remaining > NO_DELETE:
+                self._cache.delete(_key(name))
+        return True
+
+    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+        with self.errors("extend"):
+            return [self._extend(*renewal) for renewal in renewals]
+
+    def peek(self, name: str) -> HeldLock | None:
+        with self.errors("peek"):
+            return self._find(name)
+
+    def iter_locks(self) -> Iterator[HeldLock]:
+        raise cant_list(self.where, "Django's cache API can't tell what is in a cache")
+
+    @contextmanager
+    def errors(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # which ones such a cache raises is not known
+            raise LockBackendError(self.where, action, describe_error(error)) from error
+
+    def _extend(self, name: str, token: str, seconds: float) -> bool:
+        # Asked again after it, since it may have been somebody else's that was extended:
+        # that harms them less than two who trust one lock.
+        return (
+            self._is_held_by(name, token)
+            and self._cache.touch(_key(name), timeout=math.ceil(seconds))
+            and self._is_held_by(name, token)
+        )
+
+    def _is_held_by(self, name: str, token: str) -> bool:
+        lock = self._find(name)
+        return lock is not None and lock.token == token
+
+    def _find(self, name: str) -> HeldLock | None:
+        value = self._cache.get(_key(name))
+        if value is None:
+            return None
+        text = str(value)
+        return decode_holder(text[TOKEN_LENGTH:], HeldLock(name, text[:TOKEN_LENGTH]))
+
+
+def _key(name: str) -> str:
+    return "celery_safe:lock:" + plain_name(name)
