@@ -18,18 +18,25 @@ from django.core import checks
 from django.core.checks import CheckMessage
 
 from . import conf
-from .exceptions import BackendNotSupported, ConfigurationError
-from .locks.stores import USE_INSTEAD, locate
+from .exceptions import BackendNotSupported, ConfigurationError, LockBackendError
+from .locks.stores import USE_INSTEAD, Location, locate
+from .locks.stores.base import Store
 from .locks.stores.local import set_pool_processes
 
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "django_celery_safe"
 
+LOSES: Final = (
+    "A lock that is lost lets two run at once. Keep the locks in a Redis with maxmemory-policy "
+    "noeviction or set LOCK_DATABASE, or protect what they guard by the lock's fence."
+)
+
 
 def connect() -> None:
     """Register the checks, and their log record at the start of a worker."""
     checks.register(check_all, PREFIX)
+    checks.register(check_deployment, PREFIX, deploy=True)
     # Not worker_init: logging is not set up there yet, and a record would be lost.
     signals.celeryd_after_setup.connect(_on_worker_setup, dispatch_uid=PREFIX)
 
@@ -65,13 +72,15 @@ def check_settings() -> list[CheckMessage]:
 
 
 def check_lock_store() -> list[CheckMessage]:
-    """E002, E003: locks can't live there. W002: processes don't share them."""
+    """E002, E003: locks can't live there. W002: processes don't share them. W004: it loses some."""
     try:
         store = locate().store()
     except BackendNotSupported as error:
         return [_error(2, f"{error.where} can't hold locks: {error.reason}.", error.hint)]
     except ConfigurationError as error:
         return [_error(3, str(error), "See LOCK_CACHE and LOCK_DATABASE.")]
+    if store.weakness:
+        return [_warning(4, f"Locks live in {store.where}: {store.weakness}.", LOSES)]
     if store.shared:
         return []
     return [
@@ -82,6 +91,52 @@ def check_lock_store() -> list[CheckMessage]:
             USE_INSTEAD,
         )
     ]
+
+
+def check_deployment(**kwargs: Any) -> list[CheckMessage]:
+    """W005: ``cache.clear()`` frees the locks. W006: the server evicts them. Asks the server."""
+    try:
+        location = locate()
+        store = location.store()
+    except ConfigurationError:
+        return []  # check_all tells
+    messages = []
+    if shared := ", ".join(_find_emptied_with(location, store)):
+        freed = f"Locks live in {store.where}, which is emptied along with {shared}"
+        messages.append(
+            _warning(
+                5,
+                f"{freed}: one cache.clear() frees every lock while its holder works.",
+                "Name in LOCK_CACHE an alias with a database number (memcached: a server) of its "
+                'own: DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}.',
+            )
+        )
+    try:
+        weaknesses = store.ask_weaknesses()
+    except LockBackendError as error:
+        weaknesses = [f"whether it evicts locks could not be asked ({error})"]
+    return messages + [_warning(6, f"Locks live in {store.where}: {w}.", LOSES) for w in weaknesses]
+
+
+def _find_emptied_with(location: Location, store: Store) -> list[str]:
+    """Return what the locks share a database with, as messages name it."""
+    emptied = store.emptied_with()
+    if emptied is None:
+        return []
+    if location.alias == "default":
+        return ["everything else in the project's default cache"]
+    return [
+        f'CACHES["{alias}"]'
+        for alias in settings.CACHES
+        if alias != location.alias and _emptied_with(alias) == emptied
+    ]
+
+
+def _emptied_with(alias: str) -> object:
+    try:
+        return Location("cache", alias).store().emptied_with()
+    except (ConfigurationError, ImportError):
+        return None
 
 
 def check_sqlite() -> list[CheckMessage]:
@@ -139,7 +194,7 @@ def _sqlite_databases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _on_worker_setup(instance: Any, **kwargs: Any) -> None:
     set_pool_processes(_count_processes(instance))
-    for message in check_all():
+    for message in [*check_all(), *check_deployment()]:
         logger.log(message.level, "%s", message)
 
 

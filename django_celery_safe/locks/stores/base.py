@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -62,8 +61,7 @@ class Holder(NamedTuple):
 NOBODY: Final = Holder()
 
 
-@dataclass(frozen=True, slots=True)
-class HeldLock:
+class HeldLock(NamedTuple):
     """
     A lock that someone holds.
 
@@ -84,8 +82,9 @@ class HeldLock:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as one flat dict, the holder's included."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "holder"}
-        return {**fields, **self.holder._asdict()}
+        fields = self._asdict()
+        holder: Holder = fields.pop("holder")
+        return {**fields, **holder._asdict()}
 
 
 class Acquired(NamedTuple):
@@ -123,6 +122,8 @@ class Store(ABC):
     longest_lease: ClassVar[float] = conf.LONGEST_LEASE
     #: How much earlier than asked a lease may end, s. Nobody trusts that part of it.
     early: ClassVar[float] = 0.0
+    #: How locks get lost there, as a clause for the checks; "": in no way of its own.
+    weakness: ClassVar[str] = ""
 
     #: How messages call it, such as ``CACHES["default"] (redis)``.
     where: str
@@ -211,6 +212,14 @@ class Store(ABC):
                 f"timeout, or keep the locks in Redis or a database."
             )
 
+    def emptied_with(self) -> object:
+        """Return what ``clear()`` empties as a whole, to compare with others; None: only itself."""
+        return None
+
+    def ask_weaknesses(self) -> list[str]:
+        """Ask the server how its configuration can lose locks; clauses for the checks."""
+        return []
+
     def renews(self) -> bool:
         """Tell whether the renewing thread can see a lock that this thread acquires now."""
         return True
@@ -256,7 +265,28 @@ def encode_holder(name: str, holder: Holder) -> str:
 def decode_holder(text: str, lock: HeldLock) -> HeldLock:
     """Return ``lock`` with the name and holder that the text tells; as it is if it is garbled."""
     try:
-        name, *fields = json.loads(text)
-        return replace(lock, name=name, holder=Holder(*fields))
+        return decode_holders([text], [lock])[0]
     except (ValueError, TypeError):
         return lock
+
+
+def decode_holders(texts: Sequence[str], locks: Sequence[HeldLock]) -> list[HeldLock]:
+    """
+    Return each lock with the name and holder that its text tells.
+
+    All at once, for a third of the time that one by one would take.
+
+    Raises:
+        ValueError, TypeError: One of them is garbled.
+    """
+    decoded = json.loads(f"[{','.join(texts)}]")
+    return [
+        HeldLock(_checked(name), token, remaining, fence, Holder(*fields))
+        for (name, *fields), (_, token, remaining, fence, _) in zip(decoded, locks, strict=True)
+    ]
+
+
+def _checked(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(name)
+    return name

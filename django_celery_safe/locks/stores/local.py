@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ...exceptions import BackendNotSupported
@@ -83,7 +83,7 @@ class LocalStore(Store):
             now = time.monotonic()
             entry = memory.entries.get(name)
             if entry is not None and entry.ends_at > now:
-                held = replace(entry.lock, remaining=entry.ends_at - now)
+                held = entry.lock._replace(remaining=entry.ends_at - now)
                 return Acquired(held.fence) if held.token == token else held
             memory.fence = fence = max(memory.fence + 1, time.time_ns() // 1000)
             lock = HeldLock(name, token=token, fence=fence, holder=holder)
@@ -110,7 +110,7 @@ class LocalStore(Store):
             entry = self._live(memory, name)
             if entry is None:
                 return None
-            return replace(entry.lock, remaining=entry.ends_at - time.monotonic())
+            return entry.lock._replace(remaining=entry.ends_at - time.monotonic())
 
     def iter_locks(self) -> Iterator[HeldLock]:
         memory = self._memory()

@@ -58,6 +58,9 @@ class MemcachedStore(Store):
     #: Beyond 30 days it takes an expiry for a moment, and most often one in the past.
     longest_lease: ClassVar[float] = 30 * 24 * 3600.0
     early: ClassVar[float] = 1.0
+    weakness: ClassVar[str] = (
+        "memcached forgets items when it is full and all of them when it restarts"
+    )
 
     def __init__(self, alias: str, cache: Any) -> None:
         self.where = f'CACHES["{alias}"] (memcached)'
@@ -116,6 +119,9 @@ class MemcachedStore(Store):
             while ends := dict(islice(items, PAGE)):
                 for key, value in self._client.get_many(list(ends)).items():
                     yield _read_lock(key, value, max(0.0, float(ends[key] - now)))
+
+    def emptied_with(self) -> object:
+        return self._server.server
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:

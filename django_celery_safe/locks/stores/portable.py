@@ -50,6 +50,10 @@ class PortableStore(Store):
     #: A shorter one would never be freed before its end; caches count whole seconds.
     shortest_lease: ClassVar[float] = 5.0
     early: ClassVar[float] = 1.0
+    weakness: ClassVar[str] = (
+        "nothing is known of this cache, neither whether its add() excludes nor when it drops what "
+        "it holds, and a lock is compared and deleted in two steps"
+    )
 
     def __init__(self, alias: str, cache: BaseCache) -> None:
         self.where = f'CACHES["{alias}"] ({type(cache).__name__})'

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -30,6 +30,7 @@ from .base import (
     Renewal,
     Store,
     decode_holder,
+    decode_holders,
     encode_holder,
     plain_name,
 )
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 TOKEN_LENGTH: Final = 32
 #: Characters of a fence: the server's time in µs.
 FENCE_LENGTH: Final = 16
+#: Characters of a value before its holder.
+HEAD_LENGTH: Final = TOKEN_LENGTH + FENCE_LENGTH
 #: Keys that one step of the listing reads.
 PAGE: Final = 1000
 #: What a permit begins with; no token does.
@@ -149,7 +152,9 @@ class RedisStore(Store):
 
     def __init__(self, alias: str, cache: BaseCache) -> None:
         self.where = f'CACHES["{alias}"] (redis)'
-        self._wire = Wire(_client_of(cache))
+        client = _client_of(cache)
+        self._pool = client.connection_pool
+        self._wire = Wire(client)
         self._fence_key = str(cache.make_key("celery_safe:fence"))
         self._index_key = str(cache.make_key("celery_safe:locks"))
         # Kept, since each lock is asked about at least twice. By a weak reference: the
@@ -206,14 +211,30 @@ class RedisStore(Store):
                 return
             with self.errors("list"):
                 values = self._wire.ask("MGET", *keys)
-            for key, end, value in zip(keys, ends, values, strict=True):
-                # None: released since, or lost by the server without the list.
-                if value is not None:
-                    yield _read_lock(key.decode(), value, max(float(end) - now, 0))
+            yield from _read_page(
+                (key, value, float(end) - now)
+                for key, end, value in zip(keys, ends, values, strict=True)
+                # Released since, or lost by the server without the list, or not ours.
+                if value is not None and not value.startswith(PERMIT)
+            )
             if len(keys) < PAGE:
                 return
             seen = ends.count(ends[-1]) + (seen if ends[-1].decode() == last else 0)
             last = ends[-1].decode()
+
+    def emptied_with(self) -> object:
+        kept = self._pool.connection_kwargs
+        service = getattr(self._pool, "service_name", None)  # Sentinel
+        return service, kept.get("host"), kept.get("port"), kept.get("path"), kept.get("db") or 0
+
+    def ask_weaknesses(self) -> list[str]:
+        with self.errors("tell how it evicts keys"):
+            answer = self._wire.ask("INFO", "memory").decode()
+        info = dict(line.split(":", 1) for line in answer.splitlines() if ":" in line)
+        policy = info.get("maxmemory_policy", "noeviction")
+        if info.get("maxmemory", "0") == "0" or policy == "noeviction":
+            return []
+        return [f"its maxmemory-policy is {policy}, which deletes locks when memory is short"]
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
@@ -256,15 +277,30 @@ def _milliseconds(seconds: float) -> str:
     return str(max(1, round(seconds * 1000)))
 
 
+def _read_page(page: Iterable[tuple[bytes, bytes, float]]) -> Iterable[HeldLock]:
+    """Return the locks of keys, values and the ms that are left of them."""
+    parsed = [_parse(key.decode(), value, max(left, 0)) for key, value, left in page]
+    try:
+        return decode_holders([text for text, _ in parsed], [lock for _, lock in parsed])
+    except (ValueError, TypeError):
+        return [decode_holder(*one) for one in parsed]
+
+
 def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:
-    # -1: a key without an end, which we never write.
-    remaining = milliseconds / 1000 if milliseconds >= 0 else None
     if value.startswith(PERMIT):
-        return HeldLock(name, remaining=remaining)
+        return HeldLock(name, remaining=milliseconds / 1000)
+    return decode_holder(*_parse(name, value, milliseconds))
+
+
+def _parse(name: str, value: bytes, milliseconds: float) -> tuple[str, HeldLock]:
+    """Return the holder's text and the lock without it."""
     text = value.decode("utf-8", "replace")
-    token, rest = text[:TOKEN_LENGTH], text[TOKEN_LENGTH:]
-    fence, holder = rest[:FENCE_LENGTH], rest[FENCE_LENGTH:]
-    return decode_holder(
-        holder,
-        HeldLock(name, token, remaining, int(fence) if fence.isdecimal() else None),
+    fence = text[TOKEN_LENGTH:HEAD_LENGTH]
+    lock = HeldLock(
+        name,
+        text[:TOKEN_LENGTH],
+        # -1: a key without an end, which we never write.
+        milliseconds / 1000 if milliseconds >= 0 else None,
+        int(fence) if fence.isdecimal() else None,
     )
+    return text[HEAD_LENGTH:], lock
