@@ -125,13 +125,13 @@ class CacheLock:
         store = location.store()
         store.check_lease(seconds)
         started_at = time.monotonic()
-        permit = None if longest == 0 else ""
+        patience = None if longest == 0 else 0.0
         tries = 0
-        while not self._try_acquire(location, store, seconds, permit):
+        while not self._try_acquire(location, store, seconds, patience):
             left = math.inf if longest is None else started_at + longest - time.monotonic()
             if left <= 0:
                 return False
-            permit = store.wait(self.name, min(left, self._holder_left()), tries)
+            patience = store.wait(min(left, self._holder_left()), tries, seconds)
             tries += 1
         return True
 
@@ -341,14 +341,14 @@ class CacheLock:
         )
 
     def _try_acquire(
-        self, location: Location, store: Store, seconds: float, permit: str | None
+        self, location: Location, store: Store, seconds: float, patience: float | None
     ) -> bool:
         renew = self._renew and store.renews()
         token = os.urandom(16).hex()
         task = get_current_task()
         holder = _describe_holder(task, renew)
         asked_at = time.monotonic()
-        outcome = store.acquire(self.name, token, seconds, holder, permit)
+        outcome = store.acquire(self.name, token, seconds, holder, patience)
         if not isinstance(outcome, Acquired):
             self._note_contended(outcome)
             return False

@@ -27,10 +27,10 @@ class NoExpiryStore(RedisStore):
     """Holds for ever."""
 
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
         """Acquire for a year."""
-        return super().acquire(name, token, 365 * 24 * 3600, holder, permit)
+        return super().acquire(name, token, 365 * 24 * 3600, holder, patience)
 
 
 class FencePerProcessStore(RedisStore):
@@ -39,10 +39,10 @@ class FencePerProcessStore(RedisStore):
     _count = itertools.count(1)
 
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
         """Number the acquisition by a counter of this process."""
-        outcome = super().acquire(name, token, seconds, holder, permit)
+        outcome = super().acquire(name, token, seconds, holder, patience)
         return Acquired(next(self._count)) if isinstance(outcome, Acquired) else outcome
 
 
@@ -50,7 +50,7 @@ class ReadThenWriteStore(RedisStore):
     """Looks whether the lock is free, and then writes without a condition."""
 
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
         """Acquire in two steps."""
         held = self.peek(name)

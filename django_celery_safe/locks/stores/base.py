@@ -130,7 +130,7 @@ class Store(ABC):
 
     @abstractmethod
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
         """
         Take the lock if nobody holds it.
@@ -139,9 +139,9 @@ class Store(ABC):
         because a client may send a request twice when the answer got lost.
 
         Args:
-            permit: None: this is the only try. Else the caller is a waiter, who
-                goes on to :meth:`wait` if the lock is held: "" or what that
-                method returned to it.
+            patience: None: this is the only try. Else the caller is a waiter, whom
+                a release may wake: seconds to wait for one before the try; 0: try
+                now. Only what :meth:`wait` returned, or 0.
 
         Returns:
             Acquired, or the lock of whoever holds it.
@@ -157,20 +157,20 @@ class Store(ABC):
                 known. For stores that can't compare and delete in one step.
         """
 
-    def wait(self, name: str, seconds: float, tries: int) -> str:
+    def wait(self, longest: float, tries: int, seconds: float) -> float:
         """
-        Return when it is worth to try again: after ``seconds`` at the latest.
+        Let time pass until the next try, ``longest`` seconds at the most.
 
         Args:
-            tries: How often the waiter has tried, which decides how long to pause
-                where nothing wakes it.
+            tries: How often the waiter has tried, which decides how long to pause.
+            seconds: Length of the lease that it wants.
 
         Returns:
-            The permit for :meth:`acquire`; "" where the store gives none.
+            The patience for :meth:`acquire`, where it is that which waits; else 0.
         """
-        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 1.5 ** min(tries, 20))
-        time.sleep(min(seconds, longest * random.uniform(0.5, 1.0)))  # noqa: S311
-        return ""
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 1.5 ** min(tries, 20))
+        time.sleep(min(longest, pause * random.uniform(0.5, 1.0)))  # noqa: S311
+        return 0.0
 
     @abstractmethod
     def extend(self, renewals: Sequence[Renewal]) -> list[bool]:

@@ -77,7 +77,7 @@ class DatabaseStore(Store):
         self.alias = alias
 
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
         with self.errors("acquire"):
             # Only spares the writes below when the lock is held: they are guarded.

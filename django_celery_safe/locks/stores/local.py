@@ -68,7 +68,7 @@ class LocalStore(Store):
         self._location = location
 
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
         if _pool_processes > 1:
             raise BackendNotSupported(

@@ -78,7 +78,7 @@ class MemcachedStore(Store):
         )
 
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
         key, value = self._key(name), (token + encode_holder(name, holder)).encode()
         with self.errors("acquire"):

@@ -60,7 +60,7 @@ class PortableStore(Store):
         self._cache = cache
 
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
         value = token + encode_holder(name, holder)
         with self.errors("acquire"):

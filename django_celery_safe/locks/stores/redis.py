@@ -6,9 +6,10 @@ stand one counter for fences and one sorted set, scored by the end of each lease
 (ms by the server's clock), that lists the keys. Each step is one script, so a
 lock, its fence and its place in the list never disagree.
 
-A waiter leaves a mark and blocks in BLPOP. The release that sees the mark gives
-one permit to whoever blocks first: the lock's key holds that permit, so that
-nobody barges in, until the waiter comes with it or a second has passed.
+A waiter leaves a mark, and then sends two commands at once: a blocking pop, and
+behind it the acquisition, which the server runs when the pop ends. A release that
+sees the mark pushes one element, so it wakes the one who has waited longest, and
+the lock is his before any client has heard of it.
 """
 
 from __future__ import annotations
@@ -47,10 +48,15 @@ FENCE_LENGTH: Final = 16
 HEAD_LENGTH: Final = TOKEN_LENGTH + FENCE_LENGTH
 #: Keys that one step of the listing reads.
 PAGE: Final = 1000
-#: What a permit begins with; no token does.
-PERMIT: Final = b"free:"
-#: A waiter's mark outlives its pop by this, s: the way there and back.
-MARK_MARGIN: Final = 1.0
+#: A waiter whose lease would be shorter than this, s, asks again and again: the time of
+#: the pop is taken off the time for which it may trust the lease.
+SHORTEST_WOKEN: Final = 1.0
+#: How late the server may end a pop, s: it looks ten times a second.
+LATE: Final = 0.1
+#: Longest pop, s; half the socket timeout if that is less.
+LONGEST_POP: Final = 1.0
+#: How long a waiter's mark lasts, ms: a pop, and the way there and back.
+MARK_LASTS: Final = "2000"
 
 
 class Script:
@@ -75,16 +81,9 @@ if last and last >= fence then
     fence = string.format('%.0f', last + 1)
     redis.call('SET', KEYS[2], fence)
 end
-local ours = ARGV[1] .. fence .. ARGV[3]
-if not redis.call('SET', KEYS[1], ours, 'NX', 'PX', ARGV[2]) then
-    local value = redis.call('GET', KEYS[1])
-    local free = string.sub(value, 1, 5) == 'free:'
-        and (value == ARGV[5] or value == redis.call('LPOP', KEYS[1] .. ' wake'))
-    if not free then
-        if ARGV[4] then redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4]) end
-        return {value, redis.call('PTTL', KEYS[1])}
-    end
-    redis.call('SET', KEYS[1], ours, 'PX', ARGV[2])
+if not redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'NX', 'PX', ARGV[2]) then
+    if ARGV[4] then redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4]) end
+    return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
 end
 redis.call('ZADD', KEYS[3], time[1] * 1000 + ARGV[2], KEYS[1])
 if string.sub(fence, -2) == '00' then
@@ -93,20 +92,17 @@ end
 return fence
 """)
 
-# A permit lies in a list of its own until a waiter pops it. While it lies there nobody
-# waits any more, and whoever comes may take it.
+# Names have no space, so no lock is called like another's mark or list.
 RELEASE = Script("""
 local value = redis.call('GET', KEYS[1])
 if not value or string.sub(value, 1, #ARGV[1]) ~= ARGV[1] then return 0 end
-if redis.call('EXISTS', KEYS[1] .. ' waiting') == 0 then
-    redis.call('DEL', KEYS[1])
-else
-    local permit, wake = 'free:' .. ARGV[1], KEYS[1] .. ' wake'
-    local lasts = math.max(1, math.min(1000, redis.call('PTTL', KEYS[1])))
-    redis.call('SET', KEYS[1], permit, 'PX', lasts)
-    redis.call('DEL', wake)
-    redis.call('RPUSH', wake, permit)
-    redis.call('PEXPIRE', wake, lasts)
+redis.call('DEL', KEYS[1])
+if redis.call('EXISTS', KEYS[1] .. ' waiting') == 1 then
+    local wake = KEYS[1] .. ' wake'
+    if redis.call('LLEN', wake) == 0 then
+        redis.call('RPUSH', wake, '')
+        redis.call('PEXPIRE', wake, 1000)
+    end
 end
 redis.call('ZREM', KEYS[2], KEYS[1])
 return 1
@@ -155,6 +151,8 @@ class RedisStore(Store):
         client = _client_of(cache)
         self._pool = client.connection_pool
         self._wire = Wire(client)
+        timeout = self._pool.connection_kwargs.get("socket_timeout")
+        self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
         self._fence_key = str(cache.make_key("celery_safe:fence"))
         self._index_key = str(cache.make_key("celery_safe:locks"))
         # Kept, since each lock is asked about at least twice. By a weak reference: the
@@ -162,13 +160,14 @@ class RedisStore(Store):
         self._key = lru_cache(maxsize=1024)(partial(_lock_key, weakref.proxy(cache)))
 
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, permit: str | None = None
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
         key = self._key(name)
         args = [token, _milliseconds(seconds), encode_holder(name, holder)]
-        if permit is not None:
-            args += [_milliseconds(self._wire.longest_pop + MARK_MARGIN), permit]
-        answer = self._run("acquire", ACQUIRE, (key, self._fence_key, self._index_key), args)
+        if patience is not None:
+            args.append(MARK_LASTS)
+        keys = (key, self._fence_key, self._index_key)
+        answer = self._run("acquire", ACQUIRE, keys, args, patience)
         if not isinstance(answer, list):
             return Acquired(int(answer))
         # Held, unless the value went between SET and GET, which one script rules out.
@@ -178,14 +177,10 @@ class RedisStore(Store):
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         return bool(self._run("release", RELEASE, (self._key(name), self._index_key), (token,)))
 
-    def wait(self, name: str, seconds: float, tries: int) -> str:
-        try:
-            with self.errors("wait"):
-                permit = self._wire.pop(self._key(name) + " wake", seconds)
-        except LockBackendError:
-            # The next try tells whether this was more than a broken connection.
-            return super().wait(name, seconds, tries)
-        return "" if permit is None else permit.decode()
+    def wait(self, longest: float, tries: int, seconds: float) -> float:
+        if longest <= 2 * LATE or seconds < SHORTEST_WOKEN:
+            return super().wait(longest, tries, seconds)
+        return min(longest - LATE, self._longest_pop, seconds / 4)
 
     def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
         if not renewals:
@@ -196,9 +191,7 @@ class RedisStore(Store):
 
     def peek(self, name: str) -> HeldLock | None:
         value, milliseconds = self._run("peek", PEEK, (self._key(name),), ())
-        if value is None or value.startswith(PERMIT):
-            return None
-        return _read_lock(name, value, milliseconds)
+        return None if value is None else _read_lock(name, value, milliseconds)
 
     def iter_locks(self) -> Iterator[HeldLock]:
         # Paged by the ends of the leases, not by place: locks come and go meanwhile.
@@ -214,8 +207,8 @@ class RedisStore(Store):
             yield from _read_page(
                 (key, value, float(end) - now)
                 for key, end, value in zip(keys, ends, values, strict=True)
-                # Released since, or lost by the server without the list, or not ours.
-                if value is not None and not value.startswith(PERMIT)
+                # None: released since, or lost by the server without the list.
+                if value is not None
             )
             if len(keys) < PAGE:
                 return
@@ -246,13 +239,24 @@ class RedisStore(Store):
     def close(self) -> None:
         self._wire.close()
 
-    def _run(self, action: str, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    def _run(
+        self,
+        action: str,
+        script: Script,
+        keys: Sequence[str],
+        args: Sequence[Any],
+        patience: float | None = None,
+    ) -> Any:
+        """Run a script, at once or when a release of the first key's lock wakes this waiter."""
         # Not through errors(): a context manager costs as much as building the command.
         try:
             try:
                 # All of it text: packing an int, hiredis 3.5 crashes when a signal's
                 # handler (a soft time limit) raises.
-                return self._wire.ask("EVALSHA", script.sha, str(len(keys)), *keys, *args)
+                command = ("EVALSHA", script.sha, str(len(keys)), *keys, *args)
+                if patience:
+                    return self._wire.ask_after_pop(keys[0] + " wake", patience, command)
+                return self._wire.ask(*command)
             except NoScriptError:
                 # First use on this server, or SCRIPT FLUSH, or a restart.
                 return self._wire.ask("EVAL", script.source, str(len(keys)), *keys, *args)
@@ -287,8 +291,6 @@ def _read_page(page: Iterable[tuple[bytes, bytes, float]]) -> Iterable[HeldLock]
 
 
 def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:
-    if value.startswith(PERMIT):
-        return HeldLock(name, remaining=milliseconds / 1000)
     return decode_holder(*_parse(name, value, milliseconds))
 
 

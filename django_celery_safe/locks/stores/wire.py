@@ -9,16 +9,19 @@ longer than a lock's own two scripts do; see tests/benchmarks/locks.py.
 from __future__ import annotations
 
 import os
+import random
+import time
 import weakref
 from typing import Any, Final
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
-#: Longest that the server keeps a pop waiting, s; half the socket timeout if that is less.
-LONGEST_POP: Final = 1.0
-#: By how much the server may be late to end a pop, s: it looks ten times a second.
+#: A pop that the server has not ended by so much after its time, s, is given up.
 POP_MARGIN: Final = 0.5
+#: Longest pause after a pop that broke, s.
+PAUSE: Final = 0.05
 
 
 class Wire:
@@ -35,9 +38,6 @@ class Wire:
         #: Taken out and put back in one step each: an error that hits in between (a
         #: soft time limit) costs the connection, and leaves no lock behind.
         self._idle: list[_Connection] = []
-        timeout = client.connection_pool.connection_kwargs.get("socket_timeout")
-        #: Longest that :meth:`pop` lets the server wait, s.
-        self.longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
 
     def ask(self, *command: Any) -> Any:
         """
@@ -65,25 +65,28 @@ class Wire:
         self._idle.append(connection)
         return answer
 
-    def pop(self, key: str, seconds: float) -> bytes | None:
+    def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
         """
-        Wait for an element of a list, on a connection of this call alone.
+        Let the server wait for an element of a list, ``seconds`` at the most, and then ask.
 
-        Returns:
-            The element; None after ``longest_pop`` or ``seconds``, whichever is less.
+        Both are sent at once: whatever the pop brings, the command is run right after
+        it. If that does not work, it is asked after a short pause.
 
         Raises:
             redis.exceptions.RedisError: As :meth:`ask`.
         """
-        connection = self._take_idle() or _Connection(self, self._client.connection_pool)
         try:
-            found = connection.ask(
-                ("BLPOP", key, str(self.longest_pop)), min(seconds, self.longest_pop + POP_MARGIN)
-            )
-        except TimeoutError:
-            return None
+            connection = self._take_idle() or _Connection(self, self._client.connection_pool)
+            answer = connection.ask_after_pop(key, seconds, command)
+        except (RedisConnectionError, RedisTimeoutError, TimeoutError):
+            # A restart, most likely, which ends every pop. Not all at once, and not in a
+            # loop without a pause where something between us and the server ends them all.
+            time.sleep(random.uniform(0, PAUSE))  # noqa: S311
+            return self.ask(*command)
         self._idle.append(connection)
-        return None if found is None else found[1]
+        if isinstance(answer, ResponseError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """Close the connections; the next command opens another."""
@@ -111,12 +114,9 @@ class _Connection:
         self.close = weakref.finalize(wire, self._connection.disconnect)
         self.close.atexit = False
 
-    def ask(self, command: tuple[Any, ...], longest: float | None = None) -> Any:
-        """Return the answer; hang up and raise TimeoutError if it takes ``longest`` seconds."""
+    def ask(self, command: tuple[Any, ...]) -> Any:
         try:
             self._connection.send_command(*command)
-            if longest is not None and not self._connection.can_read(longest):
-                raise TimeoutError
             return self._connection.read_response(disable_decoding=True)
         except ResponseError:
             raise
@@ -124,3 +124,24 @@ class _Connection:
             # An answer that is still to come would be taken for that of the next command.
             self.close()
             raise
+
+    def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
+        """Return the answer to the command, or an error of either one."""
+        connection = self._connection
+        commands = [("BLPOP", key, str(seconds)), command]
+        try:
+            connection.send_packed_command(connection.pack_commands(commands))
+            if not connection.can_read(seconds + POP_MARGIN):
+                raise TimeoutError
+            popped, answer = [self._read() for _ in commands]
+        except BaseException:
+            self.close()
+            raise
+        # The pop failed: an answer "held" could come forever.
+        return popped if isinstance(popped, ResponseError) and isinstance(answer, list) else answer
+
+    def _read(self) -> Any:
+        try:
+            return self._connection.read_response(disable_decoding=True)
+        except ResponseError as error:
+            return error
