@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 from weakref import WeakSet
 
@@ -173,57 +173,59 @@ class Renewer:
                 # Even a receiver's SystemExit: without this thread every lock would be lost.
                 logger.exception("The thread that renews locks met an error and goes on.")
                 time.sleep(0.1)
+                self._wakes_at = 0.0  # look at all of them
 
     def _take_turn(self) -> None:
         # A method of its own: what it knows of leases would keep them while it waits.
         with self._changed:
             idle = {location for location in self._opened if self._is_idle(location)}
-            pause = self._plan() - time.monotonic()
+            pause = self._wakes_at - time.monotonic()
             if pause > 0 and not idle:
                 self._changed.wait(None if pause == math.inf else min(pause, LONGEST_PAUSE))
                 return
-            due = self._due()
-            over = {lease for lease in due if lease.renew_until <= time.monotonic()}
-            self._leases.difference_update(over)
+            due, over = self._take_due()
         self._close(idle)
         self._leave(over)
-        self._renew(lease for lease in due if lease not in over)
+        for location, leases in due.items():
+            self._renew(location, leases)
 
-    def _plan(self) -> float:
-        """Return when to look again."""
-        if self._leases:
-            # The set is weak: it may be empty by now.
-            self._wakes_at = min((lease.renew_at for lease in self._leases), default=math.inf)
-        elif self._wakes_at <= time.monotonic():
-            self._wakes_at = math.inf
-        # Else the plan stays, though its lease is gone: who takes and frees locks
-        # in a loop wakes this thread once in a third of a lease, not each time.
-        return self._wakes_at
+    def _take_due(self) -> tuple[dict[Location, list[Lease]], list[Lease]]:
+        """Return what to renew now and what to renew no more; plan when to look again."""
+        # The plan made by a lease stays when it is gone: who takes and frees locks in a
+        # loop wakes this thread once in a third of a lease, not each time.
+        now, wakes_at = time.monotonic(), math.inf
+        due: dict[Location, list[Lease]] = {}
+        over: list[Lease] = []
+        for lease in self._leases:
+            if lease.renew_at > now + lease.seconds * ALONG:
+                wakes_at = min(wakes_at, lease.renew_at)
+            elif lease.renew_until <= now:
+                over.append(lease)
+            else:
+                due.setdefault(lease.location, []).append(lease)
+        self._leases.difference_update(over)
+        self._wakes_at = wakes_at
+        return due, over
 
-    def _due(self) -> list[Lease]:
-        now = time.monotonic()
-        return [lease for lease in self._leases if lease.renew_at <= now + lease.seconds * ALONG]
-
-    def _renew(self, due: Iterable[Lease]) -> None:
-        by_location: dict[Location, list[Lease]] = {}
-        for lease in due:
-            by_location.setdefault(lease.location, []).append(lease)
-        for location, leases in by_location.items():
-            # One that its holder extends just now is renewed by that.
-            free = [lease for lease in leases if lease.asking.acquire(blocking=False)]
-            try:
-                outcomes = self._ask(location, free) if free else []
-            finally:
-                for lease in free:
-                    lease.asking.release()
-            for lease, extended in zip(free, outcomes, strict=False):
-                if not extended:
-                    self._lost(lease)
+    def _renew(self, location: Location, leases: list[Lease]) -> None:
+        # One that its holder extends just now is renewed by that.
+        free = [lease for lease in leases if lease.asking.acquire(blocking=False)]
+        try:
+            outcomes = self._ask(location, free) if free else []
+        finally:
+            for lease in free:
+                lease.asking.release()
+        for lease, extended in zip(free, outcomes, strict=False):
+            if not extended:
+                self._lost(lease)
+        if len(free) < len(leases):
             later = time.monotonic()
             for lease in set(leases).difference(free):
                 lease.renew_at = later + lease.seconds * RETRY_AFTER
+        with self._changed:
+            self._wakes_at = min(self._wakes_at, *[lease.renew_at for lease in leases])
 
-    def _leave(self, over: Iterable[Lease]) -> None:
+    def _leave(self, over: list[Lease]) -> None:
         for lease in over:
             logger.warning(
                 "The lock %r is renewed no more and ends in %.3g s: its task still runs, beyond "
@@ -237,9 +239,8 @@ class Renewer:
         with self._changed:
             self._opened.add(location)
         asked_at = time.monotonic()
-        renewals = [Renewal(lease.name, lease.token, lease.seconds) for lease in leases]
         try:
-            outcomes = location.store().extend(renewals)
+            outcomes = location.store().extend(leases)
         except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
             self._failed(location, leases, error)
             return []

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from ... import conf
 from ...exceptions import BackendNotSupported, ConfigurationError
@@ -93,8 +93,19 @@ class Acquired(NamedTuple):
     fence: int | None
 
 
+class Renewable(Protocol):
+    """A lease to extend: ``seconds`` from the moment the store gets it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def token(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+
+
 class Renewal(NamedTuple):
-    """One lease to extend: ``seconds`` from the moment the store gets it."""
+    """What :class:`Renewable` asks for, and nothing else."""
 
     name: str
     token: str
@@ -173,7 +184,7 @@ class Store(ABC):
         return 0.0
 
     @abstractmethod
-    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
         """
         Let each lease end ``seconds`` from now if its token still holds it.
 

@@ -28,7 +28,7 @@ from .base import (
     Acquired,
     HeldLock,
     Holder,
-    Renewal,
+    Renewable,
     Store,
     decode_holder,
     encode_holder,
@@ -97,7 +97,7 @@ class DatabaseStore(Store):
             # delete by key alone where a project listens to delete signals.
             return bool(ours._raw_delete(self.alias))
 
-    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
         asked = [(plain_name(renewal.name), renewal.token) for renewal in renewals]
         # A token belongs to one acquisition, so it is the token that decides; the
         # key is the primary key, by which the rows are found.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...exceptions import BackendNotSupported
-from .base import Acquired, HeldLock, Holder, Renewal, Store
+from .base import Acquired, HeldLock, Holder, Renewable, Store
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class LocalStore(Store):
             del memory.entries[name]
             return True
 
-    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
         memory = self._memory()
         with memory.mutex:
             return [self._extend(memory, renewal) for renewal in renewals]
@@ -135,7 +135,7 @@ class LocalStore(Store):
             return None
         return entry
 
-    def _extend(self, memory: _Memory, renewal: Renewal) -> bool:
+    def _extend(self, memory: _Memory, renewal: Renewable) -> bool:
         entry = self._live(memory, renewal.name)
         if entry is None or entry.lock.token != renewal.token:
             return False

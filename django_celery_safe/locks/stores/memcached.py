@@ -26,7 +26,7 @@ from .base import (
     Acquired,
     HeldLock,
     Holder,
-    Renewal,
+    Renewable,
     Store,
     cant_list,
     decode_holder,
@@ -96,7 +96,7 @@ class MemcachedStore(Store):
         with self.errors("release"):
             return self._replace(name, token, b"", GONE)
 
-    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
         with self.errors("extend"):
             return [self._replace(r.name, r.token, None, math.ceil(r.seconds)) for r in renewals]
 

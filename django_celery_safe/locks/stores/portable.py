@@ -21,7 +21,7 @@ from .base import (
     Acquired,
     HeldLock,
     Holder,
-    Renewal,
+    Renewable,
     Store,
     cant_list,
     decode_holder,
@@ -85,9 +85,9 @@ class PortableStore(Store):
                 self._cache.delete(_key(name))
         return True
 
-    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
         with self.errors("extend"):
-            return [self._extend(*renewal) for renewal in renewals]
+            return [self._extend(r.name, r.token, r.seconds) for r in renewals]
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):

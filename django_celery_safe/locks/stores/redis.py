@@ -28,7 +28,7 @@ from .base import (
     Acquired,
     HeldLock,
     Holder,
-    Renewal,
+    Renewable,
     Store,
     decode_holder,
     decode_holders,
@@ -108,16 +108,18 @@ redis.call('ZREM', KEYS[2], KEYS[1])
 return 1
 """)
 
-# KEYS: the list, then the locks; ARGV: token and lease of each lock in turn.
+# KEYS: the list, then the locks; ARGV: all tokens without anything in between, and all
+# leases with spaces, since a client takes its time over each argument.
 EXTEND = Script("""
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local each_lease = string.gmatch(ARGV[2], '%d+')
 local extended = {}
 for i = 2, #KEYS do
-    local token, lease = ARGV[2 * i - 3], ARGV[2 * i - 2]
+    local token, lease = string.sub(ARGV[1], 32 * i - 63, 32 * i - 32), each_lease()
     local value = redis.call('GET', KEYS[i])
     extended[i - 1] = 0
-    if value and string.sub(value, 1, #token) == token then
+    if value and string.sub(value, 1, 32) == token then
         redis.call('PEXPIRE', KEYS[i], lease)
         redis.call('ZADD', KEYS[1], now + lease, KEYS[i])
         extended[i - 1] = 1
@@ -157,7 +159,7 @@ class RedisStore(Store):
         self._index_key = str(cache.make_key("celery_safe:locks"))
         # Kept, since each lock is asked about at least twice. By a weak reference: the
         # cache has this store, and a cycle would keep the connection of both open.
-        self._key = lru_cache(maxsize=1024)(partial(_lock_key, weakref.proxy(cache)))
+        self._key = lru_cache(maxsize=10_000)(partial(_lock_key, weakref.proxy(cache)))
 
     def acquire(
         self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
@@ -182,12 +184,13 @@ class RedisStore(Store):
             return super().wait(longest, tries, seconds)
         return min(longest - LATE, self._longest_pop, seconds / 4)
 
-    def extend(self, renewals: Sequence[Renewal]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
         if not renewals:
             return []
-        keys = [self._index_key, *(self._key(renewal.name) for renewal in renewals)]
-        args = [x for r in renewals for x in (r.token, _milliseconds(r.seconds))]
-        return [bool(extended) for extended in self._run("extend", EXTEND, keys, args)]
+        keys = [self._index_key, *[self._key(renewal.name) for renewal in renewals]]
+        tokens = "".join([renewal.token for renewal in renewals])
+        leases = " ".join([_milliseconds(renewal.seconds) for renewal in renewals])
+        return [extended == 1 for extended in self._run("extend", EXTEND, keys, (tokens, leases))]
 
     def peek(self, name: str) -> HeldLock | None:
         value, milliseconds = self._run("peek", PEEK, (self._key(name),), ())
@@ -277,6 +280,7 @@ def _client_of(cache: BaseCache) -> Any:
     return own._cache.get_client(None, write=True)
 
 
+@lru_cache(maxsize=100)
 def _milliseconds(seconds: float) -> str:
     return str(max(1, round(seconds * 1000)))
 
