@@ -23,13 +23,14 @@ from tests.servers import (
     ProgramNotFound,
     RabbitMQServer,
     RedisServer,
+    SentinelServer,
 )
 from tests.servers.databases import DatabaseKind
 from tests.servers.programs import find_programs_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 
-STANDARD_PORTS = {4369, 5432, 5672, 6379, 11211, 25672}
+STANDARD_PORTS = {4369, 5432, 5672, 6379, 11211, 25672, 26379}
 
 
 @pytest.fixture
@@ -50,6 +51,31 @@ def test_redis_is_private_and_forgets_on_restart(own_redis: RedisServer) -> None
     assert own_redis.port == before[0]
     assert own_redis.pid != before[1]
     assert own_redis.port not in STANDARD_PORTS
+
+
+def test_redis_on_a_unix_socket(redis_server: RedisServer) -> None:
+    """Redis listens on a unix socket of its own folder when told to."""
+    with RedisServer(unix_socket=True) as server:
+        with redis.Redis.from_url(server.socket_url) as client:
+            client.set("lock", "token")
+        with server.client() as client:
+            assert client.get("lock") == b"token"
+        assert server.socket_path.parent == server.folder
+
+
+def test_sentinel_fails_over(redis_server: RedisServer) -> None:
+    """Sentinel makes the replica the master when told to, and when the master is killed."""
+    with SentinelServer() as sentinel:
+        assert sentinel.master is sentinel.first
+        sentinel.fail_over()
+        assert sentinel.master is sentinel.second
+        with sentinel.first.client() as client, pytest.raises(redis.ReadOnlyError):
+            client.set("lock", "token")
+        sentinel.second.kill()
+        wait_for(lambda: sentinel.master is sentinel.first)
+        with sentinel.first.client() as client:
+            wait_for(lambda: client.role()[0] == b"master")
+        assert not {sentinel.port, sentinel.first.port, sentinel.second.port} & STANDARD_PORTS
 
 
 def test_memcached_is_private_and_can_be_flushed(memcached_server: MemcachedServer) -> None:

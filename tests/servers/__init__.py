@@ -11,7 +11,7 @@ from tests.servers.pool import ServerPool
 from tests.servers.postgres import PostgresServer
 from tests.servers.programs import ProgramNotFound
 from tests.servers.rabbitmq import RabbitMQServer
-from tests.servers.redis import RedisServer
+from tests.servers.redis import RedisServer, SentinelServer
 from tests.servers.server import Server
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "ProgramNotFound",
     "RabbitMQServer",
     "RedisServer",
+    "SentinelServer",
     "Server",
     "ServerPool",
 ]

@@ -1,14 +1,15 @@
-"""A private Redis, which can count what clients ask of it."""
+"""A private Redis, which can count what clients ask of it, and one under Sentinel."""
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from tests.processes.waiting import wait_for
 from tests.servers.server import Server
 
 
@@ -24,10 +25,21 @@ class Count:
 
 
 class RedisServer(Server):
-    """Redis that keeps nothing on disk: a restart loses everything."""
+    """
+    Redis that keeps nothing on disk: a restart loses everything.
+
+    Args:
+        places: As for all servers.
+        unix_socket: Whether it listens on ``socket_path`` too.
+    """
 
     name = "redis"
     program = "redis-server"
+
+    def __init__(self, places: tuple[str, ...] | None = None, *, unix_socket: bool = False) -> None:
+        super().__init__(places)
+        self.unix_socket = unix_socket
+        self.socket_path = self.folder / "redis.sock"
 
     @property
     def url(self) -> str:
@@ -38,11 +50,18 @@ class RedisServer(Server):
         """Return the URL of one of the 16 numbered databases."""
         return f"redis://{self.host}:{self.port}/{number}"
 
+    @property
+    def socket_url(self) -> str:
+        """Database 0, by the unix socket."""
+        return f"unix://{self.socket_path}?db=0"
+
     def command(self) -> list[str | Path]:
-        """No snapshots, no append-only file."""
+        """No snapshots, no append-only file; a replica that asks is served at once."""
         return [
             self.programs / self.program, "--bind", self.host, "--port", str(self.port),
+            *(("--unixsocket", self.socket_path) if self.unix_socket else ()),
             "--dir", self.folder, "--save", "", "--appendonly", "no", "--daemonize", "no",
+            "--repl-diskless-sync-delay", "0",
         ]  # fmt: skip
 
     def is_ready(self) -> bool:
@@ -78,6 +97,94 @@ class RedisServer(Server):
         count.commands = {
             re.sub("^cmdstat_", "", name): number for name, number in calls.items() if number
         }
+
+
+class SentinelServer(Server):
+    """
+    A Sentinel with the two Redis servers that it watches: a master and its replica.
+
+    It fails over within about three seconds. ``first`` is the master at the start.
+
+    Args:
+        places: As for all servers; for all three of them.
+    """
+
+    name = "sentinel"
+    program = "redis-server"
+
+    def __init__(self, places: tuple[str, ...] | None = None) -> None:
+        super().__init__(places)
+        self.first = RedisServer(places)
+        self.second = RedisServer(places)
+        #: What Sentinel calls the two. Not the same in two tests: django-redis keeps
+        #: its pools by URL for as long as the process lives.
+        self.service = f"redis-{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Database 0 of whichever is the master, as django-redis has it."""
+        return f"redis://{self.service}/0"
+
+    def prepare(self) -> None:
+        """Start both servers, the second as the replica of the first."""
+        for server in (self.first, self.second):
+            server.start()
+        with self.second.client() as client:
+            client.replicaof(self.first.host, self.first.port)
+            wait_for(lambda: client.info("replication")["master_link_status"] == "up")
+        # Sentinel keeps its state in its configuration file.
+        (self.folder / "sentinel.conf").write_text(
+            f"port {self.port}\n"
+            f"bind {self.host}\n"
+            f"sentinel monitor {self.service} {self.first.host} {self.first.port} 1\n"
+            f"sentinel down-after-milliseconds {self.service} 500\n"
+            f"sentinel failover-timeout {self.service} 1000\n"
+        )
+
+    def command(self) -> list[str | Path]:
+        """The same program as the servers'."""
+        return [self.programs / self.program, self.folder / "sentinel.conf", "--sentinel"]
+
+    def is_ready(self) -> bool:
+        """Whether it sees the master and the replica, and could fail over."""
+        with self.client() as client:
+            (replica,) = client.sentinel_slaves(self.service)
+            return bool(replica["master-link-status"] == "ok")
+
+    def client(self) -> "redis.Redis":
+        """Return a client of Sentinel itself, to be closed by the caller."""
+        return redis.Redis(host=self.host, port=self.port, decode_responses=True)
+
+    @property
+    def master(self) -> RedisServer:
+        """The server that Sentinel names to redis-py as the master now."""
+        with self.client() as client:
+            state = client.sentinel_master(self.service)
+        return self.first if state["port"] == self.first.port else self.second
+
+    def fail_over(self) -> None:
+        """
+        Let Sentinel make the replica the master, both being alive.
+
+        The old master is a replica when this returns, and its clients are still
+        connected to it. Sentinel would see to that itself, but some 20 s later.
+        """
+        old = self.master
+        new = self.second if old is self.first else self.first
+        with self.client() as client:
+            client.execute_command("SENTINEL", "FAILOVER", self.service)
+        wait_for(lambda: self.master is new, message="Sentinel did not fail over")
+        with old.client() as client:
+            client.replicaof(new.host, new.port)
+
+    def close(self) -> None:
+        """End all three and remove their folders."""
+        with ExitStack() as stack:
+            for server in (self.first, self.second):
+                stack.callback(server.close)
+                # Asked to end, a master would wait for its replica.
+                stack.callback(server.kill)
+            super().close()
 
 
 def _calls(info: dict[str, Any], name: str) -> int:

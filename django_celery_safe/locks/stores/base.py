@@ -25,6 +25,9 @@ from ...exceptions import BackendNotSupported, ConfigurationError
 #: 250 for the whole key; the rest is for KEY_PREFIX, the version and our prefix.
 MAX_PLAIN_NAME: Final = 180
 
+#: A moment, seconds since the epoch, beyond which no clock is: in the year 5138.
+LATEST: Final = 1e11
+
 #: First and longest pause between two tries of a waiter that nobody wakes, s.
 FIRST_PAUSE: Final = 0.01
 LONGEST_PAUSE: Final = 0.5
@@ -273,11 +276,15 @@ def encode_holder(name: str, holder: Holder) -> str:
     )
 
 
+#: What json raises on text that is none of ours; RecursionError on very deep brackets.
+GARBLED: Final = (ValueError, TypeError, RecursionError)
+
+
 def decode_holder(text: str, lock: HeldLock) -> HeldLock:
     """Return ``lock`` with the name and holder that the text tells; as it is if it is garbled."""
     try:
         return decode_holders([text], [lock])[0]
-    except (ValueError, TypeError):
+    except GARBLED:
         return lock
 
 
@@ -288,16 +295,31 @@ def decode_holders(texts: Sequence[str], locks: Sequence[HeldLock]) -> list[Held
     All at once, for a third of the time that one by one would take.
 
     Raises:
-        ValueError, TypeError: One of them is garbled.
+        One of GARBLED: One of the texts is none of ours.
     """
     decoded = json.loads(f"[{','.join(texts)}]")
-    return [
-        HeldLock(_checked(name), token, remaining, fence, Holder(*fields))
-        for (name, *fields), (_, token, remaining, fence, _) in zip(decoded, locks, strict=True)
-    ]
+    return [_described(lock, *fields) for fields, lock in zip(decoded, locks, strict=True)]
 
 
-def _checked(name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError(name)
-    return name
+def _described(
+    lock: HeldLock,
+    name: object,
+    host: object,
+    pid: object,
+    since: object,
+    renewed: object,
+    task: object,
+    task_id: object,
+) -> HeldLock:
+    if (
+        isinstance(name, str)
+        and isinstance(host, str)
+        and isinstance(pid, int)
+        and isinstance(since, float)
+        and 0 <= since < LATEST
+        and isinstance(task, str | None)
+        and isinstance(task_id, str | None)
+    ):
+        holder = Holder(host, pid, since, renewed is True, task, task_id)
+        return HeldLock(name, lock.token, lock.remaining, lock.fence, holder)
+    raise TypeError("not written by this app")

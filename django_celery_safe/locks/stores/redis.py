@@ -25,6 +25,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from ...exceptions import LockBackendError, describe_error
 from .base import (
+    GARBLED,
     Acquired,
     HeldLock,
     Holder,
@@ -85,7 +86,7 @@ if not redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'NX', 'PX', ARGV[
     if ARGV[4] then redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4]) end
     return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
 end
-redis.call('ZADD', KEYS[3], time[1] * 1000 + ARGV[2], KEYS[1])
+redis.call('ZADD', KEYS[3], time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2], KEYS[1])
 if string.sub(fence, -2) == '00' then
     redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', time[1] * 1000)
 end
@@ -95,7 +96,7 @@ return fence
 # Names have no space, so no lock is called like another's mark or list.
 RELEASE = Script("""
 local value = redis.call('GET', KEYS[1])
-if not value or string.sub(value, 1, #ARGV[1]) ~= ARGV[1] then return 0 end
+if not value or string.sub(value, 1, 32) ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
 if redis.call('EXISTS', KEYS[1] .. ' waiting') == 1 then
     local wake = KEYS[1] .. ' wake'
@@ -117,9 +118,10 @@ local each_lease = string.gmatch(ARGV[2], '%d+')
 local extended = {}
 for i = 2, #KEYS do
     local token, lease = string.sub(ARGV[1], 32 * i - 63, 32 * i - 32), each_lease()
-    local value = redis.call('GET', KEYS[i])
+    -- A key of another type must not cost the other leases.
+    local value = redis.pcall('GET', KEYS[i])
     extended[i - 1] = 0
-    if value and string.sub(value, 1, 32) == token then
+    if type(value) == 'string' and string.sub(value, 1, 32) == token then
         redis.call('PEXPIRE', KEYS[i], lease)
         redis.call('ZADD', KEYS[1], now + lease, KEYS[i])
         extended[i - 1] = 1
@@ -287,10 +289,12 @@ def _milliseconds(seconds: float) -> str:
 
 def _read_page(page: Iterable[tuple[bytes, bytes, float]]) -> Iterable[HeldLock]:
     """Return the locks of keys, values and the ms that are left of them."""
-    parsed = [_parse(key.decode(), value, max(left, 0)) for key, value, left in page]
+    parsed = [
+        _parse(key.decode("utf-8", "replace"), value, max(left, 0)) for key, value, left in page
+    ]
     try:
         return decode_holders([text for text, _ in parsed], [lock for _, lock in parsed])
-    except (ValueError, TypeError):
+    except GARBLED:
         return [decode_holder(*one) for one in parsed]
 
 

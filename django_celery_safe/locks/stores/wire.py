@@ -15,7 +15,7 @@ import weakref
 from typing import Any, Final
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
+from redis.exceptions import ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 #: A pop that the server has not ended by so much after its time, s, is given up.
@@ -47,23 +47,13 @@ class Wire:
             redis.exceptions.RedisError: As the client's own ``execute_command``.
         """
         connection = self._take_idle()
+        if connection is None:
+            return self._use(self._connect(), command)
         try:
-            if connection is None:
-                connection = _Connection(self, self._client.connection_pool)
-                answer = connection.ask(command)
-            else:
-                try:
-                    answer = connection.ask(command)
-                except RedisConnectionError:
-                    # Broken since the last command, most likely by a restart of the server.
-                    return self._client.execute_command(*command, NEVER_DECODE=True)
-        except ResponseError:
-            # An answer like any other: the connection is at the next one.
-            if connection is not None:
-                self._idle.append(connection)
-            raise
-        self._idle.append(connection)
-        return answer
+            return self._use(connection, command)
+        except RedisConnectionError:
+            # Broken since the last command, most likely by a restart of the server.
+            return self._client.execute_command(*command, NEVER_DECODE=True)
 
     def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
         """
@@ -76,22 +66,34 @@ class Wire:
             redis.exceptions.RedisError: As :meth:`ask`.
         """
         try:
-            connection = self._take_idle() or _Connection(self, self._client.connection_pool)
-            answer = connection.ask_after_pop(key, seconds, command)
+            return self._use(self._take_idle() or self._connect(), command, (key, seconds))
         except (RedisConnectionError, RedisTimeoutError, TimeoutError):
             # A restart, most likely, which ends every pop. Not all at once, and not in a
             # loop without a pause where something between us and the server ends them all.
             time.sleep(random.uniform(0, PAUSE))  # noqa: S311
             return self.ask(*command)
-        self._idle.append(connection)
-        if isinstance(answer, ResponseError):
-            raise answer
-        return answer
 
     def close(self) -> None:
         """Close the connections; the next command opens another."""
         while (connection := self._take_idle()) is not None:
             connection.close()
+
+    def _use(
+        self,
+        connection: _Connection,
+        command: tuple[Any, ...],
+        pop: tuple[str, float] | None = None,
+    ) -> Any:
+        try:
+            if pop is None:
+                return connection.ask(command)
+            return connection.ask_after_pop(*pop, command)
+        finally:
+            if connection.close.alive:
+                self._idle.append(connection)
+
+    def _connect(self) -> _Connection:
+        return _Connection(self, self._client.connection_pool)
 
     def _take_idle(self) -> _Connection | None:
         try:
@@ -118,7 +120,8 @@ class _Connection:
         try:
             self._connection.send_command(*command)
             return self._connection.read_response(disable_decoding=True)
-        except ResponseError:
+        except ResponseError as error:
+            self._leave_replica(error)
             raise
         except BaseException:
             # An answer that is still to come would be taken for that of the next command.
@@ -126,7 +129,6 @@ class _Connection:
             raise
 
     def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
-        """Return the answer to the command, or an error of either one."""
         connection = self._connection
         commands = [("BLPOP", key, str(seconds)), command]
         try:
@@ -137,11 +139,21 @@ class _Connection:
         except BaseException:
             self.close()
             raise
-        # The pop failed: an answer "held" could come forever.
-        return popped if isinstance(popped, ResponseError) and isinstance(answer, list) else answer
+        if isinstance(popped, ResponseError) and isinstance(answer, list):
+            answer = popped  # else the waiter would hear "held" again and again, at once
+        if isinstance(answer, ResponseError):
+            self._leave_replica(answer)
+            raise answer
+        return answer
 
     def _read(self) -> Any:
         try:
             return self._connection.read_response(disable_decoding=True)
         except ResponseError as error:
             return error
+
+    def _leave_replica(self, error: ResponseError) -> None:
+        # A master no more: the next connection finds out who is. Redis 6.2 says it of a
+        # script in the middle of its own words.
+        if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
+            self.close()

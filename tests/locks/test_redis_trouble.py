@@ -1,0 +1,558 @@
+"""Redis in trouble while locks are held and waited for: errors are clear, nothing is mixed up."""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import StringIO
+from typing import Any
+
+import psutil
+import pytest
+from django.core.cache import cache, caches
+from django.core.management import call_command
+from pytest_django import Settings
+
+from django_celery_safe import (
+    CacheLock,
+    HeldLock,
+    LockBackendError,
+    LockLost,
+    cache_lock,
+    find_lock,
+    iter_locks,
+    release_lock,
+)
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.signals import lock_lost
+from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
+from tests.processes import free_port, wait_for
+from tests.servers import RedisServer
+
+#: The socket timeout of these tests' clients, s.
+SOCKET_TIMEOUT = 0.5
+#: Longest that a request to a silent server may take, s: twice the timeout, for a
+#: connection that is opened anew, and what a busy machine adds.
+PATIENCE = 3.0
+
+
+@pytest.fixture
+def impatient(
+    request: pytest.FixtureRequest, fragile_redis: RedisServer, settings: Settings
+) -> RedisServer:
+    """A Redis of this test alone, with which either class of cache has a short socket timeout."""
+    timeouts = {"socket_timeout": SOCKET_TIMEOUT, "socket_connect_timeout": SOCKET_TIMEOUT}
+    kind: RedisCacheKind = getattr(request, "param", "django-redis")
+    options = {"CONNECTION_POOL_KWARGS": timeouts} if kind == "django-redis" else timeouts
+    settings.CACHES = {
+        "default": {
+            "BACKEND": REDIS_BACKENDS[kind],
+            "LOCATION": fragile_redis.url,
+            "OPTIONS": options,
+        }
+    }
+    return fragile_redis
+
+
+@pytest.fixture
+def own_keys(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
+    """Locks live in the private Redis that tests share, emptied."""
+    settings.CACHES = redis_cache_settings("django-redis")
+
+
+@pytest.fixture
+def losses() -> Iterator[list[str]]:
+    """The names of the locks that were told to be lost."""
+    told: list[str] = []
+
+    def listen(name: str, **fields: object) -> None:
+        told.append(name)
+
+    lock_lost.connect(listen)
+    yield told
+    lock_lost.disconnect(listen)
+
+
+def key_of(name: str) -> str:
+    """Return the key of a lock."""
+    return str(cache.make_key(f"celery_safe:lock:{name}"))
+
+
+def begun_at(lock: CacheLock) -> float:
+    """Return when the lock's lease last began, on the monotonic clock."""
+    assert lock._lease is not None
+    return lock._lease.asked_at
+
+
+def wait_for_renewal(*locks: CacheLock) -> None:
+    """Wait until each lease has begun anew."""
+    since = time.monotonic()
+    wait_for(lambda: all(begun_at(lock) > since for lock in locks), 6, "not all were renewed")
+    assert all(lock.held for lock in locks)
+
+
+def wait_and_release(name: str, blocking_timeout: float | None = 20) -> bool:
+    """Take a lock when it is free, and give it back."""
+    lock = cache_lock(name, blocking_timeout=blocking_timeout)
+    return lock.acquire() and lock.release()
+
+
+def start_waiting(
+    pool: ThreadPoolExecutor, server: RedisServer, name: str, blocking_timeout: float = 20
+) -> "Future[bool]":
+    """Have another thread wait for a lock that is held; it waits when this returns."""
+    waiting = pool.submit(wait_and_release, name, blocking_timeout)
+    wait_for_waiters(server, 1)
+    return waiting
+
+
+def wait_for_waiters(server: RedisServer, number: int) -> None:
+    """Wait until so many clients wait at the server."""
+    with server.client() as admin:
+        wait_for(lambda: admin.info("clients")["blocked_clients"] == number, 20, "too few wait")
+
+
+def connections_to(server: RedisServer) -> int:
+    """Return how many connections this process has to the server."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
+
+
+# Scripts forgotten, connections cut
+
+
+def test_forgotten_scripts_are_sent_again(own_keys: None, redis_server: RedisServer) -> None:
+    """SCRIPT FLUSH harms no holder, no renewal, no waiter and no listing."""
+    lock, other = cache_lock("flushed", timeout=0.9), cache_lock("flushed")
+    with ThreadPoolExecutor(1) as pool, redis_server.client() as admin:
+        admin.script_flush()
+        assert lock.acquire()
+        admin.script_flush()
+        wait_for_renewal(lock)
+        admin.script_flush()
+        lock.ensure()
+        admin.script_flush()
+        assert [one.name for one in iter_locks()] == ["flushed"]
+        admin.script_flush()
+        assert find_lock("flushed") is not None
+        admin.script_flush()
+        assert not other.acquire()
+        waiting = start_waiting(pool, redis_server, "flushed")
+        admin.script_flush()
+        assert lock.release()
+        assert waiting.result(10) is True
+
+
+def test_a_waiter_outlives_its_connection(own_keys: None, redis_server: RedisServer) -> None:
+    """A waiter whose connection is cut goes on waiting, and gets the lock."""
+    with ThreadPoolExecutor(1) as pool, redis_server.client() as admin:
+        lock = cache_lock("cut")
+        assert lock.acquire()
+        waiting = start_waiting(pool, redis_server, "cut")
+        admin.client_kill_filter(_type="normal", skipme=True)
+        wait_for_waiters(redis_server, 1)
+        assert lock.release()
+        assert waiting.result(10) is True
+
+
+# Restarts
+
+
+def test_a_restart_is_noticed_by_holders(
+    fragile_redis: RedisServer, losses: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that lost its memory is a loss: for ensure(), and for the renewing thread."""
+    with (
+        cache_lock("asked", renew=False) as asked,
+        cache_lock("renewed", timeout=0.9) as renewed,
+    ):
+        fragile_redis.restart()
+        with pytest.raises(LockLost):
+            asked.ensure()
+        assert not asked.held
+        wait_for(lambda: not renewed.held, 3, "the loss was not noticed")
+        wait_for(lambda: "renewed" in losses, 3, "the loss was not told")
+        with pytest.raises(LockLost):
+            renewed.ensure()
+        assert asked.release() is False
+        assert renewed.release() is False
+    assert sorted(losses) == ["asked", "renewed"]
+    errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    for name in losses:
+        assert sum(f"The lock '{name}' was lost" in error for error in errors) == 1
+
+
+def test_a_restart_is_outlived_by_waiters(fragile_redis: RedisServer) -> None:
+    """A waiter gets the lock that a restart freed, or an error; never that someone has it."""
+    with ThreadPoolExecutor(1) as pool:
+        lock = cache_lock("restarted")
+        assert lock.acquire()
+        waiting = start_waiting(pool, fragile_redis, "restarted")
+        started_at = time.monotonic()
+        fragile_redis.restart()
+        with contextlib.suppress(LockBackendError):
+            assert waiting.result(15) is True
+        # Long before the lease of the forgotten lock ends.
+        assert time.monotonic() - started_at < 10
+        with pytest.raises(LockLost):
+            lock.ensure()
+
+
+@pytest.mark.parametrize(
+    ("impatient", "blocking_timeout"),
+    [("django-redis", 0.3), ("django-redis", 20), ("django", 20)],
+    indirect=["impatient"],
+)
+def test_a_gone_server_is_no_held_lock_for_waiters(
+    blocking_timeout: float, impatient: RedisServer
+) -> None:
+    """A waiter whose server stays away gets an error in time, not False."""
+    with ThreadPoolExecutor(1) as pool:
+        assert cache_lock("gone").acquire()
+        waiting = start_waiting(pool, impatient, "gone", blocking_timeout)
+        stopped_at = time.monotonic()
+        impatient.kill()
+        with pytest.raises(LockBackendError):
+            waiting.result(30)
+        assert time.monotonic() - stopped_at < blocking_timeout + PATIENCE
+
+
+def test_ignored_exceptions_are_not_ignored_by_locks(settings: Settings) -> None:
+    """IGNORE_EXCEPTIONS, by which a dead cache looks like an empty one, is not for locks."""
+    settings.CACHES = {
+        "default": {
+            "BACKEND": REDIS_BACKENDS["django-redis"],
+            "LOCATION": f"redis://127.0.0.1:{free_port()}/0",
+            "OPTIONS": {"IGNORE_EXCEPTIONS": True},
+        }
+    }
+    assert cache.get("x") is None
+    for ask in (cache_lock("x").acquire, lambda: find_lock("x"), lambda: list(iter_locks())):
+        with pytest.raises(LockBackendError):
+            ask()
+
+
+def test_a_restart_leaves_no_connection_behind(fragile_redis: RedisServer) -> None:
+    """What was connected anew after a restart is closed with its store, as before one."""
+    store = locate().store()
+    with cache_lock("before"):
+        pass
+    fragile_redis.restart()
+    with cache_lock("after"):
+        pass
+    assert connections_to(fragile_redis) > 0
+    store.close()
+    caches["default"].client.get_client(write=True).connection_pool.disconnect()
+    assert connections_to(fragile_redis) == 0
+
+
+# Silence
+
+
+@contextlib.contextmanager
+def stopped(server: RedisServer) -> Iterator[None]:
+    """Have the server stopped, by SIGSTOP, during the block."""
+    server.pause()
+    try:
+        yield
+    finally:
+        server.resume()
+
+
+@contextlib.contextmanager
+def client_pause(server: RedisServer) -> Iterator[None]:
+    """Have the server answer nobody for two seconds, by CLIENT PAUSE."""
+    with server.client() as admin:
+        admin.client_pause(2000)
+        yield
+        wait_for(admin.ping, 10)
+
+
+@pytest.mark.parametrize(
+    ("impatient", "silence"),
+    [("django-redis", stopped), ("django", stopped), ("django-redis", client_pause)],
+    indirect=["impatient"],
+)
+def test_a_silent_server_is_an_error_and_costs_no_lock(
+    silence: Callable[[RedisServer], contextlib.AbstractContextManager[None]],
+    impatient: RedisServer,
+    losses: list[str],
+) -> None:
+    """Whoever asks a silent server gets an error in time; what it held is held when it answers."""
+    silent = threading.Event()
+    all_ready = threading.Barrier(7)
+
+    def took(action: Callable[[CacheLock], object]) -> float:
+        """Hold a lock, and return how long it takes until the action on it fails."""
+        lock = cache_lock(f"for:{threading.get_ident()}", timeout=30)
+        assert lock.acquire()
+        all_ready.wait(10)
+        assert silent.wait(10)
+        started_at = time.monotonic()
+        with pytest.raises(LockBackendError):
+            action(lock)
+        return time.monotonic() - started_at
+
+    actions: list[Callable[[CacheLock], object]] = [
+        lambda lock: cache_lock("new").acquire(),
+        lambda lock: lock.ensure(),
+        lambda lock: lock.extend(60),
+        lambda lock: lock.release(),
+        lambda lock: list(iter_locks()),
+        lambda lock: cache_lock("kept").acquire(blocking_timeout=0.1),
+    ]
+    with (
+        ThreadPoolExecutor(len(actions) + 1) as pool,
+        cache_lock("kept", timeout=4.5) as kept,
+    ):
+        results = [pool.submit(took, action) for action in actions]
+        waiting = start_waiting(pool, impatient, "kept")
+        all_ready.wait(10)
+        with silence(impatient):
+            silent_since = time.monotonic()
+            silent.set()
+            assert all(result.result(30) < PATIENCE for result in results)
+            with pytest.raises(LockBackendError):
+                waiting.result(30)
+            assert time.monotonic() - silent_since < PATIENCE + 2
+            assert kept.held
+        wait_for_renewal(kept)
+        kept.ensure()
+    assert "kept" not in losses
+
+
+# No memory left
+
+
+def test_locks_without_memory(fragile_redis: RedisServer, losses: list[str]) -> None:
+    """A server out of memory says so to who wants a lock; those who have one renew and free it."""
+    locks = [cache_lock(f"held:{number}", timeout=0.9) for number in range(3)]
+    assert all(lock.acquire() for lock in locks)
+    with fragile_redis.client() as admin, ThreadPoolExecutor(1) as pool:
+        waiting = start_waiting(pool, fragile_redis, "held:0", 10)
+        admin.config_set("maxmemory-policy", "noeviction")
+        admin.config_set("maxmemory", "1")
+        with pytest.raises(LockBackendError, match=r"OutOfMemory|OOM"):
+            cache_lock("new").acquire()
+        assert len(list(iter_locks())) == 3
+        wait_for_renewal(*locks)
+        for lock in locks:
+            lock.ensure()
+        assert all(lock.release() for lock in locks)
+        with pytest.raises(LockBackendError, match=r"OutOfMemory|OOM"):
+            waiting.result(15)
+        assert not losses
+        admin.config_set("maxmemory", "0")
+        with cache_lock("new") as new:
+            assert new
+
+
+# Garbled values
+
+TOKEN = "t" * 32
+FENCE = "1" * 16
+
+GARBLED: dict[str, Any] = {
+    "bytes": b"\xff\xfe\x00\x80" * 20,
+    "empty": b"",
+    "number": b"5",
+    "json object": json.dumps({"name": "x", "holder": 1}).encode(),
+    "object for a holder": f'{TOKEN}{FENCE}{{"name": "x"}}'.encode(),
+    "number for a name": f"{TOKEN}{FENCE}[5, [], {{}}, null]".encode(),
+    "list for a name": f"{TOKEN}{FENCE}[[1], 2]".encode(),
+    "too many fields": f"{TOKEN}{FENCE}{list(range(40))}".encode(),
+    "text for numbers": f'{TOKEN}{FENCE}["garbled", 1, "x", "y", "z", 2, [3]]'.encode(),
+    "deep": f"{TOKEN}{FENCE}{'[' * 100_000}".encode(),
+    "odd fence": f"{TOKEN}{'²' * 16}[]".encode(),
+    "hash": {"a": "b"},
+    "list": ["a"],
+    "set": {"a"},
+}
+
+
+def spoil(admin: Any, key: str, value: Any) -> None:
+    """Put something under a key that is not ours, in place of what is there."""
+    admin.delete(key)
+    if isinstance(value, dict):
+        admin.hset(key, mapping=value)
+    elif isinstance(value, list):
+        admin.rpush(key, *value)
+    elif isinstance(value, set):
+        admin.sadd(key, *value)
+    else:
+        admin.set(key, value)
+
+
+@pytest.mark.parametrize("value", GARBLED.values(), ids=GARBLED)
+def test_a_garbled_value_is_a_lock_of_someone_unknown(
+    value: Any, own_keys: None, redis_server: RedisServer
+) -> None:
+    """Whatever stands under a lock's key, it is held by someone unknown or a clear error."""
+    with redis_server.client() as admin, cache_lock("sound") as sound:
+        spoiled = cache_lock("garbled", renew=False)
+        assert spoiled.acquire()
+        spoil(admin, key_of("garbled"), value)
+        other = cache_lock("garbled")
+        assert or_error(other.acquire) in (False, "error")
+        if other.contender is not None:
+            check_is_text(other.contender)
+        assert str(other.not_acquired())
+        assert or_error(lambda: other.acquire(blocking_timeout=0.1)) in (False, "error")
+        found = or_error(lambda: find_lock("garbled"))
+        if isinstance(found, HeldLock):
+            check_is_text(found)
+        else:
+            assert found == "error"
+        listed = list(iter_locks())
+        assert sound.token in [one.token for one in listed]
+        for one in listed:
+            check_is_text(one)
+        shown = StringIO()
+        call_command("celery_locks", stdout=shown)
+        assert "sound" in shown.getvalue()
+        with pytest.raises((LockLost, LockBackendError)):
+            spoiled.ensure()
+        sound.ensure()
+        if spoiled.token is not None:
+            assert or_error(spoiled.release) in (False, "error")
+
+
+def or_error(ask: Callable[[], object]) -> object:
+    """Return the answer, or "error" for the one that is documented."""
+    try:
+        return ask()
+    except LockBackendError:
+        return "error"
+
+
+def check_is_text(lock: HeldLock) -> None:
+    """See that a lock can be shown, filtered by its name, and serialised."""
+    assert isinstance(lock.name, str)
+    assert lock.name.startswith("")
+    assert isinstance(str(lock.holder), str)
+    assert json.dumps(lock.as_dict())
+
+
+def test_a_lock_of_another_type_disturbs_no_other(
+    own_keys: None, redis_server: RedisServer, losses: list[str]
+) -> None:
+    """When a lock's key is overwritten by another type, the other leases are renewed still."""
+    locks = [cache_lock(f"sound:{number}", timeout=0.9) for number in range(2)]
+    spoiled = cache_lock("spoiled", timeout=0.9)
+    with redis_server.client() as admin:
+        assert all(lock.acquire() for lock in (locks[0], spoiled, locks[1]))
+        spoil(admin, key_of("spoiled"), {"a": "b"})
+        wait_for_renewal(*locks)
+        wait_for(lambda: not spoiled.held, 3, "the loss was not noticed")
+        assert all(lock.release() for lock in locks)
+        assert set(losses) <= {"spoiled"}
+
+
+def test_a_garbled_list_is_a_clear_error(own_keys: None, redis_server: RedisServer) -> None:
+    """An entry of the list that is no text hides no lock; a list of another type is an error."""
+    with redis_server.client() as admin, cache_lock("sound"):
+        index = cache.make_key("celery_safe:locks")
+        admin.zadd(index, {b"\xff\xfe": 1e15, b"no:lock": 1e15, key_of("sound") + "x": 2e15})
+        admin.set(b"\xff\xfe", "x")
+        assert "sound" in [one.name for one in iter_locks()]
+        spoil(admin, index, "text")
+        with pytest.raises(LockBackendError, match="WRONGTYPE"):
+            list(iter_locks())
+        with pytest.raises(LockBackendError, match="WRONGTYPE"):
+            cache_lock("other").acquire()
+        admin.delete(index)
+        admin.delete(b"\xff\xfe")
+
+
+def test_a_garbled_wake_list_costs_no_connections(
+    own_keys: None, redis_server: RedisServer
+) -> None:
+    """A waiter that can't be woken gets an error or waits; it piles up no connections."""
+    with redis_server.client() as admin, cache_lock("x"):
+        spoil(admin, f"{key_of('x')} wake", b"text")
+        before = connections_to(redis_server)
+        waiter = cache_lock("x")
+        assert or_error(lambda: waiter.acquire(blocking_timeout=1)) in (False, "error")
+        assert or_error(lambda: waiter.acquire(blocking_timeout=0.3)) in (False, "error")
+        assert connections_to(redis_server) <= before + 1
+
+
+def test_nobodys_token_frees_nothing(own_keys: None) -> None:
+    """A lock that was seen without its token is not freed by it, whoever holds it now."""
+    with cache_lock("x") as lock:
+        assert lock.token is not None
+        assert release_lock(HeldLock("x")) is False
+        assert release_lock(HeldLock("x", token=lock.token[:5])) is False
+        lock.ensure()
+
+
+# Many at once
+
+
+def test_a_thousand_locks_fit_the_default_pool(
+    fragile_redis: RedisServer, losses: list[str]
+) -> None:
+    """One process holds and renews 1,000 locks over a few connections, and the cache works on."""
+    locks = [cache_lock(f"many:{number}", timeout=3) for number in range(1000)]
+    assert all(lock.acquire() for lock in locks)
+    wait_for_renewal(*locks)
+    assert connections_to(fragile_redis) <= 4
+    cache.set("x", 1)
+    assert cache.get("x") == 1
+    assert all(lock.release() for lock in locks)
+    assert not losses
+
+
+def test_many_waiters_need_no_pool(fragile_redis: RedisServer, settings: Settings) -> None:
+    """150 threads wait over a pool of 10 connections: each gets the lock, and the pool works on."""
+    settings.CACHES["default"]["OPTIONS"] = {"CONNECTION_POOL_KWARGS": {"max_connections": 10}}
+    lock = cache_lock("wanted")
+    assert lock.acquire()
+    with ThreadPoolExecutor(150) as pool, fragile_redis.client() as admin:
+        waiting = [pool.submit(wait_and_release, "wanted", 60) for _ in range(150)]
+        wait_for_waiters(fragile_redis, 150)
+        with ThreadPoolExecutor(10) as users:
+            assert list(users.map(set_and_get, range(10))) == list(range(10))
+        # All of them at once, as when a proxy between them and the server restarts.
+        admin.client_kill_filter(_type="normal", skipme=True)
+        wait_for_waiters(fragile_redis, 150)
+        assert lock.release()
+        assert all(one.result(60) for one in waiting)
+    assert set_and_get(11) == 11
+    assert find_lock("wanted") is None
+
+
+def set_and_get(number: int) -> int:
+    """Use the cache for what it is for."""
+    cache.set(f"x:{number}", number)
+    return int(cache.get(f"x:{number}"))
+
+
+# A failover that nobody tells
+
+
+def test_locks_follow_an_address_to_another_server(settings: Settings) -> None:
+    """When the master is demoted and its address leads to the next one, locks get there soon."""
+    with RedisServer(unix_socket=True) as new, RedisServer(unix_socket=True) as old:
+        address = old.folder / "address"
+        address.symlink_to(old.socket_path)
+        settings.CACHES = {
+            "default": {
+                "BACKEND": REDIS_BACKENDS["django-redis"],
+                "LOCATION": f"unix://{address}?db=0",
+            }
+        }
+        with cache_lock("warm"):
+            pass
+        with old.client() as admin:
+            admin.replicaof(new.host, new.port)
+        address.unlink()
+        address.symlink_to(new.socket_path)
+        lock = cache_lock("moved")
+        wait_for(lambda: or_error(lock.acquire) is True, 3, "it stays with the old master")
+        with new.client() as admin:
+            assert admin.exists(key_of("moved"))
+        assert lock.release()

@@ -1,0 +1,375 @@
+"""Locks in Redis, however the cache is configured: keys, serializers, sockets, users, pools."""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+from pytest_django import Settings
+
+from django_celery_safe import cache_lock, find_lock, iter_locks, release_lock
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores.base import Acquired, Holder
+from tests.conftest import MakeRedisCache, RedisCacheKind
+from tests.processes import wait_for
+from tests.servers import RedisServer
+
+#: The names that each variant locks.
+NAMES = ["feed:42", "ein Name mit Ümlaut\n", "x" * 300]
+
+
+def surround(key: str, prefix: str, version: int) -> str:
+    """Make a key that ends in what Django's own begins with."""
+    return f"{key}|{version}|{prefix}|é"
+
+
+def digest(key: str, prefix: str, version: int) -> str:
+    """Make a key that tells nothing."""
+    return hashlib.sha256(f"{prefix}:{version}:{key}".encode()).hexdigest()
+
+
+def options(**given: Any) -> dict[str, Any]:
+    """Return the entry OPTIONS."""
+    return {"OPTIONS": given}
+
+
+def client(**given: Any) -> dict[str, Any]:
+    """Return django-redis' OPTIONS for its connections."""
+    return options(CONNECTION_POOL_KWARGS=given)
+
+
+KEYS: dict[str, dict[str, Any]] = {
+    "prefix": {"KEY_PREFIX": "shop"},
+    "version": {"VERSION": 7},
+    "key function": {"KEY_FUNCTION": f"{__name__}.surround", "KEY_PREFIX": "shop"},
+    "hashed keys": {"KEY_FUNCTION": f"{__name__}.digest"},
+}
+
+DJANGO_REDIS: dict[str, dict[str, Any]] = {
+    "json": options(SERIALIZER="django_redis.serializers.json.JSONSerializer"),
+    "pickle": options(SERIALIZER="django_redis.serializers.pickle.PickleSerializer"),
+    "zlib": options(COMPRESSOR="django_redis.compressors.zlib.ZlibCompressor"),
+    "lzma": options(COMPRESSOR="django_redis.compressors.lzma.LzmaCompressor"),
+    "gzip": options(COMPRESSOR="django_redis.compressors.gzip.GzipCompressor"),
+    "herd": options(CLIENT_CLASS="django_redis.client.HerdClient"),
+    "decoded": client(decode_responses=True),
+    "bytes": client(decode_responses=False),
+    "resp2": client(protocol=2),
+    "python parser": options(PARSER_CLASS="redis.connection._RESP2Parser"),
+    "small pool": client(max_connections=1),
+    "blocking pool": options(
+        CONNECTION_POOL_CLASS="redis.BlockingConnectionPool",
+        CONNECTION_POOL_KWARGS={"max_connections": 1, "timeout": 1},
+    ),
+    "no timeouts": client(socket_timeout=None, socket_connect_timeout=None),
+}
+for module, path in {"msgpack": "serializers.msgpack.MSGPackSerializer"}.items():
+    if find_spec(module):
+        DJANGO_REDIS[module] = options(SERIALIZER=f"django_redis.{path}")
+for module, path in {"lz4": "lz4.Lz4Compressor", "zstd": "zstd.ZStdCompressor"}.items():
+    if find_spec(module) or find_spec(f"py{module}"):
+        DJANGO_REDIS[module] = options(COMPRESSOR=f"django_redis.compressors.{path}")
+
+DJANGO: dict[str, dict[str, Any]] = {
+    "decoded": options(decode_responses=True),
+    "bytes": options(decode_responses=False),
+    "resp2": options(protocol=2),
+    "blocking pool": options(
+        pool_class="redis.BlockingConnectionPool", max_connections=1, timeout=1
+    ),
+}
+
+VARIANTS: dict[str, tuple[RedisCacheKind, dict[str, Any]]] = {
+    **{f"django-redis: {name}": ("django-redis", e) for name, e in (KEYS | DJANGO_REDIS).items()},
+    **{f"django: {name}": ("django", e) for name, e in (KEYS | DJANGO).items()},
+}
+
+
+@pytest.fixture
+def cut(redis_server: RedisServer, request: pytest.FixtureRequest) -> Iterator["Cut"]:
+    """A way to break this test's connections, which are known by the name in their URL."""
+    with redis_server.client() as admin:
+        yield Cut(admin, f"variant-{abs(hash(request.node.name))}")
+
+
+class Cut:
+    """Breaks the connections that have a name, and no others."""
+
+    def __init__(self, admin: Any, name: str) -> None:
+        self.admin = admin
+        self.name = name
+
+    def url(self, url: str) -> str:
+        """Return the URL with the name, which also makes it a pool of its own in django-redis."""
+        return f"{url}{'&' if '?' in url else '?'}client_name={self.name}"
+
+    def __call__(self) -> int:
+        """Break them all, from the server's side, and return how many there were."""
+        found = [one for one in self.admin.client_list() if one["name"] == self.name]
+        return sum(self.admin.client_kill_filter(_id=one["id"]) for one in found)
+
+
+@pytest.mark.parametrize(("kind", "entry"), VARIANTS.values(), ids=VARIANTS)
+def test_locks_work(
+    kind: RedisCacheKind,
+    entry: dict[str, Any],
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+    redis_server: RedisServer,
+    cut: Cut,
+) -> None:
+    """However the cache is configured, locks exclude, are shown, live on, and end."""
+    settings.CACHES = redis_cache_settings(kind, LOCATION=cut.url(redis_server.url), **entry)
+    check_exclusion()
+    check_life(cut)
+
+
+@pytest.mark.parametrize("kind", ["django-redis", "django"])
+def test_locks_work_over_a_unix_socket(
+    kind: RedisCacheKind, settings: Settings, redis_cache_settings: MakeRedisCache
+) -> None:
+    """Locks work over a unix socket, which a restart of the server replaces."""
+    with RedisServer(unix_socket=True) as server:
+        settings.CACHES = redis_cache_settings(kind, LOCATION=server.socket_url)
+        check_exclusion()
+        server.restart()
+        check_exclusion()
+
+
+@pytest.mark.parametrize("kind", ["django-redis", "django"])
+def test_locks_work_for_a_restricted_user(
+    kind: RedisCacheKind,
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+    redis_server: RedisServer,
+    cut: Cut,
+) -> None:
+    """A user with a password, for our keys and no dangerous command, is enough for locks."""
+    given = {"username": "locker", "password": "se:cr@t"}
+    if kind == "django-redis":
+        given = {name.upper(): value for name, value in given.items()}
+    settings.CACHES = redis_cache_settings(kind, LOCATION=cut.url(redis_server.url), OPTIONS=given)
+    cut.admin.acl_setuser(
+        "locker",
+        enabled=True,
+        reset=True,
+        passwords=["+se:cr@t"],
+        keys=["*celery_safe:*"],
+        categories=["+@all", "-@dangerous"],
+        # For the client_name in the URL; before Redis 7 it was dangerous.
+        commands=["+client|setname"],
+    )
+    try:
+        check_exclusion()
+        check_life(cut)
+    finally:
+        cut.admin.acl_deluser("locker")
+
+
+def check_exclusion() -> None:
+    """Take locks, and see that they exclude and that they are shown as they are."""
+    locks = [cache_lock(name) for name in NAMES]
+    assert all(lock.acquire() for lock in locks)
+    assert not any(cache_lock(name).acquire() for name in NAMES)
+    listed = {one.name: one for one in iter_locks()}
+    assert sorted(listed) == sorted(NAMES)
+    for lock in locks:
+        for found in (find_lock(lock.name), listed[lock.name]):
+            assert found is not None
+            assert (found.name, found.token, found.fence) == (lock.name, lock.token, lock.fence)
+            assert found.holder.pid
+            assert found.holder.renewed
+            assert found.remaining is not None
+            # The page's clock may be a millisecond ahead of the lease's.
+            assert 28 < found.remaining <= 30.001
+    fences = [lock.fence or 0 for lock in locks]
+    assert fences == sorted(set(fences))
+    assert all(lock.release() for lock in locks)
+    assert not list(iter_locks())
+    assert find_lock(NAMES[0]) is None
+    with cache_lock(NAMES[0]) as again:
+        assert again
+
+
+def check_life(cut: Cut) -> None:
+    """Ensure, extend, show and free a lock, each time as the first on a broken connection."""
+    lock = cache_lock("life")
+    assert lock.acquire()
+    assert cut()
+    lock.ensure()
+    assert cut()
+    lock.extend(60)
+    assert lock.remaining > 58
+    assert cut()
+    found = find_lock("life")
+    assert found is not None
+    assert found.token == lock.token
+    assert cut()
+    assert [one.token for one in iter_locks()] == [lock.token]
+    assert cut()
+    assert not cache_lock("life").acquire()
+    assert cut()
+    assert lock.release()
+    assert cut()
+    assert lock.acquire()
+    assert release_lock(found) is False
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_and_release, "life")
+        wait_for(lambda: cut.admin.info("clients")["blocked_clients"], 5, "nobody waits")
+        assert lock.release()
+        assert waiting.result(10)
+
+
+def wait_and_release(name: str) -> bool:
+    """Take a lock when it is free, and give it back."""
+    lock = cache_lock(name, blocking_timeout=10)
+    return lock.acquire() and lock.release()
+
+
+def test_leases_are_renewed(
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+    redis_server: RedisServer,
+    cut: Cut,
+) -> None:
+    """However the cache is configured, what is held there is renewed, all by one thread."""
+    found: dict[str, Any] = {}
+    for alias, (kind, entry) in VARIANTS.items():
+        # A URL of its own is a pool of its own in django-redis.
+        url = f"{cut.url(redis_server.url)}-{len(found)}"
+        found |= redis_cache_settings(kind, alias, LOCATION=url, **entry)
+    settings.CACHES = {**settings.CACHES, **found}
+    locks = [cache_lock(alias, cache=alias, timeout=1.5) for alias in found]
+    assert all(lock.acquire() for lock in locks)
+    leases = [lock._lease for lock in locks if lock._lease is not None]
+    begun_at = time.monotonic()
+    wait_for(lambda: all(lease.asked_at > begun_at for lease in leases), 5, "some were not renewed")
+    assert len(leases) == len(VARIANTS)
+    assert all(lock.held for lock in locks)
+    assert all(lock.release() for lock in locks)
+
+
+@pytest.mark.parametrize("kind", ["django-redis", "django"])
+@pytest.mark.parametrize(
+    "other",
+    [{"KEY_PREFIX": "two"}, {"VERSION": 2}, {"KEY_FUNCTION": f"{__name__}.digest"}],
+    ids=["prefix", "version", "key function"],
+)
+def test_aliases_with_other_keys_are_other_lock_spaces(
+    kind: RedisCacheKind,
+    other: dict[str, Any],
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+) -> None:
+    """Two aliases that differ in what makes their keys, and only that, share no lock."""
+    settings.CACHES = {
+        **redis_cache_settings(kind, "default", KEY_PREFIX="one"),
+        **redis_cache_settings(kind, "other", **{"KEY_PREFIX": "one", **other}),
+    }
+    ours, theirs = cache_lock("x"), cache_lock("x", cache="other")
+    assert ours.acquire()
+    assert find_lock("x", cache="other") is None
+    assert not list(iter_locks(cache="other"))
+    assert theirs.acquire()
+    assert not cache_lock("x", cache="other").acquire()
+    for lock, alias in ((ours, "default"), (theirs, "other")):
+        (found,) = iter_locks(cache=alias)
+        assert (found.name, found.token) == ("x", lock.token)
+    (found,) = iter_locks()
+    assert release_lock(found, cache="other") is False
+    assert ours.release()
+    theirs.ensure()
+    assert theirs.release()
+
+
+@pytest.fixture
+def index(
+    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
+) -> Iterator["Index"]:
+    """The list of the locks in the default cache."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    with redis_server.client() as admin:
+        yield Index(admin, caches["default"].make_key("celery_safe:locks"))
+
+
+class Index:
+    """The sorted set that lists the locks, as the server has it."""
+
+    def __init__(self, admin: Any, key: str) -> None:
+        self.admin = admin
+        self.key = key
+
+    def __len__(self) -> int:
+        return int(self.admin.zcard(self.key))
+
+
+def abandon(names: list[str], seconds: float) -> None:
+    """Take locks that nobody will renew nor release."""
+    store = locate().store()
+    for number, name in enumerate(names):
+        outcome = store.acquire(name, f"{number:032}", seconds, Holder("here", 1))
+        assert isinstance(outcome, Acquired)
+
+
+def test_the_list_forgets_abandoned_locks(index: Index) -> None:
+    """Locks that ended by their lease are never shown, and leave the list as others are taken."""
+    abandon([f"abandoned:{number}" for number in range(200)], 0.001)
+    assert len(index) > 0
+    wait_for(lambda: not list(iter_locks()), 2, "an expired lock is shown")
+    # One acquisition in a hundred trims, so the chance of a failure is one in 10^13.
+    wait_for(lambda: take_others(100) and not len(index), 10, "they are in the list still")
+
+
+def take_others(number: int) -> bool:
+    """Take and free a lock, over and over."""
+    store = locate().store()
+    for _ in range(number):
+        assert isinstance(store.acquire("other", "t" * 32, 30, Holder()), Acquired)
+        assert store.release("other", "t" * 32)
+    return True
+
+
+def test_the_list_does_not_grow_without_bound(index: Index) -> None:
+    """Where every lock is abandoned, the list holds no more than the last second's."""
+    abandon([f"first:{number}" for number in range(1500)], 0.001)
+    ends_at = index.admin.time()[0] + 1
+    wait_for(lambda: index.admin.time()[0] > ends_at)
+    # That none of 1,500 acquisitions trims happens once in three million times.
+    abandon([f"second:{number}" for number in range(1500)], 0.001)
+    assert len(index) <= 1500
+
+
+def test_what_is_held_is_shown_to_its_end(index: Index) -> None:
+    """The list shows a lock for as long as it is held, however short its lease, and no longer."""
+    names = [f"short:{number}" for number in range(5)]
+    for _ in range(5):
+        abandon(names, 0.15)
+        ends_at = time.monotonic() + 5
+        while time.monotonic() < ends_at:
+            before = {one.name for name in names if (one := find_lock(name))}
+            listed = {one.name: one.remaining or 0 for one in iter_locks()}
+            found = [one for name in names if (one := find_lock(name))]
+            # In its last millisecond a lock may be shown or not.
+            after = {one.name for one in found if one.remaining and one.remaining > 0.002}
+            assert after <= set(listed) <= before
+            assert all(remaining > 0 for remaining in listed.values())
+            if not before:
+                break
+        else:
+            pytest.fail("the locks did not end")
+
+
+def test_the_list_tells_the_same_time_as_the_lock(index: Index) -> None:
+    """What the list says is left of a lease is what the lock's own key says."""
+    for _ in range(5):
+        with cache_lock("timed", timeout=5):
+            found, (listed,) = find_lock("timed"), iter_locks()
+            assert found is not None
+            assert found.remaining is not None
+            assert listed.remaining is not None
+            assert abs(found.remaining - listed.remaining) < 0.15
+        time.sleep(0.17)  # to begin at another part of the server's second

@@ -1,0 +1,142 @@
+"""Locks in a Redis that Sentinel watches, through django-redis: a failover moves them along."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from django.core.cache import cache
+from pytest_django import Settings
+
+from django_celery_safe import CacheLock, LockBackendError, cache_lock, find_lock, iter_locks
+from tests.conftest import REDIS_BACKENDS, require
+from tests.processes import wait_for
+from tests.servers import RedisServer, SentinelServer, ServerPool
+
+
+@pytest.fixture
+def sentinel(settings: Settings) -> Iterator[SentinelServer]:
+    """A Sentinel of this test alone; locks live in its master by django-redis' client for it."""
+    with ServerPool() as servers:
+        server: SentinelServer = require(servers, SentinelServer)
+        settings.DJANGO_REDIS_CONNECTION_FACTORY = "django_redis.pool.SentinelConnectionFactory"
+        settings.CACHES = {
+            "default": {
+                "BACKEND": REDIS_BACKENDS["django-redis"],
+                "LOCATION": server.url,
+                "OPTIONS": {
+                    "CLIENT_CLASS": "django_redis.client.SentinelClient",
+                    "SENTINELS": [(server.host, server.port)],
+                    "SENTINEL_KWARGS": {"socket_timeout": 1},
+                    "SOCKET_TIMEOUT": 1,
+                    "SOCKET_CONNECT_TIMEOUT": 1,
+                },
+            }
+        }
+        yield server
+
+
+def holds(server: RedisServer, name: str) -> bool:
+    """Whether this server itself has the lock's key."""
+    with server.client() as client:
+        return bool(client.exists(cache.make_key(f"celery_safe:lock:{name}")))
+
+
+def replicate(server: RedisServer) -> None:
+    """Wait until the master's replica has what the master has."""
+    with server.client() as client:
+        offset = client.info("replication")["master_repl_offset"]
+        wait_for(lambda: client.info("replication")["slave0"]["offset"] >= offset)
+
+
+def without_backend_errors(ask: Callable[[], bool]) -> Callable[[], bool]:
+    """Return ``ask`` as one that says no when the store does not answer, and fails otherwise."""
+
+    def ask_again() -> bool:
+        try:
+            return ask()
+        except LockBackendError:
+            return False
+
+    return ask_again
+
+
+def connections_to(server: RedisServer) -> int:
+    """Return how many connections this process has to the server."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
+
+
+def wait_for_renewal(lock: CacheLock) -> None:
+    """Wait until the lock's lease has begun anew."""
+    lease, since = lock._lease, time.monotonic()
+    assert lease is not None
+    wait_for(lambda: lease.asked_at > since, 5, "it was not renewed")
+    assert lock.held
+
+
+def test_locks_work_through_sentinel(sentinel: SentinelServer) -> None:
+    """Locks are taken, renewed, listed and freed in the master that Sentinel names."""
+    with cache_lock("feed:42", timeout=0.9) as lock:
+        assert lock
+        assert holds(sentinel.first, "feed:42")
+        assert not cache_lock("feed:42").acquire()
+        wait_for_renewal(lock)
+        lock.ensure()
+        lock.extend(30)
+        found = find_lock("feed:42")
+        assert found is not None
+        assert (found.token, found.fence) == (lock.token, lock.fence)
+        assert [one.name for one in iter_locks()] == ["feed:42"]
+    assert not holds(sentinel.first, "feed:42")
+
+
+def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer) -> None:
+    """Locks that the replica has are held, excluded and renewed in it after a planned failover."""
+    with cache_lock("renewed", timeout=1.5) as lock, cache_lock("asked", renew=False) as other:
+        replicate(sentinel.first)
+        sentinel.fail_over()
+        # The old master is a replica and has the connections still: it refuses to write.
+        wait_for(without_backend_errors(lambda: not cache_lock("asked").acquire()), 5)
+        other.ensure()
+        lock.ensure()
+        wait_for_renewal(lock)
+        with cache_lock("new") as new:
+            assert new
+            assert holds(sentinel.second, "new")
+        assert other.release()
+        assert not holds(sentinel.second, "asked")
+    assert connections_to(sentinel.first) == 0
+
+
+def test_a_killed_master_is_replaced(sentinel: SentinelServer) -> None:
+    """With the master killed nobody is told that a lock is held; then the replica has them all."""
+    with ThreadPoolExecutor(1) as pool, cache_lock("before", timeout=20) as lock:
+        before = connections_to(sentinel.first)
+        waiting = pool.submit(wait_and_release, cache_lock("before", blocking_timeout=20))
+        wait_for(lambda: connections_to(sentinel.first) > before, 5, "nobody waits")
+        replicate(sentinel.first)
+        sentinel.first.kill()
+        with pytest.raises(LockBackendError, match="acquire"):
+            cache_lock("after").acquire()
+        after = cache_lock("after")
+        wait_for(without_backend_errors(after.acquire), 15, "no lock could be taken")
+        assert holds(sentinel.second, "after")
+        assert lock.fence is not None
+        assert after.fence is not None
+        assert after.fence > lock.fence
+        lock.ensure()
+        assert not cache_lock("before").acquire()
+        assert after.release()
+        assert lock.release()
+        # It may have asked while there was no master; that someone else has it is not true.
+        with contextlib.suppress(LockBackendError):
+            assert waiting.result(20) is True
+    assert not list(iter_locks())
+
+
+def wait_and_release(lock: CacheLock) -> bool:
+    """Take the lock when it is free, and give it back."""
+    return lock.acquire() and lock.release()
