@@ -123,7 +123,9 @@ class Renewer:
     """Renews leases, on a thread that it starts when it has some."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._mutex = threading.RLock()
+        #: Of the same mutex; ``with`` is quicker on a lock than on a condition.
+        self._changed = threading.Condition(self._mutex)
         # Weak: a lock that nobody can release any more (an error hit between its
         # acquisition and its `with` block) must not be renewed for ever.
         self._leases: WeakSet[Lease] = WeakSet()
@@ -135,22 +137,23 @@ class Renewer:
 
     def add(self, lease: Lease) -> None:
         """Renew ``lease`` from now on, also when its length has changed."""
-        with self._changed:
+        with self._mutex:
             self._leases.add(lease)
-            # Not alive: the system had no thread left when it was to be started.
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
                 self._wakes_at = lease.renew_at
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name="django_celery_safe leases", daemon=True
                 )
-                self._thread.start()
+                thread.start()
+                # Not before: the system may have no thread left, and it never ends.
+                self._thread = thread
             elif lease.renew_at < self._wakes_at:
                 self._wakes_at = lease.renew_at
                 self._changed.notify_all()
 
     def remove(self, lease: Lease) -> None:
         """Renew ``lease`` no more; with the last one of a store, the connection is closed."""
-        with self._changed:
+        with self._mutex:
             self._leases.discard(lease)
             if not self._is_idle(lease.location):
                 return
@@ -177,7 +180,7 @@ class Renewer:
 
     def _take_turn(self) -> None:
         # A method of its own: what it knows of leases would keep them while it waits.
-        with self._changed:
+        with self._mutex:
             idle = {location for location in self._opened if self._is_idle(location)}
             pause = self._wakes_at - time.monotonic()
             if pause > 0 and not idle:
@@ -222,7 +225,7 @@ class Renewer:
             later = time.monotonic()
             for lease in set(leases).difference(free):
                 lease.renew_at = later + lease.seconds * RETRY_AFTER
-        with self._changed:
+        with self._mutex:
             self._wakes_at = min(self._wakes_at, *[lease.renew_at for lease in leases])
 
     def _leave(self, over: list[Lease]) -> None:
@@ -236,7 +239,7 @@ class Renewer:
 
     def _ask(self, location: Location, leases: list[Lease]) -> list[bool]:
         """Extend leases in one request; return for each whether it is still ours, or nothing."""
-        with self._changed:
+        with self._mutex:
             self._opened.add(location)
         asked_at = time.monotonic()
         try:
@@ -268,7 +271,7 @@ class Renewer:
         self._close({location})
 
     def _lost(self, lease: Lease) -> None:
-        with self._changed:
+        with self._mutex:
             # Released while the request was under way: then it is no loss.
             if lease not in self._leases:
                 return
@@ -287,7 +290,7 @@ class Renewer:
             except Exception:
                 # What can't be closed is gone already.
                 logger.debug("A lock store's connection could not be closed.", exc_info=True)
-        with self._changed:
+        with self._mutex:
             self._opened -= locations
             self._changed.notify_all()
 

@@ -131,7 +131,7 @@ class CacheLock:
             left = math.inf if longest is None else started_at + longest - time.monotonic()
             if left <= 0:
                 return False
-            patience = store.wait(min(left, self._holder_left()), tries, seconds)
+            patience = store.wait(left, self._held_for(), tries, seconds)
             tries += 1
         return True
 
@@ -373,7 +373,7 @@ class CacheLock:
             )
         return True
 
-    def _holder_left(self) -> float:
+    def _held_for(self) -> float:
         """How long the holder's lease runs at the most; a little more, so that it is over then."""
         left = self._contender.remaining if self._contender is not None else None
         return math.inf if left is None else left + 0.001

@@ -36,6 +36,9 @@ ROUNDS = 40
 #: Acquisitions over which round trips are counted.
 COUNTED = 200
 
+#: The same, where each is held for a while: how many, and s of lease and of work.
+COUNTED_HELD, HELD_LEASE, WORK = 3, 3.0, 0.75
+
 FLOOR = "raw"
 
 #: The floor without redis-py's pool, which ours goes without too.
@@ -52,12 +55,8 @@ Candidate = Callable[[], object]
 def run(servers: ServerPool) -> list[Figure]:
     """Measure ours, the floor and the peers in the same rounds, then count round trips."""
     server = servers.redis
-    entries = {
-        alias: {"BACKEND": backend, "LOCATION": server.url} for alias, backend in BACKENDS.items()
-    }
-    settings = {"default": entries["django-redis"], **entries}
     with ExitStack() as stack:
-        stack.enter_context(override_settings(CACHES=settings))
+        stack.enter_context(caches_on(server))
         client = stack.enter_context(server.client())
         kept = stack.enter_context(server.client(single_connection_client=True))
         ours = {f"{alias} / {FLOOR}": ours_on(alias) for alias in BACKENDS}
@@ -69,7 +68,16 @@ def run(servers: ServerPool) -> list[Figure]:
             if name != FLOOR:
                 note = "ours" if name in ours else "floor" if name in floors else "peer"
                 figures.append(Figure(name, ratio(samples, name, FLOOR), note=note))
-        return figures + [count_round_trips(server, alias) for alias in BACKENDS]
+        figures += [count_round_trips(server, alias) for alias in BACKENDS]
+        return figures + [count_held_round_trips(server, alias) for alias in BACKENDS]
+
+
+def caches_on(server: RedisServer) -> override_settings:
+    """Return the settings with one cache for each of Django's ways to Redis."""
+    entries = {
+        alias: {"BACKEND": backend, "LOCATION": server.url} for alias, backend in BACKENDS.items()
+    }
+    return override_settings(CACHES={"default": entries["django-redis"], **entries})
 
 
 def floor(client: "redis.Redis") -> Candidate:
@@ -149,7 +157,21 @@ def count_round_trips(server: RedisServer, alias: str) -> Figure:
         for _ in range(COUNTED):
             acquire_and_release()
     name = f"{alias}: round trips"
-    return Figure(name, count.round_trips / COUNTED, note="counted at the server")
+    note = "at the server; renew=True, the default"
+    return Figure(name, count.round_trips / COUNTED, note=note)
+
+
+def count_held_round_trips(server: RedisServer, alias: str) -> Figure:
+    """Count the same with work that ends before a third of the lease has passed."""
+    ours_on(alias)()
+    with server.counting() as count:
+        for _ in range(COUNTED_HELD):
+            with cache_lock("benchmark", timeout=HELD_LEASE, cache=alias) as lock:
+                assert lock
+                time.sleep(WORK)
+    name = f"{alias}: trips, with work"
+    note = f"{WORK:g} s of work, lease {HELD_LEASE:g} s, renew=True"
+    return Figure(name, count.round_trips / COUNTED_HELD, note=note)
 
 
 def describe_floor() -> str:

@@ -120,6 +120,13 @@ def print_json(figures: Sequence[Figure]) -> None:
     print(json.dumps({"figures": entries}, indent=2))
 
 
+def shown(value: float) -> str:
+    """Return a number for readers: whole, with two decimals, or two digits of a small one."""
+    if value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
 def print_table(title: str, figures: Sequence[Figure]) -> None:
     """Print a table for readers."""
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
@@ -130,5 +137,5 @@ def print_table(title: str, figures: Sequence[Figure]) -> None:
     for figure in figures:
         limit = "" if figure.limit is None else f"{figure.limit:g}"
         verdict = "" if figure.limit is None else ("ok" if figure.ok else "MISSED")
-        table.add_row(figure.name, f"{figure.value:.2f}", limit, verdict, figure.note)
+        table.add_row(figure.name, shown(figure.value), limit, verdict, figure.note)
     Console(file=sys.stdout, width=WIDTH, highlight=False, markup=False).print(table, "")

@@ -31,6 +31,9 @@ from tests.processes import Journal, meet, run_in_processes, start_in_process, t
 
 PROCESSES = 8
 
+#: By how much a store may hold a lock for longer than asked, s.
+TICK = 0.002
+
 Case = Callable[[Path], None]
 
 
@@ -236,7 +239,7 @@ def holder_is_shown(folder: Path) -> None:
             assert found.remaining is None
         else:
             assert found.remaining is not None
-            assert 15 < found.remaining <= 20
+            assert 15 < found.remaining <= 20 + TICK
         assert _listed() in (["shown"], None)
     assert find_lock("shown") is None
     assert _listed() in ([], None)
@@ -324,7 +327,7 @@ def extend_sets_the_lease(folder: Path) -> None:
             assert found is not None
             if not isinstance(store(), PortableStore):
                 assert found.remaining is not None
-                assert seconds - 2 < found.remaining <= seconds
+                assert seconds - 2 < found.remaining <= seconds + TICK
         # Ended by its lease, not by a release.
         _wait_until_free("extended")
         assert not lock.held

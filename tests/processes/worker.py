@@ -34,8 +34,8 @@ class CeleryWorker:
 
     Args:
         app: The module, as for ``celery -A``.
-        pool: prefork, solo or threads.
-        concurrency: Children or threads.
+        pool: prefork, solo, threads or gevent.
+        concurrency: Children, threads or greenlets.
         loglevel: INFO or DEBUG; above INFO a worker does not say that it is ready.
         arguments: More arguments of ``celery worker``.
         settings: Django settings on top of the test's own.
@@ -113,7 +113,7 @@ class CeleryWorker:
         return self.process.log
 
     def children(self) -> list[psutil.Process]:
-        """Return the pool's processes; with ``solo`` and ``threads`` there are none."""
+        """Return the pool's processes; other pools than prefork have none."""
         return self.process.children()
 
     def stop(self, timeout: float = 30) -> None:

@@ -7,6 +7,8 @@ what to use instead for the caches on which no lock excludes.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -120,9 +122,35 @@ def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
     return bool(lock.token) and locate(cache).store().release(lock.name, lock.token, lock.remaining)
 
 
+class _Kept(threading.local):
+    """The stores that this thread has used, and the caches that they were made for."""
+
+    def __init__(self) -> None:
+        self.stores: dict[str, Store] = {}
+        self.caches: object = None
+
+
+_kept = _Kept()
+
+# The parent's connections are not the child's.
+os.register_at_fork(after_in_child=lambda: _kept.stores.clear())
+
+
 def _cache_store(alias: str) -> Store:
+    # Looking up the cache costs more than all else that happens before a request.
+    # Django puts a new object there when the setting CACHES changes.
+    current: object = caches._connections  # type: ignore[attr-defined]
+    if _kept.caches is not current:
+        _kept.stores, _kept.caches = {}, current
+    store = _kept.stores.get(alias)
+    if store is None:
+        store = _kept.stores[alias] = _make_cache_store(alias, _find_cache(alias))
+    return store
+
+
+def _find_cache(alias: str) -> Any:
     try:
-        cache: Any = caches[alias]
+        return caches[alias]
     except (InvalidCacheBackendError, TypeError) as error:
         known = ", ".join(sorted(django_settings.CACHES))
         meant = conf.closest(alias, django_settings.CACHES)
@@ -131,11 +159,6 @@ def _cache_store(alias: str) -> Store:
             f"Locks were asked for in the cache {alias!r}, which CACHES does not have or can't "
             f"load ({error}). It has: {known}.{guess}"
         ) from error
-    # Kept on the cache object, which lives as long as this thread's connection to it.
-    store: Store | None = cache.__dict__.get("_celery_safe_store")
-    if store is None:
-        store = cache._celery_safe_store = _make_cache_store(alias, cache)
-    return store
 
 
 def _make_cache_store(alias: str, cache: Any) -> Store:

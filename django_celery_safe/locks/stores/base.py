@@ -171,11 +171,14 @@ class Store(ABC):
                 known. For stores that can't compare and delete in one step.
         """
 
-    def wait(self, longest: float, tries: int, seconds: float) -> float:
+    def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         """
-        Let time pass until the next try, ``longest`` seconds at the most.
+        Let time pass until the next try.
 
         Args:
+            left: Longest time to wait, seconds; inf: for ever.
+            held_for: Seconds until the holder's lease ends, if it is not renewed;
+                inf where that is not known.
             tries: How often the waiter has tried, which decides how long to pause.
             seconds: Length of the lease that it wants.
 
@@ -183,7 +186,7 @@ class Store(ABC):
             The patience for :meth:`acquire`, where it is that which waits; else 0.
         """
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 1.5 ** min(tries, 20))
-        time.sleep(min(longest, pause * random.uniform(0.5, 1.0)))  # noqa: S311
+        time.sleep(min(left, held_for, pause * random.uniform(0.5, 1.0)))  # noqa: S311
         return 0.0
 
     @abstractmethod

@@ -9,6 +9,7 @@ rollback, so that is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -50,6 +51,8 @@ SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
 SET LOCAL idle_in_transaction_session_timeout = '5s';
 SET LOCAL lock_timeout = '15s'
 """
+#: SQLite's clock counts milliseconds, µs.
+SQLITE_TICK_US: Final = 1000
 #: Primary key of the only row of the fence's table.
 FENCE_ROW: Final = 1
 
@@ -221,7 +224,9 @@ class DatabaseStore(Store):
 
 
 def _microseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1_000_000))
+    # Not rounded down, and a tick of SQLite's clock more: a lease must not end before
+    # its holder stops to trust it.
+    return math.ceil(seconds * 1_000_000) + SQLITE_TICK_US
 
 
 def _read_lock(row: Any) -> HeldLock:

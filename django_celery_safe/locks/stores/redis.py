@@ -15,6 +15,7 @@ the lock is his before any client has heard of it.
 from __future__ import annotations
 
 import hashlib
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ PAGE: Final = 1000
 SHORTEST_WOKEN: Final = 1.0
 #: How late the server may end a pop, s: it looks ten times a second.
 LATE: Final = 0.1
-#: Longest pop, s; half the socket timeout if that is less.
+#: Shortest pop, s, and the longest; half the socket timeout if that is less.
+SHORTEST_POP: Final = 0.05
 LONGEST_POP: Final = 1.0
 #: How long a waiter's mark lasts, ms: a pop, and the way there and back.
 MARK_LASTS: Final = "2000"
@@ -181,10 +183,10 @@ class RedisStore(Store):
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         return bool(self._run("release", RELEASE, (self._key(name), self._index_key), (token,)))
 
-    def wait(self, longest: float, tries: int, seconds: float) -> float:
-        if longest <= 2 * LATE or seconds < SHORTEST_WOKEN:
-            return super().wait(longest, tries, seconds)
-        return min(longest - LATE, self._longest_pop, seconds / 4)
+    def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
+        if left <= 2 * LATE or seconds < SHORTEST_WOKEN:
+            return super().wait(left, held_for, tries, seconds)
+        return min(left - LATE, max(held_for, SHORTEST_POP), seconds / 4, self._longest_pop)
 
     def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
         if not renewals:
@@ -284,7 +286,8 @@ def _client_of(cache: BaseCache) -> Any:
 
 @lru_cache(maxsize=100)
 def _milliseconds(seconds: float) -> str:
-    return str(max(1, round(seconds * 1000)))
+    # Rounded up: a lease must not end before its holder stops to trust it.
+    return str(math.ceil(seconds * 1000))
 
 
 def _read_page(page: Iterable[tuple[bytes, bytes, float]]) -> Iterable[HeldLock]:

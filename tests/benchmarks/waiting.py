@@ -1,0 +1,238 @@
+"""
+Waiting for a lock on Redis: how soon a waiter has it, and whether all get their turn.
+
+The floor is a bare BLPOP that an LPUSH wakes: used as a baton, it is the least that
+a hand-off can be. Every candidate is such a baton: two processes hand it over, then
+several that never pause fight for it.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import redis
+import redis_lock
+from django.core.cache import caches
+from redis.lock import Lock
+
+from django_celery_safe import cache_lock
+from tests.benchmarks.locks import BACKENDS, LEASE, caches_on, describe_floor
+from tests.benchmarks.report import Figure
+from tests.processes import (
+    FunctionProcess,
+    meet,
+    run_in_processes,
+    start_in_process,
+    tell,
+    wait_for,
+)
+from tests.servers import RedisServer, ServerPool
+
+#: Hand-offs of each candidate; those that take a tenth of a second are measured less often.
+ROUNDS, SLOW_ROUNDS = 300, 30
+
+#: Seconds, from and to, between the waiter's word that it waits and the release. A slow
+#: candidate polls each 0.1 s: its release must hit any moment of that.
+PAUSE, SLOW_PAUSE = (0.01, 0.03), (0.01, 0.11)
+
+#: Processes that fight for one lock, for how long, and how long each holds it, s.
+PROCESSES, SECONDS, HOLD = 8, 5.0, 0.001
+
+FLOOR = "BLPOP"
+REDIS_PY = "redis-py Lock"
+PYTHON_REDIS_LOCK = "python-redis-lock"
+
+#: Candidates that poll, instead of blocking at the server.
+SLOW = (REDIS_PY, "django-redis cache.lock")
+
+#: Candidates that fight; ours lives in the first of the backends.
+FIGHTING = (FLOOR, next(iter(BACKENDS)), PYTHON_REDIS_LOCK, REDIS_PY)
+
+#: The list that tells the waiter what to wait for next.
+NEXT, END = "next", "end"
+
+
+class Baton(NamedTuple):
+    """What one process has at a time: ``take`` waits for it, ``give`` lets the next one have it."""
+
+    take: Callable[[], object]
+    give: Callable[[], object]
+
+
+class Turn(NamedTuple):
+    """One time that a process had the baton: asked for, taken and given, s, monotonic."""
+
+    asked_at: float
+    taken_at: float
+    given_at: float
+
+
+def run(servers: ServerPool) -> list[Figure]:
+    """Measure the hand-offs of all candidates in the same rounds, then let each be fought for."""
+    server = servers.redis
+    with caches_on(server):
+        samples = hand_offs(server, ROUNDS, SLOW_ROUNDS)
+        return figures_of_hand_offs(samples) + [
+            figure
+            for name in FIGHTING
+            for figure in figures_of_fight(name, fight(server, name, PROCESSES, SECONDS))
+        ]
+
+
+@contextmanager
+def batons_on(url: str) -> Iterator[tuple["redis.Redis", dict[str, Baton]]]:
+    """Give this process's client and what it takes and gives: the floor, ours and the peers."""
+    django_redis: Any = caches["django-redis"]
+    with redis.Redis.from_url(url) as client:
+        locks: dict[str, Any] = {
+            **{alias: cache_lock("ours", blocking_timeout=None, cache=alias) for alias in BACKENDS},
+            REDIS_PY: Lock(client, "redis-py", timeout=LEASE),
+            "django-redis cache.lock": django_redis.lock("django-redis", timeout=LEASE),
+            PYTHON_REDIS_LOCK: redis_lock.Lock(client, "python-redis-lock", expire=LEASE),
+        }
+        floor = Baton(lambda: client.blpop(["baton"]), lambda: client.lpush("baton", "1"))
+        yield client, {FLOOR: floor, **{name: _baton(lock) for name, lock in locks.items()}}
+
+
+def _baton(lock: Any) -> Baton:
+    def take() -> None:
+        assert lock.acquire()
+
+    return Baton(take, lock.release)
+
+
+def hand_offs(server: RedisServer, rounds: int, slow_rounds: int) -> dict[str, list[float]]:
+    """Hand each baton over to another process, in turn; return the µs that each time took."""
+    server.flush()
+    with (
+        batons_on(server.url) as (client, batons),
+        start_in_process(wait_in_turn, server.url) as waiter,
+    ):
+        batons[FLOOR].give()
+        samples: dict[str, list[float]] = {name: [] for name in batons}
+        # The first round connects, and is not counted.
+        for number in range(rounds + 1):
+            names = [name for name in batons if name not in SLOW or number <= slow_rounds]
+            random.shuffle(names)
+            for name in names:
+                taken = hand_off(client, name, batons[name], waiter)
+                samples[name] += [taken] if number else []
+        client.rpush(NEXT, END)
+        waiter.result()
+    return samples
+
+
+def hand_off(client: "redis.Redis", name: str, baton: Baton, waiter: FunctionProcess) -> float:
+    """Take the baton, let the other process wait for it, give it; return the µs until it has it."""
+    baton.take()
+    client.rpush(NEXT, name)
+    waiter.receive()
+    if name not in SLOW:
+        wait_for(lambda: client.info("clients")["blocked_clients"], 5, f"{name} did not block")
+    time.sleep(random.uniform(*(SLOW_PAUSE if name in SLOW else PAUSE)))
+    given_at = time.monotonic()
+    baton.give()
+    taken_at: float = waiter.receive()
+    return (taken_at - given_at) * 1e6
+
+
+def wait_in_turn(url: str) -> None:
+    """Take what the other process names, as soon as it gives it, and give it back."""
+    with batons_on(url) as (client, batons):
+        while (name := _next_name(client)) != END:
+            tell("waiting")
+            batons[name].take()
+            taken_at = time.monotonic()
+            batons[name].give()
+            tell(taken_at)
+
+
+def _next_name(client: "redis.Redis") -> str:
+    answer: Any = client.blpop([NEXT])
+    return str(answer[1].decode())
+
+
+def figures_of_hand_offs(samples: Mapping[str, Sequence[float]]) -> list[Figure]:
+    """Set the median hand-off of each candidate against that of the floor."""
+    floor = statistics.median(samples[FLOOR])
+    figures = [Figure(f"{FLOOR}, µs", floor, note=f"hand-off, p50; {describe_floor()}")]
+    for name, taken in samples.items():
+        if name != FLOOR:
+            of = "ours" if name in BACKENDS else "peer"
+            note = f"{of}; p95 {statistics.quantiles(taken, n=20)[-1] / 1000:.2f} ms"
+            figures.append(Figure(f"{name} / {FLOOR}", statistics.median(taken) / floor, note=note))
+    return figures
+
+
+def fight(server: RedisServer, name: str, processes: int, seconds: float) -> list[list[Turn]]:
+    """Let processes take, hold and give one baton without a pause; return the turns of each."""
+    server.flush()
+    with batons_on(server.url) as (_, batons):
+        if name == FLOOR:
+            batons[FLOOR].give()
+        return run_in_processes(take_turns, processes, server.url, name, seconds)
+
+
+def take_turns(url: str, name: str, seconds: float) -> list[Turn]:
+    """Take, hold and give the baton until the time is over."""
+    turns: list[Turn] = []
+    with batons_on(url) as (_, batons):
+        baton = batons[name]
+        baton.take()  # connects
+        baton.give()
+        meet()
+        ends_at = time.monotonic() + seconds
+        while (asked_at := time.monotonic()) < ends_at:
+            baton.take()
+            taken_at = time.monotonic()
+            time.sleep(HOLD)
+            turns.append(Turn(asked_at, taken_at, time.monotonic()))
+            baton.give()
+    return turns
+
+
+def figures_of_fight(name: str, turns: Sequence[Sequence[Turn]]) -> list[Figure]:
+    """Say how fair the fight was, and whether it was one baton."""
+    note = f"{len(turns)} processes, {'ours' if name in BACKENDS else 'for comparison'}"
+    return [
+        Figure(f"{name}: Jain fairness", jain_index(turns), better="higher", note=note),
+        Figure(f"{name}: worst wait, s", worst_wait(turns)),
+        Figure(f"{name}: owner changes/s", owner_changes(turns), better="higher"),
+        Figure(f"{name}: held by two", overlaps(turns), note="times"),
+    ]
+
+
+def jain_index(turns: Sequence[Sequence[Turn]]) -> float:
+    """Return Jain's index of the numbers of turns: 1 if all had as many, 1/n if one had all."""
+    counts = [len(of_one) for of_one in turns]
+    return sum(counts) ** 2 / (len(counts) * sum(count**2 for count in counts))
+
+
+def worst_wait(turns: Sequence[Sequence[Turn]]) -> float:
+    """Return the longest time that a process waited for its turn, s."""
+    return max(turn.taken_at - turn.asked_at for of_one in turns for turn in of_one)
+
+
+def owner_changes(turns: Sequence[Sequence[Turn]]) -> float:
+    """Return how often in a second the baton came to another process."""
+    order = _in_order(turns)
+    changes = sum(one != other for (_, one), (_, other) in pairwise(order))
+    return changes / (order[-1][0].taken_at - order[0][0].taken_at)
+
+
+def overlaps(turns: Sequence[Sequence[Turn]]) -> int:
+    """Return how often a turn began before the one before it was over."""
+    return sum(
+        later.taken_at < earlier.given_at for (earlier, _), (later, _) in pairwise(_in_order(turns))
+    )
+
+
+def _in_order(turns: Sequence[Sequence[Turn]]) -> list[tuple[Turn, int]]:
+    return sorted(
+        ((turn, number) for number, of_one in enumerate(turns) for turn in of_one),
+        key=lambda entry: entry[0].taken_at,
+    )

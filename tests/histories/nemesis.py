@@ -1,0 +1,97 @@
+"""What goes wrong during a run: processes stand still, the server loses its memory."""
+
+import contextlib
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from tests.histories.plan import Board, Plan
+from tests.histories.records import MemoryLoss, Pause
+from tests.processes import FunctionProcess, wait_for
+from tests.servers import Server
+
+#: How often of a hundred strikes the server is restarted, where it is at all.
+RESTARTS = 35
+
+#: Tries to stop a process in the state that is wanted.
+TRIES = 30
+
+
+class Troublemaker:
+    """
+    Stops processes for longer than any lease, one to three at a time, and restarts servers.
+
+    Args:
+        server: What holds the locks; None: it is never restarted.
+    """
+
+    def __init__(
+        self, plan: Plan, folder: Path, processes: Sequence[FunctionProcess], server: Server | None
+    ) -> None:
+        self.plan = plan
+        self.processes = processes
+        self.server = server
+        self.random = random.Random(f"{plan.seed}:nemesis")
+        self.states = Board(folder, plan.processes).states
+        self.pauses: list[Pause] = []
+        self.losses: list[MemoryLoss] = []
+
+    def strike(self, alive: Sequence[int]) -> None:
+        """Do one thing to the run, whose processes with these numbers still work."""
+        longest = self.plan.leases[1]
+        time.sleep(longest * self.random.uniform(0.2, 0.7))
+        if self.server is not None and self._restarts_now():
+            self._restart(self.server)
+            # So that most of the run is outside of the windows of memory loss.
+            time.sleep(longest * 1.5)
+        else:
+            self._pause(list(alive))
+
+    def _restarts_now(self) -> bool:
+        # After the first pause, so that every run has both.
+        return bool(self.pauses) and (not self.losses or self.random.random() * 100 < RESTARTS)
+
+    def _restart(self, server: Server) -> None:
+        since = time.monotonic_ns()
+        self.random.choice([server.stop, server.kill])()
+        gone = time.monotonic_ns()
+        server.start()
+        self.losses.append(MemoryLoss(since, gone, time.monotonic_ns()))
+
+    def _pause(self, alive: list[int]) -> None:
+        count = min(len(alive), self.random.randint(1, 3))
+        stopped: dict[int, int] = {}
+        try:
+            for number in self.random.sample(alive, count):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    stopped[number] = self._stop(number)
+            time.sleep(self.random.uniform(1.2, 2.0) * self.plan.leases[1])
+        finally:
+            for number in stopped:
+                # It may have ended just before it was to be stopped.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self.processes[number].resume()
+        now = time.monotonic_ns()
+        self.pauses += [Pause(number, since, now) for number, since in stopped.items()]
+
+    def _stop(self, number: int) -> int:
+        """Stop a process, in the state that is wanted if that can be had; return when."""
+        process = self.processes[number]
+        (wanted,) = self.random.choices(list(self.plan.when), list(self.plan.when.values()))
+        handle = psutil.Process(process.pid)
+        for tries_left in reversed(range(TRIES)):
+            since = time.monotonic_ns()
+            process.pause()
+            wait_for(lambda: _stands_still(handle), 10, "a process did not stop")
+            if self.states[number] == wanted or not tries_left:
+                break
+            process.resume()
+            time.sleep(0.001)
+        return since
+
+
+def _stands_still(handle: psutil.Process) -> bool:
+    return handle.status() in {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}

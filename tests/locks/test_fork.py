@@ -1,0 +1,232 @@
+"""Locks belong to the process and the thread that took them."""
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+from django.db import connections
+from pytest_django import Settings
+
+from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
+from django_celery_safe.locks.lease import renewer
+from django_celery_safe.locks.stores import locate
+from tests.conftest import MakeRedisCache
+from tests.processes import run_in_processes, start_in_process, tell, wait_for
+
+#: What only the owner of a lock may do.
+OWNERS: dict[str, Callable[[CacheLock], object]] = {
+    "release": CacheLock.release,
+    "ensure": CacheLock.ensure,
+    "extend": lambda lock: lock.extend(60),
+}
+
+
+@pytest.fixture
+def in_redis(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
+    """Locks live in Redis."""
+    settings.CACHES = redis_cache_settings("django-redis")
+
+
+def refusals(lock: CacheLock) -> list[str]:
+    """Return the errors of whoever does with a lock what only its owner may do."""
+    errors = []
+    for name, action in OWNERS.items():
+        try:
+            action(lock)
+        except LockError as error:
+            errors.append(f"{name}: {type(error).__name__}")
+    return errors
+
+
+REFUSED = [f"{name}: LockError" for name in OWNERS]
+
+
+def test_a_child_that_ends_leaves_its_parents_lock_alone(in_redis: None) -> None:
+    """A child is refused its parent's lock; the lock is renewed on, by the same connection."""
+    (seen,) = run_in_processes(fork_and_go_on, 1)
+    assert seen == {
+        "child": [False, 0.0, *REFUSED],
+        "same token": True,
+        "same connection": True,
+        "held": True,
+        "released": True,
+    }
+
+
+def fork_and_go_on() -> dict[str, Any]:
+    """Hold a lock beside a child that closes all it can reach; return what is left."""
+    lock = cache_lock("parent's", timeout=0.5)
+    assert lock.acquire()
+    connection = connection_id()
+    seen: dict[str, Any] = {"child": in_child(lambda: use_and_close(lock))}
+    # Longer than a lease.
+    time.sleep(0.8)
+    found = find_lock("parent's")
+    seen["same token"] = found is not None and found.token == lock.token
+    seen["same connection"] = connection_id() == connection
+    seen["held"] = lock.held
+    seen["released"] = lock.release()
+    return seen
+
+
+def use_and_close(lock: CacheLock) -> list[Any]:
+    """In a child: try what its parent's lock does here, and end like a process that cleans up."""
+    seen = [lock.held, lock.remaining, *refusals(lock)]
+    with cache_lock("child's") as own:
+        assert own
+    del lock
+    caches.close_all()
+    connections.close_all()
+    gc.collect()
+    return seen
+
+
+def test_a_child_does_not_keep_its_parents_lock_alive(in_redis: None) -> None:
+    """When the parent dies, its lock ends with the lease, though a child lives and locks on."""
+    with start_in_process(fork_and_wait_to_be_killed) as parent:
+        child = parent.receive()
+        try:
+            assert find_lock("orphan's") is not None
+            parent.kill()
+            wait_for(lambda: find_lock("orphan's") is None, 5, "the child renews it")
+            os.kill(child, 0)
+            assert find_lock("child's") is not None
+        finally:
+            # The child waits for this.
+            lock = find_lock("child's")
+            if lock is not None:
+                os.kill(child, 9)
+
+
+def fork_and_wait_to_be_killed() -> None:
+    """Hold a lock, and have a child that holds one as well."""
+    lock = cache_lock("orphan's", timeout=0.5)
+    assert lock.acquire()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        own = cache_lock("child's", timeout=0.5)
+        os.write(writer, b"1" if own.acquire() else b"0")
+        time.sleep(30)
+        os._exit(0)
+    assert os.read(reader, 1) == b"1"
+    tell(child)
+    time.sleep(30)
+
+
+def test_a_child_forked_at_any_moment_can_lock(in_redis: None) -> None:
+    """Whatever other threads do with leases when a process forks, its child can lock."""
+    assert run_in_processes(fork_amid_leases, 1) == [["child's"] * 40]
+
+
+def fork_amid_leases() -> list[str]:
+    """Fork again and again while two threads begin and end to renew leases all the time."""
+    ended = threading.Event()
+
+    def work(lock: CacheLock) -> None:
+        # Not acquire() and release(): Django's caches, and imports, have locks of their
+        # own, which are not made anew in a child.
+        lease = lock._lease
+        assert lease is not None
+        while not ended.is_set():
+            renewer().remove(lease)
+            renewer().add(lease)
+
+    def lock_once() -> str:
+        with cache_lock("child's") as lock:
+            lock.ensure()
+            return lock.name
+
+    assert lock_once() == "child's"
+    locks = [_acquire(name) for name in ("one", "other")]
+    threads = [threading.Thread(target=work, args=(lock,)) for lock in locks]
+    # They are stopped wherever they are, within critical sections too.
+    sys.setswitchinterval(1e-6)
+    for thread in threads:
+        thread.start()
+    try:
+        return [in_child(lock_once) for _ in range(40)]
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """Return what a function returns in a fork of this process; "hung" after 10 s."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            theirs.send(function())
+        os._exit(0)
+    theirs.close()
+    answer = "hung"
+    try:
+        if ours.poll(10):
+            answer = ours.recv()
+        else:
+            os.kill(child, 9)
+    except EOFError:
+        answer = "raised"
+    os.waitpid(child, 0)
+    return answer
+
+
+def connection_id() -> int:
+    """Return the number that Redis gave to this thread's connection for locks."""
+    store: Any = locate().store()
+    return int(store._wire.ask("CLIENT", "ID"))
+
+
+@pytest.fixture
+def other_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread beside the test's own."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
+
+
+def test_a_lock_belongs_to_the_thread_that_took_it(
+    locks_in_memory: None, other_thread: ThreadPoolExecutor
+) -> None:
+    """In another thread a lock is not held and is refused; in its own nothing has changed."""
+    with cache_lock("threads", timeout=0.4) as lock:
+        token = lock.token
+        assert other_thread.submit(lambda: (lock.held, lock.remaining)).result() == (False, 0.0)
+        assert other_thread.submit(refusals, lock).result() == REFUSED
+        with pytest.raises(LockError, match="not reentrant"):
+            other_thread.submit(lock.acquire).result()
+        time.sleep(0.6)
+        assert lock.held
+        assert lock.token == token
+        lock.ensure()
+    assert find_lock("threads") is None
+
+
+def test_the_error_says_which_thread(
+    locks_in_memory: None, other_thread: ThreadPoolExecutor
+) -> None:
+    """Who uses a lock in the wrong thread is told so, and what to do."""
+    with cache_lock("threads"):
+        pass
+    lock = other_thread.submit(_acquire, "threads").result()
+    with pytest.raises(LockError, match=r"by another thread.*Make another cache_lock here"):
+        lock.release()
+    assert other_thread.submit(lock.release).result() is True
+
+
+def _acquire(name: str) -> CacheLock:
+    lock = cache_lock(name)
+    assert lock.acquire()
+    return lock

@@ -1,0 +1,629 @@
+"""
+Random schedules of holders that take, keep, extend, lose and free a few locks.
+
+Each holder is a thread with connections of its own, and leases are so short that
+they end everywhere in a schedule. ``SAFE_SCHEDULES=2000`` runs that many schedules on
+each store, PostgreSQL and memcached included; fewer where leases take seconds.
+"""
+
+import itertools
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import pytest
+from django.core.cache import caches
+from django.db import connections
+from hypothesis import HealthCheck, Phase
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from pytest_django import Settings
+
+from django_celery_safe import (
+    CacheLock,
+    HeldLock,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    cache_lock,
+    find_lock,
+    release_lock,
+)
+from tests.conftest import CacheSettings, MakeDatabase, MakeRedisCache
+from tests.contract import broken
+from tests.processes import wait_for
+from tests.servers import RedisServer
+
+T = TypeVar("T")
+
+#: How many schedules to run on each store; unset: a few, for the suite.
+ASKED_FOR = os.environ.get("SAFE_SCHEDULES")
+SCHEDULES = int(ASKED_FOR or 10)
+
+#: A long run takes about a second for each schedule.
+pytestmark = [pytest.mark.timeout(120 + 5 * int(ASKED_FOR))] if ASKED_FOR else []
+
+NAMES = ("a", "b")
+HOLDERS = 3
+
+
+class Holder:
+    """A thread that holds locks and has its own connections to the store."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"holder {number}")
+
+    def begin(self, function: Callable[..., T], *args: Any) -> "Future[T]":
+        """Let the holder do something, and do not wait for it."""
+        return self._thread.submit(function, *args)
+
+    def do(self, function: Callable[..., T], *args: Any) -> T:
+        """Let the holder do something and return the outcome."""
+        return self.begin(function, *args).result(60)
+
+    def close(self) -> None:
+        """Close its connections and end the thread."""
+        self.do(_close_connections)
+        self._thread.shutdown()
+
+    def __repr__(self) -> str:
+        return f"holder {self.number}"
+
+
+def _close_connections() -> None:
+    connections.close_all()
+    caches.close_all()
+
+
+@dataclass
+class Surroundings:
+    """Where the schedules run, and what is particular to that store."""
+
+    #: Leases to choose from, s; one is no whole number of ms, by which Redis counts.
+    leases: tuple[float, ...] = (0.0204, 0.03, 0.06)
+    #: Pauses to choose from, s.
+    pauses: tuple[float, ...] = (0.005, 0.02, 0.07)
+    #: How long those wait who wait for a lock, s.
+    wait: float = 0.02
+    #: How much longer than asked for the store may keep a lease, s.
+    late: float = 0.003
+    #: Whether fences are to be looked at.
+    fences: bool = True
+    #: Lets the store forget its scripts; None: it has none.
+    forget_scripts: Callable[[], object] | None = None
+    holders: list[Holder] = field(default_factory=lambda: [*map(Holder, range(HOLDERS))])
+    #: What was found to be wrong; a schedule that depends on time may not show it twice.
+    faults: list[str] = field(default_factory=list)
+    _number: Iterator[int] = field(default_factory=itertools.count)
+
+    def new_prefix(self) -> str:
+        """Return what no name of an earlier schedule begins with."""
+        return f"schedule {next(self._number)}:"
+
+    def require(self, truth: object, fault: str) -> None:
+        """Note and raise a fault unless something is true."""
+        if not truth:
+            self.faults.append(fault)
+            raise AssertionError(fault)
+
+
+@dataclass(eq=False)
+class Acquisition:
+    """A lock that was acquired, as the schedule knows of it."""
+
+    name: str
+    holder: Holder
+    token: str
+    fence: int | None
+    #: The longest lease that the store may have.
+    lease: float
+    #: The latest moment at which the store lets it end.
+    ends_by: float
+    #: Released, or freed by an operator.
+    freed: bool = False
+    #: Freed by an operator, which its holder can't know.
+    deceived: bool = False
+
+    def __repr__(self) -> str:
+        return f"<{self.token[:4]} of {self.name!r} by {self.holder}, fence {self.fence}>"
+
+
+@dataclass(eq=False)
+class Claim:
+    """A lock object of one holder, and its last acquisition if that was not released."""
+
+    holder: Holder
+    lock: CacheLock
+    renew: bool
+    acquired: Acquisition | None = None
+    #: Until when the holder trusts it without a renewal, as it was last asked.
+    trusted_until: float = 0.0
+
+    def look(self) -> bool:
+        """In the holder's thread: note and tell whether the holder trusts the lock."""
+        asked_at, remaining = time.monotonic(), self.lock.remaining
+        self.trusted_until = asked_at + remaining
+        return remaining > 0
+
+
+class Schedule(RuleBasedStateMachine):
+    """
+    Several holders of a few locks, and what must be true at every moment.
+
+    What a rule may draw never depends on an outcome, since the outcome depends on time.
+    """
+
+    names = st.sampled_from(NAMES)
+    numbers = st.integers(0, HOLDERS - 1)
+    #: Which of the leases and pauses.
+    choices = st.integers(0, 2)
+    #: Which of the claims or sights, of which there may be any number.
+    picks = st.integers(0, 9)
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__()
+        self.around = surroundings
+        self.require = surroundings.require
+        self.prefix = surroundings.new_prefix()
+        #: The lock objects of those who have not crashed.
+        self.alive: list[Claim] = []
+        #: What an operator has seen.
+        self.sights: list[HeldLock] = []
+        #: The last acquisition of each name.
+        self.last: dict[str, Acquisition] = {}
+        self.highest_fence = 0
+
+    # What may happen.
+
+    @rule(name=names, number=numbers, lease=choices, renew=st.booleans(), wait=st.booleans())
+    def acquire(self, name: str, number: int, lease: int, renew: bool, wait: bool) -> None:
+        """Somebody tries to take a lock, and may wait for it for a while."""
+        claim = self._new_claim(self.around.holders[number], name, lease, renew)
+        self._take(claim, claim.lock.acquire, self.around.wait if wait else 0)
+
+    @rule(pick=picks)
+    def acquire_again(self, pick: int) -> None:
+        """A lock object is used once more."""
+        claim = self._pick(pick)
+        held, before = claim.holder.do(claim.look), claim.acquired
+        try:
+            self._take(claim, claim.lock.acquire, 0)
+        except LockError as error:
+            # A lease that had ended may have been renewed meanwhile, if nobody had taken it.
+            self.require(held or claim.renew, f"{before} is not held, but: {error}")
+            return
+        if claim.acquired is before:
+            _abandon(claim)
+        if before is not None and not before.deceived:
+            late = time.monotonic() >= claim.trusted_until
+            self.require(late, f"{before} was held, but could be taken again")
+
+    @rule(name=names, lease=choices, renew=st.booleans(), wait=st.booleans())
+    def race(self, name: str, lease: int, renew: bool, wait: bool) -> None:
+        """All holders try to take a lock at the same moment."""
+        claims = [self._new_claim(one, name, lease, renew) for one in self.around.holders]
+        self._race(claims, threading.Barrier(HOLDERS), wait)
+
+    @rule(pick=picks, lease=choices, renew=st.booleans(), extend=st.booleans(), wait=st.booleans())
+    def race_with_the_holder(
+        self, pick: int, lease: int, renew: bool, extend: bool, wait: bool
+    ) -> None:
+        """All others try to take a lock at the moment at which its holder frees or extends it."""
+        claim = self._pick(pick)
+        others = [holder for holder in self.around.holders if holder is not claim.holder]
+        name = claim.lock.name.removeprefix(self.prefix)
+        claims = [self._new_claim(one, name, lease, renew) for one in others]
+        barrier = threading.Barrier(HOLDERS)
+        act = partial(self._extend, lease=self.around.leases[lease]) if extend else self._release
+        acting = claim.holder.begin(_after, barrier, act, claim)
+        self._race(claims, barrier, wait)
+        acting.result(60)
+
+    @rule(name=names, number=numbers, lease=choices, renew=st.booleans())
+    def take_over(self, name: str, number: int, lease: int, renew: bool) -> None:
+        """Somebody tries again and again until a lease ends."""
+        claim = self._new_claim(self.around.holders[number], name, lease, renew)
+        self._take(claim, partial(_spin, claim.lock), self.around.leases[1])
+
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        """A holder releases, in time, too late, or once more."""
+        claim = self._pick(pick)
+        claim.holder.do(self._release, claim)
+
+    @rule(pick=picks, lease=choices)
+    def extend(self, pick: int, lease: int) -> None:
+        """A holder asks for a shorter or longer lease, in time or too late."""
+        claim = self._pick(pick)
+        claim.holder.do(self._extend, claim, self.around.leases[lease])
+
+    @rule(pick=picks)
+    def ensure(self, pick: int) -> None:
+        """A holder makes sure that the lock is its own."""
+        claim = self._pick(pick)
+        claim.holder.do(self._ensure, claim)
+
+    @rule(pick=picks)
+    def crash(self, pick: int) -> None:
+        """A holder is gone without a release."""
+        claim = self._pick(pick)
+        _abandon(claim)
+        self.alive.remove(claim)
+
+    @rule(name=names)
+    def see(self, name: str) -> None:
+        """An operator looks who holds a lock."""
+        seen = find_lock(self.prefix + name)
+        if seen is not None:
+            self.sights.insert(0, seen)
+
+    @rule(pick=picks)
+    def operate(self, pick: int) -> None:
+        """An operator frees what was seen, now or some time ago."""
+        seen = self.sights[pick % len(self.sights)] if self.sights else None
+        if seen is None or not release_lock(seen):
+            return
+        last = self.last[seen.name]
+        ours = last.token == seen.token and not last.freed
+        self.require(ours, f"An operator could free {seen}, but {last} was last")
+        last.freed = last.deceived = True
+
+    @precondition(lambda self: self.around.forget_scripts is not None)
+    @rule()
+    def forget_scripts(self) -> None:
+        """The store forgets its scripts."""
+        assert self.around.forget_scripts is not None
+        self.around.forget_scripts()
+
+    @rule(pause=choices)
+    def let_time_pass(self, pause: int) -> None:
+        """Nothing happens for a while."""
+        time.sleep(self.around.pauses[pause])
+
+    # What must be true.
+
+    @invariant()
+    def at_most_one_is_trusted(self) -> None:
+        """No lock has two holders that trust it."""
+        for name in self.last:
+            trusted = self._trusted(name)
+            self.require(len(trusted) < 2, f"Two are trusted: {trusted}")
+
+    @invariant()
+    def the_store_agrees(self) -> None:
+        """The store has the lock that is trusted, and none that was freed or has ended."""
+        for name, last in self.last.items():
+            asked_at = time.monotonic()
+            found = find_lock(name)
+            for one in self._trusted(name):
+                has = found is not None and found.token == one.token
+                self.require(has, f"{one} is trusted, but the store has {found}")
+            if found is None:
+                continue
+            self.require(found.token == last.token, f"The store has {found}, but {last} was last")
+            self.require(not last.freed, f"{last} was freed, but the store has it")
+            if self.around.fences:
+                self.require(found.fence == last.fence, f"{last} has another fence in {found}")
+            self.require(asked_at <= last.ends_by + self.around.late, f"{last} does not end")
+            longest = last.lease + self.around.late
+            ends = found.remaining is None or found.remaining <= longest
+            self.require(ends, f"{last} was to last {longest} s, but the store has {found}")
+
+    def teardown(self) -> None:
+        """Free what is held; what nobody can free any more ends by itself."""
+        for claim in self.alive:
+            with suppress(LockNotAcquired):
+                claim.holder.do(claim.lock.release)
+        self.alive.clear()
+        if self.around.faults:
+            return
+        for name, last in self.last.items():
+            try:
+                wait_for(partial(_is_free, name), 5 + self.around.late)
+            except TimeoutError:
+                self.require(False, f"{last} does not end, though nobody holds it")
+
+    # How it is done, and what each step must lead to.
+
+    def _pick(self, pick: int) -> Claim:
+        """Return one of the claims, most often one that holds its lock or did so."""
+        claims = [claim for claim in self.alive if claim.acquired]
+        if not claims or pick > 7:
+            claims = self.alive or [self._new_claim(self.around.holders[0], NAMES[0], 0, False)]
+        return claims[pick % len(claims)]
+
+    def _new_claim(self, holder: Holder, name: str, lease: int, renew: bool) -> Claim:
+        seconds = self.around.leases[lease]
+        lock = cache_lock(self.prefix + name, timeout=seconds, renew=renew)
+        claim = Claim(holder, lock, renew)
+        self.alive.append(claim)
+        return claim
+
+    def _take(self, claim: Claim, acquire: Callable[[float], bool], wait: float) -> None:
+        last, asked_at = self.last.get(claim.lock.name), time.monotonic()
+        before = self._trusted(claim.lock.name)
+        acquired, at = claim.holder.do(_timed, acquire, wait)
+        if acquired:
+            for other in self.alive:
+                if other.acquired in before and other is not claim:
+                    ended = other.trusted_until <= at
+                    self.require(ended, f"Two are trusted: {other.acquired} and {claim.lock!r}")
+            self._note(claim)
+            return
+        assert isinstance(claim.lock._timeout, float)
+        if at - asked_at > wait + claim.lock._timeout:
+            # So slow that the lease may have ended before anybody knew of it.
+            return
+        taken = last is not None and not last.freed and asked_at <= last.ends_by + self.around.late
+        self.require(taken, f"{claim.lock.name!r} was refused, but is free: {last}")
+
+    def _race(self, claims: list[Claim], barrier: threading.Barrier, wait: bool) -> None:
+        longest = self.around.wait if wait else 0
+        begun = [
+            claim.holder.begin(_after, barrier, claim.lock.acquire, longest) for claim in claims
+        ]
+        won = [future.result(60) for future in begun]
+        winners = [claim for claim, ours in zip(claims, won, strict=True) if ours]
+        # More than one if the first lease ended meanwhile; then the fences tell the order.
+        for claim in sorted(winners, key=lambda claim: claim.lock.fence or 0):
+            self._note(claim)
+
+    def _note(self, claim: Claim) -> None:
+        """Note an acquisition."""
+        name, lease, fence = claim.lock.name, claim.lock._timeout, claim.lock.fence
+        assert isinstance(lease, float)
+        token = claim.holder.do(lambda: claim.lock.token)
+        assert token is not None
+        ends_by = math.inf if claim.renew else time.monotonic() + lease
+        acquired = Acquisition(name, claim.holder, token, fence, lease, ends_by)
+        claim.acquired = self.last[name] = acquired
+        if self.around.fences:
+            above = fence is not None and fence > self.highest_fence
+            self.require(above, f"{acquired} is not above {self.highest_fence}")
+            self.highest_fence = fence or 0
+
+    def _release(self, claim: Claim) -> None:
+        acquired, ours = self._before(claim)
+        if acquired is None:
+            self._must_refuse(claim, claim.lock.release)
+            return
+        released = claim.lock.release()
+        self._judge(claim, released, ours, "released")
+        acquired.freed |= released
+        acquired.ends_by = time.monotonic()
+        claim.acquired = None
+
+    def _extend(self, claim: Claim, lease: float) -> None:
+        acquired, ours = self._before(claim)
+        if acquired is None:
+            self._must_refuse(claim, claim.lock.extend, lease)
+            return
+        # Longer from now on: the store may have it before we know.
+        acquired.lease = max(acquired.lease, lease)
+        extended = _does(claim.lock.extend, lease)
+        self._judge(claim, extended, ours, "extended")
+        if extended:
+            acquired.lease = lease
+            acquired.ends_by = math.inf if claim.renew else time.monotonic() + lease
+
+    def _ensure(self, claim: Claim) -> None:
+        acquired, ours = self._before(claim)
+        if acquired is None:
+            self._must_refuse(claim, claim.lock.ensure)
+            return
+        self._judge(claim, _does(claim.lock.ensure), ours, "ensured")
+
+    def _before(self, claim: Claim) -> tuple[Acquisition | None, bool]:
+        """Return what the holder has, and whether the store may still have it."""
+        claim.look()
+        acquired = claim.acquired
+        if acquired is None:
+            return None, False
+        return acquired, self.last[acquired.name] is acquired and not acquired.freed
+
+    def _judge(self, claim: Claim, done: bool, may_be_ours: bool, what: str) -> None:
+        acquired = claim.acquired
+        assert acquired is not None
+        if done:
+            self.require(may_be_ours, f"{acquired} was {what}, but is not the last")
+        elif not acquired.deceived:
+            late = time.monotonic() >= claim.trusted_until
+            self.require(late, f"{acquired} was not {what}, but is trusted")
+
+    def _must_refuse(self, claim: Claim, method: Callable[..., object], *args: Any) -> None:
+        try:
+            method(*args)
+        except LockNotAcquired:
+            return
+        self.require(False, f"{claim.lock!r} was never acquired: {method.__name__}() must refuse")
+
+    def _trusted(self, name: str) -> list[Acquisition]:
+        """Return what is trusted of this name. Nobody acquires anything meanwhile."""
+        claims = [claim for claim in self.alive if claim.lock.name == name and claim.acquired]
+        trusted: list[Acquisition] = []
+        for holder in self.around.holders:
+            theirs = [claim for claim in claims if claim.holder is holder]
+            trusted += holder.do(_trusted, theirs) if theirs else []
+        return trusted
+
+
+def _trusted(claims: list[Claim]) -> list[Acquisition]:
+    looked = [claim.acquired for claim in claims if claim.look()]
+    return [acquired for acquired in looked if acquired is not None and not acquired.deceived]
+
+
+def _abandon(claim: Claim) -> None:
+    """Note that nobody renews it any more, and that nobody can free it."""
+    acquired, claim.acquired = claim.acquired, None
+    if acquired is not None:
+        # A renewal may be on its way at this moment.
+        slack = 1.0 if claim.renew else 0.0
+        acquired.ends_by = min(acquired.ends_by, time.monotonic() + acquired.lease + slack)
+
+
+def _after(barrier: threading.Barrier, function: Callable[..., T], *args: Any) -> T:
+    barrier.wait(60)
+    return function(*args)
+
+
+def _timed(acquire: Callable[[float], bool], wait: float) -> tuple[bool, float]:
+    return acquire(wait), time.monotonic()
+
+
+def _spin(lock: CacheLock, longest: float) -> bool:
+    ends_at = time.monotonic() + longest
+    while not lock.acquire(0):
+        if time.monotonic() > ends_at:
+            return False
+    return True
+
+
+def _does(method: Callable[..., object], *args: Any) -> bool:
+    try:
+        method(*args)
+    except LockLost:
+        return False
+    return True
+
+
+def _is_free(name: str) -> bool:
+    return find_lock(name) is None
+
+
+@pytest.fixture
+def surroundings() -> Iterator[Surroundings]:
+    """Three holders, whose connections are closed in the end."""
+    around = Surroundings()
+    yield around
+    for holder in around.holders:
+        holder.close()
+
+
+def run(around: Surroundings, schedules: int, *, steps: int = 60) -> None:
+    """Try schedules until one shows a fault."""
+    run_state_machine_as_test(
+        lambda: Schedule(around),  # type: ignore[arg-type] # any factory will do
+        settings=hypothesis_settings(
+            max_examples=max(1, schedules),
+            stateful_step_count=steps,
+            # What depends on time does not get shorter.
+            phases=[Phase.generate],
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            # A schedule is made of pauses.
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+
+
+def test_in_memory(locks_in_memory: None, surroundings: Surroundings) -> None:
+    """No schedule in local memory lets two holders trust one lock."""
+    run(surroundings, SCHEDULES)
+
+
+def test_in_redis(
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+    redis_server: RedisServer,
+    surroundings: Surroundings,
+) -> None:
+    """No schedule in Redis lets two holders trust one lock, also when scripts are forgotten."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    with redis_server.client() as client:
+        surroundings.forget_scripts = client.script_flush
+        run(surroundings, SCHEDULES)
+
+
+def test_in_redis_with_woken_waiters(
+    settings: Settings,
+    redis_cache_settings: MakeRedisCache,
+    redis_server: RedisServer,
+    surroundings: Surroundings,
+) -> None:
+    """Nor does one in which waiters are woken, which those with short leases are not."""
+    settings.CACHES = redis_cache_settings("django")
+    surroundings.leases, surroundings.wait = (0.05, 1.0, 1.1), 0.3
+    with redis_server.client() as client:
+        surroundings.forget_scripts = client.script_flush
+        run(surroundings, SCHEDULES // 3, steps=30)
+
+
+def test_in_sqlite(
+    settings: Settings, make_database: MakeDatabase, surroundings: Surroundings
+) -> None:
+    """No schedule in a SQLite file lets two holders trust one lock."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database("sqlite-immediate")}
+    run(surroundings, SCHEDULES)
+
+
+if ASKED_FOR:
+
+    def test_in_postgres(
+        settings: Settings, make_database: MakeDatabase, surroundings: Surroundings
+    ) -> None:
+        """No schedule in PostgreSQL lets two holders trust one lock."""
+        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database("postgres")}
+        run(surroundings, SCHEDULES)
+
+    def test_in_memcached(
+        settings: Settings,
+        memcached_cache_settings: Callable[..., CacheSettings],
+        surroundings: Surroundings,
+    ) -> None:
+        """No schedule in memcached lets two holders trust one lock."""
+        settings.CACHES = memcached_cache_settings()
+        surroundings.fences = False
+        surroundings.leases, surroundings.pauses = (2, 2.5, 3), (0.3, 1.1, 3)
+        # Its clock ticks once a second.
+        surroundings.wait, surroundings.late = 1.5, 1.2
+        run(surroundings, SCHEDULES // 20, steps=30)
+
+
+#: Each broken store, and what is wrong on it.
+FAULTS = [
+    ("NoOwnerCheckCache", True, "is trusted, but the store has|is not the last|was last"),
+    ("NoExpiryCache", True, "does not end|but is free|was to last"),
+    ("FencePerProcessCache", True, "has another fence"),
+    ("ReadThenWriteCache", False, "Two are trusted"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "fences", "expected"), FAULTS, ids=[fault for fault, _, _ in FAULTS]
+)
+def test_a_broken_store_is_found_out(
+    fault: str,
+    fences: bool,
+    expected: str,
+    settings: Settings,
+    redis_server: RedisServer,
+    surroundings: Surroundings,
+) -> None:
+    """On a store with this fault a schedule shows what is wrong."""
+    redis_server.flush()
+    settings.CACHES = {
+        "default": {"BACKEND": f"{broken.__name__}.{fault}", "LOCATION": redis_server.url}
+    }
+    surroundings.fences = fences
+    # A fault that depends on time may not show again at once.
+    with pytest.raises((AssertionError, Flaky)):
+        run(surroundings, 200)
+    assert re.search(expected, surroundings.faults[0])
