@@ -49,6 +49,16 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+
+class _Here(threading.local):
+    """What tells this thread from all others; its number may be another's later."""
+
+    def __init__(self) -> None:
+        self.mark = object()
+
+
+_here = _Here()
+
 _HOST: Final = socket.gethostname()
 
 
@@ -83,8 +93,8 @@ class CacheLock:
         self._cache = cache
         self._lease: Lease | None = None
         self._store: Store | None = None
-        #: The thread that acquired it.
-        self._thread = 0
+        #: The mark of the thread that acquired it.
+        self._thread: object = None
         self._fence: int | None = None
         #: Who holds it instead, as the last attempt saw it.
         self._contender: HeldLock | None = None
@@ -232,7 +242,7 @@ class CacheLock:
     @property
     def remaining(self) -> float:
         """Seconds for which the lock is trusted without another renewal; 0 if it is not held."""
-        if self._lease is None or self._thread != threading.get_ident():
+        if self._lease is None or self._thread is not _here.mark:
             return 0.0
         return self._lease.remaining
 
@@ -356,7 +366,7 @@ class CacheLock:
         lease = Lease(
             location, self.name, token, seconds, store.early, asked_at, renew_until, _note_lost
         )
-        self._lease, self._store, self._thread = lease, store, threading.get_ident()
+        self._lease, self._store, self._thread = lease, store, _here.mark
         self._fence, self._contender = outcome.fence, None
         if renew:
             renewer().add(lease)
@@ -386,11 +396,11 @@ class CacheLock:
                 f"The lock {self.name!r} was acquired by process {self._lease.pid}, this is "
                 f"process {os.getpid()}: a lock does not come along in a fork; acquire it here."
             )
-        if self._thread != threading.get_ident():
+        if self._thread is not _here.mark:
             raise LockError(
-                f"The lock {self.name!r} was acquired by another thread, {self._thread}, than this "
-                f"one, {threading.get_ident()}: only the thread that took a lock knows when its "
-                f"work is done. Make another cache_lock here."
+                f"The lock {self.name!r} was acquired by another thread than this one, "
+                f"{threading.current_thread().name!r}: only the thread that took a lock knows when "
+                f"its work is done. Make another cache_lock here."
             )
         return self._lease
 

@@ -14,7 +14,6 @@ from tests.histories.records import History, iter_records
 from tests.processes import FunctionProcess, start_in_process
 from tests.servers import Server
 
-
 #: How late a renewal that is under way may be sent on a busy machine, s.
 SLOWNESS = 0.5
 

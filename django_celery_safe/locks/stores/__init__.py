@@ -8,7 +8,6 @@ what to use instead for the caches on which no lock excludes.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -50,15 +49,15 @@ class Location(NamedTuple):
     """
     Where locks live: a cache alias or a database alias.
 
-    Unlike a store, which belongs to one thread's connection, a location can be
-    handed from thread to thread.
+    Unlike a store, which belongs to one process and one state of the settings, a
+    location can be kept.
     """
 
     kind: str
     alias: str
 
     def store(self) -> Store:
-        """Return this thread's store for the location."""
+        """Return this process's store for the location; threads may share it."""
         return _cache_store(self.alias) if self.kind == "cache" else _database_store(self.alias)
 
 
@@ -122,29 +121,27 @@ def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
     return bool(lock.token) and locate(cache).store().release(lock.name, lock.token, lock.remaining)
 
 
-class _Kept(threading.local):
-    """The stores that this thread has used, and the caches that they were made for."""
+class _Kept:
+    """The stores that this process has used, and the caches that they were made for."""
 
-    def __init__(self) -> None:
-        self.stores: dict[str, Store] = {}
-        self.caches: object = None
+    stores: dict[str, Store] = {}
+    caches: object = None
 
-
-_kept = _Kept()
 
 # The parent's connections are not the child's.
-os.register_at_fork(after_in_child=lambda: _kept.stores.clear())
+os.register_at_fork(after_in_child=lambda: _Kept.stores.clear())
 
 
 def _cache_store(alias: str) -> Store:
     # Looking up the cache costs more than all else that happens before a request.
     # Django puts a new object there when the setting CACHES changes.
     current: object = caches._connections  # type: ignore[attr-defined]
-    if _kept.caches is not current:
-        _kept.stores, _kept.caches = {}, current
-    store = _kept.stores.get(alias)
+    if _Kept.caches is not current:
+        _Kept.stores, _Kept.caches = {}, current
+    store = _Kept.stores.get(alias)
     if store is None:
-        store = _kept.stores[alias] = _make_cache_store(alias, _find_cache(alias))
+        # Two threads that come first at once make two: one serves this call only.
+        store = _Kept.stores[alias] = _make_cache_store(alias, _find_cache(alias))
     return store
 
 

@@ -117,7 +117,7 @@ class Renewal(NamedTuple):
 
 class Store(ABC):
     """
-    Where locks live.
+    Where locks live. Threads may share one.
 
     Every method raises :class:`LockBackendError` if the store did not answer;
     the state of the lock is not known then.
@@ -242,7 +242,7 @@ class Store(ABC):
         return True
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
-        """Close what this thread opened to talk to the store."""
+        """Close what this thread, or nobody in particular, has open to the store."""
 
 
 def cant_list(where: str, reason: str) -> BackendNotSupported:

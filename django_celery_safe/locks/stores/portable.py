@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from django.core.cache import caches
+
 from ...exceptions import LockBackendError, describe_error
 from .base import (
     Acquired,
@@ -57,7 +59,12 @@ class PortableStore(Store):
 
     def __init__(self, alias: str, cache: BaseCache) -> None:
         self.where = f'CACHES["{alias}"] ({type(cache).__name__})'
-        self._cache = cache
+        self._alias = alias
+
+    @property
+    def _cache(self) -> BaseCache:
+        # Django keeps one for each thread, and most are not to be shared.
+        return caches[self._alias]
 
     def acquire(
         self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -100,14 +99,14 @@ RELEASE = Script("""
 local value = redis.call('GET', KEYS[1])
 if not value or string.sub(value, 1, 32) ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
-if redis.call('EXISTS', KEYS[1] .. ' waiting') == 1 then
+if redis.call('EXISTS', KEYS[1] .. ' waiting') == 0 then
+    redis.call('ZREM', KEYS[2], KEYS[1])
+else
+    -- It stays on the list, where the waiter's acquisition writes it anew.
     local wake = KEYS[1] .. ' wake'
-    if redis.call('LLEN', wake) == 0 then
-        redis.call('RPUSH', wake, '')
-        redis.call('PEXPIRE', wake, 1000)
-    end
+    if redis.call('RPUSH', wake, '') > 1 then redis.call('LTRIM', wake, 0, 0) end
+    redis.call('PEXPIRE', wake, 1000)
 end
-redis.call('ZREM', KEYS[2], KEYS[1])
 return 1
 """)
 
@@ -161,9 +160,8 @@ class RedisStore(Store):
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
         self._fence_key = str(cache.make_key("celery_safe:fence"))
         self._index_key = str(cache.make_key("celery_safe:locks"))
-        # Kept, since each lock is asked about at least twice. By a weak reference: the
-        # cache has this store, and a cycle would keep the connection of both open.
-        self._key = lru_cache(maxsize=10_000)(partial(_lock_key, weakref.proxy(cache)))
+        # Kept, since each lock is asked about at least twice.
+        self._key = lru_cache(maxsize=10_000)(partial(_lock_key, cache))
 
     def acquire(
         self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None

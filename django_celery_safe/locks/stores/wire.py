@@ -20,6 +20,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 #: A pop that the server has not ended by so much after its time, s, is given up.
 POP_MARGIN: Final = 0.5
+#: Idle connections that are kept: waiters may have needed hundreds.
+MOST_IDLE: Final = 20
 #: Longest pause after a pop that broke, s.
 PAUSE: Final = 0.05
 
@@ -90,7 +92,10 @@ class Wire:
             return connection.ask_after_pop(*pop, command)
         finally:
             if connection.close.alive:
-                self._idle.append(connection)
+                if len(self._idle) < MOST_IDLE:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
 
     def _connect(self) -> _Connection:
         return _Connection(self, self._client.connection_pool)
