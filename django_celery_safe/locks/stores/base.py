@@ -194,7 +194,7 @@ class Store(ABC):
         """
         Let each lease end ``seconds`` from now if its token still holds it.
 
-        One round trip for all of them. A lease that ended and was taken by
+        All of them together where the store can. A lease that ended and was taken by
         nobody may be extended: no one else was trusted in between.
         """
 

@@ -47,7 +47,7 @@ TOKEN_LENGTH: Final = 32
 FENCE_LENGTH: Final = 16
 #: Characters of a value before its holder.
 HEAD_LENGTH: Final = TOKEN_LENGTH + FENCE_LENGTH
-#: Keys that one step of the listing reads.
+#: Keys that one step of the listing reads, and that one script extends.
 PAGE: Final = 1000
 #: A waiter whose lease would be shorter than this, s, asks again and again: the time of
 #: the pop is taken off the time for which it may trust the lease.
@@ -187,12 +187,19 @@ class RedisStore(Store):
         return min(left - LATE, max(held_for, SHORTEST_POP), seconds / 4, self._longest_pop)
 
     def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
-        if not renewals:
-            return []
+        # In pages, so that a server with tens of thousands does not stand still.
+        return [
+            extended == 1
+            for start in range(0, len(renewals), PAGE)
+            for extended in self._extend_page(renewals[start : start + PAGE])
+        ]
+
+    def _extend_page(self, renewals: Sequence[Renewable]) -> list[int]:
         keys = [self._index_key, *[self._key(renewal.name) for renewal in renewals]]
         tokens = "".join([renewal.token for renewal in renewals])
         leases = " ".join([_milliseconds(renewal.seconds) for renewal in renewals])
-        return [extended == 1 for extended in self._run("extend", EXTEND, keys, (tokens, leases))]
+        extended: list[int] = self._run("extend", EXTEND, keys, (tokens, leases))
+        return extended
 
     def peek(self, name: str) -> HeldLock | None:
         value, milliseconds = self._run("peek", PEEK, (self._key(name),), ())
