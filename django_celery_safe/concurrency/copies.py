@@ -130,7 +130,10 @@ def send_own_copy(
     if known is not None and known.token != carried:
         _tell(task, request, contender, None)
         raise Ignore("Another copy of this message is on its way")
-    delay = min(max(contender.remaining or 0.0, SHORTEST_DELAY), _longest_delay(task))
+    left = contender.remaining
+    if left is None:  # a store that can't tell
+        left = conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
+    delay = min(max(left, SHORTEST_DELAY), _longest_delay(task))
     token = uuid.uuid4().hex
     signature = task.signature_from_request(request, countdown=delay)
     # Celery's choice of the headers: RabbitMQ drops what still carries its x-death.

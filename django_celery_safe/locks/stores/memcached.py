@@ -85,9 +85,8 @@ class MemcachedStore(Store):
             for _ in range(TRIES):
                 if self._client.add(key, value, expire=math.ceil(seconds)):
                     return Acquired(None)
-                found = self._client.get(key)
-                if found is not None:
-                    lock = _read_lock(name, found)
+                lock = self._find(name)
+                if lock is not None:
                     return Acquired(None) if lock.token == token else lock
         # Taken by others and released each time: as good as held a moment ago.
         return HeldLock(name)
@@ -101,15 +100,8 @@ class MemcachedStore(Store):
             return [self._replace(r.name, r.token, None, math.ceil(r.seconds)) for r in renewals]
 
     def peek(self, name: str) -> HeldLock | None:
-        key = self._key(name)
         with self.errors("peek"):
-            value = self._client.get(key)
-            if value is None:
-                return None
-            entry = self._client.raw_command(b"me " + self._client.check_key(key))
-        # The sign of what is left differs between versions; before 1.6 there is no "me".
-        left = re.search(rb" exp=-?(\d+)", entry)
-        return _read_lock(name, value, None if left is None else float(left[1]))
+            return self._find(name)
 
     def iter_locks(self) -> Iterator[HeldLock]:
         prefix = self._listed_prefix()
@@ -132,6 +124,16 @@ class MemcachedStore(Store):
 
     def close(self) -> None:
         self._client.close()
+
+    def _find(self, name: str) -> HeldLock | None:
+        key = self._key(name)
+        value = self._client.get(key)
+        if value is None:
+            return None
+        entry = self._client.raw_command(b"me " + self._client.check_key(key))
+        # The sign of what is left differs between versions; before 1.6 there is no "me".
+        left = re.search(rb" exp=-?(\d+)", entry)
+        return _read_lock(name, value, None if left is None else float(left[1]))
 
     def _replace(self, name: str, token: str, value: bytes | None, expire: int) -> bool:
         """Write over the lock if ``token`` holds it; ``value`` None: what is there already."""
