@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "django_celery_safe"
 
 LOSES: Final = (
-    "A lock that is lost lets two run at once. Keep the locks in a Redis with maxmemory-policy "
-    "noeviction or set LOCK_DATABASE, or protect what they guard by the lock's fence."
+    "A lock that is lost lets two run at once. Set maxmemory-policy to noeviction, give the locks "
+    "a server of their own or set LOCK_DATABASE, or protect what they guard by the lock's fence."
 )
 
 
@@ -80,7 +80,7 @@ def check_lock_store() -> list[CheckMessage]:
     except ConfigurationError as error:
         return [_error(3, str(error), "See LOCK_CACHE and LOCK_DATABASE.")]
     if store.weakness:
-        return [_warning(4, f"Locks live in {store.where}: {store.weakness}.", LOSES)]
+        return [_warning(4, f"Locks live in {store.where}: {store.weakness}.", USE_INSTEAD)]
     if store.shared:
         return []
     return [
@@ -135,7 +135,7 @@ def _find_emptied_with(location: Location, store: Store) -> list[str]:
 def _emptied_with(alias: str) -> object:
     try:
         return Location("cache", alias).store().emptied_with()
-    except (ConfigurationError, ImportError):
+    except ConfigurationError:
         return None
 
 
@@ -195,7 +195,8 @@ def _sqlite_databases() -> Iterator[tuple[str, dict[str, Any]]]:
 def _on_worker_setup(instance: Any, **kwargs: Any) -> None:
     set_pool_processes(_count_processes(instance))
     for message in [*check_all(), *check_deployment()]:
-        logger.log(message.level, "%s", message)
+        if not message.is_silenced():
+            logger.log(message.level, "%s", message)
 
 
 def _count_processes(worker: Any) -> int:

@@ -2,7 +2,7 @@
 Settings of the example site. As they stand they need no server at all.
 
 The environment switches to real ones, each by itself: ``DATABASE_URL``,
-``REDIS_URL`` (the cache, and the locks in it), ``CELERY_BROKER_URL``,
+``REDIS_URL`` (the cache, and the locks beside it), ``CELERY_BROKER_URL``,
 ``EMAIL_HOST`` with ``EMAIL_PORT``. ``EXAMPLE_DATA_DIR`` moves the files.
 """
 
@@ -112,13 +112,24 @@ if os.environ.get("DATABASE_URL"):
 DJANGO_CELERY_SAFE: dict[str, Any] = {"LOCK_DATABASE": "locks"}
 
 if os.environ.get("REDIS_URL"):
+    from redis.connection import parse_url
+
+    # A database number of their own, the next one: cache.clear() empties a whole number.
+    number = parse_url(os.environ["REDIS_URL"]).get("db", 0) + 1
+    server, _, options = os.environ["REDIS_URL"].partition("?")
     CACHES = {
         "default": {
             "BACKEND": "django_redis.cache.RedisCache",
             "LOCATION": os.environ["REDIS_URL"],
         },
+        "locks": {
+            "BACKEND": "django_redis.cache.RedisCache",
+            "LOCATION": f"{server}?db={number}&{options}",
+            # A server that stays silent is to be an error, not a wait.
+            "OPTIONS": {"SOCKET_CONNECT_TIMEOUT": 2, "SOCKET_TIMEOUT": 2},  # s
+        },
     }
-    DJANGO_CELERY_SAFE = {"LOCK_CACHE": "default"}
+    DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
 
 # -- Celery --------------------------------------------------------------------------------------
 CELERY_TASK_IGNORE_RESULT = True

@@ -141,7 +141,15 @@ def _cache_store(alias: str) -> Store:
     store = _Kept.stores.get(alias)
     if store is None:
         # Two threads that come first at once make two: one serves this call only.
-        store = _Kept.stores[alias] = _make_cache_store(alias, _find_cache(alias))
+        try:
+            store = _make_cache_store(alias, _find_cache(alias))
+        except ImportError as error:
+            raise ConfigurationError(
+                f"Locks were asked for in the cache {alias!r}, whose client is not installed "
+                f"({error}). Redis: pip install 'django-celery-safe[redis]'; memcached: pip install "
+                f"'django-celery-safe[memcached]'."
+            ) from error
+        _Kept.stores[alias] = store
     return store
 
 

@@ -225,7 +225,7 @@ class Store(ABC):
         if not self.shortest_lease <= seconds <= self.longest_lease:
             raise ConfigurationError(
                 f"A lease of {seconds:g} s can't be kept in {self.where}: it has to be from "
-                f"{self.shortest_lease:g} s to {self.longest_lease:g} s there. Give another "
+                f"{self.shortest_lease:g} s to {self.longest_lease:.10g} s there. Give another "
                 f"timeout, or keep the locks in Redis or a database."
             )
 

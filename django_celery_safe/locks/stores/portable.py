@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from django.conf import settings
 from django.core.cache import caches
 
 from ...exceptions import LockBackendError, describe_error
@@ -102,6 +103,10 @@ class PortableStore(Store):
 
     def iter_locks(self) -> Iterator[HeldLock]:
         raise cant_list(self.where, "Django's cache API can't tell what is in a cache")
+
+    def emptied_with(self) -> object:
+        given = settings.CACHES[self._alias]
+        return given["BACKEND"], given.get("LOCATION", self._alias)
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
