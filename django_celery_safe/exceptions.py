@@ -96,9 +96,10 @@ class AlreadyRunning(LockNotAcquired):
 
     def __str__(self) -> str:
         by = f" by {self.holder}" if self.holder else ""
+        waited = f" after waiting {self.waited:.3g} s" if self.waited else ""
         return (
             f"Another run of this task holds the lock {self.name!r}{by}, so this one did not "
-            f"start. Send it again when that run has ended, or see on_conflict."
+            f"start{waited}. Send it again when that run has ended, or see on_conflict."
         )
 
 

@@ -28,6 +28,7 @@ def single_instance(
     on_conflict: str = "skip",
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
+    blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
     renew: bool = True,
     cache: str | conf.Unset = conf.UNSET,
 ) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
@@ -39,6 +40,7 @@ def single_instance(
     on_conflict: str = "skip",
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
+    blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
     renew: bool = True,
     cache: str | conf.Unset = conf.UNSET,
 ) -> Any:
@@ -61,13 +63,16 @@ def single_instance(
             returns a str, used as it is, or any plain value, hashed.
         on_conflict: What a run does when another holds the lock. ``"skip"``:
             returns None, so chains and chords go on. ``"retry"``: comes back
-            after ``retry_delay``, without using up ``max_retries``.
+            after ``retry_delay``, without using up ``max_retries``. ``"wait"``: waits
+            for ``blocking_timeout``, in its worker's slot, then ``AlreadyRunning``.
             ``"reject"``: Celery's ``Reject``, recorded as a failure.
             ``"raise"``: ``AlreadyRunning``.
         timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT``.
         retry_delay: Seconds or timedelta until a retried run comes back, plus up
             to a quarter of jitter; unset: 5 s. Sooner where that is more than half
             the broker's ``visibility_timeout``. Only with ``on_conflict="retry"``.
+        blocking_timeout: Longest time to wait, seconds or timedelta above 0.
+            Required with ``on_conflict="wait"``, and only there.
         renew: Renew the lease while the run goes on. False: it ends at
             ``timeout``, and a longer run goes on unprotected.
         cache: Alias of the cache that holds the lock; unset: as the settings say.
@@ -92,6 +97,7 @@ def single_instance(
         on_conflict=on_conflict,
         timeout=timeout,
         retry_delay=retry_delay,
+        blocking_timeout=blocking_timeout,
         renew=renew,
         cache=cache,
     )

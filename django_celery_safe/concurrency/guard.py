@@ -48,8 +48,8 @@ def run_alone(
     name = _find_lock_name(task, request, function, options, args[bound:], kwargs, bound)
     lock = CacheLock(name, timeout=options.timeout, renew=options.renew, cache=options.cache)
     with lock:
-        if not lock and _is_own(lock.contender, request):
-            lock.acquire(OWN_LOCK_PATIENCE)
+        if not lock and request is not None:
+            _wait(lock, request, options)
         if lock:
             if request is None:
                 return function(*args, **kwargs)
@@ -126,9 +126,22 @@ def _is_own(contender: HeldLock | None, request: Context | None) -> bool:
     return request.id is not None and contender.holder.task_id == request.id
 
 
+def _wait(lock: CacheLock, request: Context, options: Options) -> None:
+    """Let the lock be acquired a little later, where there is reason to."""
+    contender = lock.contender
+    if _is_own(contender, request):
+        lock.acquire(OWN_LOCK_PATIENCE)
+    elif options.on_conflict == "wait":
+        _note_conflict(lock.name, options.on_conflict, contender, request.id)
+        lock.acquire(options.blocking_timeout)
+
+
 def _step_aside(
     task: Any, request: Context, name: str, options: Options, contender: HeldLock
 ) -> None:
+    holder = contender.holder
+    if options.on_conflict == "wait":  # noted when it began to
+        raise AlreadyRunning(name, str(holder), options.blocking_timeout, holder.task_id)
     _note_conflict(name, options.on_conflict, contender, request.id)
     match options.on_conflict:
         case "skip":
@@ -137,9 +150,8 @@ def _step_aside(
             delay = options.retry_delay * (1 + random.uniform(0, JITTER))  # noqa: S311
             come_back(task, request, delay)
         case "reject":
-            raise Rejected(f"the lock {name!r} is held by {contender.holder}", requeue=False)
+            raise Rejected(f"the lock {name!r} is held by {holder}", requeue=False)
         case "raise":
-            holder = contender.holder
             raise AlreadyRunning(name, str(holder), 0.0, holder.task_id)
 
 

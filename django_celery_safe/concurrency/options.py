@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from .. import conf
 from ..exceptions import ConfigurationError
 
-OnConflict: TypeAlias = Literal["skip", "retry", "reject", "raise"]
+OnConflict: TypeAlias = Literal["skip", "retry", "wait", "reject", "raise"]
 Key: TypeAlias = str | Sequence[str] | Callable[..., Any]
 
 #: Seconds after which ``on_conflict="retry"`` comes back, before jitter.
@@ -27,6 +28,8 @@ class Options:
     on_conflict: OnConflict
     timeout: float | conf.Unset
     retry_delay: float
+    #: Longest time to wait, s; 0 unless on_conflict is "wait".
+    blocking_timeout: float
     renew: bool
     cache: str | conf.Unset
 
@@ -37,6 +40,7 @@ def make_options(
     on_conflict: str,
     timeout: conf.Duration | conf.Unset,
     retry_delay: conf.Duration | conf.Unset,
+    blocking_timeout: conf.Duration | conf.Unset,
     renew: bool,
     cache: str | conf.Unset,
 ) -> Options:
@@ -59,6 +63,7 @@ def make_options(
             f"retry_delay={retry_delay!r} has no meaning with on_conflict={on_conflict!r}, which "
             f'never retries. Leave it out, or set on_conflict="retry".'
         )
+    patience = _checked_patience(blocking_timeout, on_conflict)
     delay = RETRY_DELAY if isinstance(retry_delay, conf.Unset) else retry_delay
     unset = isinstance(timeout, conf.Unset)
     return Options(
@@ -66,6 +71,7 @@ def make_options(
         on_conflict=on_conflict,  # type: ignore[arg-type]
         timeout=conf.UNSET if unset else conf.lease_seconds(timeout, "timeout"),
         retry_delay=conf.lease_seconds(delay, "retry_delay"),
+        blocking_timeout=patience,
         renew=renew,
         cache=cache,
     )
@@ -114,6 +120,26 @@ def template_names(template: str) -> list[str]:
             names.append(field.partition(".")[0].partition("[")[0])
             names += template_names(spec or "")
     return names
+
+
+def _checked_patience(blocking_timeout: Any, on_conflict: str) -> float:
+    unset = isinstance(blocking_timeout, conf.Unset)
+    if on_conflict != "wait":
+        if unset:
+            return 0.0
+        raise ConfigurationError(
+            f"blocking_timeout={blocking_timeout!r} has no meaning with on_conflict="
+            f'{on_conflict!r}, which never waits. Leave it out, or set on_conflict="wait".'
+        )
+    seconds = None if unset else conf.wait_seconds(blocking_timeout, "blocking_timeout")
+    if not seconds or math.isinf(seconds):
+        given = "no blocking_timeout" if unset else f"blocking_timeout={blocking_timeout!r}"
+        raise ConfigurationError(
+            f'on_conflict="wait" with {given}: a run that waits holds a slot of its worker, so say '
+            f"for how long at the most, in seconds above 0. To come back later without holding a "
+            f'slot, set on_conflict="retry".'
+        )
+    return seconds
 
 
 def _checked_key(key: Any) -> Key | conf.Unset:

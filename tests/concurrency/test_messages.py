@@ -58,7 +58,13 @@ class Importing:
             self.runs.append(task.request.id)
             return "imported"
 
-        names = {"on_conflict", "retry_delay", "cache", "timeout"} & options.keys()
+        names = {
+            "on_conflict",
+            "retry_delay",
+            "blocking_timeout",
+            "cache",
+            "timeout",
+        } & options.keys()
         decorate = single_instance(key="{number}", **{name: options.pop(name) for name in names})
         options.setdefault("acks_late", True)
         self.task = mailbox.task(decorate(importing), name=NAME, base=base, bind=True, **options)
@@ -111,6 +117,45 @@ def test_the_key_that_travels_decides(mailbox: Mailbox, locks_in_memory: None) -
         assert mailbox.deliver(message).value is None
     with held_by(LOCK, "other"):
         assert mailbox.deliver(message).value == "imported"
+
+
+def test_wait_runs_when_the_other_has_ended(
+    store: str, mailbox: Mailbox, events: list[dict[str, Any]]
+) -> None:
+    """A run that waits says so, naming the holder, and runs as soon as the lock is free."""
+    importing = Importing(mailbox, on_conflict="wait", blocking_timeout=20)
+    message = importing.message()
+    with held_by(LOCK, "other") as lock:
+        ending = threading.Timer(0.3, release_lock, [lock])
+        ending.start()
+        assert mailbox.deliver(message) == ("SUCCESS", "imported")
+        ending.join()
+    ((event),) = events
+    assert event["on_conflict"] == "wait"
+    assert "task other" in event["holder"]
+    assert mailbox.take() == []
+
+
+def test_wait_ends_in_already_running(store: str, mailbox: Mailbox) -> None:
+    """A run that waited in vain fails, naming lock, holder and for how long it waited."""
+    importing = Importing(mailbox, on_conflict="wait", blocking_timeout=0.2)
+    message = importing.message()
+    with held_by(LOCK, "other"):
+        state, error = mailbox.deliver(message)
+    assert state == "FAILURE"
+    assert isinstance(error, AlreadyRunning)
+    assert (error.name, error.task_id) == (LOCK, "other")
+    assert "0.2 s" in str(error)
+    assert importing.runs == []
+
+
+def test_wait_does_not_wait_for_its_own_message(mailbox: Mailbox, locks_in_memory: None) -> None:
+    """A message that meets the lock of its own id holds no slot: its copy comes back."""
+    importing = Importing(mailbox, on_conflict="wait", blocking_timeout=60)
+    message = importing.message()
+    with held_by(LOCK, message.id):
+        assert mailbox.deliver(message).state == "IGNORED"
+    assert mailbox.take_one().id == message.id
 
 
 @pytest.mark.parametrize("base", [Task, SafeTask])

@@ -146,8 +146,8 @@ def _cache_store(alias: str) -> Store:
         except ImportError as error:
             raise ConfigurationError(
                 f"Locks were asked for in the cache {alias!r}, whose client is not installed "
-                f"({error}). Redis: pip install 'django-celery-safe[redis]'; memcached: pip install "
-                f"'django-celery-safe[memcached]'."
+                f"({error}). For Redis: pip install 'django-celery-safe[redis]'; for memcached: "
+                f"pip install 'django-celery-safe[memcached]'."
             ) from error
         _Kept.stores[alias] = store
     return store
