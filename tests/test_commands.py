@@ -21,12 +21,17 @@ from tests.conftest import MakeDatabase, MakeRedisCache
 pytestmark = pytest.mark.usefixtures("store")
 
 
-@pytest.fixture(params=["redis", "database", "local"])
+@pytest.fixture(params=["redis", "memcached", "database", "local"])
 def store(request: pytest.FixtureRequest, settings: Settings) -> None:
-    """Locks in Redis, in a database, in local memory."""
+    """Locks in Redis, in memcached, in a database, in local memory; or where none are listed."""
     if request.param == "redis":
         make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
         settings.CACHES = make_cache("django-redis")
+    elif request.param == "memcached":
+        settings.CACHES = request.getfixturevalue("memcached_cache_settings")()
+    elif request.param == "portable":
+        folder = str(request.getfixturevalue("tmp_path"))
+        settings.CACHES = {"default": {"BACKEND": "diskcache.DjangoCache", "LOCATION": folder}}
     elif request.param == "database":
         make_database: MakeDatabase = request.getfixturevalue("make_database")
         settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database("sqlite-immediate")}
@@ -163,3 +168,17 @@ def test_a_long_name_is_cut() -> None:
     assert lock.acquire()
     assert "xxx... (10000 characters; --json shows all)" in run()
     assert json.loads(run("--json"))[0]["name"] == lock.name
+
+
+@pytest.mark.parametrize("store", ["portable"], indirect=True)
+def test_a_cache_that_can_not_list_says_so() -> None:
+    """Where locks can't be listed, that is said instead of an empty list; one is freed by name."""
+    lock = cache_lock("a")
+    assert lock.acquire()
+    for arguments in ((), ("list",), ("--json",)):
+        with pytest.raises(CommandError, match=r"can't list its locks.*celery_locks release NAME"):
+            run(*arguments)
+    assert run("release", "a") == "Released a\n"
+    assert find_lock("a") is None
+    with pytest.raises(CommandError, match="not held"):
+        run("release", "a")

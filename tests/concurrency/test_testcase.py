@@ -16,7 +16,6 @@ from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
 from tests.contract.conftest import SHARED_STORES
 
-
 #: Those that can say which locks are held.
 LISTING = [name for name in SHARED_STORES if name != "portable"]
 

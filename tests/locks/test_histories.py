@@ -87,9 +87,9 @@ def found(redis_server: RedisServer) -> Iterator[Callable[[str], Found]]:
 
 
 def find(backend: str, plan: Plan, wanted: str) -> Found:
-    """Return what the checker finds; what a run meets is chance, so it gets three of them."""
+    """Return what the checker finds; what a run meets is chance, so it gets six of them."""
     names: Found = set()
-    for seed in range(3):
+    for seed in range(6):
         with RedisServer() as server:
             entry = {"BACKEND": backend, "LOCATION": server.url}
             caches = {"CACHES": {"default": entry}}

@@ -2,16 +2,28 @@
 
 import os
 import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import psutil
 import pytest
+from django.core.cache.backends.base import BaseCache
+from django.core.cache.backends.memcached import PyMemcacheCache
+from django.core.cache.backends.redis import RedisCache
 from django.db import connections, transaction
 from django.test import TestCase
+from django.test.utils import CaptureQueriesContext
 from pytest_django import DjangoDbBlocker, Settings
 
 from django_celery_safe import (
     BackendNotSupported,
+    CacheLock,
     ConfigurationError,
     LockBackendError,
     WrongTransaction,
@@ -19,20 +31,24 @@ from django_celery_safe import (
     find_lock,
     iter_locks,
 )
+from django_celery_safe.conf import UNSET
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired, Holder
+from django_celery_safe.locks.stores.base import Acquired, Holder, Store
 from django_celery_safe.locks.stores.database import DatabaseStore
-from django_celery_safe.locks.stores.local import set_pool_processes
-from tests.conftest import MakeDatabase, MakeRedisCache, require
+from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
+from django_celery_safe.locks.stores.memcached import MemcachedStore
+from django_celery_safe.locks.stores.portable import PortableStore
+from django_celery_safe.locks.stores.redis import RedisStore
+from tests.conftest import CacheSettings, MakeDatabase, MakeRedisCache, require
+from tests.locks.test_portable import DictCache
 from tests.processes import run_in_processes, start_in_process, tell, wait_for
-from tests.servers import PostgresServer, RedisServer, ServerPool
+from tests.servers import MemcachedServer, PostgresServer, RedisServer, ServerPool
 from tests.servers.databases import migrate, postgres_settings, registered
 
 REFUSED = {
     "django.core.cache.backends.filebased.FileBasedCache": "a read and then a write",
     "django.core.cache.backends.db.DatabaseCache": "taken anew in between",
     "django.core.cache.backends.dummy.DummyCache": "every add",
-    "django.core.cache.backends.memcached.PyMemcacheCache": "not known",
 }
 
 
@@ -55,6 +71,66 @@ def test_a_sharding_client_is_refused(settings: Settings) -> None:
     }
     with pytest.raises(BackendNotSupported, match="several servers"):
         cache_lock("x").acquire()
+
+
+SEVERAL_SERVERS: list[Any] = [
+    "127.0.0.1:1,127.0.0.1:2",
+    "127.0.0.1:1;127.0.0.1:2",
+    ["127.0.0.1:1", "unix:/no/such.sock"],
+]
+
+
+@pytest.mark.parametrize("location", SEVERAL_SERVERS, ids=str)
+@pytest.mark.parametrize("name", ["PyMemcacheCache", "PyLibMCCache"])
+def test_several_memcached_servers_are_refused(
+    name: str, location: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any client of several memcached servers is refused before it is used, since locks move."""
+    # The library that PyLibMCCache imports can't be had without a compiler.
+    pylibmc = SimpleNamespace(Client=None, NotFound=KeyError)
+    monkeypatch.setitem(sys.modules, "pylibmc", pylibmc)
+    backend = f"django.core.cache.backends.memcached.{name}"
+    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": location}}
+    with pytest.raises(BackendNotSupported, match=r"one of its several servers.*alias with one"):
+        cache_lock("x").acquire()
+
+
+@pytest.mark.parametrize(
+    ("backend", "store"),
+    [
+        ("django_redis.cache.RedisCache", RedisStore),
+        ("django.core.cache.backends.redis.RedisCache", RedisStore),
+        ("django.core.cache.backends.memcached.PyMemcacheCache", MemcachedStore),
+        ("django.core.cache.backends.locmem.LocMemCache", LocalStore),
+        ("diskcache.DjangoCache", PortableStore),
+        ("tests.locks.test_stores.OwnRedisCache", RedisStore),
+        ("tests.locks.test_stores.OwnMemcachedCache", MemcachedStore),
+        ("tests.locks.test_stores.OwnCache", PortableStore),
+    ],
+)
+def test_each_cache_has_its_store(
+    backend: str, store: type[Store], settings: Settings, tmp_path: Path
+) -> None:
+    """A known cache, or a subclass of one, has a store of its own; any other the portable one."""
+    locations = {RedisStore: "redis://127.0.0.1:1/0", MemcachedStore: "127.0.0.1:1"}
+    location = locations.get(store, str(tmp_path))
+    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": location}}
+    assert type(locate().store()) is store
+
+
+class OwnRedisCache(RedisCache):
+    """A project's own subclass of a backend of Django."""
+
+
+class OwnMemcachedCache(PyMemcacheCache):
+    """Another."""
+
+
+class OwnCache(BaseCache):
+    """A backend that nobody knows."""
+
+    def __init__(self, location: str, params: dict[str, Any]) -> None:
+        super().__init__(params)
 
 
 def test_local_memory_is_refused_in_a_pool_of_processes(locks_in_memory: None) -> None:
@@ -454,3 +530,78 @@ def stop_while_acquiring() -> None:
 
     DatabaseStore._next_fence = take_number_and_stop  # type: ignore[method-assign]
     cache_lock("stopped").acquire()
+
+
+class AskedCache(DictCache):
+    """A cache that counts how often it is asked."""
+
+    asked: ClassVar[int] = 0
+
+    def add(self, *args: Any, **kwargs: Any) -> bool:
+        """Count, and add."""
+        AskedCache.asked += 1
+        return super().add(*args, **kwargs)
+
+
+def test_waiters_back_off(
+    settings: Settings,
+    postgres_alias: str,
+    memcached_cache_settings: Callable[..., CacheSettings],
+    memcached_server: MemcachedServer,
+) -> None:
+    """Where nobody wakes it, a waiter of 3 s asks about twenty times, and in time gives up."""
+    settings.CACHES = {
+        **memcached_cache_settings("memcached"),
+        "portable": {"BACKEND": f"{__name__}.AskedCache"},
+    }
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": postgres_alias}
+    DictCache.values.clear()
+    caches: list[Any] = ["memcached", "portable", UNSET]
+    locks = [cache_lock("awaited", cache=cache, timeout=60, renew=False) for cache in caches]
+    assert all(lock.acquire() for lock in locks)
+    waiters = [cache_lock("awaited", cache=cache, blocking_timeout=3) for cache in caches]
+    # Connected, so that only what they ask is counted.
+    assert not any(waiter.acquire(blocking_timeout=0) for waiter in waiters)
+    before = memcached_server.count("cmd_set"), AskedCache.asked
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(wait_counting, waiter, postgres_alias) for waiter in waiters]
+    asked = [
+        memcached_server.count("cmd_set") - before[0],
+        AskedCache.asked - before[1],
+        waiting[2].result(),
+    ]
+    assert all(10 <= number <= 24 for number in asked), asked
+    assert all(lock.release() for lock in locks)
+
+
+def wait_counting(waiter: CacheLock, alias: str) -> int:
+    """Wait in vain; return how often this thread asked the database for a lock."""
+    try:
+        with CaptureQueriesContext(connections[alias]) as queries:
+            assert waiter.acquire() is False
+        return sum("databaselock" in query["sql"] for query in queries.captured_queries)
+    finally:
+        connections.close_all()
+
+
+def test_waiters_do_not_oversleep_the_end_of_a_lease(
+    settings: Settings, make_database: MakeDatabase
+) -> None:
+    """A waiter that has backed off tries again when the lease ends, not half a second later."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database("postgres")}
+
+    def take_over(number: int) -> float:
+        """Return by how much the waiter is later than the lease's end."""
+        try:
+            first = cache_lock(f"ending:{number}", timeout=1.5, renew=False)
+            assert first.acquire()
+            ends_at = time.monotonic() + 1.5
+            assert cache_lock(f"ending:{number}").acquire(blocking_timeout=10)
+            return time.monotonic() - ends_at
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(5) as pool:
+        late = list(pool.map(take_over, range(5)))
+    # Most of them, since the machine may be busy with something else.
+    assert statistics.median(late) < 0.1, late

@@ -1,6 +1,7 @@
 """A private memcached."""
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from pymemcache.client.base import Client
@@ -9,7 +10,15 @@ from tests.servers.server import Server
 
 
 class MemcachedServer(Server):
-    """memcached with 64 MB; a restart loses everything."""
+    """
+    memcached with 64 MB; a restart loses everything.
+
+    Args:
+        places: As for all servers.
+        unix_socket: Whether it listens on ``socket_path``, and then on no port.
+        arguments: More arguments of its command line, such as ``("-m", "1")``; of one
+            that is there already, the last counts.
+    """
 
     name = "memcached"
     program = "memcached"
@@ -17,16 +26,30 @@ class MemcachedServer(Server):
     # It has nothing to save, and looks at SIGTERM only once a second.
     stop_signal = signal.SIGKILL
 
+    def __init__(
+        self,
+        places: tuple[str, ...] | None = None,
+        *,
+        unix_socket: bool = False,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        super().__init__(places)
+        self.unix_socket = unix_socket
+        self.socket_path = self.folder / "memcached.sock"
+        self.arguments = tuple(arguments)
+
     @property
     def url(self) -> str:
-        """``host:port``, as Django's LOCATION has it."""
-        return f"{self.host}:{self.port}"
+        """``host:port``, or ``unix:`` and the path, as Django's LOCATION has it."""
+        return f"unix:{self.socket_path}" if self.unix_socket else f"{self.host}:{self.port}"
 
     def command(self) -> list[str | Path]:
-        """TCP only."""
+        """TCP or the unix socket; no UDP."""
+        where: tuple[str | Path, ...] = ("-l", self.host, "-p", str(self.port), "-U", "0")
+        if self.unix_socket:
+            where = ("-s", self.socket_path)
         return [
-            self.programs / self.program, "-l", self.host, "-p", str(self.port),
-            "-U", "0", "-m", "64", "-c", "1024",
+            self.programs / self.program, *where, "-m", "64", "-c", "1024", *self.arguments,
         ]  # fmt: skip
 
     def is_ready(self) -> bool:
@@ -39,12 +62,20 @@ class MemcachedServer(Server):
 
     def client(self) -> Client:
         """Return a plain client, to be closed by the caller."""
-        return Client((self.host, self.port), connect_timeout=2, timeout=5)
+        return Client(self.url, connect_timeout=2, timeout=5)
 
     def flush(self) -> None:
         """Remove everything."""
         client = self.client()
         try:
             client.flush_all(noreply=False)
+        finally:
+            client.close()
+
+    def count(self, statistic: str) -> int:
+        """Return a number that it keeps, such as ``cmd_set``."""
+        client = self.client()
+        try:
+            return int(client.stats()[statistic.encode()])
         finally:
             client.close()

@@ -224,7 +224,7 @@ class Store(ABC):
         """
         if not self.shortest_lease <= seconds <= self.longest_lease:
             raise ConfigurationError(
-                f"A lease of {seconds:g} s can't be kept in {self.where}: it has to be from "
+                f"A lease of {seconds:.10g} s can't be kept in {self.where}: it has to be from "
                 f"{self.shortest_lease:g} s to {self.longest_lease:.10g} s there. Give another "
                 f"timeout, or keep the locks in Redis or a database."
             )
@@ -265,6 +265,11 @@ def plain_name(name: str) -> str:
     """
     if len(name) <= MAX_PLAIN_NAME and name.isascii() and name.isprintable() and " " not in name:
         return name
+    return hashed_name(name)
+
+
+def hashed_name(name: str) -> str:
+    """Return a text of 71 characters that stands for a lock's name in a key."""
     return "sha256:" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -13,13 +13,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 from urllib.parse import unquote
 
 from pymemcache.client.base import Client, PooledClient
 from pymemcache.client.retrying import RetryingClient
-from pymemcache.exceptions import MemcacheError, MemcacheUnexpectedCloseError
+from pymemcache.exceptions import MemcacheError, MemcacheServerError, MemcacheUnexpectedCloseError
 
 from ...exceptions import LockBackendError, describe_error
 from .base import (
@@ -31,6 +31,7 @@ from .base import (
     cant_list,
     decode_holder,
     encode_holder,
+    hashed_name,
     plain_name,
 )
 
@@ -39,10 +40,18 @@ if TYPE_CHECKING:
 
 #: Characters of a token: a hexadecimal UUID.
 TOKEN_LENGTH: Final = 32
+#: Options of a pool, which Django's client may have.
+POOLED: Final = ("max_pool_size", "pool_idle_timeout", "lock_generator")
 #: What stands before a lock's name in its key.
 PREFIX: Final = "celery_safe:lock:"
 #: How often a lock that comes and goes is tried to be taken or read.
 TRIES: Final = 5
+#: What ``gets`` gives for every item on a server without compare-and-set.
+NO_CAS: Final = b"0"
+#: Longest key that memcached takes, bytes.
+LONGEST_KEY: Final = 250
+#: Connections that may lie idle in the pool, one for each thread that was busy at once.
+MOST_IDLE: Final = 20
 #: Expiry of an item that is gone at once, as for DELETE.
 GONE: Final = -1
 #: Items that one step of the listing reads.
@@ -66,14 +75,15 @@ class MemcachedStore(Store):
         self.where = f'CACHES["{alias}"] (memcached)'
         self._cache: BaseCache = cache
         (self._server,) = cache._cache.clients.values()
-        options = {**cache._cache.default_kwargs, "serde": None, "default_noreply": False}
-        for pooled in ("max_pool_size", "pool_idle_timeout", "lock_generator"):
-            options.pop(pooled, None)
+        options = {**cache._cache.default_kwargs, "default_noreply": False}
+        for ours in ("serde", "serializer", "deserializer", *POOLED):
+            options.pop(ours, None)
         self._options = options
-        # The first command after a restart of the server finds its connection closed.
+        self._prefix = self._server.key_prefix
+        # The first commands after a restart of the server find their connections closed.
         self._client = RetryingClient(
             PooledClient(self._server.server, **options),
-            attempts=2,
+            attempts=MOST_IDLE + 1,
             retry_for=(ConnectionError, MemcacheUnexpectedCloseError),
         )
 
@@ -110,7 +120,8 @@ class MemcachedStore(Store):
             items = self._iter_items(client, prefix)
             while ends := dict(islice(items, PAGE)):
                 for key, value in self._client.get_many(list(ends)).items():
-                    yield _read_lock(key, value, max(0.0, float(ends[key] - now)))
+                    end = ends[key]  # -1: an item without an end, which we never write
+                    yield _read_lock(key, value, max(0.0, float(end - now)) if end > 0 else None)
 
     def emptied_with(self) -> object:
         return self._server.server
@@ -121,9 +132,6 @@ class MemcachedStore(Store):
             yield
         except (MemcacheError, OSError) as error:
             raise LockBackendError(self.where, action, describe_error(error)) from error
-
-    def close(self) -> None:
-        self._client.close()
 
     def _find(self, name: str) -> HeldLock | None:
         key = self._key(name)
@@ -142,23 +150,36 @@ class MemcachedStore(Store):
             found, unique = self._client.gets(key)
             if found is None or not found.startswith(token.encode()):
                 return False
+            if unique == NO_CAS:
+                raise MemcacheServerError("it was started with -C, without compare-and-set")
             if self._client.cas(key, found if value is None else value, unique, expire=expire):
                 return True
             # Written since: by a renewal of ours, or it ended and someone else has it.
 
     def _iter_items(self, client: Client, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield key and end, s by the server's clock, of each item that is a lock."""
-        ours = client.key_prefix.decode() + prefix
-        client.sock.sendall(b"lru_crawler metadump all\r\n")
-        with client.sock.makefile("rb") as lines:
-            for line in lines:
-                if line.startswith(b"END"):
-                    return
-                item = re.match(rb"key=(\S+) exp=(\d+) ", line)
-                if item is None:
-                    self._raise_not_listed(line.decode("ascii", "replace").strip())
-                elif (key := unquote(item[1].decode())).startswith(ours):
-                    yield key.removeprefix(client.key_prefix.decode()), int(item[2])
+        before = self._prefix.decode()
+        for line in self._iter_dump(client):
+            item = re.match(rb"key=(\S+) exp=(-?\d+) ", line)
+            if item is None:
+                self._raise_not_listed(line.decode("ascii", "replace").strip())
+            elif (key := unquote(item[1].decode())).startswith(before + prefix):
+                yield key.removeprefix(before), int(item[2])
+
+    def _iter_dump(self, client: Client) -> Iterator[bytes]:
+        """Yield a line for each item of the server, or one with its refusal."""
+        # "all" leaves out what others use at the moment; older servers know only that.
+        for which in (b"hash", b"all"):
+            client.sock.sendall(b"lru_crawler metadump " + which + b"\r\n")
+            with client.sock.makefile("rb") as lines:
+                first = lines.readline()
+                if which == b"hash" and first.startswith((b"ERROR", b"CLIENT_ERROR", b"BADCLASS")):
+                    continue
+                for line in chain([first], lines):
+                    if line.startswith(b"END"):
+                        return
+                    yield line
+                return
 
     def _raise_not_listed(self, answer: str) -> NoReturn:
         if answer.startswith(("BUSY", "LOCKED")):
@@ -173,7 +194,11 @@ class MemcachedStore(Store):
         return key.removesuffix("x")
 
     def _key(self, name: str) -> str:
-        return str(self._cache.make_key(PREFIX + plain_name(name)))
+        key = str(self._cache.make_key(PREFIX + plain_name(name)))
+        if len(key.encode()) + len(self._prefix) <= LONGEST_KEY:
+            return key
+        # A long KEY_PREFIX; the limit for names leaves it some 50 characters.
+        return str(self._cache.make_key(PREFIX + hashed_name(name)))
 
 
 def _read_lock(name: str, value: bytes, remaining: float | None = None) -> HeldLock:

@@ -1,0 +1,687 @@
+"""Locks in memcached: a server in trouble, odd values, listing, leases of whole seconds."""
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+from django.core.cache import cache
+from pytest_django import Settings
+
+from django_celery_safe import (
+    BackendNotSupported,
+    ConfigurationError,
+    LockBackendError,
+    LockLost,
+    cache_lock,
+    find_lock,
+    iter_locks,
+)
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores.base import Acquired, Holder, Renewal
+from django_celery_safe.signals import lock_lost
+from tests.conftest import CacheSettings, require
+from tests.processes import run_in_processes, wait_for
+from tests.servers import MemcachedServer, ServerPool
+
+MakeMemcachedCache = Callable[..., CacheSettings]
+
+BACKEND = "django.core.cache.backends.memcached.PyMemcacheCache"
+#: Timeout of the clients of servers that stop to answer, s.
+TIMEOUT = 0.3
+THIRTY_DAYS = 30 * 24 * 3600
+#: What stands before a lock's name where the cache has no prefix and version 1.
+PREFIX = ":1:celery_safe:lock:"
+
+
+def use(settings: Settings, server: MemcachedServer, **options: Any) -> None:
+    """Let locks live in this server, by a client with these OPTIONS."""
+    settings.CACHES = {"default": {"BACKEND": BACKEND, "LOCATION": server.url, "OPTIONS": options}}
+
+
+@pytest.fixture
+def memcached(
+    settings: Settings,
+    memcached_cache_settings: MakeMemcachedCache,
+    memcached_server: MemcachedServer,
+) -> MemcachedServer:
+    """The private memcached that tests share, emptied, with the locks in it."""
+    settings.CACHES = memcached_cache_settings()
+    return memcached_server
+
+
+@pytest.fixture
+def fragile(settings: Settings) -> Iterator[MemcachedServer]:
+    """A memcached of this test alone, to be stopped and started, with the locks in it."""
+    with ServerPool() as servers:
+        server: MemcachedServer = require(servers, MemcachedServer)
+        use(settings, server)
+        yield server
+
+
+@pytest.fixture
+def start(memcached_server: MemcachedServer, settings: Settings) -> Iterator[Any]:
+    """Start a memcached of this test alone, with arguments of its own, and put the locks there."""
+    started: list[MemcachedServer] = []
+
+    def start(**arguments: Any) -> MemcachedServer:
+        server = MemcachedServer(**arguments)
+        started.append(server)
+        server.start()
+        use(settings, server)
+        return server
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture
+def losses() -> Iterator[list[str]]:
+    """The names of the locks that were told to be lost."""
+    told: list[str] = []
+
+    def listen(name: str, **fields: object) -> None:
+        told.append(name)
+
+    lock_lost.connect(listen)
+    yield told
+    lock_lost.disconnect(listen)
+
+
+def write(server: MemcachedServer, key: str, value: bytes, expire: int = 1000) -> None:
+    """Write an item past all caches."""
+    with closing(server.client()) as client:
+        client.set(key, value, expire=expire, noreply=False)
+
+
+def write_others(server: MemcachedServer, number: int, size: int = 10, run: int = 0) -> None:
+    """Write so many items that are no locks."""
+    with closing(server.client()) as client:
+        items = {f":1:other:{run}:{one:06}": b"x" * size for one in range(number)}
+        client.set_many(items, expire=1000, noreply=True)
+        client.version()  # answered when all of them are written
+
+
+# The server gone, restarted, silent, full
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_exc": True, "use_pooling": True}], ids=str)
+def test_a_killed_server_is_not_a_held_lock(
+    options: dict[str, Any], fragile: MemcachedServer, settings: Settings
+) -> None:
+    """With the server gone every request is an error, and nobody is told that a lock is held."""
+    use(settings, fragile, **options)
+    held, kept = cache_lock("held"), cache_lock("kept", renew=False)
+    assert held.acquire()
+    assert kept.acquire()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cache_lock("held", blocking_timeout=20).acquire)
+        asked = fragile.count("cmd_set")
+        wait_for(lambda: fragile.count("cmd_set") > asked, 5, "nobody waits")
+        fragile.kill()
+        with pytest.raises(LockBackendError, match="did not answer to acquire"):
+            waiting.result(10)
+    requests: dict[str, Callable[[], object]] = {
+        "acquire": cache_lock("new").acquire,
+        "extend": held.ensure,
+        "peek": kept.ensure,
+        "list": lambda: list(iter_locks()),
+        "release": held.release,
+    }
+    for action, request in requests.items():
+        with pytest.raises(LockBackendError, match=rf"memcached\) did not answer to {action} "):
+            request()
+
+
+def test_a_server_that_django_takes_for_dead_is_asked(
+    fragile: MemcachedServer, settings: Settings
+) -> None:
+    """When Django's client has given the server up and says False, locks say what is true."""
+    use(settings, fragile, ignore_exc=True, retry_timeout=0.05)
+    with cache_lock("before") as lock:
+        assert lock
+    fragile.kill()
+
+    def is_given_up() -> bool:
+        cache.get("traffic")
+        return bool(cache._cache._dead_clients)  # type: ignore[attr-defined]
+
+    wait_for(is_given_up, 10, "Django did not give up")
+    assert cache.add("traffic", 1) is False
+    for _ in range(2):
+        with pytest.raises(LockBackendError, match="acquire"):
+            cache_lock("dead").acquire()
+    with pytest.raises(LockBackendError, match="peek"):
+        find_lock("dead")
+    fragile.start()
+    assert cache.add("traffic", 1) is False
+    with cache_lock("alive") as lock:
+        assert lock
+        assert [one.name for one in iter_locks()] == ["alive"]
+        assert not cache_lock("alive").acquire()
+
+
+def test_a_restart_is_noticed_by_holders(
+    fragile: MemcachedServer, losses: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that lost its memory is a loss: for ensure(), and for the renewing thread."""
+    with (
+        cache_lock("asked", renew=False) as asked,
+        cache_lock("renewed", timeout=2) as renewed,
+    ):
+        fragile.restart()
+        with pytest.raises(LockLost):
+            asked.ensure()
+        assert not asked.held
+        wait_for(lambda: "renewed" in losses, 5, "the loss was not told")
+        assert not renewed.held
+        with pytest.raises(LockLost):
+            renewed.ensure()
+        assert renewed.release() is False
+    assert sorted(losses) == ["asked", "renewed"]
+    errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    for name in losses:
+        assert sum(f"The lock '{name}' was lost" in error for error in errors) == 1
+
+
+def test_the_first_command_after_a_restart_costs_no_error(fragile: MemcachedServer) -> None:
+    """A connection that the server closed since the last command is replaced unnoticed."""
+    requests: list[Callable[[], object]] = [
+        cache_lock("restarted", renew=False).acquire,
+        lambda: find_lock("restarted"),
+        lambda: locate().store().release("restarted", "a" * 32),
+        lambda: locate().store().extend([Renewal("restarted", "a" * 32, 10)]),
+    ]
+    for request in requests:
+        assert find_lock("restarted") is None
+        fragile.restart()
+        request()
+        fragile.flush()
+
+
+def test_a_restart_costs_no_error_after_many_threads(fragile: MemcachedServer) -> None:
+    """That is so too when several connections were in use before."""
+    meeting = threading.Barrier(6)
+
+    def ask(number: int) -> None:
+        meeting.wait()
+        for _ in range(50):
+            find_lock(f"thread:{number}")
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(6)))
+    fragile.restart()
+    with cache_lock("restarted") as lock:
+        assert lock
+
+
+def test_a_silent_server_is_an_error(
+    fragile: MemcachedServer, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that stops to answer is an error after the timeout; then all is as before."""
+    use(settings, fragile, timeout=TIMEOUT, connect_timeout=TIMEOUT)
+    with cache_lock("kept", timeout=4) as kept, cache_lock("waited for") as other:
+        token = kept.token
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(cache_lock("waited for", blocking_timeout=20).acquire)
+            fragile.pause()
+            try:
+                with pytest.raises(LockBackendError, match=r"acquire.*time"):
+                    cache_lock("silent").acquire()
+                with pytest.raises(LockBackendError, match="extend"):
+                    kept.ensure()
+                with pytest.raises(LockBackendError, match="acquire"):
+                    waiting.result(10)
+                wait_for(lambda: "could not be renewed" in caplog.text, 5, "no renewal failed")
+                # Within its lease nobody else can have it.
+                assert kept.held
+            finally:
+                fragile.resume()
+        kept.ensure()
+        # What the server answered late is nobody's answer.
+        for lock in (kept, other):
+            found = find_lock(lock.name)
+            assert found is not None
+            assert (found.name, found.token) == (lock.name, lock.token)
+        assert kept.token == token
+        kept.ensure()
+    assert find_lock("kept") is None
+
+
+def test_an_evicted_lock_is_noticed(start: Any) -> None:
+    """A server that is full forgets a lock; its holder learns that, the next one gets it."""
+    server = start(arguments=("-m", "1", "-I", "512k"))
+    lock = cache_lock("evicted", renew=False)
+    assert lock.acquire()
+    for run in range(20):
+        write_others(server, 2000, size=90, run=run)
+    assert server.count("evictions") > 0
+    assert lock.held
+    with pytest.raises(LockLost):
+        lock.ensure()
+    assert not lock.held
+    with cache_lock("evicted") as new:
+        assert new
+
+
+def test_a_full_server_that_does_not_evict_is_an_error(start: Any) -> None:
+    """A server that is full and may not forget (-M) is an error, not a held or a lost lock."""
+    server = start(arguments=("-m", "1", "-I", "512k", "-M"))
+    store, token, holder = locate().store(), "a" * 32, Holder("here", 1)
+    acquired: list[str] = []
+    with pytest.raises(LockBackendError, match=r"acquire.*out of memory"):
+        for number in range(30_000):
+            store.acquire(f"full:{number:05}", token, 60, holder)
+            acquired.append(f"full:{number:05}")
+    assert server.count("evictions") == 0
+    # It writes another item to extend a lease, for which there is no place either.
+    with pytest.raises(LockBackendError, match=r"extend.*out of memory"):
+        for name in acquired:
+            assert store.extend([Renewal(name, token, 60)]) == [True]
+    for name in (acquired[0], acquired[-1]):
+        found = store.peek(name)
+        assert found is not None
+        assert found.token == token
+
+
+def test_a_server_without_cas_hangs_nobody(start: Any) -> None:
+    """On a server without compare-and-set (-C) a lock is refused or works; nothing hangs."""
+    server = start(arguments=("-C",))
+
+    def lock_once() -> None:
+        with suppress(BackendNotSupported, LockBackendError), cache_lock("no cas", renew=False):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        locking = pool.submit(lock_once)
+        try:
+            locking.result(1.5)
+        finally:
+            server.kill()
+
+
+# Leases
+
+
+def test_leases_of_whole_seconds(memcached: MemcachedServer) -> None:
+    """Whenever in the server's second a lease begins, it outlasts its holder's trust in it."""
+    begins = [number / 5 for number in range(5)]
+    # At the same time, since each takes as long as its lease.
+    with ThreadPoolExecutor(2 * len(begins) + 1) as pool:
+        stories = [pool.submit(lease_of, 2, 2, after) for after in begins]
+        stories += [pool.submit(lease_of, 2.5, 3, after) for after in begins]
+        stories += [pool.submit(late_release)]
+    for story in stories:
+        story.result()
+
+
+def lease_of(seconds: float, kept: float, after: float) -> None:
+    """A lease is kept for whole seconds, trusted for one less than asked, and ends."""
+    time.sleep(after)
+    lock = cache_lock(f"{seconds} s after {after}", timeout=seconds, renew=False)
+    asked_at = time.monotonic()
+    assert lock.acquire()
+    assert seconds - 1.9 < lock.remaining <= seconds - 1
+    found = find_lock(lock.name)
+    assert found is not None
+    assert found.remaining is not None
+    assert kept - 1 <= found.remaining <= kept
+    while find_lock(lock.name) is not None:
+        assert time.monotonic() < asked_at + kept + 2, "the lease does not end"
+        time.sleep(0.01)
+    assert not lock.held
+
+
+def late_release() -> None:
+    """A release after the lease ended and someone else took the lock leaves it alone."""
+    late = cache_lock("late", timeout=2, renew=False)
+    assert late.acquire()
+    new = cache_lock("late", timeout=60)
+    assert new.acquire(blocking_timeout=5)
+    with pytest.raises(LockLost):
+        late.ensure()
+    assert late.release() is False
+    new.ensure()
+    found = find_lock("late")
+    assert found is not None
+    assert found.token == new.token
+    assert new.release() is True
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.9, THIRTY_DAYS + 1])
+def test_a_lease_that_can_not_be_kept_is_refused(
+    seconds: float, memcached: MemcachedServer, settings: Settings
+) -> None:
+    """Leases below 2 s and beyond 30 days are an error that says what is possible."""
+    with pytest.raises(ConfigurationError, match="from 2 s to 2592000 s"):
+        cache_lock("refused", timeout=seconds).acquire()
+    settings.DJANGO_CELERY_SAFE = {"LOCK_TIMEOUT": seconds}
+    with pytest.raises(ConfigurationError, match="from 2 s to 2592000 s"):
+        cache_lock("refused").acquire()
+    assert find_lock("refused") is None
+
+
+def test_the_longest_lease_is_no_moment(memcached: MemcachedServer) -> None:
+    """A lease of 30 days is kept as a duration, with which it is shown and listed."""
+    with cache_lock("long", timeout=THIRTY_DAYS) as lock:
+        lock.ensure()
+        (listed,) = iter_locks()
+        found = find_lock("long")
+        for one in (listed, found):
+            assert one is not None
+            assert one.remaining is not None
+            assert THIRTY_DAYS - 5 < one.remaining <= THIRTY_DAYS + 1
+
+
+def test_a_release_wins_against_renewals(memcached: MemcachedServer) -> None:
+    """A release beside a renewal frees the lock for good, however the two are interleaved."""
+    store, token, holder = locate().store(), "a" * 32, Holder("here", 1)
+    renewal = [Renewal("raced", token, 60)]
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.is_set():
+            store.extend(renewal)
+
+    before = memcached.count("cas_badval") + memcached.count("cas_misses")
+    with ThreadPoolExecutor(2) as pool:
+        renewing = [pool.submit(renew) for _ in range(2)]
+        try:
+            for _ in range(200):
+                assert isinstance(store.acquire("raced", token, 60, holder), Acquired)
+                assert store.extend(renewal) == [True]
+                assert store.release("raced", token) is True
+                assert store.peek("raced") is None
+        finally:
+            ended.set()
+    for one in renewing:
+        one.result()
+    repeated = memcached.count("cas_badval") + memcached.count("cas_misses") - before
+    assert repeated > 0, "no two of them met"
+
+
+# What stands under a key
+
+
+GARBLED = {
+    "bytes": b"\xff\x00not ours",
+    "empty": b"",
+    "short": b"a",
+    "huge": b"[" * 1_000_000,
+    "number": b"1",
+    "no fields": b"a" * 32 + b"[]",
+    "other fields": b"a" * 32 + b'[1,2,3,"4",[5],{},null]',
+    "two": b"a" * 32 + b"[],[]",
+    "deep": b"a" * 32 + b"[" * 100_000,
+    "object": b"a" * 32 + b'{"name": "x", "pid": 1}',
+    "moment": b"a" * 32 + b'["n","h",1,1e300,true,null,null]',
+}
+
+
+@pytest.mark.parametrize("value", GARBLED.values(), ids=GARBLED)
+def test_a_garbled_value_is_someone_unknown(value: bytes, memcached: MemcachedServer) -> None:
+    """Something foreign under a lock's key is a held lock of an unknown holder, no crash."""
+    write(memcached, PREFIX + "garbled", value)
+    assert [str(one.holder) for one in iter_locks()] == [""]
+    lock = cache_lock("garbled")
+    assert lock.acquire() is False
+    assert lock.contender is not None
+    found = find_lock("garbled")
+    assert found is not None
+    assert str(found.holder) == ""
+    store = locate().store()
+    assert store.extend([Renewal("garbled", "b" * 32, 10)]) == [False]
+    assert store.release("garbled", "b" * 32) is False
+    with closing(memcached.client()) as client:
+        assert client.get(PREFIX + "garbled") == value
+
+
+def test_a_value_of_django_is_someone_unknown(memcached: MemcachedServer) -> None:
+    """What a project itself wrote under a lock's key, pickled, is no crash either."""
+    cache.set("celery_safe:lock:pickled", {"not": ["ours"]})
+    assert not cache_lock("pickled").acquire()
+    found = find_lock("pickled")
+    assert found is not None
+    assert str(found.holder) == ""
+
+
+# Listing
+
+
+def test_locks_are_listed_among_others(memcached: MemcachedServer) -> None:
+    """Locks of several pages are listed once each, whatever else the server holds."""
+    write_others(memcached, 5000)
+    write(memcached, ":1:celery_safe:lockout", b"no lock")
+    write(memcached, ":2:celery_safe:lock:version", b"no lock of ours")
+    names = {f"{'long' * 40}:{number}" for number in range(300)} | {"%3A odd\n", "žluť", "x" * 500}
+    store = locate().store()
+    task = Holder("here", 1, time.time(), True, "shop.tasks.index", "id")
+    for name in names:
+        holder = task if name.startswith("long") else Holder("here", 1)
+        assert isinstance(store.acquire(name, "a" * 32, 60, holder), Acquired)
+    locks = list(iter_locks())
+    assert len(locks) == len(names)
+    assert {lock.name for lock in locks} == names
+    assert all(lock.remaining is not None and 55 < lock.remaining <= 61 for lock in locks)
+    assert {lock.token for lock in locks} == {"a" * 32}
+    assert sum(1 for _ in iter_locks(task="shop.tasks.index")) == 300
+    assert [lock.name for lock in iter_locks("x")] == ["x" * 500]
+    assert store.release("žluť", "a" * 32)
+    assert {lock.name for lock in iter_locks()} == names - {"žluť"}
+
+
+def test_locks_are_listed_among_items_without_end(memcached: MemcachedServer) -> None:
+    """Locks are listed though the cache holds something that never expires."""
+    cache.set("endless", 1, timeout=None)
+    with cache_lock("listed"):
+        assert [lock.name for lock in iter_locks()] == ["listed"]
+
+
+def test_a_lock_that_others_ask_for_is_listed(memcached: MemcachedServer) -> None:
+    """A lock is in every list for as long as it is held, however often others ask for it."""
+    ended = threading.Event()
+    requests = f"get {PREFIX}wanted\r\n".encode() * 2000 + b"version\r\n"
+
+    def ask() -> None:
+        with socket.create_connection((memcached.host, memcached.port)) as connection:
+            while not ended.is_set():
+                connection.sendall(requests)
+                end = b""
+                while b"VERSION" not in end:
+                    end = (end + connection.recv(1_000_000))[-100:]
+
+    with cache_lock("wanted"), ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            for _ in range(50):
+                assert [lock.name for lock in iter_locks()] == ["wanted"]
+        finally:
+            ended.set()
+    for one in asking:
+        one.result(10)
+
+
+@pytest.mark.parametrize("arguments", [("-o", "no_lru_crawler"), ("-X",)], ids=str)
+def test_a_server_that_can_not_list_says_so(arguments: tuple[str, ...], start: Any) -> None:
+    """Where the server lists nothing, locks work, and the error says what else there is."""
+    start(arguments=arguments)
+    with cache_lock("not listed") as lock:
+        assert lock
+        assert not cache_lock("not listed").acquire()
+        assert find_lock("not listed") is not None
+        with pytest.raises(
+            BackendNotSupported,
+            match=r"can't list its locks: .* lru_crawler metadump.*find_lock\(\).*LOCK_DATABASE",
+        ):
+            list(iter_locks())
+
+
+# Keys and options
+
+
+def keep_name(key: str, key_prefix: str, version: int) -> str:
+    """Make keys that end in the name, as Django's own function does."""
+    return f"{key_prefix}/{version}/{key}"
+
+
+def hash_name(key: str, key_prefix: str, version: int) -> str:
+    """Make keys that do not show the name."""
+    return hashlib.sha256(f"{key_prefix}{version}{key}".encode()).hexdigest()
+
+
+APART: dict[str, dict[str, Any]] = {
+    "default": {},
+    "prefix": {"KEY_PREFIX": "shop"},
+    "version": {"KEY_PREFIX": "shop", "VERSION": 2},
+    "function": {"KEY_PREFIX": "shop", "KEY_FUNCTION": f"{__name__}.keep_name"},
+    "option": {"OPTIONS": {"key_prefix": b"site:"}},
+}
+
+
+def test_caches_with_other_keys_do_not_meet(
+    settings: Settings, memcached_cache_settings: MakeMemcachedCache
+) -> None:
+    """KEY_PREFIX, VERSION, KEY_FUNCTION and the client's prefix keep locks apart, and listed."""
+    settings.CACHES = {}
+    for alias, options in APART.items():
+        settings.CACHES |= memcached_cache_settings(alias, **options)
+    locks = [cache_lock("same", cache=alias, renew=False) for alias in APART]
+    assert all(lock.acquire() for lock in locks)
+    for alias, lock in zip(APART, locks, strict=True):
+        assert [(one.name, one.token) for one in iter_locks(cache=alias)] == [("same", lock.token)]
+        assert not cache_lock("same", cache=alias).acquire()
+        # Gone, it can't be taken for the next one.
+        assert lock.release()
+
+
+def test_a_function_that_hashes_keys_keeps_locks_from_being_listed(
+    settings: Settings, memcached_cache_settings: MakeMemcachedCache
+) -> None:
+    """With hashed keys locks work and are found by name; the list says why there is none."""
+    settings.CACHES = memcached_cache_settings(KEY_FUNCTION=f"{__name__}.hash_name")
+    with cache_lock("hashed") as lock:
+        lock.ensure()
+        assert not cache_lock("hashed").acquire()
+        found = find_lock("hashed")
+        assert found is not None
+        assert (found.name, found.token) == ("hashed", lock.token)
+        with pytest.raises(BackendNotSupported, match="can't list its locks: its KEY_FUNCTION"):
+            list(iter_locks())
+    assert find_lock("hashed") is None
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pooled": {"use_pooling": True, "max_pool_size": 2, "pool_idle_timeout": 60},
+    "ignoring": {"ignore_exc": True, "default_noreply": True, "no_delay": True},
+    "timeouts": {"timeout": 5, "connect_timeout": 5, "allow_unicode_keys": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_options_of_the_client_do_no_harm(
+    options: dict[str, Any],
+    settings: Settings,
+    memcached_cache_settings: MakeMemcachedCache,
+) -> None:
+    """Locks exclude, and are listed, whatever the cache's client was told to do."""
+    settings.CACHES = memcached_cache_settings(OPTIONS=options)
+    use_lock_from_threads()
+
+
+def test_a_unix_socket_is_a_server(start: Any) -> None:
+    """Locks live in a memcached that listens on a unix socket."""
+    start(unix_socket=True)
+    use_lock_from_threads()
+
+
+def use_lock_from_threads() -> None:
+    """Take, ensure and free a lock that four threads want; list another."""
+
+    def take(_: int) -> bool:
+        with cache_lock("wanted", blocking_timeout=20) as lock:
+            assert lock
+            lock.ensure()
+            assert not cache_lock("wanted").acquire()
+            return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(take, range(4))) == [True] * 4
+    assert find_lock("wanted") is None
+    with cache_lock("listed"):
+        assert [one.name for one in iter_locks()] == ["listed"]
+
+
+# Threads and forks
+
+
+def use_own_locks(number: int, times: int = 100) -> str:
+    """Take and free a lock of one's own, checking that each answer is one's own."""
+    store = locate().store()
+    name, token = f"own:{number}", f"{number:032}"
+    for _ in range(times):
+        assert isinstance(store.acquire(name, token, 60, Holder("here", number)), Acquired)
+        found = store.peek(name)
+        assert found is not None
+        assert (found.token, found.holder.pid) == (token, number)
+        assert store.extend([Renewal(name, token, 60)]) == [True]
+        assert store.release(name, token) is True
+    return "all right"
+
+
+def test_threads_share_one_store(memcached: MemcachedServer) -> None:
+    """Threads that use one store at once get each their own answers."""
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(use_own_locks, range(8))) == ["all right"] * 8
+
+
+def test_threads_are_not_disturbed_by_a_close(memcached: MemcachedServer) -> None:
+    """The renewing thread closes the store, with its last lease, and others see no error."""
+    store = locate().store()
+    ended = threading.Event()
+
+    def close() -> None:
+        while not ended.is_set():
+            store.close()
+            time.sleep(0.005)
+
+    with ThreadPoolExecutor(5) as pool:
+        closing = pool.submit(close)
+        try:
+            assert list(pool.map(use_own_locks, range(4))) == ["all right"] * 4
+        finally:
+            ended.set()
+    closing.result()
+
+
+def test_a_fork_has_connections_of_its_own(memcached: MemcachedServer) -> None:
+    """Parent and child go on at once after a fork, with an open connection, and mix up nothing."""
+    assert run_in_processes(fork_and_go_on, 1) == [("all right", "all right", "refused")]
+
+
+def fork_and_go_on() -> tuple[str, ...]:
+    """Fork with a lock held and a connection open; return how parent and child fared."""
+    lock = cache_lock("parent's")
+    assert lock.acquire()
+    use_own_locks(0, 1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        outcome = "failed"
+        with suppress(BaseException):
+            outcome = use_own_locks(1)
+        os.write(writer, outcome.encode())
+        os._exit(0)
+    outcome = use_own_locks(2)
+    os.waitpid(child, 0)
+    lock.ensure()
+    refused = "refused" if not cache_lock("parent's").acquire() else "taken"
+    assert lock.release()
+    return outcome, os.read(reader, 100).decode(), refused

@@ -1,0 +1,398 @@
+"""Locks in any other cache: what they hold to there, and caches that break in some way."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pymemcache
+import pytest
+from django.core.cache import cache
+from django.core.cache.backends.base import DEFAULT_TIMEOUT, BaseCache
+from django.core.cache.backends.memcached import BaseMemcachedCache
+from pytest_django import Settings
+
+from django_celery_safe import (
+    BackendNotSupported,
+    ConfigurationError,
+    LockBackendError,
+    LockLost,
+    LockNotAcquired,
+    cache_lock,
+    find_lock,
+    iter_locks,
+    release_lock,
+)
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder, Renewal
+from django_celery_safe.locks.stores.portable import PortableStore
+from tests.conftest import require
+from tests.processes import wait_for
+from tests.servers import MemcachedServer, ServerPool
+
+
+class DictCache(BaseCache):
+    """A dict, with all that the portable store needs of a cache; those below break it."""
+
+    values: ClassVar[dict[str, tuple[Any, float]]] = {}
+    mutex: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self, location: str, params: dict[str, Any]) -> None:
+        super().__init__(params)
+
+    def get(self, key: str, default: Any = None, version: int | None = None) -> Any:
+        """Return what has not ended."""
+        value, ends_at = self.values.get(self.make_key(key, version), (default, 0.0))
+        return value if ends_at > time.monotonic() else default
+
+    def set(
+        self, key: str, value: Any, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None
+    ) -> None:
+        """Keep a value for ``timeout`` seconds."""
+        ends_at = time.monotonic() + self.get_backend_timeout_s(timeout)
+        self.values[self.make_key(key, version)] = (value, ends_at)
+
+    def add(
+        self, key: str, value: Any, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None
+    ) -> bool:
+        """Keep a value if there is none."""
+        with self.mutex:
+            if self.get(key, version=version) is not None:
+                return False
+            self.set(key, value, timeout, version)
+            return True
+
+    def touch(self, key: str, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None) -> bool:
+        """Let a value end later."""
+        with self.mutex:
+            value = self.get(key, version=version)
+            if value is not None:
+                self.set(key, value, timeout, version)
+            return value is not None
+
+    def delete(self, key: str, version: int | None = None) -> bool:
+        """Drop a value."""
+        return self.values.pop(self.make_key(key, version), None) is not None
+
+    def get_backend_timeout_s(self, timeout: Any) -> float:
+        """Return a timeout as seconds."""
+        return float(self.default_timeout or 300) if timeout is DEFAULT_TIMEOUT else float(timeout)
+
+
+class ForgetfulCache(DictCache):
+    """Says that it added a value, and keeps none."""
+
+    def add(self, key: str, value: Any, *args: Any, **kwargs: Any) -> bool:
+        """Do nothing, with success."""
+        return True
+
+
+class RefusingCache(DictCache):
+    """Adds nothing, though there is nothing: what some clients say of a server that is gone."""
+
+    def add(self, key: str, value: Any, *args: Any, **kwargs: Any) -> bool:
+        """Do nothing."""
+        return False
+
+
+class RaisingCache(DictCache):
+    """Raises what it likes in the methods that a test names."""
+
+    raising: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in RaisingCache.raising:
+            raise RuntimeError(f"{name}() is broken")
+        return super().__getattribute__(name)
+
+
+class UntouchableCache(DictCache):
+    """Has no touch()."""
+
+    touch = BaseCache.touch
+
+
+class LateTouchCache(DictCache):
+    """Lets someone else take what it touches, as when the lease ends in between."""
+
+    def touch(self, key: str, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None) -> bool:
+        """Touch what is someone else's by now."""
+        self.set(key, "b" * 32 + '["x","other host",2,1.0,true,null,null]', 60, version)
+        return super().touch(key, timeout, version)
+
+
+class OverwritingCache(DictCache):
+    """Its add() does not exclude: the last one wins."""
+
+    def add(
+        self, key: str, value: Any, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None
+    ) -> bool:
+        """Write whatever is there."""
+        self.set(key, value, timeout, version)
+        return True
+
+
+class OtherMemcachedCache(BaseMemcachedCache):
+    """A memcached backend that is not PyMemcacheCache, as PyLibMCCache is none."""
+
+    def __init__(self, server: str, params: dict[str, Any]) -> None:
+        super().__init__(server, params, pymemcache, KeyError)
+        self._class = pymemcache.HashClient
+        self._options = {
+            "default_noreply": False,
+            "ignore_exc": True,
+            "retry_attempts": 0,
+            "serde": pymemcache.serde.pickle_serde,
+        }
+
+
+UseCache = Callable[[type[BaseCache]], None]
+
+
+@pytest.fixture
+def use(settings: Settings) -> Iterator[UseCache]:
+    """Let locks live in a cache of this module."""
+
+    def use(cache_class: type[BaseCache]) -> None:
+        settings.CACHES = {"default": {"BACKEND": f"{__name__}.{cache_class.__name__}"}}
+
+    DictCache.values.clear()
+    RaisingCache.raising.clear()
+    yield use
+    RaisingCache.raising.clear()
+
+
+@pytest.fixture
+def diskcache(settings: Settings, tmp_path: Path) -> None:
+    """Let locks live in a diskcache.DjangoCache."""
+    settings.CACHES = {
+        "default": {"BACKEND": "diskcache.DjangoCache", "LOCATION": str(tmp_path / "cache")}
+    }
+
+
+# What it holds to
+
+
+def test_other_caches_are_portable(diskcache: None) -> None:
+    """A shared cache that is not known gets the portable store: no fence, no list, one holder."""
+    assert isinstance(locate().store(), PortableStore)
+    with cache_lock("x") as lock:
+        assert lock
+        assert lock.fence is None
+        other = cache_lock("x")
+        assert not other.acquire()
+        assert other.contender is not None
+        assert other.contender.token == lock.token
+        with pytest.raises(BackendNotSupported, match=r"can't list its locks: .*find_lock\(\)"):
+            list(iter_locks())
+    assert find_lock("x") is None
+    with pytest.raises(LockNotAcquired):
+        lock.release()
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2, 4.9])
+def test_a_short_lease_is_refused(seconds: float, diskcache: None) -> None:
+    """A lease that could never be freed before its end is an error, and nothing is written."""
+    with pytest.raises(ConfigurationError, match="from 5 s"):
+        cache_lock("short", timeout=seconds).acquire()
+    assert find_lock("short") is None
+    with cache_lock("short", timeout=5) as lock:
+        with pytest.raises(ConfigurationError, match="from 5 s"):
+            lock.extend(seconds)
+        assert lock.held
+
+
+@pytest.mark.parametrize(("seconds", "trusted"), [(5, 4.0), (5.5, 4.5), (60, 59.0)])
+def test_a_lease_is_trusted_for_a_second_less(
+    seconds: float, trusted: float, diskcache: None
+) -> None:
+    """The last second of a lease is not trusted, since caches count whole seconds."""
+    with cache_lock("trusted", timeout=seconds) as lock:
+        assert trusted - 2 < lock.remaining <= trusted
+        lock.ensure()
+        assert trusted - 2 < lock.remaining <= trusted
+        found = find_lock("trusted")
+        assert found is not None
+        assert found.remaining is None
+
+
+def test_a_lock_of_someone_else_is_not_released(diskcache: None) -> None:
+    """A release after the lock was freed, and taken by someone else, leaves it alone."""
+    late = cache_lock("late", renew=False)
+    assert late.acquire()
+    seen = find_lock("late")
+    assert seen is not None
+    assert release_lock(seen) is True
+    new = cache_lock("late")
+    assert new.acquire()
+    assert late.held
+    with pytest.raises(LockLost, match="process"):
+        late.ensure()
+    assert late.release() is False
+    assert release_lock(seen) is False
+    new.ensure()
+    assert new.release() is True
+
+
+def test_a_lock_in_the_end_of_its_lease_is_left_to_end(diskcache: None) -> None:
+    """In the last 3 s of a lease a release deletes nothing: it might be someone else's by then."""
+    store, token = locate().store(), "a" * 32
+    for remaining, deleted in ((3.1, True), (None, True), (2.9, False), (0.0, False)):
+        assert isinstance(store.acquire("x", token, 60, Holder("here", 1)), Acquired)
+        assert store.release("x", token, remaining) is True
+        assert (store.peek("x") is None) is deleted
+    with cache_lock("short", timeout=5, renew=False) as lock:
+        wait_for(lambda: lock.remaining < 3, 3, "it is trusted on")
+    assert find_lock("short") is not None
+    assert not cache_lock("short").acquire()
+
+
+def test_threads_exclude_each_other(diskcache: None) -> None:
+    """Of threads that want one lock, one has it at a time."""
+    inside: list[int] = []
+
+    def take(number: int) -> bool:
+        for _ in range(5):
+            with cache_lock("turns", blocking_timeout=20) as lock:
+                assert lock
+                inside.append(number)
+                assert inside == [number]
+                inside.remove(number)
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(take, range(4)))
+
+
+# Caches that break
+
+
+def test_the_dict_is_a_good_cache(use: UseCache) -> None:
+    """The cache that the broken ones are made of holds locks as it should."""
+    use(DictCache)
+    with cache_lock("x") as lock:
+        lock.ensure()
+        assert not cache_lock("x").acquire()
+    assert find_lock("x") is None
+
+
+@pytest.mark.parametrize("broken", [ForgetfulCache, RefusingCache])
+def test_a_cache_that_keeps_nothing_is_an_error(broken: type[BaseCache], use: UseCache) -> None:
+    """A cache that keeps no value is an error at acquire, neither a lock nor a held one."""
+    use(broken)
+    lock = cache_lock("x", blocking_timeout=5)
+    with pytest.raises(LockBackendError, match=r"acquire.*neither keeps .* nor shows"):
+        lock.acquire()
+    assert not lock.held
+
+
+def test_what_a_cache_raises_is_told(use: UseCache) -> None:
+    """Whatever a cache raises is an error of the lock's, with what it said."""
+    use(RaisingCache)
+    requests: dict[str, tuple[str, Callable[[Any], object]]] = {
+        "add": ("acquire", lambda lock: cache_lock("new").acquire()),
+        "get": ("extend", lambda lock: lock.ensure()),
+        "touch": ("extend", lambda lock: lock.extend(60)),
+        "delete": ("release", lambda lock: lock.release()),
+    }
+    for method, (action, request) in requests.items():
+        lock = cache_lock(f"held {method}")
+        assert lock.acquire()
+        RaisingCache.raising.add(method)
+        try:
+            with pytest.raises(LockBackendError, match=rf"to {action} .*{method}\(\) is broken"):
+                request(lock)
+        finally:
+            RaisingCache.raising.clear()
+    with pytest.raises(LockBackendError, match="peek"):
+        RaisingCache.raising.add("get")
+        find_lock("x")
+
+
+def test_a_body_keeps_its_result_when_the_cache_breaks(
+    use: UseCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A release that raises does not hide what the body did; it is logged."""
+    use(RaisingCache)
+    with pytest.raises(ZeroDivisionError), cache_lock("x"):
+        RaisingCache.raising.add("get")
+        raise ZeroDivisionError
+    with caplog.at_level(logging.WARNING):
+        RaisingCache.raising.clear()
+        with cache_lock("y"):
+            RaisingCache.raising.add("delete")
+    assert "The lock 'y' could not be released and ends by its lease" in caplog.text
+
+
+def test_a_cache_without_touch_can_not_extend(use: UseCache) -> None:
+    """On a cache without touch() a lock is held for one lease; to extend it is an error."""
+    use(UntouchableCache)
+    with cache_lock("x") as lock:
+        with pytest.raises(LockBackendError, match=r"extend.*touch"):
+            lock.ensure()
+        assert lock.held
+        assert not cache_lock("x").acquire()
+    assert find_lock("x") is None
+
+
+def test_an_extension_never_makes_two_trust(use: UseCache) -> None:
+    """When the lock becomes someone else's while it is extended, its old holder learns that."""
+    use(LateTouchCache)
+    with cache_lock("x") as lock:
+        with pytest.raises(LockLost, match="other host"):
+            lock.ensure()
+        assert not lock.held
+        assert lock.release() is False
+    found = find_lock("x")
+    assert found is not None
+    assert found.token == "b" * 32
+
+
+def test_of_two_that_added_one_learns_of_it(use: UseCache) -> None:
+    """On a cache whose add() lets two in, the first is told at its next step."""
+    use(OverwritingCache)
+    first, second = cache_lock("x", renew=False), cache_lock("x", renew=False)
+    assert first.acquire()
+    assert second.acquire()
+    with pytest.raises(LockLost):
+        first.ensure()
+    assert first.release() is False
+    second.ensure()
+    assert second.release() is True
+
+
+@pytest.mark.parametrize("value", ["", "not ours", 17, b"\xff", ["a"], "a" * 32 + "[1]", 0, False])
+def test_a_foreign_value_is_someone_unknown(value: Any, use: UseCache) -> None:
+    """Something foreign under a lock's key is a held lock of an unknown holder, no crash."""
+    use(DictCache)
+    cache.set("celery_safe:lock:x", value, 60)
+    assert cache_lock("x").acquire() is False
+    found = find_lock("x")
+    assert isinstance(found, HeldLock)
+    assert str(found.holder) == ""
+    store = locate().store()
+    assert store.extend([Renewal("x", "b" * 32, 10)]) == [False]
+    assert store.release("x", "b" * 32) is False
+    assert cache.get("celery_safe:lock:x") == value
+
+
+def test_another_memcached_backend_is_portable(settings: Settings) -> None:
+    """A memcached backend that is not known works, and a server that is gone is an error."""
+    with ServerPool() as servers:
+        server: MemcachedServer = require(servers, MemcachedServer)
+        backend = f"{__name__}.{OtherMemcachedCache.__name__}"
+        settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": server.url}}
+        assert isinstance(locate().store(), PortableStore)
+        with cache_lock("x") as lock:
+            lock.ensure()
+            assert not cache_lock("x").acquire()
+        kept = cache_lock("kept", renew=False)
+        assert kept.acquire()
+        server.kill()
+        # Its client says False and None from now on.
+        for _ in range(3):
+            with pytest.raises(LockBackendError, match="acquire"):
+                cache_lock("x").acquire()
