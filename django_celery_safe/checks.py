@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from celery import signals
@@ -18,7 +19,7 @@ from django.core import checks
 from django.core.checks import CheckMessage
 
 from . import conf
-from .exceptions import BackendNotSupported, ConfigurationError, LockBackendError
+from .exceptions import BackendNotSupported, ConfigurationError, describe_error
 from .locks.stores import USE_INSTEAD, Location, locate
 from .locks.stores.base import Store
 from .locks.stores.local import set_pool_processes
@@ -79,6 +80,9 @@ def check_lock_store() -> list[CheckMessage]:
         return [_error(2, f"{error.where} can't hold locks: {error.reason}.", error.hint)]
     except ConfigurationError as error:
         return [_error(3, str(error), "See LOCK_CACHE and LOCK_DATABASE.")]
+    except Exception as error:  # noqa: BLE001 - a check must say what it is, whatever it is
+        what = f"Locks can't live where the settings say: {describe_error(error)}."
+        return [_error(3, what, "See LOCK_CACHE and LOCK_DATABASE, and that alias in CACHES.")]
     if store.weakness:
         return [_warning(4, f"Locks live in {store.where}: {store.weakness}.", USE_INSTEAD)]
     if store.shared:
@@ -98,8 +102,8 @@ def check_deployment(**kwargs: Any) -> list[CheckMessage]:
     try:
         location = locate()
         store = location.store()
-    except ConfigurationError:
-        return []  # check_all tells
+    except Exception:  # noqa: BLE001 - check_all tells
+        return []
     messages = []
     if shared := ", ".join(_find_emptied_with(location, store)):
         freed = f"Locks live in {store.where}, which is emptied along with {shared}"
@@ -113,8 +117,8 @@ def check_deployment(**kwargs: Any) -> list[CheckMessage]:
         )
     try:
         weaknesses = store.ask_weaknesses()
-    except LockBackendError as error:
-        weaknesses = [f"whether it evicts locks could not be asked ({error})"]
+    except Exception as error:  # noqa: BLE001 - a check must not fail
+        weaknesses = [f"whether it evicts locks could not be asked ({describe_error(error)})"]
     return messages + [_warning(6, f"Locks live in {store.where}: {w}.", LOSES) for w in weaknesses]
 
 
@@ -135,7 +139,7 @@ def _find_emptied_with(location: Location, store: Store) -> list[str]:
 def _emptied_with(alias: str) -> object:
     try:
         return Location("cache", alias).store().emptied_with()
-    except ConfigurationError:
+    except Exception:  # noqa: BLE001 - a fault of another alias is not for this check
         return None
 
 
@@ -194,7 +198,13 @@ def _sqlite_databases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _on_worker_setup(instance: Any, **kwargs: Any) -> None:
     set_pool_processes(_count_processes(instance))
-    for message in [*check_all(), *check_deployment()]:
+    _log(check_all)
+    # It asks a server, which may be slow or silent; the worker must start nevertheless.
+    threading.Thread(target=_log, args=(check_deployment,), daemon=True).start()
+
+
+def _log(check: Callable[[], list[CheckMessage]]) -> None:
+    for message in check():
         if not message.is_silenced():
             logger.log(message.level, "%s", message)
 

@@ -14,13 +14,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 from weakref import WeakSet
 
 from ..exceptions import LockBackendError
 from ..signals import emit, lock_backend_failed
-from .stores import Location
-from .stores.base import HeldLock, Renewal
+from .stores.base import HeldLock, Renewal, Store
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 RENEW_AFTER: Final = 1 / 3
 #: After a failed renewal it is tried again when this part of the lease has passed.
 RETRY_AFTER: Final = 1 / 10
+#: An answer that takes longer than this part of the shortest lease is given up, where the
+#: store can: the other leases, and those in other stores, wait for it.
+ANSWER_WITHIN: Final = 1 / 6
 #: Leases that are due within this part of themselves are renewed along with others.
 ALONG: Final = 1 / 20
 #: Longest that the thread waits at a time, s; a system can't wait for centuries.
@@ -39,14 +42,13 @@ class Lease:
     What a holder knows about its own lease.
 
     Args:
-        location: Where the lock lives.
+        store: Where the lock lives.
         name: The lock's name.
         token: Which acquisition this is.
         seconds: Length of the lease.
-        early: How much earlier the store may end it, seconds.
         asked_at: When the last request that began a lease was sent, by the
-            monotonic clock. The lease is trusted for ``seconds``, less ``early``,
-            from then on, since the store can only have got the request later.
+            monotonic clock. The lease is trusted for ``seconds`` from then on, less
+            what the store may end it ``early``: it can only have got the request later.
         renew_until: When the thread stops to renew it, monotonic; inf: never.
         on_lost: Called, with the lease and the new holder's lock or None, by the
             thread that finds the lease to be no longer ours. It must not refer to
@@ -57,8 +59,6 @@ class Lease:
         "__weakref__",
         "asked_at",
         "asking",
-        "early",
-        "location",
         "lost",
         "name",
         "on_lost",
@@ -66,25 +66,24 @@ class Lease:
         "renew_at",
         "renew_until",
         "seconds",
+        "store",
         "token",
     )
 
     def __init__(
         self,
-        location: Location,
+        store: Store,
         name: str,
         token: str,
         seconds: float,
-        early: float,
         asked_at: float,
         renew_until: float,
         on_lost: Callable[[Lease, HeldLock | None], None],
     ) -> None:
-        self.location = location
+        self.store = store
         self.name = name
         self.token = token
         self.seconds = seconds
-        self.early = early
         self.renew_until = renew_until
         self.on_lost = on_lost
         self.pid = os.getpid()
@@ -104,7 +103,7 @@ class Lease:
         """Seconds for which the lease is trusted; 0 when it is over, lost or another process's."""
         if self.lost or self.pid != os.getpid():
             return 0.0
-        return max(0.0, self.asked_at + self.seconds - self.early - time.monotonic())
+        return max(0.0, self.asked_at + self.seconds - self.store.early - time.monotonic())
 
     def extend(self, seconds: float) -> bool:
         """Ask the store for a lease of ``seconds`` from now; tell whether it is still ours."""
@@ -112,7 +111,12 @@ class Lease:
             asked_at = time.monotonic()
             # If the answer gets lost, the lease is of either length: trust the shorter.
             self.seconds = min(self.seconds, seconds)
-            (extended,) = self.location.store().extend([Renewal(self.name, self.token, seconds)])
+            try:
+                (extended,) = self.store.extend([Renewal(self.name, self.token, seconds)])
+            except BaseException:
+                # It may be over sooner than planned.
+                self.renew_at = min(self.renew_at, asked_at + self.seconds * RETRY_AFTER)
+                raise
             if extended:
                 self.seconds = seconds
                 self.began(asked_at)
@@ -132,8 +136,8 @@ class Renewer:
         self._thread: threading.Thread | None = None
         #: When the thread looks again by itself, monotonic.
         self._wakes_at = math.inf
-        #: Locations to which the thread has opened connections.
-        self._opened: set[Location] = set()
+        #: Stores to which the thread has opened connections of its own.
+        self._opened: set[Store] = set()
 
     def add(self, lease: Lease) -> None:
         """Renew ``lease`` from now on, also when its length has changed."""
@@ -155,18 +159,16 @@ class Renewer:
         """Renew ``lease`` no more; with the last one of a store, the connection is closed."""
         with self._mutex:
             self._leases.discard(lease)
-            if not self._is_idle(lease.location):
+            if not self._is_idle(lease.store):
                 return
             self._changed.notify_all()
             # So that "released" means that nothing of ours is connected; a store
             # that hangs must not hold up the caller.
-            self._changed.wait_for(lambda: not self._is_idle(lease.location), timeout=1.0)
+            self._changed.wait_for(lambda: not self._is_idle(lease.store), timeout=1.0)
 
-    def _is_idle(self, location: Location) -> bool:
+    def _is_idle(self, store: Store) -> bool:
         """Tell whether the thread is connected to a store in which nothing is held."""
-        return location in self._opened and all(
-            lease.location != location for lease in self._leases
-        )
+        return store in self._opened and all(lease.store is not store for lease in self._leases)
 
     def _run(self) -> None:
         while True:
@@ -174,47 +176,54 @@ class Renewer:
                 self._take_turn()
             except BaseException:
                 # Even a receiver's SystemExit: without this thread every lock would be lost.
-                logger.exception("The thread that renews locks met an error and goes on.")
+                with suppress(BaseException):
+                    logger.exception("The thread that renews locks met an error and goes on.")
                 time.sleep(0.1)
                 self._wakes_at = 0.0  # look at all of them
 
     def _take_turn(self) -> None:
         # A method of its own: what it knows of leases would keep them while it waits.
         with self._mutex:
-            idle = {location for location in self._opened if self._is_idle(location)}
+            idle = {store for store in self._opened if self._is_idle(store)}
             pause = self._wakes_at - time.monotonic()
             if pause > 0 and not idle:
                 self._changed.wait(None if pause == math.inf else min(pause, LONGEST_PAUSE))
                 return
-            due, over = self._take_due()
+            due, over, shortest = self._take_due()
         self._close(idle)
         self._leave(over)
-        for location, leases in due.items():
-            self._renew(location, leases)
+        for store, leases in due.items():
+            self._renew(store, leases, shortest * ANSWER_WITHIN)
 
-    def _take_due(self) -> tuple[dict[Location, list[Lease]], list[Lease]]:
-        """Return what to renew now and what to renew no more; plan when to look again."""
+    def _take_due(self) -> tuple[dict[Store, list[Lease]], list[Lease], float]:
+        """
+        Plan when to look again.
+
+        Returns:
+            What to renew now, what to renew no more, and the shortest of all leases, s.
+        """
         # The plan made by a lease stays when it is gone: who takes and frees locks in a
         # loop wakes this thread once in a third of a lease, not each time.
-        now, wakes_at = time.monotonic(), math.inf
-        due: dict[Location, list[Lease]] = {}
+        now, wakes_at, shortest = time.monotonic(), math.inf, math.inf
+        due: dict[Store, list[Lease]] = {}
         over: list[Lease] = []
         for lease in self._leases:
+            shortest = min(shortest, lease.seconds)
             if lease.renew_at > now + lease.seconds * ALONG:
                 wakes_at = min(wakes_at, lease.renew_at)
             elif lease.renew_until <= now:
                 over.append(lease)
             else:
-                due.setdefault(lease.location, []).append(lease)
+                due.setdefault(lease.store, []).append(lease)
         self._leases.difference_update(over)
         self._wakes_at = wakes_at
-        return due, over
+        return due, over, shortest
 
-    def _renew(self, location: Location, leases: list[Lease]) -> None:
+    def _renew(self, store: Store, leases: list[Lease], within: float) -> None:
         # One that its holder extends just now is renewed by that.
         free = [lease for lease in leases if lease.asking.acquire(blocking=False)]
         try:
-            outcomes = self._ask(location, free) if free else []
+            outcomes = self._ask(store, free, within) if free else []
         finally:
             for lease in free:
                 lease.asking.release()
@@ -237,22 +246,23 @@ class Renewer:
                 lease.remaining,
             )
 
-    def _ask(self, location: Location, leases: list[Lease]) -> list[bool]:
+    def _ask(self, store: Store, leases: list[Lease], within: float) -> list[bool]:
         """Extend leases in one request; return for each whether it is still ours, or nothing."""
-        with self._mutex:
-            self._opened.add(location)
+        if store.connects_threads:
+            with self._mutex:
+                self._opened.add(store)
         asked_at = time.monotonic()
         try:
-            outcomes = location.store().extend(leases)
+            outcomes = store.extend(leases, within)
         except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
-            self._failed(location, leases, error)
+            self._failed(store, leases, error)
             return []
         for lease, extended in zip(leases, outcomes, strict=True):
             if extended:
                 lease.began(asked_at)
         return outcomes
 
-    def _failed(self, location: Location, leases: list[Lease], error: Exception) -> None:
+    def _failed(self, store: Store, leases: list[Lease], error: Exception) -> None:
         now = time.monotonic()
         for lease in leases:
             lease.renew_at = now + lease.seconds * RETRY_AFTER
@@ -268,7 +278,7 @@ class Renewer:
             name=leases[0].name,
             reason=str(error),
         )
-        self._close({location})
+        self._close({store})
 
     def _lost(self, lease: Lease) -> None:
         with self._mutex:
@@ -278,20 +288,20 @@ class Renewer:
             self._leases.discard(lease)
             lease.lost = True
         try:
-            now_held = lease.location.store().peek(lease.name)
+            now_held = lease.store.peek(lease.name)
         except Exception:  # noqa: BLE001 - only to name the new holder
             now_held = None
         lease.on_lost(lease, now_held)
 
-    def _close(self, locations: set[Location]) -> None:
-        for location in locations:
+    def _close(self, stores: set[Store]) -> None:
+        for store in stores:
             try:
-                location.store().close()
+                store.close()
             except Exception:
                 # What can't be closed is gone already.
                 logger.debug("A lock store's connection could not be closed.", exc_info=True)
         with self._mutex:
-            self._opened -= locations
+            self._opened -= stores
             self._changed.notify_all()
 
 

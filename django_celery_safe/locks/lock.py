@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
@@ -41,7 +42,7 @@ from ..signals import (
     lock_released,
 )
 from .lease import Lease, renewer
-from .stores import Location, locate
+from .stores import locate
 from .stores.base import Acquired, HeldLock, Holder, Store
 
 P = ParamSpec("P")
@@ -92,7 +93,6 @@ class CacheLock:
         self._renew = renew
         self._cache = cache
         self._lease: Lease | None = None
-        self._store: Store | None = None
         #: The mark of the thread that acquired it.
         self._thread: object = None
         self._fence: int | None = None
@@ -128,16 +128,15 @@ class CacheLock:
             )
         self._forget()
         settings = conf.current()
-        location = locate(self._cache, settings)
         seconds = self._timeout
         if isinstance(seconds, conf.Unset):
             seconds = conf.lease_seconds(settings["LOCK_TIMEOUT"], "LOCK_TIMEOUT")
-        store = location.store()
+        store = locate(self._cache, settings).store()
         store.check_lease(seconds)
         started_at = time.monotonic()
         patience = None if longest == 0 else 0.0
         tries = 0
-        while not self._try_acquire(location, store, seconds, patience):
+        while not self._try_acquire(store, seconds, patience):
             left = math.inf if longest is None else started_at + longest - time.monotonic()
             if left <= 0:
                 return False
@@ -166,13 +165,17 @@ class CacheLock:
         lease = self._our_lease()
         self._lease = None
         renewer().remove(lease)
-        store = self._store if self._store is not None else lease.location.store()
         try:
-            released = store.release(self.name, lease.token, lease.remaining)
+            released = lease.store.release(self.name, lease.token, lease.remaining)
         except WrongTransaction:
             # Nothing was asked of the store: it can be released after the transaction.
             self._lease = lease
             self._keep_renewed(lease)
+            raise
+        except CelerySafeError:
+            raise
+        except BaseException:
+            _give_back(lease.store, self.name, lease.token)
             raise
         if released:
             if is_observed(lock_released, logger, logging.DEBUG):
@@ -205,10 +208,13 @@ class CacheLock:
         """
         seconds = conf.lease_seconds(timeout, "timeout")
         lease = self._our_lease()
-        lease.location.store().check_lease(seconds)
-        if lease.lost or not lease.extend(seconds):
-            self._raise_lost(lease)
-        self._keep_renewed(lease)  # it may be due sooner now
+        lease.store.check_lease(seconds)
+        try:
+            if lease.lost or not lease.extend(seconds):
+                self._raise_lost(lease)
+        finally:
+            if not lease.lost:
+                self._keep_renewed(lease)  # it may be due sooner now
 
     def ensure(self) -> None:
         """
@@ -275,7 +281,10 @@ class CacheLock:
             self.acquire()
         except BaseException:
             # A soft time limit may hit when the lock was acquired already.
-            self._forget()
+            if self._lease is not None and self._lease.remaining > 0:
+                lease = self._lease
+                self._forget()
+                _give_back(lease.store, self.name, lease.token)
             raise
         self._asked = False
         return self
@@ -297,7 +306,9 @@ class CacheLock:
             return
         try:
             self.release()
-        except (LockBackendError, WrongTransaction) as failure:
+        except (LockError, WrongTransaction) as failure:
+            if kind is None and not isinstance(failure, LockBackendError | WrongTransaction):
+                raise  # a mistake, and no error of the body that it could hide
             # The body's own result or error matters more; the lease ends by itself.
             self._forget()
             self._note_not_released(failure)
@@ -332,7 +343,7 @@ class CacheLock:
         return LockNotAcquired(self.name, holder, self._blocking_timeout or 0.0)
 
     def _keep_renewed(self, lease: Lease) -> None:
-        if self._renew and lease.location.store().renews():
+        if self._renew and lease.store.renews():
             renewer().add(lease)
 
     def _forget(self) -> None:
@@ -350,26 +361,36 @@ class CacheLock:
             cache=self._cache,
         )
 
-    def _try_acquire(
-        self, location: Location, store: Store, seconds: float, patience: float | None
-    ) -> bool:
+    def _try_acquire(self, store: Store, seconds: float, patience: float | None) -> bool:
         renew = self._renew and store.renews()
         token = os.urandom(16).hex()
         task = get_current_task()
         holder = _describe_holder(task, renew)
         asked_at = time.monotonic()
-        outcome = store.acquire(self.name, token, seconds, holder, patience)
+        try:
+            outcome = store.acquire(self.name, token, seconds, holder, patience)
+        except CelerySafeError:
+            raise
+        except BaseException:
+            # A soft time limit, most likely. The store may have it: then nobody else could
+            # for a whole lease.
+            _give_back(store, self.name, token)
+            raise
         if not isinstance(outcome, Acquired):
             self._note_contended(outcome)
             return False
         renew_until = math.inf if task is None else asked_at + _time_limit(task)
-        lease = Lease(
-            location, self.name, token, seconds, store.early, asked_at, renew_until, _note_lost
-        )
-        self._lease, self._store, self._thread = lease, store, _here.mark
+        lease = Lease(store, self.name, token, seconds, asked_at, renew_until, _note_lost)
+        self._lease, self._thread = lease, _here.mark
         self._fence, self._contender = outcome.fence, None
         if renew:
-            renewer().add(lease)
+            try:
+                renewer().add(lease)
+            except BaseException:
+                # No thread could be started, or a time limit hit.
+                self._forget()
+                _give_back(store, self.name, token)
+                raise
         if is_observed(lock_acquired, logger, logging.DEBUG):
             emit(
                 lock_acquired,
@@ -405,12 +426,12 @@ class CacheLock:
         return self._lease
 
     def _is_ours(self, lease: Lease) -> bool:
-        lock = lease.location.store().peek(self.name)
+        lock = lease.store.peek(self.name)
         return lock is not None and lock.token == lease.token
 
     def _find_holder(self, lease: Lease) -> HeldLock | None:
         try:
-            return lease.location.store().peek(self.name)
+            return lease.store.peek(self.name)
         except LockBackendError:
             return None
 
@@ -512,6 +533,12 @@ def _note_lost(lease: Lease, now_held: HeldLock | None) -> None:
         name=lease.name,
         holder=holder,
     )
+
+
+def _give_back(store: Store, name: str, token: str) -> None:
+    """Free what an interrupted request may have left; if that fails, it ends by its lease."""
+    with suppress(CelerySafeError):
+        store.release(name, token)
 
 
 def _time_limit(task: Any) -> float:

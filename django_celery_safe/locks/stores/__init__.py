@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from django.conf import settings as django_settings
@@ -184,7 +185,7 @@ def _make_cache_store(alias: str, cache: Any) -> Store:
 
 
 def _database_store(alias: str) -> Store:
-    from .database import _CLOCKS, DatabaseStore
+    from .database import _CLOCKS
 
     try:
         vendor = connections[alias].vendor
@@ -201,6 +202,13 @@ def _database_store(alias: str) -> Store:
             "how to read this server's clock is not known",
             "Use PostgreSQL, SQLite or Redis.",
         )
+    return _kept_database_store(alias)
+
+
+@lru_cache
+def _kept_database_store(alias: str) -> Store:
+    from .database import DatabaseStore
+
     return DatabaseStore(alias)
 
 

@@ -129,6 +129,8 @@ class Store(ABC):
     lists: ClassVar[bool] = True
     #: Whether processes other than this one see the locks.
     shared: ClassVar[bool] = True
+    #: Whether each thread that asks has a connection of its own, to be closed by it.
+    connects_threads: ClassVar[bool] = False
     #: Whether a release wakes a waiter; without it waiters ask again and again.
     wakes: ClassVar[bool] = False
     #: Shortest and longest lease that the store can keep, s.
@@ -190,12 +192,16 @@ class Store(ABC):
         return 0.0
 
     @abstractmethod
-    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         """
         Let each lease end ``seconds`` from now if its token still holds it.
 
         All of them together where the store can. A lease that ended and was taken by
         nobody may be extended: no one else was trusted in between.
+
+        Args:
+            within: Give up if the answer takes longer than so many seconds, where
+                the store can; None: as the cache's own settings say.
         """
 
     @abstractmethod

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django.db import Error, connections, transaction
 from django.db.models import BigIntegerField, F, Func
@@ -75,6 +75,8 @@ _CLOCKS: Final = {
 class DatabaseStore(Store):
     """Locks in the table of :class:`~django_celery_safe.models.DatabaseLock`."""
 
+    connects_threads: ClassVar[bool] = True
+
     def __init__(self, alias: str) -> None:
         self.where = f'DATABASES["{alias}"]'
         self.alias = alias
@@ -100,7 +102,7 @@ class DatabaseStore(Store):
             # delete by key alone where a project listens to delete signals.
             return bool(ours._raw_delete(self.alias))
 
-    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         asked = [(plain_name(renewal.name), renewal.token) for renewal in renewals]
         # A token belongs to one acquisition, so it is the token that decides; the
         # key is the primary key, by which the rows are found.

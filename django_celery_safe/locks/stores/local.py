@@ -99,7 +99,7 @@ class LocalStore(Store):
             del memory.entries[name]
             return True
 
-    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         memory = self._memory()
         with memory.mutex:
             return [self._extend(memory, renewal) for renewal in renewals]

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from pymemcache.client.base import Client, PooledClient
 from pymemcache.client.retrying import RetryingClient
 from pymemcache.exceptions import MemcacheError, MemcacheServerError, MemcacheUnexpectedCloseError
+from pymemcache.pool import ObjectPool
 
 from ...exceptions import LockBackendError, describe_error
 from .base import (
@@ -52,6 +53,8 @@ NO_CAS: Final = b"0"
 LONGEST_KEY: Final = 250
 #: Connections that may lie idle in the pool, one for each thread that was busy at once.
 MOST_IDLE: Final = 20
+#: Tick of the server's clock, s.
+TICK: Final = 1
 #: Expiry of an item that is gone at once, as for DELETE.
 GONE: Final = -1
 #: Items that one step of the listing reads.
@@ -65,7 +68,7 @@ class MemcachedStore(Store):
     #: memcached's clock ticks once a second: a lease of 1 s may end at once.
     shortest_lease: ClassVar[float] = 2.0
     #: Beyond 30 days it takes an expiry for a moment, and most often one in the past.
-    longest_lease: ClassVar[float] = 30 * 24 * 3600.0
+    longest_lease: ClassVar[float] = 30 * 24 * 3600.0 - TICK
     early: ClassVar[float] = 1.0
     weakness: ClassVar[str] = (
         "memcached forgets items when it is full and all of them when it restarts"
@@ -82,7 +85,7 @@ class MemcachedStore(Store):
         self._prefix = self._server.key_prefix
         # The first commands after a restart of the server find their connections closed.
         self._client = RetryingClient(
-            PooledClient(self._server.server, **options),
+            _make_client(self._server.server, options),
             attempts=MOST_IDLE + 1,
             retry_for=(ConnectionError, MemcacheUnexpectedCloseError),
         )
@@ -93,7 +96,7 @@ class MemcachedStore(Store):
         key, value = self._key(name), (token + encode_holder(name, holder)).encode()
         with self.errors("acquire"):
             for _ in range(TRIES):
-                if self._client.add(key, value, expire=math.ceil(seconds)):
+                if self._client.add(key, value, expire=_expiry(seconds)):
                     return Acquired(None)
                 lock = self._find(name)
                 if lock is not None:
@@ -105,9 +108,9 @@ class MemcachedStore(Store):
         with self.errors("release"):
             return self._replace(name, token, b"", GONE)
 
-    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         with self.errors("extend"):
-            return [self._replace(r.name, r.token, None, math.ceil(r.seconds)) for r in renewals]
+            return [self._replace(r.name, r.token, None, _expiry(r.seconds)) for r in renewals]
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):
@@ -120,8 +123,9 @@ class MemcachedStore(Store):
             items = self._iter_items(client, prefix)
             while ends := dict(islice(items, PAGE)):
                 for key, value in self._client.get_many(list(ends)).items():
-                    end = ends[key]  # -1: an item without an end, which we never write
-                    yield _read_lock(key, value, max(0.0, float(end - now)) if end > 0 else None)
+                    # -1: an item without an end, which we never write.
+                    left = float(ends[key] - now - TICK) if ends[key] > 0 else None
+                    yield _read_lock(key, value, left)
 
     def emptied_with(self) -> object:
         return self._server.server
@@ -141,7 +145,7 @@ class MemcachedStore(Store):
         entry = self._client.raw_command(b"me " + self._client.check_key(key))
         # The sign of what is left differs between versions; before 1.6 there is no "me".
         left = re.search(rb" exp=-?(\d+)", entry)
-        return _read_lock(name, value, None if left is None else float(left[1]))
+        return _read_lock(name, value, None if left is None else float(left[1]) - TICK)
 
     def _replace(self, name: str, token: str, value: bytes | None, expire: int) -> bool:
         """Write over the lock if ``token`` holds it; ``value`` None: what is there already."""
@@ -201,7 +205,35 @@ class MemcachedStore(Store):
         return str(self._cache.make_key(PREFIX + hashed_name(name)))
 
 
+class _Pool(ObjectPool):  # type: ignore[misc]
+    """Connections of which each that was interrupted is closed."""
+
+    @contextmanager
+    def get_and_release(self, destroy_on_fail: bool = False) -> Iterator[Any]:
+        # The original lets go of neither kind when gevent's Timeout or a SystemExit hits.
+        client = self.get()
+        try:
+            yield client
+        except BaseException:
+            self.destroy(client)
+            raise
+        self.release(client)
+
+
+def _make_client(server: Any, options: dict[str, Any]) -> PooledClient:
+    client = PooledClient(server, **options)
+    client.client_pool = _Pool(client._create_client, after_remove=lambda one: one.close())
+    return client
+
+
+def _expiry(seconds: float) -> int:
+    # Its clock ticks once a second, and now and then twice at once: an item lives for up
+    # to two seconds less. One of them is made up for here, the other one is `early`.
+    return math.ceil(seconds) + TICK
+
+
 def _read_lock(name: str, value: bytes, remaining: float | None = None) -> HeldLock:
     text = value.decode("utf-8", "replace")
-    lock = HeldLock(name, text[:TOKEN_LENGTH], remaining)
+    left = None if remaining is None else max(0.0, remaining)
+    lock = HeldLock(name, text[:TOKEN_LENGTH], left)
     return decode_holder(text[TOKEN_LENGTH:], lock)

@@ -93,7 +93,7 @@ class PortableStore(Store):
                 self._cache.delete(_key(name))
         return True
 
-    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         with self.errors("extend"):
             return [self._extend(r.name, r.token, r.seconds) for r in renewals]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -135,14 +136,12 @@ PEEK = Script("""
 return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
 """)
 
-# One page of the list: the live leases that end at a moment or later, some of
-# which have been seen. An empty moment: now.
+# One step through the list, and the time. Whatever is on the list all the while is in
+# one of the steps, however much comes, goes or is renewed meanwhile.
 PAGE_OF_LOCKS = Script("""
 local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local from = ARGV[1] == '' and '(' .. now or ARGV[1]
-return {now, redis.call('ZRANGEBYSCORE', KEYS[1], from, '+inf',
-    'WITHSCORES', 'LIMIT', ARGV[2], ARGV[3])}
+local page = redis.call('ZSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
+return {time[1] * 1000 + math.floor(time[2] / 1000), page[1], page[2]}
 """)
 
 
@@ -184,21 +183,24 @@ class RedisStore(Store):
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         if left <= 2 * LATE or seconds < SHORTEST_WOKEN:
             return super().wait(left, held_for, tries, seconds)
-        return min(left - LATE, max(held_for, SHORTEST_POP), seconds / 4, self._longest_pop)
+        # Of lengths of their own: else those whose pops end at the wrong moments, each time
+        # a moment before a release, would always be last.
+        longest = min(seconds / 4, self._longest_pop) * random.uniform(0.7, 1.0)  # noqa: S311
+        return min(left - LATE, max(held_for, SHORTEST_POP), longest)
 
-    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         # In pages, so that a server with tens of thousands does not stand still.
         return [
             extended == 1
             for start in range(0, len(renewals), PAGE)
-            for extended in self._extend_page(renewals[start : start + PAGE])
+            for extended in self._extend_page(renewals[start : start + PAGE], within)
         ]
 
-    def _extend_page(self, renewals: Sequence[Renewable]) -> list[int]:
+    def _extend_page(self, renewals: Sequence[Renewable], within: float | None) -> list[int]:
         keys = [self._index_key, *[self._key(renewal.name) for renewal in renewals]]
         tokens = "".join([renewal.token for renewal in renewals])
         leases = " ".join([_milliseconds(renewal.seconds) for renewal in renewals])
-        extended: list[int] = self._run("extend", EXTEND, keys, (tokens, leases))
+        extended: list[int] = self._run("extend", EXTEND, keys, (tokens, leases), within=within)
         return extended
 
     def peek(self, name: str) -> HeldLock | None:
@@ -206,26 +208,24 @@ class RedisStore(Store):
         return None if value is None else _read_lock(name, value, milliseconds)
 
     def iter_locks(self) -> Iterator[HeldLock]:
-        # Paged by the ends of the leases, not by place: locks come and go meanwhile.
-        last, seen = "", 0
+        cursor = "0"
         while True:
-            page = (last, str(seen), str(PAGE))
-            now, flat = self._run("list", PAGE_OF_LOCKS, (self._index_key,), page)
-            keys, ends = flat[::2], flat[1::2]
-            if not keys:
-                return
-            with self.errors("list"):
-                values = self._wire.ask("MGET", *keys)
-            yield from _read_page(
-                (key, value, float(end) - now)
-                for key, end, value in zip(keys, ends, values, strict=True)
-                # None: released since, or lost by the server without the list.
-                if value is not None
+            now, after, flat = self._run(
+                "list", PAGE_OF_LOCKS, (self._index_key,), (cursor, str(PAGE))
             )
-            if len(keys) < PAGE:
+            keys, ends = flat[::2], flat[1::2]
+            if keys:
+                with self.errors("list"):
+                    values = self._wire.ask("MGET", *keys)
+                yield from _read_page(
+                    (key, value, float(end) - now)
+                    for key, end, value in zip(keys, ends, values, strict=True)
+                    # None: freed or ended, or lost by the server without the list.
+                    if value is not None
+                )
+            cursor = after.decode()
+            if cursor == "0":
                 return
-            seen = ends.count(ends[-1]) + (seen if ends[-1].decode() == last else 0)
-            last = ends[-1].decode()
 
     def emptied_with(self) -> object:
         kept = self._pool.connection_kwargs
@@ -258,6 +258,7 @@ class RedisStore(Store):
         keys: Sequence[str],
         args: Sequence[Any],
         patience: float | None = None,
+        within: float | None = None,
     ) -> Any:
         """Run a script, at once or when a release of the first key's lock wakes this waiter."""
         # Not through errors(): a context manager costs as much as building the command.
@@ -268,7 +269,7 @@ class RedisStore(Store):
                 command = ("EVALSHA", script.sha, str(len(keys)), *keys, *args)
                 if patience:
                     return self._wire.ask_after_pop(keys[0] + " wake", patience, command)
-                return self._wire.ask(*command)
+                return self._wire.ask(*command, within=within)
             except NoScriptError:
                 # First use on this server, or SCRIPT FLUSH, or a restart.
                 return self._wire.ask("EVAL", script.source, str(len(keys)), *keys, *args)
@@ -298,7 +299,7 @@ def _milliseconds(seconds: float) -> str:
 def _read_page(page: Iterable[tuple[bytes, bytes, float]]) -> Iterable[HeldLock]:
     """Return the locks of keys, values and the ms that are left of them."""
     parsed = [
-        _parse(key.decode("utf-8", "replace"), value, max(left, 0)) for key, value, left in page
+        _parse(key.decode("utf-8", "replace"), value, max(left, 1)) for key, value, left in page
     ]
     try:
         return decode_holders([text for text, _ in parsed], [lock for _, lock in parsed])

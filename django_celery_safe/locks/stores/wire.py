@@ -17,6 +17,10 @@ from typing import Any, Final
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.utils import HIREDIS_AVAILABLE
+
+if HIREDIS_AVAILABLE:
+    import hiredis
 
 #: A pop that the server has not ended by so much after its time, s, is given up.
 POP_MARGIN: Final = 0.5
@@ -24,6 +28,20 @@ POP_MARGIN: Final = 0.5
 MOST_IDLE: Final = 20
 #: Longest pause after a pop that broke, s.
 PAUSE: Final = 0.05
+
+
+class _TextPacker:
+    """
+    Makes text of every number before hiredis packs it.
+
+    hiredis 3.5 crashes when a signal's handler (a soft time limit) raises while it
+    packs an int, and redis-py greets a server with some.
+    """
+
+    def pack(self, *args: Any) -> list[bytes]:
+        words = args[0].encode().split() if isinstance(args[0], str) else [args[0]]
+        texts = [one if isinstance(one, str | bytes) else str(one) for one in args[1:]]
+        return [hiredis.pack_command((*words, *texts))]
 
 
 class Wire:
@@ -41,18 +59,22 @@ class Wire:
         #: soft time limit) costs the connection, and leaves no lock behind.
         self._idle: list[_Connection] = []
 
-    def ask(self, *command: Any) -> Any:
+    def ask(self, *command: Any, within: float | None = None) -> Any:
         """
         Send a command and return the answer, with bytes whatever ``decode_responses`` says.
 
+        Args:
+            within: Longest that the answer may take, s; None: the socket timeout.
+
         Raises:
             redis.exceptions.RedisError: As the client's own ``execute_command``.
+            TimeoutError: The answer took longer than ``within``.
         """
         connection = self._take_idle()
         if connection is None:
-            return self._use(self._connect(), command)
+            return self._use(self._connect(), command, within=within)
         try:
-            return self._use(connection, command)
+            return self._use(connection, command, within=within)
         except RedisConnectionError:
             # Broken since the last command, most likely by a restart of the server.
             return self._client.execute_command(*command, NEVER_DECODE=True)
@@ -85,10 +107,11 @@ class Wire:
         connection: _Connection,
         command: tuple[Any, ...],
         pop: tuple[str, float] | None = None,
+        within: float | None = None,
     ) -> Any:
         try:
             if pop is None:
-                return connection.ask(command)
+                return connection.ask(command, within)
             return connection.ask_after_pop(*pop, command)
         finally:
             if connection.close.alive:
@@ -98,7 +121,7 @@ class Wire:
                     connection.close()
 
     def _connect(self) -> _Connection:
-        return _Connection(self, self._client.connection_pool)
+        return _Connection(self._client.connection_pool)
 
     def _take_idle(self) -> _Connection | None:
         try:
@@ -110,20 +133,25 @@ class Wire:
 
 
 class _Connection:
-    """A connection of redis-py, closed when its wire goes out of use."""
+    """A connection of redis-py, closed when nobody has it any more."""
 
-    def __init__(self, wire: Wire, pool: Any) -> None:
+    def __init__(self, pool: Any) -> None:
         self.pid = os.getpid()
-        self._connection = pool.connection_class(**pool.connection_kwargs)
-        self._connection.connect()
+        options = dict(pool.connection_kwargs)
+        if HIREDIS_AVAILABLE:
+            options.setdefault("command_packer", _TextPacker())
+        self._connection = pool.connection_class(**options)
         # Without it the socket may be collected before the connection that would
         # close it, and Python warns of that.
-        self.close = weakref.finalize(wire, self._connection.disconnect)
+        self.close = weakref.finalize(self, self._connection.disconnect)
         self.close.atexit = False
+        self._connection.connect()
 
-    def ask(self, command: tuple[Any, ...]) -> Any:
+    def ask(self, command: tuple[Any, ...], within: float | None = None) -> Any:
         try:
             self._connection.send_command(*command)
+            if within is not None and not self._connection.can_read(within):
+                raise TimeoutError(f"no answer within {within:.3g} s")
             return self._connection.read_response(disable_decoding=True)
         except ResponseError as error:
             self._leave_replica(error)
