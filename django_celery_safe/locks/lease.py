@@ -13,8 +13,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 from weakref import WeakSet
 
@@ -58,7 +58,6 @@ class Lease:
     __slots__ = (
         "__weakref__",
         "asked_at",
-        "asking",
         "lost",
         "name",
         "on_lost",
@@ -88,9 +87,6 @@ class Lease:
         self.on_lost = on_lost
         self.pid = os.getpid()
         self.lost = False
-        #: Held while a request that moves the lease's end is under way: of two at
-        #: once nobody knows which the store got last, nor how long the lease is.
-        self.asking = threading.RLock()
         self.began(asked_at)
 
     def began(self, asked_at: float) -> None:
@@ -107,7 +103,7 @@ class Lease:
 
     def extend(self, seconds: float) -> bool:
         """Ask the store for a lease of ``seconds`` from now; tell whether it is still ours."""
-        with self.asking:
+        with renewer().standing_off(self):
             asked_at = time.monotonic()
             # If the answer gets lost, the lease is of either length: trust the shorter.
             self.seconds = min(self.seconds, seconds)
@@ -136,6 +132,10 @@ class Renewer:
         self._thread: threading.Thread | None = None
         #: When the thread looks again by itself, monotonic.
         self._wakes_at = math.inf
+        #: Leases whose ends the thread is moving, and those that their holders are: of two
+        #: such requests at once nobody knows which the store got last.
+        self._renewing: set[Lease] = set()
+        self._extending: set[Lease] = set()
         #: Stores to which the thread has opened connections of its own.
         self._opened: set[Store] = set()
 
@@ -165,6 +165,18 @@ class Renewer:
             # So that "released" means that nothing of ours is connected; a store
             # that hangs must not hold up the caller.
             self._changed.wait_for(lambda: not self._is_idle(lease.store), timeout=1.0)
+
+    @contextmanager
+    def standing_off(self, lease: Lease) -> Iterator[None]:
+        """Leave the lease alone while its holder asks the store to move its end."""
+        with self._mutex:
+            self._changed.wait_for(lambda: lease not in self._renewing)
+            self._extending.add(lease)
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._extending.discard(lease)
 
     def _is_idle(self, store: Store) -> bool:
         """Tell whether the thread is connected to a store in which nothing is held."""
@@ -208,9 +220,12 @@ class Renewer:
         due: dict[Store, list[Lease]] = {}
         over: list[Lease] = []
         for lease in self._leases:
-            shortest = min(shortest, lease.seconds)
+            # Not min(): a thousand calls of it would be felt.
+            if lease.seconds < shortest:
+                shortest = lease.seconds
             if lease.renew_at > now + lease.seconds * ALONG:
-                wakes_at = min(wakes_at, lease.renew_at)
+                if lease.renew_at < wakes_at:
+                    wakes_at = lease.renew_at
             elif lease.renew_until <= now:
                 over.append(lease)
             else:
@@ -220,13 +235,16 @@ class Renewer:
         return due, over, shortest
 
     def _renew(self, store: Store, leases: list[Lease], within: float) -> None:
-        # One that its holder extends just now is renewed by that.
-        free = [lease for lease in leases if lease.asking.acquire(blocking=False)]
+        with self._mutex:
+            # One that its holder extends just now is renewed by that.
+            free = [lease for lease in leases if lease not in self._extending]
+            self._renewing.update(free)
         try:
             outcomes = self._ask(store, free, within) if free else []
         finally:
-            for lease in free:
-                lease.asking.release()
+            with self._mutex:
+                self._renewing.clear()
+                self._changed.notify_all()
         for lease, extended in zip(free, outcomes, strict=False):
             if not extended:
                 self._lost(lease)
@@ -259,7 +277,8 @@ class Renewer:
             return []
         for lease, extended in zip(leases, outcomes, strict=True):
             if extended:
-                lease.began(asked_at)
+                lease.asked_at = asked_at
+                lease.renew_at = asked_at + lease.seconds * RENEW_AFTER
         return outcomes
 
     def _failed(self, store: Store, leases: list[Lease], error: Exception) -> None:

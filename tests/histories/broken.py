@@ -23,7 +23,7 @@ from django_celery_safe.locks.stores.redis import RedisStore
 class ExtendsAnyStore(RedisStore):
     """Extends whatever is there."""
 
-    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         """Let the key live longer, whoever holds it."""
         return [bool(self._expire(renewal)) for renewal in renewals]
 
@@ -35,9 +35,9 @@ class ExtendsAnyStore(RedisStore):
 class RevivingStore(RedisStore):
     """Lets a lease that is over begin again, though others may have held the lock since."""
 
-    def extend(self, renewals: Sequence[Renewable]) -> list[bool]:
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         """Write the key anew if there is none."""
-        extended = super().extend(renewals)
+        extended = super().extend(renewals, within)
         return [
             ours or isinstance(self.acquire(one.name, one.token, one.seconds, Holder()), Acquired)
             for ours, one in zip(extended, renewals, strict=True)

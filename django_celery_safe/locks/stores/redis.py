@@ -112,24 +112,25 @@ return 1
 """)
 
 # KEYS: the list, then the locks; ARGV: all tokens without anything in between, and all
-# leases with spaces, since a client takes its time over each argument.
+# leases with spaces, since a client takes its time over each argument. Answers with
+# the places, from 0, of the locks that were not extended.
 EXTEND = Script("""
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local each_lease = string.gmatch(ARGV[2], '%d+')
-local extended = {}
+local lost = {}
 for i = 2, #KEYS do
     local token, lease = string.sub(ARGV[1], 32 * i - 63, 32 * i - 32), each_lease()
     -- A key of another type must not cost the other leases.
     local value = redis.pcall('GET', KEYS[i])
-    extended[i - 1] = 0
     if type(value) == 'string' and string.sub(value, 1, 32) == token then
         redis.call('PEXPIRE', KEYS[i], lease)
         redis.call('ZADD', KEYS[1], now + lease, KEYS[i])
-        extended[i - 1] = 1
+    else
+        lost[#lost + 1] = i - 2
     end
 end
-return extended
+return lost
 """)
 
 PEEK = Script("""
@@ -189,19 +190,20 @@ class RedisStore(Store):
         return min(left - LATE, max(held_for, SHORTEST_POP), longest)
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+        extended = [True] * len(renewals)
         # In pages, so that a server with tens of thousands does not stand still.
-        return [
-            extended == 1
-            for start in range(0, len(renewals), PAGE)
-            for extended in self._extend_page(renewals[start : start + PAGE], within)
-        ]
+        for start in range(0, len(renewals), PAGE):
+            for place in self._extend_page(renewals[start : start + PAGE], within):
+                extended[start + place] = False
+        return extended
 
     def _extend_page(self, renewals: Sequence[Renewable], within: float | None) -> list[int]:
+        """Return the places of those that are not ours any more."""
         keys = [self._index_key, *[self._key(renewal.name) for renewal in renewals]]
         tokens = "".join([renewal.token for renewal in renewals])
         leases = " ".join([_milliseconds(renewal.seconds) for renewal in renewals])
-        extended: list[int] = self._run("extend", EXTEND, keys, (tokens, leases), within=within)
-        return extended
+        lost: list[int] = self._run("extend", EXTEND, keys, (tokens, leases), within=within)
+        return lost
 
     def peek(self, name: str) -> HeldLock | None:
         value, milliseconds = self._run("peek", PEEK, (self._key(name),), ())

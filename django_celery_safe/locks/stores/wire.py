@@ -76,7 +76,8 @@ class Wire:
         try:
             return self._use(connection, command, within=within)
         except RedisConnectionError:
-            # Broken since the last command, most likely by a restart of the server.
+            # Broken since the last command, most likely by a restart, and the others too.
+            self.close()
             return self._client.execute_command(*command, NEVER_DECODE=True)
 
     def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
@@ -119,6 +120,8 @@ class Wire:
                     self._idle.append(connection)
                 else:
                     connection.close()
+            elif connection.demoted:
+                self.close()
 
     def _connect(self) -> _Connection:
         return _Connection(self._client.connection_pool)
@@ -137,6 +140,8 @@ class _Connection:
 
     def __init__(self, pool: Any) -> None:
         self.pid = os.getpid()
+        #: Whether its server said that it is no master.
+        self.demoted = False
         options = dict(pool.connection_kwargs)
         if HIREDIS_AVAILABLE:
             options.setdefault("command_packer", _TextPacker())
@@ -189,4 +194,5 @@ class _Connection:
         # A master no more: the next connection finds out who is. Redis 6.2 says it of a
         # script in the middle of its own words.
         if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
+            self.demoted = True
             self.close()
