@@ -602,7 +602,7 @@ FAULTS = [
     ("NoOwnerCheckCache", True, "is trusted, but the store has|is not the last|was last"),
     ("NoExpiryCache", True, "does not end|but is free|was to last"),
     ("FencePerProcessCache", True, "has another fence"),
-    ("ReadThenWriteCache", False, "Two are trusted"),
+    ("ReadThenWriteCache", False, "Two are trusted|is trusted, but the store has|was last"),
 ]
 
 
