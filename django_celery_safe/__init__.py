@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from .concurrency import single_instance
 from .exceptions import (
+    AlreadyClaimed,
     AlreadyRunning,
     AlreadySent,
     BackendNotSupported,
     CelerySafeError,
+    ClaimLost,
     ConfigurationError,
     IdempotencyConflict,
     IdempotencyError,
@@ -23,20 +25,24 @@ from .exceptions import (
     LockLost,
     LockNotAcquired,
     NotSerializable,
+    ResultNotStored,
     SendError,
     StageError,
     WrongTransaction,
 )
-from .idempotency import IdempotentMixin
+from .idempotency import Claim, IdempotentMixin, current_claim, idempotent
 from .locks import CacheLock, HeldLock, cache_lock, find_lock, iter_locks, release_lock
 from .sending import SafeTask, SafeTaskMixin, send_on_commit
 
 __all__ = [
+    "AlreadyClaimed",
     "AlreadyRunning",
     "AlreadySent",
     "BackendNotSupported",
     "CacheLock",
     "CelerySafeError",
+    "Claim",
+    "ClaimLost",
     "ConfigurationError",
     "HeldLock",
     "IdempotencyConflict",
@@ -49,13 +55,16 @@ __all__ = [
     "LockLost",
     "LockNotAcquired",
     "NotSerializable",
+    "ResultNotStored",
     "SafeTask",
     "SafeTaskMixin",
     "SendError",
     "StageError",
     "WrongTransaction",
     "cache_lock",
+    "current_claim",
     "find_lock",
+    "idempotent",
     "iter_locks",
     "release_lock",
     "send_on_commit",

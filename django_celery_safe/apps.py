@@ -14,5 +14,7 @@ class DjangoCelerySafeConfig(AppConfig):
 
     def ready(self) -> None:
         from . import checks
+        from .concurrency import endings
 
         checks.connect()
+        endings.connect()

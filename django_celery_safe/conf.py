@@ -38,6 +38,10 @@ NAME: Final = "DJANGO_CELERY_SAFE"
 SHORTEST_LEASE: Final = 0.001
 #: Longest lease, s: a year. Beyond some centuries servers overflow.
 LONGEST_LEASE: Final = 366 * 24 * 3600.0
+#: Longest time for a publication right after a commit, s: half of a relay's lease.
+LONGEST_SEND: Final = 30.0
+#: Longest time to keep something, s: a century, since dates end.
+LONGEST_RETENTION: Final = 100 * LONGEST_LEASE
 
 DEFAULTS: Final[dict[str, Any]] = {
     #: Cache alias that holds the locks.
@@ -46,8 +50,20 @@ DEFAULTS: Final[dict[str, Any]] = {
     "LOCK_DATABASE": None,
     #: Lease of a lock, s.
     "LOCK_TIMEOUT": 30,
+    #: How long a task that was sent keeps the same from being sent again, s.
+    "SENT_TIMEOUT": 3600,
     #: Defer every ``.delay()`` of a SafeTask made inside ``atomic()`` to its commit.
     "SEND_ON_COMMIT": False,
+    #: Log every plain ``.delay()`` of a SafeTask inside ``atomic()``.
+    "WARN_IN_ATOMIC": False,
+    #: Keep what is sent on commit in the outbox until the broker has it.
+    "OUTBOX": False,
+    #: Longest that a publication right after the commit may take with the outbox, s.
+    "OUTBOX_SEND_TIMEOUT": 2,
+    #: How long sent messages stay in the outbox, s; 0: not at all.
+    "OUTBOX_RETENTION": 0,
+    #: How long a record of ``idempotent`` keeps a thing from being done again; None: for ever.
+    "IDEMPOTENCY_RETENTION": timedelta(days=7),
 }
 
 
@@ -107,6 +123,57 @@ def lease_seconds(value: Any, what: str) -> float:
             f"and at most a year."
         )
     return seconds
+
+
+def send_timeout(name: str) -> float:
+    """
+    Return the setting ``name``, the longest time for a publication, in seconds.
+
+    Raises:
+        ConfigurationError: It is no duration above 0, or so long that a relay would
+            take what is just being sent.
+    """
+    seconds = _as_seconds(get(name))
+    if seconds is None or not 0 < seconds <= LONGEST_SEND:
+        raise ConfigurationError(
+            f"{name}={get(name)!r} is no time to wait for a broker: give a number of seconds above "
+            f"0, {LONGEST_SEND:g} at most, or a timedelta."
+        )
+    return seconds
+
+
+def retention(name: str) -> timedelta:
+    """
+    Return the setting ``name``, for how long something is kept; 0: not at all.
+
+    Raises:
+        ConfigurationError: It is no such duration.
+    """
+    seconds = _as_seconds(get(name))
+    if seconds is None or not 0 <= seconds <= LONGEST_RETENTION:
+        raise ConfigurationError(
+            f"{name}={get(name)!r} is no time to keep something: give a number of seconds or a "
+            f"timedelta, 0 to keep nothing."
+        )
+    return timedelta(seconds=seconds)
+
+
+def ttl(value: Any, what: str) -> timedelta | None:
+    """
+    Return for how long a record counts; None: for ever.
+
+    Raises:
+        ConfigurationError: It is neither None nor a duration above 0.
+    """
+    if value is None:
+        return None
+    seconds = _as_seconds(value)
+    if seconds is None or not 0 < seconds <= LONGEST_RETENTION:
+        raise ConfigurationError(
+            f"{what}={value!r} is no time for which a thing stays done: give a number of seconds "
+            f"above 0 or a timedelta, or None for ever."
+        )
+    return timedelta(seconds=seconds)
 
 
 def wait_seconds(value: Any, what: str) -> float | None:

@@ -196,7 +196,89 @@ class IdempotencyError(CelerySafeError):
 
 
 class IdempotencyConflict(IdempotencyError):
-    """The same key was used before with other arguments."""
+    """
+    The same key was used before with other arguments.
+
+    Args:
+        key: The key.
+        before: Who used it, as :attr:`HeldLock.holder` says it.
+    """
+
+    def __init__(self, key: str, before: str) -> None:
+        super().__init__(key, before)
+        self.key, self.before = key, before
+
+    def __str__(self) -> str:
+        return (
+            f"The key {self.key!r} was used with other arguments by {self.before or 'someone'}, so "
+            f"nothing was done. A key stands for all that decides what is done: take what differs "
+            f"into it, or give a new one."
+        )
+
+
+class AlreadyClaimed(IdempotencyError):
+    """
+    Somebody else is doing it now.
+
+    Args:
+        key: The key.
+        holder: Who does it, as :attr:`HeldLock.holder` says it.
+        task_id: Id of the task that does it; None outside tasks.
+        remaining: Seconds until the claim is free if its holder is gone.
+    """
+
+    def __init__(self, key: str, holder: str, task_id: str | None, remaining: float) -> None:
+        super().__init__(key, holder, task_id, remaining)
+        self.key, self.holder = key, holder
+        self.task_id, self.remaining = task_id, remaining
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key!r} is being done by {self.holder or 'someone else'}, so this call did "
+            f"nothing. Come back when that has ended, in {self.remaining:.3g} s if its process is "
+            f"gone: then it gets the stored result, or does it."
+        )
+
+
+class ClaimLost(IdempotencyError):
+    """
+    The claim was ours and is no longer: its lease ended, or the record was forgotten.
+
+    Args:
+        key: The key.
+        holder: Who has it now; empty if nobody does.
+    """
+
+    def __init__(self, key: str, holder: str = "") -> None:
+        super().__init__(key, holder)
+        self.key, self.holder = key, holder
+
+    def __str__(self) -> str:
+        now = f"{self.holder} claimed it since" if self.holder else "its record is gone"
+        return (
+            f"{self.key!r} is no longer claimed by this call: {now}. What it did counts for "
+            f"nothing, and may have been done twice: roll it back where that is possible."
+        )
+
+
+class ResultNotStored(IdempotencyError):
+    """
+    A thing was done, and its result could not be kept for repeats.
+
+    Args:
+        key: The key.
+        reason: Why, as a clause.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key, self.reason = key, reason
+
+    def __str__(self) -> str:
+        return (
+            f"The result of {self.key!r} can't be kept: {self.reason}. Return little and plain "
+            f"data, such as the primary key of what was made."
+        )
 
 
 class StageError(CelerySafeError):

@@ -24,17 +24,44 @@ lock_lost = Signal()
 lock_backend_failed = Signal()
 #: A run of a task met another run of the same. Fields: name, task_id, holder, on_conflict.
 task_conflict = Signal()
-#: A message met the lock of its own task id. Fields: name, task_id, holder, delay (s until its
-#: copy comes; None: dropped, because another copy of the message is on its way).
+#: A message met the lock of its own task id, or what it is to do once is being done. Fields:
+#: name, task_id, holder, delay (s until its copy comes; None: dropped, because another copy of
+#: the message is on its way).
 task_own_copy = Signal()
+#: A task was sent that was sent before and has not started, or ended, since. Fields: name,
+#: task_id (of this send), sent_id (of the one before), published (whether it was sent all
+#: the same, because a canvas waits for it).
+task_duplicate = Signal()
+#: A message that was a duplicate when it was sent did nothing. Fields: task, task_id, sent_id.
+duplicate_skipped = Signal()
 #: A message that waited for a commit was published. Fields: task, task_id.
 task_sent = Signal()
-#: A message that waited for a commit could not be published. Fields: task, task_id, error.
+#: A message that waited for a commit could not be published. Fields: task, task_id, error,
+#: kept (whether the outbox has it; if not, it is lost).
 task_send_failed = Signal()
+#: A message of the outbox failed too often and is set aside. Fields: task, task_id, error, kept.
+message_dead = Signal()
+#: A task was sent inside ``atomic()`` without waiting for its commit; see ``WARN_IN_ATOMIC``.
+#: Fields: task, using (the database), place (in the code).
+sent_in_atomic = Signal()
 #: ``do_once`` did it. Fields: model, pk, flag.
 done_once = Signal()
 #: ``do_once`` found it done. Fields: model, pk, flag.
 already_done = Signal()
+#: A block of ``do_once`` failed under ``at_most_once``, and its flag stays set. Fields: model,
+#: pk, flag, error.
+once_failed = Signal()
+#: What ``idempotent`` guards was done, and noted. Fields: key, task_id (None outside tasks).
+claim_finished = Signal()
+#: What ``idempotent`` guards was done already; its result was returned. Fields: key, task_id.
+claim_repeated = Signal()
+#: What ``idempotent`` guards failed, and may be done by the next. Fields: key, task_id, error.
+claim_failed = Signal()
+#: A claim was ours and is no longer. Fields: key, holder (empty: not known).
+claim_lost = Signal()
+#: A message was sent to arrive later than its broker delivers it again. Fields: task, delay (s),
+#: visibility_timeout (s), place (in the code).
+sent_beyond_visibility = Signal()
 
 
 def is_observed(signal: Signal, logger: logging.Logger, level: int) -> bool:

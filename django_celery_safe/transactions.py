@@ -1,5 +1,5 @@
 """
-What is known about the open transactions of this thread.
+What is known about the open transactions of this thread, and of their databases.
 
 Django's ``TestCase`` wraps each test in ``atomic()`` blocks of its own; they
 stand for "no transaction" and do not count here.
@@ -7,7 +7,14 @@ stand for "no transaction" and do not count here.
 
 from __future__ import annotations
 
-from django.db import connections
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from django.db import Error, OperationalError, connections
+
+if TYPE_CHECKING:
+    from django.db.models import Model
 
 
 def in_atomic(alias: str) -> bool:
@@ -36,6 +43,49 @@ def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block that is not TestCase's."""
     opened = [connection.alias for connection in connections.all(initialized_only=True)]
     return [alias for alias in opened if in_atomic(alias)]
+
+
+@contextmanager
+def losing_a_race() -> Iterator[None]:
+    """Take it as no more than a lost race if stricter isolation refuses a single statement."""
+    try:
+        yield
+    except OperationalError as error:
+        cause = error.__cause__
+        # PostgreSQL: serialization_failure.
+        if "40001" not in (getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None)):
+            raise
+
+
+@contextmanager
+def busy_timeout(alias: str, seconds: float | None) -> Iterator[None]:
+    """
+    Let SQLite wait for so long for a database that somebody has locked; 0: not at all.
+
+    Of other databases, and with None, nothing is changed.
+    """
+    connection = connections[alias]
+    if connection.vendor != "sqlite" or seconds is None:
+        yield
+        return
+    connection.ensure_connection()
+    # Not by Django's cursor, which refuses to put it back in a broken transaction.
+    execute = connection.connection.execute
+    before = execute("PRAGMA busy_timeout").fetchone()[0]
+    execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
+    try:
+        yield
+    finally:
+        execute(f"PRAGMA busy_timeout = {int(before)}")
+
+
+def lacks_table(alias: str, *models: type[Model]) -> bool:
+    """Tell whether the database is there and has not the tables of these models."""
+    try:
+        tables = connections[alias].introspection.table_names()
+    except Error:
+        return False
+    return any(model._meta.db_table not in tables for model in models)
 
 
 def _is_of_testcase(block: object) -> bool:

@@ -10,13 +10,12 @@ multiply: of many deliveries of one id, at most one copy is on its way.
 from __future__ import annotations
 
 import logging
+import os
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from enum import Enum
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias
 
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
@@ -24,19 +23,23 @@ from celery.exceptions import Ignore, Reject, Retry
 from .. import conf
 from ..exceptions import LockBackendError
 from ..locks import HeldLock
-from ..locks.stores import locate
-from ..locks.stores.base import Holder, Store
+from ..locks.stores.base import Acquired, Holder, Renewal, Store
 from ..signals import emit, task_own_copy
+from .header import find_header, with_header
+from .sent import find_sent
 
 logger = logging.getLogger(__name__)
 
-#: The message header in which all that is ours travels, as a dict.
-HEADER: Final = "django_celery_safe"
 #: What brokers with redelivery by time take for it when the project sets nothing, s
-#: (kombu: transport/redis.py).
+#: (kombu: transport/redis.py, transport/SQS).
 VISIBILITY_TIMEOUT: Final = 3600.0
+SQS_VISIBILITY_TIMEOUT: Final = 1800.0
 #: Shortest delay of a copy, s: the lease's end is known to the millisecond only.
 SHORTEST_DELAY: Final = 0.05
+
+
+#: In which field of the header a copy has its token, and under which name the note stands.
+CopyName: TypeAlias = Literal["copy", "claim_copy"]
 
 
 class Rejected(Reject, Ignore):
@@ -48,47 +51,52 @@ class Rejected(Reject, Ignore):
     """
 
 
-class _Resend(Enum):
-    """What a send has to do with the running task's own message."""
-
-    NONE = 0
-    AGAIN = 1
-    UNCHANGED = 2
+class ComesBack(Ignore):
+    """An Ignore that ends a run whose message comes back: what it was to do is not done."""
 
 
-_resending: ContextVar[_Resend] = ContextVar("django_celery_safe_resending", default=_Resend.NONE)
+class _Resent(NamedTuple):
+    """
+    Which sends are of the running task's own message.
+
+    Attributes:
+        task_id: Those with this id; None: all, such as the parts of what replaces it.
+        unchanged: Whether it is the very message again, key and all.
+    """
+
+    task_id: str | None
+    unchanged: bool
+
+
+_resent: ContextVar[_Resent | None] = ContextVar("django_celery_safe_resent", default=None)
 
 
 @contextmanager
-def resending(*, unchanged: bool = False) -> Iterator[None]:
+def resending(task_id: str | None, *, unchanged: bool = False) -> Iterator[None]:
     """
-    Mark every send inside as a re-send of the running task, which is never held back.
+    Mark the sends inside that are of the running task's own message, and never held back.
 
     Args:
+        task_id: Its id, since receivers of Celery's signals may send other tasks; None: all.
         unchanged: Whether it is the very message again, key and all.
     """
-    token = _resending.set(_Resend.UNCHANGED if unchanged else _Resend.AGAIN)
+    token = _resent.set(_Resent(task_id, unchanged))
     try:
         yield
     finally:
-        _resending.reset(token)
+        _resent.reset(token)
 
 
-def is_resending() -> bool:
-    """Tell whether the send at hand is one of the running task's own message."""
-    return _resending.get() is not _Resend.NONE
+def is_resending(task_id: str | None) -> bool:
+    """Tell whether a send with this id is one of the running task's own message."""
+    resent = _resent.get()
+    return resent is not None and resent.task_id in (None, task_id)
 
 
-def keeps_key() -> bool:
-    """Tell whether the send at hand is the running task's very message, under its own key."""
-    return _resending.get() is _Resend.UNCHANGED
-
-
-def find_header(request: Context | None) -> Mapping[str, Any]:
-    """Return what travels in our header of the message; empty without one."""
-    headers = {} if request is None else request.headers or {}
-    found = headers.get(HEADER)
-    return found if isinstance(found, Mapping) else {}
+def keeps_key(task_id: str | None) -> bool:
+    """Tell whether a send with this id is the running task's very message, under its own key."""
+    resent = _resent.get()
+    return resent is not None and resent.unchanged and resent.task_id == task_id
 
 
 def come_back(task: Any, request: Context, delay: float) -> NoReturn:
@@ -104,76 +112,170 @@ def come_back(task: Any, request: Context, delay: float) -> NoReturn:
     """
     delay = min(delay, _longest_delay(task))
     signature = task.signature_from_request(request, countdown=delay)
-    _send(task, signature)
+    _send(task, request, signature)
     raise Retry("Another run holds the lock", when=delay, sig=signature)  # type: ignore[arg-type]
 
 
 def send_own_copy(
-    task: Any, request: Context, contender: HeldLock, cache: str | conf.Unset
+    task: Any, request: Context, contender: HeldLock, store: Store, *, of_claim: bool = False
 ) -> NoReturn:
     """
     See that one copy of the message comes back after the lease, and end this run.
 
-    Which copy is on its way is noted in the lock store, as the lock
-    ``<task>:copy:<id>`` whose token the copy carries. It is noted only after
-    the copy was published, and a message is dropped only when another copy's
-    note is there, so dying between any two lines loses nothing: at worst two
-    copies travel until the first of them arrives.
+    Two notes in the store tell the rest, both of this attempt alone: a retry has the
+    same id. ``<task>:copy:<id>:<attempt>``, whose token the copy carries, says that
+    it is on its way: a message is dropped only when another copy's note is there.
+    ``<task>:met:<id>:<attempt>``, whose token the run that was met knows, is lengthened
+    by that run when it ends: a copy that finds it so has nothing left to do. Dying or
+    standing still between any two lines loses nothing: at worst two copies travel until
+    the first of them arrives, or one runs that need not.
+
+    A message that meets a claim of ``idempotent`` has a note of another name, since the
+    same message may meet a lock too, and needs no ``met``: the record says what was done.
+
+    Args:
+        contender: Who holds what the message met.
+        store: Where to keep the notes.
+        of_claim: Whether that is a claim, not a lock.
 
     Raises:
-        Ignore: Always, if a copy is on its way.
+        ComesBack: Always, if a copy is on its way.
     """
-    store = locate(cache).store()
-    note = _note_name(task.name, request.id)
-    carried = find_header(request).get("copy")
+    name: CopyName = "claim_copy" if of_claim else "copy"
+    note = _copy_note(task, request, name)
+    header = find_header(request)
+    carried = header.get(name)
     known = store.peek(note)
     if known is not None and known.token != carried:
+        _leave_sent_lock(request)
         _tell(task, request, contender, None)
-        raise Ignore("Another copy of this message is on its way")
+        raise ComesBack("Another copy of this message is on its way")
     left = contender.remaining
     if left is None:  # a store that can't tell
         left = conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
     delay = min(max(left, SHORTEST_DELAY), _longest_delay(task))
-    token = uuid.uuid4().hex
+    lasts = delay + visibility_timeout(task.app)
+    token = os.urandom(16).hex()
     signature = task.signature_from_request(request, countdown=delay)
-    # Celery's choice of the headers: RabbitMQ drops what still carries its x-death.
-    headers = signature.options.get("headers") or {}
-    signature.options["headers"] = {**headers, HEADER: {**find_header(request), "copy": token}}
-    _send(task, signature)
+    again: Any = {**header, "task": task.name, name: token}
     holder = Holder(since=time.time(), task=task.name, task_id=request.id)
-    _note_copy(store, note, carried, token, delay + _visibility_timeout(task), holder)
+    if not of_claim:
+        again["met"] = met = met_token(contender.token)
+        # Before the copy, so that a run that ends right after this lengthens it in time. It
+        # names the run's process, for the worker that learns of its death.
+        run = holder._replace(host=contender.holder.host, pid=contender.holder.pid)
+        met_before = store.peek(met_note(task, request))
+        _note(store, met_note(task, request), met, lasts, run, met_before and met_before.token)
+    # Celery's choice of the headers: RabbitMQ drops what still carries its x-death.
+    signature.options.update(with_header(signature.options, again))
+    _send(task, request, signature)
+    _note(store, note, token, lasts, holder, carried)
     _tell(task, request, contender, delay)
-    raise Ignore("Met the lock of its own task id; a copy of the message comes back")
+    raise ComesBack(f"Met {contender.name!r}, which is held; a copy of the message comes back")
 
 
-def finish_copy(task: Any, request: Context, cache: str | conf.Unset) -> None:
-    """Strike the note of the copy that this message is, now that it runs."""
-    carried = find_header(request).get("copy")
-    if carried is None:
+def drop_if_ended(task: Any, request: Context, store: Store) -> None:
+    """
+    End a copy at once if the run whose lock it waited for has ended by itself.
+
+    Else every run that is longer than the broker's redelivery would be followed by
+    another, without end. A store that can't tell how long a lock lasts proves nothing.
+
+    Raises:
+        Ignore: That run has ended, and the message is done.
+    """
+    met = store.peek(met_note(task, request))
+    if met is None or met.token != find_header(request).get("met"):
         return
+    if (met.remaining or 0.0) <= ended_for(task) / 2:
+        return
+    _leave_sent_lock(request)
+    finish_copy(task, request, store)
+    logger.info(
+        "Task %s[%s] was delivered again while it ran, and has ended since: its copy is dropped.",
+        task.name,
+        request.id,
+    )
+    raise Ignore("The run that this copy waited for has ended")
+
+
+def finish_copy(task: Any, request: Context, store: Store, *, of_claim: bool = False) -> None:
+    """Strike the notes of the copy that this message is, if it is one, now that it runs."""
+    header = find_header(request)
+    name: CopyName = "claim_copy" if of_claim else "copy"
+    notes = [(_copy_note(task, request, name), header.get(name))]
+    if not of_claim:
+        notes.append((met_note(task, request), header.get("met")))
     try:
-        locate(cache).store().release(_note_name(task.name, request.id), carried)
+        for note, token in notes:
+            if token:
+                store.release(note, token)
     except LockBackendError as error:
         logger.warning(
             "The note of a task's copy could not be struck; it ends by itself: %s", error
         )
 
 
-def _note_copy(
-    store: Store, note: str, carried: str | None, token: str, seconds: float, holder: Holder
+def met_note(task: Any, request: Context) -> str:
+    """Return the name of the note that a run lengthens when it ends."""
+    return f"{task.name}:met:{request.id}:{_attempt(request)}"
+
+
+def met_token(run_token: str) -> str:
+    """Return the token of that note: another than the run's, since each belongs to one lock."""
+    return run_token[::-1]
+
+
+def ended_for(task: Any) -> float:
+    """Return the lease, s, of that note when the run has ended: twice the longest other."""
+    return 2 * _longest_note(task)
+
+
+def _longest_note(task: Any) -> float:
+    return _longest_delay(task) + visibility_timeout(task.app)
+
+
+def _copy_note(task: Any, request: Context, name: CopyName) -> str:
+    return f"{task.name}:{name}:{request.id}:{_attempt(request)}"
+
+
+def _attempt(request: Context) -> str:
+    # A retry, and what replaces a run, are other messages of the same id.
+    return f"{request.retries or 0}.{request.replaced_task_nesting or 0}"
+
+
+def _note(
+    store: Store, name: str, token: str, seconds: float, holder: Holder, old: str | None
 ) -> None:
+    """
+    Let a note be there for so many seconds.
+
+    Args:
+        old: Token of the note that it replaces; any other is left, since it is newer.
+    """
     try:
-        if carried is not None:
-            store.release(note, carried)
-        store.acquire(note, token, seconds, holder)
+        seconds = store.nearest_lease(seconds)
+        outcome = store.acquire(name, token, seconds, holder)
+        if isinstance(outcome, Acquired):
+            # It may have been there before, for less.
+            store.extend([Renewal(name, token, seconds)])
+        elif outcome.token == old:
+            store.release(name, outcome.token)
+            store.acquire(name, token, seconds, holder)
     except LockBackendError as error:
-        # The copy is published; without its note another delivery may send one more.
-        logger.warning("A task's copy was sent but could not be noted: %s", error)
+        # Without its note another delivery may send one more copy, or one runs in vain.
+        logger.warning("A task's copy could not be noted: %s", error)
 
 
-def _send(task: Any, signature: Any) -> None:
+def _leave_sent_lock(request: Context) -> None:
+    """Leave the message's lock to the other copy, or the other run, of the message."""
+    if (sent := find_sent(request)) is not None:
+        sent.settled = True
+
+
+def _send(task: Any, request: Context, signature: Any) -> None:
     try:
-        with resending(unchanged=True):
+        with resending(request.id, unchanged=True):
             signature.apply_async()
     except Exception as error:
         # With acks_late the broker still has the message and can give it back;
@@ -183,22 +285,22 @@ def _send(task: Any, signature: Any) -> None:
         raise
 
 
-def _note_name(task_name: str, task_id: str | None) -> str:
-    return f"{task_name}:copy:{task_id}"
-
-
 def _longest_delay(task: Any) -> float:
     """
     Return for how long a message may wait for its ETA: half the visibility timeout.
 
     One that waits longer than that timeout is delivered again by the broker, and multiplies.
     """
-    return _visibility_timeout(task) / 2
+    return visibility_timeout(task.app) / 2
 
 
-def _visibility_timeout(task: Any) -> float:
-    options = task.app.conf.broker_transport_options or {}
-    return float(options.get("visibility_timeout", VISIBILITY_TIMEOUT))
+def visibility_timeout(app: Any) -> float:
+    """Return after how many seconds a broker of that kind delivers a message again."""
+    options = app.conf.broker_transport_options or {}
+    urls = app.conf.broker_write_url or app.conf.broker_url or ""
+    on_sqs = str(urls if isinstance(urls, str) else urls[0]).startswith("sqs")
+    default = SQS_VISIBILITY_TIMEOUT if on_sqs else VISIBILITY_TIMEOUT
+    return float(options.get("visibility_timeout", default))
 
 
 def _tell(task: Any, request: Context, contender: HeldLock, delay: float | None) -> None:
@@ -206,9 +308,10 @@ def _tell(task: Any, request: Context, contender: HeldLock, delay: float | None)
         task_own_copy,
         logger,
         logging.INFO,
-        "Task %s[%s] was delivered while its own lock is held by %s: %s.",
+        "Task %s[%s] was delivered while %r is held by %s: %s.",
         task.name,
         request.id,
+        contender.name,
         contender.holder,
         "another copy is on its way" if delay is None else f"a copy comes back in {delay:.3g} s",
         sender=send_own_copy,

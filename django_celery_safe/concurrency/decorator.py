@@ -12,6 +12,7 @@ from celery.local import Proxy
 
 from .. import conf
 from ..exceptions import ConfigurationError
+from .endings import watch
 from .guard import run_alone
 from .options import Key, check_key_names, make_options
 
@@ -31,6 +32,9 @@ def single_instance(
     blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
     renew: bool = True,
     cache: str | conf.Unset = conf.UNSET,
+    unique_until: str | None = None,
+    sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
+    on_duplicate: str | conf.Unset = conf.UNSET,
 ) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
 def single_instance(
     function: Callable[..., Any] | None = None,
@@ -43,6 +47,9 @@ def single_instance(
     blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
     renew: bool = True,
     cache: str | conf.Unset = conf.UNSET,
+    unique_until: str | None = None,
+    sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
+    on_duplicate: str | conf.Unset = conf.UNSET,
 ) -> Any:
     """
     Let one run of a task go on at a time, for each key, on any number of machines.
@@ -76,6 +83,19 @@ def single_instance(
         renew: Renew the lease while the run goes on. False: it ends at
             ``timeout``, and a longer run goes on unprotected.
         cache: Alias of the cache that holds the lock; unset: as the settings say.
+        unique_until: Send it once, too: a second send before the first ``"start"``s
+            or ``"end"``s is a duplicate. None: each send is published. Needs
+            ``base=SafeTask``. With ``"start"``, ``on_conflict="retry"`` lets the one
+            that was sent meanwhile run afterwards; skipped, it would be lost.
+        sent_timeout: How long a message that nobody hears of again keeps others from
+            being sent, seconds or timedelta, plus its ``countdown`` or ``eta``, and no
+            longer than until it ``expires``; unset: ``SENT_TIMEOUT``. While it runs, and
+            with ``"end"``, the lock is renewed like that of the run. Only with
+            ``unique_until``.
+        on_duplicate: What a duplicate send does. ``"existing"`` (unset): returns the
+            result of the one already sent, with ``is_duplicate`` True. ``"raise"``:
+            ``AlreadySent``. In a chain, chord or group, or with a link, it is published
+            all the same, and its run returns None. Only with ``unique_until``.
 
     Raises:
         TypeError: It stands above ``@shared_task``.
@@ -92,6 +112,7 @@ def single_instance(
     Source:
         The Celery task cookbook, "Ensuring a task is only executed one at a time".
     """
+    watch(runs=unique_until is not None)
     options = make_options(
         key=key,
         on_conflict=on_conflict,
@@ -100,11 +121,14 @@ def single_instance(
         blocking_timeout=blocking_timeout,
         renew=renew,
         cache=cache,
+        unique_until=unique_until,
+        sent_timeout=sent_timeout,
+        on_duplicate=on_duplicate,
     )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        _refuse_task(function)
-        _refuse_late_body(function)
+        refuse_task(function, "@single_instance")
+        refuse_late_body(function, "@single_instance", "its lock would be freed")
         check_key_names(function, options.key)
 
         @functools.wraps(function)
@@ -119,26 +143,46 @@ def single_instance(
     return decorate if function is None else decorate(function)
 
 
-def _refuse_late_body(function: Callable[..., Any]) -> None:
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+#: Functions that return before their body runs.
+_LATE = (
+    inspect.iscoroutinefunction,
+    inspect.isgeneratorfunction,
+    inspect.isasyncgenfunction,
+)
+
+
+def refuse_late_body(function: Callable[..., Any], decorator: str, early: str) -> None:
+    """
+    Refuse what returns before its body runs.
+
+    Raises:
+        ConfigurationError: Saying by ``early`` what would come too early.
+    """
+    if any(kind(function) for kind in _LATE):
         raise ConfigurationError(
-            f"@single_instance can't decorate {function.__qualname__}: a coroutine or generator "
-            f"function returns before its body runs, and its lock would be freed then."
+            f"{decorator} can't decorate {function.__qualname__}: a coroutine or generator "
+            f"function returns before its body runs, and {early} then."
         )
 
 
-def _refuse_task(function: Any) -> None:
+def refuse_task(function: Any, decorator: str) -> None:
+    """
+    Refuse to stand above the decorator that makes the task.
+
+    Raises:
+        TypeError: It does, or there is no function at all.
+    """
     # By type: isinstance() would evaluate a lazy task and finalize the app.
     if issubclass(type(function), Proxy | Task):
         raise TypeError(
-            "@single_instance stands above the decorator that makes the task, so it got the task "
-            "instead of the function. Put it below:\n"
-            "    @shared_task\n"
-            "    @single_instance\n"
-            "    def ..."
+            f"{decorator} stands above the decorator that makes the task, so it got the task "
+            f"instead of the function. Put it below:\n"
+            f"    @shared_task\n"
+            f"    {decorator}\n"
+            f"    def ..."
         )
     if isinstance(function, type) or not callable(function):
         raise TypeError(
-            f"@single_instance got {function!r} instead of a function. Options are given by name, "
-            f'as in @single_instance(key="{{feed_url}}"); in a task class it stands above run.'
+            f"{decorator} got {function!r} instead of a function. Options are given by name, "
+            f'as in {decorator}(key="{{feed_url}}"); in a task class it stands above run.'
         )

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from celery import Task, current_app
-from celery._state import get_current_task
+from celery import Task
 from celery.app.task import Context
 
-from ..exceptions import AlreadyRunning
+from ..exceptions import AlreadyRunning, ConfigurationError
 from ..locks import CacheLock, HeldLock
-from ..signals import emit, task_conflict
-from .copies import Rejected, come_back, find_header, finish_copy, send_own_copy
+from ..locks.stores import locate
+from ..signals import duplicate_skipped, emit, task_conflict
+from .call import find_request, find_task, layers, name_of, run_for, sent_arguments, serializer_of
+from .copies import Rejected, come_back, drop_if_ended, finish_copy, send_own_copy
+from .header import Header, find_header
 from .keys import call_key
-from .options import Options
+from .options import CALL_OPTIONS, DEFAULTS, Options, options_of_call
+from .run_lock import RunLock
+from .sent import find_sent
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +33,6 @@ logger = logging.getLogger(__name__)
 OWN_LOCK_PATIENCE: Final = 0.5
 #: Part of ``retry_delay`` that is added at random, so that many don't come back at once.
 JITTER: Final = 0.25
-
-#: Id of the task whose message runs in this context. A call of the task inside its own
-#: run is a direct call, although Celery shows it the request of the message.
-_running: ContextVar[str | None] = ContextVar("django_celery_safe_running", default=None)
 
 
 def run_alone(
@@ -42,80 +43,101 @@ def run_alone(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Call ``function`` under its lock; if that is held, do what ``on_conflict`` says."""
-    bound = bool(args) and isinstance(args[0], Task)
-    task = _find_task(decorated, args)
-    request = None if task is None else _message_of(task)
-    name = _find_lock_name(task, request, function, options, args[bound:], kwargs, bound)
-    lock = CacheLock(name, timeout=options.timeout, renew=options.renew, cache=options.cache)
-    with lock:
-        if not lock and request is not None:
-            _wait(lock, request, options)
-        if lock:
-            if request is None:
-                return function(*args, **kwargs)
-            finish_copy(task, request, options.cache)
-            token = _running.set(request.id)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                _running.reset(token)
-    contender = lock.contender
-    if task is None or request is None or contender is None:
-        return _step_aside_without_message(name, options, contender)
-    if _is_own(contender, request):
-        send_own_copy(task, request, contender, options.cache)
-    return _step_aside(task, request, name, options, contender)
+    guarded = Guarded(function, options, bool(args) and isinstance(args[0], Task))
+    task = find_task(decorated, args)
+    return _run(guarded, task, find_request(task, function), args, kwargs)
 
 
-def _find_task(decorated: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the task that runs ``decorated`` now; None if it was made into none."""
-    if args and isinstance(args[0], Task):
-        return args[0]
-    current = get_current_task()
-    if current is not None and _runs(current, decorated):
-        return current
-    # task.run(...) called by hand, or inside another task.
-    tasks = current_app.tasks.values()
-    return next((task for task in tasks if _runs(task, decorated)), None)
+def run_as_called(task: Any) -> Callable[..., Any]:
+    """
+    Return what a task without ``@single_instance`` runs, where one call can ask for it.
+
+    What the call asked for is in the header of its message.
+    """
+    run = task.run
+
+    @functools.wraps(run)
+    def run_as_asked(*args: Any, **kwargs: Any) -> Any:
+        if task.request.headers:
+            request = find_request(task, run)
+            if "options" in find_header(request):
+                return _run(Guarded(run, DEFAULTS, False), task, request, args, kwargs)
+        return run(*args, **kwargs)
+
+    return run_as_asked
 
 
-def _runs(task: Any, decorated: Callable[..., Any]) -> bool:
-    """Tell whether ``decorated`` is what ``task`` runs, also behind other wrappers."""
-    return any(layer is decorated for layer in _layers(task.run))
-
-
-def _message_of(task: Any) -> Context | None:
-    """Return the request of the message that ``task`` runs for; None without one."""
-    request: Context = task.request
-    if request.called_directly or request.is_eager or get_current_task() is not task:
-        return None
-    if request.id == _running.get():
-        return None
-    return request
-
-
-def _find_lock_name(
+def _run(
+    guarded: Guarded,
     task: Any,
     request: Context | None,
-    function: Callable[..., Any],
-    options: Options,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    bound: bool,
+) -> Any:
+    """
+    Run a task alone.
+
+    Args:
+        request: What it runs for; None: a direct call.
+    """
+    header = find_header(request)
+    if request is not None and "duplicate" in header:
+        return _note_duplicate(task, request, header)
+    options = _options_of_call(guarded, header)
+    # Eager runs and .apply() have no message that could come back.
+    message = None if request is None or request.is_eager else request
+    name = find_lock_name(task, message, guarded, options, args, kwargs)
+    if message is not None and "copy" in header:
+        drop_if_ended(task, message, locate(options.cache).store())
+    sent = find_sent(message) if message is not None and "sent" in header else None
+    lock = RunLock(name, options, task, message, sent)
+    with lock:
+        acquired = bool(lock)
+        if not acquired and message is not None:
+            acquired = _wait(lock, message, options)
+        if acquired:
+            if message is not None and "copy" in header:
+                finish_copy(task, message, locate(options.cache).store())
+            return run_for(request, guarded.function, args, kwargs)
+    contender = lock.contender
+    with lock.stepping_aside():
+        if task is None or message is None or contender is None:
+            _step_aside_without_message(name, options, contender)
+        elif _is_own(contender, message):
+            send_own_copy(task, message, contender, locate(options.cache).store())
+        else:
+            _step_aside(task, message, name, options, contender)
+    return None
+
+
+def find_lock_name(
+    task: Any,
+    message: Context | None,
+    guarded: Guarded,
+    options: Options,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    task_name = f"{function.__module__}.{function.__name__}" if task is None else task.name
-    key = find_header(request).get("key")
-    if key is not None:
-        return f"{task_name}:{key}"
-    serializer = "json" if task is None else task.serializer
-    # pydantic=True has made models of the arguments by now. A message still has what
-    # was sent; otherwise it is what Celery would send.
-    dump_models: Any = getattr(task, "_dump_pydantic_arguments", None)
-    if request is not None:
-        args, kwargs = tuple(request.args or ()), request.kwargs or {}
-    elif dump_models is not None and serializer != "pickle":
-        args, kwargs = dump_models(args, kwargs)
-    key = call_key(task_name, function, options, args, kwargs, bound=bound, serializer=serializer)
+    """
+    Return the name of the lock of one run.
+
+    Args:
+        message: The message that it runs for; None: there is none, and ``args`` and
+            ``kwargs`` are what it was called with.
+    """
+    task_name = name_of(task, guarded.function)
+    key = find_header(message).get("key")
+    if key is None:
+        args, kwargs = sent_arguments(task, message, args[guarded.bound :], kwargs)
+        key = call_key(
+            task_name,
+            guarded.function,
+            options.key,
+            args,
+            kwargs,
+            bound=guarded.bound,
+            serializer=serializer_of(task),
+        )
     return f"{task_name}:{key}"
 
 
@@ -126,14 +148,15 @@ def _is_own(contender: HeldLock | None, request: Context | None) -> bool:
     return request.id is not None and contender.holder.task_id == request.id
 
 
-def _wait(lock: CacheLock, request: Context, options: Options) -> None:
-    """Let the lock be acquired a little later, where there is reason to."""
+def _wait(lock: CacheLock, request: Context, options: Options) -> bool:
+    """Try to acquire the lock a little later, where there is reason to; tell whether it worked."""
     contender = lock.contender
     if _is_own(contender, request):
-        lock.acquire(OWN_LOCK_PATIENCE)
-    elif options.on_conflict == "wait":
+        return lock.acquire(OWN_LOCK_PATIENCE)
+    if options.on_conflict == "wait":
         _note_conflict(lock.name, options.on_conflict, contender, request.id)
-        lock.acquire(options.blocking_timeout)
+        return lock.acquire(options.blocking_timeout)
+    return False
 
 
 def _step_aside(
@@ -185,6 +208,22 @@ def _note_conflict(
     )
 
 
+def _note_duplicate(task: Any, request: Context, header: Header) -> None:
+    emit(
+        duplicate_skipped,
+        logger,
+        logging.INFO,
+        "Task %s[%s] was a duplicate of %s when it was sent; it returns None.",
+        task.name,
+        request.id,
+        header["duplicate"],
+        sender=run_alone,
+        task=task.name,
+        task_id=request.id,
+        sent_id=header["duplicate"],
+    )
+
+
 class Guarded(NamedTuple):
     """
     What ``@single_instance`` decorated in a task.
@@ -203,25 +242,44 @@ class Guarded(NamedTuple):
 @lru_cache(maxsize=4096)
 def find_guarded(task: Any) -> Guarded | None:
     """Return what ``@single_instance`` decorated in ``task``; None if nothing."""
-    layers = list(_layers(task.run))
+    found = list(layers(task.run))
     # Wrappers copy the attributes of what they wrap, so it is the innermost one that has them.
-    marked = [index for index, layer in enumerate(layers) if _options_of(layer) is not None]
+    marked = [index for index, layer in enumerate(found) if _options_of(layer) is not None]
     if not marked:
         return None
-    decorated = layers[marked[-1]]
+    decorated = found[marked[-1]]
     # The method that binds the task may stand behind autoretry's wrapper, whose own
     # signature says nothing about it.
-    bound = any(map(inspect.ismethod, layers[: marked[-1]]))
+    bound = any(map(inspect.ismethod, found[: marked[-1]]))
     return Guarded(decorated, decorated.single_instance, bound)
+
+
+def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options] | None:
+    """Return what runs alone for a message, and how; None if any number may run at once."""
+    header = find_header(request)
+    guarded = find_guarded(task)
+    if guarded is None:
+        # A message may hold a lock that only its sender's release knows of.
+        if "options" not in header and "sent" not in header:
+            return None
+        guarded = Guarded(task.run, DEFAULTS, False)
+    return guarded, _options_of_call(guarded, header)
+
+
+def _options_of_call(guarded: Guarded, header: Header) -> Options:
+    if "options" not in header:
+        return guarded.options
+    # Those of a newer release, or of no release: the run must not fail for them.
+    known = {name: value for name, value in header["options"].items() if name in CALL_OPTIONS}
+    try:
+        return options_of_call(guarded.options, known)
+    except ConfigurationError as error:
+        logger.warning(
+            "The options for one call of %s are ignored: %s", guarded.function.__qualname__, error
+        )
+        return guarded.options
 
 
 def _options_of(function: Any) -> Options | None:
     options = getattr(function, "single_instance", None)
     return options if isinstance(options, Options) else None
-
-
-def _layers(function: Any) -> Iterator[Any]:
-    """Yield what a task runs, from the outside in: behind pydantic's and autoretry's wrappers."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__func__", None) or getattr(function, "__wrapped__", None)

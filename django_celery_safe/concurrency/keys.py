@@ -21,8 +21,8 @@ from kombu.exceptions import SerializationError
 from kombu.serialization import dumps, loads
 
 from .. import conf
-from ..exceptions import ConfigurationError, NotSerializable
-from .options import Options, template_names
+from ..exceptions import ConfigurationError, NotSerializable, describe_error
+from .options import Key, template_names
 
 #: Hexadecimal digits of a hashed key; 128 bits.
 DIGITS: Final = 32
@@ -32,35 +32,44 @@ _HINT: Final = (
 )
 
 
+class ArgumentsDontFit(TypeError):
+    """The arguments of a call don't fit the task's signature."""
+
+
 def call_key(
     task_name: str,
     function: Callable[..., Any],
-    options: Options,
+    rule: Key | conf.Unset,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
     bound: bool = False,
     serializer: str = "json",
+    strict: bool = True,
 ) -> str:
     """
     Return the key of one call: the same for calls that must not run at once.
 
     Args:
         function: The task's own function, for its signature.
+        rule: Which calls are the same, as ``single_instance`` is told it.
         args: Positional arguments, without the ``self`` of a bound task.
         bound: Whether the function's first parameter is the task.
         serializer: The task's serializer; it decides on the wire form.
+        strict: Whether to raise for what can't be written down, instead of leaving it out.
 
     Raises:
-        TypeError: The arguments don't fit the signature.
+        ArgumentsDontFit: The arguments don't fit the signature.
         NotSerializable: An argument of the key can't be written down.
         ConfigurationError: The key function returned None or what can't be written
             down, or the key names the task itself.
     """
-    call = _signature(function, bound).bind(*args, **kwargs)
+    try:
+        call = _signature(function, bound).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentsDontFit(*error.args) from error
     given = set(call.arguments)
     call.apply_defaults()
-    rule = options.key
     names = list(call.arguments) if isinstance(rule, conf.Unset) or callable(rule) else _names(rule)
     for name in names:
         if name not in call.arguments:
@@ -70,29 +79,39 @@ def call_key(
             )
         call.arguments[name] = to_wire(call.arguments[name], serializer)
     if isinstance(rule, str):
-        return rule.format_map(call.arguments)
+        return str(to_wire(_fill_in(task_name, rule, call.arguments), "json"))
     if callable(rule):
         return _from_function(task_name, rule, call)
     parts = []
     for name in names:
         try:
             parts.append(encode(name) + encode(call.arguments[name]))
-        except TypeError as error:
-            if name in given:
+        except (TypeError, RecursionError) as error:
+            if strict and name in given:
                 raise NotSerializable(task_name, name, str(error), _HINT) from error
-            # Only this process can have it: a default that never travels.
+            # Of a default, only this process can have it: it never travels.
             parts.append(encode(name) + "default")
     return _digest("".join(parts))
 
 
+def _fill_in(task_name: str, template: str, arguments: Mapping[str, Any]) -> str:
+    try:
+        return template.format_map(arguments)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigurationError(
+            f"The key {template!r} of task {task_name} can't be made from these arguments: "
+            f"{describe_error(error)}. Leave out the format or attribute, or give a list of names."
+        ) from error
+
+
 def to_wire(value: Any, serializer: str) -> Any:
     """Return ``value`` as the serializer delivers it; as it is if it can't be sent."""
-    if _is_plain(value):
-        return value
     try:
+        if serializer == "json" and _is_plain(value):
+            return value
         content_type, encoding, data = dumps(value, serializer)
         return loads(data, content_type, encoding, accept={content_type})
-    except (SerializationError, TypeError, ValueError):
+    except (SerializationError, TypeError, ValueError, RecursionError):
         return value
 
 
@@ -110,11 +129,12 @@ def encode(value: Any) -> str:
             return "T" if value else "F"
         case int():
             # Hexadecimal: Python refuses to print very large ints in decimal.
-            return f"i{value:x};"
+            # By the type itself: an Enum's member shows itself otherwise.
+            return f"i{int.__format__(value, 'x')};"
         case float():
-            return f"f{value!r};"
+            return f"f{float.__repr__(value)};"
         case str():
-            return f"s{len(value)}:{value}"
+            return f"s{len(value)}:{str.__str__(value)}"
         case bytes():
             return f"b{value.hex()};"
         case list() | tuple():
@@ -123,6 +143,8 @@ def encode(value: Any) -> str:
             return "{" + "".join(sorted(encode(k) + encode(v) for k, v in value.items())) + "}"
         case set() | frozenset():
             return "<" + "".join(sorted(map(encode, value))) + ">"
+        case time() if value.tzinfo is not None and value.utcoffset() is None:
+            return f"time{value.isoformat()} {value.tzinfo};"
         case datetime() | date() | time():
             return f"{type(value).__name__}{value.isoformat()};"
         case timedelta() | Decimal() | UUID():
@@ -131,37 +153,50 @@ def encode(value: Any) -> str:
 
 
 def _from_function(task_name: str, rule: Callable[..., Any], call: inspect.BoundArguments) -> str:
-    key = rule(*call.args, **call.kwargs)
+    try:
+        key = rule(*call.args, **call.kwargs)
+    except Exception as error:
+        error.add_note(f"Raised by the key function {rule!r} of task {task_name}.")
+        raise
     if key is None:
         raise ConfigurationError(
             f"The key function {rule!r} of task {task_name} returned None. Return a str, or any "
             f"plain value, that is equal for calls that must not run at once."
         )
     if isinstance(key, str):
-        return key
+        return str(to_wire(str.__str__(key), "json"))
     try:
         return _digest(encode(to_wire(key, "json")))
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:
         raise ConfigurationError(
             f"The key function {rule!r} of task {task_name} returned {error}. Return a str, or any "
             f"plain value, that is equal for calls that must not run at once."
         ) from error
 
 
+# Kept: reading a template takes longer than filling it in.
+_names_of = lru_cache(maxsize=1024)(template_names)
+
+
 def _names(rule: Any) -> list[str]:
-    names = template_names(rule) if isinstance(rule, str) else rule
-    return list(dict.fromkeys(names))
+    names = _names_of(rule) if isinstance(rule, str) else rule
+    # Sorted: a set's order is another in each process.
+    return sorted(set(names))
 
 
 def _is_plain(value: Any) -> bool:
     """Tell whether JSON surely delivers ``value`` just as it is."""
     kind = type(value)
-    if value is None or kind in (str, int, bool):
+    if kind is str:
+        return str.isascii(value)  # of others, JSON joins two halves of a character
+    if value is None or kind in (int, bool):
         return True
     if kind is list:
         return all(map(_is_plain, value))
     if kind is dict and "__type__" not in value:  # kombu's mark of other types
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+        return all(
+            type(key) is str and _is_plain(key) and _is_plain(item) for key, item in value.items()
+        )
     return False
 
 
@@ -174,4 +209,5 @@ def _signature(function: Callable[..., Any], bound: bool) -> inspect.Signature:
     signature = inspect.signature(function)
     if not bound:
         return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    first, *others = signature.parameters.values()
+    return signature if first.kind is first.VAR_POSITIONAL else signature.replace(parameters=others)

@@ -6,15 +6,20 @@ import difflib
 import inspect
 import math
 import string
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .. import conf
 from ..exceptions import ConfigurationError
 
 OnConflict: TypeAlias = Literal["skip", "retry", "wait", "reject", "raise"]
+UniqueUntil: TypeAlias = Literal["start", "end"]
+OnDuplicate: TypeAlias = Literal["existing", "raise"]
 Key: TypeAlias = str | Sequence[str] | Callable[..., Any]
+
+#: What can be told for one call; all of it plain values, since it travels in the message.
+CALL_OPTIONS: Final = ("key", "timeout", "on_conflict", "blocking_timeout", "retry_delay")
 
 #: Seconds after which ``on_conflict="retry"`` comes back, before jitter.
 RETRY_DELAY: Final = 5.0
@@ -32,17 +37,23 @@ class Options:
     blocking_timeout: float
     renew: bool
     cache: str | conf.Unset
+    unique_until: UniqueUntil | None
+    sent_timeout: float | conf.Unset
+    on_duplicate: OnDuplicate
 
 
 def make_options(
     *,
-    key: Key | conf.Unset,
-    on_conflict: str,
-    timeout: conf.Duration | conf.Unset,
-    retry_delay: conf.Duration | conf.Unset,
-    blocking_timeout: conf.Duration | conf.Unset,
-    renew: bool,
-    cache: str | conf.Unset,
+    key: Key | conf.Unset = conf.UNSET,
+    on_conflict: str = "skip",
+    timeout: conf.Duration | conf.Unset = conf.UNSET,
+    retry_delay: conf.Duration | conf.Unset = conf.UNSET,
+    blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
+    renew: bool = True,
+    cache: str | conf.Unset = conf.UNSET,
+    unique_until: str | None = None,
+    sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
+    on_duplicate: str | conf.Unset = conf.UNSET,
 ) -> Options:
     """
     Return the options, or say which of them mean nothing.
@@ -50,14 +61,7 @@ def make_options(
     Raises:
         ConfigurationError: An option is unknown, or two contradict each other.
     """
-    ways = get_args(OnConflict)
-    if on_conflict not in ways:
-        close = difflib.get_close_matches(str(on_conflict), ways, n=1)
-        guess = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigurationError(
-            f"on_conflict={on_conflict!r} is not known; it can be {', '.join(map(repr, ways))}."
-            f"{guess}"
-        )
+    _check_choice("on_conflict", on_conflict, get_args(OnConflict))
     if not isinstance(retry_delay, conf.Unset) and on_conflict != "retry":
         raise ConfigurationError(
             f"retry_delay={retry_delay!r} has no meaning with on_conflict={on_conflict!r}, which "
@@ -65,21 +69,93 @@ def make_options(
         )
     patience = _checked_patience(blocking_timeout, on_conflict)
     delay = RETRY_DELAY if isinstance(retry_delay, conf.Unset) else retry_delay
-    unset = isinstance(timeout, conf.Unset)
+    _check_unique(unique_until, sent_timeout, on_duplicate)
     return Options(
-        key=_checked_key(key),
+        key=checked_key(key),
         on_conflict=on_conflict,  # type: ignore[arg-type]
-        timeout=conf.UNSET if unset else conf.lease_seconds(timeout, "timeout"),
+        timeout=_seconds_or_unset(timeout, "timeout"),
         retry_delay=conf.lease_seconds(delay, "retry_delay"),
         blocking_timeout=patience,
         renew=renew,
         cache=cache,
+        unique_until=unique_until,  # type: ignore[arg-type]
+        sent_timeout=_seconds_or_unset(sent_timeout, "sent_timeout"),
+        on_duplicate="existing" if isinstance(on_duplicate, conf.Unset) else on_duplicate,  # type: ignore[arg-type]
     )
 
 
-def check_key_names(function: Callable[..., Any], key: Key | conf.Unset) -> None:
+def check_call_options(given: Any) -> None:
+    """
+    Refuse options for one call that no task could follow.
+
+    Raises:
+        ConfigurationError: One is unknown, or can't travel in a message.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"single_instance={given!r} is no dict of options for one call, such as "
+            f'{{"key": "feed-42", "on_conflict": "retry"}}.'
+        )
+    for name, value in given.items():
+        if name not in CALL_OPTIONS:
+            close = difflib.get_close_matches(str(name), CALL_OPTIONS, n=1)
+            guess = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigurationError(
+                f"single_instance has no option {name!r} for one call. It has: "
+                f"{', '.join(CALL_OPTIONS)}.{guess}"
+            )
+        if name in ("timeout", "blocking_timeout", "retry_delay") and (
+            isinstance(value, bool) or not isinstance(value, int | float)
+        ):
+            raise ConfigurationError(
+                f"single_instance has {name}={value!r} for one call: it travels in the message, "
+                f"so give a number of seconds."
+            )
+        if name == "key" and (not isinstance(value, str | list | tuple) or value == ""):
+            raise ConfigurationError(
+                f"single_instance has key={value!r} for one call: it travels in the message, so "
+                f"give a text that is not empty, or a list of argument names."
+            )
+
+
+def options_of_call(options: Options, given: Any) -> Options:
+    """
+    Return the options of one call: what the caller gave, over those of the task.
+
+    Raises:
+        ConfigurationError: One is unknown, can't travel, or contradicts another.
+    """
+    check_call_options(given)
+    way = given.get("on_conflict", options.on_conflict)
+    # What the task says of a way that this call does not go has no meaning here.
+    as_task: dict[str, Any] = {
+        "key": options.key,
+        "timeout": options.timeout,
+        "on_conflict": way,
+    }
+    if way == options.on_conflict == "wait":
+        as_task["blocking_timeout"] = options.blocking_timeout
+    if way == options.on_conflict == "retry":
+        as_task["retry_delay"] = options.retry_delay
+    made = make_options(**{**as_task, **given})
+    return replace(
+        options,
+        key=made.key,
+        on_conflict=made.on_conflict,
+        timeout=made.timeout,
+        retry_delay=made.retry_delay,
+        blocking_timeout=made.blocking_timeout,
+    )
+
+
+def check_key_names(
+    function: Callable[..., Any], key: Key | conf.Unset, *, plain: bool = False
+) -> None:
     """
     Refuse a key whose names are not arguments of ``function``.
+
+    Args:
+        plain: Whether a text that names none may be a key, as it may for one call.
 
     Raises:
         ConfigurationError: Naming the function, the name and what it may have meant.
@@ -94,7 +170,7 @@ def check_key_names(function: Callable[..., Any], key: Key | conf.Unset) -> None
             f"The key {key!r} of {where} is no format string: {error}. A brace that is meant as "
             f"text is written twice."
         ) from error
-    if isinstance(key, str) and not names:
+    if isinstance(key, str) and not names and not plain:
         raise ConfigurationError(
             f"The key {key!r} of {where} names no argument, so every call would have the same. "
             f'Name one, as in key="{{feed_url}}"; for one lock over all calls write key=[].'
@@ -122,6 +198,34 @@ def template_names(template: str) -> list[str]:
     return names
 
 
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value in choices:
+        return
+    close = difflib.get_close_matches(str(value), choices, n=1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    raise ConfigurationError(
+        f"{name}={value!r} is not known; it can be {', '.join(map(repr, choices))}.{guess}"
+    )
+
+
+def _check_unique(unique_until: Any, sent_timeout: Any, on_duplicate: Any) -> None:
+    if unique_until is not None:
+        _check_choice("unique_until", unique_until, get_args(UniqueUntil))
+        if not isinstance(on_duplicate, conf.Unset):
+            _check_choice("on_duplicate", on_duplicate, get_args(OnDuplicate))
+        return
+    for name, value in (("sent_timeout", sent_timeout), ("on_duplicate", on_duplicate)):
+        if not isinstance(value, conf.Unset):
+            raise ConfigurationError(
+                f"{name}={value!r} has no meaning without unique_until, since any number may be "
+                f'sent then. Leave it out, or set unique_until="start" or "end".'
+            )
+
+
+def _seconds_or_unset(value: Any, what: str) -> float | conf.Unset:
+    return conf.UNSET if isinstance(value, conf.Unset) else conf.lease_seconds(value, what)
+
+
 def _checked_patience(blocking_timeout: Any, on_conflict: str) -> float:
     unset = isinstance(blocking_timeout, conf.Unset)
     if on_conflict != "wait":
@@ -142,7 +246,13 @@ def _checked_patience(blocking_timeout: Any, on_conflict: str) -> float:
     return seconds
 
 
-def _checked_key(key: Any) -> Key | conf.Unset:
+def checked_key(key: Any) -> Key | conf.Unset:
+    """
+    Return what says which calls are the same, ready to be kept.
+
+    Raises:
+        ConfigurationError: It can't say that.
+    """
     if isinstance(key, (conf.Unset, str)):
         return key
     if callable(key):
@@ -156,3 +266,7 @@ def _checked_key(key: Any) -> Key | conf.Unset:
         f"key={key!r} can't say which calls are the same: give a format string over argument "
         f'names ("{{feed_url}}"), a list of argument names, or a function of the arguments.'
     )
+
+
+#: The options of a task that is decorated without any, or not decorated.
+DEFAULTS: Final = make_options()

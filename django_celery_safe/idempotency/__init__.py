@@ -1,9 +1,13 @@
 """
 Doing a thing once, however often its task is delivered.
 
-``flags`` has :class:`IdempotentMixin`, for work that belongs to one row.
+``flags`` has :class:`IdempotentMixin`, for work that belongs to one row. ``decorator``
+has :func:`idempotent`, for work without a row of its own or too slow to lock one;
+``claim`` is one attempt at it and ``records`` its table.
 """
 
+from .claim import Claim, current_claim
+from .decorator import Idempotent, idempotent
 from .flags import IdempotentMixin
 
-__all__ = ["IdempotentMixin"]
+__all__ = ["Claim", "Idempotent", "IdempotentMixin", "current_claim", "idempotent"]

@@ -16,17 +16,24 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 from celery.exceptions import Retry
 from django.core.exceptions import FieldDoesNotExist
 from django.db import OperationalError, connections, router, transaction
-from django.db.models import BooleanField, DateTimeField, F
+from django.db.models import BooleanField, DateTimeField, F, QuerySet
 from django.utils import timezone
 
-from ..exceptions import ConfigurationError, IdempotencyError, LockNotAcquired, WrongTransaction
-from ..signals import already_done, done_once, emit
-from ..transactions import in_atomic, is_manual
+from ..concurrency.sent import is_requeued
+from ..exceptions import (
+    ConfigurationError,
+    IdempotencyError,
+    LockNotAcquired,
+    WrongTransaction,
+    describe_error,
+)
+from ..signals import already_done, done_once, emit, once_failed
+from ..transactions import busy_timeout, in_atomic, is_manual
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from django.db.models import Model, QuerySet
+    from django.db.models import Model
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +75,14 @@ class IdempotentMixin:
         effect and before the commit, the block runs again.
         ``"at_most_once"``: the flag is committed before the block runs, outside
         the transaction. If the process dies or the block fails after that, the
-        effect never happens. No ``Retry`` can help then, so one raised in the
-        block is an error.
+        effect never happens, which is logged at ERROR and sent as ``once_failed``. No
+        ``Retry`` can help then, so one raised in the block is an error.
 
-        What it costs: with ``"at_least_once"`` the row, and on SQLite the whole
-        database, is locked while the block runs.
+        What it costs: with ``"at_least_once"`` the row (that of its parents too, with
+        multi-table inheritance), and on SQLite the whole database, is locked while the
+        block runs; everyone else who wants to write there waits. For slow effects use
+        :func:`idempotent`, which locks nothing meanwhile. Only the flag is written: what
+        else the block changes on the row, it saves itself.
 
         Args:
             pk: Primary key of the row.
@@ -145,12 +155,15 @@ class _Once:
             return
         try:
             yield row
-        except Retry as retry:
-            raise IdempotencyError(
-                f"The block of do_once({self._label}) asked for a retry under at_most_once, which "
-                f"would find {self._flag} set and do nothing. Handle the failure in the block, or "
-                f'use guarantee="at_least_once".'
-            ) from retry
+        except BaseException as error:
+            self._tell_failed(error)
+            if isinstance(error, Retry) or is_requeued(error):
+                raise IdempotencyError(
+                    f"The block of do_once({self._label}) asked to be run again under "
+                    f"at_most_once, which would find {self._flag} set and do nothing. Handle the "
+                    f'failure in the block, or use guarantee="at_least_once".'
+                ) from error
+            raise
         self._tell(done_once, "was done")
 
     @property
@@ -173,8 +186,9 @@ class _Once:
             yield row
 
     def _rows(self) -> QuerySet[Model]:
-        # The base manager, since a default one may hide rows.
-        return self._model._base_manager.using(self._alias).filter(pk=self._pk)
+        # Of no manager: those of the model may hide rows, or join others, which would be
+        # locked along.
+        return QuerySet(self._model, using=self._alias).filter(pk=self._pk)
 
     def _lock_row(self) -> Model:
         connection = connections[self._alias]
@@ -183,14 +197,17 @@ class _Once:
         # Without row locks the transaction's first statement has to be a write:
         # it takes the database's write lock before the flag is read, and waits
         # for it, where a read first would end in "database is locked".
-        self._rows().update(**{self._flag: F(self._flag)})
+        # Of the row's own table: for a column of a parent's, Django reads first.
+        table: Any = self._model._meta.concrete_model
+        columns = table._meta.local_concrete_fields
+        column = next(field.name for field in columns if not getattr(field, "generated", False))
+        self._rows().update(**{column: F(column)})
         return self._rows().get()
 
     @contextmanager
     def _fail_at_once(self) -> Iterator[None]:
-        connection = connections[self._alias]
         try:
-            with _no_busy_timeout(connection):
+            with busy_timeout(self._alias, 0):
                 yield
         except OperationalError as error:
             if not _says_taken(error):
@@ -227,22 +244,23 @@ class _Once:
             flag=self._flag,
         )
 
-
-@contextmanager
-def _no_busy_timeout(connection: Any) -> Iterator[None]:
-    """Let SQLite say at once that the database is locked, instead of waiting for it."""
-    if connection.vendor != "sqlite":
-        yield
-        return
-    connection.ensure_connection()
-    # Not by Django's cursor, which refuses to put it back in a broken transaction.
-    execute = connection.connection.execute
-    before = execute("PRAGMA busy_timeout").fetchone()[0]
-    execute("PRAGMA busy_timeout = 0")
-    try:
-        yield
-    finally:
-        execute(f"PRAGMA busy_timeout = {int(before)}")
+    def _tell_failed(self, error: BaseException) -> None:
+        emit(
+            once_failed,
+            logger,
+            logging.ERROR,
+            "%s of %s pk=%s was set before its block failed, and stays so: it is not done again. "
+            "%s",
+            self._flag,
+            self._model._meta.label,
+            self._pk,
+            describe_error(error),
+            sender=self._model,
+            model=self._model._meta.label,
+            pk=self._pk,
+            flag=self._flag,
+            error=error,
+        )
 
 
 def _says_taken(error: OperationalError) -> bool:

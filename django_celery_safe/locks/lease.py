@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
 from ..exceptions import LockBackendError
 from ..signals import emit, lock_backend_failed
-from .stores.base import HeldLock, Renewal, Store
+from .stores.base import HeldLock, LeaseStore, Renewal
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,11 @@ ALONG: Final = 1 / 20
 LONGEST_PAUSE: Final = 3600.0
 
 
-class Lease:
+#: The kind of store that a holder knows its lease to be in.
+S = TypeVar("S", bound=LeaseStore)
+
+
+class Lease(Generic[S]):
     """
     What a holder knows about its own lease.
 
@@ -71,13 +75,13 @@ class Lease:
 
     def __init__(
         self,
-        store: Store,
+        store: S,
         name: str,
         token: str,
         seconds: float,
         asked_at: float,
         renew_until: float,
-        on_lost: Callable[[Lease, HeldLock | None], None],
+        on_lost: Callable[[Lease[Any], HeldLock | None], None],
     ) -> None:
         self.store = store
         self.name = name
@@ -128,18 +132,18 @@ class Renewer:
         self._changed = threading.Condition(self._mutex)
         # Weak: a lock that nobody can release any more (an error hit between its
         # acquisition and its `with` block) must not be renewed for ever.
-        self._leases: WeakSet[Lease] = WeakSet()
+        self._leases: WeakSet[Lease[Any]] = WeakSet()
         self._thread: threading.Thread | None = None
         #: When the thread looks again by itself, monotonic.
         self._wakes_at = math.inf
         #: Leases whose ends the thread is moving, and those that their holders are: of two
         #: such requests at once nobody knows which the store got last.
-        self._renewing: set[Lease] = set()
-        self._extending: set[Lease] = set()
+        self._renewing: set[Lease[Any]] = set()
+        self._extending: set[Lease[Any]] = set()
         #: Stores to which the thread has opened connections of its own.
-        self._opened: set[Store] = set()
+        self._opened: set[LeaseStore] = set()
 
-    def add(self, lease: Lease) -> None:
+    def add(self, lease: Lease[Any]) -> None:
         """Renew ``lease`` from now on, also when its length has changed."""
         with self._mutex:
             self._leases.add(lease)
@@ -155,7 +159,7 @@ class Renewer:
                 self._wakes_at = lease.renew_at
                 self._changed.notify_all()
 
-    def remove(self, lease: Lease) -> None:
+    def remove(self, lease: Lease[Any]) -> None:
         """Renew ``lease`` no more; with the last one of a store, the connection is closed."""
         with self._mutex:
             self._leases.discard(lease)
@@ -167,18 +171,18 @@ class Renewer:
             self._changed.wait_for(lambda: not self._is_idle(lease.store), timeout=1.0)
 
     @contextmanager
-    def standing_off(self, lease: Lease) -> Iterator[None]:
+    def standing_off(self, lease: Lease[Any]) -> Iterator[None]:
         """Leave the lease alone while its holder asks the store to move its end."""
-        with self._mutex:
-            self._changed.wait_for(lambda: lease not in self._renewing)
-            self._extending.add(lease)
         try:
+            with self._mutex:
+                self._changed.wait_for(lambda: lease not in self._renewing)
+                self._extending.add(lease)
             yield
         finally:
             with self._mutex:
                 self._extending.discard(lease)
 
-    def _is_idle(self, store: Store) -> bool:
+    def _is_idle(self, store: LeaseStore) -> bool:
         """Tell whether the thread is connected to a store in which nothing is held."""
         return store in self._opened and all(lease.store is not store for lease in self._leases)
 
@@ -207,7 +211,7 @@ class Renewer:
         for store, leases in due.items():
             self._renew(store, leases, shortest * ANSWER_WITHIN)
 
-    def _take_due(self) -> tuple[dict[Store, list[Lease]], list[Lease], float]:
+    def _take_due(self) -> tuple[dict[LeaseStore, list[Lease[Any]]], list[Lease[Any]], float]:
         """
         Plan when to look again.
 
@@ -217,8 +221,8 @@ class Renewer:
         # The plan made by a lease stays when it is gone: who takes and frees locks in a
         # loop wakes this thread once in a third of a lease, not each time.
         now, wakes_at, shortest = time.monotonic(), math.inf, math.inf
-        due: dict[Store, list[Lease]] = {}
-        over: list[Lease] = []
+        due: dict[LeaseStore, list[Lease[Any]]] = {}
+        over: list[Lease[Any]] = []
         for lease in self._leases:
             # Not min(): a thousand calls of it would be felt.
             if lease.seconds < shortest:
@@ -234,8 +238,10 @@ class Renewer:
         self._wakes_at = wakes_at
         return due, over, shortest
 
-    def _renew(self, store: Store, leases: list[Lease], within: float) -> None:
+    def _renew(self, store: LeaseStore, leases: list[Lease[Any]], within: float) -> None:
         with self._mutex:
+            # One that was removed since the plan was made may be locked by its holder.
+            leases = [lease for lease in leases if lease in self._leases]
             # One that its holder extends just now is renewed by that.
             free = [lease for lease in leases if lease not in self._extending]
             self._renewing.update(free)
@@ -253,18 +259,18 @@ class Renewer:
             for lease in set(leases).difference(free):
                 lease.renew_at = later + lease.seconds * RETRY_AFTER
         with self._mutex:
-            self._wakes_at = min(self._wakes_at, *[lease.renew_at for lease in leases])
+            self._wakes_at = min([self._wakes_at, *[lease.renew_at for lease in leases]])
 
-    def _leave(self, over: list[Lease]) -> None:
+    def _leave(self, over: list[Lease[Any]]) -> None:
         for lease in over:
             logger.warning(
-                "The lock %r is renewed no more and ends in %.3g s: its task still runs, beyond "
-                "its time limit.",
+                "The lease of %r is renewed no more and ends in %.3g s: its task still runs, "
+                "beyond its time limit.",
                 lease.name,
                 lease.remaining,
             )
 
-    def _ask(self, store: Store, leases: list[Lease], within: float) -> list[bool]:
+    def _ask(self, store: LeaseStore, leases: list[Lease[Any]], within: float) -> list[bool]:
         """Extend leases in one request; return for each whether it is still ours, or nothing."""
         if store.connects_threads:
             with self._mutex:
@@ -281,7 +287,7 @@ class Renewer:
                 lease.renew_at = asked_at + lease.seconds * RENEW_AFTER
         return outcomes
 
-    def _failed(self, store: Store, leases: list[Lease], error: Exception) -> None:
+    def _failed(self, store: LeaseStore, leases: list[Lease[Any]], error: Exception) -> None:
         now = time.monotonic()
         for lease in leases:
             lease.renew_at = now + lease.seconds * RETRY_AFTER
@@ -299,7 +305,7 @@ class Renewer:
         )
         self._close({store})
 
-    def _lost(self, lease: Lease) -> None:
+    def _lost(self, lease: Lease[Any]) -> None:
         with self._mutex:
             # Released while the request was under way: then it is no loss.
             if lease not in self._leases:
@@ -312,7 +318,7 @@ class Renewer:
             now_held = None
         lease.on_lost(lease, now_held)
 
-    def _close(self, stores: set[Store]) -> None:
+    def _close(self, stores: set[LeaseStore]) -> None:
         for store in stores:
             try:
                 store.close()

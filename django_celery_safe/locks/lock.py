@@ -60,7 +60,7 @@ class _Here(threading.local):
 
 _here = _Here()
 
-_HOST: Final = socket.gethostname()
+HOST: Final = socket.gethostname()
 
 
 class CacheLock:
@@ -92,7 +92,7 @@ class CacheLock:
         self._blocking_timeout = conf.wait_seconds(blocking_timeout, "blocking_timeout")
         self._renew = renew
         self._cache = cache
-        self._lease: Lease | None = None
+        self._lease: Lease[Store] | None = None
         #: The mark of the thread that acquired it.
         self._thread: object = None
         self._fence: int | None = None
@@ -166,7 +166,7 @@ class CacheLock:
         self._lease = None
         renewer().remove(lease)
         try:
-            released = lease.store.release(self.name, lease.token, lease.remaining)
+            released = self._ask_to_release(lease)
         except WrongTransaction:
             # Nothing was asked of the store: it can be released after the transaction.
             self._lease = lease
@@ -342,7 +342,7 @@ class CacheLock:
         holder = str(self._contender.holder) or "someone else"
         return LockNotAcquired(self.name, holder, self._blocking_timeout or 0.0)
 
-    def _keep_renewed(self, lease: Lease) -> None:
+    def _keep_renewed(self, lease: Lease[Store]) -> None:
         if self._renew and lease.store.renews():
             renewer().add(lease)
 
@@ -365,10 +365,12 @@ class CacheLock:
         renew = self._renew and store.renews()
         token = os.urandom(16).hex()
         task = get_current_task()
-        holder = _describe_holder(task, renew)
+        # Once: each look at it costs as much as all that is made of it.
+        request = None if task is None else task.request
+        holder = describe_holder(task, request, renew)
         asked_at = time.monotonic()
         try:
-            outcome = store.acquire(self.name, token, seconds, holder, patience)
+            outcome = self._ask_to_acquire(store, token, seconds, holder, patience)
         except CelerySafeError:
             raise
         except BaseException:
@@ -379,7 +381,7 @@ class CacheLock:
         if not isinstance(outcome, Acquired):
             self._note_contended(outcome)
             return False
-        renew_until = math.inf if task is None else asked_at + _time_limit(task)
+        renew_until = math.inf if task is None else asked_at + time_limit(task, request)
         lease = Lease(store, self.name, token, seconds, asked_at, renew_until, _note_lost)
         self._lease, self._thread = lease, _here.mark
         self._fence, self._contender = outcome.fence, None
@@ -404,12 +406,22 @@ class CacheLock:
             )
         return True
 
+    def _ask_to_acquire(
+        self, store: Store, token: str, seconds: float, holder: Holder, patience: float | None
+    ) -> Acquired | HeldLock:
+        """Send the one request; a lock that takes another along does it here."""
+        return store.acquire(self.name, token, seconds, holder, patience)
+
+    def _ask_to_release(self, lease: Lease[Store]) -> bool:
+        """Send the one request; a lock that takes another along does it here."""
+        return lease.store.release(self.name, lease.token, lease.remaining)
+
     def _held_for(self) -> float:
         """How long the holder's lease runs at the most; a little more, so that it is over then."""
         left = self._contender.remaining if self._contender is not None else None
         return math.inf if left is None else left + 0.001
 
-    def _our_lease(self) -> Lease:
+    def _our_lease(self) -> Lease[Store]:
         if self._lease is None:
             raise self.not_acquired()
         if self._lease.pid != os.getpid():
@@ -425,17 +437,17 @@ class CacheLock:
             )
         return self._lease
 
-    def _is_ours(self, lease: Lease) -> bool:
+    def _is_ours(self, lease: Lease[Store]) -> bool:
         lock = lease.store.peek(self.name)
         return lock is not None and lock.token == lease.token
 
-    def _find_holder(self, lease: Lease) -> HeldLock | None:
+    def _find_holder(self, lease: Lease[Store]) -> HeldLock | None:
         try:
             return lease.store.peek(self.name)
         except LockBackendError:
             return None
 
-    def _raise_lost(self, lease: Lease) -> None:
+    def _raise_lost(self, lease: Lease[Store]) -> None:
         holder = self._find_holder(lease)
         if not lease.lost:
             renewer().remove(lease)
@@ -517,7 +529,7 @@ def cache_lock(
     )
 
 
-def _note_lost(lease: Lease, now_held: HeldLock | None) -> None:
+def _note_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
     # Knows the lease alone: a lease that knew its lock would keep it, and itself,
     # alive and renewed after the last of its owners is gone.
     lease.lost = True
@@ -541,20 +553,20 @@ def _give_back(store: Store, name: str, token: str) -> None:
         store.release(name, token)
 
 
-def _time_limit(task: Any) -> float:
+def time_limit(task: Any, request: Any) -> float:
     """
     Return after how many seconds a running task is to be ended; inf: never.
 
     Only prefork and gevent pools end it. In others one that hangs must not keep
     its lock for ever.
     """
-    limits: Sequence[float | None] = task.request.timelimit or ()
+    limits: Sequence[float | None] = request.timelimit or ()
     # As the message says it: the hard limit, then the soft one.
     limit = limits[0] if limits and limits[0] is not None else task.time_limit
     return math.inf if limit is None else float(limit)
 
 
-def _describe_holder(task: Any, renewed: bool) -> Holder:
+def describe_holder(task: Any, request: Any, renewed: bool) -> Holder:
     if task is None:
-        return Holder(_HOST, os.getpid(), time.time(), renewed)
-    return Holder(_HOST, os.getpid(), time.time(), renewed, task.name, task.request.id)
+        return Holder(HOST, os.getpid(), time.time(), renewed)
+    return Holder(HOST, os.getpid(), time.time(), renewed, task.name, request.id)

@@ -9,6 +9,7 @@ from django.db.models import Model, QuerySet
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps
 
+from ..concurrency.options import check_call_options
 from ..exceptions import NotSerializable
 
 #: Types of values that need no look inside; most of a long list's items are of these.
@@ -28,6 +29,7 @@ def check_arguments(
         more: What else goes into the message, such as links.
 
     Raises:
+        ConfigurationError: A signature has options for one call that mean nothing.
         NotSerializable: Naming the argument, nested ones too. In a signature
             (chain, link), that signature's task and argument are named.
     """
@@ -38,9 +40,14 @@ def check_arguments(
             raise found
 
 
-def serialize(task: str, body: Any, serializer: str) -> tuple[str, str, Any]:
+def serialize(
+    task: str, body: Any, serializer: str, *, checked: bool = False
+) -> tuple[str, str, Any]:
     """
     Return content type, encoding and data of a message's body.
+
+    Args:
+        checked: Whether :func:`check_arguments` has seen it all.
 
     Raises:
         NotSerializable: Naming the argument that the serializer refused.
@@ -49,7 +56,8 @@ def serialize(task: str, body: Any, serializer: str) -> tuple[str, str, Any]:
     args, kwargs, *embedded = (
         (body["args"], body["kwargs"], body) if isinstance(body, Mapping) else body
     )
-    check_arguments(task, args, kwargs, *embedded)
+    if not checked:
+        check_arguments(task, args, kwargs, *embedded)
     try:
         content_type, encoding, data = dumps(body, serializer=serializer)
     except EncodeError as error:
@@ -113,9 +121,11 @@ def _find_unsendable(task: str, place: str, value: Any, seen: set[int]) -> NotSe
         return NotSerializable(task, place, *refused)
     inside: list[tuple[str, Any]]
     if _is_signature(value):
-        task = value["task"]
-        options = ("its options", value.get("options"))
-        inside = [*_places(value.get("args"), value.get("kwargs")), options]
+        task, options = value["task"], value.get("options") or {}
+        if "single_instance" in options:
+            # Else only the worker that sends it later would find out.
+            check_call_options(options["single_instance"])
+        inside = [*_places(value.get("args"), value.get("kwargs")), ("its options", options)]
     elif isinstance(value, Mapping):
         items = (*value.keys(), *value.values())
         inside = [(place, item) for item in items if type(item) not in PLAIN]

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
 
 from celery import Task
+from celery._state import get_current_task
 from celery.contrib.django.task import DjangoTask
 
 from .. import conf
-from ..concurrency.copies import HEADER, is_resending, keeps_key, resending
-from ..concurrency.guard import find_guarded
-from ..concurrency.keys import call_key
-from ..exceptions import ConfigurationError, NotSerializable
+from ..concurrency.copies import is_resending, keeps_key, resending
+from ..concurrency.endings import watch
+from ..concurrency.guard import Guarded, find_guarded, run_as_called
+from ..concurrency.header import HEADER, Header, read_header, with_header
+from ..concurrency.keys import ArgumentsDontFit, call_key
+from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
+from ..concurrency.sent import SentLock, find_sent
+from ..exceptions import AlreadySent
+from ..locks import HeldLock
 from .arguments import check_arguments
-from .capture import is_capturing
-from .commit import hold, must_wait, note_result
+from .capture import is_capturing, publishing_through
+from .commit import hold, must_wait, note_result, settle
 from .eager import is_running, run_on_commit
+from .early import tell_if_in_atomic
+from .late import tell_if_beyond_visibility
+from .outbox import task_wants_outbox
+from .publication import publish_once
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
@@ -28,10 +40,13 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
     Attributes:
         send_on_commit: Whether plain ``.delay()`` and ``.apply_async()`` inside
             ``atomic()`` wait for the commit; None: as ``SEND_ON_COMMIT`` says.
+        outbox: Whether what is sent on commit stays in the outbox until the broker
+            has it; None: as ``OUTBOX`` says.
     """
 
     abstract = True
     send_on_commit: bool | None = None
+    outbox: bool | None = None
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> Any:
         """Send the task when the transaction commits; see :meth:`apply_async_on_commit`."""
@@ -43,6 +58,7 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         kwargs: Any = None,
         *,
         using: str | None = None,
+        outbox: bool | None = None,
         **options: Any,
     ) -> Any:
         """
@@ -55,6 +71,9 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
 
         Args:
             using: Database alias whose commit to wait for; unset: ``"default"``.
+            outbox: Whether to keep the message in the outbox, a table of that database,
+                until the broker has it, also outside a transaction; None: as the task
+                or ``OUTBOX`` says.
             options: As for ``apply_async``.
 
         Returns:
@@ -66,87 +85,234 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
             NotSerializable: A value can't travel in a message.
             WrongTransaction: ``using`` is in autocommit while another database
                 is inside ``atomic()``.
+            ConfigurationError: The database has no outbox.
         """
-        if is_capturing() or is_resending() or not must_wait(using):
+        _name_by_text(options)
+        if is_capturing() or is_resending(options.get("task_id")):
             return self._send(args, kwargs, options)
-        if self.app.conf.task_always_eager:
+        outbox = task_wants_outbox(self) if outbox is None else outbox
+        eager = self.app.conf.task_always_eager
+        if not must_wait(using) and (eager or not outbox):
+            return self._send(args, kwargs, options)
+        if eager:
+            self._with_header(args, kwargs, options, Header())  # what is wrong shows now
             return note_result(run_on_commit(self.signature(args, kwargs), using, options))
-        return hold(self.app, lambda given: self._send(args, kwargs, given), using, options)
+
+        def send(given: dict[str, Any]) -> Any:
+            return self._send(args, kwargs, given)
+
+        return hold(self.app, send, using, options, outbox=outbox)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Let a call ask for what ``@single_instance`` does, also where that does not stand."""
+        task = super().__new__(cls)
+        if find_guarded(task) is None:
+            watch()
+            # On the instance: a class' run may call that of its parent.
+            task.run = run_as_called(task)  # type: ignore[method-assign]
+        return task
+
+    def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+        """Run the task here and now, as Celery's; ``single_instance`` as for ``apply_async``."""
+        if "single_instance" in options:
+            options, _ = self._with_header(args, kwargs, options, Header())
+        return super().apply(args, kwargs, *more, **options)
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """
         Send the task; inside ``atomic()``, when it commits if ``send_on_commit`` says so.
 
         As Celery's, except that a model instance, QuerySet or iterator among the
-        arguments raises NotSerializable with every serializer.
+        arguments raises NotSerializable with every serializer. With ``outbox=True`` or
+        ``using`` it is :meth:`apply_async_on_commit`.
         """
         options.update(zip(_POSITIONAL, more, strict=False))
-        if self._waits_for_commit() and not is_running(options.get("task_id")):
+        _name_by_text(options)
+        if self._waits_for_commit(options) and not is_running(options.get("task_id")):
             return self.apply_async_on_commit(args, kwargs, **options)
+        options = {name: options[name] for name in options if name not in _OURS}
+        if conf.get("WARN_IN_ATOMIC") and not self._leaves_rightly(options.get("task_id")):
+            tell_if_in_atomic(self.name)
         return self._send(args, kwargs, options)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Send the running task again, as Celery's; never held back, since Retry rolls back."""
         if self.request.is_eager:
             return super().retry(*args, **kwargs)
-        with resending():
+        with resending(self.request.id):
             return super().retry(*args, **kwargs)
 
     def on_replace(self, sig: Signature[Any]) -> Any:
         """Send what replaces the running task, as Celery's; never held back."""
         if self.request.is_eager:
             return super().on_replace(sig)
-        with resending():
+        with resending(None):
             return super().on_replace(sig)
 
-    def _waits_for_commit(self) -> bool:
+    def _waits_for_commit(self, options: dict[str, Any]) -> bool:
+        if any(options.get(name) for name in _OURS):
+            return True
         wanted = self.send_on_commit
         return bool(conf.get("SEND_ON_COMMIT") if wanted is None else wanted)
 
-    def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
-        if "single_instance" in options:
-            raise ConfigurationError(
-                f"Task {self.name} was sent with single_instance={options['single_instance']!r}, "
-                f"and options for one call are not there yet. Give them to @single_instance."
-            )
-        check_arguments(self.name, args, kwargs, [options.get(name) for name in _CARRIED])
-        options = self._with_key(args, kwargs, options)
-        return note_result(super().apply_async(args, kwargs, **options))
+    def _leaves_rightly(self, task_id: str | None) -> bool:
+        """Tell whether a send is held back by who asked for it, or must not be."""
+        return is_capturing() or is_resending(task_id) or is_running(task_id)
 
-    def _with_key(self, args: Any, kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
-        """Let the key of a single-instance task travel with its message."""
+    def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+        check_arguments(self.name, args, kwargs, [options.get(name) for name in _CARRIED])
+        if not self.app.conf.task_always_eager:
+            tell_if_beyond_visibility(self.app, self.name, options)
+        # A retry of a killed run is sent by the worker's main process, as any send is.
+        again = is_resending(options.get("task_id")) or options.get("retries")
+        carried = read_header(options.get("headers"), self.name) if again else Header()
+        header = carried
+        if not keeps_key(options.get("task_id")):
+            options, header = self._with_header(args, kwargs, options, carried)
+        if "sent" not in header:
+            return note_result(super().apply_async(args, kwargs, **options))
+        if header["sent"] == carried.get("sent"):
+            # Before the publication, since the next run may have the lock right after it.
+            sent = self._pass_on(header["sent"], options)
+            try:
+                return note_result(super().apply_async(args, kwargs, **options))
+            except BaseException:
+                if sent is not None:
+                    sent.take_back()
+                raise
+        return self._send_once(args, kwargs, options, header)
+
+    def _send_once(self, args: Any, kwargs: Any, options: dict[str, Any], header: Header) -> Any:
+        """Send the task now if it is no duplicate, or find that out at the commit."""
         guarded = find_guarded(self)
-        if guarded is None or keeps_key():
-            return options
+        raises = guarded is not None and guarded.options.on_duplicate == "raise"
+        if is_capturing():
+            if raises and not header.get("canvas"):
+                raise TypeError(
+                    f'Task {self.name} has on_duplicate="raise", and whether this send is a '
+                    f"duplicate shows at the commit, when nobody is left to raise to. Send it "
+                    f'outside of the transaction, or use on_duplicate="existing" and look at '
+                    f"the result's is_duplicate after the commit."
+                )
+            result = note_result(super().apply_async(args, kwargs, **options))
+            result.is_duplicate = None
+            return result
+        outcomes: dict[str, tuple[dict[str, Any], HeldLock | None]] = {}
+
+        def publish(headers: dict[str, Any], publish_now: Callable[[], object]) -> bool:
+            again = is_resending(headers.get("id"))
+            held = publish_once(headers, publish_now, again=again)
+            outcomes[headers.get("id", "")] = headers, held
+            return held is None
+
+        with publishing_through(self.app, publish):
+            result = note_result(super().apply_async(args, kwargs, **options))
+        if result.id not in outcomes:
+            return result  # it ran eagerly
+        headers, held = outcomes[result.id]
+        if held is not None:
+            backend: Any = self.backend
+            backend.remove_pending_result(result)
+        settle(result, headers, held)  # a parent's trail has it already
+        if held is not None and raises:
+            raise AlreadySent(held.name.removeprefix("sent:"), held.holder.task_id or "")
+        if is_resending(result.id):
+            # A message that replaces its own run goes on with that run's lock.
+            self._pass_on(read_header(headers, self.name).get("sent"), options)
+        return result
+
+    def _pass_on(self, token: str | None, options: dict[str, Any]) -> SentLock | None:
+        """Let the lock of the running task's message go on, if it is that which is sent again."""
+        running = get_current_task()
+        sent = None if running is None else find_sent(running.request)
+        if sent is None or sent.token != token:
+            return None
+        delay = options.get("countdown") or options.get("eta")  # as Celery does
+        sent.pass_on(sent.lease(delay, options.get("expires")))
+        return sent
+
+    def _with_header(
+        self, args: Any, kwargs: Any, options: dict[str, Any], carried: Header
+    ) -> tuple[dict[str, Any], Header]:
+        """Return options that let travel what the run, and others, have to know; and that."""
+        given = options.get("single_instance", carried.get("options"))
+        options = {name: value for name, value in options.items() if name != "single_instance"}
+        headers = options.get("headers")
+        if headers and HEADER in headers:
+            # Copied from another message, or made anew below.
+            options["headers"] = {name: headers[name] for name in headers if name != HEADER}
+        guarded = find_guarded(self)
+        if given is None and guarded is None:
+            return options, Header()
+        guarded = guarded or Guarded(self.run, DEFAULTS, False)
+        own = guarded.options
+        if given is not None:
+            own = options_of_call(own, given)
+            check_key_names(guarded.function, own.key, plain=True)
+        key = self._key(guarded, own, args, kwargs, options)
+        if key is None:
+            return options, Header()
+        header = Header(task=self.name, key=key)
+        if given is not None:
+            header["options"] = dict(given)
+        if carried or options.get("retries"):
+            # A retry: nothing may be in its way. With another key it goes on without this lock.
+            if carried.get("key") == key:
+                header = Header(**{**carried, **header})
+                header.pop("copy", None)
+                header.pop("met", None)
+                header.pop("claim_copy", None)
+        elif own.unique_until is not None:
+            header["sent"] = os.urandom(16).hex()
+            header["canvas"] = any(options.get(name) for name in _CANVAS) or is_resending(
+                options.get("task_id")
+            )
+            if not isinstance(own.sent_timeout, conf.Unset):
+                header["sent_timeout"] = own.sent_timeout
+            if not isinstance(own.cache, conf.Unset):
+                header["cache"] = own.cache
+        return with_header(options, header), header
+
+    def _key(
+        self, guarded: Guarded, own: Options, args: Any, kwargs: Any, options: dict[str, Any]
+    ) -> str | None:
+        """Return the key of a call; None if the arguments don't fit the task."""
         serializer = options.get("serializer") or self.serializer
         dump_models: Any = getattr(self, "_dump_pydantic_arguments", None)
         if dump_models is not None and serializer != "pickle":
             args, kwargs = dump_models(args, kwargs)
         try:
-            key = call_key(
+            return call_key(
                 self.name,
                 guarded.function,
-                guarded.options,
+                own.key,
                 tuple(args or ()),
                 kwargs or {},
                 bound=guarded.bound,
                 serializer=serializer,
             )
-        except NotSerializable:
-            raise
-        except TypeError:
-            # Arguments that don't fit. Celery says so itself, unless typing is off.
-            return options
-        headers = dict(options.get("headers") or {})
-        headers[HEADER] = {**headers.get(HEADER, {}), "key": key}
-        return {**options, "headers": headers}
+        except ArgumentsDontFit:
+            # Celery says so itself, unless typing is off.
+            return None
 
+
+def _name_by_text(options: dict[str, Any]) -> None:
+    """Let a ``task_id`` be a text, as ids are compared everywhere: a UUID is given at times."""
+    if options.get("task_id") is not None:
+        options["task_id"] = str(options["task_id"])
+
+
+#: Options of a send on commit that Celery does not know; a signature can have them too.
+_OURS = ("outbox", "using")
 
 #: What Celery's ``apply_async`` takes by position after the arguments.
 _POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")
 
 #: Options with signatures that travel in the task's message.
 _CARRIED = ("link", "link_error", "chain", "chord")
+
+#: Options that only the parts of a canvas have, for which others wait.
+_CANVAS = (*_CARRIED, "group_id", "parent_id", "root_id")
 
 
 class SafeTask(SafeTaskMixin, DjangoTask):  # type: ignore[misc,type-arg]

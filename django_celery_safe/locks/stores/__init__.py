@@ -84,7 +84,8 @@ def iter_locks(
 
     Args:
         prefix: Only locks whose name begins with this text; None: all.
-        task: Only locks held by a run of the Celery task of this name; None: all.
+        task: Only locks held by a run, or a message, of the Celery task of this name;
+            None: all.
         cache: Alias of the cache to look into; unset: where the settings say.
 
     Raises:
@@ -146,9 +147,10 @@ def _cache_store(alias: str) -> Store:
             store = _make_cache_store(alias, _find_cache(alias))
         except ImportError as error:
             raise ConfigurationError(
-                f"Locks were asked for in the cache {alias!r}, whose client is not installed "
-                f"({error}). For Redis: pip install 'django-celery-safe[redis]'; for memcached: "
-                f"pip install 'django-celery-safe[memcached]'."
+                f"Locks were asked for in the cache {alias!r}, which can't be imported "
+                f"({error}). If its client is not installed: for Redis, pip install "
+                f"'django-celery-safe[redis]'; for memcached, pip install "
+                f"'django-celery-safe[memcached]'."
             ) from error
         _Kept.stores[alias] = store
     return store

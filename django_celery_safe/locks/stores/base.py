@@ -25,6 +25,12 @@ from ...exceptions import BackendNotSupported, ConfigurationError
 #: 250 for the whole key; the rest is for KEY_PREFIX, the version and our prefix.
 MAX_PLAIN_NAME: Final = 180
 
+#: What a hashed name begins with.
+HASHED: Final = "sha256:"
+
+#: Characters of a token: 16 random bytes, in hexadecimal. A lock's value begins with it.
+TOKEN_LENGTH: Final = 32
+
 #: A moment, seconds since the epoch, beyond which no clock is: in the year 5138.
 LATEST: Final = 1e11
 
@@ -115,13 +121,49 @@ class Renewal(NamedTuple):
     seconds: float
 
 
-class Store(ABC):
+class LeaseStore(ABC):
     """
-    Where locks live. Threads may share one.
+    Where leases are kept, as the thread that renews them sees it. Threads may share one.
 
     Every method raises :class:`LockBackendError` if the store did not answer;
-    the state of the lock is not known then.
+    the state of the lease is not known then.
     """
+
+    #: Whether each thread that asks has a connection of its own, to be closed by it.
+    connects_threads: ClassVar[bool] = False
+    #: How much earlier than asked a lease may end, s. Nobody trusts that part of it.
+    early: ClassVar[float] = 0.0
+
+    #: How messages call it, such as ``CACHES["default"] (redis)``.
+    where: str
+
+    @abstractmethod
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+        """
+        Let each lease end ``seconds`` from now if its token still holds it.
+
+        All of them together where the store can. A lease that ended and was taken by
+        nobody may be extended: no one else was trusted in between.
+
+        Args:
+            within: Give up if the answer takes longer than so many seconds, where
+                the store can; None: as the cache's own settings say.
+        """
+
+    @abstractmethod
+    def peek(self, name: str) -> HeldLock | None:
+        """Return who holds it, or None if nobody does."""
+
+    def renews(self) -> bool:
+        """Tell whether the renewing thread can see what this thread acquires now."""
+        return True
+
+    def close(self) -> None:  # noqa: B027 - most stores hold nothing
+        """Close what this thread, or nobody in particular, has open to the store."""
+
+
+class Store(LeaseStore):
+    """Where locks live."""
 
     #: Whether every acquisition gets a number above all earlier ones.
     fences: ClassVar[bool] = True
@@ -129,20 +171,13 @@ class Store(ABC):
     lists: ClassVar[bool] = True
     #: Whether processes other than this one see the locks.
     shared: ClassVar[bool] = True
-    #: Whether each thread that asks has a connection of its own, to be closed by it.
-    connects_threads: ClassVar[bool] = False
     #: Whether a release wakes a waiter; without it waiters ask again and again.
     wakes: ClassVar[bool] = False
     #: Shortest and longest lease that the store can keep, s.
     shortest_lease: ClassVar[float] = conf.SHORTEST_LEASE
     longest_lease: ClassVar[float] = conf.LONGEST_LEASE
-    #: How much earlier than asked a lease may end, s. Nobody trusts that part of it.
-    early: ClassVar[float] = 0.0
     #: How locks get lost there, as a clause for the checks; "": in no way of its own.
     weakness: ClassVar[str] = ""
-
-    #: How messages call it, such as ``CACHES["default"] (redis)``.
-    where: str
 
     @abstractmethod
     def acquire(
@@ -191,22 +226,40 @@ class Store(ABC):
         time.sleep(min(left, held_for, pause * random.uniform(0.5, 1.0)))  # noqa: S311
         return 0.0
 
-    @abstractmethod
-    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+    def acquire_along(
+        self,
+        along: Sequence[Renewable],
+        name: str,
+        token: str,
+        seconds: float,
+        holder: Holder,
+        patience: float | None = None,
+    ) -> Acquired | HeldLock:
+        """Acquire; if that worked, :meth:`move` other locks, in the same step where possible."""
+        outcome = self.acquire(name, token, seconds, holder, patience)
+        if isinstance(outcome, Acquired):
+            for lock in along:
+                self.move(lock)
+        return outcome
+
+    def release_along(
+        self, along: Sequence[Renewable], name: str, token: str, remaining: float | None = None
+    ) -> bool:
         """
-        Let each lease end ``seconds`` from now if its token still holds it.
+        Release, and :meth:`move` other locks, in the same step where possible.
 
-        All of them together where the store can. A lease that ended and was taken by
-        nobody may be extended: no one else was trusted in between.
-
-        Args:
-            within: Give up if the answer takes longer than so many seconds, where
-                the store can; None: as the cache's own settings say.
+        The others second, so that whoever waits for those finds this one free.
         """
+        released = self.release(name, token, remaining)
+        for lock in along:
+            self.move(lock)
+        return released
 
-    @abstractmethod
-    def peek(self, name: str) -> HeldLock | None:
-        """Return the lock, or None if nobody holds it."""
+    def move(self, lock: Renewable) -> bool:
+        """Let a lease end in ``seconds``, 0: now, if the token holds it; tell whether it did."""
+        if lock.seconds:
+            return self.extend([lock])[0]
+        return self.release(lock.name, lock.token)
 
     @abstractmethod
     def iter_locks(self) -> Iterator[HeldLock]:
@@ -235,6 +288,10 @@ class Store(ABC):
                 f"timeout, or keep the locks in Redis or a database."
             )
 
+    def nearest_lease(self, seconds: float) -> float:
+        """Return the lease nearest to ``seconds`` that this store can keep."""
+        return min(max(seconds, self.shortest_lease), self.longest_lease)
+
     def emptied_with(self) -> object:
         """Return what ``clear()`` empties as a whole, to compare with others; None: only itself."""
         return None
@@ -242,13 +299,6 @@ class Store(ABC):
     def ask_weaknesses(self) -> list[str]:
         """Ask the server how its configuration can lose locks; clauses for the checks."""
         return []
-
-    def renews(self) -> bool:
-        """Tell whether the renewing thread can see a lock that this thread acquires now."""
-        return True
-
-    def close(self) -> None:  # noqa: B027 - most stores hold nothing
-        """Close what this thread, or nobody in particular, has open to the store."""
 
 
 def cant_list(where: str, reason: str) -> BackendNotSupported:
@@ -276,7 +326,7 @@ def plain_name(name: str) -> str:
 
 def hashed_name(name: str) -> str:
     """Return a text of 71 characters that stands for a lock's name in a key."""
-    return "sha256:" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return HASHED + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def encode_holder(name: str, holder: Holder) -> str:
@@ -300,6 +350,12 @@ def decode_holder(text: str, lock: HeldLock) -> HeldLock:
         return decode_holders([text], [lock])[0]
     except GARBLED:
         return lock
+
+
+def read_lock(name: str, text: str, remaining: float | None = None) -> HeldLock:
+    """Return the lock whose value is ``text``: its token, and the holder right behind it."""
+    lock = HeldLock(name, text[:TOKEN_LENGTH], remaining)
+    return decode_holder(text[TOKEN_LENGTH:], lock)
 
 
 def decode_holders(texts: Sequence[str], locks: Sequence[HeldLock]) -> list[HeldLock]:

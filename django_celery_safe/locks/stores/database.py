@@ -24,7 +24,7 @@ from ...exceptions import (
     WrongTransaction,
     describe_error,
 )
-from ...transactions import in_atomic, in_testcase_only, is_manual
+from ...transactions import in_atomic, in_testcase_only, is_manual, lacks_table
 from .base import (
     Acquired,
     HeldLock,
@@ -156,12 +156,7 @@ class DatabaseStore(Store):
     def _check_migrated(self, error: Error) -> None:
         from ...models import DatabaseLock  # needs the app registry
 
-        connection = connections[self.alias]
-        try:
-            tables = connection.introspection.table_names()
-        except Error:
-            return
-        if DatabaseLock._meta.db_table not in tables:
+        if lacks_table(self.alias, DatabaseLock):
             raise ConfigurationError(
                 f"{self.where} is to hold the locks but has no table for them. Run: "
                 f"manage.py migrate django_celery_safe --database={self.alias}"

@@ -30,19 +30,19 @@ from .base import (
     Renewable,
     Store,
     cant_list,
-    decode_holder,
     encode_holder,
     hashed_name,
     plain_name,
+    read_lock,
 )
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
 
-#: Characters of a token: a hexadecimal UUID.
-TOKEN_LENGTH: Final = 32
 #: Options of a pool, which Django's client may have.
 POOLED: Final = ("max_pool_size", "pool_idle_timeout", "lock_generator")
+#: Options that say how long a client waits for the server, s.
+TIMEOUTS: Final = ("connect_timeout", "timeout")
 #: What stands before a lock's name in its key.
 PREFIX: Final = "celery_safe:lock:"
 #: How often a lock that comes and goes is tried to be taken or read.
@@ -106,11 +106,13 @@ class MemcachedStore(Store):
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         with self.errors("release"):
-            return self._replace(name, token, b"", GONE)
+            return self._replace(self._client, name, token, b"", GONE)
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
-        with self.errors("extend"):
-            return [self._replace(r.name, r.token, None, _expiry(r.seconds)) for r in renewals]
+        with self.errors("extend"), self._client_within(within) as client:
+            return [
+                self._replace(client, r.name, r.token, None, _expiry(r.seconds)) for r in renewals
+            ]
 
     def peek(self, name: str) -> HeldLock | None:
         with self.errors("peek"):
@@ -147,16 +149,31 @@ class MemcachedStore(Store):
         left = re.search(rb" exp=-?(\d+)", entry)
         return _read_lock(name, value, None if left is None else float(left[1]) - TICK)
 
-    def _replace(self, name: str, token: str, value: bytes | None, expire: int) -> bool:
+    @contextmanager
+    def _client_within(self, within: float | None) -> Iterator[Any]:
+        """Give a client that waits ``within`` s at a time for the server, if that is less."""
+        if within is None:
+            yield self._client
+            return
+        # A connection for this use: the others' timeouts are what the cache's options say.
+        given = [self._options.get(name) for name in TIMEOUTS]
+        waits = [within if own is None else min(own, within) for own in given]
+        options = {**self._options, **dict(zip(TIMEOUTS, waits, strict=True))}
+        with closing(Client(self._server.server, **options)) as client:
+            yield client
+
+    def _replace(
+        self, client: Any, name: str, token: str, value: bytes | None, expire: int
+    ) -> bool:
         """Write over the lock if ``token`` holds it; ``value`` None: what is there already."""
         key = self._key(name)
         while True:
-            found, unique = self._client.gets(key)
+            found, unique = client.gets(key)
             if found is None or not found.startswith(token.encode()):
                 return False
             if unique == NO_CAS:
                 raise MemcacheServerError("it was started with -C, without compare-and-set")
-            if self._client.cas(key, found if value is None else value, unique, expire=expire):
+            if client.cas(key, found if value is None else value, unique, expire=expire):
                 return True
             # Written since: by a renewal of ours, or it ended and someone else has it.
 
@@ -233,7 +250,5 @@ def _expiry(seconds: float) -> int:
 
 
 def _read_lock(name: str, value: bytes, remaining: float | None = None) -> HeldLock:
-    text = value.decode("utf-8", "replace")
     left = None if remaining is None else max(0.0, remaining)
-    lock = HeldLock(name, text[:TOKEN_LENGTH], left)
-    return decode_holder(text[TOKEN_LENGTH:], lock)
+    return read_lock(name, value.decode("utf-8", "replace"), left)

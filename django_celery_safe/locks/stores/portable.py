@@ -27,16 +27,14 @@ from .base import (
     Renewable,
     Store,
     cant_list,
-    decode_holder,
     encode_holder,
     plain_name,
+    read_lock,
 )
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
 
-#: Characters of a token: a hexadecimal UUID.
-TOKEN_LENGTH: Final = 32
 #: How often a lock that comes and goes is tried to be taken or read, and the longest
 #: pause in between, s.
 TRIES: Final = 5
@@ -130,10 +128,7 @@ class PortableStore(Store):
 
     def _find(self, name: str) -> HeldLock | None:
         value = self._cache.get(_key(name))
-        if value is None:
-            return None
-        text = str(value)
-        return decode_holder(text[TOKEN_LENGTH:], HeldLock(name, text[:TOKEN_LENGTH]))
+        return None if value is None else read_lock(name, str(value))
 
 
 def _key(name: str) -> str:

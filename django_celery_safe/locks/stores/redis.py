@@ -27,6 +27,7 @@ from redis.exceptions import NoScriptError, RedisError
 from ...exceptions import LockBackendError, describe_error
 from .base import (
     GARBLED,
+    TOKEN_LENGTH,
     Acquired,
     HeldLock,
     Holder,
@@ -42,8 +43,6 @@ from .wire import Wire
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
 
-#: Characters of a token: a hexadecimal UUID.
-TOKEN_LENGTH: Final = 32
 #: Characters of a fence: the server's time in µs.
 FENCE_LENGTH: Final = 16
 #: Characters of a value before its holder.
@@ -70,13 +69,43 @@ class Script:
         self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
+def _move_others(first_key: int, first_arg: int) -> str:
+    """
+    Return Lua that moves the ends of other locks, if the script is given some.
+
+    Their keys stand from ``first_key`` on, the token and the lease (ms; 0: free it) of
+    each from ``first_arg`` on.
+    """
+    return f"""
+for i = {first_key}, #KEYS do
+    local place = {first_arg} + 2 * (i - {first_key})
+    -- A key of another type must not cost this lock.
+    local value = redis.pcall('GET', KEYS[i])
+    if type(value) == 'string' and string.sub(value, 1, 32) == ARGV[place] then
+        local lease = ARGV[place + 1]
+        if lease == '0' then
+            redis.call('DEL', KEYS[i])
+            redis.call('ZREM', index, KEYS[i])
+        else
+            local time = redis.call('TIME')
+            redis.call('PEXPIRE', KEYS[i], lease)
+            local now = time[1] * 1000 + math.floor(time[2] / 1000)
+            redis.call('ZADD', index, now + lease, KEYS[i])
+        end
+    end
+end
+"""
+
+
 # The fence is the larger of last + 1 and the server's time in µs, so it grows
 # even when the counter was lost with the server's memory. It is kept as text of
 # 16 digits (until the year 2286), which compares as the number does: turning
 # numbers into text is what costs most in a script as short as this. A try that
 # fails uses up a number, which harms nothing. Keys that nobody released are
 # taken off the list in about one of a hundred acquisitions.
-ACQUIRE = Script("""
+ACQUIRE = Script(
+    """
+local index = KEYS[3]
 local time = redis.call('TIME')
 local fence = time[1] .. string.sub(time[2] + 1000000, 2)
 local last = redis.call('GETSET', KEYS[2], fence)
@@ -85,23 +114,34 @@ if last and last >= fence then
     redis.call('SET', KEYS[2], fence)
 end
 if not redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'NX', 'PX', ARGV[2]) then
-    if ARGV[4] then redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4]) end
+    if (ARGV[4] or '') ~= '' then
+        redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4])
+    end
     return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
 end
-redis.call('ZADD', KEYS[3], time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2], KEYS[1])
+redis.call('ZADD', index, time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2], KEYS[1])
 if string.sub(fence, -2) == '00' then
-    redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', time[1] * 1000)
+    redis.call('ZREMRANGEBYSCORE', index, '-inf', time[1] * 1000)
 end
+"""
+    + _move_others(first_key=4, first_arg=5)
+    + """
 return fence
-""")
+"""
+)
 
 # Names have no space, so no lock is called like another's mark or list.
-RELEASE = Script("""
+RELEASE = Script(
+    """
+local index = KEYS[2]
+"""
+    + _move_others(first_key=3, first_arg=2)
+    + """
 local value = redis.call('GET', KEYS[1])
 if not value or string.sub(value, 1, 32) ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
 if redis.call('EXISTS', KEYS[1] .. ' waiting') == 0 then
-    redis.call('ZREM', KEYS[2], KEYS[1])
+    redis.call('ZREM', index, KEYS[1])
 else
     -- It stays on the list, where the waiter's acquisition writes it anew.
     local wake = KEYS[1] .. ' wake'
@@ -109,7 +149,8 @@ else
     redis.call('PEXPIRE', wake, 1000)
 end
 return 1
-""")
+"""
+)
 
 # KEYS: the list, then the locks; ARGV: all tokens without anything in between, and all
 # leases with spaces, since a client takes its time over each argument. Answers with
@@ -166,11 +207,35 @@ class RedisStore(Store):
     def acquire(
         self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
-        key = self._key(name)
+        return self._acquire((), name, token, seconds, holder, patience)
+
+    def acquire_along(
+        self,
+        along: Sequence[Renewable],
+        name: str,
+        token: str,
+        seconds: float,
+        holder: Holder,
+        patience: float | None = None,
+    ) -> Acquired | HeldLock:
+        return self._acquire(along, name, token, seconds, holder, patience)
+
+    def _acquire(
+        self,
+        along: Sequence[Renewable],
+        name: str,
+        token: str,
+        seconds: float,
+        holder: Holder,
+        patience: float | None,
+    ) -> Acquired | HeldLock:
+        keys = [self._key(name), self._fence_key, self._index_key]
         args = [token, _milliseconds(seconds), encode_holder(name, holder)]
         if patience is not None:
             args.append(MARK_LASTS)
-        keys = (key, self._fence_key, self._index_key)
+        if along:
+            args[3:] = args[3:] or [""]
+            self._add_others(along, keys, args)
         answer = self._run("acquire", ACQUIRE, keys, args, patience)
         if not isinstance(answer, list):
             return Acquired(int(answer))
@@ -180,6 +245,18 @@ class RedisStore(Store):
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         return bool(self._run("release", RELEASE, (self._key(name), self._index_key), (token,)))
+
+    def release_along(
+        self, along: Sequence[Renewable], name: str, token: str, remaining: float | None = None
+    ) -> bool:
+        keys, args = [self._key(name), self._index_key], [token]
+        self._add_others(along, keys, args)
+        return bool(self._run("release", RELEASE, keys, args))
+
+    def _add_others(self, along: Sequence[Renewable], keys: list[str], args: list[str]) -> None:
+        for other in along:
+            keys.append(self._key(other.name))
+            args += [other.token, _milliseconds(other.seconds)]
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         if left <= 2 * LATE or seconds < SHORTEST_WOKEN:
@@ -274,7 +351,8 @@ class RedisStore(Store):
                 return self._wire.ask(*command, within=within)
             except NoScriptError:
                 # First use on this server, or SCRIPT FLUSH, or a restart.
-                return self._wire.ask("EVAL", script.source, str(len(keys)), *keys, *args)
+                command = ("EVAL", script.source, str(len(keys)), *keys, *args)
+                return self._wire.ask(*command, within=within)
         except (RedisError, OSError) as error:
             raise LockBackendError(self.where, action, describe_error(error)) from error
 

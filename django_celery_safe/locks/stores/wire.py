@@ -14,9 +14,11 @@ import time
 import weakref
 from typing import Any, Final
 
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
 from redis.utils import HIREDIS_AVAILABLE
 
 if HIREDIS_AVAILABLE:
@@ -28,6 +30,10 @@ POP_MARGIN: Final = 0.5
 MOST_IDLE: Final = 20
 #: Longest pause after a pop that broke, s.
 PAUSE: Final = 0.05
+
+
+#: What hiredis packs without a call that a signal's handler could interrupt.
+TEXT: Final = frozenset({str, bytes})
 
 
 class _TextPacker:
@@ -64,20 +70,23 @@ class Wire:
         Send a command and return the answer, with bytes whatever ``decode_responses`` says.
 
         Args:
-            within: Longest that the answer may take, s; None: the socket timeout.
+            within: Longest that the answer may take, s, and so each step of opening a
+                connection for it; None: the socket timeout.
 
         Raises:
             redis.exceptions.RedisError: As the client's own ``execute_command``.
             TimeoutError: The answer took longer than ``within``.
         """
-        connection = self._take_idle()
+        connection = self._take_idle(within)
         if connection is None:
-            return self._use(self._connect(), command, within=within)
+            return self._use(self._connect(within), command, within=within)
         try:
             return self._use(connection, command, within=within)
         except RedisConnectionError:
             # Broken since the last command, most likely by a restart, and the others too.
             self.close()
+            if within is not None:
+                return self._use(self._connect(within), command, within=within)
             return self._client.execute_command(*command, NEVER_DECODE=True)
 
     def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
@@ -123,38 +132,59 @@ class Wire:
             elif connection.demoted:
                 self.close()
 
-    def _connect(self) -> _Connection:
-        return _Connection(self._client.connection_pool)
+    def _connect(self, within: float | None = None) -> _Connection:
+        return _Connection(self._client.connection_pool, within)
 
-    def _take_idle(self) -> _Connection | None:
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            return None
-        # A fork shares its parent's socket, and must not write to it.
-        return connection if connection.pid == os.getpid() else None
+    def _take_idle(self, within: float | None = None) -> _Connection | None:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            # A fork shares its parent's socket, and must not write to it. An impatient one
+            # serves nobody who may wait as long as the settings say.
+            if connection.pid == os.getpid() and (within is not None or not connection.impatient):
+                return connection
 
 
 class _Connection:
-    """A connection of redis-py, closed when nobody has it any more."""
+    """
+    A connection of redis-py, closed when nobody has it any more.
 
-    def __init__(self, pool: Any) -> None:
+    Args:
+        within: Longest that it waits for the server at a time, s, be it to connect; None:
+            as the pool's settings say.
+    """
+
+    def __init__(self, pool: Any, within: float | None = None) -> None:
         self.pid = os.getpid()
+        #: Whether it gives up sooner than the pool's settings say.
+        self.impatient = within is not None
         #: Whether its server said that it is no master.
         self.demoted = False
         options = dict(pool.connection_kwargs)
         if HIREDIS_AVAILABLE:
             options.setdefault("command_packer", _TextPacker())
         self._connection = pool.connection_class(**options)
+        if within is not None:
+            self._bound(within)
         # Without it the socket may be collected before the connection that would
         # close it, and Python warns of that.
         self.close = weakref.finalize(self, self._connection.disconnect)
         self.close.atexit = False
         self._connection.connect()
 
+    def _bound(self, within: float) -> None:
+        # Not by options: those of a unix socket, or of a class of the project's own, may differ.
+        for timeout in ("socket_timeout", "socket_connect_timeout"):
+            own = getattr(self._connection, timeout, None)
+            setattr(self._connection, timeout, within if own is None else min(own, within))
+        self._connection.retry = Retry(NoBackoff(), 0)
+
     def ask(self, command: tuple[Any, ...], within: float | None = None) -> Any:
         try:
-            self._connection.send_command(*command)
+            # A health check would wait for its own answer first.
+            self._connection.send_packed_command(self._pack(command), check_health=within is None)
             if within is not None and not self._connection.can_read(within):
                 raise TimeoutError(f"no answer within {within:.3g} s")
             return self._connection.read_response(disable_decoding=True)
@@ -183,6 +213,14 @@ class _Connection:
             self._leave_replica(answer)
             raise answer
         return answer
+
+    def _pack(self, command: tuple[Any, ...]) -> list[bytes]:
+        if not HIREDIS_AVAILABLE:
+            return list(self._connection.pack_command(*command))
+        if not TEXT.issuperset(map(type, command)):
+            return _TextPacker().pack(*command)
+        # As the stores' are: the packer would take three times as long.
+        return [hiredis.pack_command(command)]
 
     def _read(self) -> Any:
         try:

@@ -14,6 +14,7 @@ from ... import conf
 from ...exceptions import CelerySafeError
 from ...locks import HeldLock, find_lock, iter_locks, release_lock
 from ...locks.stores import locks_are_shared
+from ..console import WIDTH, duration, printable, shorten
 
 
 class Command(BaseCommand):
@@ -97,25 +98,23 @@ class Command(BaseCommand):
         return lock is not None and release_lock(lock, cache)
 
 
-#: Characters of a name that the table shows: three lines of 80 columns.
-LONGEST_NAME: Final = 240
-
 HEADING: Final = f"LOCK\n    {'HELD':>7} {'LEFT':>9}  {'HOLDER':<18}  TASK ID"
 
 
 def as_lines(lock: HeldLock) -> str:
     """Return a lock as a line with its name and one with its holder, for 80 columns."""
     row = as_row(lock)
-    left = "?" if row["remaining_s"] is None else _duration(row["remaining_s"])
+    left = "?" if row["remaining_s"] is None else duration(row["remaining_s"])
     holder = f"{row['host']} pid {row['pid']}" if row["host"] else "unknown"
     if row["task_id"] and not row["host"]:
-        # The note of a task's copy; see concurrency/copies.py.
+        # The lock of a message; see concurrency/sent.py and copies.py.
         holder = "message under way"
-    return (
-        f"{_shorten(printable(lock.name))}\n"
-        f"    {_duration(row['age_s']):>7} {left + ('+' if row['renewed'] else ''):>9}  "
-        f"{printable(holder):<18}  {printable(row['task_id'] or '-')}"
-    )
+    times = f"    {duration(row['age_s']):>7} {left + ('+' if row['renewed'] else ''):>9}  "
+    holder, task_id = printable(holder), printable(row["task_id"] or "-")
+    details = f"{times}{holder:<18}  {task_id}"
+    if len(details) > WIDTH:  # then the task's id takes a line of its own
+        details = f"{times}{holder}\n{'':{len(times)}}{task_id}"
+    return f"{shorten(printable(lock.name))}\n{details}"
 
 
 def as_row(lock: HeldLock) -> dict[str, Any]:
@@ -135,26 +134,3 @@ def as_row(lock: HeldLock) -> dict[str, Any]:
         "renewed": holder.renewed,
         "fence": lock.fence,
     }
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with everything that could steer a terminal written as an escape."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
-
-
-def _shorten(name: str) -> str:
-    if len(name) <= LONGEST_NAME:
-        return name
-    return f"{name[:LONGEST_NAME]}... ({len(name)} characters; --json shows all)"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    if seconds < 100:
-        return f"{seconds:.1f}s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f}min"
-    return f"{seconds / 3600:.0f}h"

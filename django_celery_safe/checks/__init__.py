@@ -3,6 +3,8 @@ System checks: what in the settings would let a lock, a task or an e-mail go wro
 
 ``manage.py check`` shows them. A Celery worker shows no check's result, so when
 one starts, ours are written to its log. docs/reference/checks.md lists them.
+``tasks`` has those of single-instance tasks, ``sending`` those of brokers and the outbox,
+``redelivery`` those of tasks that are done once.
 """
 
 from __future__ import annotations
@@ -11,22 +13,26 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, Final
 
 from celery import signals
 from django.conf import settings
 from django.core import checks
 from django.core.checks import CheckMessage
+from django.db import connections
 
-from . import conf
-from .exceptions import BackendNotSupported, ConfigurationError, describe_error
-from .locks.stores import USE_INSTEAD, Location, locate
-from .locks.stores.base import Store
-from .locks.stores.local import set_pool_processes
+from .. import conf
+from ..exceptions import BackendNotSupported, ConfigurationError, describe_error
+from ..locks.stores import USE_INSTEAD, Location, locate
+from ..locks.stores.base import Store
+from ..locks.stores.local import set_pool_processes
+from .messages import PREFIX, error, warning
+from .redelivery import check_redelivery
+from .sending import check_relays, check_sending
+from .tasks import check_tasks
 
 logger = logging.getLogger(__name__)
-
-PREFIX: Final = "django_celery_safe"
 
 LOSES: Final = (
     "A lock that is lost lets two run at once. Set maxmemory-policy to noeviction, give the locks "
@@ -40,15 +46,23 @@ def connect() -> None:
     checks.register(check_deployment, PREFIX, deploy=True)
     # Not worker_init: logging is not set up there yet, and a record would be lost.
     signals.celeryd_after_setup.connect(_on_worker_setup, dispatch_uid=PREFIX)
+    signals.worker_ready.connect(_on_worker_ready, dispatch_uid=PREFIX)
 
 
 def check_all(**kwargs: Any) -> list[CheckMessage]:
     """Return what all checks say; if the setting is no dict, only that."""
     try:
         conf.given()
-    except ConfigurationError as error:
-        return [_error(1, str(error), f"Write {conf.NAME} = {{...}}.")]
-    return [*check_settings(), *check_lock_store(), *check_sqlite()]
+    except ConfigurationError as fault:
+        return [error(1, str(fault), f"Write {conf.NAME} = {{...}}.")]
+    return [
+        *check_settings(),
+        *check_lock_store(),
+        *check_sqlite(),
+        *check_tasks(),
+        *check_sending(),
+        *check_redelivery(),
+    ]
 
 
 def check_settings() -> list[CheckMessage]:
@@ -57,38 +71,49 @@ def check_settings() -> list[CheckMessage]:
     for name, meant in conf.unknown().items():
         known = f"It knows: {', '.join(conf.DEFAULTS)}."
         hint = f"Did you mean {meant!r}?" if meant else known
-        messages.append(_warning(1, f"{conf.NAME} has no setting {name!r}; it does nothing.", hint))
-    try:
-        conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
-    except ConfigurationError as error:
-        messages.append(_error(1, str(error), "The default is 30 seconds."))
-    wanted = conf.get("SEND_ON_COMMIT")
-    if not isinstance(wanted, bool):
-        messages.append(
-            _error(
-                1, f"SEND_ON_COMMIT={wanted!r} is neither True nor False.", "The default is False."
+        messages.append(warning(1, f"{conf.NAME} has no setting {name!r}; it does nothing.", hint))
+    for read, name in _DURATIONS:
+        try:
+            read(name)
+        except ConfigurationError as fault:
+            default = conf.DEFAULTS[name]
+            what = (
+                f"{default.days} days" if isinstance(default, timedelta) else f"{default} seconds"
             )
-        )
+            messages.append(error(1, str(fault), f"The default is {what}."))
+    for name in ("SEND_ON_COMMIT", "OUTBOX", "WARN_IN_ATOMIC"):
+        if not isinstance(wanted := conf.get(name), bool):
+            what = f"{name}={wanted!r} is neither True nor False."
+            messages.append(error(1, what, "The default is False."))
     return messages
+
+
+_DURATIONS: Final[tuple[tuple[Callable[[str], object], str], ...]] = (
+    (lambda name: conf.lease_seconds(conf.get(name), name), "LOCK_TIMEOUT"),
+    (lambda name: conf.lease_seconds(conf.get(name), name), "SENT_TIMEOUT"),
+    (conf.send_timeout, "OUTBOX_SEND_TIMEOUT"),
+    (conf.retention, "OUTBOX_RETENTION"),
+    (lambda name: conf.ttl(conf.get(name), name), "IDEMPOTENCY_RETENTION"),
+)
 
 
 def check_lock_store() -> list[CheckMessage]:
     """E002, E003: locks can't live there. W002: processes don't share them. W004: it loses some."""
     try:
         store = locate().store()
-    except BackendNotSupported as error:
-        return [_error(2, f"{error.where} can't hold locks: {error.reason}.", error.hint)]
-    except ConfigurationError as error:
-        return [_error(3, str(error), "See LOCK_CACHE and LOCK_DATABASE.")]
-    except Exception as error:  # noqa: BLE001 - a check must say what it is, whatever it is
-        what = f"Locks can't live where the settings say: {describe_error(error)}."
-        return [_error(3, what, "See LOCK_CACHE and LOCK_DATABASE, and that alias in CACHES.")]
+    except BackendNotSupported as fault:
+        return [error(2, f"{fault.where} can't hold locks: {fault.reason}.", fault.hint)]
+    except ConfigurationError as fault:
+        return [error(3, str(fault), "See LOCK_CACHE and LOCK_DATABASE.")]
+    except Exception as fault:  # noqa: BLE001 - a check must say what it is, whatever it is
+        what = f"Locks can't live where the settings say: {describe_error(fault)}."
+        return [error(3, what, "See LOCK_CACHE and LOCK_DATABASE, and that alias in CACHES.")]
     if store.weakness:
-        return [_warning(4, f"Locks live in {store.where}: {store.weakness}.", USE_INSTEAD)]
+        return [warning(4, f"Locks live in {store.where}: {store.weakness}.", USE_INSTEAD)]
     if store.shared:
         return []
     return [
-        _warning(
+        warning(
             2,
             f"Locks live in {store.where}, which every process has for itself: two worker "
             f"processes, or a worker and a web server, get the same lock.",
@@ -98,6 +123,15 @@ def check_lock_store() -> list[CheckMessage]:
 
 
 def check_deployment(**kwargs: Any) -> list[CheckMessage]:
+    """Return what the checks say that ask a cache or a database."""
+    try:
+        conf.given()
+    except ConfigurationError:
+        return []  # check_all tells
+    return [*check_memory(), *check_relays()]
+
+
+def check_memory() -> list[CheckMessage]:
     """W005: ``cache.clear()`` frees the locks. W006: the server evicts them. Asks the server."""
     try:
         location = locate()
@@ -108,7 +142,7 @@ def check_deployment(**kwargs: Any) -> list[CheckMessage]:
     if shared := ", ".join(_find_emptied_with(location, store)):
         freed = f"Locks live in {store.where}, which is emptied along with {shared}"
         messages.append(
-            _warning(
+            warning(
                 5,
                 f"{freed}: one cache.clear() frees every lock while its holder works.",
                 "Name in LOCK_CACHE an alias with a database number (memcached: a server) of its "
@@ -117,9 +151,9 @@ def check_deployment(**kwargs: Any) -> list[CheckMessage]:
         )
     try:
         weaknesses = store.ask_weaknesses()
-    except Exception as error:  # noqa: BLE001 - a check must not fail
-        weaknesses = [f"whether it evicts locks could not be asked ({describe_error(error)})"]
-    return messages + [_warning(6, f"Locks live in {store.where}: {w}.", LOSES) for w in weaknesses]
+    except Exception as fault:  # noqa: BLE001 - a check must not fail
+        weaknesses = [f"whether it evicts locks could not be asked ({describe_error(fault)})"]
+    return messages + [warning(6, f"Locks live in {store.where}: {w}.", LOSES) for w in weaknesses]
 
 
 def _find_emptied_with(location: Location, store: Store) -> list[str]:
@@ -146,7 +180,7 @@ def _emptied_with(alias: str) -> object:
 def check_sqlite() -> list[CheckMessage]:
     """W003: SQLite without IMMEDIATE. E004: locks in the file of the data."""
     messages = [
-        _warning(
+        warning(
             3,
             f'DATABASES["{alias}"] is SQLite in its default transaction mode: two transactions '
             f"that read and then write end in 'database is locked'.",
@@ -169,7 +203,7 @@ def _check_lock_file() -> list[CheckMessage]:
         return []
     if "memory" in str(settings.DATABASES[ours].get("NAME")):
         return [
-            _error(
+            error(
                 4,
                 f"LOCK_DATABASE is {ours!r}, a SQLite database in memory: each thread has one of "
                 f"its own, so two get the same lock.",
@@ -180,7 +214,7 @@ def _check_lock_file() -> list[CheckMessage]:
     if ours != "default" and not others:
         return []
     return [
-        _error(
+        error(
             4,
             f"LOCK_DATABASE is {ours!r}, a SQLite file that also holds the project's data: while "
             f"a task writes there, its lock can't be renewed and is lost.",
@@ -199,8 +233,19 @@ def _sqlite_databases() -> Iterator[tuple[str, dict[str, Any]]]:
 def _on_worker_setup(instance: Any, **kwargs: Any) -> None:
     set_pool_processes(_count_processes(instance))
     _log(check_all)
-    # It asks a server, which may be slow or silent; the worker must start nevertheless.
-    threading.Thread(target=_log, args=(check_deployment,), daemon=True).start()
+
+
+def _on_worker_ready(**kwargs: Any) -> None:
+    # It asks servers, which may be slow or silent; the worker must start nevertheless. Not
+    # before its children are forked: they would inherit what SQLite knows of an open file.
+    threading.Thread(target=_log_and_disconnect, args=(check_deployment,), daemon=True).start()
+
+
+def _log_and_disconnect(check: Callable[[], list[CheckMessage]]) -> None:
+    try:
+        _log(check)
+    finally:
+        connections.close_all()  # this thread's
 
 
 def _log(check: Callable[[], list[CheckMessage]]) -> None:
@@ -216,11 +261,3 @@ def _count_processes(worker: Any) -> int:
         return 1
     # max_concurrency is what --autoscale allows.
     return max(int(worker.concurrency or 1), int(getattr(worker, "max_concurrency", None) or 1))
-
-
-def _error(number: int, message: str, hint: str) -> CheckMessage:
-    return checks.Error(message, hint=hint, id=f"{PREFIX}.E{number:03}")
-
-
-def _warning(number: int, message: str, hint: str) -> CheckMessage:
-    return checks.Warning(message, hint=hint, id=f"{PREFIX}.W{number:03}")

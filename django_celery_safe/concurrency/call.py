@@ -1,0 +1,103 @@
+"""
+One call of what a decorator of ours wraps: whose it is, and what it was called with.
+
+Celery calls a task's function for a message, eagerly, or not at all: anybody may call
+it by hand, even the task itself inside its own run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from celery import Task, current_app
+from celery._state import get_current_task
+from celery.app.task import Context
+
+#: Which functions run in this context, each with the id of the task whose message it runs
+#: for. A call of one inside its own run is a direct call, although Celery shows it the
+#: request of the message.
+_running: ContextVar[frozenset[tuple[str | None, int]]] = ContextVar(
+    "django_celery_safe_running", default=frozenset()
+)
+
+
+def find_task(decorated: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the task that runs ``decorated`` now; None if it was made into none."""
+    if args and isinstance(args[0], Task):
+        return args[0]
+    current = get_current_task()
+    if current is not None and _runs(current, decorated):
+        return current
+    # task.run(...) called by hand, or inside another task.
+    tasks = current_app.tasks.values()
+    return next((task for task in tasks if _runs(task, decorated)), None)
+
+
+def find_request(task: Any, function: Callable[..., Any]) -> Context | None:
+    """Return the request that ``task`` runs ``function`` for; None for a direct call."""
+    if task is None or get_current_task() is not task:
+        return None
+    request: Context = task.request
+    if request.called_directly or (request.id, id(function)) in _running.get():
+        return None
+    return request
+
+
+def run_for(
+    request: Context | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call ``function``, for a request or directly, so that calls inside are told from this one."""
+    if request is None:
+        return function(*args, **kwargs)
+    token = _running.set(_running.get() | {(request.id, id(function))})
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _running.reset(token)
+
+
+def name_of(task: Any, function: Callable[..., Any]) -> str:
+    """Return the name of a task; for what was made into none, that which it would have."""
+    return f"{function.__module__}.{function.__name__}" if task is None else str(task.name)
+
+
+def serializer_of(task: Any) -> str:
+    """Return what decides on the wire form of a call's arguments."""
+    return "json" if task is None else str(task.serializer)
+
+
+def sent_arguments(
+    task: Any, message: Context | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """
+    Return a call's arguments as they are sent.
+
+    Args:
+        message: The message that it is for; None: there is none, and ``args`` and
+            ``kwargs`` are what it was called with, without a bound task.
+    """
+    # pydantic=True has made models of the arguments by now. A message still has what
+    # was sent; otherwise it is what Celery would send.
+    if message is not None:
+        return tuple(message.args or ()), message.kwargs or {}
+    dump_models: Any = getattr(task, "_dump_pydantic_arguments", None)
+    if dump_models is not None and serializer_of(task) != "pickle":
+        args, kwargs = dump_models(args, kwargs)
+    return args, kwargs
+
+
+def layers(function: Any) -> Iterator[Any]:
+    """Yield what a task runs, from the outside in: behind pydantic's and autoretry's wrappers."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__func__", None) or getattr(function, "__wrapped__", None)
+
+
+def _runs(task: Any, decorated: Callable[..., Any]) -> bool:
+    """Tell whether ``decorated`` is what ``task`` runs, also behind other wrappers."""
+    return any(layer is decorated for layer in layers(task.run))

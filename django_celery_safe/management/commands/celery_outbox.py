@@ -1,0 +1,334 @@
+"""``manage.py celery_outbox``: what waits to be sent, sending it, and what to do if it can't be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+import threading
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from celery import current_app
+from django.core.management.base import CommandError, CommandParser
+from django.db import connections
+from django.db.models.functions import Now
+
+from ... import conf
+from ...models import OutboxMessage, OutboxMessages, OutboxRelay
+from ...sending.relay import BrokerGone, Relay, drain_all, find_outboxes
+from ..console import TableCommand, age, count, duration, printable
+
+#: Rows that the list shows if nothing else is said.
+LIMIT: Final = 50
+#: What is said of messages, and with --dry-run.
+DONE: Final = {
+    "retry": ("are due now", "would be due now"),
+    "discard": ("were deleted", "would be deleted"),
+}
+#: How often the main thread looks after those that relay, s.
+LISTEN: Final = 0.5
+
+
+class Command(TableCommand):
+    """Parses, calls, prints."""
+
+    help = "Send what is left in the outbox, show it, or decide about what can't be sent."
+    models = (OutboxMessage, OutboxRelay)
+    subject = "the outbox"
+    database_help = "the outbox of this database; may be repeated (default: all)"
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        self.add_database(parser)
+        actions = parser.add_subparsers(
+            dest="action",
+            title="actions",
+            metavar="{relay,status,list,retry,discard,prune}",
+            required=True,
+        )
+        relaying = self.add_action(actions, "relay", "send what is due, until stopped")
+        relaying.add_argument("--once", action="store_true", help="end when nothing is due")
+        status = self.add_action(actions, "status", "count what waits, and tell for how long")
+        status.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+        status.add_argument(
+            "--max-age",
+            type=age,
+            metavar="AGE",
+            help="exit with 1 if a message waits for longer than this",
+        )
+        listing = self.add_action(actions, "list", "show the messages, the oldest first")
+        listing.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+        listing.add_argument(
+            "--state", choices=["pending", "dead", "sent"], help="only those in this state"
+        )
+        listing.add_argument("--task", metavar="NAME", help="only those of this task")
+        listing.add_argument(
+            "--limit", type=count, default=LIMIT, help=f"how many at most ({LIMIT}; 0: all)"
+        )
+        retrying = self.add_action(actions, "retry", "let messages that failed be tried again now")
+        self._add_choice(retrying, "every dead message")
+        discarding = self.add_action(actions, "discard", "delete messages; they are never sent")
+        self._add_choice(discarding, "every dead message")
+        pruning = self.add_action(actions, "prune", "delete messages that were sent long ago")
+        pruning.add_argument(
+            "--older-than",
+            type=age,
+            metavar="AGE",
+            help="how long ago, such as 90s, 12h or 7d (default: OUTBOX_RETENTION)",
+        )
+        pruning.add_argument("--dry-run", action="store_true", help="only say how many")
+
+    def _add_choice(self, parser: ArgumentParser, everything: str) -> None:
+        parser.add_argument("ids", nargs="*", type=count, metavar="ID", help="as the list shows it")
+        parser.add_argument("--all", action="store_true", dest="every", help=everything)
+        parser.add_argument("--task", metavar="NAME", help="of this task only, with --all")
+        parser.add_argument("--dry-run", action="store_true", help="only say how many")
+
+    def find_databases(self) -> Iterable[str]:
+        return find_outboxes()
+
+    # relay
+
+    def _relay(self, aliases: list[str], options: dict[str, Any]) -> None:
+        try:
+            broker = current_app.connection_for_write().as_uri()
+        except KeyError as error:
+            raise CommandError(
+                f"broker_url names a transport that nobody knows: {error}"
+            ) from error
+        self.stdout.write(f"Relaying the outbox of {', '.join(aliases)} to {broker}.")
+        self.stdout.flush()  # into a log file, too
+        relays = [Relay(alias) for alias in aliases]
+        try:
+            with stopping() as stop:
+                if options["once"]:
+                    drain_all(relays, stop.is_set)
+                else:
+                    run_all(relays, stop)
+        except BrokerGone as error:
+            raise CommandError(
+                f"The broker can't be reached, and what was due stays in the outbox: {error}"
+            ) from error
+        finally:
+            self.stdout.write(f"Sent {sum(relay.count for relay in relays)} message(s).")
+
+    # status
+
+    def _status(self, aliases: list[str], options: dict[str, Any]) -> None:
+        rows = {alias: status_of(alias) for alias in aliases}
+        if options["as_json"]:
+            self.stdout.write(json.dumps(rows, indent=2))
+        else:
+            for alias, row in rows.items():
+                self._show_status(alias, row)
+        oldest = max((row["oldest_s"] or 0.0 for row in rows.values()), default=0.0)
+        longest: timedelta | None = options["max_age"]
+        if longest is not None and oldest > longest.total_seconds():
+            raise CommandError(
+                f"A message has been waiting for {duration(oldest)}, longer than --max-age "
+                f"{longest.total_seconds():g}. Is a relay running, and is the broker up?"
+            )
+
+    def _show_status(self, alias: str, row: dict[str, Any]) -> None:
+        waits = "" if row["oldest_s"] is None else f", the oldest for {duration(row['oldest_s'])}"
+        seen = "no relay was ever here"
+        if row["relay"]:
+            ago = duration(row["relay_seen_s"])
+            seen = f"a relay was here {ago} ago ({printable(row['relay'])})"
+        self.stdout.write(
+            f"{alias}\n"
+            f"  pending {row['pending']:>8}{waits}\n"
+            f"  dead    {row['dead']:>8}\n"
+            f"  sent    {row['sent']:>8}\n"
+            f"  {seen}"
+        )
+
+    # list
+
+    def _list(self, aliases: list[str], options: dict[str, Any]) -> None:
+        limit = options["limit"]
+        found: list[dict[str, Any]] = []
+        for alias in aliases:
+            # One more, to know whether there is more.
+            end = limit + 1 - len(found) if limit else None
+            found += [as_row(row) for row in self._chosen(alias, options)[:end]]
+        shown = found[: limit or None]
+        if options["as_json"]:
+            self.stdout.write(json.dumps(shown, indent=2))
+            return
+        before = None
+        for row in shown:
+            if len(aliases) > 1 and row["database"] != before:
+                before = row["database"]
+                self.stdout.write(before)
+            self.stdout.write(as_lines(row))
+        if not shown:
+            empty = "No such message." if self._is_narrowed(options) else "The outbox is empty."
+            self.stdout.write(empty)
+        elif len(found) > limit > 0:
+            self.stdout.write(f"There are more: --limit is {limit}.")
+
+    def _is_narrowed(self, options: dict[str, Any]) -> bool:
+        return bool(options["state"] or options["task"])
+
+    def _chosen(self, alias: str, options: dict[str, Any]) -> OutboxMessages:
+        rows = OutboxMessage.objects.using(alias).annotate(asked_at=Now()).order_by("pk")
+        if options["task"]:
+            rows = rows.filter(task=options["task"])
+        if options["state"]:
+            rows = getattr(rows, options["state"])()
+        return rows
+
+    # retry, discard, prune
+
+    def _retry(self, aliases: list[str], options: dict[str, Any]) -> None:
+        self._decide(aliases, options, OutboxMessages.failed, OutboxMessages.revive)
+
+    def _discard(self, aliases: list[str], options: dict[str, Any]) -> None:
+        self._decide(aliases, options, OutboxMessages.unsent, OutboxMessages.discard)
+
+    def _decide(
+        self,
+        aliases: list[str],
+        options: dict[str, Any],
+        which: Callable[[OutboxMessages], OutboxMessages],
+        step: Callable[[OutboxMessages], int],
+    ) -> None:
+        """Take a step with those messages that were named, or with all that are dead."""
+        ids = set(options["ids"])
+        if bool(ids) == options["every"]:
+            raise CommandError("Give the IDs that the list shows, or --all for every dead message.")
+        if options["task"] and ids:
+            raise CommandError("--task goes with --all; the IDs say which messages are meant.")
+        if ids and len(aliases) > 1:
+            raise CommandError(
+                f"There are outboxes in {', '.join(aliases)}, each with IDs of its own: say which "
+                f"by --database."
+            )
+        total = 0
+        for alias in aliases:
+            rows = OutboxMessage.objects.using(alias)
+            chosen = which(rows).filter(pk__in=ids) if ids else rows.dead()
+            if options["task"]:
+                chosen = chosen.filter(task=options["task"])
+            total += chosen.count() if options["dry_run"] else step(chosen)
+        now, would = DONE[options["action"]]
+        self.stdout.write(f"{total} message(s) {would if options['dry_run'] else now}.")
+        if total < len(ids):
+            raise CommandError(
+                f"{len(ids) - total} of {len(ids)} message(s) are not there, or not in a state "
+                f"for that. `manage.py celery_outbox list` shows all."
+            )
+
+    def _prune(self, aliases: list[str], options: dict[str, Any]) -> None:
+        long_ago: timedelta | None = options["older_than"]
+        if long_ago is None:
+            long_ago = conf.retention("OUTBOX_RETENTION")
+        total = 0
+        for alias in aliases:
+            rows = OutboxMessage.objects.using(alias)
+            total += rows.older(long_ago).count() if options["dry_run"] else rows.prune(long_ago)
+        would = "would be" if options["dry_run"] else "were"
+        self.stdout.write(f"{total} sent message(s) {would} deleted.")
+
+
+@contextmanager
+def stopping() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and SIGINT set; at the second one they end the process."""
+    stop = threading.Event()
+    before: dict[int, Any] = {}
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        stop.set()
+
+    for number in map(int, (signal.SIGTERM, signal.SIGINT)):
+        before[number] = signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+
+
+def run_all(relays: list[Relay], stop: threading.Event) -> None:
+    """Run each relay in a thread of its own until all are told to stop, or one fails."""
+    app: Any = current_app._get_current_object()  # type: ignore[attr-defined]
+
+    def run(relay: Relay) -> None:
+        app.set_current()  # Celery's current app is that of a thread
+        try:
+            relay.run(stop)
+        finally:
+            relay.close()
+            connections[relay.using].close()
+
+    with ThreadPoolExecutor(len(relays)) as threads:
+        futures = [threads.submit(run, relay) for relay in relays]
+        # With a timeout, so that signals are heard on every platform.
+        while wait(futures, timeout=LISTEN, return_when=FIRST_EXCEPTION).not_done:
+            if any(future.done() for future in futures):
+                stop.set()
+        for future in futures:
+            future.result()
+
+
+def status_of(alias: str) -> dict[str, Any]:
+    """Return what ``--json`` shows of one outbox; see docs/reference/commands.md for the keys."""
+    rows = OutboxMessage.objects.using(alias)
+    # Ages by the database's clock, which wrote the moments too.
+    oldest = rows.pending().annotate(asked_at=Now()).order_by("created_at").first()
+    relay = OutboxRelay.objects.using(alias).annotate(asked_at=Now()).first()
+    return {
+        "pending": rows.pending().count(),
+        "dead": rows.dead().count(),
+        "sent": rows.sent().count(),
+        "oldest_s": None if oldest is None else seconds_since(oldest.created_at, oldest),
+        "relay": None if relay is None else str(relay),
+        "relay_seen_s": None if relay is None else seconds_since(relay.seen_at, relay),
+    }
+
+
+def as_row(row: OutboxMessage) -> dict[str, Any]:
+    """Return a message as ``--json`` shows it; no argument's value is in it."""
+    return {
+        "id": row.pk,
+        "database": row._state.db,
+        "state": "sent" if row.sent_at else "dead" if row.dead_at else "pending",
+        "task": row.task,
+        "task_id": row.task_id,
+        "age_s": seconds_since(row.created_at, row),
+        "due_in_s": None if row.due_at is None else -seconds_since(row.due_at, row, signed=True),
+        "attempts": row.attempts,
+        "error": row.error,
+    }
+
+
+def seconds_since(moment: datetime, row: Any, *, signed: bool = False) -> float:
+    """Return how long ago a moment was when ``row`` was asked for, s."""
+    passed: float = (row.asked_at - moment).total_seconds()
+    return round(passed if signed else max(0.0, passed), 3)
+
+
+def as_lines(row: dict[str, Any]) -> str:
+    """Return a message as two lines, and one for what was wrong, for 80 columns."""
+    task = f"{row['id']:>6}  {printable(row['task'])}"
+    details = f"        {row['task_id']}  {row['state']}, {duration(row['age_s'])} old"
+    lines = [task, printable(details)]
+    told = []
+    if row["attempts"]:
+        told.append(f"{row['attempts']} failed attempt(s)")
+    if (row["due_in_s"] or 0.0) > 0:
+        told.append(f"due in {duration(row['due_in_s'])}")
+    if told:
+        lines.append(f"        {', '.join(told)}")
+    if row["error"]:
+        lines.append(textwrap.indent(textwrap.fill(printable(row["error"]), 70), " " * 8))
+    return "\n".join(lines)

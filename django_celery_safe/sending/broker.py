@@ -1,0 +1,187 @@
+"""
+Connections to broker and result backend that don't wait for ever, and what their errors mean.
+
+Celery's own may block without end on a broker that accepts and stays silent, and try
+again for as long as the publication's retry policy says. What is kept in the outbox
+is tried once, within a time, and waits for the next attempt in its row.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from celery import Celery
+from django.db import Error as DatabaseError
+from kombu.exceptions import LimitExceeded, OperationalError
+from kombu.pools import ProducerPool
+
+#: By kind of transport (kombu's ``driver_type``), options that bound each wait, given
+#: seconds, and let the broker confirm what it got.
+BOUNDS: Final[dict[str, Any]] = {
+    "redis": ("socket_timeout", "socket_connect_timeout"),
+    "amqp": ("read_timeout", "write_timeout"),
+}
+#: What a Redis server that is out of order answers, whatever it is asked: redis-py's
+#: errors, and the beginnings of those that it has no class for.
+OUT_OF_ORDER: Final = {
+    "OutOfMemoryError",
+    "ReadOnlyError",
+    "BusyLoadingError",
+    "AuthenticationError",
+    "ClusterDownError",
+    "MasterDownError",
+}
+OUT_OF_ORDER_TEXT: Final = ("MISCONF", "NOREPLICAS")
+#: How often, and with which pauses in s, kombu and Celery try again.
+ONCE: Final = {"max_retries": 0, "interval_start": 0, "interval_step": 0, "interval_max": 0}
+#: Part of the time that one wait may take, so that all of it is enough for the rest.
+ONE_WAIT: Final = 0.9
+
+_pools: WeakKeyDictionary[Celery, dict[float, ProducerPool]] = WeakKeyDictionary()
+_opening = threading.Lock()
+#: Until when, monotonic, nobody asks a broker that was silent.
+_silent_until: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
+#: Backends belong to threads.
+_backends = threading.local()
+
+
+def connect_bounded(app: Celery, seconds: float) -> Any:
+    """Return a new connection, not yet open, whose every wait ends after ``seconds``."""
+    connection: Any = app.connection_for_write(connect_timeout=seconds)
+    options = dict(connection.transport_options)
+    kind = connection.transport.driver_type
+    for name in BOUNDS.get(kind, ()):
+        given = options.get(name)
+        options[name] = seconds if given is None else min(given, seconds)
+    if kind == "amqp":
+        options["confirm_publish"] = True
+    if kind == "redis":
+        options["retry_on_timeout"] = False
+    # Each of the hosts is tried once.
+    others = max(1, len(connection.alt)) - 1
+    connection.transport_options = {**options, **ONCE, "max_retries": others}
+    return connection
+
+
+@contextmanager
+def bounded_producer(app: Celery, seconds: float) -> Iterator[Any]:
+    """
+    Lend a producer of this process whose publications are given up after ``seconds``.
+
+    After a silence nobody waits for as long again.
+
+    Raises:
+        kombu.exceptions.OperationalError: What was done with it failed, or none was to
+            be had in time, or the broker was silent a moment ago.
+    """
+    if time.monotonic() < _silent_until.get(app, 0.0):
+        raise OperationalError("the broker was silent a moment ago")
+    with _borrow(app, seconds) as producer:
+        try:
+            with producer.connection._reraise_as_library_errors():
+                yield producer
+        except BaseException as error:
+            if is_timeout(error):
+                _silent_until[app] = time.monotonic() + seconds
+            drop(producer.connection)
+            raise
+
+
+def drop(connection: Any) -> None:
+    """Close a connection without asking the broker; it opens anew when it is used."""
+    with suppress(Exception):
+        connection._connection.collect()  # amqp's, which would say goodbye and wait for it
+    with suppress(Exception):
+        connection.collapse()
+
+
+def _borrow(app: Celery, seconds: float) -> Any:
+    pool = _find_pool(app, seconds)
+    try:
+        return pool.acquire(block=True, timeout=seconds * (1 - ONE_WAIT))
+    except LimitExceeded as error:
+        raise OperationalError(
+            f"all connections of this process to the broker are in use (broker_pool_limit is "
+            f"{pool.limit})"
+        ) from error
+
+
+def _find_pool(app: Celery, seconds: float) -> ProducerPool:
+    with _opening:
+        pools = _pools.setdefault(app, {})
+        if seconds not in pools:
+            limit = app.conf.broker_pool_limit
+            connections = connect_bounded(app, seconds * ONE_WAIT).Pool(limit)
+            pools[seconds] = ProducerPool(connections=connections, limit=limit)
+        return pools[seconds]
+
+
+def is_backend_gone(app: Celery, error: BaseException) -> bool:
+    """Tell whether the result backend can't be reached."""
+    gone = getattr(app.backend, "connection_errors", ())
+    return isinstance(error, (OSError, OperationalError, DatabaseError, *gone))
+
+
+def bounded_backend(app: Celery, seconds: float) -> Any:
+    """Return a result backend of this thread that is asked once, for ``seconds`` at most."""
+    backends = _backends.__dict__.setdefault("by_app", WeakKeyDictionary()).setdefault(app, {})
+    if seconds not in backends:
+        backend: Any = app._get_backend()  # type: ignore[attr-defined]
+        backend.retry_policy = ONCE
+        parameters = getattr(backend, "connparams", None)  # Redis'
+        if isinstance(parameters, dict):
+            bounds = dict.fromkeys(BOUNDS["redis"], seconds * ONE_WAIT)
+            backend.connparams = {**parameters, **bounds, "retry_on_timeout": False}
+        backends[seconds] = backend
+    return backends[seconds]
+
+
+def is_unreachable(app: Celery, error: BaseException) -> bool:
+    """Tell whether the broker is gone or out of order, rather than refusing this one message."""
+    connection: Any = app.connection_for_write()
+    fault = _fault_of(error)
+    if is_out_of_order(error):
+        return True
+    if isinstance(fault, connection.channel_errors):
+        return False
+    return isinstance(fault, (OperationalError, *connection.connection_errors))
+
+
+def is_out_of_order(error: BaseException) -> bool:
+    """Tell whether the broker answers that it can take nothing now."""
+    fault = _fault_of(error)
+    # What a pipeline raises begins with the command that failed.
+    text = str(fault).rpartition("caused error: ")[2]
+    return bool(_names_of(fault) & OUT_OF_ORDER) or text.startswith(OUT_OF_ORDER_TEXT)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Tell whether the broker is silent."""
+    return "TimeoutError" in _names_of(_fault_of(error))
+
+
+def _fault_of(error: BaseException) -> BaseException:
+    # Kombu's own error stands for the transport's, which is its cause. Other causes, such
+    # as that of a lock's store, say nothing about the broker.
+    return error.__cause__ or error if isinstance(error, OperationalError) else error
+
+
+def _names_of(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _forget_parents() -> None:
+    """In a forked child: the parent's sockets are the parent's."""
+    global _opening
+    _opening = threading.Lock()
+    _pools.clear()
+    _silent_until.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents)

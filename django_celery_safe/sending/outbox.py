@@ -1,0 +1,271 @@
+"""
+Rows that keep messages from their transaction on until a broker has them.
+
+Here is what the sending process does: it writes the rows in the transaction, and
+when that commits sends them at once, within ``OUTBOX_SEND_TIMEOUT``. What it can't
+send, or dies before it sends, ``relay`` finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Final
+
+from celery import Celery
+from celery.backends.rpc import RPCBackend
+from celery.canvas import Signature
+from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import Error as DatabaseError
+from django.db.models.functions import Now
+from kombu.common import maybe_declare
+from kombu.exceptions import OperationalError
+
+from .. import conf
+from ..exceptions import CelerySafeError, ConfigurationError, describe_error
+from .broker import ONE_WAIT, bounded_backend, bounded_producer, is_timeout, is_unreachable
+from .capture import Captured, ChordCall, Message, announce, put
+from .rows import Row, to_row
+
+logger = logging.getLogger(__name__)
+
+#: A relay takes a row this long after its INSERT, s, and ``OUTBOX_SEND_TIMEOUT``: its sender
+#: died, or its transaction takes longer than that.
+GRACE: Final = 5.0
+#: What must not leave the commit when a row's state can't be noted.
+UNSETTLED: Final = (DatabaseError, CelerySafeError)
+#: Rows that one statement inserts.
+ROWS: Final = 100
+
+
+class Kept:
+    """
+    The rows of what one call sent.
+
+    Args:
+        using: Alias of the database in which they are.
+        ids: Their primary keys, in the order of the messages.
+        chord: What they have in common if the result backend has to know of a chord; else "".
+    """
+
+    def __init__(self, using: str, ids: list[int], chord: str) -> None:
+        self.using, self._ids, self._chord = using, ids, chord
+        #: No relay takes them while what begins before this takes its time.
+        self._ours_until = time.monotonic() + GRACE
+        self._give_up_at = math.inf
+
+    def begin(self) -> bool:
+        """
+        Begin to publish; tell whether no relay has these rows, nor will have them meanwhile.
+
+        That takes a query only after a long transaction.
+        """
+        seconds = send_timeout()
+        self._give_up_at = time.monotonic() + seconds
+        if time.monotonic() < self._ours_until:
+            return True
+        lease = timedelta(seconds=seconds + GRACE)
+        try:
+            # One that a relay has is due later than that, and one that it had has attempts.
+            ours = self._rows(self._ids).filter(due_at__lte=Now() + lease, attempts=0)
+            taken: int = ours.release(lease)
+        except UNSETTLED as error:
+            self._tell("could not be claimed after a long transaction, and wait for a relay", error)
+            return False
+        return taken == len(self._ids)
+
+    def tell_chord(self, calls: Sequence[ChordCall]) -> None:
+        """Tell the result backend of their chord, within ``OUTBOX_SEND_TIMEOUT``."""
+        if self._chord:
+            _rows(self.using).tell_chord(
+                self._chord, lambda row, seconds: tell_all(calls, seconds), send_timeout()
+            )
+
+    def find_lateness(self) -> Exception | None:
+        """Return why no more is published now; None: there is time left."""
+        if time.monotonic() < self._give_up_at:
+            return None
+        return OperationalError("OUTBOX_SEND_TIMEOUT is over")
+
+    def end(self, sent: Sequence[int]) -> None:
+        """Note which messages, by their numbers, were sent, and leave the others to a relay."""
+        done = {self._ids[number] for number in sent}
+        left = [one for one in self._ids if one not in done]
+        try:
+            if done:
+                self._rows(done).settle(keep=keeps_sent())
+            if left:
+                self._rows(left).release()
+        except UNSETTLED as error:
+            self._tell("stay in the outbox, so that a relay sends them, again if need be", error)
+
+    def _rows(self, ids: Collection[int]) -> Any:
+        return _rows(self.using).filter(pk__in=ids)
+
+    def _tell(self, what: str, error: Exception) -> None:
+        count = len(self._ids)
+        logger.warning("%d message(s) of %r %s: %s", count, self.using, what, describe_error(error))
+
+
+def keep(captured: Captured, using: str | None) -> Kept:
+    """
+    Write what was captured into the outbox of ``using``, in its open transaction.
+
+    Raises:
+        NotSerializable: Something can't be kept in a row.
+        ConfigurationError: The database has no outbox.
+    """
+    from ..models import OutboxMessage  # a model-free door, see __init__
+
+    alias = DEFAULT_DB_ALIAS if using is None else using
+    seconds = send_timeout() + GRACE
+    messages, calls = captured.messages, captured.chord_calls
+    chord = uuid.uuid4().hex if calls else ""
+    rows = [
+        to_row(message, [] if number else calls, chord) for number, message in enumerate(messages)
+    ]
+    table = OutboxMessage._meta.db_table
+    try:
+        ids = _insert(alias, table, rows, seconds)
+    except DatabaseError as error:
+        said = describe_error(error).splitlines()[0]  # what follows may show the row
+        if table not in said:
+            raise
+        raise ConfigurationError(
+            f"The database {alias!r} has no outbox, or one of another release: {said}. Run "
+            f"manage.py migrate django_celery_safe --database={alias}."
+        ) from error
+    return Kept(alias, ids, chord)
+
+
+def _insert(alias: str, table: str, rows: Sequence[Row], seconds: float) -> list[int]:
+    """
+    Insert rows that are due in ``seconds``; return their keys.
+
+    By hand, because every send pays for it: the ORM would compile the same statement
+    each time, for longer than the database takes to run it.
+    """
+    connection = connections[alias]
+    if not connection.features.can_return_rows_from_bulk_insert:
+        raise ConfigurationError(
+            f"The database {alias!r} ({connection.vendor}) can't hold an outbox, since its INSERT "
+            f"returns no keys. PostgreSQL can, and SQLite since 3.35."
+        )
+    insert, values, times = _insertion(connection.vendor, alias, table, seconds)
+    returned: dict[str, list[int]] = {}
+    with connection.cursor() as cursor:
+        for start in range(0, len(rows), ROWS):
+            part = rows[start : start + ROWS]
+            params = [value for row in part for value in (*row, *times)]
+            cursor.execute(
+                f"{insert} {', '.join([values] * len(part))} RETURNING task_id, id", params
+            )
+            for task_id, key in cursor.fetchall():
+                returned.setdefault(task_id, []).append(key)
+    # No database promises to return them in the order in which they were given.
+    return [returned[row.task_id].pop() for row in rows]
+
+
+@lru_cache(maxsize=64)
+def _insertion(vendor: str, alias: str, table: str, seconds: float) -> tuple[str, str, list[Any]]:
+    """Return the two parts of the statement, and the parameters of a row's moments."""
+    rows = _rows(alias)
+    compiler = rows.query.get_compiler(alias)
+    clock = (Now(), Now() + timedelta(seconds=seconds))
+    compiled = [compiler.compile(one.resolve_expression(rows.query)) for one in clock]
+    moments = ", ".join(sql for sql, _ in compiled)
+    given = ", ".join(Row._fields)
+    places = ", ".join(["%s"] * len(Row._fields))
+    columns = f"{given}, created_at, due_at, attempts, error"
+    values = f"({places}, {moments}, 0, '')"
+    params = [param for _, params in compiled for param in params]
+    name = connections[alias].ops.quote_name(table)
+    return f"INSERT INTO {name} ({columns}) VALUES", values, params
+
+
+def publish_kept(message: Message) -> None:
+    """
+    Publish a message of the outbox right after its commit.
+
+    Nobody waits longer than ``OUTBOX_SEND_TIMEOUT`` for a broker that is silent.
+
+    Raises:
+        kombu.exceptions.OperationalError: The broker can't be reached.
+    """
+    app, seconds = message.app, send_timeout()
+    try:
+        _put_within(message, seconds)
+    except Exception as error:
+        # A kept connection may have been cut since, by the broker or on the way to it.
+        if not is_unreachable(app, error) or is_timeout(error):
+            raise
+        _put_within(message, seconds)
+    announce(message, lambda: bounded_producer(app, seconds), retry=False)
+
+
+def _put_within(message: Message, seconds: float) -> None:
+    with bounded_producer(message.app, seconds) as producer:
+        backend: Any = message.app.backend
+        if message.result_wanted and isinstance(backend, RPCBackend):
+            # Its results come through the broker, and only after this. Others are
+            # subscribed to by who waits for a result.
+            maybe_declare(backend.binding(producer.channel))
+        if message.options["exchange"]:
+            # A broker that came back without its memory has lost where this leads to.
+            producer.connection.declared_entities.clear()
+        wait = seconds * ONE_WAIT
+        put(message, producer, retry=False, timeout=wait, confirm_timeout=wait)
+
+
+def tell_all(calls: Sequence[ChordCall], seconds: float) -> None:
+    """Tell the result backend of chords, once, waiting ``seconds`` at most for an answer."""
+    for call in calls:
+        call.tell(bounded_backend(call.app, seconds))
+
+
+def wants_outbox(app: Celery, signature: Signature[Any]) -> bool:
+    """Tell whether a task of the canvas goes through the outbox if nothing else is said."""
+    if (wanted := signature.options.get("outbox")) is not None:
+        return bool(wanted)
+    for part in _parts(signature):
+        wanted = part.options.get("outbox")
+        if task_wants_outbox(app.tasks.get(part.task)) if wanted is None else wanted:
+            return True
+    return False
+
+
+def task_wants_outbox(task: Any) -> bool:
+    """Tell whether a task, or one that is not known here, goes through the outbox."""
+    wanted = getattr(task, "outbox", None)
+    return bool(conf.get("OUTBOX") if wanted is None else wanted)
+
+
+def send_timeout() -> float:
+    """Return ``OUTBOX_SEND_TIMEOUT``, s."""
+    return conf.send_timeout("OUTBOX_SEND_TIMEOUT")
+
+
+def keeps_sent() -> bool:
+    """Tell whether messages stay in the outbox when they were sent."""
+    return bool(conf.retention("OUTBOX_RETENTION"))
+
+
+def _parts(signature: Signature[Any]) -> Iterator[Any]:
+    """Yield the signatures of the single tasks in a canvas."""
+    parts = [*(getattr(signature, "tasks", None) or ()), getattr(signature, "body", None)]
+    inner = [part for part in parts if isinstance(part, Signature)]
+    if not inner:
+        yield signature
+    for part in inner:
+        yield from _parts(part)
+
+
+def _rows(alias: str) -> Any:
+    from ..models import OutboxMessage  # a model-free door, see __init__
+
+    return OutboxMessage.objects.using(alias)

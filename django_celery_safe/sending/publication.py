@@ -1,0 +1,99 @@
+"""Publishing a message if the same is not on its way already."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ..concurrency.header import HEADER, read_header
+from ..concurrency.sent import find_lock_of
+from ..locks import HeldLock
+from ..signals import emit, task_duplicate
+
+logger = logging.getLogger(__name__)
+
+
+def publish_once(
+    headers: dict[str, Any], publish: Callable[[], object], *, again: bool = False
+) -> HeldLock | None:
+    """
+    Publish a message, and take the lock that keeps the same from being sent again.
+
+    If that is held, the message is a duplicate. One for which a canvas waits is
+    published all the same, and its run does nothing; any other is dropped.
+
+    Args:
+        headers: The message's own, which may be changed.
+        publish: Publishes it, with these headers.
+        again: Whether it is the running task's own message, sent again.
+
+    Returns:
+        None if it was published; else the lock of the message that was sent before.
+
+    Raises:
+        LockBackendError: The lock's store did not answer; nothing was published.
+        kombu.exceptions.OperationalError: The broker can't be reached; the lock
+            was given back.
+    """
+    task = headers.get("task")
+    header = read_header(headers, task)
+    sent = find_lock_of(task, header)
+    seconds = 0.0 if sent is None else sent.lease(headers.get("eta"), headers.get("expires"))
+    if task is None or sent is None or not seconds:
+        publish()
+        return None
+    held = sent.claim(task, headers["id"], seconds)
+    if held is None:
+        try:
+            publish()
+        except BaseException:
+            sent.move(0)
+            raise
+        return None
+    first = held.holder.task_id
+    if first == headers["id"] and (again or header.get("canvas")):
+        # The very message again: one that replaces its own run, or the next link of a chain
+        # whose task was delivered twice. It goes on with that lock, and if it can't be
+        # published leaves it to the other.
+        headers[HEADER] = {**header, "sent": held.token}
+    elif first is not None:
+        published = header.get("canvas", False)
+        _tell_duplicate(headers, held, published)
+        if not published:
+            return held
+        headers[HEADER] = {**header, "duplicate": first}
+    # Nobody: it was freed a moment ago, and who takes it next sends the same once more.
+    publish()
+    return None
+
+
+def is_claiming(headers: dict[str, Any]) -> bool:
+    """Tell whether it shows only at its publication if a message is a duplicate."""
+    return "sent" in read_header(headers, headers.get("task"))
+
+
+def is_marked(headers: dict[str, Any]) -> bool:
+    """Tell whether a message is a duplicate that was published for its canvas."""
+    found = headers.get(HEADER)
+    return isinstance(found, dict) and "duplicate" in found
+
+
+def _tell_duplicate(headers: dict[str, Any], held: HeldLock, published: bool) -> None:
+    name = held.name.removeprefix("sent:")
+    emit(
+        task_duplicate,
+        logger,
+        logging.INFO,
+        "Task %s[%s] is a duplicate: %r was sent before, as task %s; %s.",
+        headers["task"],
+        headers["id"],
+        name,
+        held.holder.task_id,
+        "published all the same, since a canvas waits for it" if published else "nothing was sent",
+        sender=publish_once,
+        name=name,
+        task_id=headers["id"],
+        sent_id=held.holder.task_id,
+        published=published,
+    )

@@ -1,0 +1,34 @@
+"""The app's own Celery tasks, for beat."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from celery import Task, shared_task
+
+from .idempotency.records import find_prunable, record_store
+from .sending.relay import Relay, drain_all, find_outboxes
+
+#: Longest that one run relays, s; the next goes on.
+LONGEST_RUN: Final = 50.0
+
+
+@shared_task(base=Task, ignore_result=True)
+def relay_outbox() -> int:
+    """
+    Send what is due in the outboxes of all databases, and return how many messages that was.
+
+    For projects that run beat and no ``manage.py celery_outbox relay``; any number may
+    run at once.
+    """
+    ends_at = time.monotonic() + LONGEST_RUN
+    relays = [Relay(alias) for alias in find_outboxes()]
+    drain_all(relays, lambda: time.monotonic() > ends_at)
+    return sum(relay.count for relay in relays)
+
+
+@shared_task(base=Task, ignore_result=True)
+def prune_idempotency() -> int:
+    """Delete the records of idempotent work that say nothing any more; return how many."""
+    return find_prunable(record_store().all()).erase()
