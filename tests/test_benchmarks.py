@@ -1,16 +1,25 @@
 """The benchmarks: their harness, their arithmetic, and each of them on a small scale."""
 
 import json
+import time
+from itertools import count
 from types import ModuleType
 
 import pytest
+from pytest_django import Settings
 
 from django_celery_safe import cache_lock
+from django_celery_safe.models import IdempotencyRecord, OutboxMessage
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import listing, renewal, report, waiting
+from tests.benchmarks import listing, once, outbox, renewal, report, tasks, waiting
 from tests.benchmarks.locks import BACKENDS, caches_on
+from tests.benchmarks.once import Measured
+from tests.benchmarks.outbox import Send
 from tests.benchmarks.report import Figure, interleaved, ratio, shown, with_limits
+from tests.benchmarks.tasks import Batch
 from tests.benchmarks.waiting import Turn
+from tests.conftest import MakeDatabase
+from tests.processes import start_in_process, tell
 from tests.servers import RedisServer
 
 
@@ -158,3 +167,196 @@ def test_what_is_listed_is_compared_with_what_was_acquired(redis_server: RedisSe
     assert 0 < values["Python peak, MB"] < 4
     assert values["missed, twice or not there"] == 0
     assert missing.value == 1
+
+
+def test_round_trips_of_tasks_are_counted_where_they_arrive() -> None:
+    """A run takes two round trips and a unique send one, in every candidate's batch of a worker."""
+    with start_in_process(tasks.measure, 1, 20) as measuring:
+        batches = measuring.result()
+    trips = {name: (batch.send_trips, batch.run_trips) for name, (batch,) in batches.items()}
+    assert {name: trips[name] for name in (tasks.FLOOR, *tasks.OURS)} == {
+        tasks.FLOOR: (0, 0),
+        tasks.SINGLE: (0, 2),
+        tasks.UNTIL_START: (1, 2),
+        tasks.UNTIL_END: (1, 2),
+    }
+    assert all(min(one.send, one.send_cpu, one.run, one.run_cpu) > 0 for (one,) in batches.values())
+
+
+def test_tasks_are_compared_with_the_floor_of_their_round() -> None:
+    """Ratios are of CPU and within rounds; of round trips the mean counts, of speed the median."""
+    slow = Batch(400, 200, 0, 2000, 1000, 0)
+    floors = [Batch(*(value * times for value in slow)) for times in (0.5, 1, 3)]
+    ours = [Batch(one.send, one.send_cpu * 3, 1, 4000, one.run_cpu * 2, 2) for one in floors]
+    ours[0] = ours[0]._replace(run_trips=5)
+    ours[2] = ours[2]._replace(run_cpu=floors[2].run_cpu / 2)
+    bare = [one._replace(run_cpu=one.run_cpu * 1.6) for one in floors]
+    figures = tasks.figures_of({tasks.FLOOR: floors, tasks.RAW: bare, tasks.SINGLE: ours})
+    values = {figure.name: figure.value for figure in figures}
+    assert values["plain, µs of CPU"] == 1000
+    assert values["single_instance / plain"] == 2
+    assert values["single_instance / raw lock"] == 1.25
+    assert values[".delay(), single_instance / plain"] == 3
+    assert values["single_instance: trips of a run"] == 3
+    assert values["single_instance: trips of a send"] == 1
+    assert values["single_instance: tasks/s"] == 250
+    assert values["plain: tasks/s"] == 500
+
+
+def test_relays_and_sends_of_the_outbox_are_measured(
+    redis_server: RedisServer, postgres_alias: str, settings: Settings
+) -> None:
+    """All that relays and a producer send arrives, a send is one query, and each has its time."""
+    settings.CELERY_BROKER_URL = redis_server.url
+    row = outbox.a_row(postgres_alias)
+    rates = outbox.measure_relays(redis_server, postgres_alias, row, 1, 150)
+    with start_in_process(outbox.measure_sends, postgres_alias, 2, 3) as measuring:
+        sends, queries = measuring.result()
+    assert row["task"] == outbox.plain.name
+    assert list(rates) == [outbox.PRODUCER, outbox.RELAY, outbox.TWO_RELAYS]
+    assert all(rate > 0 for (rate,) in rates.values())
+    assert queries == 1
+    assert len(sends) == 2
+    assert min(map(min, sends)) > 0
+
+
+def test_looks_into_the_outbox_are_measured_in_both_sizes(
+    make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outbox holds as many rows as it was filled with, as many due as its mixture says."""
+    monkeypatch.setattr(report, "WARM_UP", 0.01)
+    few, many = make_database("postgres"), make_database("postgres")
+    row = outbox.a_row(few)
+    due = {}
+    for name, due_at in outbox.MIXTURES.items():
+        outbox.fill(few, row, 300, due_at)
+        outbox.fill(many, row, 600, due_at)
+        samples = outbox.measure_looks(few, many, 2)
+        rows = OutboxMessage.objects.using(many)
+        due[name] = (rows.pending().count(), rows.due().count())
+        assert [len(times) for times in samples.values()] == [2] * 4
+    assert due == {"all due": (600, 600), "few due": (600, outbox.SOME_DUE)}
+    assert outbox.time_status(many) > 0
+
+
+def test_the_outbox_is_compared_with_the_floors_of_its_round() -> None:
+    """Relays are set against the producer of their round, what a send adds against an INSERT."""
+    rates = {
+        outbox.PRODUCER: [100.0, 10.0, 50.0],
+        outbox.RELAY: [250.0, 30.0, 100.0],
+        outbox.TWO_RELAYS: [400.0, 40.0, 200.0],
+    }
+    sends = [Send(100 * slow, 150 * slow, 300 * slow) for slow in (1, 3, 2)]
+    samples = {"due(), few": [1.0], "due(), many": [2.0], "claim, few": [2], "claim, many": [6]}
+    figures = [
+        *outbox.figures_of_relays(rates),
+        *outbox.figures_of_sends(sends, 1),
+        *outbox.figures_of_looks("all due", samples),
+    ]
+    values = {figure.name: figure.value for figure in figures}
+    assert values["relay / one producer"] == 2.5
+    assert values["two relays / one producer"] == 4
+    assert values["relay: messages/s"] == 100
+    assert values["outbox send, added / INSERT"] == 1.5
+    assert values["outbox send / INSERT"] == 3
+    assert values["outbox send, µs"] == 600
+    assert values["due() at 1,000,000 / 1,000, all due"] == 2
+    assert values["claim at 1,000,000 / 1,000, all due"] == 3
+    assert {figure.name for figure in figures if figure.better == "higher"} == {
+        *(f"{name} / {outbox.PRODUCER}" for name in (outbox.RELAY, outbox.TWO_RELAYS)),
+        *(f"{name}: messages/s" for name in rates),
+    }
+
+
+def test_things_are_done_once_and_looked_at_again(make_database: MakeDatabase) -> None:
+    """Ours and the floors have a time in every round, and a repeat of a message is one query."""
+    make_database("postgres", once.ALIAS)
+    sqlite = make_database("sqlite-immediate")
+    with start_in_process(once.measure, sqlite, 2, 3) as measuring:
+        measured = measuring.result()
+    samples = measured[:5]
+    assert [list(one) for one in samples] == [
+        [once.BY_HAND, once.DO_ONCE],
+        [once.BY_HAND, once.DO_ONCE],
+        [once.READ, once.BY_HAND, once.DO_ONCE],
+        [once.RECORD, once.FIRST_RUN],
+        [once.BY_KEY, once.REPEAT],
+    ]
+    assert all(len(times) == 2 and min(times) > 0 for one in samples for times in one.values())
+    assert measured.run_queries > measured.repeat_queries == 1
+
+
+def test_a_row_that_was_not_done_is_noticed(
+    sqlite_immediate_alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A candidate that is fast because it does nothing is an error."""
+    monkeypatch.setattr(once, "do_once", lambda alias: lambda pk: None)
+    with pytest.raises(AssertionError, match="a row was not done"):
+        once.measure_firsts(sqlite_immediate_alias, 1, 2)
+
+
+def test_a_task_runs_for_a_message_outside_of_a_worker(make_database: MakeDatabase) -> None:
+    """What is delivered counts as a message, whose id the record has, and not as a direct call."""
+    alias = make_database("postgres", once.ALIAS)
+    task_id = once.deliver(7)
+    record = IdempotencyRecord.objects.using(alias).get()
+    assert json.loads(record.result) == {"charge": 7}
+    assert task_id in record.holder
+
+
+def test_each_call_that_counts_as_the_first_has_a_number_of_its_own() -> None:
+    """Candidates are called as often as each other, in turn, and never twice for a number."""
+    seen: dict[str, list[int]] = {"one": [], "other": []}
+    candidates = {name: numbers.append for name, numbers in seen.items()}
+    samples = once.interleaved_firsts(candidates, count(), 3, 5)
+    assert {name: len(times) for name, times in samples.items()} == {"one": 3, "other": 3}
+    assert sorted(seen["one"] + seen["other"]) == list(range((3 + 1) * 5 * 2))
+    turns = zip(seen["one"], seen["other"], strict=True)
+    assert all(abs(one - other) == 1 for one, other in turns)
+
+
+def test_doing_once_is_compared_with_the_floors_of_its_round() -> None:
+    """Ratios are within rounds; what was counted is shown as it is."""
+    hand = [100.0, 300.0, 200.0]
+    by_hand, ours = {once.BY_HAND: hand}, {once.DO_ONCE: [110.0, 360.0, 220.0]}
+    slow = {once.DO_ONCE: [200.0, 600.0, 400.0]}
+    figures = once.figures_of(
+        Measured(
+            firsts=by_hand | ours,
+            sqlite=by_hand | slow,
+            done=by_hand | slow | {once.READ: [50.0, 150.0, 100.0]},
+            runs={once.RECORD: hand, once.FIRST_RUN: [300.0, 900.0, 6.0]},
+            repeats={once.BY_KEY: hand, once.REPEAT: [150.0, 450.0, 3.0]},
+            run_queries=6,
+            repeat_queries=1,
+        )
+    )
+    assert {figure.name: round(figure.value, 9) for figure in figures} == {
+        "by hand, µs": 200,
+        "do_once / by hand": 1.1,
+        "by hand, SQLite, µs": 200,
+        "do_once / by hand, SQLite": 2,
+        "done: do_once / by hand": 2,
+        "done: do_once / bare read": 4,
+        "INSERT + UPDATE, µs": 200,
+        "first run / INSERT + UPDATE": 3,
+        "queries of a first run": 6,
+        "query by key, µs": 200,
+        "repeat / query by key": 1.5,
+        "queries of a repeat": 1,
+    }
+
+
+def use_cpu() -> None:
+    """Use some CPU, tell how much that was, and use no more."""
+    while (used := time.process_time()) < 0.5:
+        pass
+    tell(used)
+    time.sleep(60)
+
+
+def test_the_cpu_of_another_process_is_what_it_says_itself() -> None:
+    """The clock of a process is read from outside."""
+    with start_in_process(use_cpu) as other:
+        told = other.receive()
+        assert told <= tasks.cpu_of_process(other.pid) < told + 0.1

@@ -1,12 +1,19 @@
 """The system checks: each fault gives its id and a hint, and a worker logs it."""
 
+import math
+import os
 import re
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import signals
+from celery import Celery, _state, current_app, signals
 from django.core import checks
 from pytest_django import Settings
 
@@ -14,13 +21,18 @@ from django_celery_safe import BackendNotSupported, cache_lock
 from django_celery_safe.locks.stores.local import set_pool_processes
 from tests.app.tasks import lock_something
 from tests.conftest import UseBroker, require
-from tests.processes import CeleryWorker, wait_for
+from tests.processes import CeleryWorker, Journal, wait_for
 from tests.servers import RedisServer, ServerPool
 
 SQLITE = "django.db.backends.sqlite3"
 IMMEDIATE = {"transaction_mode": "IMMEDIATE"}
 LOCMEM = "django.core.cache.backends.locmem.LocMemCache"
 MEMCACHED = "django.core.cache.backends.memcached.PyMemcacheCache"
+DJANGO_REDIS = "django.core.cache.backends.redis.RedisCache"
+#: Environment variable with the path of the journal in which a worker notes its forks.
+FORKS = "SAFE_TEST_FORKS"
+#: What no check complains of, whichever broker it is.
+TRANSPORT_OPTIONS = {"socket_timeout": 10, "socket_connect_timeout": 5, "confirm_publish": True}
 #: django-redis, and where there is no server.
 REDIS = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": "redis://127.0.0.1:1/0"}
 
@@ -30,10 +42,7 @@ PLACES: dict[str, dict[str, Any]] = {
         f"redis {number}": {**REDIS, "LOCATION": f"redis://127.0.0.1:1/{number}"}
         for number in range(3)
     },
-    "django 1": {
-        "BACKEND": "django.core.cache.backends.redis.RedisCache",
-        "LOCATION": "redis://127.0.0.1:1?db=1",
-    },
+    "django 1": {"BACKEND": DJANGO_REDIS, "LOCATION": "redis://127.0.0.1:1?db=1"},
     "memcached 1": {"BACKEND": MEMCACHED, "LOCATION": "127.0.0.1:1"},
     "memcached 2": {"BACKEND": MEMCACHED, "LOCATION": "127.0.0.1:2"},
     "unknown 1": {"BACKEND": "tests.locks.test_portable.DictCache", "LOCATION": "1"},
@@ -50,12 +59,37 @@ PLACES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding setting DATABASES")
 
 
+@contextmanager
+def app_without_tasks(broker: str) -> Iterator[Celery]:
+    """Have an app of our own, which no other test gave a faulty task, as all threads' current."""
+    before, default = current_app._get_current_object(), _state.default_app
+    app = Celery("shop", broker=broker, set_as_current=False)
+    app.conf.broker_transport_options = TRANSPORT_OPTIONS
+    app.finalize()
+    # The shared tasks of other tests are in every app.
+    app.tasks.clear()
+    app.set_current()
+    app.set_default()
+    try:
+        yield app
+    finally:
+        before.set_current()
+        _state.set_default_app(default)
+        app.close()
+
+
 @pytest.fixture(autouse=True)
-def _no_faults(settings: Settings) -> None:
+def _no_faults(settings: Settings) -> Iterator[None]:
     """Begin with settings that no check complains of, in a form that needs no server."""
     settings.CACHES = {"default": REDIS}
     settings.DATABASES = {"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "data"}}
     settings.DJANGO_CELERY_SAFE = {}
+    with app_without_tasks("redis://127.0.0.1:1/0"):
+        yield
+        # What a worker asks a server while it starts is asked with the settings of its test.
+        for thread in threading.enumerate():
+            if "(_log_and_disconnect)" in thread.name:
+                thread.join(30)
 
 
 def found(*, deploy: bool = False) -> dict[str, checks.CheckMessage]:
@@ -74,7 +108,7 @@ def test_an_unknown_setting_is_guessed(settings: Settings) -> None:
     settings.DJANGO_CELERY_SAFE = {"LOCK_TIMOUT": 60, "COLOUR": "blue"}
     message = found()["W001"]
     messages = checks.run_checks(tags=["django_celery_safe"])
-    texts = {one.msg: one.hint for one in messages}
+    texts = {one.msg: one.hint for one in messages if str(one.id).endswith("W001")}
     assert len(texts) == 2
     assert any("'LOCK_TIMOUT'" in text and "LOCK_TIMEOUT" in str(texts[text]) for text in texts)
     assert any("'COLOUR'" in text and "It knows" in str(texts[text]) for text in texts)
@@ -87,20 +121,56 @@ def test_an_unknown_setting_is_guessed(settings: Settings) -> None:
         ("not a dict", "E001"),
         ({"LOCK_TIMEOUT": None}, "E001"),
         ({"SEND_ON_COMMIT": "no"}, "E001"),
+        ({"OUTBOX": "yes"}, "E001"),
+        ({"OUTBOX": None}, "E001"),
+        ({"WARN_IN_ATOMIC": 1}, "E001"),
+        ({"OUTBOX_SEND_TIMEOUT": 0}, "E001"),
+        ({"OUTBOX_SEND_TIMEOUT": None}, "E001"),
+        ({"OUTBOX_SEND_TIMEOUT": -1}, "E001"),
+        ({"OUTBOX_SEND_TIMEOUT": 30.001}, "E001"),
+        ({"OUTBOX_SEND_TIMEOUT": timedelta(seconds=31)}, "E001"),
+        ({"OUTBOX_SEND_TIMEOUT": math.inf}, "E001"),
+        ({"OUTBOX_SEND_TIMEOUT": True}, "E001"),
+        ({"OUTBOX_SEND_TIMEOUT": "2"}, "E001"),
+        ({"OUTBOX_RETENTION": -1}, "E001"),
+        ({"OUTBOX_RETENTION": None}, "E001"),
+        ({"OUTBOX_RETENTION": math.nan}, "E001"),
+        ({"OUTBOX_RETENTION": timedelta(days=99_999)}, "E001"),
         ({"LOCK_CACHE": "nope"}, "E003"),
         ({"LOCK_CACHE": None}, "E003"),
+        ({"LOCK_CACHE": ["default"]}, "E003"),
+        ({"LOCK_CACHE": {}}, "E003"),
         ({"LOCK_DATABASE": ["x"]}, "E003"),
     ],
 )
 def test_a_setting_that_means_nothing_is_an_error(
     settings: Settings, value: Any, number: str
 ) -> None:
-    """A value that can't be used is an error, once, with a hint."""
+    """A value that can't be used is an error, once, with a hint, and names its setting."""
     settings.DJANGO_CELERY_SAFE = value
-    messages = found()
-    assert number in messages
-    assert messages[number].level == checks.ERROR
-    assert messages[number].hint
+    (message,) = checks.run_checks(tags=["django_celery_safe"])
+    assert message.id == f"django_celery_safe.{number}"
+    assert message.level == checks.ERROR
+    assert message.hint
+    if isinstance(value, dict):
+        assert next(iter(value)) in f"{message.msg} {message.hint}"
+
+
+def test_settings_of_the_outbox_that_mean_something(settings: Settings) -> None:
+    """Numbers and timedeltas are times for the outbox, and 0 keeps what was sent not at all."""
+    for timeout, retention in [
+        (2, 0),
+        (0.5, 0.0),
+        (30, 1),
+        (timedelta(seconds=30), timedelta(days=7)),
+    ]:
+        settings.DJANGO_CELERY_SAFE = {
+            "OUTBOX": True,
+            "WARN_IN_ATOMIC": True,
+            "OUTBOX_SEND_TIMEOUT": timeout,
+            "OUTBOX_RETENTION": retention,
+        }
+        assert found() == {}
 
 
 def test_an_unsuitable_cache_is_an_error(settings: Settings) -> None:
@@ -116,6 +186,38 @@ def test_a_client_that_is_not_installed_is_an_error(settings: Settings) -> None:
     settings.CACHES = {"default": PLACES["missing"]}
     assert set(found(deploy=True)) == {"E003"}
     assert "pylibmc" in found()["E003"].msg
+
+
+ODD: dict[str, Any] = {
+    "None": None,
+    "a text": "redis://127.0.0.1:1/1",
+    "a list": [REDIS],
+    "no BACKEND": {},
+    "no BACKEND, None": {"BACKEND": None},
+    "no module": {"BACKEND": "no_such_module.Cache"},
+    "no cache": {"BACKEND": "collections.Counter"},
+    "no LOCATION": {"BACKEND": DJANGO_REDIS},
+    "LOCATION None": {**REDIS, "LOCATION": None},
+    "LOCATION a number": {**REDIS, "LOCATION": 6379},
+    "LOCATION no URL": {**REDIS, "LOCATION": "localhost"},
+    "LOCATION with a bad port": {"BACKEND": DJANGO_REDIS, "LOCATION": "redis://127.0.0.1:x/1"},
+    "LOCATION a list": {"BACKEND": LOCMEM, "LOCATION": ["x"]},
+    "OPTIONS None": {**REDIS, "OPTIONS": None},
+    "OPTIONS a list": {**REDIS, "OPTIONS": ["x"]},
+    "no KEY_FUNCTION": {**REDIS, "KEY_FUNCTION": "no_such_module.key"},
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_an_odd_cache_is_an_error_only_where_locks_live(odd: Any, settings: Settings) -> None:
+    """Whatever CACHES holds, no check fails: E003 if locks are to live there, else nothing."""
+    settings.CACHES = {"default": PLACES["redis 2"], "odd": odd, "locks": PLACES["redis 1"]}
+    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
+    assert found() == {}
+    assert set(found(deploy=True)) == {"W006"}
+    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "odd"}
+    assert set(found()) == set(found(deploy=True)) == {"E003"}
+    assert found()["E003"].hint
 
 
 @pytest.mark.parametrize("debug", [True, False])
@@ -292,15 +394,15 @@ def test_the_size_of_the_pool_is_noted(worker: Worker, processes: int) -> None:
     from django_celery_safe.locks.stores import local
 
     try:
-        for receiver in _our_receivers():
-            receiver(instance=worker)
+        _set_up(worker)
         assert local._pool_processes == processes
     finally:
         set_pool_processes(1)
 
 
 def _our_receivers() -> list[Any]:
-    receivers = [receiver() for _, receiver in signals.celeryd_after_setup.receivers]
+    starting = (signals.celeryd_after_setup, signals.worker_ready)
+    receivers = [receiver() for signal in starting for _, receiver in signal.receivers]
     return [one for one in receivers if getattr(one, "__module__", "").startswith("django_celery")]
 
 
@@ -328,13 +430,78 @@ def test_a_worker_logs_what_deployment_checks_say(
         assert "django_celery_safe.W006" in worker.log
 
 
+@signals.worker_before_create_process.connect
+def note_what_a_child_inherits(**_: Any) -> None:
+    """In a worker of these tests: write down what else goes on when the pool forks."""
+    if path := os.environ.get(FORKS):
+        threads = [thread.name for thread in threading.enumerate()]
+        Journal(Path(path)).write("forks", threads=threads)
+
+
+def test_deployment_checks_wait_until_the_pool_has_forked(
+    use_broker: UseBroker, settings: Settings, tmp_path: Path
+) -> None:
+    """No thread of theirs runs when a child is forked, so none inherits what it has open."""
+    use_broker()
+    journal = Journal(tmp_path / "forks")
+    with ServerPool() as servers:
+        server: RedisServer = require(servers, RedisServer)
+        # A server that says nothing holds up what asks it.
+        settings.CACHES = {"default": {**REDIS, "LOCATION": server.url}}
+        server.pause()
+        try:
+            with CeleryWorker(
+                "tests.app", arguments=("--include", __name__), env={FORKS: str(journal.path)}
+            ) as worker:
+                # Later ones would replace a child that a busy machine kept from starting.
+                forks = [entry["threads"] for entry in journal.entries()[:2]]
+                assert forks == [["MainThread"]] * 2
+                assert "W005" not in worker.log
+                server.resume()
+                wait_for(lambda: "django_celery_safe.W005" in worker.log, 20)
+        finally:
+            server.resume()
+
+
+def test_a_worker_does_not_wait_for_a_silent_server(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker is set up while the locks' server says nothing, which it logs as soon as it does."""
+    with ServerPool() as servers, ThreadPoolExecutor(1) as pool:
+        server: RedisServer = require(servers, RedisServer)
+        options = {"socket_timeout": None, "socket_connect_timeout": None}
+        settings.CACHES = {
+            "default": {
+                "BACKEND": DJANGO_REDIS,
+                "LOCATION": server.database_url(1),
+                "OPTIONS": options,
+            }
+        }
+        with server.client() as admin:
+            admin.config_set("maxmemory", "50mb")
+            admin.config_set("maxmemory-policy", "volatile-lru")
+        server.pause()
+        try:
+            set_up = pool.submit(_set_up, Worker("solo", 1, None))
+            wait_for(set_up.done, 10, "the worker waits for the server")
+            assert set_up.exception() is None
+            assert "W006" not in caplog.text
+        finally:
+            server.resume()
+        wait_for(lambda: "its maxmemory-policy is volatile-lru" in caplog.text, 10)
+
+
+def _set_up(worker: Worker) -> None:
+    for receiver in _our_receivers():
+        receiver(instance=worker)
+
+
 def test_a_worker_logs_no_silenced_check(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What SILENCED_SYSTEM_CHECKS names is not logged; the rest is."""
     settings.SILENCED_SYSTEM_CHECKS = ["django_celery_safe.W005"]
-    for receiver in _our_receivers():
-        receiver(instance=Worker("solo", 1, None))
+    _set_up(Worker("solo", 1, None))
     # Whoever asks a server does so in a thread of its own.
     wait_for(lambda: "W006" in caplog.text, 10)
     assert "W005" not in caplog.text
@@ -345,7 +512,7 @@ def test_a_worker_with_locks_in_local_memory_refuses_to_lock(
 ) -> None:
     """In a pool of several processes on LocMemCache the first lock raises BackendNotSupported."""
     settings.CACHES = {"default": {"BACKEND": LOCMEM}}
-    use_broker()
+    use_broker().set_current()
     refused = pytest.raises(BackendNotSupported, match="2 processes")
     with CeleryWorker("tests.app", concurrency=2), refused:
         lock_something.delay().get(timeout=20)

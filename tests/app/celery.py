@@ -5,7 +5,15 @@ In the test process the fixture ``broker`` points it at the private Redis; a wor
 gets the same from the settings that ``CeleryWorker`` passes on.
 """
 
+from typing import Any
+
 from celery import Celery
 
 app = Celery("tests", include=["tests.app.tasks", "tests.worker.tasks"])
 app.config_from_object("django.conf:settings", namespace="CELERY")
+
+
+def tell_workers(command: str, *args: Any, **options: Any) -> Any:
+    """Send a control command by a new connection: the pool's may be to a server long gone."""
+    with app.connection_for_write() as connection:
+        return getattr(app.control, command)(*args, connection=connection, **options)

@@ -40,7 +40,7 @@ def key_of(
     """Return the key of a call of ``function`` under ``@single_instance(key=key)``."""
     options = single_instance(key=key)(function).single_instance  # type: ignore[attr-defined]
     return call_key(
-        "tests.example", function, options, args, kwargs, bound=bound, serializer=serializer
+        "tests.example", function, options.key, args, kwargs, bound=bound, serializer=serializer
     )
 
 

@@ -23,7 +23,7 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.concurrency import guard
-from django_celery_safe.concurrency.copies import HEADER
+from django_celery_safe.concurrency.header import HEADER
 from django_celery_safe.signals import task_conflict, task_own_copy
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message
@@ -77,7 +77,7 @@ class Importing:
 
 def find_note(message: Message) -> HeldLock | None:
     """Return the note that says which copy of the message is on its way."""
-    return find_lock(f"{NAME}:copy:{message.id}")
+    return find_lock(f"{NAME}:copy:{message.id}:0.0")
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_skip_succeeds_with_none(base: Any, store: str, mailbox: Mailbox) -> Non
 def test_the_key_that_travels_decides(mailbox: Mailbox, locks_in_memory: None) -> None:
     """The sender's key is taken as it is, since only the sender had the arguments as given."""
     importing = Importing(mailbox)
-    message = importing.message().with_headers(**{HEADER: {"key": "of the sender"}})
+    message = importing.message().with_headers(**{HEADER: {"task": NAME, "key": "of the sender"}})
     with held_by(f"{NAME}:of the sender", "other"):
         assert mailbox.deliver(message).value is None
     with held_by(LOCK, "other"):

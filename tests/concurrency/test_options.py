@@ -14,10 +14,10 @@ from celery import Celery, Task, shared_task
 from pydantic import BaseModel
 
 from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_instance
-from django_celery_safe.concurrency.copies import HEADER, resending
+from django_celery_safe.concurrency.copies import resending
 from django_celery_safe.concurrency.guard import find_guarded
+from django_celery_safe.concurrency.header import HEADER
 from django_celery_safe.conf import UNSET
-from tests.app.tasks import add
 from tests.concurrency.mailbox import Mailbox
 from tests.servers import RedisServer
 
@@ -347,12 +347,6 @@ def test_a_body_that_runs_later_is_refused() -> None:
             single_instance(function)
 
 
-def test_options_for_one_call_are_not_swallowed(broker: Celery) -> None:
-    """apply_async(single_instance=...) is refused as long as it would do nothing."""
-    with pytest.raises(ConfigurationError, match="not there yet"):
-        add.apply_async((1, 2), single_instance={"on_conflict": "raise"})
-
-
 @shared_task(base=SafeTask)
 @single_instance(key=lambda: str(next(_count)))
 def impure() -> None:
@@ -368,10 +362,10 @@ def test_the_very_message_keeps_its_key(
 ) -> None:
     """A message that is sent again unchanged keeps its key, however that was made."""
     header = {HEADER: {"key": "first", "copy": "token"}}
-    with resending(unchanged=unchanged):
-        impure.apply_async(headers=header)
+    with resending("an-id", unchanged=unchanged):
+        impure.apply_async(headers=header, task_id="an-id")
     with redis_server.client(db=1) as client:
         (message,) = client.lrange("celery", 0, -1)
     sent = json.loads(message)["headers"][HEADER]
-    assert sent["copy"] == "token"
+    assert sent.get("copy") == ("token" if unchanged else None)
     assert (sent["key"] == "first") is unchanged

@@ -5,7 +5,9 @@ import inspect
 import json
 import re
 import tomllib
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -14,12 +16,24 @@ from typing import Any
 import pytest
 from django.core.management import call_command
 from django.core.management.base import BaseCommand
+from django.db.models.functions import Now
 from django.dispatch import Signal
+from django.utils import timezone
 
 import django_celery_safe
-from django_celery_safe import cache_lock, checks, conf, exceptions, signals, testing
+from django_celery_safe import cache_lock, checks, conf, exceptions, idempotent, signals, testing
 from django_celery_safe.locks import stores
-from django_celery_safe.management.commands import celery_locks
+from django_celery_safe.management.commands import (
+    celery_idempotency,
+    celery_locks,
+    celery_outbox,
+)
+from django_celery_safe.models import (
+    IdempotencyRecord,
+    IdempotencyRecords,
+    OutboxMessage,
+    OutboxMessages,
+)
 from tests.docs.pages import ROOT, Page, find_broken_link, names_in, page, pages
 
 PACKAGE = ROOT / "django_celery_safe"
@@ -70,7 +84,7 @@ def test_settings() -> None:
     """The settings page has every setting, in order, with its default."""
     settings = page("docs/reference/settings.md")
     listed = {
-        name: ast.literal_eval(names_in(settings.section(f"`{name}`"))[0])
+        name: eval(names_in(settings.section(f"`{name}`"))[0], {"timedelta": timedelta})
         for name in settings.headings(2)
     }
     assert list(listed.items()) == list(conf.DEFAULTS.items())
@@ -98,7 +112,7 @@ def test_signals_carry_what_their_comments_say() -> None:
     """What is sent with a signal is what the comment above it lists."""
     sent = list(emitted_fields())
     comments = signal_comments()
-    assert {name for name, _ in sent} >= set(comments) - {"done_once", "already_done"}
+    assert {name for name, _ in sent} == set(comments)
     assert [(name, fields) for name, fields in sent if fields != comments[name]] == []
 
 
@@ -147,7 +161,7 @@ def test_signatures(where: str, module: ModuleType) -> None:
         assert parameters_written(written) == parameters_of(code), written.name
 
 
-@pytest.mark.parametrize("name", ["CacheLock", "HeldLock", "SafeTask", "IdempotentMixin"])
+@pytest.mark.parametrize("name", ["CacheLock", "HeldLock", "SafeTask", "IdempotentMixin", "Claim"])
 def test_members(name: str) -> None:
     """Every public member of a class is on its part of the API page."""
     own = [cls for cls in getattr(django_celery_safe, name).__mro__ if is_ours(cls)]
@@ -188,6 +202,79 @@ def test_command_options() -> None:
     """The commands page has every action and option of ``celery_locks`` that is its own."""
     text = page(COMMANDS).section("celery_locks")
     assert {name for name in own_arguments(celery_locks.Command()) if name not in text} == set()
+
+
+def test_outbox_command_options() -> None:
+    """The commands page has every action and option of ``celery_outbox`` that is its own."""
+    text = page(COMMANDS).section("celery_outbox")
+    assert {name for name in own_arguments(celery_outbox.Command()) if name not in text} == set()
+
+
+@pytest.mark.django_db
+def test_outbox_json_keys() -> None:
+    """The commands page has the keys that ``celery_outbox`` prints as JSON, in order."""
+    now = timezone.now()
+    OutboxMessage.objects.create(task="a", task_id="b", body=b"", properties="{}", created_at=now)
+    for action, heading in (("status", "The keys of status"), ("list", "The keys of list")):
+        printed = StringIO()
+        call_command("celery_outbox", action, "--json", "--database=default", stdout=printed)
+        found = json.loads(printed.getvalue())
+        listed = [names_in(row[0])[0] for row in page(COMMANDS).rows(heading)]
+        assert listed == list(found["default"] if action == "status" else found[0])
+
+
+@pytest.mark.parametrize(
+    ("where", "queryset", "of_a_row"),
+    [("outbox", OutboxMessages, {"fail()"}), ("records", IdempotencyRecords, set())],
+    ids=["outbox", "records"],
+)
+def test_queryset(where: str, queryset: type, of_a_row: set[str]) -> None:
+    """A model's page has every method of the queryset, and says which are not for users."""
+    methods = {name for name in vars(queryset) if not name.startswith("_")}
+    text = page(f"docs/reference/{where}.md").text
+    listed = {name for name in methods if f"| `{name}(" in text}
+    (ours,) = re.findall(r"^All else .*", text, re.MULTILINE)
+    assert [name for name in names_in(ours) if name not in of_a_row] == [
+        f"{name}()" for name in vars(queryset) if name in methods - listed
+    ]
+
+
+def test_record_columns() -> None:
+    """The page on how doing a thing once works has every column of a record."""
+    rows = page("docs/explanation/how-once-works.md").rows("What a record holds")
+    listed = [name for row in rows for name in names_in(row[0])]
+    assert sorted(listed) == sorted(field.name for field in IdempotencyRecord._meta.fields)
+
+
+def test_idempotency_command_options() -> None:
+    """The commands page has every action and option of ``celery_idempotency`` that is its own."""
+    text = page(COMMANDS).section("celery_idempotency")
+    command = celery_idempotency.Command()
+    assert {name for name in own_arguments(command) if f"`{name}" not in text} == set()
+
+
+@pytest.mark.django_db
+def test_record_json_keys() -> None:
+    """The commands page has the keys of a record as JSON, in order, and which may be null."""
+    with idempotent("invoice:42", ttl=None) as claim:
+        assert claim
+    row = IdempotencyRecord.objects.annotate(asked_at=Now()).get()
+    rows = page(COMMANDS).rows("The keys of a record")
+    listed = [names_in(key)[0] for key, _, _ in rows]
+    assert listed == list(celery_idempotency.as_row(row))
+    # Of a claim whose holder can't be read, and that neither ended nor expires.
+    row.holder, row.ended_at = "", None
+    nothing = celery_idempotency.as_row(row)
+    assert {names_in(key)[0] for key, kind, _ in rows if "null" in kind} == {
+        key for key, value in nothing.items() if value is None
+    }
+
+
+def test_outbox_columns() -> None:
+    """The page on how sending works has every column of an outbox row, its key apart."""
+    rows = page("docs/explanation/how-sending-works.md").rows("What a row holds")
+    listed = {name for row in rows for name in names_in(row[0])}
+    assert listed == {field.name for field in OutboxMessage._meta.fields} - {"id"}
 
 
 def test_testing_names() -> None:
@@ -237,8 +324,9 @@ def is_ours(found: Any) -> bool:
 
 def check_ids() -> Iterator[str]:
     """Yield the id of every message that the checks can make, read from their code."""
-    letters = {"_error": "E", "_warning": "W"}
-    for call in calls(Path(checks.__file__)):
+    letters = {"error": "E", "warning": "W"}
+    modules = Path(checks.__file__).parent.glob("*.py")
+    for call in (call for module in modules for call in calls(module)):
         if isinstance(call.func, ast.Name) and call.func.id in letters:
             number = ast.literal_eval(call.args[0])
             yield f"{checks.PREFIX}.{letters[call.func.id]}{number:03}"
@@ -261,15 +349,54 @@ def emitted_fields() -> Iterator[tuple[str, list[str]]]:
     """Yield the signal and the fields of every event, where the code names the signal."""
     for path in PACKAGE.rglob("*.py"):
         for call in calls(path):
-            if isinstance(call.func, ast.Name) and call.func.id == "emit":
-                signal, fields = call.args[0], [keyword.arg for keyword in call.keywords]
-                if isinstance(signal, ast.Name) and hasattr(signals, signal.id):
-                    yield signal.id, [str(f) for f in fields if f not in {"sender", "exc_info"}]
+            if is_call_of(call, "emit"):
+                yield from named_signals(call, fields_of(call))
+        for name, fields in doors(path):
+            for call in calls(path):
+                if isinstance(call.func, ast.Attribute) and call.func.attr == name:
+                    yield from named_signals(call, fields + fields_of(call))
+
+
+def doors(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the methods of a module that emit a signal given to them, and the fields they add."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            for call in calls_in(node):
+                if is_call_of(call, "emit") and ast.unparse(call.args[0]) == "signal":
+                    yield node.name, fields_of(call)
+
+
+def fields_of(call: ast.Call) -> list[str]:
+    """Return the fields of an event that a call names."""
+    names = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
+    return [name for name in names if name not in {"sender", "exc_info"}]
+
+
+def named_signals(call: ast.Call, fields: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each signal that a call's first argument names, with these fields."""
+    for signal in alternatives(call.args[0]):
+        if isinstance(signal, ast.Name) and hasattr(signals, signal.id):
+            yield signal.id, fields
+
+
+def is_call_of(call: ast.Call, name: str) -> bool:
+    """Tell whether it is a call of the function of this name."""
+    return isinstance(call.func, ast.Name) and call.func.id == name
+
+
+def alternatives(node: ast.expr) -> list[ast.expr]:
+    """Return what an expression may be: both sides of ``this if so else that``."""
+    return [node.body, node.orelse] if isinstance(node, ast.IfExp) else [node]
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
     """Yield every call in a module."""
-    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return calls_in(ast.parse(path.read_text()))
+
+
+def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
+    """Yield every call in a part of a module."""
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 def signature_pairs(
@@ -323,8 +450,16 @@ def own_arguments(command: BaseCommand) -> set[str]:
     """Return the actions and options that a command has beyond Django's own."""
     common = BaseCommand().create_parser("manage.py", "any")
     given = {option for action in common._actions for option in action.option_strings}
+    return arguments_of(command.create_parser("manage.py", "any")) - given
+
+
+def arguments_of(parser: ArgumentParser) -> set[str]:
+    """Return the options of a parser and what its positional arguments may be, nested ones too."""
     found: set[str] = set()
-    for action in command.create_parser("manage.py", "celery_locks")._actions:
-        found |= set(action.option_strings) - given
+    for action in parser._actions:
+        found |= set(action.option_strings)
         found |= set(action.choices or ()) if not action.option_strings else set()
+        nested = action.choices if isinstance(action.choices, dict) else {}
+        for each in nested.values():
+            found |= arguments_of(each)
     return found

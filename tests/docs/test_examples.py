@@ -79,21 +79,25 @@ def test_markers_are_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["django_celery_safe", *modules])
-def test_docstrings(name: str, locks_in_memory: None) -> None:
+def test_docstrings(name: str, db: None, locks_in_memory: None) -> None:
     """The examples in a module's docstrings do what they show."""
     found = doctest.testmod(importlib.import_module(name), raise_on_error=False, verbose=False)
     assert found.failed == 0
 
 
 def test_docstrings_have_examples() -> None:
-    """The doctests are found: the lock and the decorator have one each."""
+    """The doctests are found: the lock and the decorators have one each."""
     found = [
         each.name
         for name in modules
         for each in doctest.DocTestFinder().find(importlib.import_module(name))
         if each.examples
     ]
-    assert {name.rpartition(".")[2] for name in found} >= {"cache_lock", "single_instance"}
+    assert {name.rpartition(".")[2] for name in found} >= {
+        "cache_lock",
+        "idempotent",
+        "single_instance",
+    }
 
 
 def compile_block(page: Page, block: Block) -> Any:

@@ -7,16 +7,14 @@ All servers are private and started for the run.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import django
@@ -27,12 +25,7 @@ from tests.histories.plan import Plan
 from tests.histories.recorder import record
 from tests.histories.stores import FORGETFUL, LEASES, WHOLE, use_store
 from tests.servers import ServerPool
-
-#: Violations that are printed in full.
-SHOWN = 5
-
-#: Width of what is printed, columns.
-WIDTH = 80
+from tests.verdict import print_verdict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "checked in": round(time.monotonic() - began, 1),
         "violations": len(violations),
     }
-    show = show_json if options.json else show_text
-    show(result, violations)
-    return 1 if violations else 0
+    return print_verdict(result, violations, as_json=options.json, details=details, to_dict=as_dict)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -102,32 +93,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def show_json(result: dict[str, Any], violations: list[Violation]) -> None:
-    """Print one object."""
-    shown = [
-        {
-            "check": violation.check,
-            "text": violation.text,
-            "records": [record._asdict() for record in violation.records],
-        }
-        for violation in violations[:SHOWN]
-    ]
-    print(json.dumps({**result, "shown": shown}, indent=2))
+def as_dict(violation: Violation) -> dict[str, Any]:
+    """Return what JSON shows of a violation."""
+    records = [record._asdict() for record in violation.records]
+    return {"check": violation.check, "text": violation.text, "records": records}
 
 
-def show_text(result: dict[str, Any], violations: list[Violation]) -> None:
-    """Print a table for readers."""
-    for name, value in result.items():
-        print(f"{name:<28}{value if isinstance(value, str) else format(value, ','):>20}")
-    for violation in violations[:SHOWN]:
-        print(f"\n{violation.check}")
-        print(fill(violation.text, WIDTH, initial_indent="  ", subsequent_indent="  "))
-        for one in violation.records:
-            print(f"  {one.action} by process {one.process}: {one.outcome}, fence {one.fence}")
-            print(f"    token {one.token}, lease {one.seconds:.6f} s")
-            print(f"    sent {one.sent}, returned {one.returned}, left {one.left} ns")
-    if len(violations) > SHOWN:
-        print(f"\n... and {len(violations) - SHOWN:,} more.")
+def details(violation: Violation) -> Iterator[str]:
+    """Yield the records that a violation is about, for readers."""
+    for one in violation.records:
+        yield f"{one.action} by process {one.process}: {one.outcome}, fence {one.fence}"
+        yield f"  token {one.token}, lease {one.seconds:.6f} s"
+        yield f"  sent {one.sent}, returned {one.returned}, left {one.left} ns"
 
 
 if __name__ == "__main__":

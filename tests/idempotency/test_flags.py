@@ -1,14 +1,18 @@
 """do_once on one connection: what it yields, sets, refuses and says."""
 
+import logging
 import pickle
+import uuid
 from datetime import datetime
+from typing import Any, Final
 
 import pytest
-from celery.exceptions import Retry
+from celery.exceptions import Reject, Retry
 from django.db import transaction
 from django.db.migrations.writer import MigrationWriter
 from django.test import TestCase
 from model_bakery import baker
+from pytest_django import Settings
 
 from django_celery_safe import (
     ConfigurationError,
@@ -16,8 +20,12 @@ from django_celery_safe import (
     IdempotentMixin,
     WrongTransaction,
 )
-from django_celery_safe.signals import already_done, done_once
-from tests.app.models import Person
+from django_celery_safe.signals import already_done, done_once, once_failed
+from tests.app.models import Account, Customer, Guest, Person, Ticket, Voucher
+from tests.conftest import MakeDatabase
+from tests.sending.conftest import hearing
+
+FLAGS_LOGGER: Final = "django_celery_safe.idempotency.flags"
 
 
 @pytest.fixture
@@ -187,3 +195,180 @@ class InPlainTestCase(TestCase):
         person = baker.make(Person)
         with Person.do_once(person.pk, "is_welcome_email_sent") as row:
             assert row is not None
+
+
+def test_flags_of_parent_and_child(db: None) -> None:
+    """With multi-table inheritance the flag of the parent and that of the child both work."""
+    customer = Customer.objects.create()
+    for flag in ("is_welcome_email_sent", "is_invoiced", "reminded_at"):
+        with Customer.do_once(customer.pk, flag) as row:
+            assert type(row) is Customer
+        with Customer.do_once(customer.pk, flag) as row:
+            assert row is None
+    # The parent's row is one thing, by whichever class it is asked for.
+    with Account.do_once(customer.pk, "is_welcome_email_sent") as parent:
+        assert parent is None
+    customer.refresh_from_db()
+    assert (customer.is_welcome_email_sent, customer.is_invoiced) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "pk", "flag"),
+    [
+        (Ticket, uuid.UUID(int=7), "is_printed"),
+        (Ticket, str(uuid.UUID(int=7)), "is_printed"),
+        (Voucher, "SUMMER/26 é", "is_redeemed"),
+    ],
+)
+def test_any_primary_key_will_do(model: Any, pk: object, flag: str, db: None) -> None:
+    """A UUID, as itself or as text, and a text name a row as a number does."""
+    model.objects.create(pk=pk)
+    model.objects.create(pk=uuid.UUID(int=8) if model is Ticket else "other")
+    with model.do_once(pk, flag) as row:
+        assert str(row.pk) == str(pk)
+    with model.do_once(pk, flag) as row:
+        assert row is None
+    assert model.objects.filter(**{flag: True}).count() == 1
+
+
+def test_a_base_manager_that_hides_rows_hides_none_here(db: None) -> None:
+    """Neither the default manager nor the base manager of the model is asked."""
+    guest = Guest.everyone.create()
+    assert not Guest._base_manager.exists()
+    with Guest.do_once(guest.pk, "is_greeted") as row:
+        assert row is not None
+    with Guest.do_once(guest.pk, "is_greeted") as row:
+        assert row is None
+
+
+@pytest.fixture
+def two_databases(make_database: MakeDatabase, settings: Settings) -> tuple[str, str]:
+    """The aliases of a writer and of what a router reads from; both have person 1, undone."""
+    writer, replica = make_database("sqlite"), make_database("sqlite")
+    for alias in (writer, replica):
+        Person.everyone.using(alias).create(pk=1)
+
+    class Router:
+        def db_for_read(self, model: object, **hints: object) -> str:
+            return replica
+
+        def db_for_write(self, model: object, **hints: object) -> str:
+            return writer
+
+    settings.DATABASE_ROUTERS = [Router()]
+    return writer, replica
+
+
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
+def test_a_replica_is_never_read(guarantee: Any, two_databases: tuple[str, str]) -> None:
+    """With a router that reads from a replica, row and flag are those of the writer."""
+    writer, replica = two_databases
+    Person.everyone.using(replica).update(is_welcome_email_sent=True)
+    with Person.do_once(1, "is_welcome_email_sent", guarantee=guarantee) as row:
+        assert row is not None
+        assert row._state.db == writer
+    Person.everyone.using(replica).update(is_welcome_email_sent=False)
+    with Person.do_once(1, "is_welcome_email_sent", guarantee=guarantee) as row:
+        assert row is None
+    assert Person.everyone.using(writer).get(pk=1).is_welcome_email_sent is True
+    assert Person.everyone.using(replica).get(pk=1).is_welcome_email_sent is False
+
+
+def test_using_names_the_database(two_databases: tuple[str, str]) -> None:
+    """``using`` is stronger than the router."""
+    writer, replica = two_databases
+    with Person.do_once(1, "is_welcome_email_sent", using=replica) as row:
+        assert row is not None
+        assert row._state.db == replica
+    assert Person.everyone.using(writer).get(pk=1).is_welcome_email_sent is False
+
+
+def test_a_transaction_elsewhere_does_not_matter(two_databases: tuple[str, str]) -> None:
+    """Inside ``atomic()`` of another database do_once is the outermost of its own."""
+    writer, replica = two_databases
+    with (
+        transaction.atomic(using=replica),
+        Person.do_once(1, "is_welcome_email_sent", using=writer) as row,
+    ):
+        assert row is not None
+
+
+def test_a_failure_that_is_never_repeated_is_told(
+    person: Person, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under at_most_once a failed block is signalled, and logged at ERROR, with its error."""
+    error = ValueError("mailbox full")
+    with (
+        hearing(once_failed) as failures,
+        hearing(done_once) as successes,
+        pytest.raises(ValueError, match="mailbox full"),
+        Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once"),
+    ):
+        raise error
+    ((failure),) = failures
+    said = {name: failure[name] for name in ("sender", "model", "pk", "flag", "error")}
+    assert said == {
+        "sender": Person,
+        "model": "app.Person",
+        "pk": person.pk,
+        "flag": "is_welcome_email_sent",
+        "error": error,
+    }
+    assert successes == []
+    (record,) = [record for record in caplog.records if record.name == FLAGS_LOGGER]
+    assert record.levelno == logging.ERROR
+    assert "ValueError: mailbox full" in record.getMessage()
+    assert vars(record)["safe_flag"] == "is_welcome_email_sent"
+
+
+def test_a_failure_that_is_repeated_is_not_told(
+    person: Person, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under at_least_once the next delivery does it, so nothing is said of a failed block."""
+    with (
+        hearing(once_failed, done_once) as told,
+        pytest.raises(ValueError, match="no"),
+        Person.do_once(person.pk, "is_welcome_email_sent"),
+    ):
+        raise ValueError("no")
+    assert told == []
+    assert [record for record in caplog.records if record.name == FLAGS_LOGGER] == []
+
+
+@pytest.mark.parametrize("wish", [Retry("later"), Reject("busy", requeue=True)])
+def test_a_wish_to_run_again_is_an_error_under_at_most_once(
+    person: Person, wish: Exception
+) -> None:
+    """Retry, and Reject that gives the message back, would find the flag set: both are errors."""
+    with (
+        hearing(once_failed) as failures,
+        pytest.raises(IdempotencyError, match="asked to be run again") as caught,
+        Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once"),
+    ):
+        raise wish
+    assert caught.value.__cause__ is wish
+    assert [failure["error"] for failure in failures] == [wish]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_reject_for_good_is_left_as_it_is(person: Person) -> None:
+    """A Reject that does not give the message back comes through, and is told as a failure."""
+    wish = Reject("no such address", requeue=False)
+    with (
+        hearing(once_failed) as failures,
+        pytest.raises(Reject) as caught,
+        Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once"),
+    ):
+        raise wish
+    assert caught.value is wish
+    assert len(failures) == 1
+
+
+def test_an_outer_transaction_decides_without_durable(person: Person) -> None:
+    """With durable=False a rollback of the outer transaction takes the flag back."""
+    with pytest.raises(ValueError, match="no"), transaction.atomic():
+        with Person.do_once(person.pk, "is_welcome_email_sent", durable=False) as row:
+            assert row is not None
+        raise ValueError("no")
+    with Person.do_once(person.pk, "is_welcome_email_sent") as row:
+        assert row is not None

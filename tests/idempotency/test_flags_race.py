@@ -4,16 +4,20 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.db import DatabaseError, connections
 
 from django_celery_safe import LockNotAcquired, WrongTransaction
-from tests.app.models import Person
+from tests.app.models import Account, Customer, Meter, Person
 from tests.conftest import MakeDatabase
 from tests.processes import Journal, run_in_processes, start_in_process, tell, wait_for
+from tests.servers import PostgresServer
 
 ROWS = 50
+#: Rows of two tables each.
+INHERITED = 20
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
@@ -111,9 +115,9 @@ def _is_free(alias: str) -> bool:
         return False
 
 
-def stay_inside(alias: str) -> None:
+def stay_inside(alias: str, guarantee: Any = "at_least_once") -> None:
     """Enter the block and stay there until killed."""
-    with Person.do_once(1, "is_welcome_email_sent", using=alias) as person:
+    with Person.do_once(1, "is_welcome_email_sent", using=alias, guarantee=guarantee) as person:
         tell(person is not None)
         signal.pause()
 
@@ -135,3 +139,128 @@ def test_queries_are_few(kind: str, make_database: MakeDatabase) -> None:
     connection.force_debug_cursor = False
     # SQLite takes its write lock by an UPDATE that changes nothing.
     assert counts == ([3, 2] if kind == "sqlite" else [2, 1])
+
+
+@pytest.mark.parametrize("flag", ["is_welcome_email_sent", "is_invoiced"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_one_effect_for_each_row_of_two_tables(
+    kind: str, flag: str, make_database: MakeDatabase, tmp_path: Path
+) -> None:
+    """With multi-table inheritance a flag of the parent, or the child, excludes as well."""
+    alias = make_database(kind)  # type: ignore[arg-type]
+    for pk in range(1, INHERITED + 1):
+        Customer.objects.using(alias).create(pk=pk)
+    journal = Journal(tmp_path / "effects.jsonl")
+    run_in_processes(serve_all, 8, alias, flag, journal)
+    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, INHERITED + 1), 1)
+    assert Customer.objects.using(alias).filter(**{flag: True}).count() == INHERITED
+
+
+def serve_all(alias: str, flag: str, journal: Journal) -> None:
+    """Have the effect for every customer for whom it was not had."""
+    for pk in range(1, INHERITED + 1):
+        with Customer.do_once(pk, flag, using=alias) as customer:
+            if customer:
+                journal.write("effect", pk=pk)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_a_killed_block_is_not_done_again_under_at_most_once(
+    kind: str, make_database: MakeDatabase
+) -> None:
+    """A process killed inside its block leaves the flag that was committed before."""
+    alias = make_database(kind)  # type: ignore[arg-type]
+    Person.everyone.using(alias).create(pk=1)
+    with start_in_process(stay_inside, alias, "at_most_once") as process:
+        process.receive()
+        process.kill()
+        with Person.do_once(1, "is_welcome_email_sent", using=alias) as person:
+            assert person is None
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "sqlite-immediate", "postgres"])
+def test_at_most_once_locks_nothing_while_its_block_runs(
+    kind: str, make_database: MakeDatabase
+) -> None:
+    """The row, and on SQLite the database, is free for others while the block runs."""
+    alias = make_database(kind)  # type: ignore[arg-type]
+    Person.everyone.using(alias).create(pk=1)
+    with start_in_process(stay_inside, alias, "at_most_once") as process:
+        process.receive()
+        with Person.do_once(1, "is_badge_printed", using=alias, nowait=True) as person:
+            assert person is not None
+
+
+def test_flags_of_one_row_wait_for_each_other(postgres_alias: str) -> None:
+    """Two flags of one row are apart, but its lock is one: with nowait the second says so."""
+    Person.everyone.using(postgres_alias).create(pk=1)
+    with start_in_process(stay_inside, postgres_alias) as process:
+        process.receive()
+        with (
+            pytest.raises(LockNotAcquired),
+            Person.do_once(1, "is_badge_printed", using=postgres_alias, nowait=True),
+        ):
+            pytest.fail("the block ran")
+
+
+def test_a_connection_that_breaks_in_the_block_leaves_it_undone(
+    postgres_alias: str, postgres_server: PostgresServer
+) -> None:
+    """If the server ends the session meanwhile, the flag is unset and the caller is told."""
+    Person.everyone.using(postgres_alias).create(pk=1)
+    with (
+        pytest.raises(DatabaseError),
+        Person.do_once(1, "is_welcome_email_sent", using=postgres_alias) as person,
+    ):
+        assert person is not None
+        end_sessions(postgres_server, postgres_alias)
+    connections[postgres_alias].close()
+    with Person.do_once(1, "is_welcome_email_sent", using=postgres_alias) as person:
+        assert person is not None
+
+
+def end_sessions(server: PostgresServer, alias: str) -> None:
+    """Let the server end every session of a database, as a failover does."""
+    with server.connect() as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
+            [connections.settings[alias]["NAME"]],
+        )
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize(("inside", "other"), [(Customer, Account), (Account, Customer)])
+def test_the_rows_of_one_object_are_locked_together(
+    kind: str, inside: type[Account], other: type[Account], make_database: MakeDatabase
+) -> None:
+    """With multi-table inheritance parent and child wait for each other."""
+    alias = make_database(kind)  # type: ignore[arg-type]
+    Customer.objects.using(alias).create(pk=1)
+    with start_in_process(serve_until_killed, alias, inside.__name__) as process:
+        process.receive()
+        with (
+            pytest.raises(LockNotAcquired),
+            other.do_once(1, "is_welcome_email_sent", using=alias, nowait=True),
+        ):
+            pytest.fail("the block ran")
+
+
+def serve_until_killed(alias: str, model: str) -> None:
+    """Enter the block for an account, as one or as a customer, and stay there until killed."""
+    models = {"Account": Account, "Customer": Customer}
+    with models[model].do_once(1, "is_welcome_email_sent", using=alias) as account:
+        tell(account is not None)
+        signal.pause()
+
+
+def test_a_generated_column_is_not_written(sqlite_alias: str) -> None:
+    """Without row locks the block begins with a write also where the first column can't be."""
+    Meter.objects.using(sqlite_alias).create(pk=1)
+    connection = connections[sqlite_alias]
+    connection.force_debug_cursor = True
+    with Meter.do_once(1, "is_read", using=sqlite_alias) as meter:
+        assert meter is not None
+        statements = [entry["sql"] for entry in connection.queries_log]
+    connection.force_debug_cursor = False
+    begin = next(index for index, sql in enumerate(statements) if sql.startswith("BEGIN"))
+    assert statements[begin + 1].startswith("UPDATE")

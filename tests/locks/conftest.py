@@ -1,12 +1,26 @@
-"""A Redis that tests may stop, which others do not share."""
+"""What tests of locks share: the losses that are told, and a Redis that they may stop."""
 
 from collections.abc import Iterator
 
 import pytest
 from pytest_django import Settings
 
+from django_celery_safe.signals import lock_lost
 from tests.conftest import REDIS_BACKENDS, require
 from tests.servers import RedisServer, ServerPool
+
+
+@pytest.fixture
+def losses() -> Iterator[list[str]]:
+    """The names of the locks that were told to be lost."""
+    told: list[str] = []
+
+    def listen(name: str, **fields: object) -> None:
+        told.append(name)
+
+    lock_lost.connect(listen)
+    yield told
+    lock_lost.disconnect(listen)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from tests.histories.recorder import record
 from tests.histories.records import NO, YES, History, MemoryLoss, Nemesis, Pause, Record
 from tests.histories.resource import Resource
 from tests.servers import RedisServer
+from tests.verdict import print_verdict
 
 #: A run of a second or two in which everything happens.
 SHORT = Plan(operations=200, processes=4, locks=2, leases=(0.04, 0.12), ways=ROUGH, at_least=1)
@@ -377,7 +378,8 @@ def test_the_summary_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
     """What is printed for readers has at most 80 columns, violations included."""
     history = History([acquire("x" * 32, 0, 100), acquire("y" * 32, 50, 100)], 2)
     story, violations = check(history)
-    command.show_text({"store": "none", **count(story)}, violations)
+    result = {"store": "none", **count(story)}
+    assert print_verdict(result, violations, as_json=False, details=command.details) == 1
     text = capsys.readouterr().out
     assert "two holders" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -196,3 +196,39 @@ def test_the_thread_outlives_locks_that_vanish(locks_in_memory: None) -> None:
     with cache_lock("stays", timeout=0.3) as lock:
         time.sleep(0.6)
         assert lock.held
+
+
+def test_a_lock_that_is_released_before_its_turn_is_not_asked_for(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several stores that are due, one whose lock was released meanwhile gets no request."""
+    memory = "django.core.cache.backends.locmem.LocMemCache"
+    aliases = ["default", "second"]
+    settings.CACHES = {alias: {"BACKEND": memory, "LOCATION": alias} for alias in aliases}
+    asked: list[str] = []
+    may_go_on = threading.Event()
+    extend = LocalStore.extend
+
+    def late(
+        self: LocalStore, renewals: Sequence[Renewal], within: float | None = None
+    ) -> list[bool]:
+        asked.extend(renewal.name for renewal in renewals)
+        assert may_go_on.wait(60)
+        return extend(self, renewals, within)
+
+    monkeypatch.setattr(LocalStore, "extend", late)
+    locks = {alias: cache_lock(alias, cache=alias, timeout=3) for alias in aliases}
+    try:
+        assert all(lock.acquire() for lock in locks.values())
+        wait_for(lambda: asked, 30, "nothing was renewed")
+        # Both are due: the thread asks for the other one next.
+        (name,) = asked
+        (other,) = set(aliases) - {name}
+        locks.pop(other).release()
+        may_go_on.set()
+        wait_for(lambda: len(asked) >= 2, 30, "nothing was renewed again")
+        assert asked == [name, name]
+    finally:
+        may_go_on.set()
+        for lock in locks.values():
+            lock.release()

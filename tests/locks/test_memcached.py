@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
+import psutil
 import pytest
 from django.core.cache import cache
 from pytest_django import Settings
@@ -26,7 +28,6 @@ from django_celery_safe import (
 )
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired, Holder, Renewal
-from django_celery_safe.signals import lock_lost
 from tests.conftest import CacheSettings, require
 from tests.processes import run_in_processes, wait_for
 from tests.servers import MemcachedServer, ServerPool
@@ -81,19 +82,6 @@ def start(memcached_server: MemcachedServer, settings: Settings) -> Iterator[Any
     yield start
     for server in started:
         server.close()
-
-
-@pytest.fixture
-def losses() -> Iterator[list[str]]:
-    """The names of the locks that were told to be lost."""
-    told: list[str] = []
-
-    def listen(name: str, **fields: object) -> None:
-        told.append(name)
-
-    lock_lost.connect(listen)
-    yield told
-    lock_lost.disconnect(listen)
 
 
 def write(server: MemcachedServer, key: str, value: bytes, expire: int = 1000) -> None:
@@ -256,6 +244,76 @@ def test_a_silent_server_is_an_error(
     assert find_lock("kept") is None
 
 
+def test_a_silent_server_does_not_cost_locks_elsewhere(
+    fragile: MemcachedServer, settings: Settings, losses: list[str]
+) -> None:
+    """While memcached does not answer, with no timeout set, leases elsewhere are renewed."""
+    memory = {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}
+    settings.CACHES = {**settings.CACHES, "elsewhere": memory}
+    with (
+        cache_lock("silent", timeout=2),
+        cache_lock("kept", timeout=1.2, cache="elsewhere") as kept,
+    ):
+        fragile.pause()
+        try:
+            # Held now because it was renewed since: twice its lease.
+            ends_at = time.monotonic() + 2.4
+            wait_for(lambda: not kept.held or time.monotonic() > ends_at, 10)
+            kept.ensure()
+        finally:
+            fragile.resume()
+    assert "kept" not in losses
+
+
+def test_a_renewal_waits_as_told(fragile: MemcachedServer, settings: Settings) -> None:
+    """A renewal gives up after its own time or the client's, whichever is less; others wait on."""
+    patient = locate().store()
+    assert isinstance(patient.acquire("kept", "a" * 32, 60, Holder("here", 1)), Acquired)
+    use(settings, fragile, timeout=0.1, connect_timeout=0.1)
+    impatient = locate().store()
+    renewal = [Renewal("kept", "a" * 32, 60)]
+    with ThreadPoolExecutor(3) as pool:
+        fragile.pause()
+        try:
+            for asked in (
+                pool.submit(patient.extend, renewal, within=0.1),
+                pool.submit(impatient.extend, renewal, within=60),
+            ):
+                wait_for(asked.done, 10, "it waits still")
+                assert isinstance(asked.exception(), LockBackendError)
+            # It has no limit, whatever others were told on the way.
+            waiting = pool.submit(patient.extend, renewal)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.5)
+            assert not waiting.done()
+        finally:
+            fragile.resume()
+        assert waiting.result(10) == [True]
+    assert patient.extend(renewal, within=10) == [True]
+    assert connections_to(fragile) == 1
+
+
+def test_an_interrupted_connection_is_closed(fragile: MemcachedServer) -> None:
+    """A request that SystemExit or the like interrupts leaves no connection open, nor in use."""
+    assert find_lock("x") is None
+    store: Any = locate().store()
+    pool = store._client._client.client_pool
+    for error in (SystemExit, KeyboardInterrupt, ValueError):
+        with pytest.raises(error), pool.get_and_release() as client:
+            client.version()
+            assert connections_to(fragile) == 1
+            raise error
+        assert connections_to(fragile) == 0
+        assert not pool.used
+        assert find_lock("x") is None
+
+
+def connections_to(server: MemcachedServer) -> int:
+    """Return how many connections this process has to the server."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
+
+
 def test_an_evicted_lock_is_noticed(start: Any) -> None:
     """A server that is full forgets a lock; its holder learns that, the next one gets it."""
     server = start(arguments=("-m", "1", "-I", "512k"))
@@ -354,6 +412,34 @@ def late_release() -> None:
     assert found is not None
     assert found.token == new.token
     assert new.release() is True
+
+
+@pytest.mark.parametrize("seconds", [2, 2.5, 3, 59.01, THIRTY_DAYS])
+def test_an_item_outlives_its_lease_by_a_tick(seconds: float, memcached: MemcachedServer) -> None:
+    """
+    On the server's clock an item ends at least a second after its lease.
+
+    That clock may be almost a second behind, and then go on by two at once.
+    """
+    store, token = locate().store(), "a" * 32
+    began_at = memcached.count("time")
+    assert isinstance(store.acquire("ticking", token, seconds, Holder("here", 1)), Acquired)
+    assert end_of(memcached, "ticking") >= began_at + seconds + 1
+    for within in (None, 5.0):
+        # From a lease that would end much later, or else an extension could do nothing.
+        store.extend([Renewal("ticking", token, THIRTY_DAYS)])
+        began_at = memcached.count("time")
+        assert store.extend([Renewal("ticking", token, seconds)], within) == [True]
+        assert began_at + seconds + 1 <= end_of(memcached, "ticking") <= began_at + seconds + 4
+
+
+def end_of(server: MemcachedServer, name: str) -> int:
+    """Return when the server itself says that a lock's item ends, s since the epoch."""
+    with closing(server.client()) as client:
+        dump = client.raw_command(b"lru_crawler metadump all", b"END\r\n")
+    ends = re.findall(rf"key=\S*{name} exp=(\d+) ", dump.decode())
+    assert len(ends) == 1
+    return int(ends[0])
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.9, THIRTY_DAYS + 1])

@@ -15,6 +15,8 @@ import pytest
 from django.core.cache import cache, caches
 from django.core.management import call_command
 from pytest_django import Settings
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from django_celery_safe import (
     CacheLock,
@@ -27,7 +29,6 @@ from django_celery_safe import (
     release_lock,
 )
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.signals import lock_lost
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
 from tests.processes import free_port, wait_for
 from tests.servers import RedisServer
@@ -61,19 +62,6 @@ def impatient(
 def own_keys(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
     """Locks live in the private Redis that tests share, emptied."""
     settings.CACHES = redis_cache_settings("django-redis")
-
-
-@pytest.fixture
-def losses() -> Iterator[list[str]]:
-    """The names of the locks that were told to be lost."""
-    told: list[str] = []
-
-    def listen(name: str, **fields: object) -> None:
-        told.append(name)
-
-    lock_lost.connect(listen)
-    yield told
-    lock_lost.disconnect(listen)
 
 
 def key_of(name: str) -> str:
@@ -322,6 +310,53 @@ def test_a_silent_server_is_an_error_and_costs_no_lock(
         wait_for_renewal(kept)
         kept.ensure()
     assert "kept" not in losses
+
+
+#: To wait for ever, as before redis-py 8.
+NO_TIMEOUTS = {"socket_timeout": None, "socket_connect_timeout": None}
+
+#: Where the server listens, options of its client, and whether connections are cut too.
+SILENT: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "no timeouts": ("url", NO_TIMEOUTS, False),
+    "unix socket": ("socket_url", NO_TIMEOUTS, False),
+    "health checks": ("url", {**NO_TIMEOUTS, "health_check_interval": 0.01}, False),
+    "connections cut": ("url", NO_TIMEOUTS, True),
+    "retries": ("url", {"retry": Retry(ConstantBackoff(2), 3), "retry_on_timeout": True}, True),
+}
+
+
+@pytest.mark.parametrize(("url", "options", "cut"), SILENT.values(), ids=SILENT)
+def test_a_silent_server_does_not_cost_locks_elsewhere(
+    url: str,
+    options: dict[str, Any],
+    cut: bool,
+    redis_server: RedisServer,
+    settings: Settings,
+    losses: list[str],
+) -> None:
+    """While a Redis does not answer, leases elsewhere are renewed, whatever its client waits."""
+    with RedisServer(unix_socket=True) as server:
+        settings.CACHES = {
+            "default": {
+                "BACKEND": REDIS_BACKENDS["django-redis"],
+                "LOCATION": getattr(server, url),
+                "OPTIONS": {"CONNECTION_POOL_KWARGS": options},
+            },
+            "elsewhere": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"},
+        }
+        with (
+            cache_lock("silent", timeout=1.2),
+            cache_lock("kept", timeout=1.2, cache="elsewhere") as kept,
+        ):
+            if cut:
+                with server.client() as admin:
+                    admin.client_kill_filter(_type="normal", skipme=True)
+            with stopped(server):
+                # Held now because it was renewed since: twice its lease.
+                ends_at = time.monotonic() + 2.4
+                wait_for(lambda: not kept.held or time.monotonic() > ends_at, 10)
+                kept.ensure()
+        assert "kept" not in losses
 
 
 # No memory left

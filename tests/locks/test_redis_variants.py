@@ -13,7 +13,7 @@ from pytest_django import Settings
 
 from django_celery_safe import cache_lock, find_lock, iter_locks, release_lock
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired, Holder
+from django_celery_safe.locks.stores.base import Acquired, Holder, Renewal
 from tests.conftest import MakeRedisCache, RedisCacheKind
 from tests.processes import wait_for
 from tests.servers import RedisServer
@@ -361,6 +361,28 @@ def test_what_is_held_is_shown_to_its_end(index: Index) -> None:
                 break
         else:
             pytest.fail("the locks did not end")
+
+
+def test_the_list_holds_still_for_what_stays(index: Index) -> None:
+    """Locks that stay are all listed, and the list ends, while others come and go between pages."""
+    store, renew = locate().store(), locate().store().extend
+    staying, going = ([f"{kind}:{number}" for number in range(2500)] for kind in ("stays", "goes"))
+    abandon(going[:2000], 60)
+    abandon(staying, 60)
+    listed: list[str] = []
+    for lock in iter_locks():
+        listed.append(lock.name)
+        # More come than are listed meanwhile: a list that follows them would never end.
+        if len(listed) % 200 == 0:
+            assert len(listed) < 20_000
+            came = [f"came:{len(listed)}:{number}" for number in range(250)]
+            abandon(came, 60)
+            for number in range(len(listed) - 200, min(len(listed), 2000)):
+                assert store.release(going[number], f"{number:032}")
+            some = range(len(listed) % 2500, 2500, 3)
+            assert all(renew([Renewal(staying[one], f"{one:032}", 90) for one in some]))
+    assert set(staying) <= set(listed)
+    assert len(index) > 2500
 
 
 def test_the_list_tells_the_same_time_as_the_lock(index: Index) -> None:

@@ -599,7 +599,7 @@ if ASKED_FOR:
 
 #: Each broken store, and what is wrong on it.
 FAULTS = [
-    ("NoOwnerCheckCache", True, "is trusted, but the store has|is not the last|was last"),
+    ("NoOwnerCheckCache", True, "trusted, but the store has|is not the last|was last|Two are"),
     ("NoExpiryCache", True, "does not end|but is free|was to last"),
     ("FencePerProcessCache", True, "has another fence"),
     ("ReadThenWriteCache", False, "Two are trusted|is trusted, but the store has|was last"),

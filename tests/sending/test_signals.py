@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from celery import chain, chord, group
+from celery import chain, chord, group, shared_task
 from celery.canvas import Signature
 from celery.signals import after_task_publish, before_task_publish
 from django.db import transaction
 
-from django_celery_safe import send_on_commit
+from django_celery_safe import SafeTask, send_on_commit, single_instance
 from tests.app.tasks import add, total
 from tests.processes import wait_for
 from tests.sending.conftest import MakeApp, hearing
@@ -29,6 +29,13 @@ CANVASES: dict[str, tuple[Callable[[], Signature[Any]], int]] = {
     "group": (lambda: group(add.s(1), add.s(2), add.s(3)), 3),
     "chord": (lambda: chord([add.s(1), add.s(2)], total.s()), 2),
 }
+
+
+@shared_task(base=SafeTask)
+@single_instance(key=["x"], unique_until="end")
+def add_once(x: int, y: int = 0) -> int:
+    """Return the sum, of one message at a time."""
+    return x + y
 
 
 @pytest.mark.parametrize(("make", "count"), CANVASES.values(), ids=CANVASES.keys())
@@ -92,7 +99,7 @@ def test_a_receiver_still_changes_the_message(sent: Sent) -> None:
 def task_sent_events(server: RedisServer) -> Iterator[Callable[[], dict[str, Any]]]:
     """Listen to Celery's events; gives a function that waits for the next one."""
     with server.client(db=1) as client, client.pubsub() as events:
-        events.psubscribe("*celeryev*")
+        events.psubscribe("/1.celeryev*")  # of this database: workers on others speak, too
         wait_for(lambda: events.get_message(timeout=0.1))
 
         def read() -> dict[str, Any]:
@@ -122,3 +129,22 @@ def test_the_event_is_that_of_a_plain_send(
         on_commit = read()
     assert plain["type"] == "task-sent"
     assert on_commit == plain
+
+
+def test_a_unique_send_is_announced_like_any_other(
+    locks_in_memory: None, make_app: MakeApp, redis_server: RedisServer
+) -> None:
+    """Signals and event come once for what is published, and not for a duplicate."""
+    app = make_app(task_send_sent_event=True)
+    with task_sent_events(redis_server) as read, hearing(after_task_publish) as after:
+        app.tasks[add.name].apply_async((1,), {"y": 2}, task_id="plain")
+        plain = read()
+        app.tasks[add_once.name].apply_async((1,), {"y": 2}, task_id="first")
+        once = read()
+        app.tasks[add_once.name].apply_async((1,), {"y": 2}, task_id="duplicate")
+        app.tasks[add.name].apply_async((1,), task_id="last")
+        last = read()
+    assert once == {**plain, "uuid": "first", "root_id": "first", "name": add_once.name}
+    assert last["uuid"] == "last"
+    assert [said["headers"]["id"] for said in after] == ["plain", "first", "last"]
+    assert after[1]["body"][:2] == after[0]["body"][:2]

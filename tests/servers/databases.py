@@ -38,7 +38,7 @@ class Databases:
 
     def __init__(self, servers: ServerPool, folder: Path) -> None:
         self.servers = servers
-        self.sqlite_template = folder / "template.sqlite3"
+        self.folder = folder
         self.postgres_template = f"template_{uuid.uuid4().hex}"
         self._made: set[str] = set()
 
@@ -60,7 +60,7 @@ class Databases:
             with self._postgres(self.servers.postgres, alias):
                 yield alias
         else:
-            path = self._copy_sqlite(folder / f"{alias}.sqlite3")
+            path = self._copy_sqlite(kind, folder / f"{alias}.sqlite3")
             with registered(alias, sqlite_settings(path, kind)):
                 yield alias
 
@@ -78,10 +78,14 @@ class Databases:
         finally:
             server.drop_database(name)
 
-    def _copy_sqlite(self, path: Path) -> Path:
-        if not self.sqlite_template.exists():
-            migrate(sqlite_settings(self.sqlite_template, "sqlite"))
-        shutil.copyfile(self.sqlite_template, path)
+    def _copy_sqlite(self, kind: DatabaseKind, path: Path) -> Path:
+        # Migrated with the settings it is used with, as a project's is. A file that
+        # is not in WAL mode yet is switched by its first connection, and of several
+        # first ones at a time SQLite refuses all but one at once, whatever the timeout.
+        template = self.folder / f"template-{kind}.sqlite3"
+        if not template.exists():
+            migrate(sqlite_settings(template, kind))
+        shutil.copyfile(template, path)
         return path
 
 

@@ -166,7 +166,7 @@ def test_a_killed_child_leaves_its_task_to_come_back(room: Room) -> None:
     assert first.get(timeout=SOON) == [first.id, 0]
     assert len(room.runs(first.id)) == 2
     assert room.gauge.violations() == []
-    assert find_lock(f"{tasks.surviving.name}:copy:{first.id}") is None
+    assert find_lock(f"{tasks.surviving.name}:copy:{first.id}:0.0") is None
 
 
 def test_without_the_cache_the_task_does_not_run(room: Room) -> None:

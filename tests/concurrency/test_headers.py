@@ -1,0 +1,432 @@
+"""What travels in our header: passed on, garbled, or of another release, it harms nothing."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from celery import Celery, Task, shared_task
+from celery.exceptions import Reject
+from django.db import transaction
+from pytest_django import Settings
+
+from django_celery_safe import (
+    ConfigurationError,
+    SafeTask,
+    cache_lock,
+    find_lock,
+    iter_locks,
+    release_lock,
+    single_instance,
+)
+from django_celery_safe.concurrency.header import HEADER
+from tests.concurrency.mailbox import Mailbox, Message
+from tests.concurrency.test_options import held_names
+
+NAME = "tests.sending"
+#: What one call may ask for.
+CALL = {"key": "feed-42", "timeout": 100}
+
+
+def names_of_locks(number: int) -> list[str]:
+    """Return what is locked while it runs."""
+    return held_names()
+
+
+def make_unique(mailbox: Mailbox, function: Callable[..., Any], **options: Any) -> Any:
+    """Return a bound task that is sent once for each number until it ends."""
+    decorate = single_instance(key="{number}", unique_until="end", **options)
+    return mailbox.task(decorate(function), base=SafeTask, bind=True, name=NAME)
+
+
+# Passed on.
+
+
+def send_to(other: Any) -> Callable[..., Any]:
+    """Return a body that sends ``other`` twice, with all the headers that it got itself."""
+
+    def sending(self: Any, number: int) -> list[str]:
+        for one in (1, 2):
+            other.apply_async((one,), headers=self.request.headers)
+        return held_names()
+
+    return sending
+
+
+@pytest.mark.parametrize("call", [{}, {"single_instance": CALL}], ids=["call", "asked"])
+@pytest.mark.parametrize(
+    ("base", "decorate", "key"),
+    [
+        (Task, lambda body: body, None),
+        (SafeTask, lambda body: body, None),
+        (Task, single_instance(key="{number}"), "{number}"),
+        (SafeTask, single_instance(key="{number}"), "{number}"),
+        (SafeTask, single_instance(key="{number}", unique_until="start"), "{number}"),
+    ],
+    ids=["plain", "undecorated", "decorated plain", "decorated", "unique"],
+)
+def test_headers_passed_on_to_another_task_take_nothing_along(
+    base: Any,
+    decorate: Any,
+    key: str | None,
+    call: dict[str, Any],
+    mailbox: Mailbox,
+    locks_in_memory: None,
+) -> None:
+    """What a run sends has the user's headers, and its own key, lock and options, if any."""
+    other = mailbox.task(decorate(names_of_locks), base=base, name="tests.other")
+    sending = make_unique(mailbox, send_to(other))
+    for _ in range(2):  # a mark of a duplicate would show at the second
+        sending.apply_async((7,), headers={"x-user": "me"}, **call)
+        run = mailbox.deliver(mailbox.take_one())
+        assert run.state == "SUCCESS"
+        messages = mailbox.take()
+        assert [message.headers["x-user"] for message in messages] == ["me"] * 2
+        for number, message in enumerate(messages, 1):
+            expected = [] if key is None else [f"tests.other:{number}"]
+            seen = mailbox.deliver(message)
+            assert seen.state == "SUCCESS"
+            assert [name for name in seen.value if not name.startswith("sent:")] == expected
+        assert held_names() == []
+
+
+def test_headers_passed_on_to_a_new_send_take_nothing_along(
+    mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """A task that sends itself makes a message of its own; the very same is a duplicate."""
+
+    def sending(self: Any, number: int) -> list[Any]:
+        if number == 8:
+            return held_names()
+        sends = [self.apply_async((n,), headers=self.request.headers) for n in (8, 7)]
+        return [one.is_duplicate for one in sends]
+
+    task = make_unique(mailbox, sending)
+    task.apply_async((7,), single_instance={"timeout": 100})
+    first = mailbox.take_one()
+    assert mailbox.deliver(first) == ("SUCCESS", [False, True])
+    second = mailbox.take_one()
+    assert second.id != first.id
+    assert second.ours["key"] == "8"
+    assert second.ours["sent"] != first.ours["sent"]
+    assert "options" not in second.ours
+    assert held_names() == [f"sent:{NAME}:8"]
+    assert mailbox.deliver(second).value == [f"sent:{NAME}:8", f"{NAME}:8"]
+    assert held_names() == []
+
+
+def test_headers_passed_on_to_a_new_send_ask_for_nothing(
+    mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """What one call asked for is not asked for the next that the run makes."""
+
+    def sending(self: Any, number: int) -> list[str]:
+        if number:
+            self.apply_async((0,), headers=self.request.headers)
+        return held_names()
+
+    task = mailbox.task(sending, base=SafeTask, bind=True, name=NAME)
+    task.apply_async((7,), single_instance=CALL)
+    assert mailbox.deliver(mailbox.take_one()).value == [f"{NAME}:feed-42"]
+    second = mailbox.take_one()
+    assert second.ours == {}
+    assert mailbox.deliver(second).value == []
+
+
+@pytest.mark.parametrize("passed_on", [False, True])
+def test_a_retry_takes_all_along(passed_on: bool, mailbox: Mailbox, locks_in_memory: None) -> None:
+    """Its own retry has key, options and lock of the message, with or without its headers."""
+
+    def retried(self: Any, number: int) -> str:
+        if self.request.retries == 0:
+            headers = {"headers": self.request.headers} if passed_on else {}
+            raise self.retry(countdown=0, **headers)
+        (run,) = [lock for lock in iter_locks() if not lock.name.startswith("sent:")]
+        assert run.remaining is not None
+        assert run.remaining > 90
+        return run.name
+
+    task = make_unique(mailbox, retried)
+    task.apply_async((7,), single_instance=CALL)
+    first = mailbox.take_one()
+    assert mailbox.deliver(first).state == "RETRY"
+    assert held_names() == [f"sent:{NAME}:feed-42"]
+    again = mailbox.take_one()
+    assert (again.id, again.ours) == (first.id, first.ours)
+    assert mailbox.deliver(again) == ("SUCCESS", f"{NAME}:feed-42")
+    assert held_names() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"args": (8,)}, {"kwargs": {"number": 8}, "args": ()}, {"single_instance": {"key": "8"}}],
+    ids=["args", "kwargs", "key"],
+)
+def test_a_retry_under_another_key_is_no_duplicate(
+    change: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """Though the same was sent before, it runs, since the run that goes on in it was not done."""
+    runs: list[int] = []
+
+    def changing(self: Any, number: int) -> str:
+        runs.append(self.request.retries)
+        if self.request.retries == 0:
+            raise self.retry(countdown=0, **change)
+        return "done"
+
+    task = make_unique(mailbox, changing)
+    task.apply_async((8,), task_id="before")
+    task.delay(7)
+    before, first = mailbox.take()
+    assert mailbox.deliver(first).state == "RETRY"
+    # The other's is left alone, and its own is free: nothing of it is on its way.
+    assert held_names() == [f"sent:{NAME}:8"]
+    again = mailbox.take_one()
+    assert again.id == first.id
+    assert again.ours["key"] == "8"
+    assert "duplicate" not in again.ours
+    assert mailbox.deliver(again) == ("SUCCESS", "done")
+    assert runs == [0, 1]
+    lock = find_lock(f"sent:{NAME}:8")
+    assert lock is not None
+    assert lock.token == before.ours["sent"]
+
+
+def test_each_app_has_its_own_task_that_calls_can_ask(locks_in_memory: None) -> None:
+    """A shared task of two apps runs alone in either, decorated or asked."""
+
+    @shared_task(base=SafeTask, name="tests.shared")
+    def shared(number: int) -> list[str]:
+        return held_names()
+
+    for app in [Celery(name, set_as_current=False) for name in ("one", "two")]:
+        task = app.tasks[shared.name]
+        assert task.apply((1,)).get() == []
+        assert task.apply((1,), single_instance=CALL).get() == ["tests.shared:feed-42"]
+        app.close()
+
+
+# Garbled, or forged.
+
+FORGED: dict[str, Any] = {
+    "a list": ["sent"],
+    "a text": "sent",
+    "a number": 5,
+    "sent 5": {"sent": 5},
+    "sent abc": {"sent": "abc"},
+    "sent None": {"sent": None},
+    "sent dict": {"sent": {}},
+    "sent of another length": {"sent": "a" * 33},
+    "sent_timeout text": {"sent_timeout": "an hour"},
+    "sent_timeout nan": {"sent_timeout": float("nan")},
+    "sent_timeout inf": {"sent_timeout": float("inf")},
+    "sent_timeout None": {"sent_timeout": None},
+    "sent_timeout list": {"sent_timeout": [60]},
+    "sent_timeout below 0": {"sent_timeout": -60},
+    "options list": {"options": [1]},
+    "options text": {"options": "skip"},
+    "options.timeout text": {"options": {"timeout": "x"}},
+    "options.timeout nan": {"options": {"timeout": float("nan")}},
+    "options.on_conflict": {"options": {"on_conflict": "fight"}},
+    "options.key": {"options": {"key": 7}},
+    "key 5": {"key": 5},
+    "key None": {"key": None},
+    "key list": {"key": ["7"]},
+    "duplicate None": {"duplicate": None},
+    "duplicate list": {"duplicate": ["x"]},
+    "cache 7": {"cache": 7},
+    "cache list": {"cache": ["default"]},
+    "copy 3": {"copy": 3},
+    "met text": {"copy": "a" * 32, "met": "abc"},
+}
+
+
+def forge(message: Message, name: str) -> Message:
+    """Return the message with that header in place of its own, or of part of it."""
+    forged = FORGED[name]
+    if isinstance(forged, dict):
+        forged = {**message.ours, **forged}
+    return message.with_headers(**{HEADER: forged})
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_garbled_header_loses_no_run(
+    name: str, mailbox: Mailbox, use_store: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task runs under its own lock, and a warning names it; its run's lock is free then."""
+    use_store("django-redis")
+
+    def looking(self: Any, number: int) -> list[str]:
+        return held_names()
+
+    make_unique(mailbox, looking).delay(7)
+    state, held = mailbox.deliver(forge(mailbox.take_one(), name))
+    assert state == "SUCCESS"
+    assert f"{NAME}:7" in held
+    assert f"{NAME}:7" not in held_names()
+    said = [r for r in caplog.records if r.name.startswith("django_celery_safe")]
+    assert {record.levelno for record in said} == {logging.WARNING}
+    # The task's name, or that of its function.
+    assert all(NAME in r.getMessage() or "looking" in r.getMessage() for r in said)
+
+
+def test_an_option_of_a_newer_release_is_ignored(mailbox: Mailbox, locks_in_memory: None) -> None:
+    """What this release does not know of a call is left out, and the rest is followed."""
+
+    def lease(number: int) -> Any:
+        (lock,) = iter_locks()
+        return lock.remaining
+
+    task = mailbox.task(lease, base=SafeTask, name=NAME)
+    task.apply_async((7,), single_instance=CALL)
+    message = mailbox.take_one()
+    options = {**CALL, "fairness": 1}
+    newer = message.with_headers(**{HEADER: {**message.ours, "options": options}})
+    state, remaining = mailbox.deliver(newer)
+    assert state == "SUCCESS"
+    assert 90 < remaining <= 100
+
+
+def test_garbled_headers_harm_no_other_lock(
+    mailbox: Mailbox, use_store: Callable[[str], None]
+) -> None:
+    """While runs of all of them go on, another lock of the process is renewed."""
+    use_store("django-redis")
+    inside, gate = threading.Semaphore(0), threading.Event()
+
+    def staying(self: Any, number: int) -> str:
+        inside.release()
+        assert gate.wait(60)
+        return "done"
+
+    task = make_unique(mailbox, staying, timeout=2)
+    messages = []
+    for number, name in enumerate(FORGED):
+        task.delay(number)
+        messages.append(forge(mailbox.take_one(), name))
+    with ThreadPoolExecutor(len(messages), initializer=mailbox.app.set_current) as threads:
+        try:
+            runs = [threads.submit(mailbox.deliver, message) for message in messages]
+            assert all(inside.acquire(timeout=30) for _ in messages)
+            with cache_lock("innocent", timeout=2) as innocent:
+                lease_ends_at = time.monotonic() + 2
+                while time.monotonic() < lease_ends_at + 1:
+                    time.sleep(0.05)
+                    held = find_lock("innocent")
+                    assert held is not None
+                    assert held.token == innocent.token
+        finally:
+            gate.set()
+    assert [run.result() for run in runs] == [("SUCCESS", "done")] * len(FORGED)
+
+
+# A cache that the worker knows otherwise.
+
+
+@pytest.fixture
+def two_caches(locks_in_memory: None, settings: Settings) -> None:
+    """A cache beside that of the locks."""
+    backend = {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": "old"}
+    settings.CACHES = {**settings.CACHES, "old": backend}
+
+
+def ending(self: Any, number: int, how: str) -> str:
+    """End in this way."""
+    if how == "retry" and self.request.retries == 0:
+        raise self.retry(countdown=60)
+    if how == "reject":
+        raise Reject(how, requeue=True)
+    if how == "fail":
+        raise KeyError(how)
+    return "done"
+
+
+#: How a run may end, and Celery's state for it.
+ENDS = {"succeed": "SUCCESS", "fail": "FAILURE", "retry": "RETRY", "reject": "REJECTED"}
+
+
+@pytest.mark.usefixtures("two_caches")
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("until", ["start", "end"])
+def test_a_lock_in_another_cache_is_freed_there(until: str, how: str, mailbox: Mailbox) -> None:
+    """A message of a release whose locks were elsewhere runs, and leaves nothing in either."""
+    tasks = []
+    for cache in ({"cache": "old"}, {}):
+        decorate = single_instance(key="{number}", unique_until=until, **cache)  # type: ignore[call-overload]
+        tasks.append(mailbox.task(decorate(ending), base=SafeTask, bind=True, name=NAME))
+        if cache:
+            tasks[0].delay(7, how)
+            del mailbox.app.tasks[NAME]
+    message = mailbox.take_one()
+    assert [lock.name for lock in iter_locks(cache="old")] == [f"sent:{NAME}:7"]
+    assert mailbox.deliver(message).state == ENDS[how]
+    kept = [f"sent:{NAME}:7"] if (how, until) == ("retry", "end") else []
+    assert [lock.name for lock in iter_locks(cache="old")] == kept
+    assert held_names() == []
+    if how == "retry":
+        assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", "done")
+        assert list(iter_locks(cache="old")) == []
+    assert mailbox.take() == []
+
+
+@pytest.mark.usefixtures("two_caches")
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("until", ["start", "end"])
+def test_a_lock_in_an_unknown_cache_harms_no_run(
+    until: str, how: str, mailbox: Mailbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run ends as it would, its own lock is freed, and a warning names the one that is not."""
+    decorate = single_instance(key="{number}", unique_until=until)  # type: ignore[call-overload]
+    task = mailbox.task(decorate(ending), base=SafeTask, bind=True, name=NAME)
+    task.delay(7, how)
+    message = mailbox.take_one()
+    unknown = message.with_headers(**{HEADER: {**message.ours, "cache": "unknown"}})
+    assert mailbox.deliver(unknown).state == ENDS[how]
+    assert len(mailbox.take()) == (how == "retry")
+    # Where nobody said that it is.
+    (left,) = iter_locks()
+    assert left.name == f"sent:{NAME}:7"
+    assert release_lock(left)
+    said = [r for r in caplog.records if r.name.startswith("django_celery_safe")]
+    assert {record.levelno for record in said} == {logging.WARNING}
+    assert all(f"sent:{NAME}:7" in record.getMessage() for record in said)
+
+
+# Keys that can't be made.
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("decorated", [False, True])
+@pytest.mark.parametrize(
+    ("template", "value"),
+    [
+        ("{number:>5}", None),
+        ("{number:d}", "seven"),
+        ("{number.pk}", 7),
+        ("{number[0]}", 7),
+        ("{number[pk]}", {}),
+        ("{number[2]}", [1]),
+    ],
+)
+def test_a_key_that_cant_be_made_is_refused_at_the_send(
+    template: str, value: Any, decorated: bool, mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """A ConfigurationError at each kind of send names key and task; nothing is sent or locked."""
+    decorate: Any = single_instance(key=template, unique_until="end")
+    body = decorate(names_of_locks) if decorated else names_of_locks
+    task = mailbox.task(body, base=SafeTask, name=NAME)
+    call = {} if decorated else {"single_instance": {"key": template}}
+    sentence = "can't be made from these arguments"
+    for send in (task.apply_async, task.apply_async_on_commit):
+        with (
+            transaction.atomic(),
+            pytest.raises(ConfigurationError, match=sentence) as raised,
+        ):
+            send((value,), **call)
+        assert template in str(raised.value)
+        assert NAME in str(raised.value)
+    assert mailbox.take() == []
+    assert held_names() == []

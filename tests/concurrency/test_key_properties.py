@@ -1,0 +1,606 @@
+"""
+Keys of calls by the thousand, held against what kombu delivers.
+
+Two calls must have one key exactly if a worker gets the same from both; ``same``
+tells that by comparing what arrives, part by part. ``SAFE_EXAMPLES=200000`` tries
+that many for each property.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum, IntEnum, StrEnum
+from itertools import combinations_with_replacement
+from math import copysign, isnan
+from random import Random
+from typing import Any, NamedTuple
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kombu.exceptions import SerializationError
+from kombu.serialization import registry
+
+from django_celery_safe import NotSerializable
+from django_celery_safe.concurrency.keys import DIGITS
+from django_celery_safe.conf import UNSET
+from tests.concurrency.test_keys import key_of, travel
+
+#: How many examples to try for each property; unset: what takes a few seconds.
+ASKED_FOR = os.environ.get("SAFE_EXAMPLES")
+EXAMPLES = int(ASKED_FOR or 300)
+
+#: A long run takes 2 to 5 milliseconds for each example.
+pytestmark = [pytest.mark.timeout(120 + int(ASKED_FOR) // 50)] if ASKED_FOR else []
+
+many = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+# What the same is.
+
+
+def same(one: Any, other: Any) -> bool:
+    """Tell whether two values that arrived are alike, types and all; a tuple is a list."""
+    for kinds in ((list, tuple), (set, frozenset)):
+        if isinstance(one, kinds) and isinstance(other, kinds):
+            return same_parts(one, other, in_order=kinds[0] is list)
+    if type(one) is not type(other):
+        return False
+    match one:
+        case dict():
+            return same_parts(one.items(), other.items(), in_order=False)
+        case float():
+            if isnan(one) or isnan(other):
+                return isnan(one) and isnan(other)
+            return one == other and copysign(1, one) == copysign(1, other)
+        case Decimal():
+            return one.as_tuple() == other.as_tuple()
+        case datetime() | time():
+            zones = (one.tzinfo is None, one.utcoffset()), (other.tzinfo is None, other.utcoffset())
+            return zones[0] == zones[1] and one.replace(tzinfo=None) == other.replace(tzinfo=None)
+    return bool(one == other)
+
+
+def same_parts(ones: Iterable[Any], others: Iterable[Any], *, in_order: bool) -> bool:
+    """Tell whether each one has a partner among the others, and none is left."""
+    left = list(others)
+    for one in ones:
+        among = left[:1] if in_order else left
+        partner = next((n for n, other in enumerate(among) if same(one, other)), None)
+        if partner is None:
+            return False
+        del left[partner]
+    return not left
+
+
+# What there is to send.
+
+
+class Grade(IntEnum):
+    """A number with a name."""
+
+    ONE = 1
+
+
+class Color(StrEnum):
+    """A text with a name."""
+
+    RED = "red"
+
+
+class OldColor(str, Enum):  # noqa: UP042
+    """A text with a name, which is not what str() of it says."""
+
+    RED = "red"
+
+
+class OldGrade(int, Enum):
+    """A number with a name, which is not what str() of it says."""
+
+    ONE = 1
+
+
+class Discreet(str):
+    """A text that does not show itself."""
+
+    def __str__(self) -> str:
+        return "***"
+
+
+class Money:
+    """A thing that says how it wants to be sent."""
+
+    def __init__(self, cents: int) -> None:
+        self.cents = cents
+
+    def __json__(self) -> dict[str, int]:
+        return {"cents": self.cents}
+
+
+class Point(NamedTuple):
+    """A tuple with names."""
+
+    x: int
+    y: int
+
+
+NOON = datetime(2026, 11, 1, 12)
+TYPED = [
+    NOON,
+    NOON.replace(tzinfo=UTC),
+    NOON.replace(tzinfo=timezone(timedelta(hours=1))),
+    NOON.replace(tzinfo=ZoneInfo("Europe/Berlin")),
+    NOON.isoformat(),
+    NOON.date(),
+    NOON.time(),
+    NOON.time().replace(tzinfo=UTC),
+    UUID(int=1),
+    UUID(int=1).hex,
+    Decimal(1),
+    Decimal("1.0"),
+    Decimal("-0"),
+    Decimal("NaN"),
+    b"",
+    b"1",
+    b"\xff",
+]
+#: Values that are easily mistaken for each other, and such as JSON changes.
+ALIKE: list[Any] = [
+    *(None, "None", "null", "N", "", "1", "1.0", "True", "true", "i1;", "s1:1", "[]", "a", "b"),
+    *("ab", "é", unicodedata.normalize("NFD", "é"), "Å", "\u212b", "\ud800", "\udc00", "a\x00b"),
+    *("\ud800\udc00", "\U00010000", {"\ud800\udc00": 1}, {"\U00010000": 1}),
+    *(True, False, 1, 0, -1, 1.0, 0.0, -0.0, float("nan"), -float("nan"), float("inf"), 1e300),
+    *(10**300, 10**300 + 1, -(10**300), 2**53, 2**53 + 1, float(2**53), 10**4000),
+    *([], (), {}, [[]], [{}], {"": None}, {"": []}, [None], ["a", "b"], ["ab"], ["a", ["b"]]),
+    *(
+        ["a", "b", []],
+        [["a"], "b"],
+        [["a", "b"]],
+        ["a;sb"],
+        0.3,
+        0.1 + 0.2,
+        {"a": "b"},
+        {"b": "a"},
+        {"a": "b", "b": "a"},
+        {"ab": ""},
+    ),
+    *({1: "x"}, {"1": "x"}, {1.0: "x"}, {"1.0": "x"}, {True: "x"}, {"true": "x"}, {"True": "x"}),
+    *({None: "x"}, {"null": "x"}, {1: "x", "1": "y"}, {"1": "y", 1: "x"}, {float("nan"): "x"}),
+    *({"x": {2: (3,)}}, {"x": {"2": [3]}}, {Grade.ONE: "x"}, {Color.RED: 1}, {"red": 1}),
+    *({"__type__": "date", "__value__": "2026-11-01"}, {"__type__": "date"}, {"__value__": 1}),
+    *({"__type__": "date", "__value__": "2026-11-01", "x": 1}, {"__type__": 1}, ["__type__"]),
+    *({"__type__": "bytes", "__value__": "1"}, {"x": {"__type__": "decimal", "__value__": "1"}}),
+    *(Grade.ONE, OldGrade.ONE, Color.RED, OldColor.RED, "red", Discreet("red"), "***"),
+    *(Money(1), {"cents": 1}, Point(1, 0), [1, 0], OrderedDict(a=1, b=2), {"b": 2, "a": 1}),
+    *TYPED,
+]
+
+texts = st.text(st.characters(), max_size=4)
+scalars = (
+    st.sampled_from(ALIKE)
+    | texts
+    | st.integers()
+    | st.floats()
+    | st.binary(max_size=4)
+    | st.datetimes(timezones=st.sampled_from([None, UTC, ZoneInfo("Europe/Berlin")]))
+    | st.decimals()
+    | st.uuids()
+)
+names = st.sampled_from([value for value in ALIKE if type(value) in (str, int, float, bool)])
+
+
+def nested(leaves: st.SearchStrategy[Any], names: st.SearchStrategy[Any]) -> Any:
+    """Return a strategy for such values, alone or in lists, tuples and dicts."""
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.dictionaries(names, inner, max_size=3)
+        ),
+        max_leaves=4,
+    )
+
+
+values = nested(scalars, names)
+seeds = st.integers(0, 2**32).map(Random)
+
+#: What a careless key might take for the same.
+MISTAKES: list[Callable[[Any], Any]] = [
+    *(bool, int, float, str, repr, list, "".join, Decimal, lambda value: [value]),
+    *(lambda value: -value, lambda value: value.encode(), lambda value: value.isoformat()),
+    *(lambda value: value.lower(), lambda value: unicodedata.normalize("NFD", value)),
+    *(lambda value: value[1:], lambda value: {"a": value}, lambda value: [*value, None]),
+]
+
+
+def rewritten(value: Any, random: Random, serializer: str = "json", mistakes: float = 0.1) -> Any:
+    """Return the value written otherwise; with mistakes it may become another, but can be sent."""
+
+    def rewrite(value: Any) -> Any:
+        if random.random() < mistakes:
+            with suppress(TypeError, ValueError, ArithmeticError, AttributeError):
+                return random.choice(MISTAKES)(value)
+        if isinstance(value, (list, tuple)):
+            return random.choice([list, tuple])(map(rewrite, value))
+        if type(value) is dict:
+            items = random.sample(list(value.items()), len(value))
+            return {rename(key): rewrite(item) for key, item in items}
+        return value
+
+    def rename(key: Any) -> Any:
+        return str(key) if type(key) is int and random.random() < 0.3 else key
+
+    other = rewrite(value)
+    try:
+        travel(other, serializer)
+    except SerializationError:
+        return value
+    return other
+
+
+# What a value's key depends on.
+
+
+def test_keys_are_equal_exactly_for_what_arrives_alike() -> None:
+    """Two values have one key if, and only if, JSON delivers the same."""
+    seen: Counter[bool] = Counter()
+
+    @many
+    @given(values, seeds)
+    def check(one: Any, random: Random) -> None:
+        other = rewritten(one, random)
+        alike = same(travel(one), travel(other))
+        seen[alike] += 1
+        assert (key_of(one) == key_of(other)) is alike
+
+    check()
+    assert min(seen[True], seen[False]) > EXAMPLES / 20
+
+
+@many
+@given(values)
+def test_a_key_survives_every_journey(value: Any) -> None:
+    """What was sent, what arrives, and what is sent on from there have one key."""
+    assert key_of(value) == key_of(travel(value)) == key_of(travel(travel(value)))
+
+
+def test_everything_that_looks_alike_is_told_apart() -> None:
+    """Each pair of values that are easily mistaken has one key exactly if it arrives alike."""
+    for wrap in (lambda x: x, lambda x: [x], lambda x: ("a", x), lambda x: {"a": {1: x}}):
+        sent = [wrap(value) for value in ALIKE]
+        arrived, keys = list(map(travel, sent)), list(map(key_of, sent))
+        wrong = [
+            (sent[i], sent[j])
+            for i, j in combinations_with_replacement(range(len(sent)), 2)
+            if (keys[i] == keys[j]) is not same(arrived[i], arrived[j])
+        ]
+        assert wrong == []
+
+
+#: What only pickle can send. Times have offsets of their own: pickle keeps their zones.
+picklable = nested(
+    st.sampled_from([*TYPED, None, True, False, 1, 0, 1.0, -0.0, "1", "", "a", "\ud800", 10**4000])
+    | texts
+    | st.integers()
+    | st.floats()
+    | st.timedeltas()
+    | st.sets(st.integers(-1, 2) | texts | st.booleans() | st.binary(max_size=2), max_size=3)
+    | st.frozensets(st.tuples(texts, st.integers(-1, 2)), max_size=3),
+    names | st.tuples(texts, st.integers(-1, 2)) | st.dates(),
+)
+
+
+def test_keys_of_what_pickle_delivers_alike() -> None:
+    """With pickle, sets, timedeltas and dict keys of all types count as they are."""
+    seen: Counter[bool] = Counter()
+
+    @many
+    @given(picklable, seeds)
+    def check(one: Any, random: Random) -> None:
+        other = rewritten(one, random, "pickle")
+        arrived = travel(one, "pickle"), travel(other, "pickle")
+        alike = same(*arrived)
+        seen[alike] += 1
+        keys = [key_of(value, serializer="pickle") for value in (one, other, *arrived)]
+        assert (keys[0] == keys[1]) is alike
+        assert keys[:2] == keys[2:]
+
+    check()
+    assert min(seen[True], seen[False]) > EXAMPLES / 20
+
+
+# How calls are written, and which arguments count.
+
+DEFAULTS: dict[str, Any] = {"b": "1", "c": (1, {2: (3,)}), "d": None}
+
+
+def task(
+    a: Any,
+    b: Any = DEFAULTS["b"],
+    *rest: Any,
+    c: Any = DEFAULTS["c"],
+    d: Any = DEFAULTS["d"],
+    **named: Any,
+) -> None:
+    """Stand for a task with parameters of every kind."""
+
+
+PARAMETERS = ["a", "b", "rest", "c", "d", "named"]
+
+small = st.sampled_from([*DEFAULTS.values(), *ALIKE]) | scalars
+arguments = st.fixed_dictionaries(
+    {
+        "a": small,
+        "b": st.just(DEFAULTS["b"]) | small,
+        "rest": st.just([]) | st.lists(small, max_size=2),
+        "c": st.just(DEFAULTS["c"]) | small,
+        "d": st.just(DEFAULTS["d"]) | small,
+        "named": st.just({}) | st.dictionaries(st.sampled_from(["x", "y", "rest"]), small),
+    }
+)
+
+
+def written(given: dict[str, Any], random: Random) -> Call:
+    """Return one of the ways to write a call with these arguments, before or after a journey."""
+    positional = 2 if given["rest"] else random.randrange(3)
+    kwargs = {name: given[name] for name in ("a", "b")[positional:]}
+    kwargs |= {name: given[name] for name in ("c", "d")} | given["named"]
+    for name, default in DEFAULTS.items():
+        if name in kwargs and same(kwargs[name], default) and random.random() < 0.5:
+            del kwargs[name]
+    order = list(kwargs)
+    random.shuffle(order)
+    args = (*(given[name] for name in ("a", "b")[:positional]), *given["rest"])
+    if random.random() < 0.3:
+        args, kwargs = travel([args, kwargs])
+    return tuple(args), {name: kwargs[name] for name in order}
+
+
+def list_of_all(a: Any, b: Any, *rest: Any, **named: Any) -> list[Any]:
+    """Be a key function by which every argument counts."""
+    return [a, b, rest, named]
+
+
+rules = st.sampled_from([UNSET, list_of_all]) | st.lists(st.sampled_from(PARAMETERS), max_size=8)
+
+
+def test_only_what_a_call_says_counts_not_how() -> None:
+    """Calls have one key exactly if the arguments that count arrive alike, however written."""
+    seen: Counter[bool] = Counter()
+
+    @many
+    @given(arguments, rules, seeds)
+    def check(one: dict[str, Any], rule: Any, random: Random) -> None:
+        other = {name: rewritten(value, random, mistakes=0) for name, value in one.items()}
+        if random.random() < 0.7:
+            changed = random.choice(["a", "b", "c", "d"])
+            other[changed] = random.choice([*ALIKE, *one.values()])
+        counting = rule if isinstance(rule, list) else PARAMETERS
+        alike = all(same(travel(one[name]), travel(other[name])) for name in counting)
+        seen[alike] += 1
+        keys = []
+        for call in (one, one, other):
+            args, kwargs = written(call, random)
+            keys.append(key_of(*args, function=task, key=rule, **kwargs))
+        assert keys[0] == keys[1]
+        assert (keys[0] == keys[2]) is alike
+
+    check()
+    assert min(seen[True], seen[False]) > EXAMPLES / 20
+
+
+@many
+@given(arguments, st.lists(st.sampled_from(PARAMETERS)), seeds)
+def test_a_name_counts_once(call: dict[str, Any], names: list[str], random: Random) -> None:
+    """A list that names an argument again is the list that names it once."""
+    args, kwargs = written(call, random)
+    again = [*names, *random.choices(names, k=3)] if names else []
+    once = list(dict.fromkeys(names))
+    keys = {key_of(*args, function=task, key=key, **kwargs) for key in (names, again, once)}
+    assert len(keys) == 1
+
+
+@many
+@given(arguments, st.lists(st.tuples(texts, st.sampled_from(PARAMETERS[:-1])), min_size=1), seeds)
+def test_of_a_template_the_text_counts(
+    call: dict[str, Any], fields: list[tuple[str, str]], random: Random
+) -> None:
+    """A format string's key is its text with what arrives filled in, and nothing else."""
+    template = expected = ""
+    for text, name in fields:
+        template += text.replace("{", "{{").replace("}", "}}") + "{" + name + "}"
+        expected += text + str(travel(call[name]))
+    args, kwargs = written(call, random)
+    assert key_of(*args, function=task, key=template, **kwargs) == expected
+
+
+# What a key shows.
+
+secrets = st.integers(16**10, 16**40).map("{:x}".format)
+
+
+@many
+@given(secrets, st.sampled_from([UNSET, ["a"], lambda a, b: [a], lambda a, b: {"x": a}]), seeds)
+def test_a_hashed_key_shows_nothing(secret: str, rule: Any, random: Random) -> None:
+    """Hexadecimal text, which could hide in a key, is in none that is hashed."""
+    hidden = random.choice([secret, [secret], {secret: 1}, {1: secret.encode()}, int(secret, 16)])
+    key = key_of(hidden, key=rule)
+    assert re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", key)
+    assert secret not in key
+
+
+class Secret:
+    """What can't be sent, and says too much of itself."""
+
+    def __repr__(self) -> str:
+        return "s3cret"
+
+
+@many
+@given(nested(scalars | st.just(Secret()), names), st.sampled_from([UNSET, ["b", "a"]]), seeds)
+def test_what_can_not_be_sent_has_no_key(value: Any, rule: Any, random: Random) -> None:
+    """An object anywhere in an argument is refused without showing it, never told by its repr."""
+    value = random.choice([[value, Secret()], {1: Secret(), "x": value}, ({"x": (Secret(),)},)])
+    with pytest.raises(NotSerializable, match=r"^b of task .* is a (Secret|Money)") as caught:
+        key_of(1, value, key=rule)
+    assert "s3cret" not in str(caught.value)
+
+
+# What careless values do to a key.
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ("\ud800\udc00", UNSET),
+        (["x", "\ud800\udc00"], UNSET),
+        ({"\ud800\udc00": 1}, ["a"]),
+        ("\ud800\udc00", "{a}"),
+    ],
+)
+def test_halves_of_a_character_that_stand_together_are_one(value: Any, key: Any) -> None:
+    """JSON makes one character of two surrogates, so before and after the key is the same."""
+    assert travel("\ud800\udc00") == "\U00010000"
+    assert key_of(value, key=key) == key_of(travel(value), key=key)
+
+
+@pytest.mark.parametrize("rule", ["{a}{b}", lambda a, b: a + b])
+def test_a_key_arrives_as_it_was_made(rule: Any) -> None:
+    """The key in a message's header is the key that a run makes of the same arguments."""
+    key = key_of("\ud800", "\udc00", key=rule)
+    assert travel(key) == key
+
+
+def test_a_named_text_from_a_key_function_is_its_text() -> None:
+    """A member of an enum of str is the same key in a lock's name as in a message's header."""
+    key = key_of(1, key=lambda a, b: OldColor.RED)
+    assert f"{key}" == travel(key) == "red"
+
+
+@pytest.fixture
+def dated() -> Iterator[str]:
+    """A serializer of one's own, whose mark of a date is not kombu's."""
+
+    def write(value: Any) -> str:
+        return json.dumps(value, default=lambda day: {"$date": day.isoformat()})
+
+    def read(text: str) -> Any:
+        return json.loads(text, object_hook=decode)
+
+    def decode(found: dict[str, Any]) -> Any:
+        return date.fromisoformat(found["$date"]) if "$date" in found else found
+
+    registry.register("dated", write, read, "application/x-dated", "utf-8")
+    yield "dated"
+    registry.unregister("dated")
+
+
+def test_a_serializer_of_ones_own_decides_on_what_arrives(dated: str) -> None:
+    """Plain values too are what the task's serializer makes of them, whichever it is."""
+    value = {"$date": "2026-11-01"}
+    assert travel(value, dated) == date(2026, 11, 1)
+    assert key_of(value, serializer=dated) == key_of(date(2026, 11, 1), serializer=dated)
+
+
+def test_what_shows_itself_otherwise_is_told_apart_with_pickle() -> None:
+    """Text that pickle delivers counts by its content, not by what its str() says."""
+    one, other = Discreet("passw0rd"), Discreet("pa55word")
+    assert key_of(one, serializer="pickle") != key_of(other, serializer="pickle")
+
+
+@pytest.mark.parametrize("value", [OldGrade.ONE, [OldGrade.ONE], {OldGrade.ONE: 1}])
+def test_a_named_number_has_a_key_with_pickle(value: Any) -> None:
+    """A member of an enum of int, which pickle delivers, has a key, and not that of another."""
+    assert key_of(value, serializer="pickle") != key_of(2, serializer="pickle")
+
+
+def test_times_of_other_zones_are_told_apart_with_pickle() -> None:
+    """Pickle delivers a time's zone, also one whose offset depends on the day."""
+    zones = (None, ZoneInfo("Europe/Berlin"), ZoneInfo("Asia/Tokyo"))
+    assert len({key_of(time(12, tzinfo=zone), serializer="pickle") for zone in zones}) == 3
+
+
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: {"a": x}], ids=["list", "dict"])
+def test_what_is_nested_deep_has_a_key_or_is_refused(wrap: Callable[[Any], Any]) -> None:
+    """Nesting that JSON can send is no RecursionError, and its depth counts."""
+    value: Any = 1
+    for _ in range(700):
+        value = wrap(value)
+    assert travel(value)
+    with suppress(NotSerializable):
+        assert key_of(value) == key_of(value) != key_of(wrap(value))
+
+
+def test_what_contains_itself_is_refused() -> None:
+    """A list within itself can't be sent, and the error names the argument."""
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(NotSerializable, match=r"^b of task tests\.example"):
+        key_of(1, endless)
+
+
+def test_a_bound_task_may_take_itself_among_its_arguments() -> None:
+    """A task whose only parameter is *args gets itself first, and that is no part of the key."""
+
+    def bound(*args: Any) -> None: ...
+
+    assert key_of(1, 2, function=bound, bound=True) == key_of(1, 2, function=bound)
+    assert key_of(1, 2, function=bound, bound=True) != key_of(2, 1, function=bound, bound=True)
+
+
+#: Prints keys of what Python orders by its hash.
+PRINT_KEYS = """
+import django
+django.setup()
+from tests.concurrency.test_keys import key_of
+many = {str(n): n for n in range(20)}
+print(key_of(many), key_of(set(many), frozenset(many), serializer="pickle"))
+print(key_of(1, key=lambda a, b: set(many)))
+"""
+PRINT_KEY_OF_A_SET = """
+import django
+django.setup()
+from django_celery_safe import ConfigurationError
+from tests.concurrency.test_keys import key_of
+def task(a, b, c, d): ...
+try:
+    print(key_of(1, 2, 3, 4, function=task, key={"a", "b", "c", "d"}))
+except ConfigurationError:
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize("script", [PRINT_KEYS, PRINT_KEY_OF_A_SET], ids=["values", "names"])
+def test_processes_agree_whatever_their_hashes(script: str) -> None:
+    """Sets, as values or as names of arguments, have no order that a process decides on."""
+    printed = set()
+    for seed in "123":
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        printed.add(done.stdout)
+    assert len(printed) == 1

@@ -1,0 +1,499 @@
+"""Claims on real databases: what commits with what, what is renewed, and how much is asked."""
+
+import threading
+from collections.abc import Callable
+from contextvars import Context
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import pytest
+from django.db import connections, transaction
+from django.db.models.functions import Now
+from django.test.utils import CaptureQueriesContext
+from pytest_django import Settings
+
+from django_celery_safe import (
+    AlreadyClaimed,
+    ClaimLost,
+    IdempotencyError,
+    WrongTransaction,
+    current_claim,
+    idempotent,
+)
+from django_celery_safe.idempotency.records import RecordStore
+from django_celery_safe.models import IdempotencyRecord
+from django_celery_safe.signals import claim_failed, claim_finished, claim_lost
+from tests.app.models import Person
+from tests.conftest import MakeDatabase
+from tests.processes import wait_for
+from tests.sending.conftest import hearing
+
+KEY: Final = "invoice:1"
+#: A lease that a test can outwait, s.
+LEASE: Final = 2
+
+KINDS: Final = ["sqlite", "sqlite-immediate", "postgres"]
+
+
+@pytest.fixture(params=KINDS)
+def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
+    """The alias of each kind of database in turn."""
+    return make_database(request.param)
+
+
+def record_of(alias: str, key: str = KEY) -> Any:
+    """Return the record of a key, with the database's time as ``now``."""
+    return IdempotencyRecord.objects.using(alias).annotate(now=Now()).get(key=key)
+
+
+def result_of_repeat(alias: str) -> Any:
+    """Return what a repeat gets."""
+    with idempotent(KEY, using=alias) as claim:
+        assert not claim
+        return claim.result
+
+
+# The body's own transaction.
+
+
+def test_finish_commits_with_the_body(alias: str) -> None:
+    """In atomic() the body's rows and the record are there together, and not before."""
+    with idempotent(KEY, using=alias) as claim, hearing(claim_finished) as ends:
+        with transaction.atomic(using=alias):
+            Person.everyone.using(alias).create(pk=1)
+            claim.finish("stored")
+        assert record_of(alias).state == IdempotencyRecord.State.DONE
+        # Told when it is certain.
+        assert ends == []
+    assert Person.everyone.using(alias).count() == 1
+    assert result_of_repeat(alias) == "stored"
+
+
+def test_finish_in_a_decorated_function_commits_with_it(alias: str) -> None:
+    """current_claim() finishes in the function's own transaction, and that is the result."""
+
+    @idempotent("{number}", using=alias)
+    def order(number: int) -> str:
+        with transaction.atomic(using=alias):
+            Person.everyone.using(alias).create(pk=number)
+            current_claim().finish("stored")
+        return "returned"
+
+    assert [order(1), order(1)] == ["returned", "stored"]
+    assert Person.everyone.using(alias).count() == 1
+
+
+def test_an_error_rolls_back_both(alias: str) -> None:
+    """An error that leaves atomic() and the block takes back the rows and the record's end."""
+    with (
+        hearing(claim_failed) as failures,
+        hearing(claim_finished) as ends,
+        pytest.raises(ValueError, match="no"),
+        idempotent(KEY, using=alias) as claim,
+        transaction.atomic(using=alias),
+    ):
+        Person.everyone.using(alias).create(pk=1)
+        claim.finish("stored")
+        raise ValueError("no")
+    assert not Person.everyone.using(alias).exists()
+    assert (len(failures), ends) == (1, [])
+    assert record_of(alias).state == IdempotencyRecord.State.FAILED
+    with idempotent(KEY, using=alias) as claim:
+        assert claim
+
+
+@pytest.mark.parametrize("savepoint", [False, True])
+def test_a_rollback_that_is_hidden_is_an_error(savepoint: bool, alias: str) -> None:
+    """If the error does not leave the block, nobody would know that it counts as not done."""
+    with (
+        hearing(claim_failed) as failures,
+        hearing(claim_finished) as ends,
+        pytest.raises(IdempotencyError, match="was rolled back, and counts as not done"),
+        idempotent(KEY, using=alias) as claim,
+    ):
+        if savepoint:
+            with transaction.atomic(using=alias):
+                finish_and_roll_back(claim, alias)
+        else:
+            finish_and_roll_back(claim, alias)
+    assert (len(failures), ends) == (1, [])
+    assert record_of(alias).state == IdempotencyRecord.State.FAILED
+    assert not Person.everyone.using(alias).exists()
+    with idempotent(KEY, using=alias) as claim:
+        assert claim
+
+
+def finish_and_roll_back(claim: Any, alias: str) -> None:
+    """Finish in atomic(), and swallow the error that rolls it back."""
+    with pytest.raises(ValueError, match="swallowed"), transaction.atomic(using=alias):
+        Person.everyone.using(alias).create(pk=1)
+        claim.finish("stored")
+        raise ValueError("swallowed")
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_lost_claim_rolls_the_body_back(is_gone: bool, alias: str) -> None:
+    """ClaimLost leaves atomic(), so what the body wrote there is not written twice."""
+    with (
+        pytest.raises(ClaimLost),
+        idempotent(KEY, using=alias) as claim,
+        transaction.atomic(using=alias),
+    ):
+        Person.everyone.using(alias).create(pk=1)
+        records = IdempotencyRecord.objects.using(alias)
+        if is_gone:
+            records.all().delete()
+        else:
+            records.update(token="another's")
+        claim.finish("stored")
+    assert not Person.everyone.using(alias).exists()
+
+
+def test_a_transaction_elsewhere_decides_nothing(alias: str, make_database: MakeDatabase) -> None:
+    """In atomic() of another database it is finished at once, whatever becomes of that."""
+    other = make_database("sqlite")
+    with (
+        pytest.raises(ValueError, match="no"),
+        transaction.atomic(using=other),
+        idempotent(KEY, using=alias) as claim,
+    ):
+        claim.finish("stored")
+        raise ValueError("no")
+    assert result_of_repeat(alias) == "stored"
+
+
+def test_inside_a_transaction_it_is_refused(alias: str) -> None:
+    """In atomic() nobody else would see the claim; nothing is done, and nothing noted."""
+    with transaction.atomic(using=alias):
+        with (
+            pytest.raises(WrongTransaction, match="inside a transaction"),
+            idempotent(KEY, using=alias),
+        ):
+            pytest.fail("the block ran")
+        with pytest.raises(WrongTransaction):
+            idempotent(using=alias)(lambda: pytest.fail("the body ran"))()
+    assert not IdempotencyRecord.objects.using(alias).exists()
+
+
+def test_without_autocommit_it_is_refused(postgres_alias: str) -> None:
+    """With autocommit off the claim would not be committed either."""
+    connection = connections[postgres_alias]
+    connection.set_autocommit(False)
+    try:
+        with (
+            pytest.raises(WrongTransaction, match="autocommit is off"),
+            idempotent(KEY, using=postgres_alias),
+        ):
+            pytest.fail("the block ran")
+    finally:
+        connection.rollback()
+        connection.set_autocommit(True)
+
+
+# What is asked of the database.
+
+
+def test_queries_are_few(alias: str) -> None:
+    """A first time takes a look, a claim, a look and an end; a repeat takes one look."""
+    connection = connections[alias]
+    connection.ensure_connection()
+    counts = []
+    for _ in range(3):
+        with CaptureQueriesContext(connection) as queries:
+            idempotent("{number}", using=alias)(double)(1)
+        asked = [query["sql"].split()[0] for query in queries.captured_queries]
+        counts.append([word for word in asked if word not in ("BEGIN", "COMMIT", "PRAGMA")])
+    assert counts == [["SELECT", "INSERT", "SELECT", "UPDATE"], ["SELECT"], ["SELECT"]]
+
+
+def double(number: int) -> int:
+    """Return twice the number."""
+    return 2 * number
+
+
+def test_a_record_that_is_free_is_claimed_by_one_write(alias: str) -> None:
+    """After a failure it takes a look, a claim and an end."""
+    with pytest.raises(ValueError, match="no"), idempotent(KEY, using=alias):
+        raise ValueError("no")
+    with CaptureQueriesContext(connections[alias]) as queries, idempotent(KEY, using=alias):
+        pass
+    asked = [query["sql"].split()[0] for query in queries.captured_queries]
+    assert [word for word in asked if word != "PRAGMA"] == ["SELECT", "UPDATE", "UPDATE"]
+
+
+def test_records_are_where_the_router_writes(
+    make_database: MakeDatabase, settings: Settings
+) -> None:
+    """With a router that reads from a replica, claims look at the writer, and ``using`` wins."""
+    writer, replica = make_database("sqlite"), make_database("sqlite")
+
+    class Router:
+        def db_for_read(self, model: object, **hints: object) -> str:
+            return replica
+
+        def db_for_write(self, model: object, **hints: object) -> str:
+            return writer
+
+    settings.DATABASE_ROUTERS = [Router()]
+    with idempotent(KEY) as claim:
+        claim.finish(1)
+    with idempotent(KEY) as claim:
+        assert (bool(claim), claim.result) == (False, 1)
+    with idempotent(KEY, using=replica) as claim:
+        assert claim
+    for alias in (writer, replica):
+        assert IdempotencyRecord.objects.using(alias).count() == 1
+
+
+# Renewal.
+
+
+def test_long_work_keeps_its_claim(alias: str) -> None:
+    """The lease is renewed for as long as the block runs; then nobody renews it any more."""
+    with idempotent(KEY, using=alias, timeout=LEASE) as claim:
+        assert claim
+        first: datetime = record_of(alias).ends_at
+        wait_for(lambda: record_of(alias).now > first, 30, "the first lease did not end")
+        claim.ensure()
+        with pytest.raises(AlreadyClaimed):
+            # In an empty Context, as code outside of the block.
+            Context().run(result_of_repeat, alias)
+        claim.finish(1)
+    assert result_of_repeat(alias) == 1
+
+
+def test_what_was_finished_is_renewed_no_more(
+    alias: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After finish() the block may go on for longer than the lease, and nothing was lost."""
+    asked: list[str] = []
+    extend = RecordStore.extend
+
+    def watched(self: RecordStore, renewals: Any, within: float | None = None) -> list[bool]:
+        asked.extend(renewal.name for renewal in renewals)
+        return extend(self, renewals, within)
+
+    monkeypatch.setattr(RecordStore, "extend", watched)
+    with (
+        hearing(claim_finished, claim_failed, claim_lost) as told,
+        idempotent(KEY, using=alias, timeout=LEASE) as claim,
+    ):
+        claim.finish("stored")
+        asked.clear()
+        wait_for(lambda: record_of(alias).now > record_of(alias).ends_at, 30)
+    assert asked == []
+    assert [event["signal"] for event in told] == [claim_finished]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+    assert result_of_repeat(alias) == "stored"
+
+
+def is_renewing_thread() -> bool:
+    """Tell whether it is the thread that renews leases that asks."""
+    return threading.current_thread().name == "django_celery_safe leases"
+
+
+def test_a_renewal_that_comes_as_the_work_is_done_loses_nothing(
+    alias: str, make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that finds the record done, before its holder could tell it, reports no loss."""
+    other = make_database("sqlite")
+    looked = threading.Event()
+    peek = RecordStore.peek
+
+    def watched(self: RecordStore, name: str) -> Any:
+        found = peek(self, name)
+        if is_renewing_thread():
+            looked.set()
+        return found
+
+    def stay_done(run: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        answer = run(sql, params, many, context)
+        if sql.startswith("UPDATE") and not is_renewing_thread():
+            assert looked.wait(60)
+        return answer
+
+    monkeypatch.setattr(RecordStore, "peek", watched)
+    with (
+        hearing(claim_finished, claim_failed, claim_lost) as told,
+        idempotent("other", using=other, timeout=LEASE),
+    ):
+        with idempotent(KEY, using=alias, timeout=LEASE) as claim:
+            with connections[alias].execute_wrapper(stay_done):
+                claim.finish("stored")
+            # The thread goes on when all that it had to say of the first is said.
+            first: datetime = record_of(other, "other").ends_at
+            wait_for(lambda: record_of(other, "other").ends_at > first, 30)
+        assert [event["signal"] for event in told] == [claim_finished]
+    assert result_of_repeat(alias) == "stored"
+
+
+def test_a_transaction_that_begins_during_a_renewal_holds_up_no_other_lease(
+    make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is finished while the thread asks for others is not asked for: it would wait there."""
+    aliases = [make_database("postgres"), make_database("postgres")]
+    asked: list[str] = []
+    may_go_on = threading.Event()
+    extend = RecordStore.extend
+
+    def late(self: RecordStore, renewals: Any, within: float | None = None) -> list[bool]:
+        asked.append(self.alias)
+        assert may_go_on.wait(60)
+        return extend(self, renewals, within)
+
+    monkeypatch.setattr(RecordStore, "extend", late)
+    with (
+        idempotent(KEY, using=aliases[0], timeout=LEASE + 1) as first,
+        idempotent(KEY, using=aliases[1], timeout=LEASE + 1) as second,
+    ):
+        claims = dict(zip(aliases, (first, second), strict=True))
+        wait_for(lambda: asked, 30, "nothing was renewed")
+        # Both are due: the thread asks for the other one next.
+        (alias,) = asked
+        (other,) = set(aliases) - {alias}
+        try:
+            with transaction.atomic(using=other):
+                claims[other].finish("stored")
+                may_go_on.set()
+                wait_for(lambda: asked.count(alias) >= 2, 60, "the thread waits")
+        finally:
+            may_go_on.set()
+        assert set(asked) == {alias}
+        claims[alias].ensure()
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_a_long_transaction_holds_up_no_other_lease(
+    kind: Any, is_finished: bool, make_database: MakeDatabase
+) -> None:
+    """While the body's transaction is open, before or after finish(), others are renewed."""
+    alias, other = make_database(kind), make_database("sqlite")
+    others = IdempotencyRecord.objects.using(other)
+    with (
+        idempotent("other", using=other, timeout=LEASE) as bystander,
+        idempotent(KEY, using=alias, timeout=LEASE) as claim,
+        transaction.atomic(using=alias),
+    ):
+        assert bystander
+        assert claim
+        Person.everyone.using(alias).create(pk=1)
+        if is_finished:
+            claim.finish("stored")
+        began = record_of(other, "other").now
+        wait_for(
+            lambda: (
+                (
+                    # Nobody could have claimed it at any time.
+                    not others.free().exists() or pytest.fail("the other lease ended")
+                )
+                and (record_of(other, "other").now - began).total_seconds() > 2 * LEASE
+            ),
+            60,
+        )
+        bystander.ensure()
+    assert Person.everyone.using(alias).count() == 1
+    assert result_of_repeat(alias) == ("stored" if is_finished else None)
+
+
+# What happens between the look at the record and the claim.
+
+FIRST: Final = "0123456789abcdef" * 2
+SECOND: Final = FIRST[::-1]
+LONG: Final = timedelta(minutes=1)
+
+
+def add(records: Any, left: timedelta) -> None:
+    """Let the first have the record."""
+    records.create(
+        key=KEY,
+        state=IdempotencyRecord.State.RUNNING,
+        token=FIRST,
+        holder="{}",
+        claimed_at=Now(),
+        ends_at=Now() + left,
+    )
+
+
+def renew(records: Any) -> None:
+    """Let the first, whose lease had ended, renew it after all."""
+    assert records.all().extend(FIRST, LONG)
+
+
+def finish(records: Any) -> None:
+    """Let the first finish after all."""
+    assert records.all().finish(FIRST, '"stored"', LONG)
+
+
+def follow(records: Any) -> None:
+    """Let a second claim it."""
+    assert records.all().try_claim(SECOND, LONG, holder="{}", digest="", claims=2)
+
+
+def follow_and_fail(records: Any) -> None:
+    """Let a second claim it, and fail."""
+    follow(records)
+    assert records.all().fail(SECOND, "no", LONG)
+
+
+def forget(records: Any) -> None:
+    """Let somebody delete the record."""
+    records.all().delete()
+
+
+def add_first(records: Any) -> None:
+    """Let the first claim it before us."""
+    add(records, LONG)
+
+
+def add_and_finish(records: Any) -> None:
+    """Let the first do it before us."""
+    add(records, LONG)
+    finish(records)
+
+
+@pytest.mark.parametrize(
+    ("step", "ending"),
+    [
+        (renew, "claimed"), (finish, "stored"), (follow, "claimed"), (follow_and_fail, 3),
+        (forget, 1), (add_first, "claimed"), (add_and_finish, "stored"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_a_step_of_another_comes_first(
+    kind: Any, step: Callable[[Any], None], ending: Any, make_database: MakeDatabase
+) -> None:
+    """Whatever another does after our look, our claim goes by what is there then."""
+    alias = make_database(kind)
+    records = IdempotencyRecord.objects.using(alias)
+    is_new = step in (add_first, add_and_finish)
+    if not is_new:
+        add(records, -LONG)
+    steps = [step]
+
+    def interrupt(run: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        if steps and sql.startswith("INSERT" if is_new else "UPDATE"):
+            elsewhere = threading.Thread(target=take, args=(steps.pop(), alias))
+            elsewhere.start()
+            elsewhere.join()
+        return run(sql, params, many, context)
+
+    with connections[alias].execute_wrapper(interrupt):
+        if ending == "claimed":
+            with pytest.raises(AlreadyClaimed), idempotent(KEY, using=alias):
+                pytest.fail("the block ran")
+        elif ending == "stored":
+            assert result_of_repeat(alias) == "stored"
+        else:
+            with idempotent(KEY, using=alias) as claim:
+                assert claim
+            assert record_of(alias).claims == ending
+    assert steps == []
+
+
+def take(step: Callable[[Any], None], alias: str) -> None:
+    """Take a step on another connection."""
+    try:
+        step(IdempotencyRecord.objects.using(alias))
+    finally:
+        connections[alias].close()

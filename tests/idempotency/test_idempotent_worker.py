@@ -1,0 +1,209 @@
+"""
+Idempotent tasks on a real worker, with a visibility timeout of 3 s and a lease of 6 s.
+
+All stories happen at the same time, whichever test comes first. The messages of each
+id are counted at the broker all the time.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.db import connections
+from django.test import override_settings
+
+from django_celery_safe.conf import DEFAULTS
+from django_celery_safe.models import DatabaseLock, IdempotencyRecord
+from tests.app.celery import app
+from tests.app.models import Person
+from tests.conftest import REDIS_BACKENDS, _forget_first_use, require
+from tests.idempotency import tasks
+from tests.processes import CeleryWorker
+from tests.sending.conftest import connections_of_this_module
+from tests.servers import PostgresServer, RedisServer, ServerPool
+from tests.servers.databases import Databases
+from tests.worker.rooms import Room
+from tests.worker.test_own_copy import PATIENCE, VISIBILITY_TIMEOUT, Broker
+
+__all__ = ["connections_of_this_module"]
+
+LOCK_TIMEOUT = DEFAULTS["LOCK_TIMEOUT"]
+
+if TYPE_CHECKING:
+    from pytest_django import DjangoDbBlocker
+
+
+class Delivery:
+    """A task that was sent into a room of its own, once or more."""
+
+    def __init__(self, task: Any, folder: Path) -> None:
+        folder.mkdir()
+        self.room = Room(folder)
+        self.task = task
+        self.id = self.send()
+
+    def send(self) -> str:
+        """Send it, as a message of its own; return that one's id."""
+        # Not the result: the last test keeps its fixtures until the servers are gone.
+        return str(self.task.delay(self.room.path).id)
+
+    def until_it_runs(self) -> int:
+        """Wait until it runs; return the id of its process."""
+        self.room.until(self.room.runs, "the task did not start")
+        return int(self.room.runs()[0]["pid"])
+
+
+def result_of(task_id: str) -> Any:
+    """Wait for the end of a task and return its result."""
+    return app.AsyncResult(task_id).get(timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def shop(
+    servers: ServerPool,
+    _databases: Databases,
+    tmp_path_factory: pytest.TempPathFactory,
+    django_db_blocker: "DjangoDbBlocker",
+) -> Iterator[str]:
+    """The alias, here, of what is the worker's default database."""
+    require(servers, PostgresServer)
+    with (
+        django_db_blocker.unblock(),
+        _databases.alias("postgres", tmp_path_factory.mktemp("shop")) as alias,
+    ):
+        yield alias
+
+
+@pytest.fixture(scope="module")
+def worker(redis_server: RedisServer, shop: str) -> Iterator[CeleryWorker]:
+    """A worker whose broker looks for unacknowledged messages twice a second."""
+    redis_server.flush()
+    database = connections.settings[shop]
+    broker = {
+        "broker_url": redis_server.database_url(1),
+        "result_backend": redis_server.database_url(2),
+        "broker_transport_options": {
+            "visibility_timeout": VISIBILITY_TIMEOUT,
+            "unacked_restore_interval": 0.5,
+            "unacked_restore_throttle": 1,
+        },
+    }
+    caches = {"default": {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": redis_server.url}}
+    settings = {
+        "CACHES": caches,
+        "DATABASES": {
+            "default": {name: database[name] for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")}
+        },
+        **{f"CELERY_{name.upper()}": value for name, value in broker.items()},
+    }
+    with override_settings(CACHES=caches):
+        _forget_first_use()
+        app.conf.update(broker)
+        with CeleryWorker(
+            "tests.idempotency.worker_app", concurrency=6, settings=settings
+        ) as worker:
+            yield worker
+        app.conf.update(broker_transport_options={})
+
+
+@pytest.fixture(scope="module")
+def broker(worker: CeleryWorker, redis_server: RedisServer) -> Iterator[Broker]:
+    """The broker, watched from before the first send."""
+    with Broker(redis_server) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def live(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> tuple[Delivery, str]:
+    """A task that runs for several times the visibility timeout, and was sent once more."""
+    delivery = Delivery(tasks.staying, tmp_path_factory.mktemp("live") / "room")
+    delivery.until_it_runs()
+    return delivery, delivery.send()
+
+
+@pytest.fixture(scope="module")
+def dead(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Delivery:
+    """A task whose process is killed while it runs."""
+    delivery = Delivery(tasks.staying, tmp_path_factory.mktemp("dead") / "room")
+    os.kill(delivery.until_it_runs(), signal.SIGKILL)
+    delivery.room.open()
+    return delivery
+
+
+@pytest.fixture(scope="module")
+def open_end(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Delivery:
+    """A task that is killed between finish() and the commit of its transaction."""
+    delivery = Delivery(tasks.writing, tmp_path_factory.mktemp("open_end") / "room")
+    os.kill(delivery.until_it_runs(), signal.SIGKILL)
+    delivery.room.open()
+    return delivery
+
+
+@pytest.fixture(autouse=True)
+def _all_at_once(live: object, dead: object, open_end: object) -> None:
+    """Let the stories happen at the same time, whichever test comes first."""
+
+
+def test_a_live_holder(live: tuple[Delivery, str], broker: Broker, shop: str) -> None:
+    """Delivered again and again while it runs, it is done once, and all get its result."""
+    delivery, second = live
+    room = delivery.room
+    for task_id in (delivery.id, second):
+        room.until(lambda: room.tries(task_id) >= 4, "it was not delivered again", PATIENCE)  # noqa: B023
+        assert broker.count()[task_id] in {1, 2}
+    assert len(room.runs()) == 1
+    room.open()
+    for task_id in (delivery.id, second):
+        assert result_of(task_id) == [delivery.id, 0]
+        room.until(lambda: not broker.count()[task_id], "messages are left over", PATIENCE)  # noqa: B023
+        assert broker.highest[task_id] <= 2
+    assert len(room.runs()) == 1
+    assert broker.samples > 100
+    # One that comes much later, too.
+    assert result_of(delivery.send()) == [delivery.id, 0]
+    notes = DatabaseLock.objects.using(shop)
+    room.until(lambda: not notes.filter(key__contains=delivery.id).exists(), "notes are left over")
+
+
+def test_a_dead_holder(dead: Delivery, broker: Broker) -> None:
+    """What a killed process was doing is done by a redelivery when the lease is over."""
+    room = dead.room
+    assert result_of(dead.id) == [dead.id, 0]
+    first, second = room.runs()
+    waited = (second["at_ns"] - first["at_ns"]) / 1e9
+    # It was killed at its start, so the lease had nearly all to go.
+    assert tasks.LEASE - 1 < waited < tasks.LEASE + 4 * VISIBILITY_TIMEOUT
+    room.until(lambda: not broker.count()[dead.id], "messages are left over", PATIENCE)
+    assert room.gauge.violations() == []
+    assert broker.highest[dead.id] <= 2
+
+
+def test_a_holder_killed_before_its_commit(open_end: Delivery, broker: Broker, shop: str) -> None:
+    """What was written and finished in one transaction is there once."""
+    room = open_end.room
+    assert result_of(open_end.id) in ([open_end.id, 0], "written")
+    room.until(lambda: not broker.count()[open_end.id], "messages are left over", PATIENCE)
+    assert len(room.runs()) == 2
+    assert Person.everyone.using(shop).filter(email="written@example.org").count() == 1
+    assert result_of(open_end.send()) == "written"
+
+
+@pytest.mark.parametrize("task", [tasks.repeating, tasks.reconnecting], ids=lambda task: task.name)
+def test_a_retry_comes_back_and_does_it(
+    task: Any, broker: Broker, shop: str, tmp_path: Path
+) -> None:
+    """Neither self.retry nor autoretry waits for the lease of the run that sent it."""
+    sent_at = time.monotonic()
+    delivery = Delivery(task, tmp_path / "room")
+    assert result_of(delivery.id) == 2
+    assert time.monotonic() - sent_at < LOCK_TIMEOUT / 2
+    assert [run["retries"] for run in delivery.room.runs()] == [0, 1, 2]
+    assert result_of(delivery.send()) == 2
+    assert len(delivery.room.runs()) == 3
+    records = IdempotencyRecord.objects.using(shop)
+    record = records.get(holder__contains=delivery.id)
+    assert (record.state, record.claims) == ("done", 3)

@@ -1,0 +1,197 @@
+"""What stays behind when a soft time limit, an error or a change of settings hits in between."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded
+from django.core.cache.backends.locmem import LocMemCache
+from django.test import override_settings
+from pytest_django import Settings
+
+from django_celery_safe import LockBackendError, LockError, cache_lock, find_lock
+from django_celery_safe.locks import lease, stores
+from django_celery_safe.locks.stores import local
+from django_celery_safe.locks.stores.local import LocalStore
+from django_celery_safe.signals import lock_acquired
+from tests.servers import RedisServer
+
+
+class InterruptedCache(LocMemCache):
+    """Chooses InterruptedStore."""
+
+
+class InterruptedStore(LocalStore):
+    """Does what it is asked, or does not, and then raises: once for each method named."""
+
+    before: dict[str, BaseException] = {}
+    after: dict[str, BaseException] = {}
+
+    def acquire(self, *args: Any, **options: Any) -> Any:
+        """Acquire."""
+        return self._interrupted("acquire", lambda: LocalStore.acquire(self, *args, **options))
+
+    def release(self, *args: Any, **options: Any) -> Any:
+        """Release."""
+        return self._interrupted("release", lambda: LocalStore.release(self, *args, **options))
+
+    def extend(self, *args: Any, **options: Any) -> Any:
+        """Extend."""
+        return self._interrupted("extend", lambda: LocalStore.extend(self, *args, **options))
+
+    def _interrupted(self, name: str, do: Callable[[], Any]) -> Any:
+        if (error := self.before.pop(name, None)) is not None:
+            raise error
+        answer = do()
+        if (error := self.after.pop(name, None)) is not None:
+            raise error
+        return answer
+
+
+@pytest.fixture
+def store(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[InterruptedStore]]:
+    """The store in which the locks of this test live."""
+    path = f"{__name__}.InterruptedCache"
+
+    def make(alias: str, cache: object) -> InterruptedStore:
+        return InterruptedStore(alias, "interrupted")
+
+    monkeypatch.setitem(stores._MAKERS, path, make)
+    settings.CACHES = {"default": {"BACKEND": path, "LOCATION": "interrupted"}}
+    yield InterruptedStore
+    InterruptedStore.before.clear()
+    InterruptedStore.after.clear()
+    local.clear()
+
+
+def test_an_interrupted_acquisition_is_given_back(store: type[InterruptedStore]) -> None:
+    """A time limit that hits when the store has the lock already leaves it free."""
+    store.after["acquire"] = SoftTimeLimitExceeded()
+    with pytest.raises(SoftTimeLimitExceeded):
+        cache_lock("free").acquire()
+    assert find_lock("free") is None
+
+
+def test_an_interrupted_block_begins_with_nothing_held(store: type[InterruptedStore]) -> None:
+    """An error between the acquisition and the block gives the lock back."""
+
+    def interrupt(**fields: object) -> None:
+        raise KeyboardInterrupt
+
+    lock_acquired.connect(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt), cache_lock("free"):
+            pytest.fail("the block ran")
+    finally:
+        lock_acquired.disconnect(interrupt)
+    assert find_lock("free") is None
+
+
+def test_an_interrupted_release_is_repeated(store: type[InterruptedStore]) -> None:
+    """A time limit that hits before the store got the release does not keep the lock."""
+    lock = cache_lock("free")
+    assert lock.acquire()
+    store.before["release"] = SoftTimeLimitExceeded()
+    with pytest.raises(SoftTimeLimitExceeded):
+        lock.release()
+    assert find_lock("free") is None
+
+
+def test_a_lock_without_a_thread_to_renew_it_is_given_back(
+    store: type[InterruptedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system has no thread left the error says so, and nobody holds the lock."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "_renewer", lease.Renewer())
+        patch.setattr(threading.Thread, "start", start)
+        lock = cache_lock("free")
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            lock.acquire()
+        assert not lock.held
+        assert find_lock("free") is None
+
+
+def test_a_shorter_lease_whose_answer_was_lost_is_renewed_in_time(
+    store: type[InterruptedStore],
+) -> None:
+    """When the answer to extend() gets lost, the lock is kept, whichever length its lease has."""
+    with cache_lock("kept", timeout=30) as lock:
+        store.after["extend"] = LockBackendError("here", "extend", "cut off")
+        with pytest.raises(LockBackendError):
+            lock.extend(0.9)
+        token = lock.token
+        time.sleep(1.5)
+        found = find_lock("kept")
+        assert found is not None
+        assert found.token == token
+        assert lock.held
+
+
+def test_the_thread_outlives_a_log_filter_that_raises(
+    store: type[InterruptedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where not even the error can be logged, locks are renewed nevertheless."""
+
+    def refuse(record: logging.LogRecord) -> bool:
+        raise RuntimeError("no logs today")
+
+    take_turn, met = lease.Renewer._take_turn, threading.Event()
+
+    def stumble(self: lease.Renewer) -> None:
+        if not met.is_set():
+            met.set()
+            raise RuntimeError("a fault")
+        take_turn(self)
+
+    lease.logger.addFilter(refuse)
+    try:
+        with cache_lock("before", timeout=0.3):
+            monkeypatch.setattr(lease.Renewer, "_take_turn", stumble)
+            assert met.wait(5)
+        with cache_lock("kept", timeout=0.4) as lock:
+            time.sleep(1.2)
+            assert lock.held
+    finally:
+        lease.logger.removeFilter(refuse)
+
+
+def test_the_bodys_error_outlives_a_release_by_the_wrong_thread(
+    store: type[InterruptedStore],
+) -> None:
+    """A block that ends in another thread shows its own error, if it has one."""
+    with ThreadPoolExecutor(1) as other, cache_lock("elsewhere") as lock:
+        error = ValueError("the body's own")
+        assert other.submit(lock.__exit__, ValueError, error, None).result() is None
+    with (
+        ThreadPoolExecutor(1) as other,
+        cache_lock("elsewhere, no error") as lock,
+        pytest.raises(LockError, match="by another thread"),
+    ):
+        other.submit(lock.__exit__, None, None, None).result()
+
+
+def test_a_lock_stays_where_it_was_taken(fragile_redis: RedisServer) -> None:
+    """Settings that change while a lock is held change nothing for that lock."""
+    memory = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
+    lock = cache_lock("moved", timeout=10)
+    assert lock.acquire()
+    with override_settings(CACHES=memory):
+        assert find_lock("moved") is None
+        lock.ensure()
+        lock.extend(60)
+    found = find_lock("moved")
+    assert found is not None
+    assert found.token == lock.token
+    assert found.remaining is not None
+    assert found.remaining > 30
+    with override_settings(CACHES=memory):
+        assert lock.release()
+    assert find_lock("moved") is None

@@ -1,0 +1,135 @@
+"""What stands in the queues of a private broker, Redis or RabbitMQ, read without Celery."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import amqp
+from celery.result import ResultBase
+from kombu.compression import decompress
+
+from tests.sending.published import BROKER_DATABASE, UUID, Published, take_published
+from tests.servers import RabbitMQServer, RedisServer
+
+#: Ids of tasks, and the token of a lock of the send.
+ID = re.compile(f"{UUID.pattern}|\\b[0-9a-f]{{32}}\\b")
+
+#: What is new with each publication, or says how many are left in the queue.
+NEW = ("delivery_tag", "message_count")
+
+
+class Queues(Protocol):
+    """The queues of one broker."""
+
+    #: As the tests' parameter.
+    kind: str
+    url: str
+    #: Of kombu, so that what was published is in its queue when the publication returns.
+    transport_options: dict[str, Any]
+
+    def take(self, *names: str) -> list[Published]:
+        """Take the messages out of these queues, oldest first in each."""
+
+    def forget(self, queues: Iterable[str], exchanges: Iterable[str]) -> None:
+        """Remove queues and exchanges, with all that is bound to them."""
+
+
+class RedisQueues:
+    """Queues of the private Redis; all are taken, whatever their names."""
+
+    kind = "redis"
+
+    def __init__(self, server: RedisServer, database: int = BROKER_DATABASE) -> None:
+        self.server, self.database = server, database
+        self.url = server.database_url(database)
+        self.transport_options: dict[str, Any] = {}
+
+    def take(self, *names: str) -> list[Published]:
+        """Take all messages."""
+        return [
+            Published(**{**vars(one), "properties": without(one.properties, NEW)})
+            for one in take_published(self.server, self.database)
+        ]
+
+    def forget(self, queues: Iterable[str], exchanges: Iterable[str]) -> None:
+        """Remove all."""
+        with self.server.client(db=self.database) as client:
+            client.flushdb()
+
+
+class RabbitMQQueues:
+    """Queues of the private RabbitMQ."""
+
+    kind = "rabbitmq"
+
+    def __init__(self, server: RabbitMQServer) -> None:
+        self.server = server
+        self.url = server.url
+        self.transport_options: dict[str, Any] = {"confirm_publish": True}
+
+    def take(self, *names: str) -> list[Published]:
+        """Take the messages out of these queues; one that does not exist has none."""
+        with self.connected() as connection:
+            return [message for name in names for message in _get_all(connection, name)]
+
+    def forget(self, queues: Iterable[str], exchanges: Iterable[str]) -> None:
+        """Remove queues and exchanges, if they are there."""
+        with self.connected() as connection:
+            for queue in queues:
+                connection.channel().queue_delete(queue)
+            for exchange in exchanges:
+                connection.channel().exchange_delete(exchange)
+
+    @contextmanager
+    def connected(self) -> Iterator[Any]:
+        """Connect."""
+        with amqp.Connection(f"{self.server.host}:{self.server.port}") as connection:
+            yield connection
+
+
+def _get_all(connection: Any, name: str) -> Iterator[Published]:
+    channel = connection.channel()
+    channel.auto_decode = False
+    while True:
+        try:
+            message = channel.basic_get(name, no_ack=True)
+        except amqp.NotFound:
+            return
+        if message is None:
+            return
+        properties = dict(message.properties)
+        yield Published(
+            queue=name,
+            headers=properties.pop("application_headers", {}),
+            content_type=properties.pop("content_type"),
+            content_encoding=properties.pop("content_encoding"),
+            properties={**properties, "delivery_info": without(message.delivery_info, NEW)},
+            data=bytes(message.body),
+        )
+
+
+def without(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return a copy without some of the keys."""
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def plain_data(message: Published) -> bytes:
+    """Return the body as serialized, not compressed."""
+    kind = message.headers.get("compression")
+    data: bytes = message.data if kind is None else decompress(message.data, kind)
+    return data
+
+
+def comparable(messages: Iterable[Published], result: ResultBase | None = None) -> Any:
+    """Return all about messages and the ids of their result as data, ids numbered in order."""
+    parts = [
+        {**vars(message), "data": plain_data(message).decode("latin-1")} for message in messages
+    ]
+    announced = None if result is None else result.as_tuple()
+    text = json.dumps([announced, parts], default=lambda value: f"{type(value)} {value!r}")
+    numbers: dict[str, str] = {}
+    return json.loads(
+        ID.sub(lambda found: numbers.setdefault(found[0], f"id {len(numbers)}"), text)
+    )

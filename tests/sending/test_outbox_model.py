@@ -1,0 +1,360 @@
+"""The table of the outbox: its states, the steps between them, and what two never both get."""
+
+import threading
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+from django.db.models.functions import Now
+from model_bakery import baker
+
+from django_celery_safe.models import OutboxMessage, OutboxMessages, OutboxRelay
+from tests.conftest import MakeDatabase
+from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
+
+TABLE = OutboxMessage._meta.db_table
+MINUTE = timedelta(minutes=1)
+SECOND = timedelta(seconds=1)
+
+
+@pytest.fixture(params=["postgres", "sqlite-immediate"])
+def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
+    """The alias of a database of each kind."""
+    return make_database(request.param)
+
+
+def table(alias: str) -> OutboxMessages:
+    """Return all rows of a database."""
+    return OutboxMessage.objects.using(alias)
+
+
+def make(alias: str, number: int = 1, **moments: timedelta) -> list[int]:
+    """Make equal rows with these moments, from now by the database's clock; return their keys."""
+    made = baker.make(OutboxMessage, number, _using=alias, _bulk_create=True, due_at=None)
+    keys = [row.pk for row in made]
+    table(alias).filter(pk__in=keys).update(
+        **{name: Now() + delta for name, delta in moments.items()}
+    )
+    return keys
+
+
+def keys(rows: Any) -> list[int]:
+    """Return the keys of rows, in their order."""
+    return [row.pk for row in rows]
+
+
+def due_in(alias: str, key: int) -> float | None:
+    """Return in how many seconds a row is due, by the database's clock."""
+    row: Any = table(alias).annotate(asked_at=Now()).get(pk=key)
+    return None if row.due_at is None else float((row.due_at - row.asked_at).total_seconds())
+
+
+def in_about(seconds: float) -> Any:
+    """Return what is equal to this many seconds, less what a slow test takes."""
+    return pytest.approx(seconds - 2, abs=2.1)
+
+
+def one_of_each(alias: str) -> dict[str, int]:
+    """Make a row in each state; return their keys."""
+    (late,), (early,) = make(alias, due_at=-MINUTE), make(alias, due_at=-2 * MINUTE)
+    (waiting,) = make(alias, due_at=MINUTE)
+    (dead,), (sent,) = make(alias, dead_at=-MINUTE), make(alias, sent_at=-MINUTE)
+    return {"late": late, "early": early, "waiting": waiting, "dead": dead, "sent": sent}
+
+
+# States.
+
+
+def test_each_row_is_in_one_state(alias: str) -> None:
+    """Pending, dead or sent; due are the pending ones whose time has come, longest wait first."""
+    row = one_of_each(alias)
+    rows = table(alias)
+    assert set(keys(rows.pending())) == {row["late"], row["early"], row["waiting"]}
+    assert keys(rows.due()) == [row["early"], row["late"]]
+    assert keys(rows.dead()) == [row["dead"]]
+    assert keys(rows.sent()) == [row["sent"]]
+    assert set(keys(rows.unsent())) == set(row.values()) - {row["sent"]}
+    assert keys(rows.older(SECOND)) == [row["sent"]]
+    assert keys(rows.older(2 * MINUTE)) == []
+
+
+def test_states_go_with_other_conditions(alias: str) -> None:
+    """They are queryset methods, so they can follow a filter, and be followed by one."""
+    row = one_of_each(alias)
+    chosen = table(alias).filter(pk=row["late"])
+    assert keys(chosen.due()) == keys(table(alias).due().filter(pk=row["late"])) == [row["late"]]
+    assert keys(chosen.dead()) == []
+
+
+def test_a_row_shows_no_argument() -> None:
+    """What is printed of it is the task's name and id."""
+    row = OutboxMessage(task="shop.pay", task_id="7", body=b"secret", properties="secret")
+    assert str(row) == "shop.pay[7]"
+    assert repr(row) == "<OutboxMessage: shop.pay[7]>"
+    assert str(OutboxRelay(host="here", pid=7)) == "here pid 7"
+
+
+# Claiming.
+
+
+def test_claim_takes_the_longest_waiting_first(alias: str) -> None:
+    """At most as many as wanted, in the order of ``due_at`` and then of their keys."""
+    third, first, second = (make(alias, due_at=-n * MINUTE)[0] for n in (1, 3, 2))
+    table(alias).filter(pk=third).update(due_at=table(alias).get(pk=second).due_at)
+    make(alias, due_at=MINUTE)
+    assert keys(table(alias).claim(2, MINUTE)) == [first, min(second, third)]
+    assert keys(table(alias).claim(100, MINUTE)) == [max(second, third)]
+    assert keys(table(alias).claim(100, MINUTE)) == []
+
+
+def test_claimed_rows_are_due_when_the_lease_is_over(alias: str) -> None:
+    """Until then nobody gets them; then anybody does, and whoever claimed them had not to act."""
+    (key,) = make(alias, due_at=-SECOND)
+    (claimed,) = table(alias).claim(10, MINUTE)
+    assert claimed.pk == key
+    assert due_in(alias, key) == in_about(60)
+    assert keys(table(alias).claim(10, MINUTE)) == []
+    table(alias).filter(pk=key).update(due_at=Now() + timedelta(milliseconds=150))
+    assert keys(wait_for(lambda: table(alias).claim(10, MINUTE))) == [key]
+
+
+def test_a_claim_does_not_touch_what_is_not_due(alias: str) -> None:
+    """Dead, sent and waiting rows stay as they are."""
+    row = one_of_each(alias)
+    others = table(alias).exclude(pk__in=[row["early"], row["late"]]).order_by("pk")
+    before = list(others.values())
+    assert len(table(alias).claim(100, MINUTE)) == 2
+    assert list(others.values()) == before
+
+
+def claim_all(alias: str) -> list[int]:
+    """Claim a few rows at a time until none is due; return the keys, each as often as got."""
+    got: list[int] = []
+    meet()
+    while claimed := table(alias).claim(7, 10 * MINUTE):
+        got += keys(claimed)
+    return got
+
+
+@pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate", "sqlite"])
+def test_no_two_processes_claim_the_same_row(kind: Any, make_database: MakeDatabase) -> None:
+    """Four that race get every row, each of them once; in SQLite's default mode, too."""
+    alias = make_database(kind)
+    made = make(alias, 280, due_at=-SECOND)
+    got = run_in_processes(claim_all, 4, alias)
+    claimed = [key for part in got for key in part]
+    assert sorted(claimed) == made
+
+
+def claim_and_wait(alias: str) -> None:
+    """Claim two rows in a transaction that does not end."""
+    with transaction.atomic(using=alias):
+        tell(keys(table(alias).claim(2, MINUTE)))
+        threading.Event().wait()
+
+
+def test_a_claim_does_not_wait_for_another(make_database: MakeDatabase) -> None:
+    """Rows that another transaction is claiming are skipped, and free when it is killed."""
+    alias = make_database("postgres")
+    made = make(alias, 5, due_at=-SECOND)
+    with start_in_process(claim_and_wait, alias) as other:
+        assert other.receive() == made[:2]
+        with connections[alias].cursor() as cursor:
+            cursor.execute("SET lock_timeout = '5s'")
+        assert keys(table(alias).claim(100, MINUTE)) == made[2:]
+        other.kill()
+        assert keys(wait_for(lambda: table(alias).claim(100, MINUTE))) == made[:2]
+
+
+# Steps.
+
+
+def test_release(alias: str) -> None:
+    """Pending rows are due again after the delay; no attempt is counted, others are left alone."""
+    row = one_of_each(alias)
+    everything = table(alias)
+    assert everything.filter(pk=row["early"]).release() == 1
+    # SQLite writes microseconds, and its clock has none: it may be due a millisecond later.
+    assert wait_for(lambda: keys(everything.due())[1:]) == [row["early"]]
+    assert everything.release(MINUTE) == 3
+    assert keys(everything.due()) == []
+    assert due_in(alias, row["waiting"]) == in_about(60)
+    assert {one.attempts for one in everything.all()} == {0}
+    assert (keys(everything.dead()), keys(everything.sent())) == ([row["dead"]], [row["sent"]])
+
+
+def test_settle(alias: str) -> None:
+    """Those that were sent are deleted, or kept and noted as such; dead ones are left alone."""
+    row = one_of_each(alias)
+    everything = table(alias)
+    everything.filter(pk=row["late"]).update(error="refused")
+    assert everything.filter(pk__in=[row["late"], row["dead"]]).settle(keep=True) == 1
+    kept = everything.get(pk=row["late"])
+    assert (kept.due_at, kept.dead_at, kept.error) == (None, None, "")
+    assert set(keys(everything.sent())) == {row["late"], row["sent"]}
+    assert everything.settle(keep=False) == 2
+    assert set(keys(everything.all())) == {row["late"], row["dead"], row["sent"]}
+
+
+def test_fail_backs_off_and_then_sets_aside(alias: str) -> None:
+    """Due after 5 s, twice that each time, 10 minutes at most; the last attempt is its death."""
+    (key,) = make(alias, due_at=-SECOND)
+    delays = []
+    for number in range(1, 10):
+        (row,) = table(alias).all()
+        assert row.fail(f"error {number}", attempts=10) is False
+        delays.append(due_in(alias, key))
+        (row,) = table(alias).all()
+        assert (row.attempts, row.error, row.dead_at) == (number, f"error {number}", None)
+    assert delays == [in_about(n) for n in (5, 10, 20, 40, 80, 160, 320, 600, 600)]
+    assert row.fail("the last", attempts=10) is True
+    (row,) = table(alias).dead()
+    assert (row.attempts, row.error, row.due_at) == (10, "the last", None)
+    assert not table(alias).pending().exists()
+
+
+@pytest.mark.parametrize("attempts", [1, 9])
+def test_fail_comes_too_late(attempts: int, alias: str) -> None:
+    """A row that somebody else sent meanwhile stays sent, and one that is gone stays gone."""
+    kept, gone = make(alias, 2, due_at=-SECOND)
+    claimed = table(alias).claim(2, MINUTE)
+    table(alias).filter(pk=kept).settle(keep=True)
+    table(alias).filter(pk=gone).settle(keep=False)
+    for row in claimed:
+        row.fail("late", attempts=attempts)
+    (row,) = table(alias).all()
+    assert (row.pk, row.attempts, row.error, row.dead_at, row.due_at) == (kept, 0, "", None, None)
+    assert row.sent_at is not None
+
+
+def test_revive(alias: str) -> None:
+    """The dead, and those that wait, are due now with all attempts before them; sent ones not."""
+    row = one_of_each(alias)
+    everything = table(alias)
+    everything.filter(pk__in=[row["dead"], row["waiting"]]).update(attempts=9, error="why")
+    assert everything.dead().revive() == 1
+    assert keys(everything.due()) == [row["early"], row["late"], row["dead"]]
+    assert everything.filter(pk__in=[row["waiting"], row["sent"]]).revive() == 1
+    assert set(keys(everything.due())) == set(row.values()) - {row["sent"]}
+    assert {one.attempts for one in everything.all()} == {0}
+    assert keys(everything.sent()) == [row["sent"]]
+
+
+def test_discard(alias: str) -> None:
+    """What was not sent is deleted; what was is history."""
+    row = one_of_each(alias)
+    assert table(alias).filter(pk=row["dead"]).discard() == 1
+    assert table(alias).discard() == 3
+    assert keys(table(alias).all()) == [row["sent"]]
+
+
+def test_prune(alias: str) -> None:
+    """Rows that were sent longer ago than that are deleted, whatever else is old stays."""
+    row = one_of_each(alias)
+    (older,) = make(alias, sent_at=-3 * MINUTE)
+    assert table(alias).prune(2 * MINUTE) == 1
+    assert set(keys(table(alias).all())) == set(row.values())
+    assert older not in row.values()
+    assert table(alias).prune(timedelta()) == 1
+    assert not table(alias).sent().exists()
+
+
+def test_recall(alias: str) -> None:
+    """What is due later than any backoff or lease can be is due now: the clock was set back."""
+    (longest,) = make(alias, due_at=timedelta(minutes=10))
+    (tomorrow,) = make(alias, due_at=timedelta(days=1))
+    (dead,) = make(alias, dead_at=timedelta(days=1))
+    assert table(alias).recall() == 1
+    assert keys(table(alias).due()) == [tomorrow]
+    assert due_in(alias, longest) == in_about(600)
+    assert keys(table(alias).dead()) == [dead]
+
+
+@pytest.mark.parametrize("seconds", [10.0, 0.5])
+def test_telling_of_a_chord_keeps_no_other_waiting(seconds: float, alias: str) -> None:
+    """It may take its time, but a second at most where the database has one lock for all."""
+    made = make(alias, 2, due_at=-SECOND)
+    table(alias).update(chord="a chord")
+    table(alias).filter(pk=made[1]).update(chord_calls="[]")
+    told: list[tuple[int | None, float]] = []
+
+    def tell_it(row: OutboxMessage | None, seconds: float) -> None:
+        told.append((None if row is None else row.pk, seconds))
+
+    for _ in range(2):
+        table(alias).tell_chord("a chord", tell_it, seconds)
+    longest = {"postgresql": 10.0, "sqlite": 1.0}[connections[alias].vendor]
+    assert told == [(made[1], min(seconds, longest))]
+
+
+def test_the_rows_of_a_chord_are_locked_in_one_order(postgres_alias: str) -> None:
+    """Who waits for the first row of a chord holds none that comes after it: no deadlock."""
+    alias = postgres_alias
+    first, *_, last = make(alias, 3, due_at=-SECOND)
+    table(alias).update(chord="a chord")
+    # Rows are found as they lie: let the first lie behind the last.
+    while not lies_behind(alias, first, last):
+        table(alias).filter(pk=first).update(due_at=Now())
+    with ExitStack() as stack:
+        with transaction.atomic(using=alias):
+            table(alias).select_for_update().get(pk=first)
+            teller = stack.enter_context(start_in_process(tell_of_chord, alias))
+            wait_for(lambda: waits_for_a_lock(alias), 10, "nobody waits for the row")
+            assert table(alias).select_for_update(nowait=True).get(pk=last)
+        assert teller.result(10) == 1
+
+
+def lies_behind(alias: str, one: int, other: int) -> bool:
+    """Tell whether PostgreSQL finds one row after the other."""
+    with connections[alias].cursor() as cursor:
+        where = f"(SELECT ctid FROM {TABLE} WHERE id = %s)"
+        cursor.execute(f"SELECT {where} > {where}", [one, other])
+        return bool(cursor.fetchone()[0])
+
+
+def tell_of_chord(alias: str) -> int:
+    """Tell of the chord; return how often that was."""
+    told: list[object] = []
+    table(alias).tell_chord("a chord", lambda row, _: told.append(row), 1.0)
+    return len(told)
+
+
+def waits_for_a_lock(alias: str) -> bool:
+    """Tell whether a session of the database waits for a lock."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT pg_stat_clear_snapshot()")  # a transaction sees one state only
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        )
+        return bool(cursor.fetchone()[0])
+
+
+# Speed.
+
+
+@pytest.mark.parametrize(
+    ("rows", "index"),
+    [
+        (lambda rows: rows.due()[:100], "safe_outbox_due"),
+        (lambda rows: rows.dead(), "safe_outbox_dead"),
+        (lambda rows: rows.older(timedelta(days=8)), "safe_outbox_sent"),
+    ],
+    ids=["due", "dead", "older"],
+)
+def test_states_are_found_by_an_index(rows: Any, index: str, alias: str) -> None:
+    """Among many rows they are not searched for, nor sorted."""
+    make(alias, 20, due_at=-SECOND)
+    make(alias, 20, dead_at=-SECOND)
+    make(alias, 20, sent_at=-timedelta(days=9))
+    make(alias, 1500, sent_at=-SECOND)
+    make(alias, 1500, due_at=MINUTE)
+    with connections[alias].cursor() as cursor:
+        cursor.execute("ANALYZE" if connections[alias].vendor == "sqlite" else f"ANALYZE {TABLE}")
+    plan = rows(table(alias)).explain()
+    assert index in plan
+    assert "Seq Scan" not in plan
+    assert "Sort" not in plan
+    assert "TEMP B-TREE" not in plan

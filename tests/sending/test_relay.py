@@ -1,0 +1,739 @@
+"""The relay: what it sends, when it is alone and beside others, and what it leaves behind."""
+
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from celery import Celery, chord, current_app, shared_task
+from celery.backends.redis import RedisBackend
+from celery.signals import after_task_publish
+from django.db import connections, transaction
+from django.db.models.functions import Now
+from django.test.utils import CaptureQueriesContext
+from kombu import Queue
+from kombu.exceptions import OperationalError
+
+from django_celery_safe import SafeTask, send_on_commit, single_instance
+from django_celery_safe.models import DatabaseLock, OutboxMessage, OutboxMessages, OutboxRelay
+from django_celery_safe.sending import outbox as outbox_module
+from django_celery_safe.sending import relay as relay_module
+from django_celery_safe.sending.relay import Relay, find_outboxes
+from django_celery_safe.signals import task_duplicate, task_sent
+from tests.app.tasks import add, note, total
+from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.processes import (
+    CeleryWorker,
+    FunctionFailed,
+    Journal,
+    meet,
+    run_in_processes,
+    start_in_process,
+    tell,
+    wait_for,
+)
+from tests.sending.conftest import MakeApp, hearing
+from tests.sending.published import Published, take_published
+from tests.servers import RabbitMQServer, RedisServer
+
+if TYPE_CHECKING:
+    from pytest_django import Settings
+
+Sent = Callable[[], list[Published]]
+
+TABLE = OutboxMessage._meta.db_table
+RELAY_TASK = "django_celery_safe.tasks.relay_outbox"
+
+
+@shared_task(base=SafeTask)
+@single_instance(key="{number}", unique_until="end")
+def unique(number: int) -> None:
+    """Be sent once until it ends."""
+
+
+@pytest.fixture(params=["postgres", "sqlite-immediate"])
+def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
+    """The alias of a database of each kind."""
+    return make_database(request.param)
+
+
+def table(alias: str) -> OutboxMessages:
+    """Return all rows of a database."""
+    return OutboxMessage.objects.using(alias)
+
+
+def make_due(alias: str) -> None:
+    """Let all that is pending be due now."""
+    table(alias).pending().update(due_at=Now() - timedelta(seconds=1))
+
+
+@contextmanager
+def dying_sender(alias: str) -> Iterator[None]:
+    """Commit what the block sends, as a process that is killed before it publishes it."""
+    with transaction.atomic(using=alias):
+        yield
+        connections[alias].run_on_commit.clear()
+
+
+def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
+    """Leave messages in the outbox that are due; return their task ids."""
+    with dying_sender(alias):
+        results = [
+            task.apply_async_on_commit((number,), using=alias, outbox=True, **options)
+            for number in range(count)
+        ]
+    make_due(alias)
+    return [result.id for result in results]
+
+
+def drain(alias: str, **arguments: Any) -> int:
+    """Let a new relay send what is due; return how many that was."""
+    relay = Relay(alias, **arguments)
+    try:
+        relay.drain()
+    finally:
+        relay.close()
+    return relay.count
+
+
+@contextmanager
+def relaying(alias: str) -> Iterator[threading.Event]:
+    """Run a relay in a thread during the block, or until the event is set."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        relay = Relay(alias)
+        try:
+            relay.run(stop)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            relay.close()
+            connections[alias].close()
+
+    # The first connection to a SQLite file switches it to WAL. Two that do at once fail, without
+    # waiting for each other.
+    if connections[alias].vendor == "sqlite":
+        connections[alias].ensure_connection()
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert failures == []
+
+
+def ids(messages: list[Published]) -> list[str]:
+    """Return the ids of messages."""
+    return [message.id for message in messages]
+
+
+# What it sends.
+
+
+def test_it_sends_what_is_due_and_deletes_it(alias: str, sent: Sent) -> None:
+    """The longest waiting first; a signal tells of each, and the count is theirs."""
+    wanted = leave(alias, 3)
+    last = table(alias).get(task_id=wanted[0])
+    table(alias).filter(pk=last.pk).update(due_at=Now())
+    with hearing(task_sent) as told:
+        assert drain(alias) == 3
+    assert ids(sent()) == [*wanted[1:], wanted[0]] == [said["task_id"] for said in told]
+    assert not table(alias).exists()
+    assert drain(alias) == 0
+
+
+def test_it_leaves_what_is_not_due(alias: str, sent: Sent) -> None:
+    """What its sender may still be publishing, what is claimed, and the dead stay as they are."""
+    with dying_sender(alias):
+        add.apply_async_on_commit((1,), using=alias, outbox=True)
+    before = list(table(alias).values())
+    assert drain(alias) == 0
+    assert list(table(alias).values()) == before
+    table(alias).update(due_at=None, dead_at=Now())
+    assert drain(alias) == 0
+    assert table(alias).dead().count() == 1
+    assert sent() == []
+
+
+def test_sent_rows_are_kept_and_pruned(alias: str, sent: Sent, settings: "Settings") -> None:
+    """With OUTBOX_RETENTION they stay that long, and no relay sends them again."""
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": 60}
+    leave(alias, 3)
+    assert drain(alias) == 3
+    assert table(alias).sent().count() == 3
+    old = table(alias).sent()[0]
+    table(alias).filter(pk=old.pk).update(sent_at=Now() - timedelta(seconds=61))
+    assert drain(alias) == 0
+    assert table(alias).sent().count() == 2
+    assert not table(alias).filter(pk=old.pk).exists()
+    assert len(sent()) == 3
+
+
+@pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
+def test_queries_are_counted_by_batches(kind: Any, make_database: MakeDatabase, sent: Sent) -> None:
+    """A batch of a hundred costs what a batch of one does."""
+    alias = make_database(kind)
+    leave(alias, 250)
+    with CaptureQueriesContext(connections[alias]) as queries:
+        relay = Relay(alias)
+        sizes = iter(relay.relay_batch, 0)
+        assert list(sizes) == [100, 100, 50]
+        relay.close()
+    words = Counter(q["sql"].split()[0] for q in queries.captured_queries if TABLE in q["sql"])
+    if kind == "postgres":
+        assert words == {"SELECT": 4, "UPDATE": 3, "DELETE": 3}
+    else:
+        # It looks before it locks all others out; the lock is one more UPDATE.
+        assert words == {"SELECT": 4 + 3, "UPDATE": 3 + 3, "DELETE": 3}
+    assert len(sent()) == 250
+
+
+def test_rows_that_a_set_back_clock_left_are_sent(alias: str, sent: Sent) -> None:
+    """What is due later than anything can be is due at once."""
+    wanted = leave(alias)
+    table(alias).update(due_at=Now() + timedelta(hours=1))
+    assert drain(alias) == 1
+    assert ids(sent()) == wanted
+
+
+def test_what_commits_late_is_sent(make_database: MakeDatabase, sent: Sent) -> None:
+    """A row whose key is lower than one that was sent already is found all the same."""
+    alias = make_database("postgres")
+    inserted, may_commit = threading.Event(), threading.Event()
+
+    def commit_late() -> None:
+        with dying_sender(alias):
+            early = add.apply_async_on_commit((1,), using=alias, outbox=True)
+            inserted.set()
+            may_commit.wait(30)
+        late.append(early.id)
+        connections[alias].close()
+
+    late: list[str] = []
+    thread = threading.Thread(target=commit_late)
+    thread.start()
+    assert inserted.wait(30)
+    relay = Relay(alias)
+    leave(alias)
+    passed = table(alias).get().pk
+    relay.drain()
+    may_commit.set()
+    thread.join()
+    assert table(alias).get().pk < passed
+    make_due(alias)
+    relay.drain()
+    relay.close()
+    assert ids(sent())[1:] == late
+
+
+# Several relays, and their ends.
+
+
+def relay_all(alias: str) -> int:
+    """Send what is due, beside others."""
+    meet()
+    return drain(alias)
+
+
+def test_relays_side_by_side_send_each_message_once(alias: str, sent: Sent) -> None:
+    """Three processes share the rows; none is sent twice, none is left."""
+    wanted = leave(alias, 450)
+    counts = run_in_processes(relay_all, 3, alias)
+    assert sum(counts) == 450
+    assert sorted(ids(sent())) == sorted(wanted)
+    assert not table(alias).exists()
+
+
+def relay_and_stand_still(alias: str, point: str) -> int:
+    """Stop at a point for as long as the test wants, then go on."""
+    relay_module.LEASE = timedelta(milliseconds=300)  # type: ignore[misc]
+    original = getattr(Relay, point)
+
+    def standing(self: Relay, *args: Any) -> Any:
+        if self._left or self._sent:
+            setattr(Relay, point, original)
+            tell(point)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(self, *args)
+
+    setattr(Relay, point, standing)
+    return drain(alias)
+
+
+@pytest.mark.parametrize("point", ["_publish", "_settle"])
+def test_a_relay_that_stands_still_loses_nothing(point: str, alias: str, sent: Sent) -> None:
+    """Beyond its lease another sends its batch; going on, it may send it again, no more."""
+    wanted = leave(alias, 5)
+    with start_in_process(relay_and_stand_still, alias, point) as other:
+        assert other.receive() == point
+        wait_for(lambda: not table(alias).exists() or drain(alias))
+        assert not table(alias).exists()
+        first = ids(sent())
+        assert set(first) == set(wanted)
+        late = leave(alias, 1)
+        other.resume()
+        other.result()
+    drain(alias)
+    counted = Counter([*first, *ids(sent())])
+    assert set(counted) == {*wanted, *late}
+    assert max(counted.values()) <= 2
+    assert not table(alias).exists()
+
+
+def relay_and_die(alias: str, point: str) -> None:
+    """Be killed when the module's or the class's function of this name is called."""
+    owner: Any = Relay if hasattr(Relay, point) else relay_module
+    setattr(owner, point, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    drain(alias)
+
+
+@pytest.mark.parametrize(("point", "times"), [("put", 1), ("_note_sent", 2)])
+def test_a_killed_relay_is_no_duplicate_of_itself(
+    point: str,
+    times: int,
+    alias: str,
+    sent: Sent,
+    settings: "Settings",
+    redis_cache_settings: MakeRedisCache,
+) -> None:
+    """Killed between the claim of a message's lock and its deletion: it is sent again."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    (wanted,) = leave(alias, task=unique)
+    with (
+        start_in_process(relay_and_die, alias, point) as relay,
+        pytest.raises(FunctionFailed, match="ended with status -9"),
+    ):
+        relay.result()
+    assert table(alias).count() == 1
+    make_due(alias)
+    with hearing(task_duplicate) as duplicates:
+        assert drain(alias) == 1
+    assert ids(sent()) == [wanted] * times
+    assert duplicates == []
+    assert not table(alias).exists()
+
+
+def test_a_real_duplicate_is_dropped(
+    alias: str, sent: Sent, settings: "Settings", redis_cache_settings: MakeRedisCache
+) -> None:
+    """Of two equal messages the first is sent; the other's row goes, and a signal tells."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    (first,), (second,) = leave(alias, task=unique), leave(alias, task=unique)
+    with hearing(task_duplicate) as told:
+        drain(alias)
+    assert ids(sent()) == [first]
+    assert [(said["task_id"], said["sent_id"]) for said in told] == [(second, first)]
+    assert not table(alias).exists()
+
+
+# Chords, of which the result backend has to know first.
+
+
+class CountingBackend(RedisBackend):
+    """Redis that notes what it is told of chords, and takes its time."""
+
+    def set_chord_size(self, group_id: str, chord_size: int) -> None:
+        """Note it and do it."""
+        self._note("set_chord_size", group_id)
+        super().set_chord_size(group_id, chord_size)
+
+    def apply_chord(self, header_result_args: Any, body: Any, **kwargs: Any) -> None:
+        """Note it and do it."""
+        self._note("apply_chord", header_result_args[0])
+        super().apply_chord(header_result_args, body, **kwargs)
+
+    def _note(self, what: str, group_id: str) -> None:
+        self.client.rpush("told", f"{what} {group_id}")
+        # Long enough for another relay to do the same in the meantime.
+        self.client.blpop("nothing", 0.2)
+
+
+class TableBackend(CountingBackend):
+    """One that has a table of chords, as django-celery-results, and refuses the same twice."""
+
+    def apply_chord(self, header_result_args: Any, body: Any, **kwargs: Any) -> None:
+        """Insert a row, whose key is that of the group."""
+        super().apply_chord(header_result_args, body, **kwargs)
+        know(self.app.conf["database_of_chords"], header_result_args[0])
+
+
+def know(alias: str, group_id: str) -> None:
+    """Insert a row that can be there once."""
+    DatabaseLock.objects.using(alias).create(
+        key=group_id, token=group_id[:32], fence=1, holder="", ends_at_us=0
+    )
+
+
+class CountingApp(NamedTuple):
+    """An app with such a result backend."""
+
+    app: Celery
+    server: RedisServer
+    conf: dict[str, Any]
+
+    def told(self) -> list[str]:
+        """Return what the backend was told, in order."""
+        with self.server.client(db=2) as client:
+            return [entry.decode().split()[0] for entry in client.lrange("told", 0, -1)]
+
+    def leave_chord(self, alias: str, size: int = 3) -> Any:
+        """Leave a chord in the outbox that is due; return its result."""
+        add_here, total_here = self.app.tasks[add.name], self.app.tasks[total.name]
+        header = [add_here.s(number) for number in range(size)]
+        with dying_sender(alias):
+            result = send_on_commit(chord(header, total_here.s()), using=alias, outbox=True)
+        make_due(alias)
+        assert self.told() == []
+        return result
+
+    def sent(self) -> list[str]:
+        """Take the messages out of the queues; return their ids."""
+        return ids(take_published(self.server))
+
+
+@pytest.fixture
+def make_counting(make_app: MakeApp, redis_server: RedisServer) -> Callable[..., CountingApp]:
+    """Make an app whose result backend is of a class of this module."""
+
+    def make(kind: type[CountingBackend], **more: Any) -> CountingApp:
+        backend = f"{__name__}.{kind.__name__}+{redis_server.database_url(2)}"
+        conf = {"result_backend": backend, **more}
+        return CountingApp(make_app(**conf), redis_server, conf)
+
+    return make
+
+
+#: What a result backend is told of a chord.
+ONCE_EACH = ["set_chord_size", "apply_chord"]
+
+
+def test_a_chord_is_told_once_by_several_rows(
+    alias: str, make_counting: Callable[..., CountingApp], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever row is first tells, in one batch or several, by one relay or the next."""
+    monkeypatch.setattr(relay_module, "BATCH", 2)
+    counting = make_counting(CountingBackend)
+    result = counting.leave_chord(alias, 5)
+    first = Relay(alias)
+    assert first.relay_batch() == 2
+    assert sorted(counting.told()) == sorted(ONCE_EACH)
+    first.close()
+    assert set(table(alias).pending().values_list("chord", flat=True)) == {""}
+    assert drain(alias) == 3
+    assert sorted(counting.told()) == sorted(ONCE_EACH)
+    assert counting.sent() == [part.id for part in result.parent]
+
+
+def test_one_row_of_a_chord_says_what_to_tell(
+    alias: str, make_counting: Callable[..., CountingApp]
+) -> None:
+    """The others only name the chord, and the backend is told though one of them is sent first."""
+    counting = make_counting(CountingBackend)
+    counting.leave_chord(alias, 3)
+    first, *others = table(alias).order_by("pk")
+    assert first.chord
+    assert {row.chord for row in others} == {first.chord}
+    assert [bool(row.chord_calls) for row in (first, *others)] == [True, False, False]
+    table(alias).filter(pk=first.pk).update(due_at=Now() + timedelta(minutes=1))
+    assert drain(alias) == 2
+    assert sorted(counting.told()) == sorted(ONCE_EACH)
+    make_due(alias)
+    assert drain(alias) == 1
+    assert sorted(counting.told()) == sorted(ONCE_EACH)
+
+
+def test_a_chord_that_its_sender_told_is_not_told_again(
+    alias: str, make_counting: Callable[..., CountingApp], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker gone right after it: a relay sends the rows, and the backend counts on."""
+    counting = make_counting(CountingBackend)
+    part, whole = counting.app.tasks[add.name].s(1), counting.app.tasks[total.name].s()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OperationalError("the broker is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox_module, "put", refuse)
+        with transaction.atomic(using=alias):
+            result = send_on_commit(chord([part, part.clone()], whole), using=alias, outbox=True)
+    assert isinstance(result.send_error, OperationalError)
+    assert sorted(counting.told()) == sorted(ONCE_EACH)
+    assert list(table(alias).values_list("chord", flat=True)) == ["", ""]
+    assert drain(alias) == 2
+    assert sorted(counting.told()) == sorted(ONCE_EACH)
+    assert len(counting.sent()) == 2
+
+
+def relay_one_by_one(alias: str, conf: dict[str, Any]) -> int:
+    """Send what is due, a row at a time, beside others."""
+    relay_module.BATCH = 1  # type: ignore[misc]
+    app = Celery("own", set_as_current=False)
+    app.conf.update(conf)
+    meet()
+    return drain(alias)
+
+
+def test_two_relays_tell_a_chord_once(
+    make_database: MakeDatabase, make_counting: Callable[..., CountingApp]
+) -> None:
+    """Each has a row of it: one tells, the other waits for that, and then both publish."""
+    alias = make_database("postgres")
+    counting = make_counting(CountingBackend)
+    result = counting.leave_chord(alias, 6)
+    conf = {"broker_url": counting.server.database_url(1), **counting.conf}
+    counts = run_in_processes(relay_one_by_one, 2, alias, conf)
+    assert sum(counts) == 6
+    assert min(counts) > 0
+    assert sorted(counting.told()) == sorted(ONCE_EACH)
+    assert sorted(counting.sent()) == sorted(part.id for part in result.parent)
+    assert not table(alias).exists()
+
+
+@pytest.mark.parametrize("died", [False, True], ids=["told once", "told before"])
+def test_a_chord_in_a_table_does_not_keep_its_rows(
+    died: bool,
+    alias: str,
+    make_counting: Callable[..., CountingApp],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Who told died before noting it: the backend's IntegrityError says so, and all rows go out."""
+    counting = make_counting(TableBackend, database_of_chords=alias)
+    result = counting.leave_chord(alias)
+    if died:
+        know(alias, result.parent.id)
+    assert drain(alias) == 3
+    assert counting.sent() == [part.id for part in result.parent]
+    assert counting.told().count("apply_chord") == 1
+    assert not table(alias).exists()
+    assert DatabaseLock.objects.using(alias).count() == 1
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+# Running.
+
+
+def test_it_ends_soon_and_finishes_its_batch(alias: str, sent: Sent) -> None:
+    """Told to stop in the middle of a batch, it sends and deletes the rest, and no other batch."""
+    wanted = leave(alias, 150)
+
+    def stop_it(**_: Any) -> None:
+        stop.set()
+
+    after_task_publish.connect(stop_it, weak=False)
+    try:
+        with relaying(alias) as stop:
+            assert stop.wait(30)
+    finally:
+        after_task_publish.disconnect(stop_it)
+    assert ids(sent()) == wanted[:100]
+    assert sorted(table(alias).values_list("task_id", flat=True)) == sorted(wanted[100:])
+
+
+def test_an_idle_relay_looks_again(alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gets due while it waits is sent after its pause."""
+    monkeypatch.setattr(relay_module, "IDLE", 0.05)
+    with relaying(alias):
+        wait_for(lambda: OutboxRelay.objects.using(alias).exists())
+        wanted = leave(alias)
+        wait_for(lambda: not table(alias).exists())
+    assert ids(sent()) == wanted
+
+
+def test_an_idle_relay_hears_of_its_end(
+    alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not sleep through it."""
+    monkeypatch.setattr(relay_module, "IDLE", 600.0)
+    with relaying(alias):
+        wait_for(lambda: OutboxRelay.objects.using(alias).exists())
+
+
+def test_it_notes_once_a_minute_that_it_is_there(
+    alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row for all relays of a database says who was here last, and when."""
+    relay, other = Relay(alias), Relay(alias)
+    relay.look_after()
+    with CaptureQueriesContext(connections[alias]) as queries:
+        relay.look_after()
+        monkeypatch.setattr(relay_module, "HOST", "elsewhere")
+        assert OutboxRelay.objects.using(alias).get().pid == os.getpid()
+        other.look_after()
+    assert sum("outboxrelay" in q["sql"] for q in queries.captured_queries) == 2
+    row = OutboxRelay.objects.using(alias).get()
+    assert (str(row), row.pk) == (f"elsewhere pid {os.getpid()}", 1)
+    monkeypatch.setattr(relay_module, "MINUTE", 0.0)
+    Relay(alias).look_after()
+
+    def is_newer() -> bool:
+        relay._looks_after_at = 0.0
+        relay.look_after()
+        return OutboxRelay.objects.using(alias).get().seen_at > row.seen_at
+
+    wait_for(is_newer)
+
+
+# Apps and brokers.
+
+
+def test_each_row_goes_to_its_own_app(alias: str, redis_server: RedisServer) -> None:
+    """Two Celery apps with two brokers share an outbox, in one batch."""
+    apps = [Celery(name, set_as_current=False) for name in ("first", "second")]
+    redis_server.flush()
+    for number, app in enumerate(apps, 3):
+        app.conf.update(broker_url=redis_server.database_url(number), result_backend=None)
+    first, second = (leave(alias, 3, task=app.tasks[add.name]) for app in apps)
+    assert drain(alias) == 6
+    assert ids(take_published(redis_server, 3)) == first
+    assert ids(take_published(redis_server, 4)) == second
+    for app in apps:
+        app.close()
+
+
+def test_a_row_whose_app_is_not_here_waits_for_it(
+    alias: str, broker: Celery, sent: Sent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No other app's broker gets it, and no attempt is used; the row and a warning say why."""
+    broker.set_current()
+    assert current_app.main == "tests"
+    (wanted,) = leave(alias)
+    row = table(alias).get()
+    properties = row.properties.replace('"app": "tests"', '"app": "elsewhere"')
+    assert properties != row.properties
+    table(alias).update(properties=properties)
+    others = leave(alias, 2)
+    assert drain(alias) == 2
+    assert ids(sent()) == others
+    left = table(alias).annotate(now=Now()).get()
+    assert (left.task_id, left.attempts, left.dead_at) == (wanted, 0, None)
+    assert timedelta(seconds=5) < left.due_at - left.now <= relay_module.PUT_OFF
+    assert "it was sent by the Celery app 'elsewhere', and here is only " in left.error
+    assert "tests" in left.error
+    (line,) = [text for text in caplog.messages if "stay in the outbox" in text]
+    assert line == f"1 message(s) stay in the outbox for another 10 s: {left.error}"
+
+    elsewhere = Celery("elsewhere", broker=broker.conf.broker_url, set_as_current=False)
+    make_due(alias)
+    assert drain(alias) == 1
+    elsewhere.close()
+    assert ids(sent()) == [wanted]
+    assert not table(alias).exists()
+
+
+def rabbitmq_app(make_app: MakeApp, server: RabbitMQServer, **conf: Any) -> Celery:
+    """Return an app whose queue on RabbitMQ is its own and empty."""
+    name = f"q-{os.urandom(4).hex()}"
+    return make_app(broker_url=server.url, task_default_queue=name, **conf)
+
+
+def take_from_rabbitmq(app: Celery) -> list[str]:
+    """Take the messages out of an app's queue; return their ids."""
+    taken = []
+    with app.connection_for_read() as connection:
+        queue = app.amqp.queues[app.conf.task_default_queue].bind(connection.default_channel)
+        while (message := queue.get(no_ack=True)) is not None:
+            taken.append(message.headers["id"])
+        queue.delete()
+    return taken
+
+
+def test_it_sends_to_rabbitmq(
+    alias: str, make_app: MakeApp, rabbitmq_server: RabbitMQServer
+) -> None:
+    """One by one, in order, to queues that are declared on the way."""
+    app = rabbitmq_app(make_app, rabbitmq_server)
+    wanted = leave(alias, 20, task=app.tasks[add.name])
+    assert drain(alias) == 20
+    assert take_from_rabbitmq(app) == wanted
+    assert not table(alias).exists()
+
+
+def test_rabbitmq_confirms_what_it_got(
+    alias: str, make_app: MakeApp, rabbitmq_server: RabbitMQServer
+) -> None:
+    """A message that a full queue refused is not taken for sent; the others are."""
+    app = rabbitmq_app(make_app, rabbitmq_server)
+    arguments = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    full = Queue(f"full-{os.urandom(4).hex()}", queue_arguments=arguments)
+    app.amqp.queues.add(full)
+    task = app.tasks[add.name]
+    leave(alias, 1, task=task, queue=full.name)
+    refused = leave(alias, 1, task=task, queue=full.name)
+    wanted = leave(alias, 2, task=task)
+    table(alias).filter(task_id__in=refused).update(due_at=Now() - timedelta(milliseconds=500))
+    assert drain(alias) == 3
+    row = table(alias).get()
+    assert ([row.task_id], row.attempts) == (refused, 1)
+    assert "Nack" in row.error
+    assert take_from_rabbitmq(app) == wanted
+    with app.connection_for_write() as connection:
+        full(connection.default_channel).delete()
+
+
+# The shipped task.
+
+
+def autodiscover() -> tuple[bool, bool]:
+    """Tell whether the task is there before and after a project's app looks for tasks."""
+    app = Celery("project")
+    before = "django_celery_safe.tasks" in sys.modules
+    app.autodiscover_tasks()
+    app.loader.import_default_modules()
+    return before, RELAY_TASK in app.tasks
+
+
+def test_a_project_that_autodiscovers_has_the_task() -> None:
+    """The app being in INSTALLED_APPS is enough."""
+    with start_in_process(autodiscover) as process:
+        assert process.result() == (False, True)
+
+
+def test_the_task_relays_all_outboxes(make_database: MakeDatabase, sent: Sent) -> None:
+    """It sends what is due in every database that has the table, and returns how many."""
+    from django_celery_safe.tasks import relay_outbox
+
+    first, second = make_database("postgres"), make_database("sqlite-immediate")
+    without = make_database("sqlite-immediate")
+    with connections[without].schema_editor() as editor:
+        editor.delete_model(OutboxMessage)
+    assert {first, second} <= set(find_outboxes())
+    assert without not in find_outboxes()
+    wanted = [*leave(first, 2), *leave(second, 3)]
+    assert relay_outbox() == 5
+    assert ids(sent()) == wanted
+
+
+def test_the_task_on_a_worker_with_beat(
+    make_database: MakeDatabase, broker: Celery, settings: "Settings", tmp_path: Path
+) -> None:
+    """Beat has it relay, and the worker runs what was relayed."""
+    alias = make_database("sqlite-immediate")
+    journal = Journal(tmp_path / "journal")
+    schedule = {"relay": {"task": RELAY_TASK, "schedule": 0.5}}
+    changes = {"CELERY_BEAT_SCHEDULE": schedule, "CELERY_IMPORTS": ["django_celery_safe.tasks"]}
+    arguments = ["--beat", "--schedule", str(tmp_path / "beat")]
+    with CeleryWorker(
+        "tests.sending.worker_app", arguments=arguments, concurrency=1, settings=changes
+    ):
+        with dying_sender(alias):
+            for number in range(3):
+                note.apply_async_on_commit(
+                    (str(journal.path),), {"value": number}, using=alias, outbox=True
+                )
+        assert journal.count("noted") == 0
+        make_due(alias)
+        wait_for(lambda: journal.count("noted") == 3, 30)
+    assert journal.tally("value", "noted") == {0: 1, 1: 1, 2: 1}
+    assert not table(alias).exists()

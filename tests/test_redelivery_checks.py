@@ -1,0 +1,746 @@
+"""The checks of tasks that are done once: what brings their messages too often, or never again."""
+
+import math
+import re
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, Task, schedules
+from celery.beat import ScheduleEntry
+from celery.contrib.django.task import DjangoTask
+from celery.utils.time import get_exponential_backoff_interval
+from django.core import checks
+from pydantic import BaseModel
+from pytest_django import Settings
+
+from django_celery_safe import SafeTask, SafeTaskMixin, idempotent, single_instance
+from django_celery_safe.concurrency.copies import visibility_timeout
+from tests.app.models import Person
+from tests.processes import CeleryWorker
+from tests.servers import RedisServer
+from tests.test_checks import REDIS, TRANSPORT_OPTIONS
+from tests.test_task_checks import (
+    HOUR,
+    NAME,
+    RABBITMQ_BROKER,
+    REDIS_BROKER,
+    MakeApp,
+    make_app,
+    write_files,
+)
+
+__all__ = ["make_app"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding setting DATABASES")
+
+#: What a task needs for its message to come again when its worker dies.
+SURE: dict[str, Any] = {"acks_late": True, "reject_on_worker_lost": True}
+#: Lets Celery retry a task, and what W020 says of how long that may wait.
+RETRIED: dict[str, Any] = {"autoretry_for": (OSError,)}
+KWARGS_90 = ("in retry_kwargs a countdown", 90)
+BACKOFF_90, BACKOFF_160, BACKOFF_600 = (("a longest retry_backoff", s) for s in (90, 160, 600))
+#: Lets a worker that is stopped give back what it was at.
+SOFT: dict[str, Any] = {"worker_soft_shutdown_timeout": 10.0}
+#: Brokers that deliver nothing again by time, and one that nobody knows.
+OTHER_BROKERS = [RABBITMQ_BROKER, "memory://", "filesystem://", "no-such-broker://"]
+
+
+@pytest.fixture(autouse=True)
+def _no_faults(settings: Settings) -> None:
+    """Begin with settings that no check complains of, in a form that needs no server."""
+    settings.CACHES = {"default": REDIS}
+    settings.DATABASES = {"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "data"}}
+    settings.DJANGO_CELERY_SAFE = {}
+
+
+def said() -> list[tuple[str, str, str]]:
+    """Return what our checks say: number, text and hint."""
+    messages = checks.run_checks(tags=["django_celery_safe"])
+    assert all(message.level == checks.WARNING for message in messages)
+    return [(str(m.id).rpartition(".")[2], m.msg, str(m.hint)) for m in messages]
+
+
+def numbers() -> list[str]:
+    """Return the numbers of what our checks say, one for each message."""
+    return sorted(number for number, _, _ in said())
+
+
+def only() -> tuple[str, str, str]:
+    """Return what our checks say, if that is one thing."""
+    (message,) = said()
+    return message
+
+
+def patient(timeout: float | None) -> dict[str, Any]:
+    """Return the configuration of a broker that waits so long for an acknowledgement."""
+    if timeout is None:
+        return {}
+    return {"broker_transport_options": {**TRANSPORT_OPTIONS, "visibility_timeout": timeout}}
+
+
+def welcome(pk: int) -> None:
+    """Do a thing once by a flag."""
+    with Person.do_once(pk, "is_welcome_email_sent") as person:
+        if person:
+            print("Welcome")
+
+
+def charge(pk: int) -> None:
+    """Do a thing once by a record, in a block."""
+    with idempotent(f"charge:{pk}") as claim:
+        if claim:
+            print("charging")
+
+
+def reindex(pk: int) -> None:
+    """Do a thing as often as asked to."""
+    print(pk)
+
+
+def reindex_later(pk: int) -> None:
+    """Ask for another run."""
+    raise task_of(reindex_later).retry()
+
+
+def task_of(function: object) -> Any:
+    """Stand for what finds a task."""
+    return function
+
+
+def add_task(app: Celery, function: Callable[..., Any] = welcome, **options: Any) -> Any:
+    """Give the app one task."""
+    return app.task(function, **{"name": NAME, "base": SafeTask, "shared": False, **options})
+
+
+class Order(BaseModel):
+    """What a pydantic task gets."""
+
+    pk: int
+
+
+def take(order: Order) -> None:
+    """Do a thing once, for a model."""
+    with Person.do_once(order.pk, "is_welcome_email_sent") as person:
+        assert person
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate as a project does."""
+
+    @wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return inner
+
+
+def logged_barely(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate as some libraries do, without the attributes of what they wrap."""
+
+    @wraps(function, updated=())
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return inner
+
+
+class Greeter:
+    """What is no task, and has methods."""
+
+    def greet(self, pk: int) -> None:
+        """Do a thing once."""
+        welcome_again(pk)
+        Person.do_once(pk, "is_welcome_email_sent")
+
+
+def welcome_again(pk: int) -> None:
+    """Stand for other work."""
+
+
+# W018, W019: whose worker dies.
+
+
+@pytest.mark.parametrize(
+    ("options", "conf", "number"),
+    [
+        ({}, {}, "W018"),
+        ({"reject_on_worker_lost": True}, {}, "W018"),
+        ({"acks_late": True}, {}, "W019"),
+        (SURE, {}, None),
+        ({}, {"task_acks_late": True}, "W019"),
+        ({}, {"task_acks_late": True, "task_reject_on_worker_lost": True}, None),
+        ({"acks_late": True}, {"task_reject_on_worker_lost": True}, None),
+        ({"acks_late": False}, {"task_acks_late": True}, "W018"),
+        (
+            {"reject_on_worker_lost": False},
+            {"task_acks_late": True, "task_reject_on_worker_lost": True},
+            "W019",
+        ),
+        ({}, {"task_annotations": {NAME: SURE}}, None),
+        ({}, {"task_annotations": {"*": {"acks_late": True}}}, "W019"),
+    ],
+)
+@pytest.mark.parametrize("base", [SafeTask, Task, None])
+def test_a_task_that_is_never_done(
+    make_app: MakeApp,
+    base: type | None,
+    options: dict[str, Any],
+    conf: dict[str, Any],
+    number: str | None,
+) -> None:
+    """W018 tells of an early acknowledgement, W019 of one for a killed run; of any task base."""
+    add_task(make_app(**conf), base=base, **options)
+    if number is None:
+        assert said() == []
+        return
+    found, text, hint = only()
+    assert found == number
+    assert text.startswith(f"Task {NAME} ")
+    assert {"W018": "acks_late is off", "W019": "reject_on_worker_lost is off"}[number] in text
+    assert "reject_on_worker_lost=True" in hint
+    assert ("acks_late=True" in hint) is (number == "W018")
+    assert ("that comes again with each delivery" in hint) is (number == "W018")
+
+
+@pytest.mark.parametrize("options", [{}, {"acks_late": True}])
+def test_the_hints_about_acknowledgement_can_be_followed(
+    make_app: MakeApp, options: dict[str, Any]
+) -> None:
+    """Who sets on the task what the hint of W018 or W019 says hears no more."""
+    app = make_app()
+    add_task(app, **options)
+    _, _, hint = only()
+    app.tasks.clear()
+    follow = dict.fromkeys(re.findall(r"(\w+)=True", hint), True)
+    add_task(app, **{**options, **follow})
+    assert said() == []
+
+
+@pytest.mark.parametrize("broker", [REDIS_BROKER, *OTHER_BROKERS])
+def test_whichever_the_broker(make_app: MakeApp, broker: str) -> None:
+    """W018 and W019 are about the worker: they come with every broker."""
+    app = make_app(broker, **SOFT)
+    add_task(app)
+    add_task(app, name=f"{NAME}_late", acks_late=True)
+    assert numbers() == ["W018", "W019"]
+
+
+#: Functions that do something once, and options of their tasks.
+ONCE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "do_once": (welcome, {}),
+    "with idempotent": (charge, {}),
+    "@idempotent": (idempotent(reindex), {}),
+    "@idempotent with a key": (idempotent("{pk}")(reindex), {}),
+    "@idempotent in @single_instance": (single_instance(idempotent(reindex)), {}),
+    "@single_instance": (single_instance(welcome), {}),
+    "decorated": (logged(logged(welcome)), {}),
+    "decorated @idempotent": (logged(idempotent(reindex)), {}),
+    "decorated barely": (logged_barely(idempotent(reindex)), {}),
+    "autoretry": (welcome, {"autoretry_for": (OSError,)}),
+    "@idempotent, autoretry": (idempotent(reindex), {"autoretry_for": (OSError,)}),
+    "pydantic": (take, {"pydantic": True}),
+    "pydantic, autoretry": (take, {"pydantic": True, "autoretry_for": (OSError,)}),
+    "a method": (Greeter().greet, {}),
+}
+
+
+@pytest.mark.parametrize(("function", "options"), ONCE.values(), ids=ONCE.keys())
+@pytest.mark.parametrize("base", [SafeTask, Task])
+def test_what_is_done_once(
+    make_app: MakeApp, base: type, function: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """A task that names do_once or idempotent is one, behind whatever wraps its function."""
+    add_task(make_app(), function, base=base, **options)
+    assert numbers() == ["W018"]
+
+
+class WelcomeTask(SafeTask):
+    """A task as a class, which does a thing once."""
+
+    name = NAME
+
+    def run(self, pk: int) -> None:
+        """Do a thing once."""
+        welcome_again(pk)
+        Person.do_once(pk, "is_welcome_email_sent")
+
+
+class ChargeTask(DjangoTask):  # type: ignore[type-arg]
+    """A task as a class of Celery's, decorated."""
+
+    name = NAME
+
+    @idempotent(key="{pk}")
+    def run(self, pk: int) -> None:
+        """Charge."""
+
+
+class PrintTask(SafeTask):
+    """A task without code of Python's."""
+
+    name = f"{NAME}_print"
+    run = staticmethod(print)
+
+
+class LateWelcomeTask(WelcomeTask):
+    """A task that inherits its work, and is sure."""
+
+    acks_late = True
+    reject_on_worker_lost = True
+
+
+class RetriedWelcomeTask(WelcomeTask):
+    """A task as a class, which Celery retries."""
+
+    autoretry_for = (OSError,)
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (WelcomeTask, ["W018"]),
+        (ChargeTask, ["W018"]),
+        (RetriedWelcomeTask, ["W018"]),
+        (LateWelcomeTask, []),
+    ],
+)
+def test_a_task_that_is_a_class(
+    make_app: MakeApp, cls: type[SafeTask], expected: list[str]
+) -> None:
+    """A class' run is looked at, an inherited one too, and its attributes count."""
+    make_app().register_task(cls())
+    assert numbers() == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [reindex, single_instance(reindex), logged(reindex)],
+    ids=["plain", "@single_instance", "decorated"],
+)
+def test_what_is_not_done_once(make_app: MakeApp, function: Any) -> None:
+    """W018, W019 and W021 are silent about other tasks, which Celery may lose as it does."""
+    app = make_app(REDIS_BROKER)
+    add_task(app, function)
+    add_task(app, function, acks_late=True, name=f"{NAME}_late")
+    app.register_task(PrintTask())
+    assert said() == []
+
+
+# W020: what waits, or runs, for longer than the broker.
+
+
+@pytest.mark.parametrize(
+    ("timeout", "options", "conf", "told"),
+    [
+        (None, {"time_limit": HOUR}, {}, None),
+        (None, {"time_limit": HOUR + 1}, {}, ("a time_limit", 3601)),
+        (60, {"time_limit": 61}, {}, ("a time_limit", 61)),
+        (60.5, {"time_limit": 60}, {}, None),
+        (60, {"time_limit": timedelta(seconds=90)}, {}, ("a time_limit", 90)),
+        (60, {}, {"task_time_limit": 90}, ("a time_limit", 90)),
+        (60, {"time_limit": 30}, {"task_time_limit": 90}, None),
+        (60, {"time_limit": 90, "acks_late": False}, {}, None),
+        (60, {"time_limit": 90, "acks_late": None}, {"task_acks_late": True}, ("a time_limit", 90)),
+        (60, {"soft_time_limit": 90}, {}, None),
+        (2 * HOUR, {"time_limit": 2 * HOUR}, {}, None),
+        (60, {"autoretry_for": (OSError,)}, {}, ("a default_retry_delay", 180)),
+        (60, {"autoretry_for": (OSError,), "default_retry_delay": 60}, {}, None),
+        (180, {"autoretry_for": (OSError,)}, {}, None),
+        (60, {"default_retry_delay": 180}, {}, None),
+        (
+            None,
+            {"autoretry_for": (OSError,), "default_retry_delay": 2 * HOUR},
+            {},
+            ("a default_retry_delay", 7200),
+        ),
+        (300, {**RETRIED, "retry_backoff_max": 600}, {}, None),
+        (None, {"time_limit": 1234567}, {}, ("a time_limit", 1234567)),
+        (1234567, {"time_limit": 1234568}, {}, ("a time_limit", 1234568)),
+        # It doubles from one retry to the next, up to retry_backoff_max, and the first is single.
+        (300, {**RETRIED, "retry_backoff": 400, "retry_backoff_max": 600}, {}, BACKOFF_600),
+        (600, {**RETRIED, "retry_backoff": 400, "retry_backoff_max": 600}, {}, None),
+        (60, {**RETRIED, "retry_backoff": 400, "retry_backoff_max": 50}, {}, None),
+        (3, {**RETRIED, "retry_backoff": True}, {}, ("a longest retry_backoff", 4)),
+        (4, {**RETRIED, "retry_backoff": True}, {}, None),
+        (60, {**RETRIED, "retry_backoff": 10, "max_retries": 5}, {}, BACKOFF_160),
+        (160, {**RETRIED, "retry_backoff": 10, "max_retries": 5}, {}, None),
+        (60, {**RETRIED, "retry_backoff": 90, "max_retries": 1}, {}, BACKOFF_90),
+        (599, {**RETRIED, "retry_backoff": 10, "max_retries": 50}, {}, BACKOFF_600),
+        (600, {**RETRIED, "retry_backoff": 10, "max_retries": 50}, {}, None),
+        (599, {**RETRIED, "retry_backoff": 1, "max_retries": None}, {}, BACKOFF_600),
+        (600, {**RETRIED, "retry_backoff": 1, "max_retries": 10**6}, {}, None),
+        (
+            60,
+            {**RETRIED, "retry_backoff": 10, "max_retries": 1, "retry_kwargs": {"max_retries": 5}},
+            {},
+            BACKOFF_160,
+        ),
+        (60, {**RETRIED, "retry_backoff": 10, "retry_kwargs": {"countdown": 90}}, {}, None),
+        # Without it each retry waits the same.
+        (60, {**RETRIED, "retry_kwargs": {"countdown": 90}}, {}, KWARGS_90),
+        (60, {**RETRIED, "retry_kwargs": {"countdown": 30}}, {}, None),
+        (
+            60,
+            {**RETRIED, "retry_kwargs": {"max_retries": 9}},
+            {},
+            ("a default_retry_delay", 180),
+        ),
+        # Who is never retried waits for nothing.
+        (60, {**RETRIED, "max_retries": 0}, {}, None),
+        (60, {**RETRIED, "retry_kwargs": {"max_retries": 0, "countdown": 90}}, {}, None),
+        (60, {**RETRIED, "retry_backoff": 400, "max_retries": 0}, {}, None),
+        (60, {"retry_backoff": 400, "retry_kwargs": {"countdown": 90}}, {}, None),
+    ],
+)
+@pytest.mark.parametrize("base", [SafeTask, Task])
+def test_a_message_that_is_delivered_again(
+    make_app: MakeApp,
+    base: type,
+    timeout: float | None,
+    options: dict[str, Any],
+    conf: dict[str, Any],
+    told: tuple[str, float] | None,
+) -> None:
+    """W020 tells what lasts longer than a Redis waits, of a task that is done once, of any base."""
+    options = {**SURE, **options}
+    if options["acks_late"] is None:
+        del options["acks_late"]
+    app = make_app(REDIS_BROKER, **{**SOFT, **conf, **patient(timeout)})
+    add_task(app, base=base, **options)
+    found = [message for message in said() if message[0] != "W018"]
+    if told is None:
+        assert found == []
+        return
+    what, seconds = told
+    ((number, text, hint),) = found
+    assert number == "W020"
+    assert text.startswith(f"Task {NAME} has {what} of {seconds} s, but after ")
+    assert f"a visibility_timeout of {timeout or HOUR} s the broker delivers it again" in text
+    assert "RabbitMQ with a consumer_timeout above that" in hint
+    suggested = re.search(r'"visibility_timeout": (\d+)', hint)
+    assert suggested is not None
+    # It works when followed.
+    assert int(suggested[1]) > seconds
+    app.conf.update(patient(int(suggested[1])))
+    assert "W020" not in numbers()
+
+
+@pytest.mark.parametrize("base", [SafeTask, Task])
+def test_whose_business_it_is(make_app: MakeApp, base: type) -> None:
+    """W020 is about safe tasks and those that are done once; others are Celery's business."""
+    app = make_app(REDIS_BROKER, **patient(60))
+    add_task(app, reindex, base=base, time_limit=90, **SURE)
+    add_task(app, reindex_later, base=base, name=f"{NAME}_later", default_retry_delay=90)
+    assert numbers() == (["W020", "W020"] if base is SafeTask else [])
+
+
+class AppTask(SafeTaskMixin):
+    """A safe task of a project."""
+
+    abstract = True
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "told"),
+    [
+        (reindex_later, {"default_retry_delay": 90}, True),
+        (reindex_later, {"default_retry_delay": 90, "retry_backoff": 400}, True),
+        (reindex_later, {"default_retry_delay": 60}, False),
+        (reindex_later, {"default_retry_delay": 180}, False),
+        (reindex_later, {}, False),
+        (reindex, {"default_retry_delay": 90}, False),
+    ],
+)
+def test_a_task_that_asks_for_its_retry(
+    make_app: MakeApp, function: Callable[..., Any], options: dict[str, Any], told: bool
+) -> None:
+    """Without autoretry_for a delay of the task's own counts where its function names retry."""
+    add_task(make_app(REDIS_BROKER, **patient(60)), function, base=AppTask, **options)
+    assert numbers() == (["W020"] if told else [])
+    if told:
+        assert "a default_retry_delay of 90 s" in only()[1]
+
+
+@pytest.mark.parametrize("backoff", [1, 2.9, 7, True, 1000])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("longest", [1, 50, 3000])
+def test_the_longest_retry_is_that_of_celery(
+    make_app: MakeApp, backoff: float, count: int, longest: int
+) -> None:
+    """What W020 tells of a backoff is the longest that Celery reckons for any of its retries."""
+    options = {"retry_backoff": backoff, "max_retries": count, "retry_backoff_max": longest}
+    waits = [
+        get_exponential_backoff_interval(int(max(1.0, backoff)), retries, longest)
+        for retries in range(count)
+    ]
+    add_task(make_app(REDIS_BROKER, **patient(0.5)), reindex, **RETRIED, **options)
+    assert f" has a longest retry_backoff of {max(waits)} s, " in only()[1]
+
+
+def test_several_waits_are_several_messages(make_app: MakeApp) -> None:
+    """A time limit, and a retry's delay, that are too long are told one by one."""
+    app = make_app(REDIS_BROKER, **patient(60), **SOFT)
+    add_task(app, autoretry_for=(OSError,), time_limit=90, **SURE)
+    texts = [text for _, text, _ in said()]
+    assert len(texts) == 2
+    assert "a time_limit of 90 s" in texts[0]
+    assert "a default_retry_delay of 180 s" in texts[1]
+
+
+def test_the_limit_of_a_single_instance_task_is_told_once(make_app: MakeApp) -> None:
+    """W011 tells it, and W020 what else is too long."""
+    app = make_app(REDIS_BROKER, **patient(60), **SOFT)
+    function = single_instance(idempotent(reindex))
+    add_task(app, function, time_limit=90, **SURE)
+    assert numbers() == ["W011"]
+    app.tasks.clear()
+    add_task(app, function, time_limit=90, autoretry_for=(OSError,), **SURE)
+    assert numbers() == ["W011", "W020"]
+    assert "a default_retry_delay" in said()[1][1]
+
+
+@pytest.mark.parametrize(
+    ("countdown", "timeout", "told"),
+    [(61, 60, 61), (60, 60, None), (None, 60, None), (2 * HOUR, None, 7200), (90.5, 60, 90.5)],
+)
+def test_a_countdown_of_beat(
+    make_app: MakeApp, countdown: float | None, timeout: float | None, told: float | None
+) -> None:
+    """W020 names beat's entry that sends a task later than the broker waits."""
+    app = make_app(REDIS_BROKER, **patient(timeout))
+    options = {} if countdown is None else {"countdown": countdown}
+    app.conf.beat_schedule = {
+        "nightly": {"task": NAME, "schedule": 60, "options": options},
+        "plain": {"task": NAME, "schedule": 60},
+        "nothing": {"task": NAME, "schedule": 60, "options": None},
+        "other": {"task": "shop.tasks.other", "schedule": 60, "options": {"countdown": 10**6}},
+    }
+    add_task(app, reindex)
+    if told is None:
+        assert said() == []
+        return
+    number, text, _ = only()
+    assert number == "W020"
+    assert f"in beat's entry 'nightly' a countdown of {told:g} s" in text
+
+
+def test_an_entry_of_beat_that_is_an_object(make_app: MakeApp) -> None:
+    """A schedule may have entries as Celery's beat makes them, beside dicts and with any name."""
+    app = make_app(REDIS_BROKER, **patient(60))
+    late, plain, every = ({"countdown": 90}, None, schedules.schedule(60))
+    app.conf.beat_schedule = {
+        "late": ScheduleEntry("late", NAME, schedule=every, options=late, app=app),
+        "plain": ScheduleEntry("plain", NAME, schedule=every, options=plain, app=app),
+        7: {"task": NAME, "schedule": 60, "options": late},
+    }
+    add_task(app, reindex)
+    texts = [text for _, text, _ in said()]
+    assert len(texts) == 2
+    for name, text in zip(("late", "7"), texts, strict=True):
+        assert f"in beat's entry {name!r} a countdown of 90 s" in text
+
+
+@pytest.mark.parametrize("schedule", [None, {}, [], ["nightly"], "shop.schedule", 60])
+def test_a_schedule_that_is_none(make_app: MakeApp, schedule: Any) -> None:
+    """A beat_schedule that is no dict has no entries to tell of, and breaks no check."""
+    app = make_app(REDIS_BROKER, **patient(60))
+    app.conf.beat_schedule = schedule
+    add_task(app, reindex)
+    assert said() == []
+
+
+@pytest.mark.parametrize(
+    ("broker", "options", "seconds"),
+    [
+        ("sqs://", {}, 1800),
+        ("sqs://key:secret@", {"region": "eu-central-1"}, 1800),
+        ("sqs://", {"visibility_timeout": 60}, 60),
+        (REDIS_BROKER, {}, 3600),
+        (REDIS_BROKER, {"visibility_timeout": 60}, 60),
+    ],
+)
+def test_how_patient_a_broker_is(
+    make_app: MakeApp, broker: str, options: dict[str, Any], seconds: float
+) -> None:
+    """Without a setting it is kombu's own default, half an hour with SQS and one with Redis."""
+    app = make_app(broker, broker_transport_options=options)
+    assert visibility_timeout(app) == seconds
+
+
+@pytest.mark.parametrize("broker", OTHER_BROKERS)
+def test_brokers_that_wait(make_app: MakeApp, broker: str) -> None:
+    """W020 and W021 are about brokers that deliver again by time, and silent with others."""
+    app = make_app(broker, **patient(60))
+    app.conf.beat_schedule = {"x": {"task": NAME, "schedule": 60, "options": {"countdown": 90}}}
+    add_task(app, autoretry_for=(OSError,), time_limit=90, **SURE)
+    assert said() == []
+    app.conf.update(broker_url=REDIS_BROKER)
+    assert set(numbers()) == {"W020", "W021"}
+
+
+@pytest.mark.parametrize("timeout", ["an hour", None, [60]])
+def test_a_timeout_that_means_nothing(make_app: MakeApp, timeout: Any) -> None:
+    """A visibility_timeout that is no number leaves what there is to say of the task alone."""
+    options = {**TRANSPORT_OPTIONS, "visibility_timeout": timeout}
+    add_task(make_app(REDIS_BROKER, broker_transport_options=options), time_limit=2 * HOUR)
+    assert numbers() == ["W018"]
+
+
+# W021: a worker that is stopped.
+
+
+@pytest.mark.parametrize(
+    ("options", "conf", "told"),
+    [
+        (SURE, {}, True),
+        ({"acks_late": True}, {"task_reject_on_worker_lost": True}, True),
+        ({"reject_on_worker_lost": True}, {"task_acks_late": True}, True),
+        (SURE, SOFT, False),
+        (SURE, {"worker_soft_shutdown_timeout": 0.0}, True),
+        (SURE, {"worker_enable_soft_shutdown_on_idle": True}, True),
+    ],
+)
+def test_a_worker_that_is_stopped(
+    make_app: MakeApp, options: dict[str, Any], conf: dict[str, Any], told: bool
+) -> None:
+    """W021 names a task that waits for the broker's patience, unless the shutdown is soft."""
+    app = make_app(REDIS_BROKER, **conf, **patient(7200))
+    add_task(app, **options)
+    if not told:
+        assert said() == []
+        return
+    number, text, hint = only()
+    assert number == "W021"
+    assert NAME in text
+    assert "a visibility_timeout of 7200 s" in text
+    app.conf.update(dict.fromkeys(re.findall(r"Set (worker_\w+) ", hint), 10.0))
+    assert said() == []
+
+
+def test_a_stopped_worker_is_told_once(make_app: MakeApp) -> None:
+    """W021 is about the worker: one message for all tasks, and none for early ones."""
+    app = make_app(REDIS_BROKER)
+    for number in range(3):
+        add_task(app, name=f"{NAME}_{number}", **SURE)
+    add_task(app, reindex, name=f"{NAME}_other", **SURE)
+    assert numbers() == ["W021"]
+    app.tasks.clear()
+    add_task(app, reindex, **SURE)
+    assert said() == []
+    add_task(app, name=f"{NAME}_early")
+    assert numbers() == ["W018"]
+
+
+def test_all_hints_followed(make_app: MakeApp) -> None:
+    """A task that heard W018 has nothing left to hear once each hint was followed in turn."""
+    app = make_app(REDIS_BROKER)
+    add_task(app, time_limit=2 * HOUR)
+    assert numbers() == ["W018"]
+    app.tasks.clear()
+    add_task(app, time_limit=2 * HOUR, **SURE)
+    assert numbers() == ["W020", "W021"]
+    app.conf.update({**patient(3 * HOUR), **SOFT})
+    assert said() == []
+
+
+# What all have in common.
+
+
+def test_tasks_that_can_not_be_loaded_are_told_once(make_app: MakeApp) -> None:
+    """W007 says it, and these checks say nothing of what they can't see."""
+    app = make_app(REDIS_BROKER)
+    add_task(app)
+    app.conf.include = ["no_such_module_of_tasks"]
+    assert numbers() == ["W007"]
+
+
+def test_what_is_silenced_is_not_told(make_app: MakeApp, settings: Settings) -> None:
+    """A project that means it silences a check by its id, in ``check`` and in a worker."""
+    add_task(make_app())
+    settings.SILENCED_SYSTEM_CHECKS = ["django_celery_safe.W018"]
+    messages = checks.run_checks(tags=["django_celery_safe"])
+    assert [message.is_silenced() for message in messages] == [True]
+
+
+def test_no_connection_is_opened(make_app: MakeApp) -> None:
+    """The checks learn from its URL what the broker is, and do not ask it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        app = make_app(f"redis://127.0.0.1:{listener.getsockname()[1]}/0")
+        add_task(app, time_limit=2 * HOUR, **SURE)
+        assert numbers() == ["W020", "W021"]
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+ONCE_TASKS = """
+from celery import shared_task
+from django_celery_safe import SafeTask, idempotent
+
+
+@shared_task(base=SafeTask)
+@idempotent
+def early(): ...
+
+
+@shared_task(base=SafeTask, acks_late=True, time_limit=90)
+@idempotent
+def late(): ...
+"""
+
+
+def test_a_worker_logs_them(settings: Settings, tmp_path: Path, redis_server: RedisServer) -> None:
+    """A worker on a real Redis starts, and logs each of them as a warning."""
+    redis_server.flush()
+    settings.CELERY_BROKER_URL = redis_server.database_url(1)
+    settings.CELERY_BROKER_TRANSPORT_OPTIONS = {**TRANSPORT_OPTIONS, "visibility_timeout": 60}
+    write_files(tmp_path, {"once_shop_tasks.py": ONCE_TASKS})
+    with CeleryWorker(
+        "tests.app",
+        pool="solo",
+        concurrency=1,
+        arguments=["--include", "once_shop_tasks"],
+        env={"PYTHONPATH": str(tmp_path)},
+    ) as worker:
+        lines = worker.log.splitlines()
+    for number, text in {
+        "W018": "Task once_shop_tasks.early does its work once",
+        "W019": "Task once_shop_tasks.late acknowledges late",
+        "W020": "Task once_shop_tasks.late has a time_limit of 90 s",
+        "W021": "such as once_shop_tasks.late",
+    }.items():
+        # The tests' own tasks are in this worker, too.
+        told = [each for each in lines if f"django_celery_safe.{number}" in each]
+        (line,) = [each for each in told if text in each]
+        assert "WARNING" in line
+
+
+# E001
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 0.0, timedelta(), True, "7d", math.nan, math.inf, timedelta(days=99_999), []]
+)
+def test_a_retention_that_means_nothing(make_app: MakeApp, settings: Settings, value: Any) -> None:
+    """E001 tells of an IDEMPOTENCY_RETENTION that is no time, with the default as its hint."""
+    make_app()
+    settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": value}
+    (message,) = checks.run_checks(tags=["django_celery_safe"])
+    assert (message.id, message.level) == ("django_celery_safe.E001", checks.ERROR)
+    assert message.msg.startswith(f"IDEMPOTENCY_RETENTION={value!r} is no time")
+    assert message.hint == "The default is 7 days."
+
+
+@pytest.mark.parametrize("value", [None, 1, 0.5, timedelta(days=30), 3 * 365 * 86400])
+def test_a_retention_that_means_something(
+    make_app: MakeApp, settings: Settings, value: Any
+) -> None:
+    """Seconds above 0 and timedeltas are times, and None is for ever."""
+    make_app()
+    settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": value}
+    assert said() == []

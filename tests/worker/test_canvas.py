@@ -1,0 +1,301 @@
+"""
+Duplicates and conflicts at each place of a canvas, on a real worker.
+
+A duplicate is made by a message that waits for its countdown: it holds the lock of the
+send and not that of the run, so a duplicate that ran would be seen.
+"""
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import chain, chord, group, shared_task
+from celery.canvas import Signature
+from celery.exceptions import ChordError, Reject
+from django.db import transaction
+from django.test import override_settings
+
+from django_celery_safe import (
+    AlreadyRunning,
+    SafeTask,
+    find_lock,
+    release_lock,
+    send_on_commit,
+    single_instance,
+)
+from tests.app.celery import app
+from tests.app.tasks import add, note
+from tests.concurrency.holders import held_by
+from tests.conftest import REDIS_BACKENDS, _forget_first_use
+from tests.processes import CeleryWorker, Journal, wait_for
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+#: Seconds until a result must be there.
+SOON = 15
+
+#: Seconds that the first message waits, s: longer than all tests.
+LATER = 3600
+
+
+@shared_task(base=SafeTask)
+@single_instance(key="{journal}", unique_until="end")
+def once(journal: str) -> str:
+    """Be sent once for each journal."""
+    note.run(journal, "once")
+    return "once"
+
+
+@shared_task(base=SafeTask)
+@single_instance(key="{journal}", unique_until="end", on_duplicate="raise")
+def loud(journal: str) -> str:
+    """Be sent once for each journal, and raise at the second send."""
+    note.run(journal, "once")
+    return "once"
+
+
+@shared_task(base=SafeTask)
+def keep(values: object, journal: str) -> object:
+    """Return what the tasks before it returned."""
+    return note.run(journal, "kept", values)
+
+
+@shared_task(base=SafeTask)
+def fail(journal: str) -> None:
+    """Raise something."""
+    note.run(journal, "failed")
+    raise KeyError(journal)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def worker(redis_server: RedisServer) -> Iterator[CeleryWorker]:
+    """One worker with two children for the module; locks, broker and results are in Redis."""
+    redis_server.flush()
+    broker = {
+        "broker_url": redis_server.database_url(1),
+        "result_backend": redis_server.database_url(2),
+    }
+    caches = {"default": {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": redis_server.url}}
+    settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
+    with override_settings(CACHES=caches, **settings):
+        _forget_first_use()
+        app.conf.update(broker)
+        with CeleryWorker("tests.app", arguments=["--include", __name__]) as worker:
+            yield worker
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    """What the tasks of one test did."""
+    return Journal(tmp_path / "journal")
+
+
+@pytest.fixture(params=[once, loud], ids=["existing", "raise"])
+def task(request: pytest.FixtureRequest) -> Any:
+    """A unique task with each on_duplicate: in a canvas there is no difference."""
+    return request.param
+
+
+def send(signature: Signature[Any], on_commit: bool) -> Any:
+    """Send a canvas now, or in a transaction."""
+    if not on_commit:
+        return signature.apply_async()
+    with transaction.atomic():
+        return send_on_commit(signature)
+
+
+def effects_in(journal: Journal) -> list[str]:
+    """Return what was done, sorted."""
+    return sorted(entry["effect"] for entry in journal.entries())
+
+
+def finish_all() -> None:
+    """Wait until both children have done what was sent before."""
+    for _ in range(2):
+        group(add.s(number) for number in range(4))().get(timeout=SOON)
+
+
+class Parts:
+    """The members of a canvas."""
+
+    def __init__(self, journal: Journal, task: Any) -> None:
+        self.path = str(journal.path)
+        #: The duplicate, with an id that is known before.
+        self.twin = task.si(self.path).set(task_id=str(uuid.uuid4()))
+
+    def step(self, name: str) -> Signature[Any]:
+        """Return a member that notes its name, and returns it."""
+        return note.si(self.path, name, name)
+
+    def keep(self) -> Signature[Any]:
+        """Return a body that notes and returns what it gets."""
+        return keep.s(self.path)
+
+
+#: The canvas, what it returns, and what runs, once each.
+PLACES: dict[str, tuple[Callable[[Parts], Signature[Any]], Any, str]] = {
+    "chain, first": (lambda p: chain(p.twin, p.step("a"), p.step("b")), "b", "a b"),
+    "chain, middle": (lambda p: chain(p.step("a"), p.twin, p.step("b")), "b", "a b"),
+    "chain, last": (lambda p: chain(p.step("a"), p.step("b"), p.twin), None, "a b"),
+    "chain, its None goes on": (lambda p: chain(p.twin, p.keep()), None, "kept"),
+    "group": (lambda p: group(p.step("a"), p.twin, p.step("b")), ["a", None, "b"], "a b"),
+    "chord header": (
+        lambda p: chord([p.step("a"), p.twin], p.keep()),
+        ["a", None],
+        "a kept",
+    ),
+    "chord body": (lambda p: chord([p.step("a"), p.step("b")], p.twin), None, "a b"),
+    "chain that ends in a group": (
+        lambda p: chain(p.step("a"), group(p.twin, p.step("b"))),
+        [None, "b"],
+        "a b",
+    ),
+    "chain over a group": (
+        lambda p: chain(p.step("a"), group(p.twin, p.step("b")), p.keep()),
+        [None, "b"],
+        "a b kept",
+    ),
+    "group of a chain": (
+        lambda p: group(chain(p.step("a"), p.twin), p.step("b")),
+        [None, "b"],
+        "a b",
+    ),
+    "chord over a chain": (
+        lambda p: chord([chain(p.twin, p.step("a")), p.step("b")], p.keep()),
+        ["a", "b"],
+        "a b kept",
+    ),
+    "chord in a chord": (
+        lambda p: chord([chord([p.step("a"), p.twin], p.keep()), p.step("b")], p.keep()),
+        [["a", None], "b"],
+        "a b kept kept",
+    ),
+}
+
+
+@pytest.mark.parametrize("on_commit", [False, True], ids=["now", "on commit"])
+def test_a_canvas_goes_on_over_a_duplicate(on_commit: bool, task: Any, tmp_path: Path) -> None:
+    """At each place the duplicate returns None and does not run, everything else runs once."""
+    journals = {place: Journal(tmp_path / place) for place in PLACES}
+    first, results, twins = {}, {}, {}
+    for place, (make, _, _) in PLACES.items():
+        parts = Parts(journals[place], task)
+        first[place] = task.apply_async((parts.path,), countdown=LATER).id
+        results[place] = send(make(parts), on_commit)
+        twins[place] = app.AsyncResult(parts.twin.options["task_id"])
+    values = {place: result.get(timeout=SOON) for place, result in results.items()}
+    assert values == {place: value for place, (_, value, _) in PLACES.items()}
+    assert [twin.get(timeout=SOON) for twin in twins.values()] == [None] * len(PLACES)
+    finish_all()
+    ran = {place: effects_in(journal) for place, journal in journals.items()}
+    assert ran == {place: ran.split() for place, (_, _, ran) in PLACES.items()}
+    locks = {
+        place: find_lock(f"sent:{task.name}:{journal.path}") for place, journal in journals.items()
+    }
+    assert {place: lock and lock.holder.task_id for place, lock in locks.items()} == first
+
+
+@pytest.mark.parametrize("on_commit", [False, True], ids=["now", "on commit"])
+def test_links_go_on_over_a_duplicate(on_commit: bool, task: Any, journal: Journal) -> None:
+    """A duplicate as link and as link_error does nothing; what is linked to it comes."""
+    parts = Parts(journal, task)
+    as_error, linking = Parts(journal, task).twin, Parts(journal, task).twin
+    task.apply_async((parts.path,), countdown=LATER)
+    before = parts.step("before").set(link=[parts.twin])
+    failing = fail.si(parts.path).set(link_error=[as_error])
+    linking.set(link=[parts.step("after")], link_error=[parts.step("no error")])
+    send(before, on_commit)
+    send(linking, on_commit)
+    failed = send(failing, on_commit)
+    for twin in (parts.twin, as_error, linking):
+        assert app.AsyncResult(twin.options["task_id"]).get(timeout=SOON) is None
+    with pytest.raises(KeyError):
+        failed.get(timeout=SOON)
+    finish_all()
+    assert effects_in(journal) == ["after", "before", "failed"]
+
+
+@pytest.mark.parametrize("on_commit", [False, True], ids=["now", "on commit"])
+def test_a_canvas_with_twins_runs_one(on_commit: bool, task: Any, journal: Journal) -> None:
+    """Of equal members of one group the first runs; one after the other, both do."""
+    member = task.si(str(journal.path))
+    # The first must not have ended when the second is sent.
+    twins = group(member.clone().set(countdown=1.5), member.clone())
+    assert send(twins, on_commit).get(timeout=SOON) == ["once", None]
+    one_by_one = chain(member.clone(), member.clone())
+    assert send(one_by_one, on_commit).get(timeout=SOON) == "once"
+    finish_all()
+    assert journal.count("once") == 3
+    name = f"sent:{task.name}:{journal.path}"
+    wait_for(lambda: find_lock(name) is None, SOON, "the lock of the last one is left")
+
+
+# Conflicts at the run.
+
+
+def step_of_call(journal: Journal, **options: Any) -> Signature[Any]:
+    """Return a member that runs under a lock of its own, as its options say."""
+    key = str(journal.path)
+    return note.si(key, "locked", "locked").set(single_instance={"key": key, **options})
+
+
+GOING_ON: dict[str, dict[str, Any]] = {
+    "skip": {"on_conflict": "skip"},
+    "retry": {"on_conflict": "retry", "retry_delay": 0.2},
+    "wait": {"on_conflict": "wait", "blocking_timeout": 30},
+}
+FAILING: dict[str, dict[str, Any]] = {
+    "wait in vain": {"on_conflict": "wait", "blocking_timeout": 0.2},
+    "reject": {"on_conflict": "reject"},
+    "raise": {"on_conflict": "raise"},
+}
+
+
+@pytest.mark.parametrize("way", GOING_ON)
+def test_a_canvas_goes_on_over_a_conflict(way: str, journal: Journal) -> None:
+    """Skipped it goes on with None; else it waits for the run, and goes on with its result."""
+    parts = Parts(journal, once)
+    locked = step_of_call(journal, **GOING_ON[way])
+    with held_by(f"{note.name}:{parts.path}", "other", 60) as lock:
+        linked = chain(locked.clone(), parts.keep()).delay()
+        twin = linked.parent
+        if way != "skip":
+            state = {"retry": "RETRY", "wait": "PENDING"}[way]
+            wait_for(lambda: twin.state == state, SOON)
+            assert journal.entries() == []
+            assert release_lock(lock)
+        assert linked.get(timeout=SOON) == (None if way == "skip" else "locked")
+        assert twin.state == "SUCCESS"
+    with held_by(f"{note.name}:{parts.path}", "other", 60) as lock:
+        joined = chord([locked.clone(), parts.step("a")], parts.keep()).delay()
+        wait_for(lambda: journal.count("a"), SOON)
+        if way != "skip":
+            assert not joined.ready()
+            assert release_lock(lock)
+        assert joined.get(timeout=SOON) == [None if way == "skip" else "locked", "a"]
+    finish_all()
+    effects = ["a", "kept", "kept"] + ["locked"] * (0 if way == "skip" else 2)
+    assert effects_in(journal) == effects
+
+
+@pytest.mark.parametrize("way", FAILING)
+def test_a_canvas_fails_on_a_conflict(way: str, journal: Journal) -> None:
+    """Rejected, raised, or waited for in vain: chain and chord fail, and nothing hangs."""
+    parts = Parts(journal, once)
+    locked = step_of_call(journal, **FAILING[way])
+    error = Reject if way == "reject" else AlreadyRunning
+    with held_by(f"{note.name}:{parts.path}", "other", 60):
+        linked = chain(locked.clone(), parts.keep()).delay()
+        with pytest.raises(error):
+            linked.get(timeout=SOON)
+        assert linked.parent.state == "FAILURE"
+        joined = chord([locked.clone(), parts.step("a")], parts.keep()).delay()
+        with pytest.raises((ChordError, error)):
+            joined.get(timeout=SOON)
+        wait_for(lambda: joined.state == "FAILURE", SOON)
+        wait_for(lambda: journal.count("a"), SOON)
+        finish_all()
+    assert effects_in(journal) == ["a"]

@@ -1,0 +1,248 @@
+"""
+Copies of a message that met the lock of its own task id, where something else happens too.
+
+The visibility timeout is long, and the broker is told of a message that it has waited
+for so long: when it is delivered again is the test's to say.
+"""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from billiard.exceptions import TimeLimitExceeded
+from django.test import override_settings
+
+from django_celery_safe import find_lock, release_lock
+from tests.app.celery import app, tell_workers
+from tests.conftest import REDIS_BACKENDS, _forget_first_use
+from tests.processes import CeleryWorker
+from tests.servers import RedisServer
+from tests.worker import copy_tasks
+from tests.worker.rooms import Room
+
+VISIBILITY_TIMEOUT = 60
+#: Seconds for what has to come; a lease is 3 s or 6 s, a time limit 5 s.
+PATIENCE = 30
+#: Seconds for which a lock that is kept is looked at.
+LOOK = 0.5
+
+
+class Story:
+    """A task that was sent into a room of its own, its broker and its worker."""
+
+    def __init__(
+        self, worker: CeleryWorker, server: RedisServer, folder: Path, task: Any, **options: Any
+    ) -> None:
+        self.worker = worker
+        self.server = server
+        self.room = Room(folder)
+        self.task = task
+        self.result = task.apply_async((self.room.path,), **options)
+        self.id: str = self.result.id
+        self.until_runs(1)
+
+    def messages(self) -> int:
+        """Return how many messages with its id the broker has: waiting and given out."""
+        with self.server.client(db=1) as client, client.pipeline(transaction=True) as moment:
+            waiting, given_out = moment.lrange("celery", 0, -1).hvals("unacked").execute()
+        messages = [json.loads(text) for text in waiting]
+        messages += [json.loads(text)[0] for text in given_out]
+        return Counter(message["headers"]["id"] for message in messages)[self.id]
+
+    def deliver_again(self) -> None:
+        """Let the broker see that its message was not acknowledged for too long."""
+        with self.server.client(db=1) as client:
+            (tag,) = [
+                tag
+                for tag, text in client.hgetall("unacked").items()
+                if json.loads(text)[0]["headers"]["id"] == self.id
+            ]
+            long_ago = time.time() - VISIBILITY_TIMEOUT - 1
+            client.zadd("unacked_index", {tag: long_ago}, xx=True)
+
+    def says(self, text: str) -> int:
+        """Return how many lines of the worker's log tell this of the task."""
+        return sum(self.id in line and text in line for line in self.worker.log.splitlines())
+
+    def until_copies(self, number: int) -> None:
+        """Wait until so many copies were sent and noted."""
+        text = "a copy comes back"
+        self.room.until(lambda: self.says(text) >= number, f"not {number} copies", PATIENCE)
+
+    def until_runs(self, number: int) -> None:
+        """Wait until so many runs have begun."""
+        runs = self.room.runs
+        self.room.until(lambda: len(runs(self.id)) >= number, f"not {number} runs", PATIENCE)
+
+    def until_over(self) -> None:
+        """Wait until the broker has no message of it any more."""
+        self.room.until(lambda: not self.messages(), "messages are left over", PATIENCE)
+
+    def take_turn(self) -> None:
+        """Let go on what stands still."""
+        (self.room.folder / "turn").touch()
+
+    def kill(self, number: int) -> None:
+        """Kill the process of a run, and let later ones leave the room."""
+        os.kill(self.room.runs()[number - 1]["pid"], signal.SIGKILL)
+        self.room.open()
+
+    def retries(self) -> list[int]:
+        """Return of each run, in order, how many retries were before it."""
+        assert self.room.gauge.violations() == []
+        return [run["retries"] for run in self.room.runs()]
+
+
+@pytest.fixture(scope="module")
+def worker(redis_server: RedisServer) -> Iterator[CeleryWorker]:
+    """A worker for the module, whose broker looks for late messages twice a second."""
+    redis_server.flush()
+    broker = {
+        "broker_url": redis_server.database_url(1),
+        "result_backend": redis_server.database_url(2),
+        "broker_transport_options": {
+            "visibility_timeout": VISIBILITY_TIMEOUT,
+            "unacked_restore_interval": 0.5,
+            "unacked_restore_throttle": 1,
+        },
+    }
+    caches = {"default": {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": redis_server.url}}
+    settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
+    include = ["--include", copy_tasks.__name__]
+    with override_settings(CACHES=caches, **settings):
+        _forget_first_use()
+        app.conf.update(broker)
+        with CeleryWorker("tests.app", concurrency=4, arguments=include) as worker:
+            yield worker
+        app.conf.update(broker_transport_options={})
+
+
+@pytest.fixture
+def begin(worker: CeleryWorker, redis_server: RedisServer, tmp_path: Path) -> Iterator[Any]:
+    """Send a task and wait until it runs; at the test's end nothing of it waits."""
+    yield lambda task, **options: Story(worker, redis_server, tmp_path, task, **options)
+    for gate in ("gate", "turn"):
+        (tmp_path / gate).touch()
+
+
+def test_a_retry_meets_the_slow_end_of_its_run(begin: Any) -> None:
+    """The retry's copy is another message than the run that ends well: it is not dropped."""
+    story = begin(copy_tasks.ending_slowly)
+    story.until_copies(1)
+    story.take_turn()
+    assert story.result.get(timeout=PATIENCE) == 1
+    story.until_over()
+    assert story.retries() == [0, 1]
+
+
+def test_what_replaces_a_run_meets_its_slow_end(begin: Any) -> None:
+    """The copy of what replaces a run has its id, and is not dropped when that run ends."""
+    story = begin(copy_tasks.replacing_slowly)
+    story.until_copies(1)
+    story.take_turn()
+    assert story.result.get(timeout=PATIENCE) == 1
+    story.until_over()
+    assert story.retries() == [0, 0]
+
+
+def test_a_retry_is_killed_while_an_old_copy_is_under_way(begin: Any) -> None:
+    """The copy of the run before it does not stand for the killed retry, which runs again."""
+    story = begin(copy_tasks.retrying)
+    story.deliver_again()
+    story.until_copies(1)
+    story.take_turn()
+    story.until_runs(2)
+    story.kill(2)
+    assert story.result.get(timeout=PATIENCE) == [story.id, 1]
+    story.until_over()
+    assert story.retries() == [0, 1, 1]
+
+
+def test_a_killed_run_is_run_again_by_its_copy(begin: Any) -> None:
+    """Its message is the broker's no more: the one copy runs, once."""
+    story = begin(copy_tasks.staying)
+    story.deliver_again()
+    story.until_copies(1)
+    story.room.until(lambda: story.messages() == 1, "there is not one copy alone")
+    story.kill(1)
+    assert story.result.get(timeout=PATIENCE) == [story.id, 0]
+    story.until_over()
+    assert story.retries() == [0, 0]
+
+
+def test_a_lost_note_proves_nothing(begin: Any) -> None:
+    """A copy runs if the cache lost the note by which an ended run would tell it."""
+    story = begin(copy_tasks.staying)
+    story.deliver_again()
+    story.until_copies(1)
+    story.kill(1)
+    note = find_lock(f"{story.task.name}:met:{story.id}:0.0")
+    assert note is not None
+    assert release_lock(note)
+    assert story.result.get(timeout=PATIENCE) == [story.id, 0]
+    story.until_over()
+    assert story.retries() == [0, 0]
+
+
+def test_a_sender_stands_still_before_it_notes_its_copy(begin: Any) -> None:
+    """It leaves the note of the copy that was sent meanwhile, which goes on and outlives a kill."""
+    story = begin(copy_tasks.sending_slowly)
+    story.deliver_again()
+    story.until_copies(1)  # the one that the unnoted copy sent
+    story.take_turn()
+    story.until_copies(3)  # the late sender's, and the next, sent by the one that has the note
+    story.kill(1)
+    assert story.result.get(timeout=PATIENCE) == [story.id, 0]
+    story.until_over()
+    assert story.retries() == [0, 0]
+
+
+def test_a_run_that_its_time_limit_ends_is_not_repeated(begin: Any) -> None:
+    """Each run would be delivered again before its limit, and followed by another without end."""
+    story = begin(copy_tasks.limited)
+    story.deliver_again()
+    story.until_copies(1)
+    with pytest.raises(TimeLimitExceeded):
+        story.result.get(timeout=PATIENCE)
+    story.until_over()
+    assert story.retries() == [0]
+
+
+@pytest.mark.parametrize("end", ["expired", "revoked"])
+def test_a_second_delivery_that_never_runs_leaves_the_lock_of_a_live_run(
+    end: str, begin: Any
+) -> None:
+    """Expired, or revoked without terminate, it frees nothing: the same stays a duplicate."""
+    task = copy_tasks.unique
+    expires_at = time.time() + 3
+    story = begin(task, expires=3 if end == "expired" else None)
+    sent = f"sent:{task.name}:{key_of(story)}"
+    if end == "expired":
+        story.room.until(lambda: time.time() > expires_at + 1, "time stands still")
+    else:
+        tell_workers("revoke", story.id, reply=True, limit=1)
+    story.deliver_again()
+    story.room.until(lambda: story.says("Discarding revoked task"), "it was not discarded")
+    ends_at = time.monotonic() + LOOK
+    while time.monotonic() < ends_at:
+        assert find_lock(sent) is not None
+        time.sleep(0.05)
+    again = task.delay(story.room.path)
+    assert (again.is_duplicate, again.id) == (True, story.id)
+    story.room.open()
+    story.room.until(lambda: find_lock(sent) is None, "the run's end did not free it")
+    story.until_over()
+    assert story.retries() == [0]
+
+
+def key_of(story: Story) -> str:
+    """Return the key of the run's lock, which its message's lock has too."""
+    locks: list[str] = story.room.runs()[0]["locks"]
+    (run,) = [name for name in locks if name.startswith(f"{story.task.name}:")]
+    return run.removeprefix(f"{story.task.name}:")
