@@ -16,7 +16,8 @@ def register(form: SignUpForm) -> tuple[User, AsyncResult[None]]:
     Save a new user and welcome them by e-mail.
 
     The message goes to the broker when the transaction commits, the caller's
-    if there is one. Rolled back, nothing is sent.
+    if there is one. Rolled back, nothing is sent. Committed, it can't get lost:
+    the task's ``outbox=True`` keeps it in a row until the broker has it.
 
     Returns:
         The user, and the announced message: its id is final already.

@@ -22,8 +22,9 @@ delivered, and however often the mail server says "later".
 
 @shared_task(
     base=SafeTask,
+    outbox=True,
     autoretry_for=(SMTPException, OSError, OperationalError),
-    default_retry_delay=settings.WELCOME_EMAIL_RETRY_DELAY,
+    default_retry_delay=settings.MAIL_RETRY_DELAY,
     max_retries=120,
     acks_late=True,
     reject_on_worker_lost=True,

@@ -1,12 +1,13 @@
-"""An SMTP server that refuses at first, and counts what it accepts."""
+"""An SMTP server that refuses at first, lets some wait, and counts what it accepts."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiosmtpd.controller import BaseThreadedController
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from asyncio import AbstractServer
 
     from aiosmtpd.smtp import SMTP, Envelope, Session
+
+#: How often an e-mail that is held looks whether it may go on, s.
+LOOK_EVERY: Final = 0.02
 
 
 class MailServer:
@@ -29,7 +33,20 @@ class MailServer:
         self.refused = 0
         #: Accepted e-mails by the address they went to.
         self.accepted: Counter[str] = Counter()
+        #: How many e-mails to an address were held, whatever became of them.
+        self.met_hold: Counter[str] = Counter()
+        #: Those of them whose sender went away meanwhile; they were not accepted.
+        self.cut_off: Counter[str] = Counter()
+        self._held: set[str] = set()
         self._socket = socket.create_server(("127.0.0.1", 0))
+
+    def hold(self, address: str) -> None:
+        """Let e-mails to an address wait for their answer until :meth:`release`."""
+        self._held.add(address)
+
+    def release(self, address: str) -> None:
+        """Answer the e-mails to an address, those that wait and those to come."""
+        self._held.discard(address)
 
     @property
     def port(self) -> int:
@@ -56,6 +73,14 @@ class MailServer:
             self.refusals_left -= 1
             self.refused += 1
             return "451 4.3.0 Not now, try again later"
+        self.met_hold.update(self._held.intersection(envelope.rcpt_tos))
+        try:
+            while not self._held.isdisjoint(envelope.rcpt_tos):
+                await asyncio.sleep(LOOK_EVERY)
+        except asyncio.CancelledError:
+            # By aiosmtpd, whose client is gone.
+            self.cut_off.update(envelope.rcpt_tos)
+            raise
         self.accepted.update(envelope.rcpt_tos)
         return "250 OK"
 

@@ -14,12 +14,15 @@ from example_project.settings import *  # noqa: E402, F403
 from example_project.settings import DJANGO_CELERY_SAFE  # noqa: E402
 
 DEBUG = False
+# The clicks of the demo go through Django's test client, which calls the site so.
+ALLOWED_HOSTS = ["testserver"]
 
-#: Short, so that nobody waits long for the lock of the child that is killed.
-DJANGO_CELERY_SAFE = {**DJANGO_CELERY_SAFE, "LOCK_TIMEOUT": 5.0}
+#: Short, so that nobody waits long for the lock of the child that is killed, nor for the
+#: messages of a sender that is.
+DJANGO_CELERY_SAFE = {**DJANGO_CELERY_SAFE, "LOCK_TIMEOUT": 5.0, "OUTBOX_SEND_TIMEOUT": 1.0}
 #: After how long a worker gives up on a child that is gone; Celery's own is 10 s.
 CELERY_WORKER_LOST_WAIT = 0.5
-WELCOME_EMAIL_RETRY_DELAY = 1
+MAIL_RETRY_DELAY = 1
 FEEDS_TIMEOUT = 60.0
 # Fifty sign-ups are not to spend half a minute on hashing.
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]

@@ -16,11 +16,18 @@ from .feed_server import FeedServer
 from .journal import Journal
 from .mail_server import MailServer
 from .promises import Promise, Report
-from .scenes import imports, killed, sign_ups
+from .scenes import clicks, cut_off, digests, imports, killed, sign_ups
 from .surroundings import Surroundings
 from .worker import Worker
 
-SCENES: Final = (imports.play, sign_ups.play, killed.play)
+SCENES: Final = (
+    imports.play,
+    clicks.play,
+    sign_ups.play,
+    cut_off.play,
+    digests.play,
+    killed.play,
+)
 #: Longest start of the worker, s.
 READY_WITHIN: Final = 40.0
 

@@ -134,9 +134,24 @@ if os.environ.get("REDIS_URL"):
 # -- Celery --------------------------------------------------------------------------------------
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
+CELERY_BEAT_SCHEDULE = {
+    # Records of mailed digests are kept for a week (IDEMPOTENCY_RETENTION), then deleted.
+    "forget what was done long ago": {
+        "task": "django_celery_safe.tasks.prune_idempotency",
+        "schedule": 24 * 3600,  # s
+    },
+}
 
 if os.environ.get("CELERY_BROKER_URL"):
     CELERY_BROKER_URL = os.environ["CELERY_BROKER_URL"]
+    if CELERY_BROKER_URL.startswith(("redis", "rediss")):
+        # A server that accepts and stays silent is to be an error, not a wait.
+        CELERY_BROKER_TRANSPORT_OPTIONS = {"socket_timeout": 10, "socket_connect_timeout": 5}  # s
+    elif CELERY_BROKER_URL.startswith("amqp"):
+        CELERY_BROKER_TRANSPORT_OPTIONS = {"confirm_publish": True}
+    # For workers with REMAP_SIGTERM=SIGQUIT in their environment: what they can't finish in
+    # that time goes back to the broker, before the deployment's SIGKILL.
+    CELERY_WORKER_SOFT_SHUTDOWN_TIMEOUT = 8  # s
 else:
     CELERY_BROKER_URL = "filesystem://"
     CELERY_BROKER_TRANSPORT = "example_project.broker:Transport"
@@ -157,8 +172,8 @@ if os.environ.get("EMAIL_HOST"):
     EMAIL_HOST = os.environ["EMAIL_HOST"]
     EMAIL_PORT = int(os.environ.get("EMAIL_PORT", "25"))
 
-#: Pause before a welcome e-mail is tried again, s.
-WELCOME_EMAIL_RETRY_DELAY = 60
+#: Pause before an e-mail is tried again, s.
+MAIL_RETRY_DELAY = 60
 
 # -- Feeds ---------------------------------------------------------------------------------------
 #: Longest silence of a feed's server, and longest time for a whole feed, s.

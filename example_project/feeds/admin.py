@@ -21,9 +21,13 @@ class FeedAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # not generic at ru
     @admin.action(description="Import the selected feeds again")
     def import_again(self, request: HttpRequest, queryset: QuerySet[Feed]) -> None:
         """Hand the imports to a worker."""
-        for url in queryset.values_list("url", flat=True):
-            import_feed.delay(url)
-        self.message_user(request, "The imports were sent.", messages.SUCCESS)
+        sent = [import_feed.delay(url) for url in queryset.values_list("url", flat=True)]
+        on_their_way = sum(bool(each.is_duplicate) for each in sent)
+        self.message_user(
+            request,
+            f"{len(sent) - on_their_way} sent, {on_their_way} on their way already.",
+            messages.SUCCESS,
+        )
 
 
 @admin.register(Entry)

@@ -26,15 +26,20 @@ def feed_list(request: HttpRequest) -> HttpResponse:
 
 @require_POST
 def start_import(request: HttpRequest) -> HttpResponse:
-    """Hand a feed's import to a worker."""
+    """Hand a feed's import to a worker, unless it is on its way to one."""
     form = ImportForm(request.POST)
     if not form.is_valid():
         return render(request, "feeds/feed_list.html", _page(request, form), status=400)
     url = form.cleaned_data["url"]
-    import_feed.delay(url)
-    messages.success(
-        request, f"The import of {url} was sent. Reload this page once a worker has done it."
-    )
+    sent = import_feed.delay(url)
+    if sent.is_duplicate:
+        messages.info(request, f"The import of {url} is on its way already, as task {sent.id}.")
+    else:
+        messages.success(
+            request,
+            f"The import of {url} was sent, as task {sent.id}. "
+            f"Reload this page once a worker has done it.",
+        )
     return redirect("feeds:list")
 
 

@@ -53,7 +53,7 @@ def play(around: Surroundings) -> Iterator[Promise]:
     _wait(around, "fetch cut off", lambda: fetches.cut_off == 1)
     around.feeds.release(FEED)
     _wait(around, "import done after all", lambda: _is_done(around, sent.id))
-    _wait(around, "lock given back", lambda: not _held())
+    _wait(around, "locks given back", lambda: not _held())
     yield from _compare(around, sent.id, holder, fetches.latest_at - killed_at)
 
 
@@ -71,13 +71,14 @@ def _celery_locks(*arguments: str) -> str:
 
 
 def _held() -> list[dict[str, Any]]:
+    """Return all locks: of runs, and of messages under way, which belong to no process."""
     locks: list[dict[str, Any]] = json.loads(_celery_locks("--json"))
     return locks
 
 
 def _holder(task_id: str) -> dict[str, Any]:
     for lock in _held():
-        if lock["task_id"] == task_id:
+        if lock["task_id"] == task_id and lock["pid"] is not None:
             return lock
     raise DemoError(f"celery_locks shows no lock of task {task_id}: {_held()}")
 

@@ -18,9 +18,10 @@ class Command(BaseCommand):
     """Show what django_celery_safe promises, on a real worker, and check it."""
 
     help = (
-        "Show imports that overlap, sign-ups that roll back and a worker that is killed, on a real "
-        "worker with real servers in a temporary folder. Needs nothing that runs already, and "
-        "leaves nothing behind. Exit status 1 if a promise is broken."
+        "Show imports that overlap, buttons pressed at once, sign-ups that roll back, digests "
+        "asked for again and again, senders and a worker that are killed, on a real worker with "
+        "real servers in a temporary folder. Needs nothing that runs already, and leaves nothing "
+        "behind. Exit status 1 if a promise is broken."
     )
     # They run on the ordinary site; the demo has settings of its own.
     requires_system_checks: list[str] = []

@@ -29,8 +29,10 @@ class Command(BaseCommand):
             raise CommandError(f"{len(failed)} of {len(urls)} feeds could not be imported.")
 
     def send(self, url: str) -> bool:
-        """Send the import of one feed; print its task id."""
-        self.stdout.write(f"{url}: sent as {import_feed.delay(url).id}")
+        """Send the import of one feed, unless it is on its way; print its task id."""
+        sent = import_feed.delay(url)
+        outcome = "on its way already, as" if sent.is_duplicate else "sent as"
+        self.stdout.write(f"{url}: {outcome} {sent.id}")
         return True
 
     def import_here(self, url: str) -> bool:
