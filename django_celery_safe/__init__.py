@@ -1,5 +1,5 @@
 """
-Celery tasks in Django that run one at a time, are sent only after commit, and do their work once.
+Celery tasks in Django: one at a time, sent only after commit, done once, in the right order.
 
 This is the door: import the public names from here. Models stay in ``models``,
 since one imported here would keep ``django.setup()`` from working.
@@ -7,6 +7,7 @@ since one imported here would keep ``django.setup()`` from working.
 
 from __future__ import annotations
 
+from . import stages
 from .concurrency import single_instance
 from .exceptions import (
     AlreadyClaimed,
@@ -20,6 +21,7 @@ from .exceptions import (
     IdempotencyError,
     IllegalTransition,
     InvalidPlan,
+    InvalidResult,
     LockBackendError,
     LockError,
     LockLost,
@@ -28,6 +30,7 @@ from .exceptions import (
     ResultNotStored,
     SendError,
     StageError,
+    StepLost,
     WrongTransaction,
 )
 from .idempotency import Claim, IdempotentMixin, current_claim, idempotent
@@ -50,6 +53,7 @@ __all__ = [
     "IdempotentMixin",
     "IllegalTransition",
     "InvalidPlan",
+    "InvalidResult",
     "LockBackendError",
     "LockError",
     "LockLost",
@@ -60,6 +64,7 @@ __all__ = [
     "SafeTaskMixin",
     "SendError",
     "StageError",
+    "StepLost",
     "WrongTransaction",
     "cache_lock",
     "current_claim",
@@ -69,4 +74,5 @@ __all__ = [
     "release_lock",
     "send_on_commit",
     "single_instance",
+    "stages",
 ]

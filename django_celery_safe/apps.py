@@ -15,6 +15,11 @@ class DjangoCelerySafeConfig(AppConfig):
     def ready(self) -> None:
         from . import checks
         from .concurrency import endings
+        from .concurrency.guard import run_steps_by
+        from .stages import endings as stage_endings
+        from .stages.decorator import run_plain
 
         checks.connect()
         endings.connect()
+        stage_endings.connect()
+        run_steps_by(run_plain)

@@ -64,6 +64,8 @@ DEFAULTS: Final[dict[str, Any]] = {
     "OUTBOX_RETENTION": 0,
     #: How long a record of ``idempotent`` keeps a thing from being done again; None: for ever.
     "IDEMPOTENCY_RETENTION": timedelta(days=7),
+    #: How long runs of stages are kept after their end, s.
+    "STAGES_RETENTION": timedelta(days=7),
 }
 
 

@@ -286,11 +286,82 @@ class StageError(CelerySafeError):
 
 
 class InvalidPlan(StageError, ValueError):
-    """A plan of stages can't be run as it stands."""
+    """
+    A plan of stages can't be run as it stands.
+
+    Args:
+        where: What is wrong, such as ``entry 3, ('shop.tasks.index', 2)``.
+        reason: What is wrong with it, as a clause.
+        hint: What to write instead, as a sentence.
+    """
+
+    def __init__(self, where: str, reason: str, hint: str) -> None:
+        super().__init__(where, reason, hint)
+        self.where, self.reason, self.hint = where, reason, hint
+
+    def __str__(self) -> str:
+        return f"The plan can't be run: {self.where} {self.reason}. {self.hint}"
+
+
+class InvalidResult(StageError, ValueError):
+    """
+    What a step returned says nothing, or can't be kept for the next stages.
+
+    Args:
+        task: The step's task.
+        reason: What is wrong with it, as a clause.
+    """
+
+    def __init__(self, task: str, reason: str) -> None:
+        super().__init__(task, reason)
+        self.task, self.reason = task, reason
+
+    def __str__(self) -> str:
+        return (
+            f"The step {self.task} can't go on with what it returned: {self.reason}. Return a dict "
+            f"of plain data for the next stages, None, True, False, or (success, dict)."
+        )
 
 
 class IllegalTransition(StageError):
-    """A run of stages is not in a state from which this can be done."""
+    """
+    A run of stages is not in a state from which this can be done.
+
+    Args:
+        run: Which run, such as ``run 12``.
+        action: What was to be done: resume or abort.
+        reason: Why not, as a clause.
+    """
+
+    def __init__(self, run: str, action: str, reason: str) -> None:
+        super().__init__(run, action, reason)
+        self.run, self.action, self.reason = run, action, reason
+
+    def __str__(self) -> str:
+        return f"Can't {self.action} {self.run}: {self.reason}. Nothing was changed."
+
+
+class StepLost(StageError):
+    """
+    A step was ours and is no longer: its lease ended, and another delivery of its message,
+    or a resumed run, has it now.
+
+    Args:
+        step: Which step, as ``<task>[<task id>]``.
+        run: Its run, such as ``run 12``.
+        holder: Who has it now; empty if nobody does.
+    """
+
+    def __init__(self, step: str, run: str, holder: str = "") -> None:
+        super().__init__(step, run, holder)
+        self.step, self.run, self.holder = step, run, holder
+
+    def __str__(self) -> str:
+        now = f"{self.holder} runs it now" if self.holder else "nobody is known to run it now"
+        return (
+            f"The step {self.step} of {self.run} is no longer this process's: {now}. What it "
+            f"returned counts for nothing, and what it did may be done twice."
+        )
 
 
 def describe_error(error: BaseException) -> str:

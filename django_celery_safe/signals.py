@@ -62,6 +62,21 @@ claim_lost = Signal()
 #: A message was sent to arrive later than its broker delivers it again. Fields: task, delay (s),
 #: visibility_timeout (s), place (in the code).
 sent_beyond_visibility = Signal()
+#: A run of stages was started, and is committed. Fields: run (its id), stages (how many).
+run_started = Signal()
+#: A run's stage was begun: its steps are sent. Fields: run, stage (from 0 on), steps (how many).
+stage_started = Signal()
+#: A step of a run succeeded. Fields: run, step (its id), task, task_id.
+step_succeeded = Signal()
+#: A step of a run failed, after its retries. Fields: run, step, task, task_id, error.
+step_failed = Signal()
+#: A step was ours and is no longer. Fields: step (its id), holder (empty: not known).
+step_lost = Signal()
+#: A sweep found that a run did not go on, and repaired it. Fields: run, task, task_id (both
+#: empty: all of its stage), reason.
+run_repaired = Signal()
+#: A run of stages ended. Fields: run, status.
+run_ended = Signal()
 
 
 def is_observed(signal: Signal, logger: logging.Logger, level: int) -> bool:

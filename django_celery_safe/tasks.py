@@ -9,6 +9,8 @@ from celery import Task, shared_task
 
 from .idempotency.records import find_prunable, record_store
 from .sending.relay import Relay, drain_all, find_outboxes
+from .stages import repairs
+from .stages.rows import step_store
 
 #: Longest that one run relays, s; the next goes on.
 LONGEST_RUN: Final = 50.0
@@ -32,3 +34,15 @@ def relay_outbox() -> int:
 def prune_idempotency() -> int:
     """Delete the records of idempotent work that say nothing any more; return how many."""
     return find_prunable(record_store().all()).erase()
+
+
+@shared_task(base=Task, ignore_result=True)
+def sweep_stages() -> int:
+    """Repair the runs of stages that do not go on after a crash; return how many repairs."""
+    return len(repairs.sweep(step_store()))
+
+
+@shared_task(base=Task, ignore_result=True)
+def prune_stages() -> int:
+    """Delete the runs of stages that ended ``STAGES_RETENTION`` ago; return how many."""
+    return repairs.find_prunable(step_store()).erase()

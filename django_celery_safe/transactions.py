@@ -7,14 +7,26 @@ stand for "no transaction" and do not count here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from django.db import Error, OperationalError, connections
+from django.db import Error, InterfaceError, InternalError, OperationalError, connections
+
+from .exceptions import describe_error
 
 if TYPE_CHECKING:
     from django.db.models import Model
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+#: Shortest and longest pause before a database that was away is asked again, s.
+SHORTEST_PAUSE: Final = 0.05
+LONGEST_PAUSE: Final = 1.0
 
 
 def in_atomic(alias: str) -> bool:
@@ -77,6 +89,44 @@ def busy_timeout(alias: str, seconds: float | None) -> Iterator[None]:
         yield
     finally:
         execute(f"PRAGMA busy_timeout = {int(before)}")
+
+
+def no_time_left() -> float:
+    """Tell :func:`ask_again` to ask only once more."""
+    return 0.0
+
+
+def ask_again(alias: str, ask: Callable[[], T], left: Callable[[], float], what: str) -> T:
+    """
+    Ask a database that may have ended the connection, or be away for a moment.
+
+    Args:
+        ask: May be called again after its answer got lost.
+        left: Tells for how many seconds it may be asked again; 0: once more, at once, by
+            a new connection.
+        what: What can't be noted meanwhile, for the log.
+
+    Raises:
+        django.db.Error: It does not answer, or a transaction is open, which is lost.
+    """
+    connection, pause, tries = connections[alias], SHORTEST_PAUSE, 0
+    while True:
+        try:
+            return ask()
+        except (OperationalError, InterfaceError, InternalError) as error:
+            over = left() <= pause
+            if connection.in_atomic_block or (tries and over):
+                raise
+            failure = describe_error(error)
+        # It may be dead, or to a server that takes no more writes.
+        connection.close()
+        if tries:
+            logger.warning(
+                "What became of %s can't be noted, and is tried again: %s", what, failure
+            )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        tries += 1
 
 
 def lacks_table(alias: str, *models: type[Model]) -> bool:

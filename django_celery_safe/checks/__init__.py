@@ -93,6 +93,7 @@ _DURATIONS: Final[tuple[tuple[Callable[[str], object], str], ...]] = (
     (lambda name: conf.lease_seconds(conf.get(name), name), "SENT_TIMEOUT"),
     (conf.send_timeout, "OUTBOX_SEND_TIMEOUT"),
     (conf.retention, "OUTBOX_RETENTION"),
+    (conf.retention, "STAGES_RETENTION"),
     (lambda name: conf.ttl(conf.get(name), name), "IDEMPOTENCY_RETENTION"),
 )
 

@@ -99,7 +99,9 @@ def keeps_key(task_id: str | None) -> bool:
     return resent is not None and resent.unchanged and resent.task_id == task_id
 
 
-def come_back(task: Any, request: Context, delay: float) -> NoReturn:
+def come_back(
+    task: Any, request: Context, delay: float, why: str = "Another run holds the lock"
+) -> NoReturn:
     """
     Send the message again, to arrive ``delay`` seconds from now, and end this run.
 
@@ -113,7 +115,7 @@ def come_back(task: Any, request: Context, delay: float) -> NoReturn:
     delay = min(delay, _longest_delay(task))
     signature = task.signature_from_request(request, countdown=delay)
     _send(task, request, signature)
-    raise Retry("Another run holds the lock", when=delay, sig=signature)  # type: ignore[arg-type]
+    raise Retry(why, when=delay, sig=signature)  # type: ignore[arg-type]
 
 
 def send_own_copy(

@@ -211,25 +211,38 @@ def _is_dead(pid: int) -> bool:
 
 
 def _in_background(free: Callable[[], None], cache: str | conf.Unset) -> None:
-    """Do it in a thread: the worker's main loop must not wait for a store, nor for a death."""
+    def close() -> None:
+        store = locate(cache).store()
+        if store.connects_threads:
+            store.close()  # one that is kept would be dead by the next time
+
+    in_background(free, close, "A dead run's locks could not be freed and end by their leases.")
+
+
+def in_background(work: Callable[[], None], close: Callable[[], None], failure: str) -> None:
+    """
+    Do it in a thread: the worker's main loop must not wait for a store, nor for a death.
+
+    Args:
+        close: Closes what ``work`` opened.
+        failure: What is logged if it could not be done.
+    """
     global _freeing
     if _freeing is None:
         _freeing = ThreadPoolExecutor(4, thread_name_prefix="django_celery_safe endings")
-    _freeing.submit(_free_safely, free, cache)
+    _freeing.submit(_do_safely, work, close, failure)
 
 
-def _free_safely(free: Callable[[], None], cache: str | conf.Unset) -> None:
+def _do_safely(work: Callable[[], None], close: Callable[[], None], failure: str) -> None:
     try:
         try:
-            free()
+            work()
         finally:
-            store = locate(cache).store()
-            if store.connects_threads:
-                store.close()  # one that is kept would be dead by the next time
+            close()
     except CelerySafeError as error:
-        logger.warning("A dead run's locks could not be freed and end by their leases: %s", error)
+        logger.warning("%s %s", failure, error)
     except Exception:
-        logger.exception("A dead run's locks could not be freed and end by their leases.")
+        logger.exception("%s", failure)
 
 
 def _forget_parent() -> None:

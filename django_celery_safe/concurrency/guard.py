@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery import Task
 from celery.app.task import Context
@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 #: Seconds that a message waits for the lock of its own task id before it is sent
 #: again: a retry without delay may arrive before the run that sent it has ended.
 OWN_LOCK_PATIENCE: Final = 0.5
+#: Gets a task, its request, what it runs and with what, and runs a step of a run of stages.
+StepRunner: TypeAlias = Callable[
+    [Any, Context, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
+]
+#: That of ``stages``, a floor above.
+_step_runner: StepRunner | None = None
 #: Part of ``retry_delay`` that is added at random, so that many don't come back at once.
 JITTER: Final = 0.25
 
@@ -60,11 +66,20 @@ def run_as_called(task: Any) -> Callable[..., Any]:
     def run_as_asked(*args: Any, **kwargs: Any) -> Any:
         if task.request.headers:
             request = find_request(task, run)
-            if "options" in find_header(request):
+            header = find_header(request)
+            if "options" in header:
                 return _run(Guarded(run, DEFAULTS, False), task, request, args, kwargs)
+            if request is not None and "step" in header and _step_runner is not None:
+                return _step_runner(task, request, run, args, kwargs)
         return run(*args, **kwargs)
 
     return run_as_asked
+
+
+def run_steps_by(runner: StepRunner) -> None:
+    """Let the messages of steps whose tasks know nothing of steps be run by ``runner``."""
+    global _step_runner
+    _step_runner = runner
 
 
 def _run(

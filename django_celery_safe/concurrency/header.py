@@ -34,6 +34,7 @@ class Header(TypedDict, total=False):
         copy: Token of the note that the message is a copy under way, see ``copies``.
         met: Token of the run whose lock that copy waits for.
         claim_copy: Token of the note that the message is a copy that waits for a claim.
+        step: Id of the step of a run of stages that the message is to run.
     """
 
     task: str
@@ -47,6 +48,7 @@ class Header(TypedDict, total=False):
     copy: str
     met: str
     claim_copy: str
+    step: int
 
 
 def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
@@ -118,4 +120,5 @@ _CHECKS: Final[dict[str, Callable[[Any], bool]]] = {
     "copy": _is_token,
     "met": _is_token,
     "claim_copy": _is_token,
+    "step": lambda value: type(value) is int,
 }

@@ -22,8 +22,7 @@ from typing import Any, Final, TypeVar
 from celery._state import get_current_task
 from celery.exceptions import SoftTimeLimitExceeded, TaskPredicate
 from django.db import Error as DatabaseError
-from django.db import InterfaceError, InternalError, OperationalError, connections
-from kombu.utils import json
+from django.db import connections
 
 from ..exceptions import (
     AlreadyClaimed,
@@ -38,7 +37,15 @@ from ..locks.lease import Lease, renewer
 from ..locks.lock import describe_holder, time_limit
 from ..locks.stores.base import HeldLock, encode_holder
 from ..signals import claim_failed, claim_finished, claim_lost, claim_repeated, emit
-from ..transactions import in_atomic, in_testcase_only, is_manual, losing_a_race
+from ..transactions import (
+    ask_again,
+    in_atomic,
+    in_testcase_only,
+    is_manual,
+    losing_a_race,
+    no_time_left,
+)
+from ..values import NotPlain, decode, encode
 from .records import RecordStore, read_claim
 
 T = TypeVar("T")
@@ -49,9 +56,6 @@ logger = logging.getLogger(__name__)
 LONGEST_RESULT: Final = 65536
 #: How often a claim looks again after it lost a race; each time somebody else moved on.
 TRIES: Final = 20
-#: Shortest and longest pause before a record that could not be finished is tried again, s.
-SHORTEST_PAUSE: Final = 0.05
-LONGEST_PAUSE: Final = 1.0
 
 #: The claims under which the running code works, the innermost last.
 _current: ContextVar[tuple[Claim, ...]] = ContextVar("django_celery_safe_claims", default=())
@@ -287,7 +291,7 @@ class Claim:
             )
         if row.error:
             raise ResultNotStored(self.key, row.error)
-        self.result = json.loads(row.result) if row.result else None
+        self.result = decode(row.result)
         return True
 
     def _note_done(self, lease: Lease[RecordStore], text: str, error: str = "") -> None:
@@ -314,35 +318,9 @@ class Claim:
         self.is_finished = True
 
     def _ask(self, ask: Callable[[], T], lease: Lease[RecordStore] | None = None) -> T:
-        """
-        Ask a database that may have ended the connection, or be away for a moment.
-
-        Args:
-            lease: Ask again for as long as it lasts, for one length of it at the most: what
-                is done should not be done again, and nobody else can begin meanwhile. None:
-                once more, by a new connection.
-        """
-        connection, pause, tries = connections[self._store.alias], SHORTEST_PAUSE, 0
-        # It may be renewed all the while.
-        ends_at = time.monotonic() + (0.0 if lease is None else lease.seconds)
-        while True:
-            try:
-                return ask()
-            except (OperationalError, InterfaceError, InternalError) as error:
-                left = 0.0 if lease is None else min(lease.remaining, ends_at - time.monotonic())
-                over = left <= pause
-                if connection.in_atomic_block or (tries and over):
-                    raise
-                failure = describe_error(error)
-            # It may be dead, or to a server that takes no more writes.
-            connection.close()
-            if tries:
-                logger.warning(
-                    "What became of %r can't be noted, and is tried again: %s", self.key, failure
-                )
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-            tries += 1
+        """Ask a database that may be away for a moment; with a lease, for as long as that lasts."""
+        left = no_time_left if lease is None else lease.patience()
+        return ask_again(self._store.alias, ask, left, repr(self.key))
 
     def _end(self) -> None:
         if self._is_of_parent():
@@ -459,20 +437,10 @@ def encode_result(key: str, result: Any) -> str:
     Raises:
         ResultNotStored: JSON can't take it, or it is too long.
     """
-    if result is None:
-        return ""
     try:
-        text: str = json.dumps(result)
-        if len(text) <= LONGEST_RESULT:
-            json.loads(text)
-            return text
-    except SoftTimeLimitExceeded:
-        raise
-    except Exception as error:  # whatever it is: the work is done
-        raise ResultNotStored(key, f"JSON can't take it ({describe_error(error)})") from error
-    raise ResultNotStored(
-        key, f"it is {len(text):,} characters of JSON, of {LONGEST_RESULT:,} at most"
-    )
+        return "" if result is None else encode(result, LONGEST_RESULT)
+    except NotPlain as error:
+        raise ResultNotStored(key, str(error)) from error
 
 
 def _note_lost(lease: Lease[Any], now_held: HeldLock | None) -> None:

@@ -105,6 +105,16 @@ class Lease(Generic[S]):
             return 0.0
         return max(0.0, self.asked_at + self.seconds - self.store.early - time.monotonic())
 
+    def patience(self) -> Callable[[], float]:
+        """
+        Return what tells for how many seconds the holder may still try to note its end.
+
+        As long as nobody else can begin, and for one length of the lease at the most: it
+        may be renewed all the while.
+        """
+        ends_at = time.monotonic() + self.seconds
+        return lambda: min(self.remaining, ends_at - time.monotonic())
+
     def extend(self, seconds: float) -> bool:
         """Ask the store for a lease of ``seconds`` from now; tell whether it is still ours."""
         with renewer().standing_off(self):

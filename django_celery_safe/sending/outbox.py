@@ -55,6 +55,7 @@ class Kept:
 
     def __init__(self, using: str, ids: list[int], chord: str) -> None:
         self.using, self._ids, self._chord = using, ids, chord
+        self._seconds = seconds_for(len(ids))
         #: No relay takes them while what begins before this takes its time.
         self._ours_until = time.monotonic() + GRACE
         self._give_up_at = math.inf
@@ -65,7 +66,7 @@ class Kept:
 
         That takes a query only after a long transaction.
         """
-        seconds = send_timeout()
+        seconds = self._seconds
         self._give_up_at = time.monotonic() + seconds
         if time.monotonic() < self._ours_until:
             return True
@@ -123,7 +124,7 @@ def keep(captured: Captured, using: str | None) -> Kept:
     from ..models import OutboxMessage  # a model-free door, see __init__
 
     alias = DEFAULT_DB_ALIAS if using is None else using
-    seconds = send_timeout() + GRACE
+    seconds = seconds_for(len(captured.messages)) + GRACE
     messages, calls = captured.messages, captured.chord_calls
     chord = uuid.uuid4().hex if calls else ""
     rows = [
@@ -243,6 +244,11 @@ def task_wants_outbox(task: Any) -> bool:
     """Tell whether a task, or one that is not known here, goes through the outbox."""
     wanted = getattr(task, "outbox", None)
     return bool(conf.get("OUTBOX") if wanted is None else wanted)
+
+
+def seconds_for(count: int) -> float:
+    """Return for how long so many messages are sent right after their commit, s."""
+    return send_timeout() * math.ceil(count / ROWS)
 
 
 def send_timeout() -> float:

@@ -238,12 +238,17 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         given = options.get("single_instance", carried.get("options"))
         options = {name: value for name, value in options.items() if name != "single_instance"}
         headers = options.get("headers")
+        step: int | None = None
         if headers and HEADER in headers:
+            step = read_header(headers, self.name).get("step")
             # Copied from another message, or made anew below.
             options["headers"] = {name: headers[name] for name in headers if name != HEADER}
         guarded = find_guarded(self)
         if given is None and guarded is None:
-            return options, Header()
+            if step is None:
+                return options, Header()
+            header = Header(task=self.name, step=step)
+            return with_header(options, header), header
         guarded = guarded or Guarded(self.run, DEFAULTS, False)
         own = guarded.options
         if given is not None:
@@ -253,6 +258,8 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         if key is None:
             return options, Header()
         header = Header(task=self.name, key=key)
+        if step is not None:
+            header["step"] = step
         if given is not None:
             header["options"] = dict(given)
         if carried or options.get("retries"):

@@ -1,9 +1,4 @@
-"""
-The app's tables.
-
-Nothing here is imported by the package's ``__init__``: a model there would keep
-``django.setup()`` from working.
-"""
+"""The outbox: messages that were committed, until a broker has them."""
 
 from __future__ import annotations
 
@@ -15,50 +10,14 @@ from django.db import connections, models, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from .text import storable
+
 #: Shortest and longest time until a message that could not be sent is tried again; it
 #: doubles with each attempt.
 SHORTEST_DELAY: Final = timedelta(seconds=5)
 LONGEST_DELAY: Final = timedelta(minutes=10)
 #: Longest time for which a database that has one lock for all is kept locked, s.
 LONGEST_LOCK: Final = 1.0
-#: Characters of an error that a row keeps.
-LONGEST_ERROR: Final = 1000
-
-
-class DatabaseLock(models.Model):
-    """
-    A lock that lives in the database of ``LOCK_DATABASE``.
-
-    Written by :mod:`django_celery_safe.locks.stores.database` alone. A row whose
-    ``ends_at_us`` has passed is free.
-    """
-
-    key = models.CharField(primary_key=True, max_length=255)
-    token = models.CharField(max_length=32, unique=True)
-    fence = models.BigIntegerField()
-    #: Name and holder as JSON; see ``encode_holder``.
-    holder = models.TextField()
-    #: End of the lease by the database server's clock, µs since the epoch.
-    ends_at_us = models.BigIntegerField(db_index=True)
-
-    class Meta:
-        verbose_name = "lock"
-        default_permissions = ("view",)
-
-    def __str__(self) -> str:
-        return self.key
-
-
-class Fence(models.Model):
-    """The one row that counts acquisitions in this database."""
-
-    last = models.BigIntegerField()
-
-    class Meta:
-        default_permissions = ()
-
-    def __str__(self) -> str:
-        return str(self.last)
 
 
 class OutboxMessages(models.QuerySet["OutboxMessage"]):
@@ -239,12 +198,6 @@ class OutboxMessage(models.Model):
         return False
 
 
-def storable(text: str) -> str:
-    """Return a text that every database can keep, cut to a sensible length."""
-    cut = text[:LONGEST_ERROR].replace("\0", "\N{REPLACEMENT CHARACTER}")
-    return cut.encode("utf-8", "replace").decode("utf-8")
-
-
 class OutboxRelay(models.Model):
     """The one row in which relays note that they are there."""
 
@@ -257,164 +210,3 @@ class OutboxRelay(models.Model):
 
     def __str__(self) -> str:
         return f"{self.host} pid {self.pid}"
-
-
-class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
-    """The states of records, and the steps from one to the next."""
-
-    def running(self) -> IdempotencyRecords:
-        """Those that somebody does now, or did when the process died."""
-        return self.filter(state=IdempotencyRecord.State.RUNNING)
-
-    def done(self) -> IdempotencyRecords:
-        """Those whose work is done, and not done again until they expire."""
-        return self.filter(state=IdempotencyRecord.State.DONE)
-
-    def failed(self) -> IdempotencyRecords:
-        """Those whose work failed the last time; the next who comes may do it."""
-        return self.filter(state=IdempotencyRecord.State.FAILED)
-
-    def free(self) -> IdempotencyRecords:
-        """Those that anybody may claim: failed, expired, or of a holder that is gone."""
-        return self.filter(Q(state=IdempotencyRecord.State.FAILED) | _gone() | _EXPIRED)
-
-    def busy(self) -> IdempotencyRecords:
-        """Those that somebody does now."""
-        return self.running().filter(ends_at__gte=Now())
-
-    def idle(self) -> IdempotencyRecords:
-        """Those that nobody does now."""
-        return self.exclude(state=IdempotencyRecord.State.RUNNING, ends_at__gte=Now())
-
-    def claimed(self, token: str) -> IdempotencyRecords:
-        """Those that the claim with this token still has."""
-        return self.running().filter(token=token)
-
-    def is_done_by(self, token: str) -> bool:
-        """Tell whether it was the claim with this token that did it."""
-        return self.done().filter(token=token).exists()
-
-    def expired(self, age: timedelta | None) -> IdempotencyRecords:
-        """Those that say nothing any more, or whose holder has been gone for ``age``; None: not."""
-        return self.filter(_EXPIRED if age is None else _EXPIRED | _gone(age))
-
-    def older(self, age: timedelta) -> IdempotencyRecords:
-        """Those that ended more than ``age`` ago, or whose holder has been gone for so long."""
-        return self.filter(Q(ended_at__lt=Now() - age) | _gone(age))
-
-    def try_claim(
-        self, token: str, lease: timedelta, *, holder: str, digest: str, claims: int
-    ) -> bool:
-        """Let the claim with this token have a record that is free; tell whether it has it."""
-        return bool(
-            self.free().update(
-                state=IdempotencyRecord.State.RUNNING,
-                token=token,
-                ends_at=Now() + lease,
-                holder=holder,
-                digest=digest,
-                claims=claims,
-                claimed_at=Now(),
-                ended_at=None,
-                expires_at=None,
-                result="",
-                error="",
-            )
-        )
-
-    def extend(self, token: str, lease: timedelta) -> int:
-        """Let the lease of a claim begin anew."""
-        return self.claimed(token).update(ends_at=Now() + lease)
-
-    def finish(self, token: str, result: str, keep: timedelta | None, error: str = "") -> bool:
-        """
-        Note that what was claimed is done; tell whether that claim still had it.
-
-        Args:
-            result: What a repeat gets, as JSON; "": None.
-            keep: For how long the record keeps it from being done again; None: for ever.
-            error: Why there is no result.
-        """
-        return bool(
-            self.claimed(token).update(
-                state=IdempotencyRecord.State.DONE,
-                result=result,
-                error=storable(error),
-                ended_at=Now(),
-                expires_at=None if keep is None else Now() + keep,
-            )
-        )
-
-    def fail(self, token: str, error: str, keep: timedelta | None) -> bool:
-        """Note that what was claimed failed; tell whether that claim still had it."""
-        return bool(
-            self.claimed(token).update(
-                state=IdempotencyRecord.State.FAILED,
-                error=storable(error),
-                ended_at=Now(),
-                expires_at=None if keep is None else Now() + keep,
-            )
-        )
-
-    def erase(self) -> int:
-        """Delete them, without the signals that others' receivers could make fail."""
-        return self._raw_delete(self.db) or 0
-
-
-#: Of a record that ended; one that runs has its lease.
-_EXPIRED: Final = Q(expires_at__lt=Now())
-
-
-def _gone(age: timedelta = timedelta()) -> Q:
-    """Return what is true of a record whose holder let its lease end, ``age`` ago or more."""
-    return Q(state=IdempotencyRecord.State.RUNNING, ends_at__lt=Now() - age if age else Now())
-
-
-class IdempotencyRecord(models.Model):
-    """
-    That a thing was done, or is being done, under a key; see ``idempotent``.
-
-    Every moment is the database server's.
-    """
-
-    class State(models.TextChoices):
-        """What is known of the work."""
-
-        RUNNING = "running"
-        DONE = "done"
-        FAILED = "failed"
-
-    #: As it is, or hashed; the whole one stands with the holder.
-    key = models.CharField(primary_key=True, max_length=255)
-    state = models.CharField(max_length=8, choices=State.choices)
-    #: Which claim has it, or had it last.
-    token = models.CharField(max_length=32)
-    #: End of its lease.
-    ends_at = models.DateTimeField()
-    #: Key and claimer as JSON; see ``encode_holder``.
-    holder = models.TextField()
-    #: What it was called with, hashed; "": not known, or all of it is the key.
-    digest = models.CharField(max_length=32, default="")
-    #: How often it was claimed, over all failures and deaths.
-    claims = models.PositiveIntegerField(default=1)
-    claimed_at = models.DateTimeField()
-    ended_at = models.DateTimeField(null=True)
-    #: When it says nothing any more; None: never, or it runs.
-    expires_at = models.DateTimeField(null=True)
-    #: What a repeat gets, as JSON; "": None.
-    result = models.TextField(default="")
-    #: What failed; of a record that is done, why there is no result.
-    error = models.TextField(default="")
-
-    objects = IdempotencyRecords.as_manager()
-
-    class Meta:
-        verbose_name = "idempotency record"
-        indexes = (
-            models.Index(
-                "expires_at", name="safe_record_expires", condition=Q(expires_at__isnull=False)
-            ),
-        )
-
-    def __str__(self) -> str:
-        return self.key

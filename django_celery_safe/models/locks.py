@@ -1,0 +1,41 @@
+"""The tables of locks that live in a database."""
+
+from __future__ import annotations
+
+from django.db import models
+
+
+class DatabaseLock(models.Model):
+    """
+    A lock that lives in the database of ``LOCK_DATABASE``.
+
+    Written by :mod:`django_celery_safe.locks.stores.database` alone. A row whose
+    ``ends_at_us`` has passed is free.
+    """
+
+    key = models.CharField(primary_key=True, max_length=255)
+    token = models.CharField(max_length=32, unique=True)
+    fence = models.BigIntegerField()
+    #: Name and holder as JSON; see ``encode_holder``.
+    holder = models.TextField()
+    #: End of the lease by the database server's clock, µs since the epoch.
+    ends_at_us = models.BigIntegerField(db_index=True)
+
+    class Meta:
+        verbose_name = "lock"
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return self.key
+
+
+class Fence(models.Model):
+    """The one row that counts acquisitions in this database."""
+
+    last = models.BigIntegerField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return str(self.last)

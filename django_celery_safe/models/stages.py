@@ -1,0 +1,425 @@
+"""
+Runs of stages and their steps: the states, and the steps from one to the next.
+
+Who changes a run locks its row first, and its steps after that: then no two that do so
+wait for each other. :mod:`django_celery_safe.stages.engine` puts the steps together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections, models, transaction
+from django.db.models import Exists, F, OuterRef, Q
+from django.db.models.functions import Coalesce, Now
+
+from ..stages.status import Status
+from ..values import decode
+from .text import storable
+
+if TYPE_CHECKING:
+    from ..stages.progress import Progress, StageProgress
+
+#: Steps that one statement creates or changes; every database takes so many parameters.
+BATCH: Final = 500
+
+
+class StageRuns(models.QuerySet["StageRun"]):
+    """The states of runs."""
+
+    def active(self) -> StageRuns:
+        """Those that go on by themselves."""
+        return self.filter(status__in=[Status.WAITING, Status.RUNNING])
+
+    def stopped(self) -> StageRuns:
+        """Those that ended, well or not."""
+        return self.exclude(status__in=[Status.WAITING, Status.RUNNING])
+
+    def older(self, age: timedelta) -> StageRuns:
+        """Those that ended more than ``age`` ago, and of which nothing runs."""
+        alive = StageStep.objects.filter(run=OuterRef("pk")).alive()
+        return self.stopped().filter(~Exists(alive), ended_at__lt=Now() - age)
+
+    def complete(self) -> StageRuns:
+        """Those whose stage has nothing left to do, and that did not go on."""
+        steps = StageStep.objects.filter(run=OuterRef("pk"), stage=OuterRef("stage"))
+        return self.active().filter(~Exists(steps.unfinished()))
+
+    def lock(self, pk: int) -> StageRun | None:
+        """Lock a run until the open transaction ends, and return it; None: it is gone."""
+        connection = connections[self.db]
+        if connection.features.has_select_for_update:
+            # Others may refer to the row meanwhile: only what changes it waits.
+            no_key = connection.features.has_select_for_no_key_update
+            return self.select_for_update(no_key=no_key).filter(pk=pk).first()
+        if getattr(connection, "transaction_mode", None) not in ("IMMEDIATE", "EXCLUSIVE"):
+            # The database has one lock for all, which a write takes.
+            self.filter(pk=pk).update(stage=F("stage"))
+        return self.filter(pk=pk).first()
+
+    @contextmanager
+    def locked(self, pk: int) -> Iterator[StageRun | None]:
+        """Lock a run for the block, in a transaction."""
+        with transaction.atomic(using=self.db):
+            yield self.lock(pk)
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        """Delete them and their steps, as Django's; each run is locked before its steps."""
+        with transaction.atomic(using=self.db):
+            features = connections[self.db].features
+            if features.has_select_for_update:
+                list(self.order_by("pk").select_for_update().values_list("pk"))
+            return super().delete()
+
+    delete.alters_data = True  # type: ignore[attr-defined]
+    delete.queryset_only = True  # type: ignore[attr-defined]
+
+    def erase(self) -> int:
+        """Delete them and their steps, without the signals that receivers could make fail."""
+        with transaction.atomic(using=self.db):
+            ids = [pk for pk in self.values_list("pk", flat=True) if self.lock(pk)]
+            steps = StageStep.objects.using(self.db).filter(run__in=ids)
+            steps._raw_delete(self.db)
+            return StageRun.objects.using(self.db).filter(pk__in=ids)._raw_delete(self.db) or 0
+
+
+class StageRun(models.Model):
+    """
+    One run of a plan, made by ``stages.start``.
+
+    What it shows is as of when it was read: ``refresh_from_db()`` reads it anew. Every
+    moment is the database server's.
+    """
+
+    status = models.CharField(max_length=9, choices=Status.choices, default=Status.WAITING)
+    #: Number of the stage that runs, or ran last, from 0 on.
+    stage = models.PositiveIntegerField(default=0)
+    #: How many there are.
+    stages = models.PositiveIntegerField()
+    #: What was given and returned so far, as JSON; see :attr:`params`.
+    params_text = models.TextField(default="{}", db_column="params")
+    created_at = models.DateTimeField()
+    #: When its stage began, or was begun anew.
+    stage_at = models.DateTimeField()
+    ended_at = models.DateTimeField(null=True)
+    #: Why it failed, if not by a step's error.
+    error = models.TextField(default="", blank=True)
+    #: What a sweep did to it last, and why.
+    note = models.TextField(default="", blank=True)
+
+    objects = StageRuns.as_manager()
+
+    class Meta:
+        verbose_name = "run of stages"
+        verbose_name_plural = "runs of stages"
+        indexes = (
+            models.Index(
+                "id", name="safe_run_active", condition=Q(status__in=["waiting", "running"])
+            ),
+            models.Index("ended_at", name="safe_run_ended", condition=Q(ended_at__isnull=False)),
+        )
+
+    def __str__(self) -> str:
+        return f"run {self.pk}"
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What the next stage gets: the given params and those of all finished stages."""
+        params: dict[str, Any] = decode(self.params_text)
+        return params
+
+    @property
+    def steps(self) -> StageSteps:
+        """Its steps, in the order of the stages, and of the plan in each."""
+        return StageStep.objects.using(self._state.db).filter(run=self.pk).in_order()
+
+    @property
+    def error_step(self) -> StageStep | None:
+        """The step that failed first; None: none did."""
+        return self.steps.failed().order_by("ended_at", "position").first()
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is; one query."""
+        from ..stages.progress import progress  # a floor above, which knows the tables
+
+        return progress(self)
+
+    def progress_by_stage(self) -> list[StageProgress]:
+        """Return how far each stage is, the first first; one query."""
+        from ..stages.progress import progress_by_stage  # a floor above, as below
+
+        return progress_by_stage(self)
+
+    def is_aborted(self) -> bool:
+        """
+        Tell whether the run was stopped, by ``abort()`` or because a step failed; one query.
+
+        For steps that take long: what they do is not needed any more.
+        """
+        ours = StageRun.objects.using(self._state.db).filter(pk=self.pk)
+        return not ours.active().exists()
+
+    def wait(self, timeout: float | timedelta | None = None) -> StageRun:
+        """
+        Wait until the run has ended, well or not, and return it, read anew.
+
+        It looks four times a second. For scripts and tests: a page asks
+        :attr:`progress` now and then instead.
+
+        Args:
+            timeout: Seconds or timedelta; None waits for ever.
+
+        Raises:
+            TimeoutError: It goes on.
+            WrongTransaction: Inside ``atomic()``, where it may not even begin.
+            RuntimeError: Inside a task, which would keep a worker from its steps.
+        """
+        from ..stages.progress import wait  # a floor above, which knows the tables
+
+        return wait(self, timeout)
+
+    def resume(self) -> StageRun:
+        """
+        Run again what failed and what was not begun, and return the run, read anew.
+
+        What succeeded is not run again, and its params stay.
+
+        Raises:
+            IllegalTransition: It goes on, succeeded, or some of its steps still run.
+        """
+        from ..stages import engine  # a floor above, which knows the tables
+
+        engine.resume(self)
+        return self
+
+    def abort(self) -> StageRun:
+        """
+        Stop what has not begun, and return the run, read anew.
+
+        Running steps end as they will; they may ask :meth:`is_aborted`.
+
+        Raises:
+            IllegalTransition: It has ended.
+        """
+        from ..stages import engine  # a floor above, which knows the tables
+
+        engine.abort(self)
+        return self
+
+    def delete(self, *args: Any, **kwargs: Any) -> tuple[int, dict[str, int]]:
+        """Delete it and its steps, as Django's; it is locked before they are."""
+        with transaction.atomic(using=self._state.db):
+            StageRun.objects.using(self._state.db).lock(self.pk)
+            return super().delete(*args, **kwargs)
+
+
+class StageSteps(models.QuerySet["StageStep"]):
+    """The states of steps, and the way from one to the next."""
+
+    def in_order(self) -> StageSteps:
+        """Them, in the order of the stages, and of the plan in each."""
+        return self.order_by("stage", "position")
+
+    def waiting(self) -> StageSteps:
+        """Those that wait for their stage, a worker or a retry."""
+        return self.filter(status=Status.WAITING)
+
+    def running(self) -> StageSteps:
+        """Those that somebody runs now, or ran when the process died."""
+        return self.filter(status=Status.RUNNING)
+
+    def alive(self) -> StageSteps:
+        """Those that somebody runs now."""
+        return self.running().filter(ends_at__gte=Now())
+
+    def silent(self) -> StageSteps:
+        """Those whose process died: it let the lease end."""
+        return self.running().filter(ends_at__lt=Now())
+
+    def failed(self) -> StageSteps:
+        """Those that failed, after their retries."""
+        return self.filter(status=Status.FAILED)
+
+    def unfinished(self) -> StageSteps:
+        """Those that keep their stage from ending well."""
+        return self.exclude(status=Status.SUCCEEDED)
+
+    def overdue(self, patience: timedelta) -> StageSteps:
+        """
+        Those that were sent, and that nobody began for ``patience``, which doubles each time.
+
+        A step of the run's stage that was not sent anew was sent when the stage began.
+        """
+        sent = self.waiting().filter(
+            run__status__in=[Status.WAITING, Status.RUNNING], stage=F("run__stage")
+        )
+        late = Q(pk__in=[])
+        for resent in range(MOST_PATIENCE):
+            late |= Q(resent=resent, since__lt=Now() - patience * 2**resent)
+        late |= Q(resent__gte=MOST_PATIENCE, since__lt=Now() - patience * 2**MOST_PATIENCE)
+        return sent.alias(since=Coalesce("due_at", "run__stage_at")).filter(late)
+
+    def attempt(self, task_id: str) -> StageSteps:
+        """Those that this message, or another of its id, is to run."""
+        return self.filter(task_id=task_id)
+
+    def claimed(self, token: str) -> StageSteps:
+        """Those that the claim with this token still has."""
+        return self.running().filter(token=token)
+
+    def is_done_by(self, token: str) -> bool:
+        """Tell whether it was the claim with this token that did it."""
+        return self.filter(status=Status.SUCCEEDED, token=token).exists()
+
+    def try_claim(self, task_id: str, token: str, lease: timedelta, *, holder: str) -> bool:
+        """Let a message run its step, if nobody does; tell whether it may."""
+        free = Q(status=Status.WAITING) | Q(status=Status.RUNNING, ends_at__lt=Now())
+        return bool(
+            self.attempt(task_id)
+            .filter(free)
+            .update(
+                status=Status.RUNNING,
+                token=token,
+                ends_at=Now() + lease,
+                holder=holder,
+                started_at=Now(),
+                starts=F("starts") + 1,
+            )
+        )
+
+    def extend(self, token: str, lease: timedelta) -> int:
+        """Let the lease of a claim begin anew."""
+        return self.claimed(token).update(ends_at=Now() + lease)
+
+    def finish(self, token: str, params: str) -> bool:
+        """Note that a claimed step succeeded; tell whether that claim still had it."""
+        return bool(
+            self.claimed(token).update(
+                status=Status.SUCCEEDED,
+                params_text=params,
+                ended_at=Now(),
+                error_type="",
+                error="",
+            )
+        )
+
+    def put_back(self, token: str, status: Status, error_type: str, error: str) -> bool:
+        """Let a claimed step wait, or be aborted, after an error; tell whether the claim had it."""
+        ended = status in Status.STOPPED
+        return bool(
+            self.claimed(token).update(
+                status=status,
+                due_at=None if ended else Now(),
+                ended_at=Now() if ended else None,
+                error_type=error_type[:LONGEST_TYPE],
+                error=storable(error),
+            )
+        )
+
+    def fail(self, error_type: str, error: str) -> int:
+        """Note that they failed."""
+        return self.update(
+            status=Status.FAILED,
+            ended_at=Now(),
+            error_type=error_type[:LONGEST_TYPE],
+            error=storable(error),
+        )
+
+    def abort(self) -> int:
+        """Stop those that wait."""
+        return self.waiting().update(status=Status.ABORTED, ended_at=Now())
+
+    def bury(self, token: str, *, stopped: bool) -> bool:
+        """Let a step whose process died wait, or end with its run; tell whether it still had."""
+        return bool(
+            self.silent()
+            .filter(token=token)
+            .update(
+                status=Status.ABORTED if stopped else Status.WAITING,
+                due_at=None if stopped else Now(),
+                ended_at=Now() if stopped else None,
+                deaths=F("deaths") + 1,
+            )
+        )
+
+    def note_resent(self) -> int:
+        """Note that the messages of steps that nobody began are sent again."""
+        return self.update(due_at=Now(), resent=F("resent") + 1)
+
+    def begin_anew(self, steps: Iterable[StageStep]) -> None:
+        """Let steps wait for a new attempt, each under the task id that it has now."""
+        self.update(
+            status=Status.WAITING,
+            due_at=None,
+            resent=0,
+            deaths=0,
+            started_at=None,
+            ended_at=None,
+            error_type="",
+            error="",
+        )
+        self.bulk_update(steps, ["task_id"], batch_size=BATCH)
+
+
+#: Characters of the name of an error's type that a row keeps.
+LONGEST_TYPE: Final = 255
+#: How often the patience with a step that nobody begins doubles.
+MOST_PATIENCE: Final = 7
+
+
+class StageStep(models.Model):
+    """One task of a run, with its arguments, and what became of it."""
+
+    run = models.ForeignKey(StageRun, models.CASCADE, related_name="+")
+    #: Number of its stage, from 0 on, and its place in the plan.
+    stage = models.PositiveIntegerField()
+    position = models.PositiveIntegerField()
+    priority = models.FloatField()
+    task = models.CharField(max_length=255)
+    #: Its own arguments, as JSON; "": none.
+    arguments = models.TextField(default="", blank=True)
+    status = models.CharField(max_length=9, choices=Status.choices, default=Status.WAITING)
+    #: Of the message that is to run it: which attempt this is. A resumed one gets another.
+    task_id = models.CharField(max_length=36)
+    #: Which of the deliveries of that message runs it, or ran it last.
+    token = models.CharField(max_length=32, default="", blank=True)
+    #: End of its lease.
+    ends_at = models.DateTimeField(null=True)
+    #: Who runs it, as JSON; see ``encode_holder``.
+    holder = models.TextField(default="", blank=True)
+    #: When its message was to be there; None: when the stage began.
+    due_at = models.DateTimeField(null=True)
+    started_at = models.DateTimeField(null=True)
+    ended_at = models.DateTimeField(null=True)
+    #: How often it was begun, how often its process died, and how often its message was
+    #: sent again since nobody had begun it.
+    starts = models.PositiveIntegerField(default=0)
+    deaths = models.PositiveIntegerField(default=0)
+    resent = models.PositiveIntegerField(default=0)
+    #: What it returned for the next stages, as JSON; "": nothing.
+    params_text = models.TextField(default="", blank=True, db_column="params")
+    error_type = models.CharField(max_length=LONGEST_TYPE, default="", blank=True)
+    error = models.TextField(default="", blank=True)
+    #: What a sweep did to it last, and why.
+    note = models.TextField(default="", blank=True)
+
+    objects = StageSteps.as_manager()
+
+    class Meta:
+        verbose_name = "step"
+        default_permissions = ("view",)
+        constraints = (models.UniqueConstraint("run", "stage", "position", name="safe_step_place"),)
+        indexes = (
+            models.Index(
+                "run", "stage", name="safe_step_unfinished", condition=~Q(status="succeeded")
+            ),
+            models.Index("task_id", name="safe_step_task_id"),
+            models.Index("ends_at", name="safe_step_running", condition=Q(status="running")),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.task}[{self.task_id}]"

@@ -1,0 +1,14 @@
+"""What the tables keep of texts that come from anywhere."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Characters of an error that a row keeps.
+LONGEST_ERROR: Final = 1000
+
+
+def storable(text: str) -> str:
+    """Return a text that every database can keep, cut to a sensible length."""
+    cut = text[:LONGEST_ERROR].replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return cut.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,98 @@
+"""
+Ends of a step's message that its run can't tell: a killed process, a revoked message.
+
+Celery tells the main process of a worker of these. It also tells whether a task that
+retries by itself will do so, which shows only outside of the step's function.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Final
+
+from celery import signals
+from celery.app.task import Context
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from django.db.models.functions import Now
+
+from ..concurrency.endings import in_background
+from ..concurrency.header import find_header
+from ..locks import HeldLock
+from ..locks.lock import HOST
+from ..locks.stores.base import decode_holder
+from ..sending import SafeTaskMixin
+from . import engine
+from .engine import Fault
+from .plan import find_step_layer
+from .rows import step_store
+from .running import is_told
+
+#: Name under which the receivers are connected, once in each process.
+UID: Final = "django_celery_safe.stages"
+
+FAILURE: Final = "That a step's message has ended could not be noted; a sweep will find its run."
+
+
+def connect() -> None:
+    """Listen to the ends of messages, and to retries."""
+    signals.task_failure.connect(_on_failure, dispatch_uid=UID)
+    signals.task_retry.connect(_on_retry, dispatch_uid=UID)
+    signals.task_revoked.connect(_on_revoked, dispatch_uid=UID)
+
+
+def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: Any) -> None:
+    """Fail the step of a task that retries no more, or of a run that took too long."""
+    if isinstance(exception, WorkerLostError):
+        return  # it may be delivered again; if not, a sweep sends it
+    if isinstance(exception, TimeLimitExceeded):
+        comes_again = sender.acks_late and not getattr(sender, "acks_on_timeout", True)
+        if not comes_again and _may_be_step(sender):
+            _fail_in_background(None, task_id, exception)
+        return
+    request = sender.request
+    pk = find_header(request).get("step")
+    if pk is None or request.id != task_id or is_told(request):
+        return
+    engine.fail_attempt(step_store(), pk, task_id, Fault.of(exception), _is_of_process)
+
+
+def _on_retry(sender: Any, request: Context, reason: Any = None, **kwargs: Any) -> None:
+    """Note when the step's message is to be there again."""
+    pk = find_header(request).get("step")
+    delay = getattr(reason, "when", None)
+    if pk is None or not isinstance(delay, int | float) or request.is_eager:
+        return
+    rows = step_store().at(str(pk)).attempt(request.id or "").waiting()
+    rows.update(due_at=Now() + timedelta(seconds=float(delay)))
+
+
+def _on_revoked(sender: Any, request: Context, expired: bool, **kwargs: Any) -> None:
+    """Fail the step of a message that is never run."""
+    pk = find_header(request).get("step")
+    if pk is not None:
+        what = "expired before it was begun" if expired else "was revoked"
+        error = RuntimeError(f"The task {what}.")
+        _fail_in_background(pk, request.id or "", error)
+
+
+def _fail_in_background(pk: int | None, task_id: str, error: BaseException) -> None:
+    store = step_store()
+
+    def fail() -> None:
+        engine.fail_attempt(store, pk, task_id, Fault.of(error), _is_of_host)
+
+    in_background(fail, store.close, FAILURE)
+
+
+def _may_be_step(task: Any) -> bool:
+    return isinstance(task, SafeTaskMixin) or find_step_layer(task) is not None
+
+
+def _is_of_process(holder: str) -> bool:
+    held = decode_holder(holder, HeldLock(""))
+    return (held.holder.host, held.holder.pid) == (HOST, os.getpid())
+
+
+def _is_of_host(holder: str) -> bool:
+    return decode_holder(holder, HeldLock("")).holder.host == HOST

@@ -1,0 +1,258 @@
+"""
+Plans: which tasks run together, and which after them. Plain data, no database.
+
+A plan is checked as a whole before anything is written, so that what can't run is told to
+who starts it; :mod:`django_celery_safe.stages.engine` runs it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from celery import Celery, current_app
+from celery.local import Proxy
+
+from ..concurrency.call import layers
+from ..concurrency.guard import find_guarded
+from ..exceptions import InvalidPlan
+from ..sending import SafeTaskMixin
+from ..values import NotPlain, encode
+
+#: Longest params of a run, and arguments of an entry, characters of JSON: every step reads them.
+LONGEST_PARAMS: Final = 65536
+#: Most entries of a plan: all of them are written in one transaction.
+MOST_ENTRIES: Final = 100_000
+#: What the dictionary form may have. The document that it is from writes the first in two ways.
+KEYS: Final = ("sub_tasks", "params")
+
+WRITE: Final = "Write (task, priority) or (task, priority, {...}), higher priorities first to run."
+
+
+class Entry(NamedTuple):
+    """
+    One task of a plan.
+
+    Attributes:
+        task: Its name.
+        priority: Those of one priority run together, higher ones before lower ones.
+        arguments: What it gets by name beside the params, as JSON; "": nothing.
+    """
+
+    task: str
+    priority: float
+    arguments: str
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.arguments}".rstrip()
+
+
+class Plan(NamedTuple):
+    """
+    What ``stages.start`` runs; made and checked by :func:`make_plan`.
+
+    Attributes:
+        stages: The entries of each stage, in the order in which they were given.
+        params: What the first stage gets, as JSON.
+    """
+
+    stages: list[list[Entry]]
+    params: str
+
+    def describe(self) -> str:
+        """
+        Return the stages as text, a line for each and for each of its tasks.
+
+        Example:
+            >>> from django_celery_safe import stages
+            >>> plan = stages.make_plan([("shop.tasks.notify", 1), ("shop.tasks.fetch", 3)])
+            >>> print(plan.describe())
+            Stage 1 of 2, priority 3
+              shop.tasks.fetch
+            Stage 2 of 2, priority 1
+              shop.tasks.notify
+        """
+        lines = []
+        for number, entries in enumerate(self.stages, 1):
+            priority = entries[0].priority
+            lines.append(f"Stage {number} of {len(self.stages)}, priority {priority:g}")
+            lines += [f"  {entry}" for entry in entries]
+        return "\n".join(lines)
+
+
+def make_plan(
+    plan: Plan | Mapping[str, Any] | Iterable[Any],
+    params: Mapping[str, Any] | None = None,
+) -> Plan:
+    """
+    Return a plan in its final form, if it can be run; write and send nothing.
+
+    Args:
+        plan, params: As for ``stages.start``. Of a plan that is final, only the params
+            are replaced, if there are any.
+
+    Raises:
+        InvalidPlan: It can't be run, naming the entry.
+    """
+    if isinstance(plan, Plan):
+        return plan if params is None else plan._replace(params=_encode_params(params))
+    app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
+    if isinstance(plan, Mapping):
+        plan, params = _read_dictionary(plan, params)
+    if isinstance(plan, str | bytes) or not isinstance(plan, Iterable):
+        raise InvalidPlan(f"{plan!r}", "is no list of entries", WRITE)
+    stages: dict[float, list[Entry]] = {}
+    for number, given in enumerate(plan):
+        if number >= MOST_ENTRIES:
+            raise InvalidPlan("it", f"has more than {MOST_ENTRIES:,} entries", "Start several.")
+        entry = _read_entry(given, f"entry {number + 1}, {given!r},", app)
+        stages.setdefault(entry.priority, []).append(entry)
+    if not stages:
+        raise InvalidPlan("it", "has no entries", WRITE)
+    in_order = [stages[priority] for priority in sorted(stages, reverse=True)]
+    return Plan(in_order, _encode_params(params))
+
+
+def _read_dictionary(
+    plan: Mapping[str, Any], params: Mapping[str, Any] | None
+) -> tuple[Any, Mapping[str, Any] | None]:
+    for key in plan:
+        if key not in KEYS:
+            close = difflib.get_close_matches(str(key), KEYS, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else "It knows 'sub_tasks' and 'params'."
+            raise InvalidPlan(f"its key {key!r}", "means nothing", hint)
+    if "sub_tasks" not in plan:
+        raise InvalidPlan("it", "has no 'sub_tasks'", 'Write {"sub_tasks": [["task", 1]]}.')
+    if params is not None and "params" in plan:
+        raise InvalidPlan("its 'params'", "are given twice", "Give them once.")
+    return plan["sub_tasks"], plan.get("params", params)
+
+
+def _read_entry(given: Any, where: str, app: Celery) -> Entry:
+    if isinstance(given, str | bytes) or not isinstance(given, tuple | list):
+        raise InvalidPlan(where, "is no entry", WRITE)
+    if len(given) not in (2, 3):
+        raise InvalidPlan(where, f"has {len(given)} parts", WRITE)
+    task, priority, *rest = given
+    if isinstance(priority, bool) or not isinstance(priority, int | float):
+        raise InvalidPlan(where, f"has the priority {priority!r}, which is no number", WRITE)
+    if not math.isfinite(priority):
+        raise InvalidPlan(where, f"has the priority {priority}, which is in no order", WRITE)
+    arguments = rest[0] if rest else {}
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise InvalidPlan(
+            where, f"has the arguments {arguments!r}", "Give them by name: {'size': 640}."
+        )
+    try:
+        text = encode(dict(arguments), LONGEST_PARAMS) if arguments else ""
+    except NotPlain as error:
+        raise InvalidPlan(
+            where, f"has arguments that can't be kept: {error}", "Give primary keys."
+        ) from error
+    found = _find_task(task, where, app)
+    _check_task(found, arguments, where)
+    return Entry(found.name, float(priority), text)
+
+
+def _find_task(task: Any, where: str, app: Celery) -> Any:
+    if not isinstance(task, str):
+        # By type: a lazy task would be evaluated.
+        if not issubclass(type(task), Proxy) and not hasattr(task, "apply_async"):
+            raise InvalidPlan(
+                where, f"has {task!r}, which is no task", "Give a task, or its full name."
+            )
+        return task
+    if task not in app.tasks:
+        app.loader.import_default_modules()  # as a worker does; a web server may not have yet
+    if task not in app.tasks:
+        close = difflib.get_close_matches(task, app.tasks, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else "Is its module among the app's?"
+        raise InvalidPlan(where, f"names the task {task!r}, which nobody knows here", hint)
+    return app.tasks[task]
+
+
+def _check_task(task: Any, arguments: Mapping[str, Any], where: str) -> None:
+    _check_layers(task, where)
+    if find_step_layer(task) is None:
+        if not isinstance(task, SafeTaskMixin):
+            raise InvalidPlan(
+                where,
+                f"has the task {task.name}, which is neither a @stages.step nor a SafeTask",
+                "Put @stages.step below its @shared_task.",
+            )
+        form = "(data, name)"
+    else:
+        form = "(params)"
+    try:
+        given: tuple[Any, ...] = ({},) if form == "(params)" else ({}, "")
+        _check_arguments(task, given, arguments)
+    except TypeError as error:
+        named = f" and {', '.join(arguments)}" if arguments else ""
+        raise InvalidPlan(
+            where,
+            f"has the task {task.name}, which does not take {form}{named} ({error})",
+            "A @stages.step takes (params); any other task takes (data, name).",
+        ) from error
+
+
+def _check_arguments(task: Any, given: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
+    # Made by Celery of a function, bound or not; a class has none.
+    check = getattr(task, "__header__", None)
+    if check is None:
+        method = next((one for one in layers(task.run) if inspect.ismethod(one)), task.run)
+        check = inspect.signature(method).bind
+    check(*given, **arguments)
+
+
+def _check_layers(task: Any, where: str) -> None:
+    """Refuse what would end a step's message without its step."""
+    found = list(layers(task.run))
+    at = {
+        name: max((place for place, one in enumerate(found) if hasattr(one, name)), default=None)
+        for name in ("stages_step", "idempotent")
+    }
+    step, idempotent = at["stages_step"], at["idempotent"]
+    if idempotent is not None and (step is None or idempotent < step):
+        raise InvalidPlan(
+            where,
+            f"has the task {task.name}, whose @idempotent does not know of the step",
+            "Put @stages.step below @shared_task, and @idempotent below that.",
+        )
+    guarded = find_guarded(task)
+    if guarded is None:
+        return
+    if step is None:
+        raise InvalidPlan(
+            where,
+            f"has the task {task.name}, whose @single_instance does not know of the step",
+            "Put @stages.step below @single_instance.",
+        )
+    options = guarded.options
+    if options.unique_until is not None or options.on_conflict == "skip":
+        what = "unique_until" if options.unique_until is not None else 'on_conflict="skip"'
+        raise InvalidPlan(
+            where,
+            f"has the task {task.name}, of which {what} would leave out a step",
+            'Use on_conflict="retry" or "wait", without unique_until.',
+        )
+
+
+def find_step_layer(task: Any) -> Any:
+    """Return what ``@stages.step`` made in a task; None if it has none."""
+    return next((one for one in layers(task.run) if hasattr(one, "stages_step")), None)
+
+
+def _encode_params(params: Any) -> str:
+    if params is None:
+        return "{}"
+    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+        raise InvalidPlan("its params", f"are {params!r}", "Give a dict with names.")
+    try:
+        return encode(dict(params), LONGEST_PARAMS)
+    except NotPlain as error:
+        raise InvalidPlan(
+            "its params", f"can't be kept: {error}", "Give little and plain data: primary keys."
+        ) from error

@@ -1,0 +1,177 @@
+"""
+Finding runs that do not go on, and pruning those that have ended.
+
+Normal progress never depends on this: it is for what a crash has left. Any number of
+sweeps may look at the same time, since each repairs under the lock of the run's row what
+it finds there then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from django.db import transaction
+from django.db.models.functions import Now
+
+from .. import conf
+from ..locks.stores.rows import read_holder
+from ..signals import emit, run_repaired
+from . import engine
+from .rows import StepStore
+from .status import Status
+
+if TYPE_CHECKING:
+    from ..models import StageRuns, StageStep, StageSteps
+
+logger = logging.getLogger(__name__)
+
+#: For how long a step that was sent may wait to be begun before it is sent again. It doubles
+#: each time: a long queue is no loss, and the same message once more does no harm.
+PATIENCE: Final = timedelta(minutes=5)
+#: How often a process may die in a step before the step fails.
+MOST_DEATHS: Final = 5
+#: Steps that are looked at in one go.
+BATCH: Final = 500
+
+
+class Repair(NamedTuple):
+    """
+    What a sweep did.
+
+    Attributes:
+        run: The run's id.
+        step: The step, as ``<task>[<task id>]``; "": all of its stage.
+        reason: What it found, and what it did about it, as a sentence.
+    """
+
+    run: int
+    step: str
+    reason: str
+
+
+def sweep(store: StepStore, patience: timedelta = PATIENCE) -> list[Repair]:
+    """
+    Find what does not go on, and repair it; return what was done, in order.
+
+    A step whose process died is sent again, and fails when that was so five times. A step
+    that was sent and that nobody began is sent again. A run whose stage is complete goes on.
+
+    Args:
+        patience: How long a step that was sent may wait to be begun.
+    """
+    repairs: list[Repair] = []
+    for pk, ids in _by_run(store.steps().silent()):
+        repairs += _mend_silent(store, pk, ids)
+    for pk, ids in _by_run(_not_in_outbox(store, store.steps().overdue(patience))):
+        repairs += _send_again(store, pk, ids, patience)
+    for pk in store.runs().complete().values_list("pk", flat=True):
+        if engine.go_on(store, pk):
+            repairs.append(_note_run(store, pk))
+    return repairs
+
+
+def find_prunable(store: StepStore, older_than: timedelta | None = None) -> StageRuns:
+    """
+    Return the runs that can be deleted.
+
+    Args:
+        older_than: Those that ended so long ago; None: ``STAGES_RETENTION`` ago.
+    """
+    age = conf.retention("STAGES_RETENTION") if older_than is None else older_than
+    return store.runs().older(age)
+
+
+def _by_run(steps: Iterable[StageStep]) -> Iterable[tuple[int, list[int]]]:
+    by_run: dict[int, list[int]] = {}
+    for step in steps:
+        by_run.setdefault(step.run_id, []).append(step.pk)
+    return by_run.items()
+
+
+def _not_in_outbox(store: StepStore, steps: StageSteps) -> list[StageStep]:
+    """Leave out those whose message a relay will send."""
+    from ..models import OutboxMessage  # needs the app registry
+
+    found = list(steps)
+    pending: set[str] = set()
+    for start in range(0, len(found), BATCH):
+        ids = [step.task_id for step in found[start : start + BATCH]]
+        rows = OutboxMessage.objects.using(store.alias).pending().filter(task_id__in=ids)
+        pending.update(rows.values_list("task_id", flat=True))
+    return [step for step in found if step.task_id not in pending]
+
+
+def _mend_silent(store: StepStore, pk: int, ids: list[int]) -> list[Repair]:
+    repairs, again = [], []
+    with store.runs().locked(pk) as run:
+        if run is None:
+            return []
+        steps = store.steps().filter(pk__in=ids)
+        silent = list(steps.silent().annotate(asked_at=Now()))
+        stopped = run.status in Status.STOPPED
+        for step in silent:
+            reason = f"its process died ({read_holder('', step).holder})"
+            if not stopped and step.deaths + 1 >= MOST_DEATHS:
+                reason = f"its process died {MOST_DEATHS} times, and it failed"
+                ours = engine.fail_silent(store, run, step, reason)
+                stopped = stopped or ours
+            else:
+                ours = store.at(str(step.pk)).bury(step.token, stopped=stopped)
+                reason += ", and it was aborted" if stopped else ", and it was sent again"
+                again += [step] if ours and not stopped else []
+            repairs += [_note(store, step, reason)] if ours else []
+        # One that failed has aborted those that were to be sent.
+        engine.send(store, [] if stopped else again)
+    return repairs
+
+
+def _send_again(store: StepStore, pk: int, ids: list[int], patience: timedelta) -> list[Repair]:
+    with store.runs().locked(pk):
+        # Anew, since another sweep may have been first.
+        steps = list(store.steps().filter(pk__in=ids).overdue(patience))
+        store.steps().filter(pk__in=[step.pk for step in steps]).note_resent()
+        engine.send(store, steps)
+        return [
+            _note(store, step, "it was sent, nobody began it for long, and it was sent again")
+            for step in steps
+        ]
+
+
+def _note(store: StepStore, step: StageStep, reason: str) -> Repair:
+    """Keep why a step was repaired, and tell of it."""
+    store.at(str(step.pk)).update(note=reason)
+    repair = Repair(step.run_id, str(step), reason)
+    _tell(store, repair, step.task, step.task_id)
+    return repair
+
+
+def _note_run(store: StepStore, pk: int) -> Repair:
+    reason = "its stage was complete, and it did not go on; now it did"
+    store.runs().filter(pk=pk).update(note=reason)
+    repair = Repair(pk, "", reason)
+    _tell(store, repair, "", "")
+    return repair
+
+
+def _tell(store: StepStore, repair: Repair, task: str, task_id: str) -> None:
+    what = f"Run {repair.run}, step {repair.step}" if repair.step else f"Run {repair.run}"
+
+    def tell() -> None:
+        emit(
+            run_repaired,
+            logger,
+            logging.WARNING,
+            "%s: %s.",
+            what,
+            repair.reason,
+            sender=sweep,
+            run=repair.run,
+            task=task,
+            task_id=task_id,
+            reason=repair.reason,
+        )
+
+    transaction.on_commit(tell, using=store.alias, robust=True)

@@ -1,0 +1,41 @@
+"""Plain values as texts that a table can keep, as a message would carry them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery.exceptions import SoftTimeLimitExceeded
+from kombu.utils import json
+
+from .exceptions import describe_error
+
+
+class NotPlain(Exception):
+    """A value can't be kept; the text says why, as a clause."""
+
+
+def encode(value: Any, longest: int) -> str:
+    """
+    Return a value as JSON, with what kombu adds to it, such as dates and Decimals.
+
+    Args:
+        longest: How many characters it may have.
+
+    Raises:
+        NotPlain: JSON can't take it, or it is too long.
+    """
+    try:
+        text: str = json.dumps(value)
+        if len(text) <= longest:
+            json.loads(text)
+            return text
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # whatever its own code raises
+        raise NotPlain(f"JSON can't take it ({describe_error(error)})") from error
+    raise NotPlain(f"it is {len(text):,} characters of JSON, of {longest:,} at most")
+
+
+def decode(text: str) -> Any:
+    """Return the value that a text stands for; "": None."""
+    return json.loads(text) if text else None

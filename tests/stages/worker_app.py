@@ -1,0 +1,6 @@
+"""The Celery app of this folder's worker: ``celery -A tests.stages.worker_app``."""
+
+from celery import Celery
+
+app = Celery("stages", include=["tests.stages.tasks"])
+app.config_from_object("django.conf:settings", namespace="CELERY")
