@@ -21,11 +21,11 @@ def relay_outbox() -> int:
     """
     Send what is due in the outboxes of all databases, and return how many messages that was.
 
-    For projects that run beat and no ``manage.py celery_outbox relay``; any number may
-    run at once.
+    As a relay does, it repairs runs of stages, too. For projects that run beat and no
+    ``manage.py celery_outbox relay``; any number may run at once.
     """
     ends_at = time.monotonic() + LONGEST_RUN
-    relays = [Relay(alias) for alias in find_outboxes()]
+    relays = [Relay(alias, beside=repairs.sweep_beside) for alias in find_outboxes()]
     drain_all(relays, lambda: time.monotonic() > ends_at)
     return sum(relay.count for relay in relays)
 

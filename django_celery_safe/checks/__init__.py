@@ -4,7 +4,7 @@ System checks: what in the settings would let a lock, a task or an e-mail go wro
 ``manage.py check`` shows them. A Celery worker shows no check's result, so when
 one starts, ours are written to its log. docs/reference/checks.md lists them.
 ``tasks`` has those of single-instance tasks, ``sending`` those of brokers and the outbox,
-``redelivery`` those of tasks that are done once.
+``redelivery`` those of tasks that are done once, ``stages`` those of runs of stages.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..locks.stores.local import set_pool_processes
 from .messages import PREFIX, error, warning
 from .redelivery import check_redelivery
 from .sending import check_relays, check_sending
+from .stages import check_stages
 from .tasks import check_tasks
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def check_deployment(**kwargs: Any) -> list[CheckMessage]:
         conf.given()
     except ConfigurationError:
         return []  # check_all tells
-    return [*check_memory(), *check_relays()]
+    return [*check_memory(), *check_relays(), *check_stages()]
 
 
 def check_memory() -> list[CheckMessage]:

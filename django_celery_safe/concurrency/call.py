@@ -15,6 +15,8 @@ from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
 
+from .header import find_header
+
 #: Which functions run in this context, each with the id of the task whose message it runs
 #: for. A call of one inside its own run is a direct call, although Celery shows it the
 #: request of the message.
@@ -81,6 +83,9 @@ def sent_arguments(
         message: The message that it is for; None: there is none, and ``args`` and
             ``kwargs`` are what it was called with, without a bound task.
     """
+    if "step" in find_header(message):
+        # That message has no params, and what the function gets beside them is a row each.
+        return args, {name: getattr(value, "pk", value) for name, value in kwargs.items()}
     # pydantic=True has made models of the arguments by now. A message still has what
     # was sent; otherwise it is what Celery would send.
     if message is not None:

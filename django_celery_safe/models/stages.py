@@ -17,6 +17,7 @@ from django.db.models import Exists, F, OuterRef, Q
 from django.db.models.functions import Coalesce, Now
 
 from ..stages.status import Status
+from ..statements import Slot, Statement
 from ..values import decode
 from .text import storable
 
@@ -49,16 +50,14 @@ class StageRuns(models.QuerySet["StageRun"]):
         return self.active().filter(~Exists(steps.unfinished()))
 
     def lock(self, pk: int) -> StageRun | None:
-        """Lock a run until the open transaction ends, and return it; None: it is gone."""
-        connection = connections[self.db]
-        if connection.features.has_select_for_update:
-            # Others may refer to the row meanwhile: only what changes it waits.
-            no_key = connection.features.has_select_for_no_key_update
-            return self.select_for_update(no_key=no_key).filter(pk=pk).first()
-        if getattr(connection, "transaction_mode", None) not in ("IMMEDIATE", "EXCLUSIVE"):
-            # The database has one lock for all, which a write takes.
-            self.filter(pk=pk).update(stage=F("stage"))
-        return self.filter(pk=pk).first()
+        """
+        Lock a run until the open transaction ends, and return it; None: it is gone.
+
+        By an UPDATE, which every database has, and which fails under a stricter isolation
+        where a SELECT would get the lock and go on with what was true before.
+        """
+        row = _LOCK.update_returning(self.db, pk=pk)
+        return None if row is None else StageRun.from_db(self.db, _LOCKED, row)
 
     @contextmanager
     def locked(self, pk: int) -> Iterator[StageRun | None]:
@@ -80,10 +79,27 @@ class StageRuns(models.QuerySet["StageRun"]):
     def erase(self) -> int:
         """Delete them and their steps, without the signals that receivers could make fail."""
         with transaction.atomic(using=self.db):
-            ids = [pk for pk in self.values_list("pk", flat=True) if self.lock(pk)]
+            found = [pk for pk in self.order_by("pk").values_list("pk", flat=True) if self.lock(pk)]
+            # One may have been resumed before it was locked.
+            ids = list(self.filter(pk__in=found).values_list("pk", flat=True))
             steps = StageStep.objects.using(self.db).filter(run__in=ids)
             steps._raw_delete(self.db)
             return StageRun.objects.using(self.db).filter(pk__in=ids)._raw_delete(self.db) or 0
+
+
+#: What is known of a run that was locked; the rest is read when it is asked for.
+_LOCKED: Final = ("id", "status", "stage", "stages", "params_text")
+_LOCKED_COLUMNS: Final = (*_LOCKED[:-1], "params")
+_LOCK: Final = Statement(
+    lambda alias: (
+        StageRun.objects.using(alias).filter(pk=Slot("pk")),
+        {"stage": F("stage")},
+    ),
+    lambda quote: (
+        ", ".join(quote(column) for column in _LOCKED_COLUMNS),
+        [],
+    ),
+)
 
 
 class StageRun(models.Model):
@@ -210,6 +226,16 @@ class StageRun(models.Model):
         engine.abort(self)
         return self
 
+    def refresh_from_db(
+        self,
+        using: str | None = None,
+        fields: Iterable[str] | None = None,
+        from_queryset: models.QuerySet[Any] | None = None,
+    ) -> None:
+        """Read it anew, as Django's, but from where it was: a replica may be behind."""
+        using = self._state.db if using is None else using
+        super().refresh_from_db(using, fields, from_queryset)
+
     def delete(self, *args: Any, **kwargs: Any) -> tuple[int, dict[str, int]]:
         """Delete it and its steps, as Django's; it is locked before they are."""
         with transaction.atomic(using=self._state.db):
@@ -275,37 +301,9 @@ class StageSteps(models.QuerySet["StageStep"]):
         """Tell whether it was the claim with this token that did it."""
         return self.filter(status=Status.SUCCEEDED, token=token).exists()
 
-    def try_claim(self, task_id: str, token: str, lease: timedelta, *, holder: str) -> bool:
-        """Let a message run its step, if nobody does; tell whether it may."""
-        free = Q(status=Status.WAITING) | Q(status=Status.RUNNING, ends_at__lt=Now())
-        return bool(
-            self.attempt(task_id)
-            .filter(free)
-            .update(
-                status=Status.RUNNING,
-                token=token,
-                ends_at=Now() + lease,
-                holder=holder,
-                started_at=Now(),
-                starts=F("starts") + 1,
-            )
-        )
-
     def extend(self, token: str, lease: timedelta) -> int:
         """Let the lease of a claim begin anew."""
         return self.claimed(token).update(ends_at=Now() + lease)
-
-    def finish(self, token: str, params: str) -> bool:
-        """Note that a claimed step succeeded; tell whether that claim still had it."""
-        return bool(
-            self.claimed(token).update(
-                status=Status.SUCCEEDED,
-                params_text=params,
-                ended_at=Now(),
-                error_type="",
-                error="",
-            )
-        )
 
     def put_back(self, token: str, status: Status, error_type: str, error: str) -> bool:
         """Let a claimed step wait, or be aborted, after an error; tell whether the claim had it."""

@@ -18,7 +18,7 @@ from ..transactions import aliases_in_atomic, in_atomic
 from .broker import is_unreachable
 from .capture import Captured, Message, capture, publish, subscribe
 from .eager import run_on_commit
-from .outbox import Kept, keep, publish_kept, wants_outbox
+from .outbox import Kept, keep, publish_kept, publish_together, wants_outbox
 from .publication import is_claiming, is_marked, publish_once
 
 logger = logging.getLogger(__name__)
@@ -187,15 +187,17 @@ def _let_go(captured: Captured, result: Any, producer: Any, kept: Kept | None) -
     if hopeless is None and kept is None:
         sure = [one for one in captured.messages if not is_claiming(one.options["headers"])]
         subscribe(sure, captured.subscriptions, producer)
-    done, interruption = [], None
+    done, interruption, together = [], None, 0
     try:
+        if kept is not None and hopeless is None and len(captured.messages) > 1:
+            together, hopeless = publish_together(captured.messages, kept)
         for number, message in enumerate(captured.messages):
-            if kept is not None:
+            if kept is not None and number >= together:
                 hopeless = hopeless or interruption or kept.find_lateness()
             try:
                 if hopeless is not None:
                     raise hopeless
-                held = _publish(message, producer, kept)
+                held = None if number < together else _publish(message, producer, kept)
                 done.append(number)
                 if result is not None and result.id == message.task_id:
                     settle(result, message.options["headers"], held)

@@ -20,6 +20,7 @@ from typing import Any, Final
 from celery import Celery
 from celery.backends.rpc import RPCBackend
 from celery.canvas import Signature
+from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DatabaseError
 from django.db.models.functions import Now
@@ -30,6 +31,7 @@ from .. import conf
 from ..exceptions import CelerySafeError, ConfigurationError, describe_error
 from .broker import ONE_WAIT, bounded_backend, bounded_producer, is_timeout, is_unreachable
 from .capture import Captured, ChordCall, Message, announce, put
+from .publication import is_claiming
 from .rows import Row, to_row
 
 logger = logging.getLogger(__name__)
@@ -207,6 +209,43 @@ def publish_kept(message: Message) -> None:
             raise
         _put_within(message, seconds)
     announce(message, lambda: bounded_producer(app, seconds), retry=False)
+
+
+def publish_together(messages: Sequence[Message], kept: Kept) -> tuple[int, Exception | None]:
+    """
+    Publish messages of the outbox a hundred in one request, where the transport can.
+
+    Returns:
+        How many, from the first on, went out; and why no more can, if the broker is silent or
+        the running task's time is over. Of the others nobody knows: else they are to be
+        published one by one.
+    """
+    app, seconds, sent = messages[0].app, send_timeout(), 0
+    stopped: Exception | None = None
+    backend: Any = app.backend
+    if isinstance(backend, RPCBackend) or any(
+        one.app is not app or is_claiming(one.options["headers"]) for one in messages
+    ):
+        return 0, None
+    try:
+        with bounded_producer(app, seconds) as producer:
+            if not getattr(producer.connection.transport, "supports_batch_publish", False):
+                return 0, None
+            # A broker that came back without its memory has lost where these lead to.
+            producer.connection.declared_entities.clear()
+            wait = seconds * ONE_WAIT
+            while sent < len(messages) and kept.find_lateness() is None:
+                part = messages[sent : sent + ROWS]
+                with producer.batch(max_size=len(part)):
+                    for one in part:
+                        put(one, producer, retry=False, timeout=wait, confirm_timeout=wait)
+                sent += len(part)
+    except Exception as error:  # noqa: BLE001 - which it was, and why, shows one by one
+        over = isinstance(error, SoftTimeLimitExceeded) or is_timeout(error)
+        stopped = error if over else None
+    for one in messages[:sent]:
+        announce(one, lambda: bounded_producer(app, seconds), retry=False)
+    return sent, stopped
 
 
 def _put_within(message: Message, seconds: float) -> None:

@@ -157,12 +157,20 @@ class Relay:
     Args:
         using: Alias of the database.
         attempts: How often a message is tried before it is dead.
+        beside: What is to be done for that database once a minute, too. It gets the alias,
+            and raises nothing that a relay is not to stop for.
 
     Raises:
         ConfigurationError: The database has autocommit off, so nothing would be kept.
     """
 
-    def __init__(self, using: str = DEFAULT_DB_ALIAS, *, attempts: int = ATTEMPTS) -> None:
+    def __init__(
+        self,
+        using: str = DEFAULT_DB_ALIAS,
+        *,
+        attempts: int = ATTEMPTS,
+        beside: Callable[[str], object] | None = None,
+    ) -> None:
         if not connections[using].settings_dict["AUTOCOMMIT"]:
             raise ConfigurationError(
                 f"The database {using!r} has AUTOCOMMIT off, and the relay's steps would not be "
@@ -170,6 +178,7 @@ class Relay:
             )
         self.using = using
         self._attempts = attempts
+        self._beside = beside
         self._producers: dict[Celery, Any] = {}
         #: Rows of the batch that nothing was decided about yet.
         self._left: set[int] = set()
@@ -248,7 +257,7 @@ class Relay:
         return len(rows)
 
     def look_after(self) -> None:
-        """Once a minute: note that a relay is here, and clear up what time has left."""
+        """Once a minute: note that a relay is here, clear up, and do what is to be done too."""
         if time.monotonic() < self._looks_after_at:
             return
         from ..models import OutboxRelay  # a model-free door, see __init__
@@ -260,6 +269,8 @@ class Relay:
         self._rows().recall()
         self._rows().prune(conf.retention("OUTBOX_RETENTION"))
         self._looks_after_at = time.monotonic() + MINUTE
+        if self._beside is not None:
+            self._beside(self.using)
 
     def close(self) -> None:
         """Close the connections to the broker."""

@@ -9,6 +9,7 @@ time one begins the next stage, whatever dies; and nothing here asks a result ba
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from celery import Celery, current_app
 from django.db import Error as DatabaseError
 from django.db import transaction
-from django.db.models import Exists
+from django.db.models import Exists, F
 from django.db.models.functions import Now
 
 from ..concurrency.header import Header, with_header
@@ -24,7 +25,6 @@ from ..exceptions import IllegalTransition, InvalidResult
 from ..idempotency.claim import find_time_limit
 from ..locks.lease import Lease
 from ..sending.commit import hold
-from ..sending.eager import run_on_commit
 from ..signals import (
     emit,
     is_observed,
@@ -47,6 +47,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+#: The steps that wait where this thread runs others eagerly.
+_eager = threading.local()
+
+#: How often a process may die in a step before the step fails.
+MOST_DEATHS: Final = 5
 #: Steps that one statement writes; every database takes so many parameters.
 BATCH: Final = 500
 
@@ -172,12 +177,12 @@ def finish(store: StepStore, step: StageStep, lease: Lease[Any], params: dict[st
 
     def ask() -> bool:
         with store.runs().locked(step.run_id) as run:
-            row = store.at(lease.name)
-            if not row.finish(lease.token, text):
+            complete = store.finish(step.pk, lease.token, text)
+            if complete is None:
                 # The answer to the one before may have got lost.
-                return row.is_done_by(lease.token)
+                return store.at(lease.name).is_done_by(lease.token)
             _tell_step(store, step_succeeded, logging.DEBUG, "Step %s of run %s succeeded.", step)
-            if run is not None and run.status not in Status.STOPPED:
+            if complete and run is not None and run.status not in Status.STOPPED:
                 _go_on(store, run)
         return True
 
@@ -217,7 +222,8 @@ def fail_attempt(
 
 def fail_silent(store: StepStore, run: StageRun, step: StageStep, reason: str) -> bool:
     """Fail a step of a locked run whose process has died; tell whether it still had."""
-    row = store.at(str(step.pk)).silent().filter(token=step.token)
+    row = store.at(str(step.pk)).running().filter(token=step.token, ends_at__lt=Now())
+    row.update(deaths=F("deaths") + 1)
     return _fail_locked(store, run, row, step, Fault("", reason))
 
 
@@ -246,16 +252,14 @@ def resume(run: StageRun) -> None:
         for step in left:
             step.task_id = str(uuid.uuid4())
         now.steps.unfinished().begin_anew(left)
-        # All of them had succeeded, and what they returned was too much.
-        stage = left[0].stage if left else now.stage
         store.runs().filter(pk=pk).update(
-            status=Status.RUNNING, stage=stage, stage_at=Now(), ended_at=None, error=""
+            status=Status.RUNNING, stage_at=Now(), ended_at=None, error=""
         )
-        now.stage, now.status = stage, Status.RUNNING
-        if left:
-            _begin_stage(store, now, [step for step in left if step.stage == stage])
+        again = [step for step in left if step.stage == now.stage]
+        if again:
+            _begin_stage(store, now, again)
         else:
-            _go_on(store, now)
+            _go_on(store, now)  # it was stopped while the last of that stage ran
     run.refresh_from_db()
 
 
@@ -285,10 +289,7 @@ def send(store: StepStore, steps: Iterable[StageStep]) -> None:
     """Send the messages of steps, through the outbox, when the open transaction commits."""
     app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
     if app.conf.task_always_eager:
-        for step in steps:
-            args, kwargs, options = _message(app, step)
-            signature: Any = app.signature(step.task, args=args, kwargs=kwargs)
-            run_on_commit(signature, store.alias, options)
+        transaction.on_commit(lambda: _run_eagerly(app, steps), using=store.alias)
         return
 
     def send_all(given: dict[str, Any]) -> None:
@@ -301,6 +302,22 @@ def send(store: StepStore, steps: Iterable[StageStep]) -> None:
                 task.apply_async(args, kwargs, **options)
 
     hold(app, send_all, store.alias, {}, outbox=True, canvas=True)
+
+
+def _run_eagerly(app: Celery, steps: Iterable[StageStep]) -> None:
+    """Run steps here and now, each stage after the one before, not inside of it."""
+    waiting: list[StageStep] | None = getattr(_eager, "waiting", None)
+    if waiting is not None:
+        waiting += steps
+        return
+    _eager.waiting = waiting = list(steps)
+    try:
+        while waiting:
+            step = waiting.pop(0)
+            args, kwargs, options = _message(app, step)
+            app.tasks[step.task].apply(args, kwargs, **options)
+    finally:
+        _eager.waiting = None
 
 
 def _message(app: Celery, step: StageStep) -> tuple[Any, ...]:

@@ -29,6 +29,9 @@ MOST_ENTRIES: Final = 100_000
 #: What the dictionary form may have. The document that it is from writes the first in two ways.
 KEYS: Final = ("sub_tasks", "params")
 
+#: Characters of an entry that an error shows.
+LONGEST_SHOWN: Final = 200
+
 WRITE: Final = "Write (task, priority) or (task, priority, {...}), higher priorities first to run."
 
 
@@ -108,7 +111,13 @@ def make_plan(
     for number, given in enumerate(plan):
         if number >= MOST_ENTRIES:
             raise InvalidPlan("it", f"has more than {MOST_ENTRIES:,} entries", "Start several.")
-        entry = _read_entry(given, f"entry {number + 1}, {given!r},", app)
+        try:
+            entry = _read_entry(given, app)
+        except InvalidPlan as error:
+            shown = repr(given)
+            shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
+            where = f"entry {number + 1}, {shown},"
+            raise InvalidPlan(where, error.reason, error.hint) from error.__cause__
         stages.setdefault(entry.priority, []).append(entry)
     if not stages:
         raise InvalidPlan("it", "has no entries", WRITE)
@@ -131,38 +140,38 @@ def _read_dictionary(
     return plan["sub_tasks"], plan.get("params", params)
 
 
-def _read_entry(given: Any, where: str, app: Celery) -> Entry:
+def _read_entry(given: Any, app: Celery) -> Entry:
     if isinstance(given, str | bytes) or not isinstance(given, tuple | list):
-        raise InvalidPlan(where, "is no entry", WRITE)
+        raise InvalidPlan("it", "is no entry", WRITE)
     if len(given) not in (2, 3):
-        raise InvalidPlan(where, f"has {len(given)} parts", WRITE)
+        raise InvalidPlan("it", f"has {len(given)} parts", WRITE)
     task, priority, *rest = given
     if isinstance(priority, bool) or not isinstance(priority, int | float):
-        raise InvalidPlan(where, f"has the priority {priority!r}, which is no number", WRITE)
+        raise InvalidPlan("it", f"has the priority {priority!r}, which is no number", WRITE)
     if not math.isfinite(priority):
-        raise InvalidPlan(where, f"has the priority {priority}, which is in no order", WRITE)
+        raise InvalidPlan("it", f"has the priority {priority}, which is in no order", WRITE)
     arguments = rest[0] if rest else {}
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise InvalidPlan(
-            where, f"has the arguments {arguments!r}", "Give them by name: {'size': 640}."
+            "it", f"has the arguments {arguments!r}", "Give them by name: {'size': 640}."
         )
     try:
         text = encode(dict(arguments), LONGEST_PARAMS) if arguments else ""
     except NotPlain as error:
         raise InvalidPlan(
-            where, f"has arguments that can't be kept: {error}", "Give primary keys."
+            "it", f"has arguments that can't be kept: {error}", "Give primary keys."
         ) from error
-    found = _find_task(task, where, app)
-    _check_task(found, arguments, where)
+    found = _find_task(task, app)
+    _check_task(found, arguments)
     return Entry(found.name, float(priority), text)
 
 
-def _find_task(task: Any, where: str, app: Celery) -> Any:
+def _find_task(task: Any, app: Celery) -> Any:
     if not isinstance(task, str):
         # By type: a lazy task would be evaluated.
         if not issubclass(type(task), Proxy) and not hasattr(task, "apply_async"):
             raise InvalidPlan(
-                where, f"has {task!r}, which is no task", "Give a task, or its full name."
+                "it", f"has {task!r}, which is no task", "Give a task, or its full name."
             )
         return task
     if task not in app.tasks:
@@ -170,16 +179,16 @@ def _find_task(task: Any, where: str, app: Celery) -> Any:
     if task not in app.tasks:
         close = difflib.get_close_matches(task, app.tasks, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "Is its module among the app's?"
-        raise InvalidPlan(where, f"names the task {task!r}, which nobody knows here", hint)
+        raise InvalidPlan("it", f"names the task {task!r}, which nobody knows here", hint)
     return app.tasks[task]
 
 
-def _check_task(task: Any, arguments: Mapping[str, Any], where: str) -> None:
-    _check_layers(task, where)
+def _check_task(task: Any, arguments: Mapping[str, Any]) -> None:
+    _check_layers(task)
     if find_step_layer(task) is None:
         if not isinstance(task, SafeTaskMixin):
             raise InvalidPlan(
-                where,
+                "it",
                 f"has the task {task.name}, which is neither a @stages.step nor a SafeTask",
                 "Put @stages.step below its @shared_task.",
             )
@@ -192,7 +201,7 @@ def _check_task(task: Any, arguments: Mapping[str, Any], where: str) -> None:
     except TypeError as error:
         named = f" and {', '.join(arguments)}" if arguments else ""
         raise InvalidPlan(
-            where,
+            "it",
             f"has the task {task.name}, which does not take {form}{named} ({error})",
             "A @stages.step takes (params); any other task takes (data, name).",
         ) from error
@@ -207,7 +216,7 @@ def _check_arguments(task: Any, given: tuple[Any, ...], arguments: Mapping[str, 
     check(*given, **arguments)
 
 
-def _check_layers(task: Any, where: str) -> None:
+def _check_layers(task: Any) -> None:
     """Refuse what would end a step's message without its step."""
     found = list(layers(task.run))
     at = {
@@ -217,7 +226,7 @@ def _check_layers(task: Any, where: str) -> None:
     step, idempotent = at["stages_step"], at["idempotent"]
     if idempotent is not None and (step is None or idempotent < step):
         raise InvalidPlan(
-            where,
+            "it",
             f"has the task {task.name}, whose @idempotent does not know of the step",
             "Put @stages.step below @shared_task, and @idempotent below that.",
         )
@@ -226,7 +235,7 @@ def _check_layers(task: Any, where: str) -> None:
         return
     if step is None:
         raise InvalidPlan(
-            where,
+            "it",
             f"has the task {task.name}, whose @single_instance does not know of the step",
             "Put @stages.step below @single_instance.",
         )
@@ -234,7 +243,7 @@ def _check_layers(task: Any, where: str) -> None:
     if options.unique_until is not None or options.on_conflict == "skip":
         what = "unique_until" if options.unique_until is not None else 'on_conflict="skip"'
         raise InvalidPlan(
-            where,
+            "it",
             f"has the task {task.name}, of which {what} would leave out a step",
             'Use on_conflict="retry" or "wait", without unique_until.',
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from celery.result import assert_will_not_block  # type: ignore[attr-defined]
+from celery._state import get_current_task
 from django.db.models import Count, Q
 
 from .. import conf
@@ -85,7 +85,12 @@ def progress_by_stage(run: StageRun) -> list[StageProgress]:
 
 def wait(run: StageRun, timeout: conf.Duration | None) -> StageRun:
     """Wait for the end of a run; see :meth:`StageRun.wait`."""
-    assert_will_not_block()
+    task = get_current_task()
+    if task is not None and not task.request.is_eager:
+        raise RuntimeError(
+            f"{run} is waited for inside the task {task.name}, which would keep a worker's slot "
+            f"from its steps, for ever if it is the last. Start a run that goes on by itself."
+        )
     alias = str(run._state.db)
     if in_atomic(alias):
         raise WrongTransaction(

@@ -9,17 +9,23 @@ it finds there then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from celery.exceptions import SoftTimeLimitExceeded
+from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models.functions import Now
 
 from .. import conf
+from ..exceptions import describe_error
 from ..locks.stores.rows import read_holder
 from ..signals import emit, run_repaired
+from ..transactions import lacks_table
 from . import engine
+from .engine import MOST_DEATHS
 from .rows import StepStore
 from .status import Status
 
@@ -31,8 +37,6 @@ logger = logging.getLogger(__name__)
 #: For how long a step that was sent may wait to be begun before it is sent again. It doubles
 #: each time: a long queue is no loss, and the same message once more does no harm.
 PATIENCE: Final = timedelta(minutes=5)
-#: How often a process may die in a step before the step fails.
-MOST_DEATHS: Final = 5
 #: Steps that are looked at in one go.
 BATCH: Final = 500
 
@@ -64,13 +68,31 @@ def sweep(store: StepStore, patience: timedelta = PATIENCE) -> list[Repair]:
     """
     repairs: list[Repair] = []
     for pk, ids in _by_run(store.steps().silent()):
-        repairs += _mend_silent(store, pk, ids)
+        repairs += _repaired(pk, partial(_mend_silent, store, pk, ids))
     for pk, ids in _by_run(_not_in_outbox(store, store.steps().overdue(patience))):
-        repairs += _send_again(store, pk, ids, patience)
+        repairs += _repaired(pk, partial(_send_again, store, pk, ids, patience))
     for pk in store.runs().complete().values_list("pk", flat=True):
-        if engine.go_on(store, pk):
-            repairs.append(_note_run(store, pk))
+        repairs += _repaired(pk, partial(_let_go_on, store, pk))
     return repairs
+
+
+def sweep_beside(alias: str) -> None:
+    """
+    Sweep the runs in a database, as a relay does beside its own work.
+
+    A database without their tables is left alone; any other failure is logged.
+    """
+    from ..models import StageRun, StageStep  # needs the app registry
+
+    try:
+        sweep(StepStore(alias))
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # noqa: BLE001 - what runs need must not stop the outbox
+        if not lacks_table(alias, StageRun, StageStep):
+            logger.error(
+                "The runs of stages in %r could not be swept: %s", alias, describe_error(error)
+            )
 
 
 def find_prunable(store: StepStore, older_than: timedelta | None = None) -> StageRuns:
@@ -82,6 +104,17 @@ def find_prunable(store: StepStore, older_than: timedelta | None = None) -> Stag
     """
     age = conf.retention("STAGES_RETENTION") if older_than is None else older_than
     return store.runs().older(age)
+
+
+def _repaired(pk: int, repair: Callable[[], list[Repair]]) -> list[Repair]:
+    """Repair a run; one that can't be, such as for a task that changed, keeps no other from it."""
+    try:
+        return repair()
+    except (DatabaseError, SoftTimeLimitExceeded):
+        raise
+    except Exception as error:  # noqa: BLE001 - sending a task may raise anything
+        logger.error("Run %s can't be repaired: %s", pk, describe_error(error))
+        return []
 
 
 def _by_run(steps: Iterable[StageStep]) -> Iterable[tuple[int, list[int]]]:
@@ -113,7 +146,7 @@ def _mend_silent(store: StepStore, pk: int, ids: list[int]) -> list[Repair]:
         silent = list(steps.silent().annotate(asked_at=Now()))
         stopped = run.status in Status.STOPPED
         for step in silent:
-            reason = f"its process died ({read_holder('', step).holder})"
+            reason = _told_of_death(step)
             if not stopped and step.deaths + 1 >= MOST_DEATHS:
                 reason = f"its process died {MOST_DEATHS} times, and it failed"
                 ours = engine.fail_silent(store, run, step, reason)
@@ -126,6 +159,12 @@ def _mend_silent(store: StepStore, pk: int, ids: list[int]) -> list[Repair]:
         # One that failed has aborted those that were to be sent.
         engine.send(store, [] if stopped else again)
     return repairs
+
+
+def _told_of_death(step: StageStep) -> str:
+    # The step is named beside it.
+    process = str(read_holder("", step).holder._replace(task_id=None))
+    return f"its process died ({process})" if process else "its process died"
 
 
 def _send_again(store: StepStore, pk: int, ids: list[int], patience: timedelta) -> list[Repair]:
@@ -148,12 +187,15 @@ def _note(store: StepStore, step: StageStep, reason: str) -> Repair:
     return repair
 
 
-def _note_run(store: StepStore, pk: int) -> Repair:
-    reason = "its stage was complete, and it did not go on; now it did"
-    store.runs().filter(pk=pk).update(note=reason)
-    repair = Repair(pk, "", reason)
-    _tell(store, repair, "", "")
-    return repair
+def _let_go_on(store: StepStore, pk: int) -> list[Repair]:
+    with transaction.atomic(using=store.alias):
+        if not engine.go_on(store, pk):
+            return []
+        reason = "its stage was complete, and it did not go on; now it did"
+        store.runs().filter(pk=pk).update(note=reason)
+        repair = Repair(pk, "", reason)
+        _tell(store, repair, "", "")
+        return [repair]
 
 
 def _tell(store: StepStore, repair: Repair, task: str, task_id: str) -> None:

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from celery.app.task import Context
@@ -105,6 +104,9 @@ def run_step(task: Any, request: Context, do: Callable[[Work], Outcome]) -> Any:
     if claimed is None:
         return None
     _, step, lease = claimed
+    if step.deaths >= engine.MOST_DEATHS:
+        engine.fail(store, step, lease, Fault("", f"Its process died {step.deaths} times."))
+        return None
     with _working(claimed, task, request):
         if "claim_copy" in find_header(request):
             finish_copy(task, request, _notes(store), of_claim=True)
@@ -149,28 +151,36 @@ def _try_begin(
     store: StepStore, task: Any, request: Context, token: str, asked_at: float
 ) -> Claimed | HeldLock | None:
     """Claim the step; return it, or who runs it now; None: it is not to run."""
-    name = str(find_header(request)["step"])
-    step: Any = store.find(name)
+    pk, task_id = find_header(request)["step"], request.id or ""
+    seconds = conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
+    holder = encode_holder(
+        f"{task.name}[{task_id}]", describe_holder(task, request, store.renews())
+    )
+    step: Any = None
+    with losing_a_race():
+        step = store.try_claim(pk, task_id, token, seconds, holder)
+    if step is None:
+        found = _find_contender(store, pk, task, request)
+        if not isinstance(found, HeldLock) or found.token != token:
+            return found
+        step = store.find(str(pk))  # the answer to the claim before got lost
+        if step is None:
+            return None
+    engine.note_begun(store, step.run)
+    limit = asked_at + time_limit(task, request)
+    return Claimed(store, step, Lease(store, str(pk), token, seconds, asked_at, limit, note_lost))
+
+
+def _find_contender(store: StepStore, pk: int, task: Any, request: Context) -> HeldLock | None:
+    """Return who runs the step now; None: it is not to run."""
+    step: Any = store.find(str(pk))
     if step is None or step.task_id != request.id or step.status in Status.STOPPED:
         stands = "is gone" if step is None else f"is {step.status} (task id {step.task_id})"
         logger.info("Task %s[%s] does nothing: its step %s.", task.name, request.id, stands)
         return None
-    # The answer to the claim before may have got lost.
-    ours = step.status == Status.RUNNING and step.token == token
-    if step.status == Status.RUNNING and step.ends_at >= step.asked_at and not ours:
+    if step.status == Status.RUNNING and step.ends_at >= step.asked_at:
         return read_holder(str(step), step)
-    seconds = conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
-    holder = encode_holder(str(step), describe_holder(task, request, store.renews()))
-    with losing_a_race():
-        ours = ours or store.at(name).try_claim(
-            step.task_id, token, timedelta(seconds=seconds), holder=holder
-        )
-    if not ours:
-        return HeldLock(str(step), remaining=0.0)  # somebody was first: look again
-    step.status, step.token, step.starts = Status.RUNNING, token, step.starts + 1
-    engine.note_begun(store, step.run)
-    limit = asked_at + time_limit(task, request)
-    return Claimed(store, step, Lease(store, name, token, seconds, asked_at, limit, note_lost))
+    return HeldLock(str(step), remaining=0.0)  # it was let go since: look again
 
 
 @contextmanager

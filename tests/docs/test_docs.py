@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,16 @@ from django.dispatch import Signal
 from django.utils import timezone
 
 import django_celery_safe
-from django_celery_safe import cache_lock, checks, conf, exceptions, idempotent, signals, testing
+from django_celery_safe import (
+    cache_lock,
+    checks,
+    conf,
+    exceptions,
+    idempotent,
+    signals,
+    stages,
+    testing,
+)
 from django_celery_safe.locks import stores
 from django_celery_safe.management.commands import (
     celery_idempotency,
@@ -33,6 +42,8 @@ from django_celery_safe.models import (
     IdempotencyRecords,
     OutboxMessage,
     OutboxMessages,
+    StageRun,
+    StageStep,
 )
 from tests.docs.pages import ROOT, Page, find_broken_link, names_in, page, pages
 
@@ -152,10 +163,14 @@ def test_public_names() -> None:
 
 @pytest.mark.parametrize(
     ("where", "module"),
-    [("docs/reference/api.md", django_celery_safe), ("docs/reference/testing.md", testing)],
-    ids=["api", "testing"],
+    [
+        ("docs/reference/api.md", django_celery_safe),
+        ("docs/reference/stages.md", SimpleNamespace(**vars(stages), StageRun=StageRun)),
+        ("docs/reference/testing.md", testing),
+    ],
+    ids=["api", "stages", "testing"],
 )
-def test_signatures(where: str, module: ModuleType) -> None:
+def test_signatures(where: str, module: Any) -> None:
     """Every signature on a reference page is that of the code, members of classes included."""
     for written, code in signature_pairs(page(where), module):
         assert parameters_written(written) == parameters_of(code), written.name
@@ -169,6 +184,60 @@ def test_members(name: str) -> None:
     members -= {"abstract"}
     section = page(API).section(name)
     assert {member for member in members if not re.search(rf"\b{member}\b", section)} == set()
+
+
+def test_stages() -> None:
+    """The page on stages has every public name, the models and the tasks."""
+    models_and_tasks = {"StageRun", "StageStep", "sweep_stages", "prune_stages"}
+    assert set(page(STAGES).headings(2)) == {*stages.__all__, *models_and_tasks}
+
+
+@pytest.mark.parametrize("name", ["Plan", "Entry", "Progress", "StageProgress", "Status"])
+def test_members_of_stages(name: str) -> None:
+    """Every public member of what stages return is on its part of the page."""
+    members = {member for member in vars(getattr(stages, name)) if not member.startswith("_")}
+    section = page(STAGES).section(name)
+    assert {member for member in members if not re.search(rf"\b{member}\b", section)} == set()
+
+
+@pytest.mark.parametrize("model", [StageRun, StageStep], ids=["run", "step"])
+def test_querysets_of_stages(model: Any) -> None:
+    """A model's part of the page has every state of its queryset, and no method that is none."""
+    queryset = type(model.objects.all())
+    methods = {name: found for name, found in vars(queryset).items() if inspect.isfunction(found)}
+    states = {
+        name
+        for name, found in methods.items()
+        if inspect.get_annotations(found)["return"] == queryset.__name__
+    }
+    text = page(STAGES).section(model.__name__)
+    asked, _, ours = text.partition("\nIts queryset ")[2].partition("\nAll else ")
+    listed = set(re.findall(r"^\| `(\w+)\(", asked, re.MULTILINE))
+    assert listed <= set(methods)
+    assert states == (listed & states) | {name.rstrip("()") for name in names_in(ours)}
+
+
+@pytest.mark.parametrize(("model", "which"), [(StageRun, 0), (StageStep, 1)], ids=["run", "step"])
+def test_columns_of_stages(model: Any, which: int) -> None:
+    """The page on how stages work has every column of a run and of a step, their keys apart."""
+    section = page("docs/explanation/how-stages-work.md").section("What the rows hold")
+    table = section.split("| column |")[which + 1]
+    cells = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    listed = [name for cell in cells for name in names_in(cell)]
+    assert sorted(listed) == sorted({field.name for field in model._meta.fields} - {"id"})
+
+
+def test_members_of_a_run() -> None:
+    """Every property and method of a run is on its part of the page."""
+    members = {
+        name
+        for name, found in vars(StageRun).items()
+        if not name.startswith("_")
+        and (isinstance(found, property) or inspect.isfunction(found))
+        and is_ours(getattr(found, "fget", found))
+    }
+    listed = {name for row in page(STAGES).rows("StageRun") for name in names_in(row[0])}
+    assert {name.removesuffix("()") for name in listed} == members
 
 
 def test_options_of_single_instance() -> None:
@@ -309,6 +378,7 @@ def test_changelog_has_this_version() -> None:
 
 API = "docs/reference/api.md"
 ERRORS = "docs/reference/errors.md"
+STAGES = "docs/reference/stages.md"
 COMMANDS = "docs/reference/commands.md"
 
 
@@ -348,40 +418,44 @@ def signal_comments() -> dict[str, list[str]]:
 def emitted_fields() -> Iterator[tuple[str, list[str]]]:
     """Yield the signal and the fields of every event, where the code names the signal."""
     for path in PACKAGE.rglob("*.py"):
+        through = doors(path)
         for call in calls(path):
-            if is_call_of(call, "emit"):
-                yield from named_signals(call, fields_of(call))
-        for name, fields in doors(path):
-            for call in calls(path):
-                if isinstance(call.func, ast.Attribute) and call.func.attr == name:
-                    yield from named_signals(call, fields + fields_of(call))
+            if (name := name_called(call)) in through:
+                yield from named_signals(call, through[name] + fields_of(call))
 
 
-def doors(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the methods of a module that emit a signal given to them, and the fields they add."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            for call in calls_in(node):
-                if is_call_of(call, "emit") and ast.unparse(call.args[0]) == "signal":
-                    yield node.name, fields_of(call)
+def doors(path: Path) -> dict[str, list[str]]:
+    """Return what emits a signal given to it in a module, and the fields that each adds."""
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+    found: dict[str, list[str]] = {"emit": []}
+    for node in nodes * 2:  # one may lead to another that comes after it
+        for call in calls_in(node):
+            name = name_called(call)
+            if name in found and "signal" in map(ast.unparse, call.args):
+                found.setdefault(node.name, found[name] + fields_of(call))
+    return found
 
 
 def fields_of(call: ast.Call) -> list[str]:
     """Return the fields of an event that a call names."""
     names = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
-    return [name for name in names if name not in {"sender", "exc_info"}]
+    return [name for name in names if name not in {"sender", "exc_info", "level"}]
 
 
 def named_signals(call: ast.Call, fields: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each signal that a call's first argument names, with these fields."""
-    for signal in alternatives(call.args[0]):
-        if isinstance(signal, ast.Name) and hasattr(signals, signal.id):
+    """Yield each signal that a call's arguments name, with these fields."""
+    for signal in (each for given in call.args for each in alternatives(given)):
+        if isinstance(signal, ast.Name) and isinstance(getattr(signals, signal.id, None), Signal):
             yield signal.id, fields
 
 
-def is_call_of(call: ast.Call, name: str) -> bool:
-    """Tell whether it is a call of the function of this name."""
-    return isinstance(call.func, ast.Name) and call.func.id == name
+def name_called(call: ast.Call) -> str:
+    """Return the name of the function or method that a call is of."""
+    match call.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case _:
+            return ""
 
 
 def alternatives(node: ast.expr) -> list[ast.expr]:
@@ -400,7 +474,7 @@ def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def signature_pairs(
-    where: Page, module: ModuleType
+    where: Page, module: Any
 ) -> Iterator[tuple[ast.FunctionDef, Callable[..., Any]]]:
     """Yield every function on a page with that of the code."""
     for block in where.blocks():

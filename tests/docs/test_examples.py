@@ -37,6 +37,19 @@ def send_welcome_email(user_id: int) -> None:
     User.objects.get(pk=user_id).email_user("Welcome", "…")
 
 
+@app.task(base=django_celery_safe.SafeTask, name="shop.tasks.fetch", shared=False)
+@django_celery_safe.stages.step
+def fetch(params: dict[str, Any]) -> dict[str, Any]:
+    """Be the first step of the examples."""
+    return {"pictures": [11, 12, 13]}
+
+
+@app.task(base=django_celery_safe.SafeTask, name="shop.tasks.notify", shared=False)
+@django_celery_safe.stages.step
+def notify(params: dict[str, Any]) -> None:
+    """Be the last step of the examples."""
+
+
 def blocks(page: Page) -> list[Block]:
     """Return the Python of a page."""
     return [block for block in page.blocks() if block.language == "python"]
@@ -86,7 +99,7 @@ def test_docstrings(name: str, db: None, locks_in_memory: None) -> None:
 
 
 def test_docstrings_have_examples() -> None:
-    """The doctests are found: the lock and the decorators have one each."""
+    """The doctests are found: the lock, the decorators and runs of stages have one each."""
     found = [
         each.name
         for name in modules
@@ -95,8 +108,11 @@ def test_docstrings_have_examples() -> None:
     ]
     assert {name.rpartition(".")[2] for name in found} >= {
         "cache_lock",
+        "describe",
         "idempotent",
         "single_instance",
+        "start",
+        "step",
     }
 
 

@@ -49,3 +49,19 @@ def reconnect(params: dict[str, Any], step: Any) -> dict[str, Any]:
 def plain(data: dict[str, Any], name: str) -> dict[str, Any]:
     """Do it the first way of the document that stages are from."""
     return {"id": data["task_id"], "name": name, "result": True, "params": {"plain": name}}
+
+
+@shared_task(base=SafeTask, ignore_result=True)
+@stages.step
+def nothing(params: dict[str, Any]) -> None:
+    """Do nothing, for benchmarks."""
+
+
+@shared_task
+def nothing_else() -> None:
+    """Do nothing, and know nothing of stages."""
+
+
+@shared_task
+def join() -> None:
+    """Stand between two chords."""

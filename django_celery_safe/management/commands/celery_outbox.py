@@ -22,6 +22,7 @@ from django.db.models.functions import Now
 from ... import conf
 from ...models import OutboxMessage, OutboxMessages, OutboxRelay
 from ...sending.relay import BrokerGone, Relay, drain_all, find_outboxes
+from ...stages.repairs import sweep_beside
 from ..console import TableCommand, age, count, duration, printable
 
 #: Rows that the list shows if nothing else is said.
@@ -103,7 +104,7 @@ class Command(TableCommand):
             ) from error
         self.stdout.write(f"Relaying the outbox of {', '.join(aliases)} to {broker}.")
         self.stdout.flush()  # into a log file, too
-        relays = [Relay(alias) for alias in aliases]
+        relays = [Relay(alias, beside=sweep_beside) for alias in aliases]
         try:
             with stopping() as stop:
                 if options["once"]:

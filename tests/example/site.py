@@ -1,0 +1,158 @@
+"""The example site on a port of this machine, and a visitor of it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.cookiejar import CookieJar
+from pathlib import Path
+from typing import Any
+
+from tests.processes import KeptProcess, wait_for
+from tests.processes.waiting import free_port
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "example_project"
+MANAGE = (sys.executable, "manage.py")
+WORKER = (
+    *(sys.executable, "-m", "celery", "-A", "example_project", "worker", "--loglevel=INFO"),
+    *("--concurrency=2", "--without-gossip", "--without-mingle", "--hostname=albums@%h"),
+)
+#: Variables of ours that would reach into the site.
+FOREIGN = ("CELERY", "REDIS_URL", "DATABASE_URL", "EMAIL_", "DJANGO_SETTINGS_MODULE", "DEBUG")
+#: Longest start of a process, and longest run of an album, seconds.
+PATIENCE = 60
+
+
+@dataclass
+class Site:
+    """A running site."""
+
+    url: str
+    worker: KeptProcess
+
+
+@contextmanager
+def running_site(folder: Path) -> Iterator[Site]:
+    """Run the site and a worker for the block, without any server, in an empty folder."""
+    port = free_port()
+    env = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    env["EXAMPLE_DATA_DIR"] = str(folder)
+    # kombu's folder broker takes messages through the folder for temporary files.
+    env["TMPDIR"] = str(folder / "tmp")
+    (folder / "tmp").mkdir()
+    with ThreadPoolExecutor() as pool:
+        databases = [("--database=default",), ("django_celery_safe", "--database=locks")]
+        list(pool.map(lambda which: manage(env, "migrate", *which), databases))
+    serve = [*MANAGE, "runserver", "--noreload", f"127.0.0.1:{port}"]
+    site = KeptProcess(serve, folder=EXAMPLE, log_path=folder / "site.log", env=env)
+    worker = KeptProcess(WORKER, folder=EXAMPLE, log_path=folder / "worker.log", env=env)
+    with site, worker:
+        wait_for(lambda: "ready." in worker.log, PATIENCE, "the worker was not ready")
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: _answers(url), PATIENCE, "the site did not answer")
+        yield Site(url, worker)
+
+
+def manage(env: Mapping[str, str], *arguments: str) -> None:
+    """Run a command of the site's."""
+    done = subprocess.run(
+        [*MANAGE, *arguments], cwd=EXAMPLE, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url) as response:
+            return bool(response.status == 200)
+    except urllib.error.URLError:
+        return False
+
+
+@dataclass
+class Answer:
+    """What the site answered, redirects followed."""
+
+    status: int
+    path: str
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        """The page."""
+        return self.body.decode()
+
+    @property
+    def json(self) -> Any:
+        """The document."""
+        return json.loads(self.body)
+
+
+class Visitor:
+    """Somebody with a browser that keeps cookies and has no JavaScript."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._cookies = CookieJar()
+        self._opener = urllib.request.build_opener(
+            urllib.request.HTTPCookieProcessor(self._cookies)
+        )
+
+    def get(self, path: str) -> Answer:
+        """Look at a page."""
+        return self._ask(urllib.request.Request(self._site.url + path))
+
+    def press(self, path: str, **fields: str) -> Answer:
+        """Press a button, with the token of the page that it is on."""
+        return self.send(path, {**fields, "csrfmiddlewaretoken": self.token()})
+
+    def send(
+        self, path: str, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]] = ()
+    ) -> Answer:
+        """Send a form as it is given, with files for its field ``pictures``."""
+        boundary = uuid.uuid4().hex
+        parts = [(f'name="{name}"', value.encode()) for name, value in fields.items()]
+        parts += [(f'name="pictures"; filename="{name}"', content) for name, content in files]
+        body = b"".join(
+            f"--{boundary}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode()
+            + (content + b"\r\n")
+            for head, content in parts
+        )
+        request = urllib.request.Request(self._site.url + path, body + f"--{boundary}--".encode())
+        request.add_header("Content-Type", f"multipart/form-data; boundary={boundary}")
+        return self._ask(request)
+
+    def token(self) -> str:
+        """Return the token of a page with a form."""
+        found = re.search(r'csrfmiddlewaretoken" value="(\w+)"', self.get("/albums/").text)
+        assert found
+        return found[1]
+
+    def wait_for_the_end(self, album: str) -> list[Any]:
+        """Wait until an album's run has ended; return all that was told meanwhile."""
+        told = []
+
+        def is_over() -> bool:
+            told.append(self.get(f"{album}progress.json").json)
+            return bool(told[-1]["is_over"])
+
+        wait_for(is_over, PATIENCE, "the album's run did not end")
+        return told
+
+    def _ask(self, request: urllib.request.Request) -> Answer:
+        try:
+            response = self._opener.open(request)
+        except urllib.error.HTTPError as error:
+            response = error
+        with response:
+            path = urllib.parse.urlsplit(response.url).path
+            return Answer(response.status, path, response.read())

@@ -1,0 +1,149 @@
+"""
+Engines that end a stage wrongly, which the tests of stages must notice.
+
+Each patches the engine of this process alone. Their steps are claimed, marked and sent as
+ever; only who begins the next stage is decided by what looks right and is not.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Final
+
+from django.db import DatabaseError, connections, transaction
+from django.db.models.functions import Now
+
+from django_celery_safe.models import StageStep
+from django_celery_safe.signals import emit, run_ended, stage_started, step_succeeded
+from django_celery_safe.stages import Status, engine
+from django_celery_safe.stages.plan import LONGEST_PARAMS
+from django_celery_safe.stages.rows import StepStore
+from django_celery_safe.values import encode
+
+logger = logging.getLogger(__name__)
+
+#: Has the name of an engine that a worker is to have, see ``use_chosen``.
+VARIABLE: Final = "SAFE_TESTS_BROKEN_ENGINE"
+
+#: Tells whether a step that was marked just now was the last of its stage.
+IsLast = Callable[[StepStore, StageStep], bool]
+
+
+def counting() -> AbstractContextManager[None]:
+    """End a stage when the counter of its ended steps, raised by ``F() + 1``, is full."""
+    return _ending_stages(_is_last_by_counter)
+
+
+def mark_then_count() -> AbstractContextManager[None]:
+    """End a stage when none of its steps is left, as counted without the run's lock."""
+    return _ending_stages(_is_last_by_count)
+
+
+#: The engines by the value of the variable.
+ENGINES: Final = {"counter": counting, "count": mark_then_count}
+
+_chosen = ExitStack()
+
+
+def use_chosen() -> None:
+    """Let this process have the engine that the environment names, if any, until it ends."""
+    if name := os.environ.get(VARIABLE):
+        _chosen.enter_context(ENGINES[name]())
+
+
+@contextmanager
+def _ending_stages(is_last: IsLast) -> Iterator[None]:
+    def finish(store: StepStore, step: StageStep, lease: Any, params: dict[str, Any]) -> bool:
+        # Committed by itself: the others see it, and nobody waits for the run.
+        if (
+            not store.steps()
+            .filter(pk=step.pk, status=Status.RUNNING, token=lease.token)
+            .update(
+                status=Status.SUCCEEDED,
+                params_text=encode(params, LONGEST_PARAMS) if params else "",
+                ended_at=Now(),
+                error_type="",
+                error="",
+            )
+        ):
+            return False
+        emit(
+            step_succeeded, logger, logging.DEBUG, "Step %s succeeded.", step, sender=engine.start,
+            run=step.run_id, step=step.pk, task=step.task, task_id=step.task_id,
+        )  # fmt: skip
+        if is_last(store, step):
+            _go_on(store, step)
+        return True
+
+    before = engine.finish
+    engine.finish = finish
+    try:
+        yield
+    finally:
+        engine.finish = before
+
+
+def _is_last_by_count(store: StepStore, step: StageStep) -> bool:
+    stage = store.steps().filter(run=step.run_id, stage=step.stage)
+    return not stage.unfinished().exists()
+
+
+def _is_last_by_counter(store: StepStore, step: StageStep) -> bool:
+    place = [step.run_id, step.stage]
+    with connections[store.alias].cursor() as cursor:
+        try:
+            cursor.execute(_RAISE, place)
+        except DatabaseError:
+            _make_counters(store.alias)
+            cursor.execute(_RAISE, place)
+        total = store.steps().filter(run=step.run_id, stage=step.stage).count()
+        # Another step may have raised it, too, since: then both read the same.
+        cursor.execute(_READ, place)
+        return bool(cursor.fetchone() == (total,))
+
+
+_RAISE: Final = (
+    "INSERT INTO broken_counters (run, stage, ended) VALUES (%s, %s, 1) "
+    "ON CONFLICT (run, stage) DO UPDATE SET ended = broken_counters.ended + 1"
+)
+_READ: Final = "SELECT ended FROM broken_counters WHERE run = %s AND stage = %s"
+_MAKE: Final = (
+    "CREATE TABLE IF NOT EXISTS broken_counters "
+    "(run bigint, stage integer, ended integer, PRIMARY KEY (run, stage))"
+)
+
+
+def _make_counters(alias: str) -> None:
+    try:
+        with connections[alias].cursor() as cursor:
+            cursor.execute(_MAKE)
+    except DatabaseError:
+        # Of several that make it at a time PostgreSQL refuses all but one, after that one.
+        logger.debug("The counters were made by another.")
+
+
+def _go_on(store: StepStore, step: StageStep) -> None:
+    with transaction.atomic(using=store.alias):
+        run = store.runs().get(pk=step.run_id)
+        if run.status in Status.STOPPED:
+            return
+        params = engine.merge(run, run.steps.filter(stage=step.stage))
+        following = list(run.steps.filter(stage=step.stage + 1))
+        changes: dict[str, Any] = {"params_text": encode(params, LONGEST_PARAMS)}
+        if following:
+            changes |= {"stage": step.stage + 1, "stage_at": Now()}
+        else:
+            changes |= {"status": Status.SUCCEEDED, "ended_at": Now()}
+        store.runs().filter(pk=run.pk).update(**changes)
+        engine.send(store, following)
+    if following:
+        emit(
+            stage_started, logger, logging.INFO, "Began stage %s of %s.", step.stage + 2, run,
+            sender=engine.start, run=run.pk, stage=step.stage + 1, steps=len(following),
+        )  # fmt: skip
+    else:
+        emit(
+            run_ended, logger, logging.INFO, "%s has succeeded.", run, sender=engine.start,
+            run=run.pk, status=Status.SUCCEEDED.value,
+        )  # fmt: skip

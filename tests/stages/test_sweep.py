@@ -1,0 +1,744 @@
+"""Sweeping and pruning: what a crash has left is repaired once, and only what ended is deleted."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from celery import Celery, current_app, shared_task
+from django.db import connections, transaction
+from django.db.models import F
+from django.db.models.functions import Now
+from pytest_django import Settings
+
+from django_celery_safe import SafeTask, StepLost, stages
+from django_celery_safe.concurrency.header import Header, with_header
+from django_celery_safe.locks.stores.base import Holder, encode_holder
+from django_celery_safe.management.commands.celery_outbox import run_all
+from django_celery_safe.models import OutboxMessage, StageRun, StageStep
+from django_celery_safe.models.stages import MOST_PATIENCE
+from django_celery_safe.sending.relay import Relay
+from django_celery_safe.signals import run_ended, run_repaired, stage_started, step_failed
+from django_celery_safe.stages import Status
+from django_celery_safe.stages.repairs import (
+    MOST_DEATHS,
+    PATIENCE,
+    Repair,
+    find_prunable,
+    sweep,
+    sweep_beside,
+)
+from django_celery_safe.stages.rows import StepStore
+from django_celery_safe.tasks import prune_stages, relay_outbox, sweep_stages
+from tests.conftest import MakeDatabase
+from tests.processes import wait_for
+from tests.sending.conftest import hearing
+from tests.servers import RedisServer
+from tests.servers.databases import DatabaseKind
+from tests.stages.routing import runs_in
+from tests.stages.tasks import note
+from tests.test_outbox_command import relaying, sent_to
+
+KINDS: Final[tuple[DatabaseKind, ...]] = ("sqlite-immediate", "postgres")
+#: A lease that no test outlasts, s.
+LEASE: Final = 600
+#: One that is over, s.
+OVER: Final = -1
+#: A little more than the patience with a step that nobody begins.
+LONG: Final = PATIENCE + timedelta(seconds=30)
+#: How many sweep at once.
+SWEEPERS: Final = 5
+
+Queue = Callable[[], list[str]]
+
+
+class NotInDefault:
+    """Keeps the package's tables out of the default database, which is in memory."""
+
+    def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
+        """Return False for the package's tables there, else no opinion."""
+        return False if (db, app_label) == ("default", "django_celery_safe") else None
+
+
+@pytest.fixture(params=KINDS)
+def shop(
+    request: pytest.FixtureRequest, make_database: MakeDatabase, settings: Settings
+) -> Iterator[str]:
+    """The database with the runs, of each kind in turn."""
+    settings.DATABASE_ROUTERS = [f"{__name__}.NotInDefault"]
+    alias = make_database(request.param, "shop")
+    with runs_in(alias):
+        yield alias
+
+
+@pytest.fixture
+def postgres(make_database: MakeDatabase) -> Iterator[str]:
+    """A PostgreSQL with the runs."""
+    alias = make_database("postgres", "shop")
+    with runs_in(alias):
+        yield alias
+
+
+@pytest.fixture
+def queue(redis_server: RedisServer, broker: Celery) -> Queue:
+    """Tell the task ids of what waits at the broker, which is empty before the test."""
+    return lambda: sent_to(redis_server)
+
+
+# What a crash leaves
+
+
+def begin(*stage_sizes: int) -> StageRun:
+    """Start a run of so many stages, with so many steps each; their messages are sent."""
+    last = len(stage_sizes)
+    plan = [(note, last - number) for number, size in enumerate(stage_sizes) for _ in range(size)]
+    return stages.start(plan)
+
+
+def at(step: StageStep) -> Any:
+    """Return a step, one or none, as a queryset."""
+    return StageStep.objects.using(step._state.db).filter(pk=step.pk)
+
+
+def claim(step: StageStep, lease: float = LEASE, *, pid: int = 42, host: str = "web1") -> str:
+    """Let a worker have begun a step; with a lease below 0 it died since. Return its token."""
+    token = os.urandom(16).hex()
+    holder = Holder(host, pid, task=step.task, task_id=step.task_id)
+    assert (
+        at(step)
+        .exclude(status__in=Status.STOPPED)
+        .update(
+            status=Status.RUNNING,
+            token=token,
+            ends_at=Now() + timedelta(seconds=lease),
+            holder=encode_holder(str(step), holder),
+            started_at=Now(),
+            starts=F("starts") + 1,
+        )
+    )
+    runs = StageRun.objects.using(step._state.db)
+    runs.filter(pk=step.run_id, status=Status.WAITING).update(status=Status.RUNNING)
+    return token
+
+
+def deliver(step: StageStep) -> Any:
+    """Run a step as its message does, in this process."""
+    options = with_header({}, Header(task=step.task, step=step.pk))
+    task = current_app.tasks[step.task]
+    place = {"run": step.run_id, "step": step.pk}
+    return task.apply([place], task_id=step.task_id, throw=True, **options).get()
+
+
+def wait_since(run: StageRun, age: timedelta) -> None:
+    """Let what was sent last of a run have been sent so long ago."""
+    rows = StageRun.objects.using(run._state.db).filter(pk=run.pk)
+    rows.update(stage_at=Now() - age)
+    run.steps.exclude(due_at=None).update(due_at=Now() - age)
+
+
+def leave_silent(run: StageRun) -> StageStep:
+    """Let a process have died in the first step of a run."""
+    step = run.steps[0]
+    claim(step, OVER)
+    return step
+
+
+def leave_unbegun(run: StageRun) -> StageStep:
+    """Let the message of the first step of a run have got lost long ago."""
+    wait_since(run, LONG)
+    return run.steps[0]
+
+
+def leave_stuck(run: StageRun) -> StageStep:
+    """Let the first stage of a run, of one step, be complete, and the run not go on."""
+    step = run.steps[0]
+    claim(step)
+    at(step).update(status=Status.SUCCEEDED, ended_at=Now())
+    return step
+
+
+def swept(alias: str) -> list[Repair]:
+    """Sweep, and check that each repair was told of once."""
+    with hearing(run_repaired) as heard:
+        done = sweep(StepStore(alias))
+    assert [(one["run"], one["reason"]) for one in heard] == [(one.run, one.reason) for one in done]
+    return done
+
+
+# What is found, and what is done
+
+
+def test_nothing_to_repair(shop: str, queue: Queue) -> None:
+    """A run whose steps wait for a short time, run, or wait for their stage, is left alone."""
+    run = begin(2, 1)
+    claim(run.steps[0])
+    before = list(run.steps.values())
+    assert swept(shop) == []
+    assert list(run.steps.values()) == before
+    assert len(queue()) == 2
+
+
+def test_a_step_whose_process_died_is_sent_again(
+    shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits under its id, its message is sent anew, and its row and the log say why."""
+    run = begin(2)
+    step = leave_silent(run)
+    others = run.steps[1]
+    (repair,) = swept(shop)
+    assert (repair.run, repair.step) == (run.pk, str(step))
+    assert repair.reason == "its process died (process 42 on web1), and it was sent again"
+    row = at(step).get()
+    assert (row.status, row.deaths, row.note) == (Status.WAITING, 1, repair.reason)
+    assert queue() == [step.task_id, others.task_id, step.task_id]
+    assert f"Run {run.pk}, step {step}: {repair.reason}." in caplog.messages
+    assert swept(shop) == []
+    deliver(step)
+    deliver(others)
+    assert run.wait(1).status == Status.SUCCEEDED
+
+
+def test_a_holder_that_is_not_known(shop: str, queue: Queue) -> None:
+    """A dead step whose row does not say who had it is sent again, too."""
+    step = leave_silent(begin(1))
+    at(step).update(holder="?")
+    (repair,) = swept(shop)
+    assert repair.reason == "its process died, and it was sent again"
+
+
+def test_a_step_that_nobody_began_is_sent_again(
+    shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A message that got lost is sent anew under its id; the row and the log say why."""
+    run = begin(1, 1)
+    step = leave_unbegun(run)
+    (repair,) = swept(shop)
+    assert repair == (run.pk, str(step), at(step).get().note)
+    assert repair.reason == "it was sent, nobody began it for long, and it was sent again"
+    assert at(step).get().resent == 1
+    assert queue() == [step.task_id] * 2
+    assert f"Run {run.pk}, step {step}: {repair.reason}." in caplog.messages
+    assert swept(shop) == []
+
+
+def test_the_patience_doubles(shop: str, queue: Queue) -> None:
+    """Sent again after 5 minutes, 10, 20 and so on, up to about ten hours."""
+    run = begin(1)
+    for resent in range(MOST_PATIENCE + 3):
+        patience = PATIENCE * 2 ** min(resent, MOST_PATIENCE)
+        wait_since(run, patience - timedelta(seconds=30))
+        assert swept(shop) == []
+        wait_since(run, patience + timedelta(seconds=1))
+        assert len(swept(shop)) == 1
+        assert run.steps[0].resent == resent + 1
+    assert len(queue()) == 1 + MOST_PATIENCE + 3
+
+
+def test_a_patience_that_is_given(shop: str, queue: Queue) -> None:
+    """sweep() takes another patience, which doubles as well."""
+    run = begin(1)
+    wait_since(run, timedelta(seconds=20))
+    assert sweep(StepStore(shop), timedelta(seconds=60)) == []
+    assert len(sweep(StepStore(shop), timedelta(seconds=10))) == 1
+    wait_since(run, timedelta(seconds=15))
+    assert sweep(StepStore(shop), timedelta(seconds=10)) == []
+
+
+def test_a_message_in_the_outbox_is_left_to_the_relay(shop: str, queue: Queue) -> None:
+    """A step whose message waits in the outbox is not sent again, however long that takes."""
+    with transaction.atomic(using=shop):
+        run = begin(1)
+        connections[shop].run_on_commit.clear()  # the process dies right after its commit
+    step = leave_unbegun(run)
+    assert OutboxMessage.objects.using(shop).pending().count() == 1
+    assert swept(shop) == []
+    OutboxMessage.objects.using(shop).update(due_at=Now())
+    relay = Relay(shop)
+    relay.drain()
+    relay.close()
+    assert queue() == [step.task_id]
+    assert len(swept(shop)) == 1
+    assert queue() == [step.task_id] * 2
+
+
+def test_a_dead_message_is_no_reason_to_wait(shop: str, queue: Queue) -> None:
+    """A step whose message the relay gave up is sent again."""
+    with transaction.atomic(using=shop):
+        run = begin(1)
+        connections[shop].run_on_commit.clear()
+    leave_unbegun(run)
+    assert OutboxMessage.objects.using(shop).get().fail("refused", attempts=1)
+    assert len(swept(shop)) == 1
+    assert queue() == [run.steps[0].task_id]
+
+
+def test_five_deaths_fail_a_step(shop: str, queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+    """A step in which five processes died fails, its run with it, and what waits is aborted."""
+    run = begin(2, 1)
+    step = run.steps[0]
+    for _ in range(MOST_DEATHS - 1):
+        claim(step, OVER)
+        assert len(swept(shop)) == 1
+    assert queue().count(step.task_id) == MOST_DEATHS
+    claim(step, OVER)
+    with hearing(step_failed, run_ended) as heard:
+        (repair,) = swept(shop)
+    assert repair.reason == "its process died 5 times, and it failed"
+    run.refresh_from_db()
+    assert run.status == Status.FAILED
+    assert run.ended_at is not None
+    assert run.error_step is not None
+    assert (run.error_step.pk, run.error_step.error) == (step.pk, repair.reason)
+    assert list(run.steps.values_list("status", flat=True)) == ["failed", "aborted", "aborted"]
+    assert [one["signal"] for one in heard] == [step_failed, run_ended]
+    assert queue().count(step.task_id) == MOST_DEATHS
+    assert f"Run {run.pk}, step {step}: {repair.reason}." in caplog.messages
+    assert swept(shop) == []
+
+
+def test_others_are_not_sent_when_one_fails(shop: str, queue: Queue) -> None:
+    """Of two dead steps of which one fails its run, the other is aborted and not sent."""
+    run = begin(3)
+    first, second, third = run.steps
+    at(second).update(deaths=MOST_DEATHS - 1)
+    for step in (first, second, third):
+        claim(step, OVER)
+    assert len(swept(shop)) == 3
+    statuses = list(run.steps.values_list("status", flat=True))
+    assert statuses == ["aborted", "failed", "aborted"]
+    assert len(queue()) == 3
+    assert swept(shop) == []
+
+
+@pytest.mark.parametrize("end", [Status.ABORTED, Status.FAILED])
+def test_a_dead_step_of_a_stopped_run_is_aborted(shop: str, queue: Queue, end: Status) -> None:
+    """Where the run has stopped meanwhile, a step whose process died is not sent again."""
+    run = begin(2, 1)
+    step, other = run.steps[:2]
+    claim(step)
+    if end == Status.ABORTED:
+        run.abort()
+    else:
+        claim(other, OVER)
+        at(other).update(deaths=MOST_DEATHS - 1)
+        assert len(swept(shop)) == 1
+    assert swept(shop) == []
+    at(step).update(ends_at=Now() - timedelta(seconds=1))
+    (repair,) = swept(shop)
+    assert repair.reason == "its process died (process 42 on web1), and it was aborted"
+    assert (repair.step, at(step).get().note) == (str(step), repair.reason)
+    assert at(step).get().status == Status.ABORTED
+    run.refresh_from_db()
+    assert run.status == end
+    assert len(queue()) == 2
+    run.resume()
+    assert at(step).get().status == Status.WAITING
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_complete_stage_goes_on(
+    shop: str, queue: Queue, caplog: pytest.LogCaptureFixture, last: bool
+) -> None:
+    """A run whose stage is complete and that stands begins the next stage, or ends."""
+    run = begin(1) if last else begin(1, 2)
+    leave_stuck(run)
+    with hearing(stage_started, run_ended) as heard:
+        (repair,) = swept(shop)
+    assert repair == (run.pk, "", "its stage was complete, and it did not go on; now it did")
+    run.refresh_from_db()
+    assert run.note == repair.reason
+    assert f"Run {run.pk}: {repair.reason}." in caplog.messages
+    assert (run.status, run.stage) == ((Status.SUCCEEDED, 0) if last else (Status.RUNNING, 1))
+    assert [one["signal"] for one in heard] == [run_ended if last else stage_started]
+    assert len(queue()) == (1 if last else 3)
+    assert swept(shop) == []
+
+
+def test_the_task_sweeps_and_counts(shop: str, queue: Queue) -> None:
+    """sweep_stages looks at the database that the router names, and returns how many repairs."""
+    assert sweep_stages() == 0
+    leave_silent(begin(1))
+    leave_unbegun(begin(1))
+    leave_stuck(begin(1, 1))
+    assert sweep_stages() == 3
+    assert sweep_stages() == 0
+    assert len(queue()) == 3 + 3
+
+
+@pytest.mark.parametrize("leave", [leave_silent, leave_unbegun])
+def test_a_run_that_can_not_be_repaired(
+    shop: str,
+    queue: Queue,
+    caplog: pytest.LogCaptureFixture,
+    leave: Callable[[StageRun], StageStep],
+) -> None:
+    """A step whose task takes other arguments now is logged, stays, and holds up no other."""
+    broken, others = begin(1), [begin(1), begin(1)]
+    for run in (broken, *others):
+        leave(run)
+    broken.steps.update(arguments='{"unknown": 1}')
+    row = broken.steps.values().get()
+    assert [repair.run for repair in swept(shop)] == [run.pk for run in others]
+    assert broken.steps.values().get() == row
+    (said,) = [text for text in caplog.messages if "can't be repaired" in text]
+    assert said.startswith(f"Run {broken.pk} can't be repaired: TypeError: ")
+
+
+def test_a_live_step_that_is_late_is_left_alone(shop: str, queue: Queue) -> None:
+    """A step that runs for long under a renewed lease is no concern of a sweep."""
+    run = begin(1)
+    claim(run.steps[0])
+    wait_since(run, 10 * LONG)
+    at(run.steps[0]).update(started_at=Now() - 10 * LONG)
+    assert swept(shop) == []
+
+
+def test_a_retry_is_due_later(shop: str, queue: Queue) -> None:
+    """A step that waits for a retry is not late before its message is to be there."""
+    run = begin(1)
+    wait_since(run, 10 * LONG)
+    run.steps.update(due_at=Now() + timedelta(hours=1))
+    assert swept(shop) == []
+    run.steps.update(due_at=Now() - LONG)
+    assert len(swept(shop)) == 1
+
+
+# Several at once
+
+
+@pytest.mark.parametrize("leave", [leave_silent, leave_unbegun, leave_stuck])
+def test_each_is_repaired_exactly_once(
+    shop: str,
+    queue: Queue,
+    broker: Celery,
+    leave: Callable[[StageRun], StageStep],
+) -> None:
+    """Of several who sweep at once one repairs, tells of it and sends; the others find nothing."""
+    runs = [begin(1, 1) for _ in range(4)]
+    for run in runs:
+        leave(run)
+    barrier = threading.Barrier(SWEEPERS)
+
+    def one() -> list[Repair]:
+        broker.set_current()
+        try:
+            barrier.wait(20)
+            return sweep(StepStore(shop))
+        finally:
+            connections[shop].close()
+
+    with hearing(run_repaired) as heard, ThreadPoolExecutor(SWEEPERS) as pool:
+        done = [repair for found in pool.map(lambda _: one(), range(SWEEPERS)) for repair in found]
+    assert sorted(repair.run for repair in done) == [run.pk for run in runs]
+    assert sorted(one["run"] for one in heard) == [run.pk for run in runs]
+    assert len(queue()) == 2 * len(runs)
+
+
+def test_one_that_is_begun_meanwhile_is_not_repaired(shop: str, queue: Queue) -> None:
+    """A dead step that a delivery takes between the look and the lock keeps its new claim."""
+    run = begin(1)
+    step = leave_silent(run)
+    token = ""
+
+    def take(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        nonlocal token
+        if not token and connections[shop].in_atomic_block:
+            token = "taken"
+            token = claim(step)
+        return execute(sql, params, many, context)
+
+    with connections[shop].execute_wrapper(take):
+        assert swept(shop) == []
+    row = at(step).get()
+    assert (row.status, row.token, row.deaths, row.note) == (Status.RUNNING, token, 0, "")
+    assert len(queue()) == 1
+
+
+# prune
+
+
+def ended(age: timedelta, status: Status = Status.SUCCEEDED, *, alias: str) -> StageRun:
+    """Return a run of one step that ended so long ago."""
+    run = begin(1)
+    if status == Status.ABORTED:
+        run.abort()
+    elif status == Status.SUCCEEDED:
+        deliver(run.steps[0])
+    else:
+        claim(run.steps[0], OVER)
+        run.steps.update(deaths=MOST_DEATHS - 1)
+        sweep(StepStore(alias))
+    rows = StageRun.objects.using(alias).filter(pk=run.pk)
+    rows.update(ended_at=Now() - age)
+    run.refresh_from_db()
+    assert run.status == status
+    return run
+
+
+def ids(alias: str) -> set[int]:
+    """Return the ids of all runs; steps of others are an error."""
+    found = set(StageRun.objects.using(alias).values_list("pk", flat=True))
+    assert set(StageStep.objects.using(alias).values_list("run", flat=True)) == found
+    return found
+
+
+def test_what_is_pruned(shop: str, queue: Queue, settings: Settings) -> None:
+    """Runs that ended, well or not, go a STAGES_RETENTION later, seven days if not said."""
+    old = [ended(timedelta(days=8), status, alias=shop) for status in sorted(Status.STOPPED)]
+    young = ended(timedelta(days=6), alias=shop)
+    goes_on = begin(1)
+    wait_since(goes_on, timedelta(days=30))
+    StageRun.objects.using(shop).filter(pk=goes_on.pk).update(created_at=Now() - 30 * LONG * 100)
+    assert {run.pk for run in find_prunable(StepStore(shop))} == {run.pk for run in old}
+    assert prune_stages() == 3
+    assert prune_stages() == 0
+    assert ids(shop) == {young.pk, goes_on.pk}
+    settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": timedelta(days=5)}
+    assert prune_stages() == 1
+    settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": 0}
+    assert prune_stages() == 0
+    assert ids(shop) == {goes_on.pk}
+
+
+def test_what_still_runs_is_not_pruned(shop: str, queue: Queue) -> None:
+    """A run that was stopped stays while one of its steps is at work, and goes after that."""
+    run = begin(2)
+    claim(run.steps[0])
+    run.abort()
+    StageRun.objects.using(shop).update(ended_at=Now() - timedelta(days=8))
+    assert prune_stages() == 0
+    assert find_prunable(StepStore(shop), timedelta()).erase() == 0
+    assert ids(shop) == {run.pk}
+    at(run.steps[0]).update(ends_at=Now() - timedelta(seconds=1))
+    assert prune_stages() == 1
+    assert ids(shop) == set()
+
+
+def test_prune_by_age(shop: str, queue: Queue, settings: Settings) -> None:
+    """An age that is given counts, whatever the setting."""
+    settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": "a week"}
+    old, young = (ended(timedelta(seconds=age), alias=shop) for age in (100, 1))
+    assert list(find_prunable(StepStore(shop), timedelta(seconds=200))) == []
+    assert list(find_prunable(StepStore(shop), timedelta(seconds=50))) == [old]
+    assert find_prunable(StepStore(shop), timedelta(seconds=50)).erase() == 1
+    assert ids(shop) == {young.pk}
+
+
+def test_a_run_that_is_resumed_meanwhile_is_not_pruned(shop: str, queue: Queue) -> None:
+    """erase() asks again under the run's lock, so what somebody resumes before that stays."""
+    run = ended(timedelta(days=8), Status.ABORTED, alias=shop)
+    asked: list[str] = []
+
+    def resume(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        result = execute(sql, params, many, context)
+        if sql.startswith("SELECT") and not asked:
+            asked.append(sql)
+            StageRun.objects.using(shop).filter(pk=run.pk).update(status=Status.RUNNING)
+        return result
+
+    chosen = find_prunable(StepStore(shop))
+    with connections[shop].execute_wrapper(resume):
+        assert chosen.erase() == 0
+    assert asked
+    assert ids(shop) == {run.pk}
+
+
+# Deletion beside a step that ends
+
+
+go_on = threading.Event()
+
+
+@shared_task(base=SafeTask, name="tests.stages.wait_to_go_on")
+@stages.step
+def wait_to_go_on(params: dict[str, Any]) -> None:
+    """Work until the test lets it end."""
+    assert go_on.wait(30)
+
+
+def delete_run(run: StageRun) -> None:
+    """Delete a run as a page does."""
+    run.delete()
+
+
+def delete_rows(run: StageRun) -> None:
+    """Delete a run as the admin does with those that are chosen."""
+    StageRun.objects.using(run._state.db).filter(pk=run.pk).delete()
+
+
+def erase_rows(run: StageRun) -> None:
+    """Delete a run as prune does."""
+    StageRun.objects.using(run._state.db).filter(pk=run.pk).erase()
+
+
+def somebody_waits(alias: str) -> bool:
+    """Tell whether a transaction waits for another one's lock."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)")
+        return bool(cursor.fetchone()[0])
+
+
+@contextmanager
+def before(alias: str, begin_of_sql: str, do: Callable[[], object]) -> Iterator[None]:
+    """Do something once, in this thread, before its first such statement in a transaction."""
+    left = [do]
+
+    def run_first(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        if left and sql.startswith(begin_of_sql) and connections[alias].in_atomic_block:
+            left.pop()()
+        return execute(sql, params, many, context)
+
+    with connections[alias].execute_wrapper(run_first):
+        yield
+
+
+DELETIONS: Final = pytest.mark.parametrize("delete", [delete_run, delete_rows, erase_rows])
+
+
+@DELETIONS
+def test_a_deletion_waits_for_a_step_that_ends(
+    postgres: str, queue: Queue, broker: Celery, delete: Callable[[StageRun], None]
+) -> None:
+    """While a step ends in its transaction, a deletion waits for the run, and holds no step."""
+    run = begin(1, 1)
+    step, is_ending = run.steps[0], threading.Event()
+
+    def until_somebody_waits() -> None:
+        is_ending.set()
+        wait_for(lambda: somebody_waits(postgres), 30)
+
+    def end() -> None:
+        broker.set_current()
+        try:
+            with before(postgres, 'UPDATE "django_celery_safe_stagestep"', until_somebody_waits):
+                deliver(step)
+        finally:
+            connections[postgres].close()
+
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end)
+        assert is_ending.wait(30)
+        delete(run)
+        ending.result(30)
+    assert ids(postgres) == set()
+
+
+@DELETIONS
+def test_a_step_that_ends_waits_for_a_deletion(
+    postgres: str, queue: Queue, broker: Celery, delete: Callable[[StageRun], None]
+) -> None:
+    """While a run is being deleted, a step that ends waits for that, and is lost then."""
+    run = stages.start([(wait_to_go_on, 2), (note, 1)])
+    go_on.clear()
+
+    def end() -> None:
+        broker.set_current()
+        try:
+            deliver(run.steps[0])
+        finally:
+            connections[postgres].close()
+
+    def let_it_end() -> None:
+        go_on.set()
+        wait_for(lambda: somebody_waits(postgres), 30)
+
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end)
+        wait_for(lambda: run.steps.running().exists(), 30)
+        with before(postgres, 'DELETE FROM "django_celery_safe_stagestep"', let_it_end):
+            delete(run)
+        with pytest.raises(StepLost):
+            ending.result(30)
+    assert ids(postgres) == set()
+
+
+# Beside the outbox
+
+
+def test_a_relay_sweeps(
+    make_database: MakeDatabase, queue: Queue, settings: Settings, tmp_path: Path
+) -> None:
+    """The relay's process repairs runs without beat or anybody's doing anything."""
+    settings.DATABASE_ROUTERS = [f"{__name__}.NotInDefault"]
+    with runs_in(make_database("sqlite-immediate", "shop")):
+        step = leave_silent(begin(1))
+    with relaying(tmp_path) as relay:
+        wait_for(lambda: queue() == [step.task_id] * 2, 30)
+        assert at(step).get().deaths == 1
+        assert relay.end() == 0
+    assert "process 42 on web1" in relay.log
+    assert "and it was sent again" in relay.log
+
+
+def test_the_relay_task_sweeps(shop: str, queue: Queue) -> None:
+    """relay_outbox repairs runs, too, before it sends; each run of it does."""
+    run = begin(1)
+    step = leave_silent(run)
+    relay_outbox()
+    assert queue() == [step.task_id] * 2
+    claim(step, OVER)
+    relay_outbox()
+    assert queue() == [step.task_id] * 3
+
+
+def test_what_is_beside_a_relay_is_done_once_a_minute(
+    sqlite_alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking after things does it at first, and again when a minute is over."""
+    done: list[str] = []
+    relay = Relay(sqlite_alias, beside=done.append)
+    for _ in range(3):
+        relay.look_after()
+    assert done == [sqlite_alias]
+    monkeypatch.setattr("django_celery_safe.sending.relay.MINUTE", 0.0)
+    relay = Relay(sqlite_alias, beside=done.append)
+    for _ in range(3):
+        relay.look_after()
+    assert done == [sqlite_alias] * 4
+
+
+def test_a_sweep_that_fails_stops_no_relay(
+    shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever keeps runs from being swept is logged, and the outbox is relayed as ever."""
+    with transaction.atomic(using=shop):
+        run = begin(1)
+        connections[shop].run_on_commit.clear()
+    OutboxMessage.objects.using(shop).update(due_at=Now())
+    with connections[shop].schema_editor() as editor:
+        editor.remove_field(StageStep, StageStep._meta.get_field("resent"))
+    assert relay_outbox() == 1
+    assert len(queue()) == 1
+    (said,) = [text for text in caplog.messages if "could not be swept" in text]
+    assert said.startswith("The runs of stages in 'shop' could not be swept: ")
+    assert run.pk
+
+
+def test_a_relay_where_no_runs_are(
+    shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A database that has an outbox and no tables of runs is relayed, and nothing is logged."""
+    with transaction.atomic(using=shop):
+        begin(1)
+        connections[shop].run_on_commit.clear()
+    OutboxMessage.objects.using(shop).update(due_at=Now())
+    with connections[shop].schema_editor() as editor:
+        editor.delete_model(StageStep)
+        editor.delete_model(StageRun)
+    stop = threading.Event()
+
+    def end() -> None:
+        wait_for(lambda: len(queue()) == 1, 30)
+        stop.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end)
+        run_all([Relay(shop, beside=sweep_beside)], stop)
+        ending.result(30)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

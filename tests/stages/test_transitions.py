@@ -1,0 +1,400 @@
+"""What becomes of a run: failures, resuming and aborting, at every moment of a plan."""
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import pytest
+from django.db import transaction
+
+from django_celery_safe import IllegalTransition, stages
+from django_celery_safe.models import StageRun
+from django_celery_safe.signals import run_ended, stage_started
+from tests.concurrency.conftest import mailbox
+from tests.sending.conftest import hearing
+from tests.stages.test_messages import Staged, impatient, postgres_of_module, refuse, shown, staged
+
+__all__ = ["impatient", "mailbox", "postgres_of_module", "staged"]
+
+# The plan of all tests here is ab, cd, e: two steps, then two, then one. What ``shown``
+# returns has a letter for each of them: waiting, running, succeeded, failed, aborted.
+
+
+def now(run: StageRun) -> tuple[str, str]:
+    """Return a run's status and the first letter of that of each of its steps, as of now."""
+    run.refresh_from_db()
+    return run.status, shown(run)
+
+
+def refused(do: Callable[[], Any], says: str) -> None:
+    """Check that this can't be done now, and why."""
+    with pytest.raises(IllegalTransition) as caught:
+        do()
+    assert says in str(caught.value)
+    assert str(caught.value).endswith("Nothing was changed.")
+
+
+# Failures, and resuming after them.
+
+
+class Failure(NamedTuple):
+    """
+    A failure, and what it leads to.
+
+    Attributes:
+        fails: The names of the steps that fail.
+        order: In which order the messages of a stage come.
+        steps: What becomes of the steps.
+        error_step: Which one failed first.
+        again: The steps that a resumed run does.
+    """
+
+    fails: str
+    order: str
+    steps: str
+    error_step: str
+    again: str
+
+
+FAILURES: Final = [
+    Failure("a", "abcde", "faaaa", "a", "abcde"),
+    Failure("a", "badce", "fsaaa", "a", "acde"),
+    Failure("b", "abcde", "sfaaa", "b", "bcde"),
+    Failure("b", "badce", "afaaa", "b", "abcde"),
+    Failure("ab", "abcde", "faaaa", "a", "abcde"),
+    Failure("ab", "badce", "afaaa", "b", "abcde"),
+    Failure("c", "abcde", "ssfaa", "c", "cde"),
+    Failure("c", "badce", "ssfsa", "c", "ce"),
+    Failure("d", "abcde", "sssfa", "d", "de"),
+    Failure("d", "badce", "ssafa", "d", "cde"),
+    Failure("e", "abcde", "ssssf", "e", "e"),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=[f"{one.fails}-{one.order}" for one in FAILURES])
+def test_a_failure_stops_what_has_not_begun(failure: Failure, staged: Staged) -> None:
+    """In each stage, whoever is first; resumed, what did not succeed is done, and no more."""
+    staged.bodies.update(dict.fromkeys(failure.fails, refuse))
+    run = staged.start()
+    staged.deliver_all(failure.order)
+    assert now(run) == ("failed", failure.steps)
+    assert run.ended_at is not None
+    assert run.error_step == staged.step(failure.error_step)
+    assert run.stages == 3
+    assert run.progress.done == failure.steps.count("s")
+    refused(run.abort, f"abort {run}: it has failed")
+
+    staged.bodies.clear()
+    done_before = len(staged.calls)
+    with hearing(stage_started) as begun:
+        assert run.resume() is run
+    assert run.status == "running"
+    assert run.ended_at is None
+    assert run.error_step is None
+    assert [event["stage"] for event in begun] == [run.stage]
+    refused(run.resume, f"resume {run}: it is running")
+    staged.deliver_all(failure.order)
+    assert now(run) == ("succeeded", "sssss")
+    assert sorted(staged.calls[done_before:]) == list(failure.again)
+    # Those of the stages that had ended before, too.
+    assert run.params == dict.fromkeys("abcde", True)
+    refused(run.resume, f"resume {run}: it is succeeded")
+    refused(run.abort, f"abort {run}: it has succeeded")
+
+
+def test_a_run_may_be_resumed_again_and_again(staged: Staged) -> None:
+    """It may fail in each stage in turn, and in the same one twice."""
+    run = staged.start()
+    for fails, steps in [("a", "faaaa"), ("a", "faaaa"), ("d", "sssfa"), ("e", "ssssf")]:
+        staged.bodies = dict.fromkeys(fails, refuse)
+        if run.status == "failed":
+            run.resume()
+        staged.deliver_all()
+        assert now(run) == ("failed", steps)
+    staged.bodies.clear()
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "sssss")
+    assert "".join(staged.calls) == "aa" + "abcd" + "de" + "e"
+
+
+def test_what_runs_may_end_when_another_fails(staged: Staged) -> None:
+    """A step that runs when its run fails ends as it will; until then nothing is resumed."""
+
+    def meet(task: Any) -> dict[str, int]:
+        assert not staged.steps.first().run.is_aborted()
+        staged.deliver_elsewhere(of_a)
+        assert now(run) == ("failed", "fraaa")
+        assert run.is_aborted()
+        refused(run.resume, f"resume {run}: its step {staged.step('b')} still runs")
+        refused(run.abort, f"abort {run}: it has failed")
+        return {"b": 2}
+
+    staged.bodies |= {"a": refuse, "b": meet}
+    run = staged.start()
+    of_a, of_b = staged.take()
+    staged.deliver(of_b)
+    assert now(run) == ("failed", "fsaaa")
+    staged.bodies.clear()
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "sssss")
+    assert run.params["b"] == 2
+    assert sorted(staged.calls) == list("aabcde")
+
+
+def test_two_may_fail_at_the_same_time(staged: Staged) -> None:
+    """Both say so; the run ended once, with the first, and both are done again."""
+
+    def meet(task: Any) -> None:
+        staged.deliver_elsewhere(of_a)
+        raise ValueError("the second")
+
+    staged.bodies |= {"a": refuse, "b": meet}
+    with hearing(run_ended) as ended:
+        run = staged.start()
+        of_a, of_b = staged.take()
+        staged.deliver(of_b)
+    assert len(ended) == 1
+    assert now(run) == ("failed", "ffaaa")
+    assert run.error_step == staged.step("a")
+    staged.bodies.clear()
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "sssss")
+
+
+def test_a_retry_of_a_run_that_failed_is_not_done(staged: Staged) -> None:
+    """A step that wants to retry when its run has failed is aborted; resumed, it is done."""
+
+    def retry(task: Any) -> None:
+        staged.deliver_elsewhere(of_a)
+        raise task.retry(countdown=0)
+
+    staged.bodies |= {"a": refuse, "b": retry}
+    run = staged.start()
+    of_a, of_b = staged.take()
+    assert staged.deliver(of_b).state == "RETRY"
+    assert now(run) == ("failed", "faaaa")
+    staged.deliver_all()
+    assert now(run) == ("failed", "faaaa")
+    assert sorted(staged.calls) == ["a", "b"]
+    staged.bodies.clear()
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "sssss")
+
+
+def test_a_step_whose_process_died_keeps_nobody_from_resuming(staged: Staged) -> None:
+    """Its lease is over: it is done again, and the one that was stale gets StepLost."""
+
+    def stand_still(task: Any) -> dict[str, str]:
+        del staged.bodies["b"]
+        staged.deliver_elsewhere(of_a)
+        refused(run.resume, "still runs")
+        staged.end_lease("b")
+        run.refresh_from_db()
+        run.resume()
+        assert now(run) == ("running", "wwwww")
+        return {"b": "stale"}
+
+    staged.bodies |= {"a": refuse, "b": stand_still}
+    run = staged.start()
+    of_a, of_b = staged.take()
+    assert "StepLost" in type(staged.deliver(of_b).value).__name__
+    assert now(run) == ("running", "wwwww")
+    del staged.bodies["a"]
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "sssss")
+    assert run.params == dict.fromkeys("abcde", True)
+
+
+# Aborting.
+
+
+class Moment(NamedTuple):
+    """
+    A moment of a run, and what aborting it then leads to.
+
+    Attributes:
+        during: The step that aborts its run from inside; "": none.
+        delivered: How many messages come before it is aborted otherwise.
+        steps: What becomes of the steps.
+        again: The steps that a resumed run does.
+    """
+
+    during: str
+    delivered: int
+    steps: str
+    again: str
+
+
+MOMENTS: Final = {
+    "before it begins": Moment("", 0, "aaaaa", "abcde"),
+    "while the first runs": Moment("a", 9, "saaaa", "bcde"),
+    "in the first stage": Moment("", 1, "saaaa", "bcde"),
+    "while the last of a stage runs": Moment("b", 9, "ssaaa", "cde"),
+    "between two stages": Moment("", 2, "ssaaa", "cde"),
+    "while one of the second stage runs": Moment("c", 9, "sssaa", "de"),
+    "in the second stage": Moment("", 3, "sssaa", "de"),
+    "after the second stage": Moment("", 4, "ssssa", "e"),
+    "while the last runs": Moment("e", 9, "sssss", ""),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_an_abort_stops_what_has_not_begun(name: str, staged: Staged) -> None:
+    """At each moment: what runs ends as it will, the rest is not begun, and can be resumed."""
+    moment = MOMENTS[name]
+
+    def abort(task: Any) -> dict[str, bool]:
+        mine = StageRun.objects.using(staged.alias).get()
+        assert not mine.is_aborted()
+        assert mine.abort() is mine
+        assert (mine.status, mine.is_aborted()) == ("aborted", True)
+        refused(mine.resume, "still runs")
+        return {moment.during: True}
+
+    if moment.during:
+        staged.bodies[moment.during] = abort
+    run = staged.start()
+    waiting = staged.take()
+    with hearing(run_ended) as ended:
+        for _ in range(moment.delivered):
+            if waiting:
+                staged.deliver(waiting.pop(0))
+                waiting += staged.take()
+        if not moment.during:
+            run.refresh_from_db()
+            assert run.abort() is run
+        # What was sent before comes all the same.
+        for message in waiting:
+            staged.deliver(message)
+        staged.deliver_all()
+    assert [event["status"] for event in ended] == ["aborted"]
+    assert now(run) == ("aborted", moment.steps)
+    assert (run.error_step, run.ended_at is None) == (None, False)
+    assert "".join(staged.calls) == "abcde"[: moment.steps.count("s")]
+    refused(run.abort, f"abort {run}: it has been aborted")
+
+    staged.bodies.clear()
+    staged.calls.clear()
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "sssss")
+    assert "".join(staged.calls) == moment.again
+    assert run.params == dict.fromkeys("abcde", True)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "d", "e"])
+def test_an_abort_between_retries(name: str, staged: Staged) -> None:
+    """A step that waits for its retry has not begun: its next message does nothing."""
+
+    def retry(task: Any) -> None:
+        raise task.retry(countdown=60)
+
+    place = "abcde".index(name)
+    staged.bodies[name] = retry
+    run = staged.start()
+    waiting = staged.take()
+    while staged.step(name).error_type != "Retry":
+        staged.deliver(waiting.pop(0))
+        waiting += staged.take()
+    run.refresh_from_db()
+    run.abort()
+    assert now(run) == ("aborted", "s" * place + "a" * (5 - place))
+    calls = list(staged.calls)
+    for message in waiting:
+        assert staged.deliver(message) == ("SUCCESS", None)
+    assert (staged.calls, now(run)[0]) == (calls, "aborted")
+    staged.bodies.clear()
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "sssss")
+
+
+@pytest.mark.parametrize("ends", ["error", "retry"])
+def test_a_step_that_ends_after_the_abort(ends: str, staged: Staged) -> None:
+    """An error is noted and the run stays aborted; what would retry is aborted with it."""
+
+    def abort(task: Any) -> None:
+        run.abort()
+        if ends == "retry":
+            raise task.retry(countdown=0)
+        raise ValueError("after the abort")
+
+    staged.bodies["a"] = abort
+    run = staged.start()
+    with hearing(run_ended) as ended:
+        staged.deliver_all()
+    assert len(ended) == 1
+    assert now(run) == ("aborted", "faaaa" if ends == "error" else "aaaaa")
+    assert staged.calls == ["a"]
+    staged.bodies.clear()
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "sssss")
+
+
+# What can't be done.
+
+
+def test_only_a_stopped_run_is_resumed(staged: Staged) -> None:
+    """One that waits, runs or is gone can't be resumed; the last not aborted, either."""
+    run = staged.start()
+    refused(run.resume, f"resume {run}: it is waiting")
+    staged.deliver(staged.take()[0])
+    refused(run.resume, f"resume {run}: it is running")
+    kept = StageRun.objects.using(staged.alias).get()
+    run.delete()
+    refused(kept.resume, f"resume {kept}: it was deleted")
+    refused(kept.abort, f"abort {kept}: it was deleted")
+
+
+@pytest.mark.parametrize("action", ["abort", "resume"])
+def test_what_is_rolled_back_did_not_happen(action: str, staged: Staged) -> None:
+    """Inside atomic() it is done with the commit: no message, no signal and no change before."""
+    staged.bodies["b"] = refuse
+    run = staged.start()
+    if action == "resume":
+        staged.deliver_all()
+    staged.take()
+    before = staged.tables()
+    with hearing(run_ended, stage_started) as heard:
+        run.refresh_from_db()
+        with transaction.atomic(using=staged.alias):
+            getattr(run, action)()
+            transaction.set_rollback(True, using=staged.alias)
+        assert (staged.tables(), heard, staged.take()) == (before, [], [])
+        run.refresh_from_db()
+        with transaction.atomic(using=staged.alias):
+            getattr(run, action)()
+            assert (heard, staged.take()) == ([], [])
+        assert len(heard) == 1
+    assert len(staged.take()) == (1 if action == "resume" else 0)
+
+
+def test_results_that_are_too_much_fail_the_run(staged: Staged) -> None:
+    """If a stage returned more than can be kept, the next is not begun without it."""
+    staged.bodies |= {name: lambda task: {task.request.id: "x" * 40_000} for name in "ab"}
+    run = staged.start()
+    staged.deliver_all()
+    assert now(run) == ("failed", "ssaaa")
+    assert run.error.startswith("What stage 1 returned can't be kept for the next one: it is 80,")
+    assert run.error_step is None
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("failed", "ssaaa")
+    assert sorted(staged.calls) == ["a", "b"]
+
+
+def test_results_of_the_last_stage_that_are_too_much_fail_the_run(staged: Staged) -> None:
+    """All steps succeeded, and the run says why it did not; resumed, it says so again."""
+    big = {name: lambda task: {task.request.id: "x" * 40_000} for name in "ab"}
+    staged.bodies |= big
+    run = staged.start("ab")
+    staged.deliver_all()
+    for _ in range(2):
+        assert now(run) == ("failed", "ss")
+        assert "What stage 1 returned can't be kept" in run.error
+        run.resume()
+    assert stages.Status(run.status) is stages.Status.FAILED

@@ -1,0 +1,673 @@
+"""manage.py celery_stages: what it prints, and what becomes of the runs."""
+
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from django.core.management import CommandError, ManagementUtility, call_command
+from django.db import connections, transaction
+from django.db.models.functions import Now
+from pytest_django import Settings
+
+from django_celery_safe import stages
+from django_celery_safe.management.commands import celery_stages
+from django_celery_safe.models import OutboxMessage, StageRun, StageStep
+from django_celery_safe.signals import run_ended, stage_started
+from django_celery_safe.stages import Status
+from django_celery_safe.stages.repairs import MOST_DEATHS
+from tests.conftest import MakeDatabase
+from tests.docs.pages import names_in, page
+from tests.docs.test_docs import own_arguments
+from tests.processes import KeptProcess, free_port, wait_for
+from tests.processes.settings import settings_environment
+from tests.sending.conftest import hearing
+from tests.servers.databases import registered, sqlite_settings
+from tests.stages.routing import runs_in
+from tests.stages.tasks import note
+from tests.stages.test_sweep import (
+    LONG,
+    OVER,
+    Queue,
+    at,
+    begin,
+    claim,
+    deliver,
+    ended,
+    leave_silent,
+    leave_stuck,
+    leave_unbegun,
+    queue,
+    shop,
+    wait_since,
+)
+
+__all__ = ["queue", "shop"]
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+COMMANDS: Final = "docs/reference/commands.md"
+ACTIONS: Final = (
+    "list",
+    "show 1",
+    "show 1 --watch",
+    "resume 1",
+    "abort 1",
+    "sweep",
+    "prune",
+    "prune --older-than 7d --dry-run",
+)
+NAME: Final = note.name
+
+
+@pytest.fixture
+def lite(make_database: MakeDatabase, queue: Queue) -> Iterator[str]:
+    """A SQLite with the runs, where the database makes no difference."""
+    alias = make_database("sqlite-immediate", "shop")
+    with runs_in(alias):
+        yield alias
+
+
+def run(*arguments: str) -> str:
+    """Return what the command prints, in lines of 80 columns."""
+    out = io.StringIO()
+    call_command("celery_stages", *arguments, stdout=out)
+    assert "--json" in arguments or max(map(len, out.getvalue().splitlines())) <= 80
+    return out.getvalue()
+
+
+def refused(*arguments: str) -> tuple[str, str]:
+    """Return what the command prints before it fails, and with what."""
+    out = io.StringIO()
+    with pytest.raises(CommandError) as caught:
+        call_command("celery_stages", *arguments, stdout=out)
+    return out.getvalue(), str(caught.value)
+
+
+def status_of_program(*arguments: str) -> int:
+    """Return the exit status of ``manage.py celery_stages``."""
+    try:
+        ManagementUtility(["manage.py", "celery_stages", *arguments]).execute()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def listed(*arguments: str) -> list[dict[str, Any]]:
+    """Return the runs that ``list --json`` shows."""
+    rows: list[dict[str, Any]] = json.loads(run("list", "--json", *arguments))
+    return rows
+
+
+def shown(pk: int, *arguments: str) -> dict[str, Any]:
+    """Return the run that ``show --json`` shows."""
+    row: dict[str, Any] = json.loads(run("show", str(pk), "--json", *arguments))
+    return row
+
+
+def make_older(one: StageRun, age: float) -> None:
+    """Let a run have been started so long ago."""
+    rows = StageRun.objects.using(one._state.db).filter(pk=one.pk)
+    rows.update(created_at=Now() - timedelta(seconds=age))
+
+
+def fail(one: StageRun, error: str = "no such album") -> StageStep:
+    """Let the first step of a run fail by an error."""
+    failing = one.steps.filter(status=Status.WAITING)[0]
+    claim(failing, OVER)
+    at(failing).update(deaths=MOST_DEATHS - 1)
+    run("sweep")
+    at(failing).update(error_type="ValueError", error=error, note="")
+    return failing
+
+
+# list
+
+
+def test_list_without_runs(shop: str) -> None:
+    """An empty table says so; JSON is an empty list; a choice that meets nothing says that."""
+    assert run("list") == "There is no run.\n"
+    assert listed() == []
+    assert run("list", "--state", "failed") == "No such run.\n"
+
+
+def test_list_shows_each_run(shop: str, queue: Queue) -> None:
+    """A run has its id, state, stage and steps; and if it failed, by which step and why."""
+    first, second = begin(2, 3), begin(1, 1, 1)
+    make_older(first, 600)
+    deliver(first.steps[0])
+    failing = fail(second)
+    lines = run("list").splitlines()
+    assert lines[0] == f"Run {second.pk}: failed, stage 1 of 3, 0 of 3 steps done (0 %)"
+    assert lines[1].startswith("    started 0.")
+    assert ", ended 0." in lines[1]
+    assert " ".join("".join(lines[2:4]).split()) == f"{failing} failed: ValueError: no such album"
+    assert lines[4:] == [
+        f"Run {first.pk}: running, stage 1 of 2, 1 of 5 steps done (20 %)",
+        "    started 10min ago",
+    ]
+
+
+def test_list_as_json(lite: str) -> None:
+    """--json has an object for each run, without what tasks were given or returned."""
+    one = stages.start([(note, 1, {"value": "the-secret"})], {"album": "the-secret"})
+    make_older(one, 50)
+    deliver(one.steps[0])
+    other = begin(1)
+    assert "the-secret" not in run("list", "--json") + run("show", str(one.pk), "--json")
+    first, second = listed()
+    assert second == {
+        "id": one.pk,
+        "database": "shop",
+        "status": "succeeded",
+        "done": 1,
+        "total": 1,
+        "stage": 1,
+        "stages": 1,
+        "percent": 100,
+        "created_at": second["created_at"],
+        "ended_at": second["ended_at"],
+        "age_s": second["age_s"],
+        "ended_s": second["ended_s"],
+        "error_step": None,
+        "error": "",
+        "note": "",
+    }
+    assert 50 <= second["age_s"] < 110
+    assert 0 <= second["ended_s"] < 60
+    assert (first["id"], first["status"], first["ended_s"]) == (other.pk, "waiting", None)
+
+
+def test_list_by_state(lite: str) -> None:
+    """--state shows only the runs in this state."""
+    made = {
+        "waiting": begin(1),
+        "running": begin(2),
+        **{str(status): ended(timedelta(), status, alias=lite) for status in Status.STOPPED},
+    }
+    deliver(made["running"].steps[0])
+    assert set(made) == set(Status.values)
+    for state, one in made.items():
+        assert [row["id"] for row in listed("--state", state)] == [one.pk]
+    assert "invalid choice: 'done'" in refused("list", "--state", "done")[1]
+
+
+def test_list_is_limited(lite: str) -> None:
+    """--limit shows the newest ones and says that there are more; 0 shows all."""
+    ids = [begin(1).pk for _ in range(3)]
+    assert [row["id"] for row in listed("--limit", "2")] == ids[:0:-1]
+    assert run("list", "--limit", "2").endswith("\nThere are more: --limit is 2.\n")
+    for limit in ("3", "0"):
+        assert [row["id"] for row in listed("--limit", limit)] == ids[::-1]
+        assert "There are more" not in run("list", "--limit", limit)
+
+
+# show
+
+
+def test_show_of_a_run(shop: str, queue: Queue) -> None:
+    """A bar for each stage is full when all is done; what succeeded or waits is not listed."""
+    one = begin(4, 9, 1)
+    for step in one.steps[:6]:
+        deliver(step)
+    claim(one.steps[6], pid=43)
+    step = one.steps[6]
+    text = run("show", str(one.pk))
+    assert text.startswith(f"Run {one.pk}: running, stage 2 of 3, 6 of 14 steps done (42 %)\n")
+    parts = text.split("\n\n")
+    assert parts[1].splitlines() == [
+        "Stage 1  [####################]  4/4",
+        "Stage 2  [####................]  2/9  1 running",
+        "Stage 3  [....................]  0/1",
+    ]
+    head, details, more = parts[2].splitlines()
+    assert head == f"running   {NAME}"
+    assert details.startswith(f"          stage 2, {step.task_id}, for ")
+    assert f"{details} {more.strip()}".endswith("pid 43 on web1")
+
+
+def test_show_tells_what_is_wrong(shop: str, queue: Queue) -> None:
+    """Steps that failed, whose process is gone, that were repaired, and that nobody begins."""
+    one = begin(5)
+    dead, repaired, late, retried, _ = one.steps
+    leave_silent(one)
+    at(repaired).update(note="its process died, and it was sent again", starts=2)
+    at(retried).update(error_type="ConnectionError", error="refused", due_at=Now())
+    one.steps.exclude(pk__in=[late.pk, dead.pk]).update(due_at=Now())
+    StageRun.objects.using(shop).update(stage_at=Now() - LONG)
+    found = shown(one.pk)["steps"]
+    assert [row["task_id"] for row in found] == [
+        step.task_id for step in (dead, repaired, late, retried)
+    ]
+    assert [row["status"] for row in found] == ["running", "waiting", "waiting", "waiting"]
+    assert found[0]["remaining_s"] == 0
+    assert found[2]["waits_s"] >= LONG.total_seconds()
+    assert found[3]["error"] == "ConnectionError: refused"
+    text = " ".join(run("show", str(one.pk)).split())
+    assert f"{dead.task_id}, for 0." in text
+    assert "pid 42 on web1, which is gone waiting" in text
+    assert "begun 2 times sweep: its process died, and it was sent again" in text
+    assert f"{late.task_id}, for 6min waiting" in text
+    assert text.endswith("ConnectionError: refused")
+
+
+def test_show_of_a_failure(lite: str) -> None:
+    """A failed step has its error and task id, and the bars say what was stopped."""
+    one = begin(3, 1)
+    failing = fail(one)
+    text = run("show", str(one.pk))
+    assert "Stage 1  [....................]  0/3  1 failed, 2 aborted\n" in text
+    assert "Stage 2  [....................]  0/1  1 aborted\n" in text
+    assert text.endswith(
+        f"\nfailed    {NAME}\n"
+        f"          stage 1, {failing.task_id}\n"
+        f"          ValueError: no such album\n"
+    )
+
+
+def test_show_of_a_run_that_failed_without_a_step(lite: str) -> None:
+    """What the stages returned and could not be kept is told of the run."""
+    one = begin(1)
+    rows = StageRun.objects.using(lite)
+    rows.update(status=Status.FAILED, ended_at=Now(), error="too long")
+    assert "\n    too long\n" in run("show", str(one.pk))
+    assert (shown(one.pk)["error"], shown(one.pk)["error_step"]) == ("too long", None)
+
+
+def test_show_as_json(lite: str) -> None:
+    """--json has the run as in the list, its stages with all counts, and the same steps."""
+    one = begin(2, 1)
+    step = one.steps[0]
+    claim(step)
+    row = shown(one.pk)
+    assert [*listed()[0], "by_stage", "steps"] == list(row)
+    assert row["by_stage"] == [
+        {"stage": 1, "priority": 2, "total": 2, "waiting": 1, "running": 1,
+         "succeeded": 0, "failed": 0, "aborted": 0},
+        {"stage": 2, "priority": 1, "total": 1, "waiting": 1, "running": 0,
+         "succeeded": 0, "failed": 0, "aborted": 0},
+    ]  # fmt: skip
+    (found,) = row["steps"]
+    assert 0 < found.pop("remaining_s") <= 600
+    assert found == {
+        "task": NAME,
+        "task_id": step.task_id,
+        "status": "running",
+        "stage": 1,
+        "host": "web1",
+        "pid": 42,
+        "started_at": at(step).get().started_at.isoformat(),
+        "ended_at": None,
+        "waits_s": None,
+        "starts": 1,
+        "deaths": 0,
+        "resent": 0,
+        "error": "",
+        "note": "",
+    }
+
+
+def test_show_is_limited(lite: str) -> None:
+    """--limit is of the steps: of a thousand that fail, one screen is enough."""
+    one = begin(4)
+    for step in one.steps[:3]:
+        claim(step)
+    text = run("show", str(one.pk), "--limit", "2")
+    assert text.endswith("\nThere are more steps: --limit is 2.\n")
+    assert text.count("running   ") == len(shown(one.pk, "--limit", "2")["steps"]) == 2
+    for limit in ("3", "0"):
+        assert run("show", str(one.pk), "--limit", limit).count("running   ") == 3
+        assert "There are more" not in run("show", str(one.pk), "--limit", limit)
+
+
+def test_nothing_steers_the_terminal(lite: str) -> None:
+    """What tasks and hosts are called, and what errors say, is escaped, and long lines wrapped."""
+    one = begin(1)
+    claim(one.steps[0], host=f"web\x1b[2J{'1' * 100}")
+    StageRun.objects.using(lite).update(note="\x1b]0;title\x07" * 20)
+    one.steps.update(task="evil\x1b[31m.task", error="\x9b31m" * 50, note="\u202e" * 30)
+    out = run("list") + run("show", str(one.pk))
+    assert out.isascii()
+    assert not set(out) & {chr(code) for code in range(32) if chr(code) != "\n"}
+    assert "evil\\x1b[31m.task" in out
+
+
+def test_a_run_that_is_not_there(lite: str) -> None:
+    """An unknown run is an error with a sentence; an id is a whole number."""
+    for action in ("show", "resume", "abort"):
+        assert refused(action, "99") == (
+            "",
+            "There is no run 99. `manage.py celery_stages list` shows the IDs.",
+        )
+        for text in ("x", "1.5", "9" * 30):
+            assert f"'{text}' is no whole number" in refused(action, text)[1]
+    assert "not allowed with argument" in refused("show", "1", "--json", "--watch")[1]
+
+
+# show --watch
+
+
+def test_watch_of_a_run_that_has_ended(lite: str) -> None:
+    """It shows the run and ends at once."""
+    one = ended(timedelta(), alias=lite)
+    heading, *rest = run("show", str(one.pk), "--watch").splitlines()
+    assert heading == f"Run {one.pk}: succeeded, stage 1 of 1, 1 of 1 steps done (100 %)"
+    assert rest[1].startswith("    started ")
+    assert [heading, *rest[2:]] == [heading, "", "Stage 1  [####################]  1/1"]
+
+
+def watching_of(pk: int, alias: str, folder: Path) -> KeptProcess:
+    """Return ``show --watch`` as a process of its own."""
+    arguments = ["celery_stages", "show", str(pk), "--watch", "--database", alias]
+    return KeptProcess(
+        [sys.executable, "-m", "django", *arguments],
+        folder=ROOT,
+        log_path=folder / "watch.log",
+        env={**os.environ, **settings_environment()},
+    )
+
+
+def test_watch_appends_where_there_is_no_terminal(lite: str, tmp_path: Path) -> None:
+    """A line for each change, at once, until the run has ended; then all of it."""
+    one = begin(1, 1)
+    head = f"Run {one.pk}: "
+    with watching_of(one.pk, lite, tmp_path) as watching:
+        first = f"{head}waiting, stage 1 of 2, 0 of 2 steps done (0 %)\n"
+        wait_for(lambda: watching.log == first, 30)
+        claim(one.steps[0])
+        second = f"{head}running, stage 1 of 2, 0 of 2 steps done (0 %)\n"
+        wait_for(lambda: watching.log == first + second, 30)
+        run("abort", str(one.pk))
+        assert watching.wait(30) == 0
+    last = second.replace("running", "aborted")
+    assert watching.log.startswith(first + second + last + last)
+    assert f"\nrunning   {NAME}\n" in watching.log
+    assert "\x1b" not in watching.log
+
+
+def test_ctrl_c_ends_a_watch(lite: str, tmp_path: Path) -> None:
+    """SIGINT ends it with status 0 and no traceback; the run goes on."""
+    one = begin(1)
+    with watching_of(one.pk, lite, tmp_path) as watching:
+        wait_for(lambda: watching.log.startswith("Run "), 30)
+        watching.process.send_signal(signal.SIGINT)
+        assert watching.wait(30) == 0
+    assert len(watching.log.splitlines()) == 1
+    assert shown(one.pk)["status"] == "waiting"
+
+
+class Screen(io.StringIO):
+    """A terminal of a few lines."""
+
+    def isatty(self) -> bool:
+        """Say that it is one."""
+        return True
+
+
+def test_watch_redraws_on_a_terminal(lite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change is drawn over what was there, no longer than the screen, until the end."""
+    monkeypatch.setenv("LINES", "5")
+    one = begin(1, 2)
+    left = list(one.steps)
+
+    class Steps(Screen):
+        """Lets a step end each time the screen was drawn."""
+
+        def flush(self) -> None:
+            if left:
+                deliver(left.pop(0))
+
+    screen = Steps()
+    call_command("celery_stages", "show", str(one.pk), "--watch", stdout=screen)
+    frames = screen.getvalue().split(celery_stages.REDRAW)[1:]
+    heads = [frame.splitlines()[0].partition(": ")[2].split(",")[0] for frame in frames]
+    assert heads[0] == "waiting"
+    assert heads[-1] == "succeeded"
+    assert [frame.count("\n") for frame in frames] == [4] * len(frames)
+    assert frames[-1].endswith("Stage 1  [####################]  1/1\n")
+
+
+def test_watch_of_a_run_that_is_deleted(lite: str) -> None:
+    """A run that is deleted meanwhile ends the watch with a sentence."""
+    one = begin(1)
+
+    class Deletes(Screen):
+        """Lets the run be deleted when it was shown."""
+
+        def flush(self) -> None:
+            one.delete()
+
+    with pytest.raises(CommandError, match="There is no run"):
+        call_command("celery_stages", "show", str(one.pk), "--watch", stdout=Deletes())
+
+
+# resume, abort
+
+
+def test_resume(shop: str, queue: Queue) -> None:
+    """What failed and what followed is sent again, and what succeeded is not."""
+    one = begin(2, 1)
+    deliver(one.steps[0])
+    fail(one)
+    before = one.steps[1].task_id
+    told = f"Run {one.pk} would go on: stage 1 of 2, 1 of 3 steps done (33 %).\n"
+    sent = len(queue())
+    assert run("resume", str(one.pk), "--dry-run") == told
+    assert (shown(one.pk)["status"], one.steps[1].task_id, len(queue())) == ("failed", before, sent)
+    assert OutboxMessage.objects.using(shop).count() == 0
+    assert run("resume", str(one.pk)) == told.replace("would go on", "goes on")
+    assert queue()[sent:] == [one.steps[1].task_id] != [before]
+    for step in one.steps[1:]:
+        deliver(step)
+    assert shown(one.pk)["status"] == "succeeded"
+
+
+def test_abort(shop: str, queue: Queue) -> None:
+    """What waits is stopped, what runs is counted, and --dry-run only says so."""
+    one = begin(2, 1)
+    claim(one.steps[0])
+    told = f"Run {one.pk} would be aborted: stage 1 of 2, 0 of 3 steps done (0 %), 1 still running."
+    with hearing(run_ended) as heard:
+        assert run("abort", str(one.pk), "--dry-run") == f"{told}\n"
+        assert (shown(one.pk)["status"], heard) == ("running", [])
+        assert run("abort", str(one.pk)) == f"{told.replace('would be', 'was')}\n"
+    assert [said["status"] for said in heard] == ["aborted"]
+    assert [step.status for step in one.steps] == ["running", "aborted", "aborted"]
+
+
+def test_those_that_can_not_be_changed_are_named(lite: str) -> None:
+    """Each of several runs is changed if it can be; the others are told of, and the status is 1."""
+    goes, done, other = begin(1), ended(timedelta(), alias=lite), begin(1)
+    ids = [str(pk) for pk in (goes.pk, done.pk, 99, other.pk, goes.pk)]
+    for arguments in (["--dry-run"], []):
+        out, why = refused("abort", *ids, *arguments)
+        assert [line.split()[1] for line in out.splitlines()] == [str(goes.pk), str(other.pk)]
+        assert why == (
+            f"Can't abort run {done.pk}: it has succeeded. Nothing was changed. There is no run "
+            f"99. `manage.py celery_stages list` shows the IDs."
+        )
+    out, why = refused("resume", str(done.pk), str(goes.pk))
+    assert out == f"Run {goes.pk} goes on: stage 1 of 1, 0 of 1 steps done (0 %).\n"
+    assert why == f"Can't resume run {done.pk}: it is succeeded. Nothing was changed."
+    assert "--database" not in why
+
+
+def test_resume_waits_for_what_runs(lite: str) -> None:
+    """A run of which a step still runs is not resumed, and the step is named."""
+    one = begin(2)
+    claim(one.steps[0])
+    run("abort", str(one.pk))
+    for arguments in (["--dry-run"], []):
+        why = refused("resume", str(one.pk), *arguments)[1]
+        assert f"its step {one.steps[0]} still runs" in why
+    assert [step.status for step in one.steps] == ["running", "aborted"]
+
+
+# sweep, prune
+
+
+def test_sweep_prints_each_repair(shop: str, queue: Queue) -> None:
+    """A repair has its run, its step and the reason; without any it says so."""
+    assert run("sweep") == "0 repair(s).\n"
+    dead, lost, stuck = leave_silent(begin(1)), leave_unbegun(begin(1)), leave_stuck(begin(1, 1))
+    told = [
+        f"Run {dead.run_id}, {dead}: its process died (process 42 on web1), and it was sent again.",
+        f"Run {lost.run_id}, {lost}: it was sent, nobody began it for long, and it was sent again.",
+        f"Run {stuck.run_id}: its stage was complete, and it did not go on; now it did.",
+        "3 repair(s).",
+    ]
+    assert run("sweep").split() == " ".join(told).split()
+    assert run("sweep") == "0 repair(s).\n"
+    assert len(queue()) == 3 + 3
+
+
+def test_sweep_with_another_patience(lite: str, queue: Queue) -> None:
+    """--unstarted-after says how long a step may wait to be begun; five minutes if not said."""
+    one = begin(1)
+    wait_since(one, timedelta(seconds=270))
+    assert run("sweep").endswith("0 repair(s).\n")
+    assert run("sweep", "--unstarted-after", "1h").endswith("0 repair(s).\n")
+    assert run("sweep", "--unstarted-after", "4m").endswith("1 repair(s).\n")
+    assert "is no time" in refused("sweep", "--unstarted-after", "soon")[1]
+
+
+def test_prune(shop: str, queue: Queue, settings: Settings) -> None:
+    """Runs that ended a STAGES_RETENTION ago go; --dry-run only counts, --older-than chooses."""
+    for days in (1, 8, 9):
+        ended(timedelta(days=days), alias=shop)
+    begin(1)
+    assert run("prune", "--dry-run") == "2 run(s) would be deleted.\n"
+    assert run("prune") == "2 run(s) were deleted.\n"
+    assert run("prune") == "0 run(s) were deleted.\n"
+    assert run("prune", "--older-than", "12h", "--dry-run") == "1 run(s) would be deleted.\n"
+    assert run("prune", "--older-than", "2d") == "0 run(s) were deleted.\n"
+    settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": "a week"}
+    assert "STAGES_RETENTION='a week'" in refused("prune")[1]
+    assert run("prune", "--older-than", "12h") == "1 run(s) were deleted.\n"
+    assert [row["status"] for row in listed()] == ["waiting"]
+
+
+# Which database
+
+
+def test_another_database(lite: str, make_database: MakeDatabase) -> None:
+    """--database names another than the router's, before the action or after it."""
+    here = begin(1)
+    other = make_database("sqlite-immediate", "other")
+    with runs_in(other):
+        begin(1)
+        there = begin(1)
+    assert [row["id"] for row in listed()] == [here.pk]
+    assert [row["id"] for row in listed("--database", "other")] == [there.pk, there.pk - 1]
+    assert run("--database", "other", "abort", str(there.pk)).startswith(f"Run {there.pk} was ")
+    assert run("resume", str(there.pk), "--database", "other").startswith(f"Run {there.pk} goes")
+    leave_silent(there)
+    assert run("sweep") == "0 repair(s).\n"
+    assert run("sweep", "--database", "other").endswith("1 repair(s).\n")
+    assert shown(here.pk)["status"] == "waiting"
+
+
+def test_several_databases(lite: str, make_database: MakeDatabase) -> None:
+    """The list goes through all that are named; an id needs one of them."""
+    begin(1)
+    with runs_in(make_database("sqlite-immediate", "other")):
+        begin(1)
+    both = ["--database", "shop", "--database", "other"]
+    assert [row["database"] for row in listed(*both)] == ["shop", "other"]
+    lines = run("list", *both).splitlines()
+    assert (lines[0], lines[3]) == ("shop", "other")
+    assert run("list", *both, "--limit", "1").endswith("There are more: --limit is 1.\n")
+    assert run("prune", *both) == "0 run(s) were deleted.\n"
+    assert run("sweep", *both, "--unstarted-after", "0").endswith("2 repair(s).\n")
+    for action in ("show", "resume", "abort"):
+        assert refused(action, "1", *both)[1] == (
+            "There are runs in shop, other, each with IDs of its own: say whose, by --database."
+        )
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_missing_table_hints_at_migrate(
+    make_database: MakeDatabase, tmp_path: Path, action: str
+) -> None:
+    """Where the tables are missing, each action says what to run, and for which database."""
+    assert make_database
+    with registered("empty", sqlite_settings(tmp_path / "empty.sqlite3", "sqlite")):
+        out, why = refused(*action.split(), "--database", "empty")
+        assert out == ""
+    assert why.startswith("The database 'empty' has no table for runs of stages (")
+    assert "django_celery_safe_stage" in why
+    assert why.endswith("). Run manage.py migrate --database=empty.")
+
+
+def test_a_database_that_is_gone(
+    make_database: MakeDatabase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A database that does not answer fails each action with one sentence, not with migrate."""
+    assert make_database
+    gone = {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": "gone",
+        "HOST": "127.0.0.1",
+        "PORT": str(free_port()),
+    }
+    with registered("gone", gone):
+        for action in ACTIONS:
+            assert status_of_program(*action.split(), "--database", "gone") == 1
+            out, err = capsys.readouterr()
+            assert err.startswith("CommandError: The database can't be asked, of gone: ")
+            assert "migrate" not in err
+            assert out == ""
+
+
+@pytest.mark.parametrize("action", ["", *dict.fromkeys(action.split()[0] for action in ACTIONS)])
+def test_help_reads_well(capsys: pytest.CaptureFixture[str], action: str) -> None:
+    """--help names the actions, and for each one what it does."""
+    assert status_of_program(*action.split(), "--help") == 0
+    text = capsys.readouterr().out
+    assert "--database ALIAS" in text
+    assert "{list,show,resume,abort,sweep,prune}" in text or action
+    assert status_of_program() == status_of_program("nonsense") == 2
+
+
+def test_a_rehearsal_leaves_nothing(lite: str, queue: Queue) -> None:
+    """What --dry-run took back is not sent later, by the next commit or by a relay."""
+    one = ended(timedelta(), Status.ABORTED, alias=lite)
+    before = queue()
+    with hearing(stage_started) as heard:
+        run("resume", str(one.pk), "--dry-run")
+        with transaction.atomic(using=lite):
+            assert connections[lite].run_on_commit == []
+            begin(1)
+    assert [said["run"] for said in heard] == [one.pk + 1]
+    (step,) = StageStep.objects.using(lite).filter(run=one.pk + 1)
+    assert queue() == [*before, step.task_id]
+    assert OutboxMessage.objects.using(lite).count() == 0
+
+
+# The documentation
+
+
+def test_options_are_documented() -> None:
+    """The commands page has every action and option of ``celery_stages`` that is its own."""
+    text = page(COMMANDS).section("celery_stages")
+    command = celery_stages.Command()
+    assert {name for name in own_arguments(command) if f"`{name}" not in text} == set()
+
+
+def test_json_keys_are_documented(lite: str) -> None:
+    """The commands page has the keys of runs, stages and steps as JSON, in order."""
+    one = begin(1)
+    claim(one.steps[0])
+    row = shown(one.pk)
+    found = {
+        "The keys of a run": list(row),
+        "The keys of by_stage": list(row["by_stage"][0]),
+        "The keys of steps": list(row["steps"][0]),
+    }
+    for heading, keys in found.items():
+        assert [names_in(cells[0])[0] for cells in page(COMMANDS).rows(heading)] == keys
