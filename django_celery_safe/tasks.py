@@ -45,4 +45,4 @@ def sweep_stages() -> int:
 @shared_task(base=Task, ignore_result=True)
 def prune_stages() -> int:
     """Delete the runs of stages that ended ``STAGES_RETENTION`` ago; return how many."""
-    return repairs.find_prunable(step_store()).erase()
+    return repairs.find_prunable(step_store()).prune()

@@ -12,6 +12,7 @@ from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, single_instance, stages
+from django_celery_safe.checks.sending import RELAY_TASK
 from django_celery_safe.checks.stages import SWEEP_TASK
 from django_celery_safe.models import OutboxMessage, OutboxRelay, StageStep
 from django_celery_safe.tasks import relay_outbox, sweep_stages
@@ -88,7 +89,7 @@ def test_steps_that_nobody_sweeps(runs: str) -> None:
     """W022 tells that neither beat nor a relay clears up, and what to run."""
     assert_said("W022", f"Task {NAME} is a step of stages", f"seen in {runs!r} ever", SWEEP_TASK)
     hint = str(found()["W022"].hint)
-    for part in ("manage.py celery_outbox relay", SWEEP_TASK, "manage.py celery_stages sweep"):
+    for part in ("manage.py celery_outbox relay", RELAY_TASK, "manage.py celery_stages sweep"):
         assert part in hint
 
 

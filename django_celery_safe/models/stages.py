@@ -7,6 +7,7 @@ wait for each other. :mod:`django_celery_safe.stages.engine` puts the steps toge
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,8 @@ from .text import storable
 
 if TYPE_CHECKING:
     from ..stages.progress import Progress, StageProgress
+
+logger = logging.getLogger(__name__)
 
 #: Steps that one statement creates or changes; every database takes so many parameters.
 BATCH: Final = 500
@@ -76,15 +79,22 @@ class StageRuns(models.QuerySet["StageRun"]):
     delete.alters_data = True  # type: ignore[attr-defined]
     delete.queryset_only = True  # type: ignore[attr-defined]
 
-    def erase(self) -> int:
-        """Delete them and their steps, without the signals that receivers could make fail."""
-        with transaction.atomic(using=self.db):
-            found = [pk for pk in self.order_by("pk").values_list("pk", flat=True) if self.lock(pk)]
-            # One may have been resumed before it was locked.
-            ids = list(self.filter(pk__in=found).values_list("pk", flat=True))
-            steps = StageStep.objects.using(self.db).filter(run__in=ids)
-            steps._raw_delete(self.db)
-            return StageRun.objects.using(self.db).filter(pk__in=ids)._raw_delete(self.db) or 0
+    def prune(self) -> int:
+        """
+        Delete those that are still to be deleted when they are locked; return how many.
+
+        One that a row of the project protects stays, and keeps no other from it.
+        """
+        return sum(map(self._try_prune, list(self.order_by("pk").values_list("pk", flat=True))))
+
+    def _try_prune(self, pk: int) -> int:
+        try:
+            with transaction.atomic(using=self.db):
+                self.lock(pk)
+                return self.filter(pk=pk).delete()[1].get(StageRun._meta.label, 0)
+        except (models.ProtectedError, models.RestrictedError) as error:
+            logger.warning("Run %s is not pruned: %s", pk, error.args[0])
+            return 0
 
 
 #: What is known of a run that was locked; the rest is read when it is asked for.
@@ -378,8 +388,8 @@ class StageStep(models.Model):
     position = models.PositiveIntegerField()
     priority = models.FloatField()
     task = models.CharField(max_length=255)
-    #: Its own arguments, as JSON; "": none.
-    arguments = models.TextField(default="", blank=True)
+    #: Its own arguments, as JSON; "": none; see :attr:`arguments`.
+    arguments_text = models.TextField(default="", blank=True, db_column="arguments")
     status = models.CharField(max_length=9, choices=Status.choices, default=Status.WAITING)
     #: Of the message that is to run it: which attempt this is. A resumed one gets another.
     task_id = models.CharField(max_length=36)
@@ -398,7 +408,7 @@ class StageStep(models.Model):
     starts = models.PositiveIntegerField(default=0)
     deaths = models.PositiveIntegerField(default=0)
     resent = models.PositiveIntegerField(default=0)
-    #: What it returned for the next stages, as JSON; "": nothing.
+    #: What it returned for the next stages, as JSON; "": nothing; see :attr:`params`.
     params_text = models.TextField(default="", blank=True, db_column="params")
     error_type = models.CharField(max_length=LONGEST_TYPE, default="", blank=True)
     error = models.TextField(default="", blank=True)
@@ -421,3 +431,13 @@ class StageStep(models.Model):
 
     def __str__(self) -> str:
         return f"{self.task}[{self.task_id}]"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the plan's entry gives its function by name."""
+        return decode(self.arguments_text) or {}
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What it returned for the next stages; empty before its end."""
+        return decode(self.params_text) or {}

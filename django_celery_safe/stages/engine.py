@@ -35,7 +35,7 @@ from ..signals import (
     step_succeeded,
 )
 from ..transactions import ask_again
-from ..values import NotPlain, decode, encode
+from ..values import NotPlain, encode
 from .plan import LONGEST_PARAMS, Plan, find_step_layer, make_plan
 from .rows import StepStore, step_store
 from .status import Status
@@ -132,7 +132,7 @@ def _write(store: StepStore, plan: Plan) -> StageRun:
             position=position,
             priority=entry.priority,
             task=entry.task,
-            arguments=entry.arguments,
+            arguments_text=entry.arguments,
             task_id=str(uuid.uuid4()),
         )
         for stage, entries in enumerate(plan.stages)
@@ -328,7 +328,7 @@ def _message(app: Celery, step: StageStep) -> tuple[Any, ...]:
     if task is not None and find_step_layer(task) is None:
         args = (place, step.task)
     header = Header(task=step.task, step=step.pk)
-    return args, decode(step.arguments) or {}, with_header({"task_id": step.task_id}, header)
+    return args, step.arguments, with_header({"task_id": step.task_id}, header)
 
 
 def _begin_stage(store: StepStore, run: StageRun, steps: list[StageStep]) -> None:
@@ -370,7 +370,7 @@ def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
     """Return a run's params with what these steps returned, the later ones over the earlier."""
     params, by = run.params, dict[str, "StageStep"]()
     for step in steps:
-        for key, value in (decode(step.params_text) or {}).items():
+        for key, value in step.params.items():
             if key in by and params[key] != value:
                 logger.warning(
                     "Two steps of %s returned %r, and that of the later one in the plan is kept: "

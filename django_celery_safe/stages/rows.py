@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from django.db import Error, router
-from django.db.models import Case, DurationField, F, Q, When
+from django.db.models import Case, DurationField, F, IntegerField, Q, When
 from django.db.models.functions import Now
 
 from ..exceptions import ConfigurationError
@@ -117,7 +117,11 @@ _CLAIM: Final = Statement(
             "started_at": Now(),
             "starts": F("starts") + 1,
             # Of the process that had it before, and let the lease end.
-            "deaths": Case(When(status=Status.RUNNING, then=F("deaths") + 1), default=F("deaths")),
+            "deaths": Case(
+                When(status=Status.RUNNING, then=F("deaths") + 1),
+                default=F("deaths"),
+                output_field=IntegerField(),
+            ),
         },
     ),
     lambda quote: _of_run(quote, "status", "params"),

@@ -31,7 +31,6 @@ from ..locks.stores.base import encode_holder
 from ..locks.stores.rows import read_holder
 from ..signals import emit, step_lost
 from ..transactions import ask_again, in_atomic, is_manual, losing_a_race, no_time_left
-from ..values import decode
 from . import engine
 from .engine import Fault
 from .rows import StepStore, step_store
@@ -110,7 +109,7 @@ def run_step(task: Any, request: Context, do: Callable[[Work], Outcome]) -> Any:
     with _working(claimed, task, request):
         if "claim_copy" in find_header(request):
             finish_copy(task, request, _notes(store), of_claim=True)
-        outcome = do(Work(step.run, step, step.run.params, decode(step.arguments) or {}))
+        outcome = do(Work(step.run, step, step.run.params, step.arguments))
         if outcome.success:
             done = engine.finish(store, step, lease, outcome.params)
         else:

@@ -11,7 +11,7 @@ DEMO_FOLDER = Path(os.environ["DEMO_FOLDER"])
 os.environ["EXAMPLE_DATA_DIR"] = str(DEMO_FOLDER)
 
 from example_project.settings import *  # noqa: E402, F403
-from example_project.settings import DJANGO_CELERY_SAFE  # noqa: E402
+from example_project.settings import DJANGO_CELERY_SAFE, STORAGES  # noqa: E402
 
 DEBUG = False
 # The clicks of the demo go through Django's test client, which calls the site so.
@@ -26,3 +26,4 @@ MAIL_RETRY_DELAY = 1
 FEEDS_TIMEOUT = 60.0
 # Fifty sign-ups are not to spend half a minute on hashing.
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+STORAGES = {**STORAGES, "default": {**STORAGES["default"], "BACKEND": "demo.storage.Storage"}}

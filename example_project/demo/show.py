@@ -16,7 +16,7 @@ from .feed_server import FeedServer
 from .journal import Journal
 from .mail_server import MailServer
 from .promises import Promise, Report
-from .scenes import clicks, cut_off, digests, imports, killed, sign_ups
+from .scenes import albums, clicks, cut_off, digests, imports, killed, sign_ups
 from .surroundings import Surroundings
 from .worker import Worker
 
@@ -27,6 +27,7 @@ SCENES: Final = (
     cut_off.play,
     digests.play,
     killed.play,
+    albums.play,
 )
 #: Longest start of the worker, s.
 READY_WITHIN: Final = 40.0

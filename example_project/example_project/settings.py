@@ -49,6 +49,7 @@ INSTALLED_APPS = [
     "django_celery_safe",
     "accounts",
     "feeds",
+    "albums",
     "demo",
 ]
 
@@ -82,6 +83,17 @@ TEMPLATES = [
 
 STATIC_URL = "static/"
 STATICFILES_DIRS = [BASE_DIR / "static"]
+
+MEDIA_URL = "media/"
+MEDIA_ROOT = DATA_DIR / "media"
+STORAGES: dict[str, Any] = {
+    "default": {
+        "BACKEND": "django.core.files.storage.FileSystemStorage",
+        # A step that is done again writes the same file again, not one beside it.
+        "OPTIONS": {"allow_overwrite": True},
+    },
+    "staticfiles": {"BACKEND": "django.contrib.staticfiles.storage.StaticFilesStorage"},
+}
 
 LANGUAGE_CODE = "en"
 TIME_ZONE = "UTC"
@@ -139,6 +151,16 @@ CELERY_BEAT_SCHEDULE = {
     "forget what was done long ago": {
         "task": "django_celery_safe.tasks.prune_idempotency",
         "schedule": 24 * 3600,  # s
+    },
+    # The runs that make albums are kept for a week (STAGES_RETENTION).
+    "forget runs that ended long ago": {
+        "task": "django_celery_safe.tasks.prune_stages",
+        "schedule": 24 * 3600,  # s
+    },
+    # Only what a crash has left needs it: the broker's messages are lost with its machine.
+    "mend runs that stand still": {
+        "task": "django_celery_safe.tasks.sweep_stages",
+        "schedule": 60,  # s
     },
 }
 

@@ -32,7 +32,7 @@ STAGES, STEPS = 20, 10
 WIDE, WIDEST = 1_000, 4_000
 
 #: Rounds of the former two, and of the large one.
-ROUNDS, LARGE_ROUNDS = 2, 1
+ROUNDS, LARGE_ROUNDS = 7, 3
 
 #: Processes that run steps.
 CONCURRENCY = 2

@@ -32,6 +32,7 @@ class Troublemaker:
         ]
         self._due = sorted(due)
         self._kills_at = self._next()
+        self._left = plan.child_kills
 
     @property
     def is_spent(self) -> bool:
@@ -43,14 +44,14 @@ class Troublemaker:
         if self._due and started >= self._due[0][0]:
             _, what = self._due.pop(0)
             self._kill_worker() if what == "worker" else self._restart()
-        elif time.monotonic() > self._kills_at:
-            self._kill_child()
+        elif self._left and time.monotonic() > self._kills_at:
+            self._left -= self._kill_child()
             self._kills_at = self._next()
 
     def _next(self) -> float:
         return time.monotonic() + self._random.uniform(*self.plan.between_kills)
 
-    def _kill_child(self) -> None:
+    def _kill_child(self) -> bool:
         # In a folder's worker all children share a lock, and who waits for a task has it:
         # with that one killed, none gets a task any more.
         aimed = self._random.random() < AIMED or self.plan.broker == "filesystem"
@@ -58,17 +59,18 @@ class Troublemaker:
         if aimed:
             children = [child for child in children if child.pid in self.witness.inside()]
         if not children:
-            return
+            return False
         child = self._random.choice(children)
         with contextlib.suppress(psutil.NoSuchProcess, TimeoutError):
             child.suspend()
             wait_for(lambda: child.status() == psutil.STATUS_STOPPED, 1)
-            inside = child.pid in self.witness.inside()
-            if aimed and not inside:
+            if aimed and child.pid not in self.witness.inside():
                 child.resume()
-                return
+                return False
             child.kill()
             self._note(child.pid, "child")
+            return True
+        return False
 
     def _kill_worker(self) -> None:
         worker = self._random.choice(self.workers)

@@ -50,6 +50,7 @@ class Plan:
             0: when they will.
         pause: Mean time between the starts of two runs, s.
         between_kills: Shortest and longest time between two kills of children, s.
+        child_kills: How often a child is killed, at most.
         worker_kills: How often a whole worker is killed, and started again.
         restarts: How often the broker is.
         workers: How many there are.
@@ -68,6 +69,7 @@ class Plan:
     beat: float = 0.05
     pause: float = 0.3
     between_kills: tuple[float, float] = (0.3, 0.9)
+    child_kills: int = 1_000
     worker_kills: int = 5
     restarts: int = 2
     workers: int = 2

@@ -124,7 +124,7 @@ class Staged:
 
     def step(self, name: str) -> StageStep:
         """Return the row of the only step with this name."""
-        step: StageStep = self.steps.get(arguments=f'{{"name": "{name}"}}')
+        step: StageStep = self.steps.get(arguments_text=f'{{"name": "{name}"}}')
         return step
 
     def end_lease(self, name: str) -> None:

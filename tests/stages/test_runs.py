@@ -21,12 +21,13 @@ SHORT = Plan(
     runs=6,
     stages=3,
     steps=4,
-    durations=((0.4, 1),),
+    durations=((0.3, 1),),
     pause=0.2,
     between_kills=(0.3, 0.6),
+    child_kills=3,
     worker_kills=0,
     restarts=0,
-    quiet=5,
+    quiet=3.5,
     at_most=90,
 )
 
@@ -38,7 +39,7 @@ CALM = replace(
     durations=((0.01, 1),),
     beat=0.3,
     pause=0.01,
-    between_kills=(99, 99),
+    child_kills=0,
     quiet=2,
 )
 

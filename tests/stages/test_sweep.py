@@ -382,7 +382,7 @@ def test_a_run_that_can_not_be_repaired(
     broken, others = begin(1), [begin(1), begin(1)]
     for run in (broken, *others):
         leave(run)
-    broken.steps.update(arguments='{"unknown": 1}')
+    broken.steps.update(arguments_text='{"unknown": 1}')
     row = broken.steps.values().get()
     assert [repair.run for repair in swept(shop)] == [run.pk for run in others]
     assert broken.steps.values().get() == row
@@ -513,7 +513,7 @@ def test_what_still_runs_is_not_pruned(shop: str, queue: Queue) -> None:
     run.abort()
     StageRun.objects.using(shop).update(ended_at=Now() - timedelta(days=8))
     assert prune_stages() == 0
-    assert find_prunable(StepStore(shop), timedelta()).erase() == 0
+    assert find_prunable(StepStore(shop), timedelta()).prune() == 0
     assert ids(shop) == {run.pk}
     at(run.steps[0]).update(ends_at=Now() - timedelta(seconds=1))
     assert prune_stages() == 1
@@ -526,12 +526,12 @@ def test_prune_by_age(shop: str, queue: Queue, settings: Settings) -> None:
     old, young = (ended(timedelta(seconds=age), alias=shop) for age in (100, 1))
     assert list(find_prunable(StepStore(shop), timedelta(seconds=200))) == []
     assert list(find_prunable(StepStore(shop), timedelta(seconds=50))) == [old]
-    assert find_prunable(StepStore(shop), timedelta(seconds=50)).erase() == 1
+    assert find_prunable(StepStore(shop), timedelta(seconds=50)).prune() == 1
     assert ids(shop) == {young.pk}
 
 
 def test_a_run_that_is_resumed_meanwhile_is_not_pruned(shop: str, queue: Queue) -> None:
-    """erase() asks again under the run's lock, so what somebody resumes before that stays."""
+    """prune() asks again under the run's lock, so what somebody resumes before that stays."""
     run = ended(timedelta(days=8), Status.ABORTED, alias=shop)
     asked: list[str] = []
 
@@ -544,7 +544,7 @@ def test_a_run_that_is_resumed_meanwhile_is_not_pruned(shop: str, queue: Queue) 
 
     chosen = find_prunable(StepStore(shop))
     with connections[shop].execute_wrapper(resume):
-        assert chosen.erase() == 0
+        assert chosen.prune() == 0
     assert asked
     assert ids(shop) == {run.pk}
 
@@ -574,7 +574,7 @@ def delete_rows(run: StageRun) -> None:
 
 def erase_rows(run: StageRun) -> None:
     """Delete a run as prune does."""
-    StageRun.objects.using(run._state.db).filter(pk=run.pk).erase()
+    StageRun.objects.using(run._state.db).filter(pk=run.pk).prune()
 
 
 def somebody_waits(alias: str) -> bool:

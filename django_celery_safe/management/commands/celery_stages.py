@@ -205,7 +205,7 @@ class Command(TableCommand):
 
     def _prune(self, aliases: list[str], options: dict[str, Any]) -> None:
         chosen = [find_prunable(StepStore(alias), options["older_than"]) for alias in aliases]
-        total = sum(rows.count() if options["dry_run"] else rows.erase() for rows in chosen)
+        total = sum(rows.count() if options["dry_run"] else rows.prune() for rows in chosen)
         would = "would be" if options["dry_run"] else "were"
         self.stdout.write(f"{total} run(s) {would} deleted.")
 
@@ -254,7 +254,7 @@ def steps_of(run: StageRun, limit: int) -> tuple[list[Any], bool]:
     late = Q(pk__in=run.steps.overdue(PATIENCE).order_by().values("pk"))
     failed_before = ~Q(note="") | ~Q(error="") | ~Q(error_type="")
     chosen = Q(status__in=[Status.RUNNING, Status.FAILED]) | late | (waits & failed_before)
-    rows = run.steps.filter(chosen).defer("params_text", "arguments")
+    rows = run.steps.filter(chosen).defer("params_text", "arguments_text")
     # One more, to know whether there is more.
     found = list(
         rows.annotate(asked_at=Now(), since=Coalesce("due_at", F("run__stage_at")))[

@@ -19,9 +19,10 @@ class Command(BaseCommand):
 
     help = (
         "Show imports that overlap, buttons pressed at once, sign-ups that roll back, digests "
-        "asked for again and again, senders and a worker that are killed, on a real worker with "
-        "real servers in a temporary folder. Needs nothing that runs already, and leaves nothing "
-        "behind. Exit status 1 if a promise is broken."
+        "asked for again and again, senders and a worker that are killed, an album in stages that "
+        "goes on all the same, on a real worker with real servers in a temporary folder. Needs "
+        "nothing that runs already, and leaves nothing behind. Exit status 1 if a promise is "
+        "broken."
     )
     # They run on the ordinary site; the demo has settings of its own.
     requires_system_checks: list[str] = []

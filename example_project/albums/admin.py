@@ -1,0 +1,16 @@
+"""Albums in the admin."""
+
+from __future__ import annotations
+
+from django.contrib import admin
+
+from .models import Album
+
+
+@admin.register(Album)
+class AlbumAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # not generic at run time
+    """Albums; what becomes of them is shown on their own pages."""
+
+    list_display = ("title", "email", "created_at", "is_announced")
+    search_fields = ("title", "email")
+    readonly_fields = ("run_id", "sheet", "is_announced")
