@@ -16,6 +16,7 @@ import pytest
 from celery import Celery
 from celery.backends.base import DisabledBackend
 
+from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
 from tests.servers import (
     MemcachedServer,
@@ -232,10 +233,10 @@ def use_broker(redis_server: RedisServer, settings: "Settings") -> Iterator[UseB
 
 
 def _forget_first_use() -> None:
-    """Let the app connect anew if its first use was before it was told where its broker is."""
-    if app.connection_for_write().transport_cls != "redis":
-        app._pool = None
-        app.amqp._producer_pool = None
+    """Let the app connect anew: what it used before may be another server, or another database."""
+    app._pool = None  # kombu has one for each address, and keeps it
+    app.amqp._producer_pool = None
+    bounded._pools.pop(app, None)
     if isinstance(app.backend, DisabledBackend):
         app._backend_cache = None
         vars(app._local).pop("backend", None)

@@ -4,6 +4,7 @@ import json
 import time
 from itertools import count
 from types import ModuleType
+from typing import Any
 
 import pytest
 from pytest_django import Settings
@@ -11,7 +12,7 @@ from pytest_django import Settings
 from django_celery_safe import cache_lock
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import listing, once, outbox, renewal, report, tasks, waiting
+from tests.benchmarks import listing, once, outbox, renewal, report, stages, tasks, waiting
 from tests.benchmarks.locks import BACKENDS, caches_on
 from tests.benchmarks.once import Measured
 from tests.benchmarks.outbox import Send
@@ -360,3 +361,48 @@ def test_the_cpu_of_another_process_is_what_it_says_itself() -> None:
     with start_in_process(use_cpu) as other:
         told = other.receive()
         assert told <= tasks.cpu_of_process(other.pid) < told + 0.1
+
+
+def test_queries_of_a_step_are_counted(
+    make_database: MakeDatabase, redis_server: RedisServer
+) -> None:
+    """They are those of one step, whose message no worker gets, and as many in a larger stage."""
+    alias = make_database("postgres")
+    settings = stages.worker_settings(alias, redis_server)
+    with start_in_process(queries_of_stages, alias, settings) as counting:
+        assert counting.result(60) == [5, 5]
+
+
+def queries_of_stages(alias: str, settings: dict[str, Any]) -> list[int]:
+    """Count in a process whose Celery app is new."""
+    stages.use_app(settings)
+    with stages.runs_in(alias):
+        return [stages.count_queries(alias, size) for size in (3, 20)]
+
+
+def test_stages_are_compared_with_the_canvas_of_their_round() -> None:
+    """Ratios are within rounds; what was counted is shown as it is."""
+    floor = [1.0, 3.0, 2.0]
+    figures = stages.figures_of(
+        stages.Measured(
+            samples={
+                stages.CHAIN: floor,
+                stages.MANY: [2.0, 6.0, 1.0],
+                stages.CHORD: floor,
+                stages.ONE: [3.0, 9.0, 6.0],
+            },
+            growth={stages.ONE: floor, stages.LARGE: [4.0, 12.0, 8.0]},
+            queries={10: 5, 1000: 5},
+        )
+    )
+    assert {figure.name: round(figure.value, 9) for figure in figures} == {
+        "chain of chords, s": 2,
+        "20 stages x 10 steps, s": 2,
+        "20 stages x 10 steps / chain of chords": 2,
+        "chord of 1,000, s": 2,
+        "1 stage x 1,000 steps, s": 6,
+        "1 stage x 1,000 steps / chord of 1,000": 3,
+        "1 stage x 4,000 steps / 1,000": 4,
+        "queries of a step, 1 of 10": 5,
+        "queries of a step, 1 of 1,000": 5,
+    }

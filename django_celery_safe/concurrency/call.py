@@ -83,7 +83,7 @@ def sent_arguments(
         message: The message that it is for; None: there is none, and ``args`` and
             ``kwargs`` are what it was called with, without a bound task.
     """
-    if "step" in find_header(message):
+    if args and "step" in find_header(message):
         # That message has no params, and what the function gets beside them is a row each.
         return args, {name: getattr(value, "pk", value) for name, value in kwargs.items()}
     # pydantic=True has made models of the arguments by now. A message still has what

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from django.db import connections, models, transaction
+from django.db import connections, models, router, transaction
 from django.db.models import Exists, F, OuterRef, Q
 from django.db.models.functions import Coalesce, Now
 
@@ -70,6 +70,7 @@ class StageRuns(models.QuerySet["StageRun"]):
 
     def delete(self) -> tuple[int, dict[str, int]]:
         """Delete them and their steps, as Django's; each run is locked before its steps."""
+        self._for_write = True  # what it was read from may be a replica
         with transaction.atomic(using=self.db):
             features = connections[self.db].features
             if features.has_select_for_update:
@@ -85,6 +86,7 @@ class StageRuns(models.QuerySet["StageRun"]):
 
         One that a row of the project protects stays, and keeps no other from it.
         """
+        self._for_write = True
         return sum(map(self._try_prune, list(self.order_by("pk").values_list("pk", flat=True))))
 
     def _try_prune(self, pk: int) -> int:
@@ -236,6 +238,13 @@ class StageRun(models.Model):
         engine.abort(self)
         return self
 
+    def find_database(self) -> str:
+        """Return the alias of the database in which it can be changed: a replica can't."""
+        alias = self._state.db
+        if alias is None or alias == router.db_for_read(StageRun):
+            return router.db_for_write(StageRun)
+        return alias
+
     def refresh_from_db(
         self,
         using: str | None = None,
@@ -246,11 +255,14 @@ class StageRun(models.Model):
         using = self._state.db if using is None else using
         super().refresh_from_db(using, fields, from_queryset)
 
-    def delete(self, *args: Any, **kwargs: Any) -> tuple[int, dict[str, int]]:
+    def delete(
+        self, using: str | None = None, keep_parents: bool = False
+    ) -> tuple[int, dict[str, int]]:
         """Delete it and its steps, as Django's; it is locked before they are."""
-        with transaction.atomic(using=self._state.db):
-            StageRun.objects.using(self._state.db).lock(self.pk)
-            return super().delete(*args, **kwargs)
+        using = using or self.find_database()
+        with transaction.atomic(using=using):
+            StageRun.objects.using(using).lock(self.pk)
+            return super().delete(using=using, keep_parents=keep_parents)
 
 
 class StageSteps(models.QuerySet["StageStep"]):
@@ -356,7 +368,7 @@ class StageSteps(models.QuerySet["StageStep"]):
 
     def note_resent(self) -> int:
         """Note that the messages of steps that nobody began are sent again."""
-        return self.update(due_at=Now(), resent=F("resent") + 1)
+        return self.waiting().update(due_at=Now(), resent=F("resent") + 1)
 
     def begin_anew(self, steps: Iterable[StageStep]) -> None:
         """Let steps wait for a new attempt, each under the task id that it has now."""

@@ -243,8 +243,10 @@ def publish_together(messages: Sequence[Message], kept: Kept) -> tuple[int, Exce
     except Exception as error:  # noqa: BLE001 - which it was, and why, shows one by one
         over = isinstance(error, SoftTimeLimitExceeded) or is_timeout(error)
         stopped = error if over else None
+    borrow: Any = lambda: bounded_producer(app, seconds)  # noqa: E731
     for one in messages[:sent]:
-        announce(one, lambda: bounded_producer(app, seconds), retry=False)
+        if not announce(one, borrow, retry=False):
+            borrow = None  # nobody waits for each of them
     return sent, stopped
 
 

@@ -256,7 +256,8 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
             check_key_names(guarded.function, own.key, plain=True)
         key = self._key(guarded, own, args, kwargs, options)
         if key is None:
-            return options, Header()
+            header = Header() if step is None else Header(task=self.name, step=step)
+            return (with_header(options, header) if header else options), header
         header = Header(task=self.name, key=key)
         if step is not None:
             header["step"] = step

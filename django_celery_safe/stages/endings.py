@@ -7,13 +7,15 @@ retries by itself will do so, which shows only outside of the step's function.
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-from typing import Any, Final
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
 
 from celery import signals
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.utils.time import maybe_make_aware
+from django.db import DatabaseError
 from django.db.models.functions import Now
 
 from ..concurrency.endings import in_background
@@ -22,11 +24,15 @@ from ..locks import HeldLock
 from ..locks.lock import HOST
 from ..locks.stores.base import decode_holder
 from ..sending import SafeTaskMixin
+from ..transactions import lacks_table
 from . import engine
 from .engine import Fault
 from .plan import find_step_layer
 from .rows import step_store
-from .running import is_told
+from .running import claimed_by, is_told
+
+if TYPE_CHECKING:
+    from ..models import StageStep
 
 #: Name under which the receivers are connected, once in each process.
 UID: Final = "django_celery_safe.stages"
@@ -48,39 +54,56 @@ def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: A
     if isinstance(exception, TimeLimitExceeded):
         comes_again = sender.acks_late and not getattr(sender, "acks_on_timeout", True)
         if not comes_again and _may_be_step(sender):
-            _fail_in_background(None, task_id, exception)
+            _fail_in_background(None, task_id, exception, _is_of_host)
         return
     request = sender.request
     pk = find_header(request).get("step")
     if pk is None or request.id != task_id or is_told(request):
         return
-    engine.fail_attempt(step_store(), pk, task_id, Fault.of(exception), _is_of_process)
+    token = claimed_by(request)
+    engine.fail_attempt(
+        step_store(), pk, task_id, Fault.of(exception), lambda step: step.token == token
+    )
 
 
 def _on_retry(sender: Any, request: Context, reason: Any = None, **kwargs: Any) -> None:
     """Note when the step's message is to be there again."""
     pk = find_header(request).get("step")
-    delay = getattr(reason, "when", None)
-    if pk is None or not isinstance(delay, int | float) or request.is_eager:
+    when = getattr(reason, "when", None)
+    if pk is None or when is None or request.is_eager:
         return
+    if isinstance(when, datetime):
+        when = (maybe_make_aware(when) - datetime.now(UTC)).total_seconds()
     rows = step_store().at(str(pk)).attempt(request.id or "").waiting()
-    rows.update(due_at=Now() + timedelta(seconds=float(delay)))
+    rows.update(due_at=Now() + timedelta(seconds=float(when)))
 
 
-def _on_revoked(sender: Any, request: Context, expired: bool, **kwargs: Any) -> None:
-    """Fail the step of a message that is never run."""
+def _on_revoked(
+    sender: Any, request: Context, terminated: bool, expired: bool, **kwargs: Any
+) -> None:
+    """Fail the step of a message that is never run, or of a run that was ended."""
     pk = find_header(request).get("step")
-    if pk is not None:
-        what = "expired before it was begun" if expired else "was revoked"
-        error = RuntimeError(f"The task {what}.")
-        _fail_in_background(pk, request.id or "", error)
+    if pk is None:
+        return
+    error = RuntimeError(f"The task {'expired before it was begun' if expired else 'was revoked'}.")
+    # Another delivery of a message that is refused may run nevertheless.
+    ours = _is_of_host if terminated else _is_nobodys
+    _fail_in_background(pk, request.id or "", error, ours)
 
 
-def _fail_in_background(pk: int | None, task_id: str, error: BaseException) -> None:
+def _fail_in_background(
+    pk: int | None, task_id: str, error: BaseException, ours: Callable[[Any], bool]
+) -> None:
     store = step_store()
 
     def fail() -> None:
-        engine.fail_attempt(store, pk, task_id, Fault.of(error), _is_of_host)
+        from ..models import StageStep  # needs the app registry
+
+        try:
+            engine.fail_attempt(store, pk, task_id, Fault.of(error), ours)
+        except DatabaseError:
+            if not lacks_table(store.alias, StageStep):
+                raise
 
     in_background(fail, store.close, FAILURE)
 
@@ -89,10 +112,9 @@ def _may_be_step(task: Any) -> bool:
     return isinstance(task, SafeTaskMixin) or find_step_layer(task) is not None
 
 
-def _is_of_process(holder: str) -> bool:
-    held = decode_holder(holder, HeldLock(""))
-    return (held.holder.host, held.holder.pid) == (HOST, os.getpid())
+def _is_of_host(step: StageStep) -> bool:
+    return decode_holder(step.holder, HeldLock("")).holder.host == HOST
 
 
-def _is_of_host(holder: str) -> bool:
-    return decode_holder(holder, HeldLock("")).holder.host == HOST
+def _is_nobodys(step: StageStep) -> bool:
+    return False

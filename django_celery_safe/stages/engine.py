@@ -11,20 +11,21 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from celery import Celery, current_app
+from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import Exists, F
 from django.db.models.functions import Now
 
 from ..concurrency.header import Header, with_header
-from ..exceptions import IllegalTransition, InvalidResult
+from ..exceptions import IllegalTransition, InvalidResult, describe_error
 from ..idempotency.claim import find_time_limit
 from ..locks.lease import Lease
-from ..sending.commit import hold
+from ..sending.commit import hold, must_wait
 from ..signals import (
     emit,
     is_observed,
@@ -34,7 +35,7 @@ from ..signals import (
     step_failed,
     step_succeeded,
 )
-from ..transactions import ask_again
+from ..transactions import ask_again, losing_a_race
 from ..values import NotPlain, encode
 from .plan import LONGEST_PARAMS, Plan, find_step_layer, make_plan
 from .rows import StepStore, step_store
@@ -97,6 +98,8 @@ def start(
 
     Raises:
         InvalidPlan: It can't be run as it stands; nothing was written.
+        WrongTransaction: Another database is inside ``atomic()``, for whose commit the run
+            would not wait.
         ConfigurationError: The database has no tables for runs.
 
     Example:
@@ -110,6 +113,7 @@ def start(
     """
     plan = make_plan(plan, params)
     store = step_store()
+    must_wait(store.alias)  # for that of another database it could not
     try:
         with transaction.atomic(using=store.alias):
             return _write(store, plan)
@@ -150,9 +154,11 @@ def _write(store: StepStore, plan: Plan) -> StageRun:
 
 def note_begun(store: StepStore, run: StageRun) -> None:
     """Note that a run's first step has begun."""
-    if run.status == Status.WAITING:
+    if run.status != Status.WAITING:
+        return
+    with losing_a_race():
         store.runs().filter(pk=run.pk, status=Status.WAITING).update(status=Status.RUNNING)
-        run.status = Status.RUNNING
+    run.status = Status.RUNNING
 
 
 def finish(store: StepStore, step: StageStep, lease: Lease[Any], params: dict[str, Any]) -> bool:
@@ -198,14 +204,14 @@ def fail(store: StepStore, step: StageStep, lease: Lease[Any], fault: Fault) -> 
 
 
 def fail_attempt(
-    store: StepStore, pk: int | None, task_id: str, fault: Fault, ours: Callable[[str], bool]
+    store: StepStore, pk: int | None, task_id: str, fault: Fault, ours: Callable[[StageStep], bool]
 ) -> bool:
     """
     Note that the message of a step came to its end without its run's saying so.
 
     Args:
         pk: The step; None: whichever has this task id, if any.
-        ours: Tells by a running step's holder whether it was that run which ended.
+        ours: Tells whether it was that run of a running step which ended.
 
     Returns:
         Whether the step waited for it, or was being run by it.
@@ -214,7 +220,7 @@ def fail_attempt(
     step = (steps if pk is None else steps.filter(pk=pk)).first()
     if step is None or step.status in Status.STOPPED:
         return False
-    if step.status == Status.RUNNING and not ours(step.holder):
+    if step.status == Status.RUNNING and not ours(step):
         return False
     row = store.at(str(step.pk)).attempt(task_id).filter(status=step.status, token=step.token)
     return _fail(store, row, step, fault)
@@ -260,7 +266,7 @@ def resume(run: StageRun) -> None:
             _begin_stage(store, now, again)
         else:
             _go_on(store, now)  # it was stopped while the last of that stage ran
-    run.refresh_from_db()
+    run.refresh_from_db(using=store.alias)
 
 
 def abort(run: StageRun) -> None:
@@ -271,7 +277,7 @@ def abort(run: StageRun) -> None:
         if now.status in Status.STOPPED:
             raise IllegalTransition(str(run), "abort", f"it has {_ended(now.status)}")
         _stop(store, now, Status.ABORTED)
-    run.refresh_from_db()
+    run.refresh_from_db(using=store.alias)
 
 
 def go_on(store: StepStore, pk: int) -> bool:
@@ -285,9 +291,12 @@ def go_on(store: StepStore, pk: int) -> bool:
         return _go_on(store, run)
 
 
-def send(store: StepStore, steps: Iterable[StageStep]) -> None:
+def send(store: StepStore, steps: Sequence[StageStep]) -> None:
     """Send the messages of steps, through the outbox, when the open transaction commits."""
     app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
+    if not all(step.task in app.tasks for step in steps):
+        # A command or a web server may not have yet, and a task knows its queue.
+        app.loader.import_default_modules()
     if app.conf.task_always_eager:
         transaction.on_commit(lambda: _run_eagerly(app, steps), using=store.alias)
         return
@@ -302,6 +311,11 @@ def send(store: StepStore, steps: Iterable[StageStep]) -> None:
                 task.apply_async(args, kwargs, **options)
 
     hold(app, send_all, store.alias, {}, outbox=True, canvas=True)
+
+
+def runs_eagerly() -> bool:
+    """Tell whether a step runs eagerly in this thread, so that others wait for its end."""
+    return getattr(_eager, "waiting", None) is not None
 
 
 def _run_eagerly(app: Celery, steps: Iterable[StageStep]) -> None:
@@ -362,7 +376,14 @@ def _go_on(store: StepStore, run: StageRun) -> bool:
         return True
     run.stage += 1
     ours.update(stage=run.stage, params_text=run.params_text, stage_at=Now())
-    _begin_stage(store, run, following)
+    try:
+        _begin_stage(store, run, following)
+    except (DatabaseError, SoftTimeLimitExceeded):
+        raise
+    except Exception as error:  # noqa: BLE001 - sending a task may raise anything
+        # No fault of the step that has just ended.
+        what = f"Stage {run.stage + 1} can't be begun: {describe_error(error)}."
+        _stop(store, run, Status.FAILED, what)
     return True
 
 
@@ -417,8 +438,7 @@ def _ask(store: StepStore, ask: Callable[[], bool], step: StageStep, lease: Leas
 
 
 def _store_of(run: StageRun) -> StepStore:
-    store = step_store()
-    return store if run._state.db in (None, store.alias) else StepStore(str(run._state.db))
+    return StepStore(run.find_database())
 
 
 def _checked(run: StageRun, now: StageRun | None, action: str) -> StageRun:

@@ -11,6 +11,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from celery import Celery, current_app
@@ -146,7 +147,9 @@ def _read_entry(given: Any, app: Celery) -> Entry:
     if len(given) not in (2, 3):
         raise InvalidPlan("it", f"has {len(given)} parts", WRITE)
     task, priority, *rest = given
-    if isinstance(priority, bool) or not isinstance(priority, int | float):
+    if isinstance(priority, int) and not isinstance(priority, bool):
+        priority = _exact(priority)
+    if isinstance(priority, bool) or not isinstance(priority, float):
         raise InvalidPlan("it", f"has the priority {priority!r}, which is no number", WRITE)
     if not math.isfinite(priority):
         raise InvalidPlan("it", f"has the priority {priority}, which is in no order", WRITE)
@@ -166,6 +169,13 @@ def _read_entry(given: Any, app: Celery) -> Entry:
     return Entry(found.name, float(priority), text)
 
 
+def _exact(priority: int) -> float:
+    with suppress(OverflowError):
+        if int(float(priority)) == priority:
+            return float(priority)
+    raise InvalidPlan("it", "has a priority that is too large to be told from others", WRITE)
+
+
 def _find_task(task: Any, app: Celery) -> Any:
     if not isinstance(task, str):
         # By type: a lazy task would be evaluated.
@@ -173,7 +183,7 @@ def _find_task(task: Any, app: Celery) -> Any:
             raise InvalidPlan(
                 "it", f"has {task!r}, which is no task", "Give a task, or its full name."
             )
-        return task
+        task = task.name
     if task not in app.tasks:
         app.loader.import_default_modules()  # as a worker does; a web server may not have yet
     if task not in app.tasks:
@@ -218,6 +228,12 @@ def _check_arguments(task: Any, given: tuple[Any, ...], arguments: Mapping[str, 
 
 def _check_layers(task: Any) -> None:
     """Refuse what would end a step's message without its step."""
+    if getattr(task, "_dump_pydantic_arguments", None) is not None:
+        raise InvalidPlan(
+            "it",
+            f"has the task {task.name} with pydantic=True, which would read the params too early",
+            "Leave that out, and make the model in the function: Album(**params).",
+        )
     found = list(layers(task.run))
     at = {
         name: max((place for place, one in enumerate(found) if hasattr(one, name)), default=None)

@@ -11,6 +11,7 @@ from django.db.models import Count, Q
 from .. import conf
 from ..exceptions import WrongTransaction
 from ..transactions import in_atomic
+from .engine import runs_eagerly
 from .status import Status
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def progress_by_stage(run: StageRun) -> list[StageProgress]:
 def wait(run: StageRun, timeout: conf.Duration | None) -> StageRun:
     """Wait for the end of a run; see :meth:`StageRun.wait`."""
     task = get_current_task()
-    if task is not None and not task.request.is_eager:
+    if task is not None and (not task.request.is_eager or runs_eagerly()):
         raise RuntimeError(
             f"{run} is waited for inside the task {task.name}, which would keep a worker's slot "
             f"from its steps, for ever if it is the last. Start a run that goes on by itself."

@@ -9,7 +9,7 @@ it finds there then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -117,11 +117,14 @@ def _repaired(pk: int, repair: Callable[[], list[Repair]]) -> list[Repair]:
         return []
 
 
-def _by_run(steps: Iterable[StageStep]) -> Iterable[tuple[int, list[int]]]:
+def _by_run(steps: Iterable[StageStep]) -> Iterator[tuple[int, list[int]]]:
+    """Yield what one transaction repairs: a run, and some of its steps."""
     by_run: dict[int, list[int]] = {}
     for step in steps:
         by_run.setdefault(step.run_id, []).append(step.pk)
-    return by_run.items()
+    for run, ids in by_run.items():
+        for start in range(0, len(ids), BATCH):
+            yield run, ids[start : start + BATCH]
 
 
 def _not_in_outbox(store: StepStore, steps: StageSteps) -> list[StageStep]:
@@ -168,20 +171,24 @@ def _told_of_death(step: StageStep) -> str:
 
 
 def _send_again(store: StepStore, pk: int, ids: list[int], patience: timedelta) -> list[Repair]:
+    reason = "it was sent, nobody began it for long, and it was sent again"
     with store.runs().locked(pk):
         # Anew, since another sweep may have been first.
         steps = list(store.steps().filter(pk__in=ids).overdue(patience))
-        store.steps().filter(pk__in=[step.pk for step in steps]).note_resent()
+        rows = store.steps().filter(pk__in=[step.pk for step in steps])
+        rows.update(note=reason)
+        rows.note_resent()
         engine.send(store, steps)
-        return [
-            _note(store, step, "it was sent, nobody began it for long, and it was sent again")
-            for step in steps
-        ]
+        return [_told(store, step, reason) for step in steps]
 
 
 def _note(store: StepStore, step: StageStep, reason: str) -> Repair:
     """Keep why a step was repaired, and tell of it."""
     store.at(str(step.pk)).update(note=reason)
+    return _told(store, step, reason)
+
+
+def _told(store: StepStore, step: StageStep, reason: str) -> Repair:
     repair = Repair(step.run_id, str(step), reason)
     _tell(store, repair, step.task, step.task_id)
     return repair

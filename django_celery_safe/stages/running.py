@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 PAUSE: Final = 0.05
 #: Where a request has it that Celery's signals are not to decide about its step.
 TOLD: Final = "celery_safe_step_told"
+#: Where it has the token of its claim.
+CLAIMED: Final = "celery_safe_step_claimed"
 #: When a message comes back whose step could not be asked about, s.
 DATABASE_AWAY: Final = 5.0
 
@@ -103,6 +105,9 @@ def run_step(task: Any, request: Context, do: Callable[[Work], Outcome]) -> Any:
     if claimed is None:
         return None
     _, step, lease = claimed
+    if step.run.status in Status.STOPPED:
+        engine.put_back(store, step, lease, Fault("", "Its process died before the run ended."))
+        return None
     if step.deaths >= engine.MOST_DEATHS:
         engine.fail(store, step, lease, Fault("", f"Its process died {step.deaths} times."))
         return None
@@ -165,6 +170,7 @@ def _try_begin(
         step = store.find(str(pk))  # the answer to the claim before got lost
         if step is None:
             return None
+    request.__dict__[CLAIMED] = token
     engine.note_begun(store, step.run)
     limit = asked_at + time_limit(task, request)
     return Claimed(store, step, Lease(store, str(pk), token, seconds, asked_at, limit, note_lost))
@@ -223,6 +229,12 @@ def _note_error(claimed: Claimed, task: Any, request: Context, error: BaseExcept
 def tell_no_more(request: Context) -> None:
     """Keep Celery's signal of a failure from deciding about a step that was decided about."""
     request.__dict__[TOLD] = True
+
+
+def claimed_by(request: Context) -> str | None:
+    """Return the token of the claim that a run has, or had; None: it had none."""
+    token: str | None = request.__dict__.get(CLAIMED)
+    return token
 
 
 def is_told(request: Context) -> bool:

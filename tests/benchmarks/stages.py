@@ -16,16 +16,19 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from celery import chain, chord, group
+from celery.app.trace import build_tracer
 from django.db import connections
+from django.test.utils import CaptureQueriesContext
 
 from django_celery_safe import stages
+from django_celery_safe.concurrency.header import HEADER, Header
+from django_celery_safe.models import StageStep
 from tests.benchmarks.report import Figure, ratio
 from tests.processes import CeleryWorker, start_in_process
 from tests.servers import RedisServer, ServerPool
 from tests.servers.databases import Databases
 from tests.stages import tasks
 from tests.stages.routing import runs_in
-from tests.stages.worker_app import app
 
 #: How many stages of how many steps, how many steps in one stage, and in a large one.
 STAGES, STEPS = 20, 10
@@ -57,6 +60,8 @@ class Measured(NamedTuple):
     samples: Samples
     #: Seconds of 1,000 and 4,000 steps in one stage, side by side.
     growth: Samples
+    #: For each number of steps in a stage, the queries of one of them.
+    queries: Mapping[int, int]
 
 
 def run(servers: ServerPool) -> list[Figure]:
@@ -87,16 +92,25 @@ def worker_settings(alias: str, redis: RedisServer) -> dict[str, Any]:
 
 def measure(alias: str, settings: Mapping[str, Any]) -> Measured:
     """Measure everything, by the app that the worker runs."""
-    app.conf.update(
-        broker_url=settings["CELERY_BROKER_URL"], result_backend=settings["CELERY_RESULT_BACKEND"]
-    )
-    app.set_current()
+    use_app(settings)
     with runs_in(alias):
         candidates = {CHAIN: run_chain, MANY: run_many, CHORD: run_chord, ONE: run_wide}
         return Measured(
             samples=interleaved(candidates, ROUNDS),
             growth=interleaved({ONE: run_wide, LARGE: run_large}, LARGE_ROUNDS),
+            queries={size: count_queries(alias, size) for size in (STEPS, WIDE)},
         )
+
+
+def use_app(settings: Mapping[str, Any]) -> None:
+    """Let this process, whose app is to be a new one, send as the worker does."""
+    from tests.stages.worker_app import app  # it becomes the current one of who imports it
+
+    app.conf.update(
+        broker_url=settings["CELERY_BROKER_URL"],
+        result_backend=settings["CELERY_RESULT_BACKEND"],
+        task_routes={tasks.unread.name: {"queue": "unread"}},
+    )
 
 
 def interleaved(
@@ -158,6 +172,25 @@ def run_plan(plan: Sequence[Any]) -> None:
     assert run.status == stages.Status.SUCCEEDED, run.error_step
 
 
+def count_queries(alias: str, size: int) -> int:
+    """Return how many queries a step of a stage of so many makes; BEGIN and COMMIT count."""
+    run = stages.start([(tasks.unread, 1)] * size)
+    first, second, *_ = run.steps
+    deliver(first)  # connects, compiles, and notes that the run has begun
+    with CaptureQueriesContext(connections[alias]) as queries:
+        deliver(second)
+    assert run.progress.done == 2, "a step was not done"
+    return len(queries)
+
+
+def deliver(step: StageStep) -> None:
+    """Run a step for its message, as a worker does."""
+    header = {HEADER: Header(task=step.task, step=step.pk)}
+    request = {"id": step.task_id, "task": step.task, "headers": header, "delivery_info": {}}
+    trace = build_tracer(step.task, tasks.unread, app=tasks.unread.app, propagate=True)
+    trace(step.task_id, [{}], {}, {**request, **header})
+
+
 def figures_of(measured: Measured) -> list[Figure]:
     """Set ours against Celery's run of the same round."""
     samples, growth = measured.samples, measured.growth
@@ -169,4 +202,8 @@ def figures_of(measured: Measured) -> list[Figure]:
         Figure(f"{ONE}, s", statistics.median(samples[ONE])),
         Figure(f"{ONE} / {CHORD}", ratio(samples, ONE, CHORD)),
         Figure(f"{LARGE} / {WIDE:,}", ratio(growth, LARGE, ONE)),
+        *[
+            Figure(f"queries of a step, 1 of {size:,}", queries, note="with BEGIN and COMMIT")
+            for size, queries in measured.queries.items()
+        ],
     ]

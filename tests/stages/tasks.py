@@ -57,6 +57,12 @@ def nothing(params: dict[str, Any]) -> None:
     """Do nothing, for benchmarks."""
 
 
+@shared_task(base=SafeTask, ignore_result=True)
+@stages.step
+def unread(params: dict[str, Any]) -> None:
+    """Do nothing, for a message that no worker gets."""
+
+
 @shared_task
 def nothing_else() -> None:
     """Do nothing, and know nothing of stages."""
