@@ -192,12 +192,14 @@ def _let_go(captured: Captured, result: Any, producer: Any, kept: Kept | None) -
         if kept is not None and hopeless is None and len(captured.messages) > 1:
             together, hopeless = publish_together(captured.messages, kept)
         for number, message in enumerate(captured.messages):
+            held = None
             if kept is not None and number >= together:
                 hopeless = hopeless or interruption or kept.find_lateness()
             try:
-                if hopeless is not None:
-                    raise hopeless
-                held = None if number < together else _publish(message, producer, kept)
+                if number >= together:
+                    if hopeless is not None:
+                        raise hopeless
+                    held = _publish(message, producer, kept)
                 done.append(number)
                 if result is not None and result.id == message.task_id:
                     settle(result, message.options["headers"], held)

@@ -1,18 +1,22 @@
 """What goes wrong during a run: processes are killed, and the broker is."""
 
 import random
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import psutil
 
 from tests.crashes.checker import AT_RANDOM
 from tests.crashes.plan import CUT_OFF, RELAY, Plan, Witness
 from tests.crashes.relaying import relay
 from tests.crashes.sender import send
-from tests.processes import FunctionProcess, start_in_process
+from tests.processes import FunctionProcess, start_in_process, wait_for
 from tests.servers import Server
 
 #: Shortest and longest life before a process is killed at a random moment, s.
@@ -112,6 +116,9 @@ class Victim:
         if self._process is None:
             return
         if self._role == RELAY and self._process.running:
+            pid = self._process.pid
+            # One that has just begun would be killed by it, and could not say how it ended.
+            wait_for(lambda: not psutil.pid_exists(pid) or listens_to_sigterm(pid), 30)
             self._process.process.terminate()
         self._process.result(30)
         self.close()
@@ -120,6 +127,15 @@ class Victim:
         """End it, however."""
         self._process = None
         self._stack.close()
+
+
+def listens_to_sigterm(pid: int) -> bool:
+    """Tell whether a process has a handler for it, as Linux tells."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
 
 
 class Troublemaker:

@@ -94,10 +94,11 @@ class MailServer:
         await self._over.wait()
         if self._listener is not None:
             self._listener.close()
-        for transport in self._open:
-            transport.abort()  # type: ignore[attr-defined]
-        # For the transports to be closed.
-        await asyncio.sleep(0)
+        # Several times: one that was just accepted is not among them yet.
+        for _ in range(5):
+            for transport in list(self._open):
+                transport.abort()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
 
     async def _listen(self) -> None:
         self._listener = await self._loop.create_server(

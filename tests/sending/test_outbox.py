@@ -957,10 +957,16 @@ def test_others_receivers_do_not_matter(alias: str, sent: Sent) -> None:
     assert heard == []
 
 
+@pytest.mark.parametrize(("in_one_request", "published"), [(1, 1), (2, 0), (100, 0)])
 def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
-    alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
+    in_one_request: int,
+    published: int,
+    alias: str,
+    sent: Sent,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was published is deleted, the rest is due, and the task that commits hears of it."""
+    monkeypatch.setattr(outbox_module, "ROWS", in_one_request)
     original = outbox_module.put
 
     def put(message: Any, *args: Any, **options: Any) -> None:
@@ -977,11 +983,11 @@ def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
     assert not connections[alias].in_atomic_block
     assert Person.everyone.using(alias).count() == 1
     wanted = [part.id for part in result]
-    assert ids(sent()) == wanted[:1]
-    assert row_ids(alias) == wanted[1:]
+    assert ids(sent()) == wanted[:published]
+    assert row_ids(alias) == wanted[published:]
     due = OutboxMessage.objects.using(alias).due()
     assert [(row.task_id, row.attempts) for row in due.order_by("pk")] == [
-        (task_id, 0) for task_id in wanted[1:]
+        (task_id, 0) for task_id in wanted[published:]
     ]
     assert isinstance(result.send_error, SoftTimeLimitExceeded)
 
