@@ -51,8 +51,9 @@ logger = logging.getLogger(__name__)
 #: The steps that wait where this thread runs others eagerly.
 _eager = threading.local()
 
-#: How often a process may die in a step before the step fails.
-MOST_DEATHS: Final = 5
+#: How often a process may die in a step before the step fails; RabbitMQ's quorum queues give
+#: a message up after as many deliveries.
+MOST_DEATHS: Final = 20
 #: Steps that one statement writes; every database takes so many parameters.
 BATCH: Final = 500
 

@@ -60,7 +60,7 @@ def sweep(store: StepStore, patience: timedelta = PATIENCE) -> list[Repair]:
     """
     Find what does not go on, and repair it; return what was done, in order.
 
-    A step whose process died is sent again, and fails when that was so five times. A step
+    A step whose process died is sent again, and fails when that was so twenty times. A step
     that was sent and that nobody began is sent again. A run whose stage is complete goes on.
 
     Args:

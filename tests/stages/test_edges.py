@@ -170,7 +170,7 @@ def test_a_time_limit_without_tables_is_no_error(
 def test_a_step_that_kills_its_process_fails(
     deaths: int, status: str, calls: list[str], staged: Staged
 ) -> None:
-    """Each delivery that takes the step from a dead process counts; after five it is not run."""
+    """Each delivery that takes it from a dead process counts; after too many it is not run."""
     run = staged.start("a")
     message = staged.take_one()
     for number in range(deaths):

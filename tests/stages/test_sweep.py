@@ -278,8 +278,8 @@ def test_a_dead_message_is_no_reason_to_wait(shop: str, queue: Queue) -> None:
     assert queue() == [run.steps[0].task_id]
 
 
-def test_five_deaths_fail_a_step(shop: str, queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
-    """A step in which five processes died fails, its run with it, and what waits is aborted."""
+def test_many_deaths_fail_a_step(shop: str, queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+    """A step in which too many processes died fails, its run with it, and what waits is aborted."""
     run = begin(2, 1)
     step = run.steps[0]
     for _ in range(MOST_DEATHS - 1):
@@ -289,7 +289,7 @@ def test_five_deaths_fail_a_step(shop: str, queue: Queue, caplog: pytest.LogCapt
     claim(step, OVER)
     with hearing(step_failed, run_ended) as heard:
         (repair,) = swept(shop)
-    assert repair.reason == "its process died 5 times, and it failed"
+    assert repair.reason == f"its process died {MOST_DEATHS} times, and it failed"
     run.refresh_from_db()
     assert run.status == Status.FAILED
     assert run.ended_at is not None
