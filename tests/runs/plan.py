@@ -139,6 +139,13 @@ class Witness:
         """Return the processes that are inside a step, or died there."""
         return {int(path.name) for path in self.room.iterdir()}
 
+    def step_of(self, pid: int) -> str | None:
+        """Return in which step a process is, or died; None: in none."""
+        try:
+            return (self.room / str(pid)).read_text()
+        except FileNotFoundError:
+            return None
+
 
 def find_witness() -> Witness | None:
     """Return where this process is to note what happens; None: it is none of a run's."""

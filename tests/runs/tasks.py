@@ -41,7 +41,7 @@ def work(params: Params, step: StageStep, seconds: float, beat: float) -> Params
     witness = find_witness()
     assert witness is not None
     place = {"step": step.pk, "run": step.run_id, "stage": step.stage}
-    with inside(witness):
+    with inside(witness, step):
         witness.steps.write("begun", known=len(params), **place)
         time.sleep(seconds)
         time.sleep(-time.monotonic() % beat if beat else 0)
@@ -50,10 +50,10 @@ def work(params: Params, step: StageStep, seconds: float, beat: float) -> Params
 
 
 @contextmanager
-def inside(witness: Witness) -> Iterator[None]:
-    """Show in the block that this process is inside a step."""
+def inside(witness: Witness, step: StageStep) -> Iterator[None]:
+    """Show in the block that this process is inside a step, and in which."""
     mark = witness.room / str(os.getpid())
-    mark.touch()
+    mark.write_text(str(step.pk))
     try:
         yield
     finally:
