@@ -107,12 +107,6 @@ class Statement:
         self._make, self._returning, self._whole = make, returning, whole
         self._compiled: dict[tuple[str, str], tuple[str, tuple[Any, ...], Reading | None]] = {}
 
-    def update(self, alias: str, **values: Any) -> int:
-        """Execute an UPDATE; return how many rows it changed."""
-        with connections[alias].cursor() as cursor:
-            self._execute(cursor, alias, values)
-            return int(cursor.rowcount)
-
     def update_returning(self, alias: str, **values: Any) -> Sequence[Any] | None:
         """
         Execute an UPDATE of one row; return what it returns of it; None: there is none.

@@ -20,6 +20,8 @@ from ..transactions import lacks_table
 
 #: Columns of a terminal.
 WIDTH: Final = 80
+#: Rows that a list shows if nothing else is said.
+LIMIT: Final = 50
 #: Characters of a name that lists show: three lines of 80 columns.
 LONGEST_NAME: Final = 240
 #: Seconds in what a time can be given in.
@@ -44,6 +46,21 @@ class TableCommand(BaseCommand):
         parser: ArgumentParser = actions.add_parser(name, help=text, description=text)
         self.add_database(parser, default=SUPPRESS)
         return parser
+
+    def add_json(self, parser: Any) -> None:
+        """Add ``--json``, which is ``options["as_json"]``."""
+        parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+
+    def add_limit(self, parser: ArgumentParser) -> None:
+        """Add ``--limit``."""
+        parser.add_argument(
+            "--limit", type=count, default=LIMIT, help=f"how many at most ({LIMIT}; 0: all)"
+        )
+
+    def add_pruning(self, parser: ArgumentParser, text: str) -> None:
+        """Add ``--older-than``, of which help says ``text``, and ``--dry-run``."""
+        parser.add_argument("--older-than", type=age, metavar="AGE", help=text)
+        parser.add_argument("--dry-run", action="store_true", help="only say how many")
 
     def add_database(self, parser: ArgumentParser, **extra: Any) -> None:
         """Add ``--database``."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from django.db import connections, models, router, transaction
+from django.db import models, router, transaction
 from django.db.models import Exists, F, OuterRef, Q
 from django.db.models.functions import Coalesce, Now
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Steps that one statement creates or changes; every database takes so many parameters.
+#: Steps that one statement adds or changes; every database takes so many parameters.
 BATCH: Final = 500
 
 
@@ -69,12 +69,16 @@ class StageRuns(models.QuerySet["StageRun"]):
             yield self.lock(pk)
 
     def delete(self) -> tuple[int, dict[str, int]]:
-        """Delete them and their steps, as Django's; each run is locked before its steps."""
+        """
+        Delete them and their steps, as Django's; each run is locked before its steps.
+
+        What they are is asked again under the locks: one may have been resumed meanwhile.
+        """
         self._for_write = True  # what it was read from may be a replica
+        found = list(self.order_by("pk").values_list("pk", flat=True))
         with transaction.atomic(using=self.db):
-            features = connections[self.db].features
-            if features.has_select_for_update:
-                list(self.order_by("pk").select_for_update().values_list("pk"))
+            for pk in found:
+                self.lock(pk)
             return super().delete()
 
     delete.alters_data = True  # type: ignore[attr-defined]
@@ -82,7 +86,7 @@ class StageRuns(models.QuerySet["StageRun"]):
 
     def prune(self) -> int:
         """
-        Delete those that are still to be deleted when they are locked; return how many.
+        Delete them one by one; return how many.
 
         One that a row of the project protects stays, and keeps no other from it.
         """
@@ -91,9 +95,7 @@ class StageRuns(models.QuerySet["StageRun"]):
 
     def _try_prune(self, pk: int) -> int:
         try:
-            with transaction.atomic(using=self.db):
-                self.lock(pk)
-                return self.filter(pk=pk).delete()[1].get(StageRun._meta.label, 0)
+            return self.filter(pk=pk).delete()[1].get(StageRun._meta.label, 0)
         except (models.ProtectedError, models.RestrictedError) as error:
             logger.warning("Run %s is not pruned: %s", pk, error.args[0])
             return 0
@@ -369,6 +371,10 @@ class StageSteps(models.QuerySet["StageStep"]):
     def note_resent(self) -> int:
         """Note that the messages of steps that nobody began are sent again."""
         return self.waiting().update(due_at=Now(), resent=F("resent") + 1)
+
+    def add(self, steps: Iterable[StageStep]) -> None:
+        """Write new steps."""
+        self.bulk_create(steps, batch_size=BATCH)
 
     def begin_anew(self, steps: Iterable[StageStep]) -> None:
         """Let steps wait for a new attempt, each under the task id that it has now."""

@@ -12,7 +12,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from celery import Celery, current_app
 from celery.exceptions import SoftTimeLimitExceeded
@@ -44,8 +44,6 @@ from .status import Status
 if TYPE_CHECKING:
     from ..models import StageRun, StageStep, StageSteps
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 #: The steps that wait where this thread runs others eagerly.
@@ -54,8 +52,6 @@ _eager = threading.local()
 #: How often a process may die in a step before the step fails; RabbitMQ's quorum queues give
 #: a message up after as many deliveries.
 MOST_DEATHS: Final = 20
-#: Steps that one statement writes; every database takes so many parameters.
-BATCH: Final = 500
 
 
 class Fault(NamedTuple):
@@ -143,7 +139,7 @@ def _write(store: StepStore, plan: Plan) -> StageRun:
         for stage, entries in enumerate(plan.stages)
         for position, entry in enumerate(entries)
     ]
-    store.steps().bulk_create(steps, batch_size=BATCH)
+    store.steps().add(steps)
     run.refresh_from_db()
     _tell(
         store, run_started, "Started %s of %s stage(s).", run, run.stages, run=run.pk,
@@ -470,7 +466,12 @@ def _tell_step(
 
 
 def _tell(
-    store: StepStore, signal: Any, text: str, *args: Any, level: int = logging.INFO, **fields: Any
+    store: StepStore,
+    signal: Any,
+    text: str,
+    *args: Any,
+    level: int = logging.INFO,
+    **fields: Any,
 ) -> None:
     """Tell of what is done when the open transaction commits."""
     said = [str(one) for one in args]

@@ -33,7 +33,7 @@ KEYS: Final = ("sub_tasks", "params")
 #: Characters of an entry that an error shows.
 LONGEST_SHOWN: Final = 200
 
-WRITE: Final = "Write (task, priority) or (task, priority, {...}), higher priorities first to run."
+WRITE: Final = "Write (task, priority) or (task, priority, {...}); the highest priority runs first."
 
 
 class Entry(NamedTuple):

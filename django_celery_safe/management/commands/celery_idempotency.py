@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 from django.db.models import Q
@@ -16,10 +16,7 @@ from django.db.models.functions import Now
 from ...idempotency.records import find_prunable, read_claim, record_store
 from ...locks.stores.base import HASHED, plain_name
 from ...models import IdempotencyRecord, IdempotencyRecords
-from ..console import WIDTH, TableCommand, age, count, duration, printable, shorten
-
-#: Rows that the list shows if nothing else is said.
-LIMIT: Final = 50
+from ..console import WIDTH, TableCommand, duration, printable, shorten
 
 
 class Command(TableCommand):
@@ -36,16 +33,14 @@ class Command(TableCommand):
             dest="action", title="actions", metavar="{list,show,forget,prune}", required=True
         )
         listing = self.add_action(actions, "list", "show the records, the newest first")
-        listing.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+        self.add_json(listing)
         listing.add_argument(
             "--state", choices=IdempotencyRecord.State.values, help="only those in this state"
         )
         listing.add_argument("--prefix", metavar="TEXT", help="only keys that begin with this")
-        listing.add_argument(
-            "--limit", type=count, default=LIMIT, help=f"how many at most ({LIMIT}; 0: all)"
-        )
+        self.add_limit(listing)
         showing = self.add_action(actions, "show", "show all of one record, its result too")
-        showing.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+        self.add_json(showing)
         showing.add_argument("key", metavar="KEY", help="as the list shows it")
         forgetting = self.add_action(
             actions, "forget", "delete records, so that what they stand for is done again"
@@ -56,13 +51,9 @@ class Command(TableCommand):
         )
         forgetting.add_argument("--dry-run", action="store_true", help="only say which")
         pruning = self.add_action(actions, "prune", "delete records that say nothing any more")
-        pruning.add_argument(
-            "--older-than",
-            type=age,
-            metavar="AGE",
-            help="those that ended so long ago, whatever their ttl: 90s, 15m, 12h, 7d, 2w",
+        self.add_pruning(
+            pruning, "those that ended so long ago, whatever their ttl: 90s, 15m, 12h, 7d, 2w"
         )
-        pruning.add_argument("--dry-run", action="store_true", help="only say how many")
 
     def find_databases(self) -> Iterable[str]:
         return [record_store().alias]

@@ -25,8 +25,6 @@ from ...sending.relay import BrokerGone, Relay, drain_all, find_outboxes
 from ...stages.repairs import sweep_beside
 from ..console import TableCommand, age, count, duration, printable
 
-#: Rows that the list shows if nothing else is said.
-LIMIT: Final = 50
 #: What is said of messages, and with --dry-run.
 DONE: Final = {
     "retry": ("are due now", "would be due now"),
@@ -55,7 +53,7 @@ class Command(TableCommand):
         relaying = self.add_action(actions, "relay", "send what is due, until stopped")
         relaying.add_argument("--once", action="store_true", help="end when nothing is due")
         status = self.add_action(actions, "status", "count what waits, and tell for how long")
-        status.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+        self.add_json(status)
         status.add_argument(
             "--max-age",
             type=age,
@@ -63,26 +61,20 @@ class Command(TableCommand):
             help="exit with 1 if a message waits for longer than this",
         )
         listing = self.add_action(actions, "list", "show the messages, the oldest first")
-        listing.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+        self.add_json(listing)
         listing.add_argument(
             "--state", choices=["pending", "dead", "sent"], help="only those in this state"
         )
         listing.add_argument("--task", metavar="NAME", help="only those of this task")
-        listing.add_argument(
-            "--limit", type=count, default=LIMIT, help=f"how many at most ({LIMIT}; 0: all)"
-        )
+        self.add_limit(listing)
         retrying = self.add_action(actions, "retry", "let messages that failed be tried again now")
         self._add_choice(retrying, "every dead message")
         discarding = self.add_action(actions, "discard", "delete messages; they are never sent")
         self._add_choice(discarding, "every dead message")
         pruning = self.add_action(actions, "prune", "delete messages that were sent long ago")
-        pruning.add_argument(
-            "--older-than",
-            type=age,
-            metavar="AGE",
-            help="how long ago, such as 90s, 12h or 7d (default: OUTBOX_RETENTION)",
+        self.add_pruning(
+            pruning, "how long ago, such as 90s, 12h or 7d (default: OUTBOX_RETENTION)"
         )
-        pruning.add_argument("--dry-run", action="store_true", help="only say how many")
 
     def _add_choice(self, parser: ArgumentParser, everything: str) -> None:
         parser.add_argument("ids", nargs="*", type=count, metavar="ID", help="as the list shows it")

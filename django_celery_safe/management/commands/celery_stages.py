@@ -53,16 +53,16 @@ class Command(TableCommand):
             required=True,
         )
         listing = self.add_action(actions, "list", "show the runs, the newest first")
-        listing.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+        self.add_json(listing)
         listing.add_argument("--state", choices=Status.values, help="only those in this state")
-        self._add_limit(listing)
+        self.add_limit(listing)
         showing = self.add_action(
             actions, "show", "show a run, its stages, and the steps to be looked at"
         )
         form = showing.add_mutually_exclusive_group()
-        form.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+        self.add_json(form)
         form.add_argument("--watch", action="store_true", help="show it anew until it has ended")
-        self._add_limit(showing)
+        self.add_limit(showing)
         showing.add_argument("id", type=count, metavar="RUN", help="as the list shows it")
         resuming = self.add_action(
             actions, "resume", "run again what failed and what was not begun"
@@ -82,17 +82,8 @@ class Command(TableCommand):
             f"({duration(PATIENCE.total_seconds())})",
         )
         pruning = self.add_action(actions, "prune", "delete runs that ended long ago")
-        pruning.add_argument(
-            "--older-than",
-            type=age,
-            metavar="AGE",
-            help="how long ago, such as 90s, 12h or 7d (default: STAGES_RETENTION)",
-        )
-        pruning.add_argument("--dry-run", action="store_true", help="only say how many")
-
-    def _add_limit(self, parser: ArgumentParser) -> None:
-        parser.add_argument(
-            "--limit", type=count, default=LIMIT, help=f"how many at most ({LIMIT}; 0: all)"
+        self.add_pruning(
+            pruning, "how long ago, such as 90s, 12h or 7d (default: STAGES_RETENTION)"
         )
 
     def _add_choice(self, parser: ArgumentParser) -> None:
