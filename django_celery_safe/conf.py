@@ -66,6 +66,8 @@ DEFAULTS: Final[dict[str, Any]] = {
     "IDEMPOTENCY_RETENTION": timedelta(days=7),
     #: How long runs of stages are kept after their end, s.
     "STAGES_RETENTION": timedelta(days=7),
+    #: Keep with a lock, and show, the arguments of the task that holds it.
+    "SHOW_ARGUMENTS": True,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from celery.exceptions import SoftTimeLimitExceeded
 from django.core.exceptions import ImproperlyConfigured
 
 
@@ -368,3 +369,11 @@ def describe_error(error: BaseException) -> str:
     """Say an error of someone else's library in one line."""
     text: Any = str(error).strip() or "no message"
     return f"{type(error).__name__}: {text}"
+
+
+def find_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | None:
+    """Return the soft time limit that an error is, or that it took the place of; None: no such."""
+    while error is not None and not isinstance(error, SoftTimeLimitExceeded):
+        # Leaving Django's atomic(), it ends in an error of the connection that it cut off.
+        error = error.__context__
+    return error

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from django.core.exceptions import EmptyResultSet
 from django.db import connections
 from django.db.models import Expression, Field, Model, QuerySet
-from django.db.models.sql import UpdateQuery
+from django.db.models.sql import DeleteQuery, UpdateQuery
 
 
 class Slot(Expression):
@@ -84,6 +85,30 @@ class Reading(NamedTuple):
         for refer, reading in self.related:
             refer(own, reading._instance(alias, values))
         return own
+
+
+def change_returning(
+    rows: QuerySet[Any], sets: Mapping[str, Any] | None, *columns: str
+) -> list[tuple[Any, ...]]:
+    """
+    Update rows, or delete them, and return these columns of each, as they are after that.
+
+    Args:
+        sets: What to set; None: delete them, without the signals that others' receivers
+            could make fail.
+    """
+    query: Any = rows.query.chain(DeleteQuery if sets is None else UpdateQuery)
+    query.annotations = {}
+    if sets is not None:
+        query.add_update_values(sets)
+    try:
+        sql, params = query.get_compiler(rows.db).as_sql()
+    except EmptyResultSet:  # of none(), and where a list of keys is empty
+        return []
+    quoted = ", ".join(map(connections[rows.db].ops.quote_name, columns))
+    with connections[rows.db].cursor() as cursor:
+        cursor.execute(f"{sql} RETURNING {quoted}", params)
+        return list(cursor.fetchall())  # SQLite has not done it before it was read
 
 
 class Statement:

@@ -24,8 +24,7 @@ from django.db import connections
 
 from .. import conf
 from ..exceptions import BackendNotSupported, ConfigurationError, describe_error
-from ..locks.stores import USE_INSTEAD, Location, locate
-from ..locks.stores.base import Store
+from ..locks.stores import USE_INSTEAD, find_emptied_with, locate
 from ..locks.stores.local import set_pool_processes
 from .messages import PREFIX, error, warning
 from .redelivery import check_redelivery
@@ -82,10 +81,10 @@ def check_settings() -> list[CheckMessage]:
                 f"{default.days} days" if isinstance(default, timedelta) else f"{default} seconds"
             )
             messages.append(error(1, str(fault), f"The default is {what}."))
-    for name in ("SEND_ON_COMMIT", "OUTBOX", "WARN_IN_ATOMIC"):
+    for name in ("SEND_ON_COMMIT", "OUTBOX", "WARN_IN_ATOMIC", "SHOW_ARGUMENTS"):
         if not isinstance(wanted := conf.get(name), bool):
             what = f"{name}={wanted!r} is neither True nor False."
-            messages.append(error(1, what, "The default is False."))
+            messages.append(error(1, what, f"The default is {conf.DEFAULTS[name]}."))
     return messages
 
 
@@ -141,7 +140,7 @@ def check_memory() -> list[CheckMessage]:
     except Exception:  # noqa: BLE001 - check_all tells
         return []
     messages = []
-    if shared := ", ".join(_find_emptied_with(location, store)):
+    if shared := ", ".join(find_emptied_with(location)):
         freed = f"Locks live in {store.where}, which is emptied along with {shared}"
         messages.append(
             warning(
@@ -156,27 +155,6 @@ def check_memory() -> list[CheckMessage]:
     except Exception as fault:  # noqa: BLE001 - a check must not fail
         weaknesses = [f"whether it evicts locks could not be asked ({describe_error(fault)})"]
     return messages + [warning(6, f"Locks live in {store.where}: {w}.", LOSES) for w in weaknesses]
-
-
-def _find_emptied_with(location: Location, store: Store) -> list[str]:
-    """Return what the locks share a database with, as messages name it."""
-    emptied = store.emptied_with()
-    if emptied is None:
-        return []
-    if location.alias == "default":
-        return ["everything else in the project's default cache"]
-    return [
-        f'CACHES["{alias}"]'
-        for alias in settings.CACHES
-        if alias != location.alias and _emptied_with(alias) == emptied
-    ]
-
-
-def _emptied_with(alias: str) -> object:
-    try:
-        return Location("cache", alias).store().emptied_with()
-    except Exception:  # noqa: BLE001 - a fault of another alias is not for this check
-        return None
 
 
 def check_sqlite() -> list[CheckMessage]:

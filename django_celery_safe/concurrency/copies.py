@@ -23,8 +23,9 @@ from celery.exceptions import Ignore, Reject, Retry
 from .. import conf
 from ..exceptions import LockBackendError
 from ..locks import HeldLock
+from ..locks.lock import arguments_of
 from ..locks.stores.base import Acquired, Holder, Renewal, Store
-from ..signals import emit, task_own_copy
+from ..signals import copy_dropped, emit, task_own_copy
 from .header import find_header, with_header
 from .sent import find_sent
 
@@ -160,7 +161,8 @@ def send_own_copy(
     token = os.urandom(16).hex()
     signature = task.signature_from_request(request, countdown=delay)
     again: Any = {**header, "task": task.name, name: token}
-    holder = Holder(since=time.time(), task=task.name, task_id=request.id)
+    arguments = arguments_of(request)
+    holder = Holder(since=time.time(), task=task.name, task_id=request.id, arguments=arguments)
     if not of_claim:
         again["met"] = met = met_token(contender.token)
         # Before the copy, so that a run that ends right after this lengthens it in time. It
@@ -193,10 +195,16 @@ def drop_if_ended(task: Any, request: Context, store: Store) -> None:
         return
     _leave_sent_lock(request)
     finish_copy(task, request, store)
-    logger.info(
+    emit(
+        copy_dropped,
+        logger,
+        logging.INFO,
         "Task %s[%s] was delivered again while it ran, and has ended since: its copy is dropped.",
         task.name,
         request.id,
+        sender=send_own_copy,
+        task=task.name,
+        task_id=request.id,
     )
     raise Ignore("The run that this copy waited for has ended")
 
@@ -276,6 +284,10 @@ def _leave_sent_lock(request: Context) -> None:
 
 
 def _send(task: Any, request: Context, signature: Any) -> None:
+    for name in ("argsrepr", "kwargsrepr"):
+        # Else Celery would make it anew, and show what was redacted.
+        if isinstance(shown := getattr(request, name, None), str):
+            signature.options[name] = shown
     try:
         with resending(request.id, unchanged=True):
             signature.apply_async()

@@ -13,6 +13,7 @@ from celery.app.task import Context
 from ..locks import CacheLock, HeldLock
 from ..locks.lease import Lease, renewer
 from ..locks.stores.base import Acquired, Holder, Renewal, Store
+from ..signals import emit, sent_lock_lost
 from .copies import ComesBack, ended_for, met_note, met_token
 from .options import Options
 from .sent import SentLock, is_requeued
@@ -160,8 +161,14 @@ class RunLock(CacheLock):
 
 def _note_sent_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
     lease.lost = True
-    logger.info(
+    emit(
+        sent_lock_lost,
+        logger,
+        logging.INFO,
         "The lock %r ended while its task runs, so the same may be sent again: its lease was over, "
         "or it was freed.",
         lease.name,
+        sender=SentLock,
+        name=lease.name,
+        holder="" if now_held is None else str(now_held.holder),
     )

@@ -92,9 +92,15 @@ class SentLock:
         """Return the request to let it end in ``seconds``, as near to that as the store can."""
         return Renewal(self.name, self.token, store.nearest_lease(seconds) if seconds else 0.0)
 
-    def claim(self, task: str, task_id: str, seconds: float) -> HeldLock | None:
+    def claim(
+        self, task: str, task_id: str, seconds: float, arguments: str | None = None
+    ) -> HeldLock | None:
         """
         Take it for a message that is to be published now.
+
+        Args:
+            task, task_id, arguments: What its holder keeps of the message.
+            seconds: Its lease.
 
         Returns:
             None if it is the message's now; else the lock of whoever holds it.
@@ -106,7 +112,7 @@ class SentLock:
         store = self._store()
         seconds = store.nearest_lease(seconds)
         # No process: whether the sender still lives says nothing about the message.
-        holder = Holder(since=time.time(), task=task, task_id=task_id)
+        holder = Holder(since=time.time(), task=task, task_id=task_id, arguments=arguments)
         try:
             outcome = store.acquire(self.name, self.token, seconds, holder)
         except WrongTransaction as error:

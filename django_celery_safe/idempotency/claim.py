@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any, Final, TypeVar
 
 from celery._state import get_current_task
-from celery.exceptions import SoftTimeLimitExceeded, TaskPredicate
+from celery.exceptions import TaskPredicate
 from django.db import Error as DatabaseError
 from django.db import connections
 
@@ -32,6 +32,7 @@ from ..exceptions import (
     ResultNotStored,
     WrongTransaction,
     describe_error,
+    find_time_limit,
 )
 from ..locks.lease import Lease, renewer
 from ..locks.lock import describe_holder, time_limit
@@ -420,14 +421,6 @@ def current_claim() -> Claim:
 
 def _working() -> list[Claim]:
     return [claim for claim in _current.get() if claim._lease is not None]
-
-
-def find_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | None:
-    """Return the soft time limit that an error is, or that it took the place of; None: no such."""
-    while error is not None and not isinstance(error, SoftTimeLimitExceeded):
-        # Leaving Django's atomic(), it ends in an error of the connection that it cut off.
-        error = error.__context__
-    return error
 
 
 def encode_result(key: str, result: Any) -> str:

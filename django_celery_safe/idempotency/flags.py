@@ -11,6 +11,7 @@ import difflib
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
 from celery.exceptions import Retry
@@ -141,7 +142,11 @@ class _Once:
                 return
             yield row
             self._set_flag(row)
-        self._tell(done_once, "was done")
+        if in_atomic(self._alias):
+            # The outer transaction decides.
+            transaction.on_commit(partial(self._tell, done_once, "was done"), using=self._alias)
+        else:
+            self._tell(done_once, "was done")
 
     @contextmanager
     def at_most_once(self) -> Iterator[Model | None]:

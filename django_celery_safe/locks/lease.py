@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, TypeVar
 from weakref import WeakSet
 
 from ..exceptions import LockBackendError
-from ..signals import emit, lock_backend_failed
+from ..signals import aside, emit, lock_backend_failed
 from .stores.base import HeldLock, LeaseStore, Renewal
 
 logger = logging.getLogger(__name__)
@@ -301,18 +301,9 @@ class Renewer:
         now = time.monotonic()
         for lease in leases:
             lease.renew_at = now + lease.seconds * RETRY_AFTER
-        emit(
-            lock_backend_failed,
-            logger,
-            logging.WARNING if isinstance(error, LockBackendError) else logging.ERROR,
-            "%d lease(s) could not be renewed and will be tried again: %s",
-            len(leases),
-            error,
-            sender=Renewer,
-            exc_info=None if isinstance(error, LockBackendError) else error,
-            name=leases[0].name,
-            reason=str(error),
-        )
+        # Not the error itself, whose traceback would keep these leases, and renew them.
+        foreseen = isinstance(error, LockBackendError)
+        aside(_tell_failed, leases[0].name, len(leases), str(error), None if foreseen else error)
         self._close({store})
 
     def _lost(self, lease: Lease[Any]) -> None:
@@ -326,7 +317,7 @@ class Renewer:
             now_held = lease.store.peek(lease.name)
         except Exception:  # noqa: BLE001 - only to name the new holder
             now_held = None
-        lease.on_lost(lease, now_held)
+        aside(lease.on_lost, lease, now_held)
 
     def _close(self, stores: set[LeaseStore]) -> None:
         for store in stores:
@@ -338,6 +329,21 @@ class Renewer:
         with self._mutex:
             self._opened -= stores
             self._changed.notify_all()
+
+
+def _tell_failed(name: str, count: int, reason: str, unforeseen: Exception | None) -> None:
+    emit(
+        lock_backend_failed,
+        logger,
+        logging.WARNING if unforeseen is None else logging.ERROR,
+        "%d lease(s) could not be renewed and will be tried again: %s",
+        count,
+        reason,
+        sender=Renewer,
+        exc_info=unforeseen,
+        name=name,
+        reason=reason,
+    )
 
 
 _renewer = Renewer()

@@ -43,7 +43,7 @@ from ..signals import (
 )
 from .lease import Lease, renewer
 from .stores import locate
-from .stores.base import Acquired, HeldLock, Holder, Store
+from .stores.base import Acquired, HeldLock, Holder, Store, describe_arguments
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -367,7 +367,8 @@ class CacheLock:
         task = get_current_task()
         # Once: each look at it costs as much as all that is made of it.
         request = None if task is None else task.request
-        holder = describe_holder(task, request, renew)
+        arguments = None if request is None else arguments_of(request)
+        holder = describe_holder(task, request, renew, seconds, arguments)
         asked_at = time.monotonic()
         try:
             outcome = self._ask_to_acquire(store, token, seconds, holder, patience)
@@ -566,7 +567,22 @@ def time_limit(task: Any, request: Any) -> float:
     return math.inf if limit is None else float(limit)
 
 
-def describe_holder(task: Any, request: Any, renewed: bool) -> Holder:
+def describe_holder(
+    task: Any,
+    request: Any,
+    renewed: bool,
+    lease: float | None = None,
+    arguments: str | None = None,
+) -> Holder:
+    """Return this process, and the task that it runs, as the holder of a lock or a claim."""
     if task is None:
-        return Holder(HOST, os.getpid(), time.time(), renewed)
-    return Holder(HOST, os.getpid(), time.time(), renewed, task.name, request.id)
+        return Holder(HOST, os.getpid(), time.time(), renewed, lease=lease)
+    return Holder(HOST, os.getpid(), time.time(), renewed, task.name, request.id, arguments, lease)
+
+
+def arguments_of(request: Any) -> str | None:
+    """Return a running task's arguments as its holder keeps them; None: it has no message."""
+    # Set by messages alone.
+    return describe_arguments(
+        getattr(request, "argsrepr", None), getattr(request, "kwargsrepr", None)
+    )

@@ -1,12 +1,20 @@
-"""What the commands share: how they read their arguments, and how they print."""
+"""What the commands share: how they read their arguments, how they print, how they ask."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import sys
+import textwrap
+import unicodedata
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from io import TextIOWrapper
+from itertools import islice
 from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError
@@ -22,17 +30,33 @@ from ..transactions import lacks_table
 WIDTH: Final = 80
 #: Rows that a list shows if nothing else is said.
 LIMIT: Final = 50
-#: Characters of a name that lists show: three lines of 80 columns.
+#: Rows that a question shows.
+ASKED_ABOUT: Final = 20
+#: Columns of a name that lists show: three lines of 80.
 LONGEST_NAME: Final = 240
+#: Takes a terminal's cursor to its first place, and clears what follows.
+REDRAW: Final = "\x1b[H\x1b[J"
 #: Seconds in what a time can be given in.
 UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-class TableCommand(BaseCommand):
-    """A command with actions on tables of ours, each a method ``_<action>(aliases, options)``."""
+class SafeCommand(BaseCommand):
+    """A command that fails on no character that its output can't show, nor where there is none."""
 
     # It is needed most when something in the project is wrong.
     requires_system_checks = ()
+
+    def execute(self, *args: Any, **options: Any) -> str | None:
+        for wrapper in (self.stdout, self.stderr):
+            if wrapper._out is None:  # it was closed before Python started
+                wrapper._out = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+            elif isinstance(wrapper._out, TextIOWrapper):
+                wrapper._out.reconfigure(errors="backslashreplace")
+        return super().execute(*args, **options)
+
+
+class TableCommand(SafeCommand):
+    """A command with actions on tables of ours, each a method ``_<action>(aliases, options)``."""
 
     #: The tables; without them ``migrate`` was forgotten.
     models: tuple[type[Model], ...]
@@ -43,7 +67,7 @@ class TableCommand(BaseCommand):
 
     def add_action(self, actions: Any, name: str, text: str) -> ArgumentParser:
         """Add an action, which takes ``--database`` too."""
-        parser: ArgumentParser = actions.add_parser(name, help=text, description=text)
+        parser: ArgumentParser = actions.add_parser(name, help=text, description=sentence(text))
         self.add_database(parser, default=SUPPRESS)
         return parser
 
@@ -108,6 +132,29 @@ class TableCommand(BaseCommand):
             raise CommandError(f"The database can't be asked, of {where}: {said}") from error
 
 
+def add_no_input(parser: ArgumentParser) -> None:
+    """Add ``--no-input``, without which ``options["interactive"]`` is true."""
+    parser.add_argument(
+        "--no-input",
+        "--noinput",
+        action="store_false",
+        dest="interactive",
+        help="do not ask before",
+    )
+
+
+def sentence(text: str) -> str:
+    """Return what help says of an action in a list as it says it of the action alone."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def typed(text: str) -> str:
+    """Read a name, for argparse; what the locale could not decode is UTF-8 all the same."""
+    with suppress(UnicodeError):
+        return os.fsencode(text).decode()
+    return text
+
+
 def count(text: str) -> int:
     """Read a number such as an ID, for argparse."""
     with suppress(ValueError):
@@ -132,11 +179,137 @@ def printable(text: str) -> str:
     )
 
 
+def columns(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    if text.isascii():
+        return str.__len__(text)
+    return sum(
+        0
+        if unicodedata.category(char) in ("Mn", "Me")  # drawn over the one before
+        else 2
+        if unicodedata.east_asian_width(char) in "WF"
+        else 1
+        for char in text
+    )
+
+
+def cut(text: str, most: int) -> str:
+    """Return as much of a text as so many columns hold."""
+    taken = 0
+    for place, char in enumerate(text):
+        taken += columns(char)
+        if taken > most:
+            return text[:place]
+    return text
+
+
 def shorten(name: str) -> str:
     """Return a name as lists show it."""
-    if len(name) <= LONGEST_NAME:
+    if columns(name) <= LONGEST_NAME:
         return name
-    return f"{name[:LONGEST_NAME]}... ({len(name)} characters; --json shows all)"
+    return f"{cut(name, LONGEST_NAME)}... ({len(name)} characters; --json shows all)"
+
+
+class _Chunk(str):
+    """A part of a text, as long as it is wide."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return columns(self)
+
+
+class _Wrapper(textwrap.TextWrapper):
+    """Counts columns, where textwrap counts characters."""
+
+    def _split(self, text: str) -> list[str]:
+        return [_Chunk(chunk) for chunk in super()._split(text)]
+
+    def _handle_long_word(
+        self, reversed_chunks: list[str], cur_line: list[str], cur_len: int, width: int
+    ) -> None:
+        word = str(reversed_chunks.pop())
+        if begin := cut(word, width - cur_len):
+            cur_line.append(_Chunk(begin))
+        reversed_chunks.append(_Chunk(word[len(begin) :]))
+
+
+def fill(text: str, first: str, others: str) -> str:
+    """Return a text in lines of 80 columns, the first of which begins like this, and the others."""
+    return _Wrapper(
+        WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
+    ).fill(printable(text))
+
+
+def wrapped(text: str, indent: int = 0) -> str:
+    """Return a text in lines of 80 columns, all indented but those of a sentence of its own."""
+    before = " " * indent
+    return fill(text, before, before or " " * 4)
+
+
+def crop(text: str) -> str:
+    """Return as much of a text as a terminal shows at once."""
+    screen = shutil.get_terminal_size()
+    lines = text.splitlines()[: max(1, screen.lines - 1)]
+    return "\n".join(cut(line, screen.columns) for line in lines)
+
+
+def write_array(out: Any, rows: Iterable[dict[str, Any]]) -> None:
+    """
+    Write rows as one JSON array, each in a line of its own, as they come.
+
+    If a row can't be read the array stays open, so that nobody takes it for all.
+    """
+    before = "["
+    for row in rows:
+        out.write(f"{before}\n{json.dumps(row)}", ending="")
+        before = ","
+    out.write("[]" if before == "[" else "\n]")
+
+
+@contextmanager
+def ending_with_its_reader(out: Any) -> Iterator[None]:
+    """End the block without a word when whoever reads the output has gone, as ``head`` does."""
+    try:
+        with suppress(BrokenPipeError):
+            yield
+    finally:
+        try:
+            out.flush()
+        except BrokenPipeError:
+            # Else the interpreter writes what is left at its end, and complains.
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def confirm(err: Any, question: str) -> bool:
+    """
+    Ask on the terminal; only ``yes`` is yes.
+
+    Args:
+        err: Where to ask, so that the output holds nothing but the answer.
+
+    Raises:
+        CommandError: There is no terminal to ask at.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise CommandError(
+            "This asks before it does anything, and there is no terminal to ask at: nothing was "
+            "done. Add --no-input to do it without a question."
+        )
+    err.write(f"{question} [yes/no] ", style_func=str, ending="")
+    err.flush()
+    try:
+        return input().strip().lower() == "yes"
+    except (EOFError, KeyboardInterrupt, UnicodeError):
+        err.write("", style_func=str)
+        return False
+
+
+def preview(rows: Iterable[str], total: int) -> list[str]:
+    """Return the first of some rows, and how many more there are, for a question."""
+    shown = list(islice(rows, ASKED_ABOUT))
+    return [*shown, f"... and {total - len(shown)} more."] if total > len(shown) else shown
 
 
 def duration(seconds: float | None) -> str:

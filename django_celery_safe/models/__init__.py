@@ -8,7 +8,7 @@ Nothing here is imported by the package's ``__init__``: a model there would keep
 from __future__ import annotations
 
 from .idempotency import IdempotencyRecord, IdempotencyRecords
-from .locks import DatabaseLock, Fence
+from .locks import DatabaseLock, Fence, Lock
 from .outbox import OutboxMessage, OutboxMessages, OutboxRelay
 from .stages import StageRun, StageRuns, StageStep, StageSteps
 
@@ -17,6 +17,7 @@ __all__ = [
     "Fence",
     "IdempotencyRecord",
     "IdempotencyRecords",
+    "Lock",
     "OutboxMessage",
     "OutboxMessages",
     "OutboxRelay",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Final
 
-from django.db import models
+from django.db import models, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from ..locks.stores.base import HeldLock, decode_holder
+from ..signals import emit, record_forgotten
+from ..statements import change_returning
 from .text import storable
+
+logger = logging.getLogger(__name__)
 
 
 class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
@@ -109,6 +115,24 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
             )
         )
 
+    def forget(self) -> int:
+        """Delete them, so that each is done again by the next who comes, and tell of it."""
+        self._for_write = True  # what it was read from may be a replica
+        rows = change_returning(self, None, "key", "state", "holder")
+
+        def tell() -> None:
+            for key, state, holder in rows:
+                whole = decode_holder(holder, HeldLock(key)).name
+                emit(
+                    record_forgotten, logger, logging.WARNING,
+                    "The record of %r was forgotten, as decided; it was %s.", whole, state,
+                    sender=IdempotencyRecord, key=whole, state=state,
+                )  # fmt: skip
+
+        if rows:
+            transaction.on_commit(tell, using=self.db)
+        return len(rows)
+
     def erase(self) -> int:
         """Delete them, without the signals that others' receivers could make fail."""
         return self._raw_delete(self.db) or 0
@@ -163,6 +187,8 @@ class IdempotencyRecord(models.Model):
 
     class Meta:
         verbose_name = "idempotency record"
+        default_permissions = ("view",)
+        permissions = (("forget_idempotencyrecord", "Can forget idempotency record"),)
         indexes = (
             models.Index(
                 "expires_at", name="safe_record_expires", condition=Q(expires_at__isnull=False)

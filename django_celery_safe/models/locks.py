@@ -5,6 +5,35 @@ from __future__ import annotations
 from django.db import models
 
 
+class NoRows(models.Manager["Lock"]):
+    """Finds none: what reads all tables of a project, as dumpdata does, is to go on."""
+
+    def get_queryset(self) -> models.QuerySet[Lock]:
+        return super().get_queryset().none()
+
+
+class Lock(models.Model):
+    """
+    A lock as the admin knows it: what permissions and log entries refer to.
+
+    It has no table: locks are read from their store, whatever that is.
+    """
+
+    name = models.TextField(primary_key=True)
+
+    objects = NoRows()
+
+    class Meta:
+        managed = False
+        base_manager_name = "objects"
+        verbose_name = "lock"
+        default_permissions = ("view",)
+        permissions = (("release_lock", "Can release lock"),)
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class DatabaseLock(models.Model):
     """
     A lock that lives in the database of ``LOCK_DATABASE``.
@@ -22,8 +51,9 @@ class DatabaseLock(models.Model):
     ends_at_us = models.BigIntegerField(db_index=True)
 
     class Meta:
-        verbose_name = "lock"
-        default_permissions = ("view",)
+        verbose_name = "row of a lock"
+        verbose_name_plural = "rows of locks"
+        default_permissions = ()
 
     def __str__(self) -> str:
         return self.key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
@@ -9,8 +10,13 @@ from typing import Final
 from django.db import connections, models, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
+from django.dispatch import Signal
 
+from ..signals import emit, message_discarded, message_retried
+from ..statements import change_returning
 from .text import storable
+
+logger = logging.getLogger(__name__)
 
 #: Shortest and longest time until a message that could not be sent is tried again; it
 #: doubles with each attempt.
@@ -123,15 +129,42 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def revive(self) -> int:
         """Let what failed, the dead too, be tried again, now and as often as new ones."""
-        return self.failed().update(dead_at=None, due_at=Now(), attempts=0)
+        self._for_write = True  # what it was read from may be a replica
+        sets = {"dead_at": None, "due_at": Now(), "attempts": 0}
+        rows = change_returning(self.failed(), sets, "task", "task_id")
+        self._tell(
+            message_retried, logging.INFO, "Task %s[%s] is to be sent again, as decided.", rows
+        )
+        return len(rows)
 
     def discard(self) -> int:
         """Delete rows that were not sent, and never will be."""
-        return self.unsent().erase()
+        self._for_write = True
+        rows = change_returning(self.unsent(), None, "task", "task_id")
+        self._tell(
+            message_discarded,
+            logging.WARNING,
+            "Task %s[%s] was discarded, as decided; it is never sent.",
+            rows,
+        )
+        return len(rows)
 
     def prune(self, age: timedelta) -> int:
         """Delete the rows that were sent more than ``age`` ago."""
         return self.older(age).erase()
+
+    def _tell(self, signal: Signal, level: int, text: str, rows: list[tuple[str, str]]) -> None:
+        """Tell, at the commit, what was decided about messages."""
+
+        def tell() -> None:
+            for task, task_id in rows:
+                emit(
+                    signal, logger, level, text, task, task_id, sender=OutboxMessage,
+                    task=task, task_id=task_id,
+                )  # fmt: skip
+
+        if rows:
+            transaction.on_commit(tell, using=self.db)
 
 
 class OutboxMessage(models.Model):
@@ -166,6 +199,11 @@ class OutboxMessage(models.Model):
 
     class Meta:
         verbose_name = "outbox message"
+        default_permissions = ("view",)
+        permissions = (
+            ("retry_outboxmessage", "Can retry outbox message"),
+            ("discard_outboxmessage", "Can discard outbox message"),
+        )
         indexes = (
             models.Index("due_at", "id", name="safe_outbox_due", condition=Q(due_at__isnull=False)),
             models.Index("dead_at", name="safe_outbox_dead", condition=Q(dead_at__isnull=False)),
@@ -175,6 +213,11 @@ class OutboxMessage(models.Model):
 
     def __str__(self) -> str:
         return f"{self.task}[{self.task_id}]"
+
+    @property
+    def state(self) -> str:
+        """What became of it: ``pending``, ``dead`` or ``sent``."""
+        return "sent" if self.sent_at else "dead" if self.dead_at else "pending"
 
     def fail(self, error: str, *, attempts: int) -> bool:
         """

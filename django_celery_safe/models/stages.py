@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import models, router, transaction
-from django.db.models import Exists, F, OuterRef, Q
+from django.db.models import Count, Exists, F, OuterRef, Q, Subquery
 from django.db.models.functions import Coalesce, Now
 
 from ..stages.status import Status
@@ -51,6 +51,13 @@ class StageRuns(models.QuerySet["StageRun"]):
         """Those whose stage has nothing left to do, and that did not go on."""
         steps = StageStep.objects.filter(run=OuterRef("pk"), stage=OuterRef("stage"))
         return self.active().filter(~Exists(steps.unfinished()))
+
+    def counted(self) -> StageRuns:
+        """Them, with how many steps each has as ``total``, and as ``done`` how many succeeded."""
+        steps = StageStep.objects.filter(run=OuterRef("pk")).order_by().values("run")
+        total = steps.annotate(total=Count("pk")).values("total")
+        done = steps.filter(status=Status.SUCCEEDED).annotate(done=Count("pk")).values("done")
+        return self.annotate(total=Coalesce(Subquery(total), 0), done=Coalesce(Subquery(done), 0))
 
     def lock(self, pk: int) -> StageRun | None:
         """
@@ -145,6 +152,11 @@ class StageRun(models.Model):
     class Meta:
         verbose_name = "run of stages"
         verbose_name_plural = "runs of stages"
+        default_permissions = ("view",)
+        permissions = (
+            ("resume_stagerun", "Can resume run of stages"),
+            ("abort_stagerun", "Can abort run of stages"),
+        )
         indexes = (
             models.Index(
                 "id", name="safe_run_active", condition=Q(status__in=["waiting", "running"])

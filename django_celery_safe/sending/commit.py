@@ -254,6 +254,7 @@ def _tell_sent(message: Message) -> None:
         sender=send_on_commit,
         task=message.task,
         task_id=message.task_id,
+        relayed=False,
     )
 
 

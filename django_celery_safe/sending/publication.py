@@ -9,6 +9,7 @@ from typing import Any
 from ..concurrency.header import HEADER, read_header
 from ..concurrency.sent import find_lock_of
 from ..locks import HeldLock
+from ..locks.stores.base import describe_arguments
 from ..signals import emit, task_duplicate
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ def publish_once(
     if task is None or sent is None or not seconds:
         publish()
         return None
-    held = sent.claim(task, headers["id"], seconds)
+    arguments = describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
+    held = sent.claim(task, headers["id"], seconds, arguments)
     if held is None:
         try:
             publish()
@@ -59,10 +61,11 @@ def publish_once(
         headers[HEADER] = {**header, "sent": held.token}
     elif first is not None:
         published = header.get("canvas", False)
+        if published:
+            headers[HEADER] = {**header, "duplicate": first}
+            publish()
         _tell_duplicate(headers, held, published)
-        if not published:
-            return held
-        headers[HEADER] = {**header, "duplicate": first}
+        return None if published else held
     # Nobody: it was freed a moment ago, and who takes it next sends the same once more.
     publish()
     return None

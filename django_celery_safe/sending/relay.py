@@ -448,6 +448,7 @@ class Relay:
                 sender=Relay,
                 task=message.task,
                 task_id=message.task_id,
+                relayed=True,
             )
 
     def _settle(self) -> None:

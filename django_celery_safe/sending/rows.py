@@ -17,6 +17,7 @@ from kombu import Exchange, Queue, binding
 from kombu.utils.json import dumps, loads
 
 from ..exceptions import NotSerializable
+from ..locks.stores.base import describe_arguments
 from .capture import ChordCall, Message
 
 if TYPE_CHECKING:
@@ -120,6 +121,15 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
         what = repr(error) if isinstance(error, KeyError) else type(error).__name__
         raise ValueError(f"the row makes no message: {what}") from error
     return message, calls
+
+
+def find_arguments(row: OutboxMessage) -> str | None:
+    """Return the arguments as the message shows them; see ``describe_arguments``."""
+    try:
+        headers = loads(row.properties)["options"]["headers"]
+        return describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None  # it was changed by hand; the relay will say so
 
 
 def find_app(name: str | None) -> Celery:

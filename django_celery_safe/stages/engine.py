@@ -22,14 +22,14 @@ from django.db.models import Exists, F
 from django.db.models.functions import Now
 
 from ..concurrency.header import Header, with_header
-from ..exceptions import IllegalTransition, InvalidResult, describe_error
-from ..idempotency.claim import find_time_limit
+from ..exceptions import IllegalTransition, InvalidResult, describe_error, find_time_limit
 from ..locks.lease import Lease
 from ..sending.commit import hold, must_wait
 from ..signals import (
     emit,
     is_observed,
     run_ended,
+    run_resumed,
     run_started,
     stage_started,
     step_failed,
@@ -258,6 +258,8 @@ def resume(run: StageRun) -> None:
         store.runs().filter(pk=pk).update(
             status=Status.RUNNING, stage_at=Now(), ended_at=None, error=""
         )
+        _tell(store, run_resumed, "Resumed %s, %s step(s).", now, len(left), run=pk,
+              steps=len(left))  # fmt: skip
         again = [step for step in left if step.stage == now.stage]
         if again:
             _begin_stage(store, now, again)
@@ -288,17 +290,26 @@ def go_on(store: StepStore, pk: int) -> bool:
         return _go_on(store, run)
 
 
-def send(store: StepStore, steps: Sequence[StageStep]) -> None:
-    """Send the messages of steps, through the outbox, when the open transaction commits."""
+def send(
+    store: StepStore, steps: Sequence[StageStep], tell: Callable[[], object] = lambda: None
+) -> None:
+    """
+    Send the messages of steps, through the outbox, when the open transaction commits.
+
+    Args:
+        tell: Tells of it; what that leaves for the commit is forgotten if they can't be sent.
+    """
     app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
     if not all(step.task in app.tasks for step in steps):
         # A command or a web server may not have yet, and a task knows its queue.
         app.loader.import_default_modules()
     if app.conf.task_always_eager:
+        tell()
         transaction.on_commit(lambda: _run_eagerly(app, steps), using=store.alias)
         return
 
     def send_all(given: dict[str, Any]) -> None:
+        tell()
         for step in steps:
             args, kwargs, options = _message(app, step)
             task = app.tasks.get(step.task)
@@ -343,11 +354,13 @@ def _message(app: Celery, step: StageStep) -> tuple[Any, ...]:
 
 
 def _begin_stage(store: StepStore, run: StageRun, steps: list[StageStep]) -> None:
-    _tell(
-        store, stage_started, "Began stage %s of %s, %s step(s).", run.stage + 1, run, len(steps),
-        run=run.pk, stage=run.stage, steps=len(steps),
-    )  # fmt: skip
-    send(store, steps)
+    def tell() -> None:
+        _tell(
+            store, stage_started, "Began stage %s of %s, %s step(s).", run.stage + 1, run,
+            len(steps), run=run.pk, stage=run.stage, steps=len(steps),
+        )  # fmt: skip
+
+    send(store, steps, tell)
 
 
 def _go_on(store: StepStore, run: StageRun) -> bool:
@@ -369,7 +382,7 @@ def _go_on(store: StepStore, run: StageRun) -> bool:
     ours = store.runs().filter(pk=run.pk, stage=run.stage)
     if not following:
         ours.update(status=Status.SUCCEEDED, params_text=run.params_text, ended_at=Now())
-        _tell_ended(store, run, Status.SUCCEEDED)
+        _tell_ended(store, run, Status.SUCCEEDED, "")
         return True
     run.stage += 1
     ours.update(stage=run.stage, params_text=run.params_text, stage_at=Now())
@@ -416,8 +429,9 @@ def _fail_locked(
     if not row.fail(*fault):
         return False
     _tell_step(
-        store, step_failed, logging.WARNING, "Step %s of run %s failed.", step, error=str(fault)
-    )
+        store, step_failed, logging.WARNING, "Step %s of run %s failed: %s", step, str(fault),
+        error=str(fault),
+    )  # fmt: skip
     if run is not None and run.status not in Status.STOPPED:
         _stop(store, run, Status.FAILED)
     return True
@@ -427,7 +441,7 @@ def _stop(store: StepStore, run: StageRun, status: Status, error: str = "") -> N
     """End a locked run that goes on, and what of it has not begun."""
     store.runs().filter(pk=run.pk).update(status=status, ended_at=Now(), error=error)
     store.steps().filter(run=run.pk).abort()
-    _tell_ended(store, run, status)
+    _tell_ended(store, run, status, error)
 
 
 def _ask(store: StepStore, ask: Callable[[], bool], step: StageStep, lease: Lease[Any]) -> bool:
@@ -448,20 +462,20 @@ def _ended(status: str) -> str:
     return "been aborted" if status == Status.ABORTED else str(status)
 
 
-def _tell_ended(store: StepStore, run: StageRun, status: Status) -> None:
-    said = "%s has been aborted." if status == Status.ABORTED else f"%s has {status.value}."
+def _tell_ended(store: StepStore, run: StageRun, status: Status, error: str) -> None:
     level = logging.WARNING if status == Status.FAILED else logging.INFO
-    _tell(store, run_ended, said[:1].upper() + said[1:], run, level=level, run=run.pk,
-          status=status.value)  # fmt: skip
+    why = f": {error}" if error else "."
+    _tell(store, run_ended, "%s has %s%s", run, _ended(status), why, level=level, run=run.pk,
+          status=status.value, error=error)  # fmt: skip
 
 
 def _tell_step(
-    store: StepStore, signal: Any, level: int, text: str, step: StageStep, **fields: Any
+    store: StepStore, signal: Any, level: int, text: str, step: StageStep, *args: str, **fields: Any
 ) -> None:
     if is_observed(signal, logger, level):
         _tell(
-            store, signal, text, step, step.run_id, level=level, run=step.run_id, step=step.pk,
-            task=step.task, task_id=step.task_id, **fields,
+            store, signal, text, step, step.run_id, *args, level=level, run=step.run_id,
+            step=step.pk, task=step.task, task_id=step.task_id, **fields,
         )  # fmt: skip
 
 
@@ -478,5 +492,4 @@ def _tell(
     transaction.on_commit(
         lambda: emit(signal, logger, level, text, *said, sender=start, **fields),
         using=store.alias,
-        robust=True,
     )

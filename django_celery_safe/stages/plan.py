@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from celery import Celery, current_app
+from celery import Celery, Signature, current_app
 from celery.local import Proxy
 
 from ..concurrency.call import layers
@@ -106,7 +106,8 @@ def make_plan(
     app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
     if isinstance(plan, Mapping):
         plan, params = _read_dictionary(plan, params)
-    if isinstance(plan, str | bytes) or not isinstance(plan, Iterable):
+    # A lazy task says that it is iterable, and is not.
+    if isinstance(plan, str | bytes | Proxy) or not isinstance(plan, Iterable):
         raise InvalidPlan(f"{plan!r}", "is no list of entries", WRITE)
     stages: dict[float, list[Entry]] = {}
     for number, given in enumerate(plan):
@@ -177,6 +178,12 @@ def _exact(priority: int) -> float:
 
 
 def _find_task(task: Any, app: Celery) -> Any:
+    if isinstance(task, Signature):
+        raise InvalidPlan(
+            "it",
+            f"has a signature of {task.task}, whose arguments, options and links would be left out",
+            "Give the task itself, and its arguments as the third part: (task, priority, {...}).",
+        )
     if not isinstance(task, str):
         # By type: a lazy task would be evaluated.
         if not issubclass(type(task), Proxy) and not hasattr(task, "apply_async"):

@@ -223,4 +223,4 @@ def _tell(store: StepStore, repair: Repair, task: str, task_id: str) -> None:
             reason=repair.reason,
         )
 
-    transaction.on_commit(tell, using=store.alias, robust=True)
+    transaction.on_commit(tell, using=store.alias)

@@ -29,7 +29,7 @@ from ..locks.lock import describe_holder, time_limit
 from ..locks.stores import Location
 from ..locks.stores.base import encode_holder
 from ..locks.stores.rows import read_holder
-from ..signals import emit, step_lost
+from ..signals import emit, step_lost, step_skipped
 from ..transactions import ask_again, in_atomic, is_manual, losing_a_race, no_time_left
 from . import engine
 from .engine import Fault
@@ -181,7 +181,20 @@ def _find_contender(store: StepStore, pk: int, task: Any, request: Context) -> H
     step: Any = store.find(str(pk))
     if step is None or step.task_id != request.id or step.status in Status.STOPPED:
         stands = "is gone" if step is None else f"is {step.status} (task id {step.task_id})"
-        logger.info("Task %s[%s] does nothing: its step %s.", task.name, request.id, stands)
+        emit(
+            step_skipped,
+            logger,
+            logging.INFO,
+            "Task %s[%s] does nothing: its step %s.",
+            task.name,
+            request.id,
+            stands,
+            sender=run_step,
+            step=pk,
+            task=task.name,
+            task_id=request.id,
+            status="" if step is None else str(step.status),
+        )
         return None
     if step.status == Status.RUNNING and step.ends_at >= step.asked_at:
         return read_holder(str(step), step)
@@ -284,7 +297,7 @@ def note_lost(lease: Lease[Any], now_held: HeldLock | None) -> None:
         lease.name,
         f"{holder} has it now" if holder else "nobody is known to have it now",
         sender=run_step,
-        step=lease.name,
+        step=int(lease.name),
         holder=holder,
     )
 

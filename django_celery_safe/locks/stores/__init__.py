@@ -7,6 +7,7 @@ what to use instead for the caches on which no lock excludes.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -20,7 +21,10 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from ... import conf
 from ...exceptions import BackendNotSupported, ConfigurationError
+from ...signals import emit, lock_freed
 from .base import HeldLock, Store
+
+logger = logging.getLogger(__name__)
 
 USE_INSTEAD: Final = (
     "Use Redis (django-redis or Django's RedisCache), or set LOCK_DATABASE to a database alias."
@@ -117,10 +121,47 @@ def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
     someone else holds the lock now, that one is left alone.
 
     Returns:
-        True if it was freed; False if that acquisition had ended already.
+        True if it was freed, which is also logged and sent as ``lock_freed``; False if that
+        acquisition had ended already.
     """
     # Without a token nobody is known to hold it, and any holder would match.
-    return bool(lock.token) and locate(cache).store().release(lock.name, lock.token, lock.remaining)
+    store = locate(cache).store()
+    if not lock.token or not store.release(lock.name, lock.token, lock.remaining):
+        return False
+    holder = str(lock.holder)
+    emit(
+        lock_freed,
+        logger,
+        logging.WARNING,
+        "Freed the lock %r, held by %s.",
+        lock.name,
+        holder or "someone unknown",
+        sender=release_lock,
+        name=lock.name,
+        holder=holder,
+    )
+    return True
+
+
+def find_emptied_with(location: Location) -> list[str]:
+    """Return what one ``clear()`` empties along with the locks, as messages name it."""
+    emptied = location.store().emptied_with()
+    if emptied is None:
+        return []
+    if location.alias == "default":
+        return ["everything else in the project's default cache"]
+    return [
+        f'CACHES["{alias}"]'
+        for alias in django_settings.CACHES
+        if alias != location.alias and _emptied_with(alias) == emptied
+    ]
+
+
+def _emptied_with(alias: str) -> object:
+    try:
+        return Location("cache", alias).store().emptied_with()
+    except Exception:  # noqa: BLE001 - a fault of another alias is not for this question
+        return None
 
 
 class _Kept:

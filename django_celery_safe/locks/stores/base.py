@@ -31,6 +31,12 @@ HASHED: Final = "sha256:"
 #: Characters of a token: 16 random bytes, in hexadecimal. A lock's value begins with it.
 TOKEN_LENGTH: Final = 32
 
+#: Characters of a task's arguments that a holder keeps, so that many locks stay small.
+LONGEST_ARGUMENTS: Final = 200
+
+#: How a message shows that there are none.
+NO_ARGUMENTS: Final = frozenset({"", "()", "[]", "{}"})
+
 #: A moment, seconds since the epoch, beyond which no clock is: in the year 5138.
 LATEST: Final = 1e11
 
@@ -50,6 +56,10 @@ class Holder(NamedTuple):
         renewed: Whether its process renews the lease.
         task: Name of the Celery task it runs; None outside tasks.
         task_id: Id of that task; None outside tasks.
+        arguments: Those of that task, as its message shows them, see
+            :func:`describe_arguments`; None: there is no message, or ``SHOW_ARGUMENTS``
+            is off.
+        lease: How long the lease was when it acquired the lock, s; None: not known.
     """
 
     host: str = ""
@@ -58,13 +68,22 @@ class Holder(NamedTuple):
     renewed: bool = False
     task: str | None = None
     task_id: str | None = None
+    arguments: str | None = None
+    lease: float | None = None
 
     def __str__(self) -> str:
-        if not self.host:
-            return ""
-        task = f"task {self.task_id} ({self.task}) in " if self.task_id else ""
-        return f"{task}process {self.pid} on {self.host}"
+        task = f"task {self.task_id} ({self.task})" if self.task_id else ""
+        process = f"process {self.pid} on {self.host}" if self.host else ""
+        # A message has no process.
+        text = " in ".join(filter(None, [task, process]))
+        # It ends up in logs, and those in terminals, which nobody else is to steer.
+        return text if text.isprintable() else ascii(text)[1:-1]
 
+
+#: Part of a lease after which a holder that lives has renewed it: it does at a third, and
+#: tries again soon if that fails. Then a second more, since some clocks tick in seconds.
+RENEWED_BY: Final = 1 / 2
+TICK: Final = 1.0
 
 #: A holder of whom nothing is known.
 NOBODY: Final = Holder()
@@ -96,10 +115,48 @@ class HeldLock(NamedTuple):
         return {**fields, **holder._asdict()}
 
 
+def seconds_since_renewal(lock: HeldLock) -> float | None:
+    """
+    Return how long ago its holder renewed a lock, or acquired it; it lived then.
+
+    None where that is not known: the lease is not renewed, the store can't tell what is
+    left of it, or ``extend()`` made it another one.
+    """
+    lease, left = lock.holder.lease, lock.remaining
+    if not lock.holder.renewed or lease is None or left is None or left > lease + TICK:
+        return None
+    return max(0.0, lease - left)
+
+
+def is_overdue(lock: HeldLock) -> bool | None:
+    """
+    Tell whether a holder that lives would have renewed the lock; None: not known.
+
+    Wrong after ``extend()`` to another length, of which the store's value says nothing.
+    """
+    ago, lease = seconds_since_renewal(lock), lock.holder.lease
+    return None if ago is None or lease is None else ago > lease * RENEWED_BY + TICK
+
+
 class Acquired(NamedTuple):
     """The lock is ours; ``fence`` is None where the store has none."""
 
     fence: int | None
+
+
+class Eviction(NamedTuple):
+    """
+    How a server makes room when its memory is short.
+
+    Attributes:
+        policy: Its own name for it, such as ``noeviction``.
+        max_memory: Bytes that it may use; 0: no limit, so nothing is deleted yet.
+        spares_locks: Whether no lock is ever deleted by it, however full the server is.
+    """
+
+    policy: str
+    max_memory: int
+    spares_locks: bool
 
 
 class Renewable(Protocol):
@@ -296,9 +353,22 @@ class Store(LeaseStore):
         """Return what ``clear()`` empties as a whole, to compare with others; None: only itself."""
         return None
 
+    def ask_eviction(self) -> Eviction | None:
+        """Ask the server how it makes room when memory is short; None: it can't be asked that."""
+        return None
+
     def ask_weaknesses(self) -> list[str]:
         """Ask the server how its configuration can lose locks; clauses for the checks."""
-        return []
+        eviction = self.ask_eviction()
+        if eviction is None or eviction.spares_locks or not eviction.max_memory:
+            return []
+        return [
+            f"its maxmemory-policy is {eviction.policy}, which deletes locks when memory is short"
+        ]
+
+    def ask_time(self) -> float | None:
+        """Ask for the server's clock, seconds since the epoch; None: it has none that tells."""
+        return None
 
 
 def cant_list(where: str, reason: str) -> BackendNotSupported:
@@ -329,14 +399,32 @@ def hashed_name(name: str) -> str:
     return HASHED + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def describe_arguments(args: object, kwargs: object) -> str | None:
+    """
+    Return a task's arguments as a holder keeps them, such as ``('a',) {'full': True}``.
+
+    Only from what the message shows of them, so that what is redacted there is redacted
+    here too. None if it shows nothing, or ``SHOW_ARGUMENTS`` is off.
+
+    Args:
+        args, kwargs: ``argsrepr`` and ``kwargsrepr`` of the message.
+    """
+    if not (isinstance(args, str) and isinstance(kwargs, str)) or not conf.get("SHOW_ARGUMENTS"):
+        return None
+    text = " ".join([part for part in (args, kwargs) if part not in NO_ARGUMENTS]) or "()"
+    return text if len(text) <= LONGEST_ARGUMENTS else f"{text[: LONGEST_ARGUMENTS - 1]}…"
+
+
 def encode_holder(name: str, holder: Holder) -> str:
     """Return the lock's name and its holder as JSON for the store."""
     # By hand, field by field: a fifth of the time of json.dumps, at every acquisition.
     task = "null" if holder.task is None else _quoted(holder.task)
     task_id = "null" if holder.task_id is None else _quoted(holder.task_id)
+    arguments = "null" if holder.arguments is None else _quoted(holder.arguments)
+    lease = "null" if holder.lease is None else repr(holder.lease)
     return (
         f"[{_quoted(name)},{_quoted(holder.host)},{holder.pid},{holder.since!r},"
-        f"{'true' if holder.renewed else 'false'},{task},{task_id}]"
+        f"{'true' if holder.renewed else 'false'},{task},{task_id},{arguments},{lease}]"
     )
 
 
@@ -380,7 +468,11 @@ def _described(
     renewed: object,
     task: object,
     task_id: object,
+    arguments: object = None,
+    lease: object = None,
+    *_later: object,
 ) -> HeldLock:
+    # Of another version, in a rolling deployment, there may be fields less or more.
     if (
         isinstance(name, str)
         and isinstance(host, str)
@@ -389,7 +481,11 @@ def _described(
         and 0 <= since < LATEST
         and isinstance(task, str | None)
         and isinstance(task_id, str | None)
+        and isinstance(arguments, str | None)
+        and (lease is None or (isinstance(lease, float) and 0 < lease <= conf.LONGEST_LEASE))
     ):
-        holder = Holder(host, pid, since, renewed is True, task, task_id)
+        if arguments is not None and not conf.get("SHOW_ARGUMENTS"):
+            arguments = None
+        holder = Holder(host, pid, since, renewed is True, task, task_id, arguments, lease)
         return HeldLock(name, lock.token, lock.remaining, lock.fence, holder)
     raise TypeError("not written by this app")

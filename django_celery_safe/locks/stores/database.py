@@ -127,6 +127,13 @@ class DatabaseStore(Store):
                 return
             last = page[-1].key
 
+    def ask_time(self) -> float:
+        connection = connections[self.alias]
+        with self.errors("tell the time"), connection.cursor() as cursor:
+            cursor.execute(f"SELECT {_CLOCKS[connection.vendor]}")
+            (microseconds,) = cursor.fetchone()
+        return int(microseconds) / 1_000_000
+
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
         connection = connections[self.alias]

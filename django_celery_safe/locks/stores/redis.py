@@ -29,6 +29,7 @@ from .base import (
     GARBLED,
     TOKEN_LENGTH,
     Acquired,
+    Eviction,
     HeldLock,
     Holder,
     Renewable,
@@ -311,14 +312,20 @@ class RedisStore(Store):
         service = getattr(self._pool, "service_name", None)  # Sentinel
         return service, kept.get("host"), kept.get("port"), kept.get("path"), kept.get("db") or 0
 
-    def ask_weaknesses(self) -> list[str]:
-        with self.errors("tell how it evicts keys"):
+    def ask_eviction(self) -> Eviction:
+        action = "tell how it evicts keys"
+        with self.errors(action):
             answer = self._wire.ask("INFO", "memory").decode()
         info = dict(line.split(":", 1) for line in answer.splitlines() if ":" in line)
-        policy = info.get("maxmemory_policy", "noeviction")
-        if info.get("maxmemory", "0") == "0" or policy == "noeviction":
-            return []
-        return [f"its maxmemory-policy is {policy}, which deletes locks when memory is short"]
+        policy = info.get("maxmemory_policy")
+        if policy is None:
+            raise LockBackendError(self.where, action, "its INFO says nothing of it")
+        return Eviction(policy, int(info.get("maxmemory", "0")), policy == "noeviction")
+
+    def ask_time(self) -> float:
+        with self.errors("tell the time"):
+            seconds, microseconds = self._wire.ask("TIME")
+        return int(seconds) + int(microseconds) / 1_000_000
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:

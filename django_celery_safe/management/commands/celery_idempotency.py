@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
 from django.db.models import Q
@@ -16,7 +15,20 @@ from django.db.models.functions import Now
 from ...idempotency.records import find_prunable, read_claim, record_store
 from ...locks.stores.base import HASHED, plain_name
 from ...models import IdempotencyRecord, IdempotencyRecords
-from ..console import WIDTH, TableCommand, duration, printable, shorten
+from ..console import (
+    TableCommand,
+    add_no_input,
+    confirm,
+    duration,
+    preview,
+    printable,
+    shorten,
+    typed,
+    wrapped,
+)
+
+#: What a KEY is.
+KEY_HELP: Final = "its whole key; --json shows it as it is, where the list escapes or cuts it"
 
 
 class Command(TableCommand):
@@ -37,19 +49,22 @@ class Command(TableCommand):
         listing.add_argument(
             "--state", choices=IdempotencyRecord.State.values, help="only those in this state"
         )
-        listing.add_argument("--prefix", metavar="TEXT", help="only keys that begin with this")
+        listing.add_argument(
+            "--prefix", type=typed, metavar="TEXT", help="only keys that begin with this"
+        )
         self.add_limit(listing)
         showing = self.add_action(actions, "show", "show all of one record, its result too")
         self.add_json(showing)
-        showing.add_argument("key", metavar="KEY", help="as the list shows it")
+        showing.add_argument("key", type=typed, metavar="KEY", help=KEY_HELP)
         forgetting = self.add_action(
             actions, "forget", "delete records, so that what they stand for is done again"
         )
-        forgetting.add_argument("keys", nargs="+", metavar="KEY", help="as the list shows it")
+        forgetting.add_argument("keys", nargs="+", type=typed, metavar="KEY", help=KEY_HELP)
         forgetting.add_argument(
             "--force", action="store_true", help="even if it is being done: then it is done twice"
         )
-        forgetting.add_argument("--dry-run", action="store_true", help="only say which")
+        forgetting.add_argument("--dry-run", action="store_true", help="only say how many")
+        add_no_input(forgetting)
         pruning = self.add_action(actions, "prune", "delete records that say nothing any more")
         self.add_pruning(
             pruning, "those that ended so long ago, whatever their ttl: 90s, 15m, 12h, 7d, 2w"
@@ -94,7 +109,8 @@ class Command(TableCommand):
     def _forget(self, aliases: list[str], options: dict[str, Any]) -> None:
         keys = {plain_name(key): key for key in options["keys"]}
         chosen = [of_keys(alias, keys) for alias in aliases]
-        found = [as_row(row) for rows in chosen for row in rows.annotate(asked_at=Now())]
+        records = [row for rows in chosen for row in rows.annotate(asked_at=Now())]
+        found = [as_row(row) for row in records]
         if not options["force"]:
             if busy := [row for row in found if row["remaining_s"]]:
                 names = ", ".join(f"{row['key']} ({by_whom(row)})" for row in busy)
@@ -103,7 +119,11 @@ class Command(TableCommand):
                     f"until it ends, or add --force. Nothing was forgotten."
                 )
             chosen = [rows.idle() for rows in chosen]
-        total = sum(rows.count() if options["dry_run"] else rows.erase() for rows in chosen)
+        if found and options["interactive"] and not options["dry_run"]:
+            self._confirm(found)
+            # What was done anew while the question stood was not shown.
+            chosen = [rows.filter(token__in=[row.token for row in records]) for rows in chosen]
+        total = sum(rows.count() if options["dry_run"] else rows.forget() for rows in chosen)
         would = "would be" if options["dry_run"] else "were"
         self.stdout.write(f"{total} record(s) {would} forgotten.")
         there = {plain_name(row["key"]) for row in found}
@@ -117,6 +137,18 @@ class Command(TableCommand):
                 f"{len(found) - total} record(s) were claimed, or gone, before they could be "
                 f"forgotten. Look at the list again."
             )
+
+    def _confirm(self, found: list[dict[str, Any]]) -> None:
+        """
+        Show what is to be forgotten, and ask.
+
+        Raises:
+            CommandError: The answer is no, or nobody is there to give one.
+        """
+        shown = preview(map(as_lines, found), len(found))
+        question = f"Each is done again by the next who comes. Forget {len(found)} record(s)?"
+        if not confirm(self.stderr, "\n".join([*shown, question])):
+            raise CommandError("The answer was not 'yes': no record was forgotten.")
 
     def _prune(self, aliases: list[str], options: dict[str, Any]) -> None:
         chosen = [find_prunable(records_in(alias), options["older_than"]) for alias in aliases]
@@ -194,10 +226,10 @@ def as_lines(row: dict[str, Any]) -> str:
     lines = [
         shorten(printable(row["key"])),
         f"    {', '.join(told)}",
-        textwrap.indent(textwrap.fill(printable(by_whom(row)), WIDTH - 4), " " * 4),
+        wrapped(by_whom(row), 4),
     ]
     if row["error"]:
-        lines.append(textwrap.indent(textwrap.fill(printable(row["error"]), 74), " " * 4))
+        lines.append(wrapped(row["error"], 4))
     return "\n".join(lines)
 
 

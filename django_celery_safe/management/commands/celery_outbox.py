@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import textwrap
 import threading
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
@@ -17,13 +16,25 @@ from typing import Any, Final
 from celery import current_app
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections
+from django.db.models import Max
 from django.db.models.functions import Now
 
 from ... import conf
 from ...models import OutboxMessage, OutboxMessages, OutboxRelay
 from ...sending.relay import BrokerGone, Relay, drain_all, find_outboxes
 from ...stages.repairs import sweep_beside
-from ..console import TableCommand, age, count, duration, printable
+from ..console import (
+    ASKED_ABOUT,
+    TableCommand,
+    add_no_input,
+    age,
+    confirm,
+    count,
+    duration,
+    preview,
+    printable,
+    wrapped,
+)
 
 #: What is said of messages, and with --dry-run.
 DONE: Final = {
@@ -71,6 +82,7 @@ class Command(TableCommand):
         self._add_choice(retrying, "every dead message")
         discarding = self.add_action(actions, "discard", "delete messages; they are never sent")
         self._add_choice(discarding, "every dead message")
+        add_no_input(discarding)
         pruning = self.add_action(actions, "prune", "delete messages that were sent long ago")
         self.add_pruning(
             pruning, "how long ago, such as 90s, 12h or 7d (default: OUTBOX_RETENTION)"
@@ -180,19 +192,27 @@ class Command(TableCommand):
     # retry, discard, prune
 
     def _retry(self, aliases: list[str], options: dict[str, Any]) -> None:
-        self._decide(aliases, options, OutboxMessages.failed, OutboxMessages.revive)
+        chosen = self._choose(aliases, options, OutboxMessages.failed)
+        self._decide(chosen, options, OutboxMessages.revive)
 
     def _discard(self, aliases: list[str], options: dict[str, Any]) -> None:
-        self._decide(aliases, options, OutboxMessages.unsent, OutboxMessages.discard)
+        chosen = self._choose(aliases, options, OutboxMessages.unsent)
+        if options["interactive"] and not options["dry_run"]:
+            if options["every"]:
+                # Those that die while the question stands are not part of it.
+                ends = [rows.aggregate(last=Max("dead_at"))["last"] for rows in chosen]
+                found = zip(chosen, ends, strict=True)
+                chosen = [rows.filter(dead_at__lte=end) for rows, end in found if end]
+            self._confirm(chosen)
+        self._decide(chosen, options, OutboxMessages.discard)
 
-    def _decide(
+    def _choose(
         self,
         aliases: list[str],
         options: dict[str, Any],
         which: Callable[[OutboxMessages], OutboxMessages],
-        step: Callable[[OutboxMessages], int],
-    ) -> None:
-        """Take a step with those messages that were named, or with all that are dead."""
+    ) -> list[OutboxMessages]:
+        """Return, of each database, those messages that were named, or all that are dead."""
         ids = set(options["ids"])
         if bool(ids) == options["every"]:
             raise CommandError("Give the IDs that the list shows, or --all for every dead message.")
@@ -203,13 +223,41 @@ class Command(TableCommand):
                 f"There are outboxes in {', '.join(aliases)}, each with IDs of its own: say which "
                 f"by --database."
             )
-        total = 0
+        chosen = []
         for alias in aliases:
             rows = OutboxMessage.objects.using(alias)
-            chosen = which(rows).filter(pk__in=ids) if ids else rows.dead()
-            if options["task"]:
-                chosen = chosen.filter(task=options["task"])
-            total += chosen.count() if options["dry_run"] else step(chosen)
+            rows = which(rows).filter(pk__in=ids) if ids else rows.dead()
+            chosen.append(rows.filter(task=options["task"]) if options["task"] else rows)
+        return chosen
+
+    def _confirm(self, chosen: list[OutboxMessages]) -> None:
+        """
+        Show what is to be deleted, and ask.
+
+        Raises:
+            CommandError: The answer is no, or nobody is there to give one.
+        """
+        total = sum(rows.count() for rows in chosen)
+        if not total:
+            return
+        lines = (
+            as_lines(as_row(row))
+            for rows in chosen
+            for row in rows.annotate(asked_at=Now()).order_by("pk")[:ASKED_ABOUT]
+        )
+        question = f"They are never sent. Delete {total} message(s)?"
+        if not confirm(self.stderr, "\n".join([*preview(lines, total), question])):
+            raise CommandError("The answer was not 'yes': no message was deleted.")
+
+    def _decide(
+        self,
+        chosen: list[OutboxMessages],
+        options: dict[str, Any],
+        step: Callable[[OutboxMessages], int],
+    ) -> None:
+        """Take a step with messages."""
+        ids = set(options["ids"])
+        total = sum(rows.count() if options["dry_run"] else step(rows) for rows in chosen)
         now, would = DONE[options["action"]]
         self.stdout.write(f"{total} message(s) {would if options['dry_run'] else now}.")
         if total < len(ids):
@@ -294,7 +342,7 @@ def as_row(row: OutboxMessage) -> dict[str, Any]:
     return {
         "id": row.pk,
         "database": row._state.db,
-        "state": "sent" if row.sent_at else "dead" if row.dead_at else "pending",
+        "state": row.state,
         "task": row.task,
         "task_id": row.task_id,
         "age_s": seconds_since(row.created_at, row),
@@ -323,5 +371,5 @@ def as_lines(row: dict[str, Any]) -> str:
     if told:
         lines.append(f"        {', '.join(told)}")
     if row["error"]:
-        lines.append(textwrap.indent(textwrap.fill(printable(row["error"]), 70), " " * 8))
+        lines.append(wrapped(row["error"], 8))
     return "\n".join(lines)

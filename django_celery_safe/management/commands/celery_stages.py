@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import textwrap
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
@@ -13,18 +11,29 @@ from datetime import datetime
 from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import transaction
-from django.db.models import Count, F, OuterRef, Q, Subquery
+from django.db import Error as DatabaseError
+from django.db import connections, transaction
+from django.db.models import F, Q
 from django.db.models.functions import Coalesce, Now
 
-from ...exceptions import IllegalTransition
+from ...exceptions import IllegalTransition, describe_error
 from ...locks.stores.rows import read_holder
 from ...models import OutboxMessage, StageRun, StageStep
 from ...stages import Progress, StageProgress, Status
 from ...stages.engine import Fault
 from ...stages.repairs import PATIENCE, find_prunable, sweep
 from ...stages.rows import StepStore, step_store
-from ..console import WIDTH, TableCommand, age, count, duration, printable, shorten
+from ..console import (
+    REDRAW,
+    TableCommand,
+    age,
+    count,
+    crop,
+    duration,
+    printable,
+    shorten,
+    wrapped,
+)
 
 #: Rows that lists show if nothing else is said.
 LIMIT: Final = 50
@@ -32,8 +41,6 @@ LIMIT: Final = 50
 BAR: Final = 20
 #: How often --watch looks, s.
 LOOK: Final = 0.5
-#: Takes a terminal's cursor to its first place, and clears what follows.
-REDRAW: Final = "\x1b[H\x1b[J"
 
 
 class Command(TableCommand):
@@ -140,17 +147,24 @@ class Command(TableCommand):
 
     def _watch(self, run: Any, limit: int) -> None:
         """Show a run until it has ended: in its place on a terminal, else each change below."""
-        on_screen, before = self.stdout.isatty(), ""
+        on_screen, before, alias = self.stdout.isatty(), "", str(run._state.db)
         while True:
-            text = crop(as_page(run, limit)) if on_screen else as_heading(as_row(run))
+            try:
+                run = get_run(alias, run.pk)
+                text = as_page(run, limit) if on_screen else as_heading(as_row(run))
+            except DatabaseError as error:
+                if not before:
+                    raise
+                connections[alias].close_if_unusable_or_obsolete()
+                said = describe_error(error).splitlines()[0]
+                text = wrapped(f"The database can't be asked, of {alias}: {said}")
             if text != before:
-                self.stdout.write(f"{REDRAW}{text}" if on_screen else text)
+                self.stdout.write(f"{REDRAW}{crop(text)}" if on_screen else text)
                 self.stdout.flush()
                 before = text
             if run.status in Status.STOPPED:
                 break
             time.sleep(LOOK)
-            run = get_run(str(run._state.db), run.pk)
         if not on_screen:
             self.stdout.write(as_page(run, limit))
 
@@ -213,17 +227,7 @@ def only(aliases: list[str]) -> str:
 
 def runs_in(alias: str) -> Any:
     """Return the runs in a database, with the server's time and how many of their steps are."""
-    steps = StageStep.objects.filter(run=OuterRef("pk")).order_by().values("run")
-    total = steps.annotate(total=Count("pk")).values("total")
-    done = steps.filter(status=Status.SUCCEEDED).annotate(done=Count("pk")).values("done")
-    return (
-        StepStore(alias)
-        .runs()
-        .defer("params_text")
-        .annotate(
-            asked_at=Now(), total=Coalesce(Subquery(total), 0), done=Coalesce(Subquery(done), 0)
-        )
-    )
+    return StepStore(alias).runs().defer("params_text").annotate(asked_at=Now()).counted()
 
 
 def get_run(alias: str, pk: int) -> Any:
@@ -409,20 +413,3 @@ def as_paragraph(step: Any) -> str:
     if row["note"]:
         lines.append(wrapped(f"sweep: {row['note']}", 10))
     return "\n".join(lines)
-
-
-def wrapped(text: str, indent: int = 0) -> str:
-    """Return a text in lines of 80 columns, all indented but those of a sentence of its own."""
-    before = " " * indent
-    return textwrap.fill(
-        printable(text),
-        WIDTH,
-        initial_indent=before,
-        subsequent_indent=before or " " * 4,
-        break_on_hyphens=False,
-    )
-
-
-def crop(text: str) -> str:
-    """Return as much of a text as a terminal shows at once."""
-    return "\n".join(text.splitlines()[: max(1, shutil.get_terminal_size().lines - 1)])

@@ -1,0 +1,282 @@
+"""What all pages share: they only show, and what may be done about it is a :class:`Decision`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Final
+
+from django.contrib import messages
+from django.contrib.admin import ModelAdmin
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.models import CHANGE, DELETION, LogEntry
+from django.core.exceptions import PermissionDenied
+from django.db import router, transaction
+from django.db.models import Model, QuerySet
+from django.db.models.functions import Now
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.text import capfirst
+
+from ..exceptions import CelerySafeError, LockBackendError
+from ..management.console import duration, printable
+
+#: Most rows that one decision may be about: all of them stand on the page that asks.
+MOST_ROWS: Final = 500
+#: Of so many rows it is said why nothing was done with them.
+MOST_REASONS: Final = 10
+#: How Django's filters ask for a value.
+LOOKUPS: Final = ("", "exact", "isnull")
+#: Characters of an error that lists show.
+LONGEST_ERROR: Final = 100
+
+
+class Refused(CelerySafeError):
+    """A decision does not fit the row as it is now; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """
+    What an operator may do with rows, after a confirmation.
+
+    Attributes:
+        name: A verb, as in the permission ``<name>_<model>`` and in the form.
+        label: The verb as the list of actions and the button show it.
+        consequence: What follows from it, for whoever is asked.
+        done: What is said of a row afterwards, such as ``was released``.
+        fits: Tells whether a row's own page offers it.
+        act: Does it to one row. Raises :class:`Refused`, or another of our errors.
+        force: What a box says that lets ``forced`` do it all the same; "": there is none.
+        forced: Does it to a row for which ``act`` would refuse.
+        deletes: Whether nothing is left of the row.
+    """
+
+    name: str
+    label: str
+    consequence: str
+    done: str
+    act: Callable[[Any], object]
+    force: str = ""
+    forced: Callable[[Any], object] | None = None
+    deletes: bool = False
+    fits: Callable[[Any], bool] = lambda row: True
+
+
+class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run time
+    """Shows rows, the decisions about them, and changes nothing else."""
+
+    decisions: ClassVar[Sequence[Decision]] = ()
+    #: The columns by which a URL may narrow the list.
+    narrowed_by: ClassVar[Sequence[str]] = ()
+    #: What does the same in a terminal.
+    command: ClassVar[str]
+    change_form_template = "admin/django_celery_safe/change_form.html"
+    list_per_page = 100
+    list_max_show_all = 0
+    # Each would be a query over the whole table.
+    show_full_result_count = False
+    actions_on_bottom = False
+
+    class Media:
+        css = {"all": ["django_celery_safe/admin.css"]}
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Return the rows where they are written, since a replica may be behind."""
+        alias = router.db_for_write(self.model)
+        rows: QuerySet[Any] = self.model._default_manager.using(alias)
+        rows = rows.annotate(asked_at=Now())
+        return rows.order_by(*self.get_ordering(request))
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
+        """Tell whether a URL may ask for this: what is not shown is not to be guessed by it."""
+        column, _, how = lookup.partition("__")
+        return column in self.narrowed_by and how in LOOKUPS
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
+        """Return a row; None: there is none."""
+        # Keys are printable, and not every database can look for what is not.
+        return (
+            super().get_object(request, object_id, from_field) if object_id.isprintable() else None
+        )
+
+    def get_actions(self, request: HttpRequest) -> dict[str, Any]:
+        ours = {
+            each.name: (
+                partial(_decide, decision=each),
+                each.name,
+                f"{each.label} selected %(verbose_name_plural)s",
+            )
+            for each in self.find_decisions(request)
+        }
+        return {**super().get_actions(request), **ours}
+
+    def find_decisions(self, request: HttpRequest) -> list[Decision]:
+        """Return the decisions that this user may take."""
+        return [each for each in self.decisions if self._may_take(each, request)]
+
+    def _may_take(self, decision: Decision, request: HttpRequest) -> bool:
+        codename = f"{decision.name}_{self.opts.model_name}"
+        return bool(request.user.has_perm(f"{self.opts.app_label}.{codename}"))
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        if self.has_view_permission(request):
+            self._check_posted(request)
+        return super().changelist_view(request, extra_context)
+
+    def _check_posted(self, request: HttpRequest) -> None:
+        """Refuse, loudly, a decision that the user may not take."""
+        posted = request.POST.getlist("action")
+        for decision in self.decisions:
+            if decision.name in posted and not self._may_take(decision, request):
+                raise PermissionDenied
+
+    def render_change_form(
+        self,
+        request: HttpRequest,
+        context: dict[str, Any],
+        add: bool = False,
+        change: bool = False,
+        form_url: str = "",
+        obj: Any = None,
+    ) -> HttpResponse:
+        """Show a row with a button for each decision that fits it."""
+        fitting = [each for each in self.find_decisions(request) if each.fits(obj)]
+        context.update(decisions=fitting, selected=self.selection_of(obj))
+        context.update(self.describe_page(obj))
+        return super().render_change_form(request, context, add, change, form_url, obj)
+
+    def describe_page(self, row: Any) -> dict[str, Any]:
+        """Return what a row's own page shows beside its fields, for the template."""
+        return {}
+
+    def find_url(self, page: str, *args: Any) -> str:
+        """Return the URL of another of our pages, such as ``stagerun_change``."""
+        name = f"admin:{self.opts.app_label}_{page}"
+        return reverse(name, args=args, current_app=self.admin_site.name)
+
+    def describe(self, row: Any) -> str:
+        """Return what the page that asks for a confirmation says of a row."""
+        return ""
+
+    def together(self, row: Any) -> AbstractContextManager[Any]:
+        """Return what makes a decision and its log entry happen both or not at all."""
+        together: AbstractContextManager[Any] = transaction.atomic(using=row._state.db)
+        return together
+
+    def selection_of(self, row: Any) -> str:
+        """Return what stands for a row in a form."""
+        return str(row.pk)
+
+    def decide(
+        self, request: HttpRequest, decision: Decision, rows: Sequence[Any]
+    ) -> HttpResponse | None:
+        """Ask for a confirmation; if that is what came, do it, and return None."""
+        if not self._may_take(decision, request):
+            raise PermissionDenied
+        if len(rows) > MOST_ROWS:
+            self.message_user(
+                request,
+                f"More than {MOST_ROWS} {self.opts.verbose_name_plural} are selected, which is "
+                f"the most here: you are to see what you decide about. Narrow the list, or use "
+                f"{self.command}, which takes any number.",
+                messages.ERROR,
+            )
+            return None
+        if "confirmed" not in request.POST:
+            return self._ask(request, decision, rows)
+        act = decision.forced if "forced" in request.POST else None
+        faults = self._find_missing(request, rows)
+        done = 0
+        for row in rows:
+            try:
+                self._take(request, decision, act or decision.act, row)
+            except LockBackendError as error:
+                faults.append(str(error))
+                break  # it would not answer for the others either
+            except CelerySafeError as error:
+                faults.append(str(error))
+            else:
+                done += 1
+        self._report(request, decision, done, len(rows), faults)
+        return None
+
+    def _find_missing(self, request: HttpRequest, rows: Sequence[Any]) -> list[str]:
+        """Return what to say of rows that were shown and are not there now."""
+        posted = len(set(request.POST.getlist(ACTION_CHECKBOX_NAME)))
+        if posted <= len(rows):
+            return []
+        return [f"{posted - len(rows)} of {posted} ended or changed after they were shown."]
+
+    def _take(
+        self, request: HttpRequest, decision: Decision, act: Callable[[Any], object], row: Any
+    ) -> None:
+        user: Any = request.user  # of the project's own kind
+        about = f"{capfirst(decision.done)}: {self.describe(row)}."
+        with self.together(row):
+            act(row)
+            LogEntry.objects.log_actions(
+                user.pk,
+                [row],
+                DELETION if decision.deletes else CHANGE,
+                change_message=about,
+                single_object=True,
+            )
+
+    def _report(
+        self, request: HttpRequest, decision: Decision, done: int, total: int, faults: list[str]
+    ) -> None:
+        name = self.opts.verbose_name if done == 1 else self.opts.verbose_name_plural
+        if done:
+            verb = decision.done if done == 1 else decision.done.replace("was ", "were ", 1)
+            self.message_user(request, f"{done} {name} {verb}.", messages.SUCCESS)
+        for fault in faults[:MOST_REASONS]:
+            self.message_user(request, fault, messages.ERROR)
+        if len(faults) > MOST_REASONS:
+            left = f"{total - done} of {total} stayed as they were."
+            self.message_user(request, left, messages.ERROR)
+
+    def _ask(self, request: HttpRequest, decision: Decision, rows: Sequence[Any]) -> HttpResponse:
+        plural = self.opts.verbose_name_plural
+        shown = [(self.selection_of(row), str(row), self.describe(row)) for row in rows]
+        context = {
+            **self.admin_site.each_context(request),
+            "title": f"{decision.label}: are you sure?",
+            "opts": self.opts,
+            "media": self.media,
+            "decision": decision,
+            "rows": shown,
+            "name": self.opts.verbose_name if len(shown) == 1 else plural,
+            "action_checkbox_name": ACTION_CHECKBOX_NAME,
+        }
+        return TemplateResponse(request, "admin/django_celery_safe/confirm.html", context)
+
+
+def _decide(
+    page: ReadOnlyAdmin, request: HttpRequest, queryset: QuerySet[Model], *, decision: Decision
+) -> HttpResponse | None:
+    """Take a decision, as an action of Django's."""
+    # One more than may be, to know whether there are too many.
+    return page.decide(request, decision, list(queryset[: MOST_ROWS + 1]))
+
+
+def visible(text: str | None) -> str:
+    """Return what a page shows of a text that comes from anywhere; None: there is none."""
+    return "-" if text is None else printable(text)
+
+
+def age(row: Any, moment: Any) -> str:
+    """Return how long ago a moment was when the row was read, by the database's clock."""
+    return "-" if moment is None else duration(max(0.0, (row.asked_at - moment).total_seconds()))

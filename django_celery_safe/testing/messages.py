@@ -1,0 +1,150 @@
+"""Messages that are kept instead of being published, while a test looks at what is sent."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from celery import Celery
+from celery.backends.cache import CacheBackend
+from kombu import Producer
+from kombu.serialization import dumps, loads
+
+from ..concurrency.header import read_header
+from ..concurrency.sent import find_lock_of
+from ..sending import outbox
+
+#: Whether this context runs a callback of ``transaction.on_commit()``.
+committing_now: ContextVar[bool] = ContextVar("django_celery_safe_committing", default=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """
+    A task's message that was sent, and kept instead of being published.
+
+    Attributes:
+        headers: Those of the message, such as ``eta`` and ``expires``.
+        properties: How it was to be published: ``exchange``, ``routing_key``, ``priority`` …
+        on_commit: Whether it was sent when a transaction committed.
+        data: The arguments as they are serialized, with the two names of how.
+    """
+
+    headers: Mapping[str, Any]
+    properties: Mapping[str, Any]
+    on_commit: bool
+    data: Any
+    content_type: str
+    content_encoding: str
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return str(self.headers["task"])
+
+    @property
+    def task_id(self) -> str:
+        """The task's id."""
+        return str(self.headers["id"])
+
+    @property
+    def args(self) -> list[Any]:
+        """The positional arguments, as a worker would get them."""
+        return list(self._body()[0])
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments by name, as a worker would get them."""
+        return dict(self._body()[1])
+
+    def __str__(self) -> str:
+        return shown(self.task, self.args, self.kwargs)
+
+    def _body(self) -> Any:
+        accept = {self.content_type}
+        return loads(self.data, self.content_type, self.content_encoding, accept=accept)
+
+
+@contextmanager
+def kept_from_broker(app: Celery) -> Iterator[list[Sent]]:
+    """
+    Keep what is sent in what is yielded instead of publishing it, and results in memory.
+
+    Tasks don't run eagerly meanwhile. An outer block of this kind gets all of it, too.
+    """
+    sent: list[Sent] = []
+    outer: Any = Producer.publish
+
+    def publish(self: Producer, body: Any, **options: Any) -> None:
+        if "task" not in (options.get("headers") or ()):
+            return  # an event, or a command to workers
+        sent.append(as_sent(body, **options))
+        if hasattr(outer, "celery_safe"):
+            outer(self, body, **options)
+
+    publish.celery_safe = True  # type: ignore[attr-defined]
+    results = functools.cache(_memory_backend)
+    with ExitStack() as stack:
+        if app.conf.task_always_eager:
+            stack.enter_context(mock.patch.dict(app.conf.changes, task_always_eager=False))
+        stack.enter_context(mock.patch.object(Producer, "publish", publish))
+        stack.enter_context(mock.patch.object(Celery, "backend", property(results)))
+        bounded = mock.patch.object(outbox, "bounded_backend", lambda app, seconds: results(app))
+        stack.enter_context(bounded)
+        stack.callback(free_locks_of, sent)
+        yield sent
+
+
+def as_sent(
+    body: Any,
+    *,
+    headers: dict[str, Any],
+    content_type: str | None = None,
+    content_encoding: str | None = None,
+    **options: Any,
+) -> Sent:
+    """Return what a producer was to publish: a body that is serialized already, or is not."""
+    if content_type is None or content_encoding is None:
+        content_type, content_encoding, body = dumps(body, options.get("serializer"))
+    on_commit = committing_now.get()
+    return Sent(copy.deepcopy(headers), options, on_commit, body, content_type, content_encoding)
+
+
+def _memory_backend(app: Celery) -> CacheBackend:
+    backend: Any = CacheBackend(app, url="memory://")
+    backend.client.cache = type(backend.client.cache)()  # its own, not that of the process
+    return backend  # type: ignore[no-any-return]
+
+
+def free_locks_of(messages: Iterable[Sent]) -> None:
+    """Free what ``unique_until`` holds for messages that nobody will run."""
+    for message in messages:
+        held = find_lock_of(message.task, read_header(message.headers, message.task))
+        if held is not None:
+            held.move(0)
+
+
+def check_task(task: Any, what: str) -> None:
+    """
+    Refuse what is no task.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not (hasattr(task, "apply_async") and hasattr(task, "run")):
+        raise TypeError(
+            f"{what}() got {task!r}, which is no task. Pass the task itself, such as import_feed, "
+            f"and not its name, a signature or one of its methods."
+        )
+
+
+def shown(name: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    parts = [repr(value) for value in args]
+    parts += [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{name}({', '.join(parts)})"
