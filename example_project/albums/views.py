@@ -43,6 +43,8 @@ def make_sample(request: HttpRequest) -> HttpResponse:
     if "broken" in request.POST:
         files.append(ContentFile(samples.cut_off("noon.jpg"), "cut-off.jpg"))
     album = create_album("From dark to light", "you@example.com", files)
+    if "from_home" in request.POST:
+        return redirect("home")
     return redirect("albums:detail", album.pk)
 
 

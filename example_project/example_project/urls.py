@@ -4,10 +4,15 @@ from django.conf import settings
 from django.conf.urls.static import static
 from django.contrib import admin
 from django.urls import include, path
-from django.views.generic import TemplateView
+from django.views.generic import RedirectView
+
+from . import views
 
 urlpatterns = [
-    path("", TemplateView.as_view(template_name="home.html"), name="home"),
+    path("", views.home, name="home"),
+    path("activity/", views.show_activity, name="activity"),
+    # The admin's pages name no icon, so browsers ask for this one.
+    path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}lock.svg")),
     path("accounts/", include("accounts.urls")),
     path("feeds/", include("feeds.urls")),
     path("albums/", include("albums.urls")),

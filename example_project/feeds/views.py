@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from django.contrib import messages
 from django.db.models import Count, Prefetch, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse
@@ -16,6 +18,8 @@ from .tasks import import_feed
 
 #: Entries shown of each feed.
 NEWEST = 3
+#: How long a slow feed takes, s: shorter than FEEDS_TIMEOUT, and long enough to watch.
+PAUSE = 6
 
 
 @require_GET
@@ -38,9 +42,9 @@ def start_import(request: HttpRequest) -> HttpResponse:
         messages.success(
             request,
             f"The import of {url} was sent, as task {sent.id}. "
-            f"Reload this page once a worker has done it.",
+            f"Reload the page of feeds once a worker has done it.",
         )
-    return redirect("feeds:list")
+    return redirect("home" if "from_home" in request.POST else "feeds:list")
 
 
 @require_GET
@@ -51,6 +55,14 @@ def sample(request: HttpRequest, name: str) -> HttpResponse:
     except KeyError:
         raise Http404(f"There is no sample feed {name!r}.") from None
     return HttpResponse(content, content_type=bundled.CONTENT_TYPES[name])
+
+
+@require_GET
+def slow_sample(request: HttpRequest, name: str) -> HttpResponse:
+    """Serve one of the sample feeds after a pause, so that its import can be watched."""
+    response = sample(request, name)
+    time.sleep(PAUSE)
+    return response
 
 
 def _page(request: HttpRequest, form: ImportForm) -> dict[str, object]:
