@@ -237,6 +237,7 @@ def _forget_first_use() -> None:
     app._pool = None  # kombu has one for each address, and keeps it
     app.amqp._producer_pool = None
     bounded._pools.pop(app, None)
+    vars(bounded._backends).pop("by_app", None)
     if isinstance(app.backend, DisabledBackend):
         app._backend_cache = None
         vars(app._local).pop("backend", None)

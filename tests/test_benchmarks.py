@@ -12,7 +12,17 @@ from pytest_django import Settings
 from django_celery_safe import cache_lock
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import listing, once, outbox, renewal, report, stages, tasks, waiting
+from tests.benchmarks import (
+    inspection,
+    listing,
+    once,
+    outbox,
+    renewal,
+    report,
+    stages,
+    tasks,
+    waiting,
+)
 from tests.benchmarks.locks import BACKENDS, caches_on
 from tests.benchmarks.once import Measured
 from tests.benchmarks.outbox import Send
@@ -167,6 +177,20 @@ def test_what_is_listed_is_compared_with_what_was_acquired(redis_server: RedisSe
     assert values[listing.OURS] > 0
     assert 0 < values["Python peak, MB"] < 4
     assert values["missed, twice or not there"] == 0
+    assert missing.value == 1
+
+
+@pytest.mark.django_db
+def test_rows_that_a_list_leaves_out_are_counted(redis_server: RedisServer) -> None:
+    """The command is measured plain and as JSON, and the admin's page; what is missing is told."""
+    redis_server.flush()
+    with caches_on(redis_server):
+        listing.fill(redis_server, 20, 0)
+        values = {figure.name: figure.value for figure in inspection.measure(20)}
+        missing = inspection.measure_list(21, "list")[-1]
+    assert values["list: rows missed"] == values["list --json: rows missed"] == 0
+    assert 0 < values["list: Python peak, MB"] < 20
+    assert values["admin: first page, s"] > 0
     assert missing.value == 1
 
 

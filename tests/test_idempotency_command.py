@@ -1,6 +1,5 @@
 """manage.py celery_idempotency and the task that prunes: what they print, and what they delete."""
 
-import io
 import json
 import os
 import socket
@@ -10,12 +9,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from celery import Celery
-from django.core.management import CommandError, ManagementUtility, call_command
+from django.core.management import CommandError
 from django.db import connections, transaction
 from django.db.models import F
 from psycopg.sql import SQL, Identifier
@@ -26,10 +26,12 @@ from django_celery_safe.idempotency.records import find_prunable, record_store
 from django_celery_safe.locks.stores.base import Holder, encode_holder, plain_name
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.tasks import prune_idempotency
+from tests import commands
 from tests.conftest import MakeDatabase
 from tests.processes import CeleryWorker, free_port, wait_for
 from tests.servers import PostgresServer
 from tests.servers.databases import registered, sqlite_settings
+from tests.terminal import on_terminal
 
 KINDS: Final = ("sqlite-immediate", "postgres")
 PRUNE_TASK: Final = "django_celery_safe.tasks.prune_idempotency"
@@ -45,6 +47,11 @@ LONG_KEY: Final = f"shop.tasks.charge:{'x' * 500}"
 BROKEN_KEY: Final = "mail:\ud800"
 
 
+run = partial(commands.run, "celery_idempotency")
+refused = partial(commands.refused, "celery_idempotency")
+status_of_program = partial(commands.status_of_program, "celery_idempotency")
+
+
 class InShop:
     """Keeps the records in a database of their own."""
 
@@ -58,30 +65,6 @@ def shop(request: pytest.FixtureRequest, make_database: MakeDatabase, settings: 
     """The database with the records, of each kind in turn; its clock and ours are the same."""
     settings.DATABASE_ROUTERS = [f"{__name__}.InShop"]
     return make_database(request.param, "shop")
-
-
-def run(*arguments: str) -> str:
-    """Return what the command prints."""
-    out = io.StringIO()
-    call_command("celery_idempotency", *arguments, stdout=out)
-    return out.getvalue()
-
-
-def refused(*arguments: str) -> tuple[str, str]:
-    """Return what the command prints before it fails, and with what."""
-    out = io.StringIO()
-    with pytest.raises(CommandError) as caught:
-        call_command("celery_idempotency", *arguments, stdout=out)
-    return out.getvalue(), str(caught.value)
-
-
-def status_of_program(*arguments: str) -> int:
-    """Return the exit status of ``manage.py celery_idempotency``."""
-    try:
-        ManagementUtility(["manage.py", "celery_idempotency", *arguments]).execute()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def listed(*arguments: str) -> list[dict[str, Any]]:
@@ -376,7 +359,7 @@ def test_results_show_nowhere_else(shop: str) -> None:
             "list",
             "list --json",
             "forget mail:1 --dry-run",
-            "forget mail:1",
+            "forget mail:1 --no-input",
             "prune --older-than 1h --dry-run",
             "prune --older-than 1h",
         )
@@ -402,12 +385,12 @@ def test_keys_and_errors_can_not_steer_the_terminal(shop: str) -> None:
         run("list", "--json"),
         run("show", key),
         run("show", key, "--json"),
-        *refused("forget", "busy\x1b[0m", "other\x1b[0m"),
+        *refused("forget", "--no-input", "busy\x1b[0m", "other\x1b[0m"),
         *refused("show", "other\x1b[0m"),
     ):
         assert all(char.isprintable() for char in text.replace("\n", ""))
     assert [row["key"] for row in listed("--state", "failed")] == [key]
-    assert run("forget", key) == "1 record(s) were forgotten.\n"
+    assert run("forget", "--no-input", key) == "1 record(s) were forgotten.\n"
 
 
 @pytest.mark.parametrize(
@@ -438,9 +421,9 @@ def test_a_key_with_half_of_a_character(shop: str) -> None:
     assert shown(BROKEN_KEY)["result"] == 1
     assert "mail:\\ud800\n" in run("show", BROKEN_KEY)
     assert refused("show", "no\ud800") == ("", "There is no record 'no\\ud800'.")
-    assert "There is no record no\\ud800. " in refused("forget", "no\ud800")[1]
-    assert "now: mail:\\ud800:busy (" in refused("forget", f"{BROKEN_KEY}:busy")[1]
-    assert run("forget", BROKEN_KEY) == "1 record(s) were forgotten.\n"
+    assert "There is no record no\\ud800. " in refused("forget", "--no-input", "no\ud800")[1]
+    assert "now: mail:\\ud800:busy (" in refused("forget", "--no-input", f"{BROKEN_KEY}:busy")[1]
+    assert run("forget", "--no-input", BROKEN_KEY) == "1 record(s) were forgotten.\n"
     assert len(keys()) == 1
 
 
@@ -452,7 +435,7 @@ def test_forget_lets_it_be_done_again(shop: str) -> None:
     leave_done("mail:1", result=1)
     leave_done("mail:2", result=2)
     leave_failed("mail:3")
-    assert run("forget", "mail:1", "mail:3") == "2 record(s) were forgotten.\n"
+    assert run("forget", "--no-input", "mail:1", "mail:3") == "2 record(s) were forgotten.\n"
     assert keys() == {"mail:2"}
     with idempotent("mail:1", using=shop) as claim:
         assert claim
@@ -473,7 +456,7 @@ def test_forget_with_dry_run_changes_nothing(shop: str) -> None:
 def test_keys_that_are_not_there(shop: str, dry: list[str]) -> None:
     """Unknown keys are named and fail the command; others are forgotten, one named twice once."""
     leave_done("mail:1")
-    out, why = refused("forget", "mail:1", "mail:1", "mail:2", "mail", *dry)
+    out, why = refused("forget", "--no-input", "mail:1", "mail:1", "mail:2", "mail", *dry)
     assert out.startswith("1 record(s) ")
     assert why == (
         "There is no record mail:2, mail. `manage.py celery_idempotency list` shows the keys."
@@ -485,7 +468,7 @@ def test_a_key_given_in_both_forms_is_one(shop: str) -> None:
     """The whole key and its hash name one record; a hash that no record has is named as given."""
     leave_done(LONG_KEY)
     nobody = plain_name("x" * 300)
-    out, why = refused("forget", LONG_KEY, plain_name(LONG_KEY), nobody)
+    out, why = refused("forget", "--no-input", LONG_KEY, plain_name(LONG_KEY), nobody)
     assert out == "1 record(s) were forgotten.\n"
     assert why.startswith(f"There is no record {nobody}. ")
 
@@ -497,7 +480,7 @@ def test_a_hashed_key_can_be_given_in_both_forms(shop: str, key: str) -> None:
         leave_done(key)
         assert keys() == {plain_name(key)} != {key}
         assert shown(given)["key"] == key
-        assert run("forget", given) == "1 record(s) were forgotten.\n"
+        assert run("forget", "--no-input", given) == "1 record(s) were forgotten.\n"
     assert keys() == set()
 
 
@@ -506,7 +489,7 @@ def test_what_is_being_done_is_not_forgotten(shop: str) -> None:
     leave_done("mail:1")
     leave_running("mail:2")
     leave_running(LONG_KEY, holder=Holder("web2", 43))
-    out, why = refused("forget", "mail:1", "mail:2", plain_name(LONG_KEY))
+    out, why = refused("forget", "--no-input", "mail:1", "mail:2", plain_name(LONG_KEY))
     assert out == ""
     assert why.startswith("Being done now: ")
     assert "mail:2 (6f1c, pid 42 on web1)" in why
@@ -519,7 +502,39 @@ def test_what_is_being_done_is_not_forgotten(shop: str) -> None:
 def test_what_nobody_does_any_more_is_forgotten(shop: str) -> None:
     """One whose lease is over needs no --force."""
     leave_running("mail:1", age=100, lease=1)
-    assert run("forget", "mail:1") == "1 record(s) were forgotten.\n"
+    assert run("forget", "--no-input", "mail:1") == "1 record(s) were forgotten.\n"
+
+
+@pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
+def test_forget_asks(shop: str) -> None:
+    """forget shows what it is about; only yes is yes, and what was done anew meanwhile stays."""
+    for number in range(22):
+        leave_done(f"mail:{number}")
+    named = sorted(keys())
+    out, why = refused("forget", *named)
+    assert out == ""
+    assert "there is no terminal to ask at: nothing was done. Add --no-input" in why
+    for answer in ("no\n", "y\n", "\x04"):
+        with on_terminal("celery_idempotency", "forget", "mail:1", "mail:99") as terminal:
+            terminal.wait_for("[yes/no] ")
+            terminal.type(answer)
+            assert terminal.end() == 1
+            assert "The answer was not 'yes': no record was forgotten.\n" in terminal.text
+    with on_terminal("celery_idempotency", "forget", *named) as terminal:
+        terminal.wait_for("[yes/no] ")
+        assert terminal.text.count("    done, claimed ") == 20
+        assert terminal.text.endswith(
+            "\n... and 2 more.\n"
+            "Each is done again by the next who comes. Forget 22 record(s)? [yes/no] "
+        )
+        assert keys() == set(named)
+        run("forget", "mail:1", "--no-input")
+        leave_done("mail:1")
+        terminal.type("yes\n")
+        assert terminal.end() == 1
+        assert "\n21 record(s) were forgotten.\n" in terminal.text
+        assert "1 record(s) were claimed, or gone, before" in terminal.text
+    assert keys() == {"mail:1"}
 
 
 def test_forced_its_holder_finds_out(shop: str) -> None:
@@ -527,9 +542,9 @@ def test_forced_its_holder_finds_out(shop: str) -> None:
     with pytest.raises(ClaimLost), idempotent("mail:1", using=shop) as claim:
         claim.ensure()
         us = f"pid {os.getpid()} on {socket.gethostname()}"
-        assert f"Being done now: mail:1 ({us}). " in refused("forget", "mail:1")[1]
+        assert f"Being done now: mail:1 ({us}). " in refused("forget", "--no-input", "mail:1")[1]
         claim.ensure()
-        assert run("forget", "--force", "mail:1") == "1 record(s) were forgotten.\n"
+        assert run("forget", "--no-input", "--force", "mail:1") == "1 record(s) were forgotten.\n"
         claim.finish()
     assert keys() == set()
 
@@ -574,7 +589,7 @@ def test_one_that_is_claimed_meanwhile_is_not_forgotten(shop: str, before: str) 
         claims.append(store.at("mail:1").try_claim("new", lease, holder=text, digest="", claims=2))
 
     with before_deleting(shop, claim) as deletes:
-        out, why = refused("forget", "mail:1")
+        out, why = refused("forget", "--no-input", "mail:1")
     assert (claims, len(deletes)) == ([True], 1)
     assert out == "0 record(s) were forgotten.\n"
     assert why == (
@@ -588,7 +603,7 @@ def test_one_that_goes_meanwhile_is_told(shop: str) -> None:
     for force in ([], ["--force"]):
         leave_done("mail:1")
         with before_deleting(shop, lambda: rows_of("mail:1").delete()) as deletes:
-            out, why = refused("forget", "mail:1", *force)
+            out, why = refused("forget", "--no-input", "mail:1", *force)
         assert len(deletes) == 1
         assert out == "0 record(s) were forgotten.\n"
         assert why.startswith("1 record(s) were claimed, or gone, ")
@@ -619,7 +634,7 @@ def test_a_claim_that_commits_during_the_deletion_is_safe(
     with ThreadPoolExecutor(1) as pool:
         claimed = pool.submit(claim)
         assert is_claimed.wait(20)
-        out, why = refused("forget", "mail:1")
+        out, why = refused("forget", "--no-input", "mail:1")
         claimed.result()
     assert out == "0 record(s) were forgotten.\n"
     assert why.startswith("1 record(s) were claimed, or gone, ")
@@ -816,7 +831,7 @@ def test_another_database(shop: str, make_database: MakeDatabase) -> None:
     assert "There is no record" in refused("show", "there")[1]
     assert run("prune").startswith("0 record(s)")
     assert run("prune", "--database", "other").startswith("1 record(s)")
-    assert run("forget", "there", "--database", "other").startswith("1 record(s)")
+    assert run("forget", "--no-input", "there", "--database", "other").startswith("1 record(s)")
     assert (keys(), keys("other")) == ({"here"}, set())
 
 
@@ -836,9 +851,9 @@ def test_several_databases(shop: str, make_database: MakeDatabase) -> None:
     assert run("prune", *both, "--dry-run").startswith("2 record(s)")
     assert run("prune", *both).startswith("2 record(s)")
     leave_running("runs", alias="other")
-    assert "Being done now: runs (" in refused("forget", "new-shop", "runs", *both)[1]
+    assert "Being done now: runs (" in refused("forget", "--no-input", "new-shop", "runs", *both)[1]
     assert keys() == {"new-shop"}
-    assert run("forget", "new-shop", "new-other", *both).startswith("2 record(s)")
+    assert run("forget", "--no-input", "new-shop", "new-other", *both).startswith("2 record(s)")
     assert (keys(), keys("other")) == (set(), {"runs"})
 
 

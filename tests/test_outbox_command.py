@@ -1,6 +1,5 @@
 """manage.py celery_outbox: what it prints, what it does, and how it ends."""
 
-import io
 import json
 import os
 import re
@@ -10,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from celery import Celery, _state, current_app, signature
-from django.core.management import CommandError, ManagementUtility, call_command
 from django.db import connections, transaction
 from django.db.models.functions import Now
 from django.test import override_settings
@@ -27,6 +26,7 @@ from django_celery_safe.management.commands.celery_outbox import run_all
 from django_celery_safe.models import OutboxMessage, OutboxRelay
 from django_celery_safe.sending.relay import BATCH, Relay
 from django_celery_safe.signals import task_sent
+from tests import commands
 from tests.app.celery import app as app_of_tests
 from tests.app.tasks import add, note
 from tests.conftest import MakeDatabase, UseBroker, require
@@ -34,6 +34,7 @@ from tests.processes import KeptProcess, free_port, wait_for
 from tests.processes.settings import settings_environment
 from tests.servers import PostgresServer, RedisServer, ServerPool
 from tests.servers.databases import DatabaseKind, Databases, registered, sqlite_settings
+from tests.terminal import on_terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,6 +42,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SECRET = "the-secret-of-the-argument"
 #: Where no broker is.
 NOBODY = "redis://:password@127.0.0.1:1/0"
+
+
+run = partial(commands.run, "celery_outbox")
+refused = partial(commands.refused, "celery_outbox")
+status_of_program = partial(commands.status_of_program, "celery_outbox")
 
 
 class NotInDefault:
@@ -87,33 +93,9 @@ def broker_at(url: str) -> Iterator[None]:
         app_of_tests.conf.broker_url = before
 
 
-def run(*arguments: str) -> str:
-    """Return what the command prints."""
-    out = io.StringIO()
-    call_command("celery_outbox", *arguments, stdout=out)
-    return out.getvalue()
-
-
-def refused(*arguments: str) -> tuple[str, str]:
-    """Return what the command prints before it fails, and with what."""
-    out = io.StringIO()
-    with pytest.raises(CommandError) as caught:
-        call_command("celery_outbox", *arguments, stdout=out)
-    return out.getvalue(), str(caught.value)
-
-
 def headings(text: str) -> list[str]:
     """Return the lines that are not indented."""
     return [line for line in text.splitlines() if not line.startswith(" ")]
-
-
-def status_of_program(*arguments: str) -> int:
-    """Return the exit status of ``manage.py celery_outbox``."""
-    try:
-        ManagementUtility(["manage.py", "celery_outbox", *arguments]).execute()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def leave(alias: str, task: Any = add, *, due: bool = True, age: float = 0) -> OutboxMessage:
@@ -439,7 +421,7 @@ def test_no_argument_shows(
             "prune --dry-run",
             "relay --once",
             "list --json --limit 0",
-            f"discard {died.pk}",
+            f"discard {died.pk} --no-input",
         )
     ]
     assert SECRET in repr(bytes(died.body))
@@ -484,17 +466,47 @@ def test_retry_leaves_alone_what_did_not_fail(alias: str, broker: Celery) -> Non
 def test_discard_deletes(alias: str, queue: Callable[[], list[str]]) -> None:
     """A discarded message, dead or waiting, is gone and never sent; others stay."""
     died, waits, other = leave_dead(alias), leave(alias), leave(alias)
-    assert run("discard", str(died.pk), str(waits.pk)) == "2 message(s) were deleted.\n"
+    pks = [str(died.pk), str(waits.pk)]
+    assert run("discard", "--no-input", *pks) == "2 message(s) were deleted.\n"
     assert ids(alias) == {other.pk}
     run("relay", "--once")
     assert queue() == [other.task_id]
+
+
+def test_discard_asks(make_database: MakeDatabase, broker: Celery) -> None:
+    """discard shows what it is about; only yes is yes, and what dies meanwhile stays."""
+    alias = make_database("sqlite-immediate", "shop")
+    died = {leave_dead(alias).pk for _ in range(22)}
+    out, why = refused("discard", "--all")
+    assert out == ""
+    assert "there is no terminal to ask at: nothing was done. Add --no-input" in why
+    for answer in ("no\n", "y\n", "\x04"):
+        with on_terminal("celery_outbox", "discard", str(min(died))) as terminal:
+            terminal.wait_for("They are never sent. Delete 1 message(s)? [yes/no] ")
+            terminal.type(answer)
+            assert terminal.end() == 1
+            said = "CommandError: The answer was not 'yes': no message was deleted.\n"
+            assert terminal.text.endswith(f"\n{said}")
+    with on_terminal("celery_outbox", "discard", "--all") as terminal:
+        terminal.wait_for("[yes/no] ")
+        assert terminal.text.count(f"  {add.name}\n") == 20
+        assert terminal.text.endswith(
+            "\n... and 2 more.\nThey are never sent. Delete 22 message(s)? [yes/no] "
+        )
+        assert dead(alias) == died
+        later = leave_dead(alias)
+        terminal.type("yes\n")
+        assert terminal.end() == 0
+        assert terminal.text.endswith("\n22 message(s) were deleted.\n")
+    assert dead(alias) == {later.pk}
+    assert run("discard", "--all", "--task", "unknown") == "0 message(s) were deleted.\n"
 
 
 @pytest.mark.parametrize(
     ("action", "would", "did"),
     [
         ("retry", "would be due now", "are due now"),
-        ("discard", "would be deleted", "were deleted"),
+        ("discard --no-input", "would be deleted", "were deleted"),
     ],
 )
 def test_all_are_the_dead(alias: str, broker: Celery, action: str, would: str, did: str) -> None:
@@ -511,28 +523,28 @@ def test_all_are_the_dead(alias: str, broker: Celery, action: str, would: str, d
         (["--all", "--task", "unknown"], 0),
         ([str(failed.pk), str(died)], 2),
     ):
-        output = run(action, *arguments, "--dry-run")
+        output = run(*action.split(), *arguments, "--dry-run")
         assert output == f"{number} message(s) {would}.\n"
     after = {row.pk: row.due_at for row in OutboxMessage.objects.using(alias).all()}
     assert (after, dead(alias)) == (before, {died, *notes})
 
-    assert run(action, "--all", "--task", note.name) == f"2 message(s) {did}.\n"
+    assert run(*action.split(), "--all", "--task", note.name) == f"2 message(s) {did}.\n"
     assert dead(alias) == {died}
-    assert run(action, "--all") == f"1 message(s) {did}.\n"
+    assert run(*action.split(), "--all") == f"1 message(s) {did}.\n"
     assert dead(alias) == set()
     others = {waits.pk, sent.pk, failed.pk}
-    assert ids(alias) == (others if action == "discard" else set(before))
+    assert ids(alias) == (others if action != "retry" else set(before))
     for row in OutboxMessage.objects.using(alias).filter(pk__in=others):
         assert row.due_at == before[row.pk]
-    assert run(action, "--all") == f"0 message(s) {did}.\n"
+    assert run(*action.split(), "--all") == f"0 message(s) {did}.\n"
 
 
-@pytest.mark.parametrize("action", ["retry", "discard"])
+@pytest.mark.parametrize("action", ["retry", "discard --no-input"])
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_ids_that_are_not_there(alias: str, broker: Celery, action: str, dry: list[str]) -> None:
     """Unknown ids, and those that were sent, are counted and fail the command; others are done."""
     died, sent = leave_dead(alias), leave_sent(alias)
-    out, why = refused(action, str(died.pk), str(died.pk), str(sent.pk), "999", *dry)
+    out, why = refused(*action.split(), str(died.pk), str(died.pk), str(sent.pk), "999", *dry)
     assert out.startswith("1 message(s) ")
     assert why.startswith("2 of 3 message(s) are not there, or not in a state for that.")
     assert dead(alias) == ({died.pk} if dry else set())
@@ -561,20 +573,20 @@ def test_an_id_that_no_row_can_have(alias: str) -> None:
     assert "not there" in refused("retry", str(2**63 - 1))[1]
 
 
-@pytest.mark.parametrize("action", ["retry", "discard"])
+@pytest.mark.parametrize("action", ["retry", "discard --no-input"])
 def test_ids_need_their_database(alias: str, make_database: MakeDatabase, action: str) -> None:
     """Where there are several outboxes, ids are refused without --database; --all is of all."""
     make_database("sqlite", "other")
     one, two = leave_dead(alias), leave_dead("other")
     assert one.pk == two.pk
-    why = refused(action, str(one.pk))[1]
+    why = refused(*action.split(), str(one.pk))[1]
     assert "shop, other" in why
     assert "--database" in why
     assert dead(alias) == dead("other") == {one.pk}
-    run(action, str(one.pk), "--database", "other")
+    run(*action.split(), str(one.pk), "--database", "other")
     assert (dead(alias), dead("other")) == ({one.pk}, set())
     leave_dead("other")
-    assert run(action, "--all").startswith("2 message(s) ")
+    assert run(*action.split(), "--all").startswith("2 message(s) ")
     assert dead(alias) == dead("other") == set()
 
 

@@ -7,11 +7,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from django.core.management import CommandError, ManagementUtility, call_command
+from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.db.models.functions import Now
 from pytest_django import Settings
@@ -22,6 +23,7 @@ from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from django_celery_safe.signals import run_ended, stage_started
 from django_celery_safe.stages import Status
 from django_celery_safe.stages.repairs import MOST_DEATHS
+from tests import commands
 from tests.conftest import MakeDatabase
 from tests.docs.pages import names_in, page
 from tests.docs.test_docs import own_arguments
@@ -75,27 +77,13 @@ def lite(make_database: MakeDatabase, queue: Queue) -> Iterator[str]:
 
 def run(*arguments: str) -> str:
     """Return what the command prints, in lines of 80 columns."""
-    out = io.StringIO()
-    call_command("celery_stages", *arguments, stdout=out)
-    assert "--json" in arguments or max(map(len, out.getvalue().splitlines())) <= 80
-    return out.getvalue()
+    text = commands.run("celery_stages", *arguments)
+    assert "--json" in arguments or max(map(len, text.splitlines())) <= 80
+    return text
 
 
-def refused(*arguments: str) -> tuple[str, str]:
-    """Return what the command prints before it fails, and with what."""
-    out = io.StringIO()
-    with pytest.raises(CommandError) as caught:
-        call_command("celery_stages", *arguments, stdout=out)
-    return out.getvalue(), str(caught.value)
-
-
-def status_of_program(*arguments: str) -> int:
-    """Return the exit status of ``manage.py celery_stages``."""
-    try:
-        ManagementUtility(["manage.py", "celery_stages", *arguments]).execute()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+refused = partial(commands.refused, "celery_stages")
+status_of_program = partial(commands.status_of_program, "celery_stages")
 
 
 def listed(*arguments: str) -> list[dict[str, Any]]:
@@ -430,6 +418,42 @@ def test_watch_redraws_on_a_terminal(lite: str, monkeypatch: pytest.MonkeyPatch)
     assert heads[-1] == "succeeded"
     assert [frame.count("\n") for frame in frames] == [4] * len(frames)
     assert frames[-1].endswith("Stage 1  [####################]  1/1\n")
+
+
+def test_watch_outlives_a_connection(make_database: MakeDatabase, queue: Queue) -> None:
+    """A database that can't be asked for a while is shown to be so, and then the run again."""
+    alias = make_database("postgres", "shop")
+    with runs_in(alias):
+        one = begin(1)
+
+        class Loses(Screen):
+            """Loses the connection when it was shown first, and lets the run end at last."""
+
+            looks = 0
+
+            def flush(self) -> None:
+                self.looks += 1
+                if self.looks == 1:
+                    with connections[alias].cursor() as cursor:
+                        cursor.execute("SELECT pg_backend_pid()")
+                        (pid,) = cursor.fetchone()
+                    other = connections.create_connection(alias)
+                    with other.cursor() as cursor:
+                        cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
+                    other.close()
+                elif self.looks == 3:
+                    deliver(one.steps.get())
+
+        screen = Loses()
+        call_command("celery_stages", "show", str(one.pk), "--watch", stdout=screen)
+    frames = screen.getvalue().split(celery_stages.REDRAW)[1:]
+    heads = [frame.split(",")[0].replace("\n", " ") for frame in frames]
+    assert heads == [
+        f"Run {one.pk}: waiting",
+        "The database can't be asked",
+        f"Run {one.pk}: waiting",
+        f"Run {one.pk}: succeeded",
+    ]
 
 
 def test_watch_of_a_run_that_is_deleted(lite: str) -> None:

@@ -7,12 +7,11 @@ Naming such a backend in CACHES registers its store in every process that loads 
 import itertools
 import time
 
-from django.core.cache.backends.base import BaseCache
 from django.core.cache.backends.redis import RedisCache
 
-from django_celery_safe.locks import stores
-from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder, Store, encode_holder
+from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder, encode_holder
 from django_celery_safe.locks.stores.redis import RedisStore
+from tests.faulty import let_choose
 
 
 class NoOwnerCheckStore(RedisStore):
@@ -78,17 +77,11 @@ class ReadThenWriteCache(RedisCache):
     """Chooses ReadThenWriteStore."""
 
 
-_STORES: dict[type[BaseCache], type[RedisStore]] = {
-    NoOwnerCheckCache: NoOwnerCheckStore,
-    NoExpiryCache: NoExpiryStore,
-    FencePerProcessCache: FencePerProcessStore,
-    ReadThenWriteCache: ReadThenWriteStore,
-}
-
-
-def _make(alias: str, cache: BaseCache) -> Store:
-    return _STORES[type(cache)](alias, cache)
-
-
-for _cache in _STORES:
-    stores._MAKERS[f"{__name__}.{_cache.__name__}"] = _make
+let_choose(
+    {
+        NoOwnerCheckCache: NoOwnerCheckStore,
+        NoExpiryCache: NoExpiryStore,
+        FencePerProcessCache: FencePerProcessStore,
+        ReadThenWriteCache: ReadThenWriteStore,
+    }
+)

@@ -26,6 +26,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired, Holder, Renewal, Store
+from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.portable import NO_DELETE, PortableStore
 from tests.processes import Journal, meet, run_in_processes, start_in_process, tell, wait_for
 
@@ -372,8 +373,19 @@ def many_are_extended_together(folder: Path) -> None:
     assert store().release("one", ours) is True
 
 
+def the_clock_is_told(folder: Path) -> None:
+    """A store that has a clock tells it, as exactly as it counts its leases."""
+    told = store().ask_time()
+    if isinstance(store(), PortableStore | LocalStore):
+        assert told is None
+    else:
+        assert told is not None
+        assert abs(told - time.time()) < store().early + 0.5
+
+
 #: Cases for every store, that take a moment.
 QUICK: list[Case] = [
+    the_clock_is_told,
     holder_is_shown,
     operator_frees_only_what_was_seen,
     odd_names_are_locks_of_their_own,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.cookiejar import CookieJar
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from tests.processes import KeptProcess, wait_for
@@ -25,6 +26,11 @@ MANAGE = (sys.executable, "manage.py")
 WORKER = (
     *(sys.executable, "-m", "celery", "-A", "example_project", "worker", "--loglevel=INFO"),
     *("--concurrency=2", "--without-gossip", "--without-mingle", "--hostname=albums@%h"),
+)
+#: What every page promises the browser.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 #: Variables of ours that would reach into the site.
 FOREIGN = ("CELERY", "REDIS_URL", "DATABASE_URL", "EMAIL_", "DJANGO_SETTINGS_MODULE", "DEBUG")
@@ -37,45 +43,93 @@ class Site:
     """A running site."""
 
     url: str
+    web: KeptProcess
     worker: KeptProcess
+    folder: Path
+    env: Mapping[str, str]
+
+    def wait_until_it_answers(self) -> None:
+        """Wait until pages are served."""
+        wait_for(self._answers, PATIENCE, "the site did not answer")
+
+    def relay(self) -> KeptProcess:
+        """Return a relay of the outbox, which runs for a block."""
+        command = [*MANAGE, "celery_outbox", "relay"]
+        log_path = self.folder / "relay.log"
+        return KeptProcess(command, folder=EXAMPLE, log_path=log_path, env=self.env)
+
+    def manage(self, *arguments: str) -> str:
+        """Run a command of the site's; return what it printed."""
+        return manage(self.env, *arguments)
+
+    def execute(self, code: str) -> str:
+        """Execute Python code in a process with the site's Django; return what it printed."""
+        return execute(self.env, code)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url) as response:
+                return bool(response.status == 200)
+        except urllib.error.URLError:
+            return False
 
 
 @contextmanager
-def running_site(folder: Path) -> Iterator[Site]:
-    """Run the site and a worker for the block, without any server, in an empty folder."""
+def running_site(folder: Path, **variables: str) -> Iterator[Site]:
+    """
+    Run the site and a worker for the block, in an empty folder.
+
+    Args:
+        variables: Of the site's environment, such as ``REDIS_URL``; without any it
+            needs no server.
+    """
     port = free_port()
-    env = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    env["EXAMPLE_DATA_DIR"] = str(folder)
+    env = environment(folder, **variables)
+    migrate(env)
+    serve = [*MANAGE, "runserver", "--noreload", f"127.0.0.1:{port}"]
+    web = KeptProcess(serve, folder=EXAMPLE, log_path=folder / "site.log", env=env)
+    worker = KeptProcess(WORKER, folder=EXAMPLE, log_path=folder / "worker.log", env=env)
+    site = Site(f"http://127.0.0.1:{port}", web, worker, folder, env)
+    with web, worker:
+        wait_for(lambda: "ready." in worker.log, PATIENCE, "the worker was not ready")
+        site.wait_until_it_answers()
+        yield site
+
+
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    """Return the environment of a site that lives in an empty folder."""
     # kombu's folder broker takes messages through the folder for temporary files.
-    env["TMPDIR"] = str(folder / "tmp")
     (folder / "tmp").mkdir()
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    places = {"EXAMPLE_DATA_DIR": str(folder), "TMPDIR": str(folder / "tmp")}
+    return {**ours, **places, **variables}
+
+
+def migrate(env: Mapping[str, str]) -> None:
+    """Make the tables of a site."""
     with ThreadPoolExecutor() as pool:
         databases = [("--database=default",), ("django_celery_safe", "--database=locks")]
         list(pool.map(lambda which: manage(env, "migrate", *which), databases))
-    serve = [*MANAGE, "runserver", "--noreload", f"127.0.0.1:{port}"]
-    site = KeptProcess(serve, folder=EXAMPLE, log_path=folder / "site.log", env=env)
-    worker = KeptProcess(WORKER, folder=EXAMPLE, log_path=folder / "worker.log", env=env)
-    with site, worker:
-        wait_for(lambda: "ready." in worker.log, PATIENCE, "the worker was not ready")
-        url = f"http://127.0.0.1:{port}"
-        wait_for(lambda: _answers(url), PATIENCE, "the site did not answer")
-        yield Site(url, worker)
 
 
-def manage(env: Mapping[str, str], *arguments: str) -> None:
-    """Run a command of the site's."""
+def manage(env: Mapping[str, str], *arguments: str) -> str:
+    """Run a command of a site's; return what it printed."""
+    return _run(env, *MANAGE, *arguments)
+
+
+def execute(env: Mapping[str, str], code: str) -> str:
+    """Execute Python code in a process with a site's Django; return what it printed."""
+    settings = {"DJANGO_SETTINGS_MODULE": "example_project.settings"}
+    program = f"import django\ndjango.setup()\n{dedent(code)}"
+    return _run({**env, **settings}, sys.executable, "-c", program)
+
+
+def _run(env: Mapping[str, str], *command: str) -> str:
     done = subprocess.run(
-        [*MANAGE, *arguments], cwd=EXAMPLE, env=env, capture_output=True, text=True, check=False
+        command, cwd=EXAMPLE, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url) as response:
-            return bool(response.status == 200)
-    except urllib.error.URLError:
-        return False
+    return done.stdout
 
 
 @dataclass
@@ -85,6 +139,7 @@ class Answer:
     status: int
     path: str
     body: bytes
+    policy: str | None = None
 
     @property
     def text(self) -> str:
@@ -155,4 +210,5 @@ class Visitor:
             response = error
         with response:
             path = urllib.parse.urlsplit(response.url).path
-            return Answer(response.status, path, response.read())
+            policy = response.headers["Content-Security-Policy"]
+            return Answer(response.status, path, response.read(), policy)

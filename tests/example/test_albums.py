@@ -11,22 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.example.site import Site, Visitor, manage, running_site
+from tests.example.site import Site, Visitor, manage
 
 STAGES = ["Fetch", "Thumbnails and index", "Contact sheet", "Notify"]
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The site and its worker, for all tests of this file."""
-    with running_site(tmp_path_factory.mktemp("site")) as site:
-        yield site
-
-
-@pytest.fixture
-def visitor(site: Site) -> Visitor:
-    """Somebody who has not been there yet."""
-    return Visitor(site)
 
 
 @contextmanager

@@ -10,14 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from django.core.cache.backends.base import BaseCache
 from django.core.cache.backends.redis import RedisCache
 
 from django_celery_safe import conf
-from django_celery_safe.locks import stores
 from django_celery_safe.locks.lock import CacheLock
-from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder, Renewable, Store
+from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder, Renewable
 from django_celery_safe.locks.stores.redis import RedisStore
+from tests.faulty import let_choose
 
 
 class ExtendsAnyStore(RedisStore):
@@ -120,17 +119,11 @@ class ForgetfulFenceCache(RedisCache):
     """Chooses ForgetfulFenceStore."""
 
 
-_STORES: dict[type[BaseCache], type[RedisStore]] = {
-    ExtendsAnyCache: ExtendsAnyStore,
-    RevivingCache: RevivingStore,
-    ShortLeaseCache: ShortLeaseStore,
-    ForgetfulFenceCache: ForgetfulFenceStore,
-}
-
-
-def _make(alias: str, cache: BaseCache) -> Store:
-    return _STORES[type(cache)](alias, cache)
-
-
-for _cache in _STORES:
-    stores._MAKERS[f"{__name__}.{_cache.__name__}"] = _make
+let_choose(
+    {
+        ExtendsAnyCache: ExtendsAnyStore,
+        RevivingCache: RevivingStore,
+        ShortLeaseCache: ShortLeaseStore,
+        ForgetfulFenceCache: ForgetfulFenceStore,
+    }
+)

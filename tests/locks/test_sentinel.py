@@ -95,7 +95,7 @@ def test_locks_work_through_sentinel(sentinel: SentinelServer) -> None:
 
 def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer) -> None:
     """Locks that the replica has are held, excluded and renewed in it after a planned failover."""
-    with cache_lock("renewed", timeout=1.5) as lock, cache_lock("asked", renew=False) as other:
+    with cache_lock("renewed", timeout=6) as lock, cache_lock("asked", renew=False) as other:
         replicate(sentinel.first)
         sentinel.fail_over()
         # The old master is a replica and has the connections still: it refuses to write.

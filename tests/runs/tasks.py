@@ -73,8 +73,8 @@ def connect(witness: Witness) -> None:
         signals.write("succeeded", step=step)
 
     @receiver(step_lost, weak=False)
-    def note_loss(step: str, **kwargs: Any) -> None:
-        signals.write("lost", step=int(step))
+    def note_loss(step: int, **kwargs: Any) -> None:
+        signals.write("lost", step=step)
 
 
 if (_witness := find_witness()) is not None:

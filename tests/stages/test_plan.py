@@ -156,6 +156,8 @@ INVALID: list[tuple[Any, str, str]] = [
     ([("§§§", 1)], "entry 1", "nobody knows here. Is its module among the app's?"),
     ([(len, 1)], "entry 1", "<built-in function len>, which is no task"),
     ([(None, 1)], "entry 1", "None, which is no task"),
+    (plain, "<@task: tests.stages.tasks.plain", "is no list of entries"),
+    ([(plain.s({}, "a"), 1)], "entry 1", "has a signature of tests.stages.tasks.plain, whose arg"),
     ([(NOTE, 1), (NOTE, 1, {"size": 1})], "entry 2", "does not take (params) and size ("),
     ([(plain, 1, {"size": 1})], "entry 1", "does not take (data, name) and size ("),
     ([("celery.chord", 1)], "entry 1", "neither a @stages.step nor a SafeTask"),

@@ -25,9 +25,12 @@ from tests.app.celery import app, tell_workers
 from tests.conftest import REDIS_BACKENDS, _forget_first_use
 from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer
+from tests.settings import INSTALLED_APPS
 from tests.worker.ending_tasks import asked, bare_app
 from tests.worker.rooms import Room
 
+#: A worker's apps, none of which has tasks; the admin is there for the tests' URLs.
+WITHOUT_TASKS = [app for app in INSTALLED_APPS if app != "tests.app"]
 #: Seconds until what happens at once must have happened; far less than any lease.
 SOON = 15
 #: Seconds that something may take which has a lease of 2 s to wait for.
@@ -280,7 +283,7 @@ def test_a_run_longer_than_the_brokers_patience_ends(
 @pytest.fixture(scope="module")
 def bare(services: None) -> Iterator[CeleryWorker]:
     """A worker with a queue of its own, of a project without ``@single_instance``."""
-    alone = {"INSTALLED_APPS": ["django.contrib.contenttypes", "django_celery_safe"]}
+    alone = {"INSTALLED_APPS": WITHOUT_TASKS}
     with CeleryWorker(
         "tests.worker.ending_tasks:bare_app",
         concurrency=1,
@@ -329,7 +332,7 @@ def test_the_worker_keeps_no_connection_to_the_locks_database(
         "tests.worker.ending_tasks:bare_app",
         concurrency=1,
         arguments=["--queues", "database"],
-        settings={"INSTALLED_APPS": ["django.contrib.contenttypes", "django_celery_safe"]},
+        settings={"INSTALLED_APPS": WITHOUT_TASKS},
     )
     with bare:
         for time_around in range(2):

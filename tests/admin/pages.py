@@ -1,0 +1,209 @@
+"""What a browser makes of the admin's pages: texts, tables, forms and messages."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any, NamedTuple
+
+from django.test import Client
+
+#: Elements that have no end, of those that the admin has.
+VOID = frozenset({"area", "base", "br", "col", "hr", "img", "input", "link", "meta"})
+#: Attributes that hold a URL, which must not be a script.
+URLS = frozenset({"href", "src", "action", "formaction"})
+
+
+class Element:
+    """An element of a page: its attributes, and what is in it."""
+
+    def __init__(self, tag: str, attributes: dict[str, str]) -> None:
+        self.tag, self.attributes = tag, attributes
+        self.children: list[Element | str] = []
+
+    @property
+    def text(self) -> str:
+        """What is to be read in it, with single spaces."""
+        parts = [each if isinstance(each, str) else f" {each.text} " for each in self.children]
+        return re.sub(r"\s+([,.:;])", r"\1", " ".join("".join(parts).split()))
+
+    @property
+    def classes(self) -> list[str]:
+        """Its classes."""
+        return self.attributes.get("class", "").split()
+
+    def find(self, tag: str = "", **attributes: str) -> list[Element]:
+        """Return all elements in it of this tag, with these attributes (``class_``: one of it)."""
+        wanted = attributes.pop("class_", None)
+        found = []
+        for each in self.children:
+            if isinstance(each, str):
+                continue
+            fits = not tag or each.tag == tag
+            fits = fits and all(each.attributes.get(k) == v for k, v in attributes.items())
+            if fits and (wanted is None or wanted in each.classes):
+                found.append(each)
+            inner = {**attributes, **({"class_": wanted} if wanted else {})}
+            found += each.find(tag, **inner)
+        return found
+
+
+class _Parser(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.root = Element("", {})
+        self.open = [self.root]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        element = Element(tag, {name: value or "" for name, value in attrs})
+        self.open[-1].children.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open[-1].children.append(Element(tag, {n: v or "" for n, v in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        for index in range(len(self.open) - 1, 0, -1):
+            if self.open[index].tag == tag:
+                del self.open[index:]
+                return
+
+    def handle_data(self, data: str) -> None:
+        self.open[-1].children.append(data)
+
+
+class Page:
+    """An answer of the admin."""
+
+    def __init__(self, response: Any) -> None:
+        self.response = response
+        self.status: int = response.status_code
+        self.html: str = response.content.decode()
+        parser = _Parser()
+        parser.feed(self.html)
+        self.root = parser.root
+
+    @property
+    def text(self) -> str:
+        """What is to be read on it."""
+        return self.root.text
+
+    @property
+    def content(self) -> str:
+        """What is to be read below its title."""
+        return " ".join(each.text for each in self.root.find(id="content"))
+
+    @property
+    def messages(self) -> list[str]:
+        """What it says of what was done before."""
+        return [item.text for each in self.root.find("ul", class_="messagelist")
+                for item in each.find("li")]  # fmt: skip
+
+    @property
+    def error(self) -> str:
+        """What it says is wrong."""
+        return " ".join(each.text for each in self.root.find("p", class_="errornote"))
+
+    @property
+    def links(self) -> list[str]:
+        """Where its links lead."""
+        return [each.attributes["href"] for each in self.root.find("a")
+                if "href" in each.attributes]  # fmt: skip
+
+    @property
+    def columns(self) -> list[str]:
+        """The heads of its list."""
+        heads = [head for table in self.root.find("table", id="result_list")
+                 for head in table.find("thead")]  # fmt: skip
+        return [cell.text for head in heads for cell in head.find("th")]
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """The rows of its list, by the heads of the columns."""
+        bodies = [body for table in self.root.find("table", id="result_list")
+                  for body in table.find("tbody")]  # fmt: skip
+        rows = [row for body in bodies for row in body.find("tr")]
+        return [
+            dict(zip(self.columns, (cell.text for cell in cells_of(row)), strict=True))
+            for row in rows
+        ]
+
+    @property
+    def selections(self) -> list[str]:
+        """What stands for each of the rows that can be selected, or is asked about."""
+        return [each.attributes["value"] for each in self.root.find("input")
+                if each.attributes.get("name") == "_selected_action"]  # fmt: skip
+
+    @property
+    def decisions(self) -> list[str]:
+        """The names of the decisions that it offers."""
+        options = [option.attributes["value"] for select in self.root.find("select", name="action")
+                   for option in select.find("option")]  # fmt: skip
+        hidden = [each.attributes["value"] for each in self.root.find("input", type="hidden")
+                  if each.attributes.get("name") == "action"]  # fmt: skip
+        return [each for each in options + hidden if each]
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What a page of one row shows, by its labels."""
+        shown = {}
+        for row in self.root.find("div", class_="form-row"):
+            for label in row.find("label"):
+                values = row.find("div", class_="readonly")
+                shown[label.text.rstrip(":")] = values[0].text if values else ""
+        for table in self.root.find("table", class_="safe-details"):
+            for line in table.find("tr"):
+                head, value = cells_of(line)
+                shown[head.text] = value.text
+        return shown
+
+    def find_inline(self) -> list[str]:
+        """Return what a strict Content-Security-Policy would forbid."""
+        found = []
+        for each in self.root.find():
+            what = each.attributes
+            if each.tag == "style":
+                found.append("<style>")
+            if (
+                each.tag == "script"
+                and "src" not in what
+                and what.get("type") != "application/json"
+            ):
+                found.append(f"<script> {each.text[:60]}")
+            for name, value in what.items():
+                scripted = value.strip().lower().startswith(("javascript:", "data:"))
+                if name == "style" or name.startswith("on") or (name in URLS and scripted):
+                    found.append(f"<{each.tag} {name}={value}>")
+        return found
+
+
+def cells_of(row: Element) -> list[Element]:
+    """Return the cells of a row."""
+    return [each for each in row.children
+            if isinstance(each, Element) and each.tag in ("td", "th")]  # fmt: skip
+
+
+class Visitor(NamedTuple):
+    """Somebody at a browser."""
+
+    client: Client
+    user: Any
+
+    def get(self, url: str, **query: str) -> Page:
+        """Open a page."""
+        return Page(self.client.get(url, query or None))
+
+    def post(self, url: str, **data: Any) -> Page:
+        """Send a form; where that leads elsewhere, the page there is not opened."""
+        return Page(self.client.post(url, data))
+
+    def take(self, url: str, decision: str, *selected: Any, **more: Any) -> Page:
+        """Take a decision about rows of a list, without a confirmation if none is in ``more``."""
+        chosen = [str(each) for each in selected]
+        return self.post(url, action=decision, _selected_action=chosen, **more)
+
+    def confirm(self, url: str, decision: str, *selected: Any, **more: Any) -> Page:
+        """Take a decision and confirm it; return the page that tells what came of it."""
+        page = self.take(url, decision, *selected, confirmed="1", **more)
+        return self.get(page.response["Location"]) if page.status == 302 else page

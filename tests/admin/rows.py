@@ -1,0 +1,147 @@
+"""Rows of each kind for the admin to show, and locks, in each state that they can have."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Final
+
+from celery import signature
+from django.db import connections, router, transaction
+from django.db.models.functions import Now
+
+from django_celery_safe import send_on_commit, stages
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores.base import Acquired, Holder, encode_holder, plain_name
+from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
+from django_celery_safe.stages import Status
+from tests.app.celery import app
+from tests.app.tasks import add
+from tests.stages.tasks import note
+
+#: An argument that shows only where arguments may.
+SECRET: Final = "the-secret-of-the-argument"
+#: A lease that no test outlasts, and one that is over, s.
+LEASE: Final = 600
+OVER: Final = -60
+#: Who holds, if nothing else is said.
+HOLDER: Final = Holder("web1", 42, 1_700_000_000.0, True, "shop.tasks.sell", "id-1", "(7,)", 600.0)
+
+
+def write_alias() -> str:
+    """Return where rows are written."""
+    return router.db_for_write(OutboxMessage)
+
+
+# Locks
+
+
+def hold(name: str, holder: Holder = HOLDER, seconds: float = LEASE) -> str:
+    """Have somebody hold a lock; return the token."""
+    token = os.urandom(16).hex()
+    assert isinstance(locate().store().acquire(name, token, seconds, holder), Acquired)
+    return token
+
+
+# The outbox
+
+
+def leave(task: Any = add, **changes: Any) -> OutboxMessage:
+    """Let a message be there that was not sent yet; ``changes`` are made to its row."""
+    alias = write_alias()
+    what = signature(task, app=app) if isinstance(task, str) else task.s(SECRET)
+    with transaction.atomic(using=alias):
+        send_on_commit(what, using=alias, outbox=True)
+        connections[alias].run_on_commit.clear()
+    rows = OutboxMessage.objects.using(alias)
+    row = rows.latest("pk")
+    if changes:
+        rows.filter(pk=row.pk).update(**changes)
+    return rows.get(pk=row.pk)
+
+
+def leave_failed(error: str = "no route to host") -> OutboxMessage:
+    """Let a message be there that could not be sent, and is to be tried again."""
+    row = leave()
+    assert not row.fail(error, attempts=9)
+    return row
+
+
+def leave_dead(error: str = "no route to host") -> OutboxMessage:
+    """Let a message be there that failed too often."""
+    row = leave()
+    assert row.fail(error, attempts=1)
+    return row
+
+
+def leave_sent() -> OutboxMessage:
+    """Let a message be there that was sent."""
+    return leave(due_at=None, sent_at=Now())
+
+
+# Records
+
+
+def record(
+    key: str, state: str = "done", lease: float = OVER, holder: Holder = HOLDER, **changes: Any
+) -> IdempotencyRecord:
+    """Let a record be there; with a lease above 0 and "running" somebody works on it."""
+    rows = IdempotencyRecord.objects.using(write_alias())
+    rows.bulk_create(
+        [
+            IdempotencyRecord(
+                key=plain_name(key),
+                state=state,
+                token=os.urandom(16).hex(),
+                ends_at=Now() + timedelta(seconds=lease),
+                holder=encode_holder(key, holder),
+                claimed_at=Now() - timedelta(seconds=90),
+                **changes,
+            )
+        ]
+    )
+    return rows.get(pk=plain_name(key))
+
+
+# Runs
+
+
+def begin(*sizes: int, params: dict[str, Any] | None = None) -> StageRun:
+    """Start a run of so many stages, with so many steps each; nothing of it is sent."""
+    alias = write_alias()
+    plan = [(note, -n, {"name": SECRET}) for n, size in enumerate(sizes) for _ in range(size)]
+    with transaction.atomic(using=alias):
+        run = stages.start(plan, params=params)
+        connections[alias].run_on_commit.clear()
+    return run
+
+
+def end(run: StageRun, status: Status, **changes: Any) -> StageRun:
+    """Let a run have ended so; of one that failed, its first step did."""
+    alias = run._state.db
+    steps = StageStep.objects.using(alias).filter(run=run)
+    if status == Status.FAILED:
+        first = steps.in_order().first()
+        assert first is not None
+        steps.filter(pk=first.pk).fail("ValueError", "it does not work")
+        steps.filter(status=Status.WAITING).abort()
+    StageRun.objects.using(alias).filter(pk=run.pk).update(status=status, ended_at=Now(), **changes)
+    run.refresh_from_db(using=alias)
+    return run
+
+
+def work_on(run: StageRun, lease: float = LEASE, holder: Holder = HOLDER) -> StageStep:
+    """Let a worker have begun a run's first step; with a lease below 0 it died since."""
+    rows = StageStep.objects.using(run._state.db).filter(run=run)
+    step = rows.in_order().first()
+    assert step is not None
+    rows.filter(pk=step.pk).update(
+        status=Status.RUNNING,
+        token=os.urandom(16).hex(),
+        ends_at=Now() + timedelta(seconds=lease),
+        started_at=Now(),
+        starts=1,
+        holder=encode_holder(str(step), holder),
+    )
+    StageRun.objects.using(run._state.db).filter(pk=run.pk).update(status=Status.RUNNING)
+    return rows.get(pk=step.pk)

@@ -1,0 +1,385 @@
+"""The pages of locks: what they show, on every store, whatever the names are."""
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.utils import quote
+from django.db import connections
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+from pytest_django import Settings
+
+from django_celery_safe import cache_lock, find_lock
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores.base import NOBODY
+from django_celery_safe.management.console import printable
+from django_celery_safe.models import DatabaseLock
+from tests.admin.conftest import make_visitor
+from tests.admin.pages import Visitor
+from tests.admin.rows import HOLDER, LEASE, hold
+from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.locks.conftest import fragile_redis
+from tests.servers import RedisServer
+
+__all__ = ["fragile_redis"]
+
+LIST: Final = "/admin/django_celery_safe/lock/"
+#: Where locks can live, and whether it lists them.
+STORES: Final = {"redis": True, "memcached": True, "database": True, "local": True}
+
+#: Names that something might not take: HTML, terminals, databases, URLs, keys.
+NAMES: Final = {
+    "html": "<script>alert(1)</script>",
+    "attribute": "\"'><img src=x onerror=alert(1)>",
+    "control": "a\x00b\x1b[31m\r\n\x7f",
+    "bidi": "feed\u202egpj.exe\u2066",
+    "half": "mail:\ud800",
+    "long": "x" * 5000,
+    "wide": "\N{PILE OF POO}é漢" * 60,
+    "url": "https://example.com/a%20b/?q=1&r=%2F#top",
+    "slashes": "/a//b/../c/",
+    "quoted": "_2F_ %5F __",
+    "page": "add",
+    "pages": "x/history",
+    "template": "{{ name }}{% url 'x' %}",
+    "spaces": "  two  words  ",
+    "json": '["\\"]',
+}
+
+
+def change_url(name: str) -> str:
+    """Return the URL of a lock's page."""
+    return reverse("admin:django_celery_safe_lock_change", args=[quote(name)])
+
+
+def key_of(name: str) -> str:
+    """Return what a page shows of a name, with single spaces as browsers show it."""
+    return " ".join(printable(name).split())
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, settings: Settings, root: Visitor) -> Visitor:
+    """A superuser, with the locks in each store in turn."""
+    if request.param == "redis":
+        make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
+        settings.CACHES = make_cache("django-redis")
+    elif request.param == "memcached":
+        settings.CACHES = request.getfixturevalue("memcached_cache_settings")()
+    elif request.param == "database":
+        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "site"}
+    return root
+
+
+@pytest.fixture
+def unlisted(root: Visitor, settings: Settings, tmp_path: Path) -> Visitor:
+    """A superuser, with the locks in a cache that can't list them."""
+    settings.CACHES = {"default": {"BACKEND": "diskcache.DjangoCache", "LOCATION": str(tmp_path)}}
+    return root
+
+
+# What they show
+
+
+def test_no_lock(store: Visitor) -> None:
+    """Without a lock the list says so, and offers nothing to do."""
+    page = store.get(LIST)
+    assert (page.status, page.rows, page.decisions, page.error) == (200, [], [], "")
+    assert "No lock is held." in page.content
+    assert locate().store().where in page.content
+
+
+def test_a_lock_of_a_task(store: Visitor) -> None:
+    """The list and the page show who holds a lock, for how long, in which task."""
+    hold("feed:1", HOLDER._replace(since=time.time() - 7))
+    (row,) = store.get(LIST).rows
+    assert row.pop("").strip() == ""
+    held = find_lock("feed:1")
+    assert held is not None
+    assert row.pop("Fence", None) == (None if held.fence is None else str(held.fence))
+    age = row.pop("Held for")
+    assert 7 <= float(age.rstrip("s")) < 20
+    assert row == {
+        "Lock": "feed:1",
+        "Lease left": "10min",
+        "Renewed": "yes",
+        "Process": "pid 42 on web1",
+        "Task": "shop.tasks.sell (7,) id-1",
+    }
+    page = store.get(change_url("feed:1"))
+    fields = page.fields
+    assert page.status == 200
+    assert fields.pop("Held since").endswith("s ago")
+    fields.pop("Fence")
+    assert fields == {
+        "Process": "pid 42 on web1",
+        "Task": "shop.tasks.sell",
+        "Arguments": "(7,)",
+        "Task ID": "id-1",
+        "Lease left": "10min",
+        "Renewed": "Yes: it goes on for as long as its process lives",
+    }
+
+
+def test_a_real_lock(store: Visitor) -> None:
+    """A lock that this process holds shows this process, and no task."""
+    with cache_lock("mine", timeout=60) as lock:
+        assert lock
+        (row,) = store.get(LIST).rows
+        page = store.get(change_url("mine"))
+    assert row["Process"].startswith(f"pid {os.getpid()} on ")
+    assert (row["Task"], page.fields["Task"], page.fields["Arguments"]) == ("-", "-", "-")
+    assert "Nobody holds this lock now." in store.get(change_url("mine")).content
+
+
+@pytest.mark.parametrize(
+    ("renewed", "lease", "left", "shown", "said"),
+    [
+        (True, 600.0, LEASE, "yes", "Yes: it goes on"),
+        (False, 600.0, LEASE, "no", "No: it ends by itself"),
+        (True, 10_000.0, LEASE, "overdue", "Overdue: its process may be dead"),
+        (True, None, LEASE, "yes", "Yes: it goes on"),
+    ],
+)
+def test_renewal(
+    root: Visitor, renewed: bool, lease: float | None, left: float, shown: str, said: str
+) -> None:
+    """A holder that renews, one that does not, and one that should have are told apart."""
+    hold("feed", HOLDER._replace(renewed=renewed, lease=lease), left)
+    assert root.get(LIST).rows[0]["Renewed"] == shown
+    assert root.get(change_url("feed")).fields["Renewed"].startswith(said)
+
+
+def test_a_lock_of_a_message(store: Visitor) -> None:
+    """A lock that a message holds on its way has no process, which the pages say."""
+    hold("t:1", HOLDER._replace(host="", pid=0, renewed=False))
+    assert store.get(LIST).rows[0]["Process"] == "a message under way"
+    assert store.get(change_url("t:1")).fields["Process"] == "a message under way"
+
+
+def test_nobody_known(store: Visitor) -> None:
+    """A lock of which nothing is known is listed, with a question mark for what is not known."""
+    hold("odd", NOBODY)
+    (row,) = store.get(LIST).rows
+    assert (row["Process"], row["Held for"], row["Task"]) == ("not known", "?", "-")
+    assert store.get(change_url("odd")).fields["Held since"] == "?"
+
+
+def test_arguments_hidden(
+    root: Visitor, settings: Settings, redis_cache_settings: MakeRedisCache
+) -> None:
+    """Without SHOW_ARGUMENTS no page shows arguments, of locks taken before either."""
+    store, settings.CACHES = root, redis_cache_settings("django-redis")
+    hold("feed", HOLDER._replace(arguments="('secret',)", renewed=False))
+    assert "secret" in store.get(LIST).text
+    selection = store.get(LIST).selections
+    settings.DJANGO_CELERY_SAFE = {"SHOW_ARGUMENTS": False}
+    pages = [
+        store.get(LIST),
+        store.get(change_url("feed")),
+        store.take(LIST, "release", *selection),
+        store.confirm(LIST, "release", *selection),
+        store.get(change_url("feed").replace("change", "history")),
+    ]
+    assert find_lock("feed") is None
+    assert all("secret" not in page.html for page in pages)
+    assert "secret" not in LogEntry.objects.get().change_message
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_names(store: Visitor, name: str) -> None:
+    """A lock of any name is listed, shown, released and logged, and its name steers nothing."""
+    hold(name, HOLDER._replace(renewed=False, task=name, arguments=name, host=name))
+    page = store.get(LIST)
+    (row,) = page.rows
+    assert row["Lock"] == key_of(name)
+    assert page.find_inline() == []
+    assert name == printable(name) or name not in page.html
+    links = [link for link in page.links if link.endswith("/change/") and "/lock/" in link]
+    assert len(links) == (1 if name == printable(name) else 0)
+    for link in links:
+        shown = store.get(link)
+        assert (shown.status, shown.error) == (200, "")
+        assert shown.selections == page.selections
+        assert shown.find_inline() == []
+        assert key_of(name) in shown.fields["Task"]
+    asked = store.take(LIST, "release", *page.selections)
+    assert key_of(name) in asked.content
+    assert asked.find_inline() == []
+    told = store.confirm(LIST, "release", *asked.selections)
+    assert told.messages == ["1 lock was released."]
+    assert find_lock(name) is None
+    entry = LogEntry.objects.get()
+    assert entry.object_id == printable(name)
+    for link in links:
+        history = store.get(link.replace("/change/", "/history/"))
+        assert history.status == 200
+        assert "Was released: held by pid 42" in history.content
+    assert store.get(reverse("admin:index")).status == 200
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("page", ["change", "history"])
+def test_pages_of_any_name(site: str, page: str, name: str) -> None:
+    """A page of any name that somebody types answers, on every database."""
+    visitor = make_visitor(is_superuser=True)
+    typed = quote(name).encode("utf-8", "replace")
+    url = "/admin/django_celery_safe/lock/" + "".join(f"%{byte:02X}" for byte in typed)
+    assert visitor.get(f"{url}/{page}/").status in (200, 302, 404)
+
+
+def test_name_in_the_filters(store: Visitor) -> None:
+    """Filters of any text are answered, and shown as they were given."""
+    for name in NAMES.values():
+        given = name.encode("utf-8", "replace").decode()
+        page = store.get(LIST, q=given, task=given)
+        assert page.status == 200
+        assert page.find_inline() == []
+        assert "No lock like that is held." in page.content
+
+
+# Lists
+
+
+def test_filters(store: Visitor) -> None:
+    """The list is narrowed by the beginning of names, by a task's whole name, and by both."""
+    for number in range(3):
+        hold(f"feed:{number}", HOLDER._replace(task=f"shop.tasks.t{number}"))
+    hold("mail:1")
+
+    def names(**query: str) -> list[str]:
+        return sorted(row["Lock"] for row in store.get(LIST, **query).rows)
+
+    assert names() == ["feed:0", "feed:1", "feed:2", "mail:1"]
+    assert names(q="feed:") == ["feed:0", "feed:1", "feed:2"]
+    assert names(task="shop.tasks.sell") == ["mail:1"]
+    assert names(task="shop.tasks") == []
+    assert names(q="feed:", task="shop.tasks.t2") == ["feed:2"]
+    assert names(q="ail") == []
+
+
+def test_paging(store: Visitor) -> None:
+    """Of 250 locks each is on one of three pages, and the links between them keep the filter."""
+    for number in range(250):
+        hold(f"feed:{number}")
+    hold("mail")
+    url, seen, sizes = f"{LIST}?q=feed%3A", [], []
+    while len(sizes) < 5:
+        page = store.get(url)
+        sizes.append(len(page.rows))
+        seen += [row["Lock"] for row in page.rows]
+        onward = [link for link in page.links if f"p={len(sizes) + 1}" in link]
+        if not onward:
+            break
+        url = LIST + onward[0]
+    assert sizes == [100, 100, 50]
+    assert sorted(seen) == sorted(f"feed:{number}" for number in range(250))
+    assert any("p=2" in link and "q=feed" in link for link in page.links)
+    assert "There are no more." in store.get(LIST, p="9").content
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x", "", "²", "٣", "9" * 9, "9" * 30, "9" * 9999])
+def test_odd_page_numbers(root: Visitor, number: str) -> None:
+    """A page number of any kind is answered."""
+    hold("feed")
+    assert root.get(LIST, p=number).status == 200
+
+
+def count_queries(visitor: Visitor, url: str) -> int:
+    """Return how many queries a page needs, the session's and the user's included."""
+    with CaptureQueriesContext(connections["site"]) as queries:
+        assert visitor.get(url).status == 200
+    return len(queries)
+
+
+def test_queries(store: Visitor) -> None:
+    """A list of 100 locks needs no query more than one of a single lock."""
+    hold("feed:0")
+    one, of_one = count_queries(store, LIST), count_queries(store, change_url("feed:0"))
+    for number in range(1, 100):
+        hold(f"feed:{number}")
+    assert count_queries(store, LIST) == one
+    assert count_queries(store, change_url("feed:0")) == of_one
+    assert one <= 5
+
+
+# Stores that do not answer, or not this
+
+
+def test_whole_name_where_nothing_is_listed(unlisted: Visitor) -> None:
+    """Where the store can't list, the page says so, and a whole name finds its lock."""
+    token = hold("feed:1", HOLDER._replace(renewed=False))
+    page = unlisted.get(LIST)
+    assert (page.status, page.rows) == (200, [])
+    assert "can't list its locks" in page.error
+    assert "No lock" not in page.content
+    found = unlisted.get(LIST, q="feed:1")
+    assert [row["Lock"] for row in found.rows] == ["feed:1"]
+    assert found.selections == [f'{token}"feed:1"']
+    assert "No lock like that is held." in unlisted.get(LIST, q="feed:").content
+    told = unlisted.confirm(LIST, "release", *found.selections)
+    assert "1 lock was released." in told.messages
+
+
+def test_task_where_nothing_is_listed(unlisted: Visitor) -> None:
+    """Where the store can't list, a task alone finds nothing, and the page says why."""
+    hold("feed:1")
+    page = unlisted.get(LIST, task="shop.tasks.sell")
+    assert "can't list its locks" in page.error
+    assert "No lock" not in page.content
+
+
+def test_store_down(root: Visitor, fragile_redis: RedisServer) -> None:
+    """A store that does not answer is told as that, by status 503, and never as "no lock"."""
+    hold("feed", HOLDER._replace(renewed=False))
+    selection = root.get(LIST).selections
+    fragile_redis.stop()
+    for page in (root.get(LIST), root.get(LIST, q="x"), root.get(change_url("feed"))):
+        assert page.status == 503
+        assert "did not answer" in page.error or "default" in page.error
+        assert "No lock" not in page.content
+        assert "Nobody" not in page.content
+        assert page.decisions == []
+    told = root.confirm(LIST, "release", *selection)
+    assert "released" not in " ".join(told.messages)
+    assert len(told.messages) == 1
+    assert LogEntry.objects.count() == 0
+    assert root.get(reverse("admin:index")).status == 200
+    assert root.get(change_url("feed").replace("change", "history")).status == 200
+
+
+def test_cache_that_is_refused(root: Visitor, settings: Settings) -> None:
+    """Where no lock can live, the page says what to use instead."""
+    settings.CACHES = {"default": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"}}
+    for page in (root.get(LIST), root.get(change_url("feed"))):
+        assert page.status == 200
+        assert "Use Redis" in page.error
+        assert "No lock" not in page.content
+        assert "Nobody" not in page.content
+
+
+def test_no_such_cache(root: Visitor, settings: Settings) -> None:
+    """An alias that is not there is told."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "nowhere"}
+    assert "'nowhere'" in root.get(LIST).error
+    assert "'nowhere'" in root.get(change_url("feed")).error
+
+
+def test_no_table(root: Visitor, settings: Settings, make_database: MakeDatabase) -> None:
+    """A lock database that was not migrated is told, with the command to run."""
+    alias = make_database("sqlite-immediate", "bare")
+    with connections[alias].schema_editor() as editor:
+        editor.delete_model(DatabaseLock)
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
+    assert "migrate" in root.get(LIST).error
+
+
+def test_local_memory(root: Visitor) -> None:
+    """Locks in this process's memory are shown as what they are."""
+    assert "of this process alone" in root.get(LIST).content

@@ -1,0 +1,30 @@
+"""Running a management command as a person does, in this process."""
+
+import io
+
+import pytest
+from django.core.management import CommandError, ManagementUtility, call_command
+
+
+def run(command: str, *arguments: str) -> str:
+    """Return what a command prints."""
+    out = io.StringIO()
+    call_command(command, *arguments, stdout=out)
+    return out.getvalue()
+
+
+def refused(command: str, *arguments: str) -> tuple[str, str]:
+    """Return what a command prints before it fails, and with what."""
+    out = io.StringIO()
+    with pytest.raises(CommandError) as caught:
+        call_command(command, *arguments, stdout=out)
+    return out.getvalue(), str(caught.value)
+
+
+def status_of_program(command: str, *arguments: str) -> int:
+    """Return the exit status of ``manage.py <command>``."""
+    try:
+        ManagementUtility(["manage.py", command, *arguments]).execute()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0

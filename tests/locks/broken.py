@@ -1,0 +1,116 @@
+"""
+Stores with one deliberate fault each, for the doctor, as cache backends that choose them.
+
+Naming such a backend in CACHES registers its store in every process that loads it.
+"""
+
+import time
+from collections.abc import Iterator
+
+from django.core.cache.backends.redis import RedisCache
+
+from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder
+from django_celery_safe.locks.stores.redis import RedisStore
+from tests.faulty import let_choose
+
+
+class GenerousStore(RedisStore):
+    """Gives the lock to everybody."""
+
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
+    ) -> Acquired | HeldLock:
+        """Say yes, whoever holds it."""
+        outcome = super().acquire(name, token, seconds, holder, patience)
+        return outcome if isinstance(outcome, Acquired) else Acquired(outcome.fence)
+
+
+class HastyStore(RedisStore):
+    """Ends each lease early."""
+
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
+    ) -> Acquired | HeldLock:
+        """Acquire for half of the time."""
+        return super().acquire(name, token, seconds / 2, holder, patience)
+
+
+class SecretiveStore(RedisStore):
+    """Lists nothing."""
+
+    def iter_locks(self) -> Iterator[HeldLock]:
+        """Yield no lock."""
+        yield from ()
+
+
+class LateStore(RedisStore):
+    """Has a clock that is ten seconds behind."""
+
+    def ask_time(self) -> float:
+        """Tell the time of ten seconds ago."""
+        return super().ask_time() - 10
+
+
+class BaffledStore(RedisStore):
+    """Fails in a way that nobody thought of."""
+
+    def ask_time(self) -> float:
+        """Fail."""
+        raise ZeroDivisionError("division by zero")
+
+
+class DistantStore(RedisStore):
+    """Is far away."""
+
+    def acquire(
+        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
+    ) -> Acquired | HeldLock:
+        """Acquire, but not at once."""
+        time.sleep(0.3)
+        return super().acquire(name, token, seconds, holder, patience)
+
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
+        """Release, but not at once."""
+        time.sleep(0.3)
+        return super().release(name, token, remaining)
+
+    def peek(self, name: str) -> HeldLock | None:
+        """Tell who holds it, but not at once."""
+        time.sleep(0.3)
+        return super().peek(name)
+
+
+class GenerousCache(RedisCache):
+    """Chooses GenerousStore."""
+
+
+class HastyCache(RedisCache):
+    """Chooses HastyStore."""
+
+
+class SecretiveCache(RedisCache):
+    """Chooses SecretiveStore."""
+
+
+class LateCache(RedisCache):
+    """Chooses LateStore."""
+
+
+class BaffledCache(RedisCache):
+    """Chooses BaffledStore."""
+
+
+class DistantCache(RedisCache):
+    """Chooses DistantStore."""
+
+
+let_choose(
+    {
+        GenerousCache: GenerousStore,
+        HastyCache: HastyStore,
+        SecretiveCache: SecretiveStore,
+        LateCache: LateStore,
+        BaffledCache: BaffledStore,
+        DistantCache: DistantStore,
+    }
+)

@@ -1,0 +1,1194 @@
+"""Every event happens, and its signal, record and place in the docs say the same of it."""
+
+import logging
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+from celery import Celery
+from celery.exceptions import Retry, SoftTimeLimitExceeded
+from django.db import OperationalError, connection, connections, router, transaction
+from django.db.models.functions import Now
+from django.dispatch import Signal
+from django.test.utils import CaptureQueriesContext
+from kombu.exceptions import OperationalError as KombuError
+from pytest_django import Settings
+
+from django_celery_safe import (
+    ClaimLost,
+    LockBackendError,
+    SafeTask,
+    cache_lock,
+    find_lock,
+    idempotent,
+    release_lock,
+    signals,
+    single_instance,
+)
+from django_celery_safe.concurrency.sent import SentLock
+from django_celery_safe.conf import UNSET
+from django_celery_safe.locks.lease import Lease, renewer
+from django_celery_safe.locks.stores.base import (
+    HeldLock,
+    Holder,
+    LeaseStore,
+    encode_holder,
+)
+from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
+from django_celery_safe.sending.relay import Relay
+from django_celery_safe.stages.repairs import sweep
+from django_celery_safe.stages.rows import step_store
+from tests.app.models import Person
+from tests.app.tasks import add
+from tests.concurrency.conftest import mailbox
+from tests.concurrency.holders import held_by
+from tests.concurrency.mailbox import Mailbox, Message
+from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.docs.pages import page
+from tests.locks.conftest import fragile_redis
+from tests.processes import free_port, wait_for
+from tests.sending.conftest import ONE_TRY, MakeApp, make_app
+from tests.servers import RedisServer
+from tests.stages.test_messages import NAME, Staged, refuse
+
+__all__ = ["fragile_redis", "mailbox", "make_app"]
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+#: Gets a fixture by its name.
+Get = Callable[[str], Any]
+#: Makes an event happen.
+Provoke = Callable[[Get], None]
+
+SIGNALS: Final = {name: found for name, found in vars(signals).items() if type(found) is Signal}
+NAMES: Final = {found: name for name, found in SIGNALS.items()}
+#: A lease whose renewal a test can wait for, s.
+SHORT: Final = 0.6
+#: Where the package is.
+PACKAGE: Final = Path(signals.__file__).parent
+#: Somebody else.
+OTHER: Final = Holder("elsewhere", 4711, 1.0, True, "tests.other", "other")
+TOKEN: Final = "0123456789abcdef" * 2
+
+
+# What the docs say.
+
+
+class Said(NamedTuple):
+    """A record as the docs show it: its level, and its text with ``<field>`` and ``…``."""
+
+    level: str
+    text: str
+
+    def matches(self, fields: dict[str, Any], record: logging.LogRecord) -> bool:
+        """Tell whether a record is this one, with these fields."""
+        parts = re.split(r"(<\w+>|…)", self.text)
+        pattern = "".join(
+            ".*" if part == "…" else re.escape(self._value(part, fields)) for part in parts
+        )
+        text = record.getMessage()
+        return record.levelname == self.level and bool(re.fullmatch(pattern, text, re.DOTALL))
+
+    def _value(self, part: str, fields: dict[str, Any]) -> str:
+        if not re.fullmatch(r"<\w+>", part):
+            return part
+        return str(fields[part[1:-1]]) or "someone unknown"
+
+
+class Event(NamedTuple):
+    """An event as the docs show it."""
+
+    fields: set[str]
+    records: list[Said]
+
+
+def documented() -> dict[str, Event]:
+    """Return every event of the reference page."""
+    found = {}
+    reference = page("docs/reference/signals.md")
+    for name in (one.strip("`") for one in reference.headings(2) if one != "Receivers"):
+        section = reference.section(f"`{name}`")
+        (fields,) = re.findall(r"^Fields: (.*)$", section, re.MULTILINE)
+        records = re.findall(r"^- ([A-Z]+): `(.*)`$", section, re.MULTILINE)
+        found[name] = Event(
+            set(re.findall(r"`(\w+)`", fields)), [Said(level, text) for level, text in records]
+        )
+    return found
+
+
+DOCUMENTED: Final = documented()
+
+
+# What happens.
+
+
+class Told(NamedTuple):
+    """An event that happened: its signal, and the record of it."""
+
+    name: str
+    fields: dict[str, Any]
+    record: logging.LogRecord
+
+
+class Listener(logging.Handler):
+    """Hears all signals, and all records that are of events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[str, dict[str, Any]]] = []
+        self.records: list[logging.LogRecord] = []
+
+    def hear(self, signal: Signal, sender: Any, **fields: Any) -> None:
+        """Note a signal."""
+        self.heard.append((NAMES[signal], fields))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a record."""
+        if any(name.startswith("safe_") for name in vars(record)):
+            self.records.append(record)
+
+    def told(self) -> list[Told]:
+        """Return what was told, the record of an event beside its signal."""
+        assert len(self.heard) == len(self.records)
+        return [
+            Told(name, fields, record)
+            for (name, fields), record in zip(self.heard, self.records, strict=True)
+        ]
+
+    def has(self, name: str) -> bool:
+        """Tell whether an event was told."""
+        return any(one == name for one, _ in self.heard)
+
+
+def aside_is_idle() -> None:
+    """Wait until all that was to be told aside is told."""
+    told = threading.Event()
+    signals.aside(told.set)
+    wait_for(told.is_set)
+
+
+@contextmanager
+def listening() -> Iterator[Listener]:
+    """Listen to all signals, and to the package's log at DEBUG."""
+    listener, logger = Listener(), logging.getLogger("django_celery_safe")
+    before = logger.level
+    with ExitStack() as stack:
+        for signal in SIGNALS.values():
+            signal.connect(listener.hear)
+            stack.callback(signal.disconnect, listener.hear)
+        logger.addHandler(listener)
+        stack.callback(logger.removeHandler, listener)
+        logger.setLevel(logging.DEBUG)
+        stack.callback(logger.setLevel, before)
+        yield listener
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    """A listener."""
+    with listening() as listener:
+        yield listener
+
+
+@pytest.fixture
+def get(request: pytest.FixtureRequest) -> Get:
+    """What gets a fixture by its name, so that each test has those that it needs."""
+    return request.getfixturevalue
+
+
+@pytest.fixture(autouse=True)
+def locks_in_redis(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
+    """Keep locks in the private Redis."""
+    settings.CACHES = redis_cache_settings("django-redis")
+
+
+# Locks.
+
+
+def acquire_and_release(get: Get) -> None:
+    """Hold a lock."""
+    with cache_lock("feed:42") as lock:
+        assert lock
+
+
+def contend(get: Get) -> None:
+    """Want a lock that another has."""
+    with held_by("feed:42", "other"):
+        assert not cache_lock("feed:42").acquire()
+
+
+def free(name: str) -> None:
+    """Free a lock, as an operator."""
+    lock = find_lock(name)
+    assert lock is not None
+    assert release_lock(lock)
+
+
+def free_one(get: Get) -> None:
+    """Free somebody else's lock."""
+    with held_by("feed:42", "other"):
+        free("feed:42")
+
+
+def lose_to_another(get: Get) -> None:
+    """Lose a lock to who has it now."""
+    lock = cache_lock("feed:42")
+    assert lock.acquire()
+    free("feed:42")
+    with held_by("feed:42", "other"):
+        assert not lock.release()
+
+
+def lose(get: Get) -> None:
+    """Lose a lock to nobody."""
+    lock = cache_lock("feed:42")
+    assert lock.acquire()
+    free("feed:42")
+    assert not lock.release()
+
+
+def release_without_a_server(get: Get) -> None:
+    """End a block whose lock's server is gone."""
+    server: RedisServer = get("fragile_redis")
+    with cache_lock("feed:42", renew=False) as lock:
+        assert lock
+        server.stop()
+
+
+def free_a_message_without_a_server(get: Get) -> None:
+    """Be done with a message whose lock's server is gone."""
+    server: RedisServer = get("fragile_redis")
+    server.stop()
+    SentLock("sent:tests.task:1", TOKEN, 5.0, UNSET).move(0)
+
+
+def renew_without_a_server(get: Get) -> None:
+    """Renew a lock whose server is gone."""
+    listener, server = get("listener"), get("fragile_redis")
+    lock = cache_lock("feed:42", timeout=SHORT)
+    assert lock.acquire()
+    server.stop()
+    wait_for(lambda: listener.has("lock_backend_failed"))
+    with suppress(LockBackendError):
+        lock.release()
+    aside_is_idle()
+
+
+class Broken(LeaseStore):
+    """A store with a mistake in it."""
+
+    where = "nowhere"
+
+    def extend(self, renewals: Any, within: float | None = None) -> list[bool]:
+        """Fail."""
+        raise ZeroDivisionError("a mistake")
+
+    def peek(self, name: str) -> HeldLock | None:
+        """Know of nobody."""
+        return None
+
+
+def renew_by_mistake(get: Get) -> None:
+    """Renew a lock in a store that fails as nobody foresaw."""
+    listener = get("listener")
+    lease = Lease(Broken(), "feed:42", TOKEN, SHORT, time.monotonic(), 1e9, lambda *lost: None)
+    renewer().add(lease)
+    wait_for(lambda: listener.has("lock_backend_failed"))
+    renewer().remove(lease)
+    aside_is_idle()
+
+
+# Single instances.
+
+
+class Importing:
+    """A single-instance task of a mailbox."""
+
+    def __init__(self, get: Get, body: Callable[[], None] = lambda: None, **options: Any) -> None:
+        self.mailbox: Mailbox = get("mailbox")
+
+        def importing(task: Any, number: int) -> None:
+            if task.request.id == self.meant:
+                body()
+
+        self.meant = ""
+        self.mailbox.app.tasks.pop("tests.importing", None)  # of the act before
+        self.task = self.mailbox.task(
+            single_instance(key="{number}", **options)(importing),
+            name="tests.importing", base=SafeTask, bind=True, acks_late=True,
+        )  # fmt: skip
+
+    def send(self, **options: Any) -> Message:
+        """Send one that runs the body."""
+        self.task.apply_async((7,), **options)
+        message = self.mailbox.take_one()
+        self.meant = message.id
+        return message
+
+    def deliver_elsewhere(self, message: Message) -> None:
+        """Run a message as another process does, while this one runs it."""
+
+        def deliver() -> None:
+            self.mailbox.app.set_current()
+            self.mailbox.deliver(message)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(deliver).result()
+
+
+def meet_another(get: Get) -> None:
+    """Run while another does."""
+    importing = Importing(get)
+    with held_by("tests.importing:7", "other"):
+        assert importing.mailbox.deliver(importing.send()).value is None
+
+
+def meet_another_directly(get: Get) -> None:
+    """Call a task while another runs."""
+    importing = Importing(get)
+    with held_by("tests.importing:7", "other"):
+        assert importing.task(7) is None
+
+
+def deliver_again(times: int, get: Get) -> None:
+    """Deliver a message again while it runs."""
+
+    def body() -> None:
+        importing.meant = ""
+        for _ in range(times):
+            importing.deliver_elsewhere(message)
+
+    importing = Importing(get, body)
+    message = importing.send()
+    importing.mailbox.deliver(message)
+
+
+def deliver_a_copy(get: Get) -> None:
+    """Deliver the copy of a message when the run that it met has ended."""
+    deliver_again(1, get)
+    box: Mailbox = get("mailbox")
+    box.deliver(box.take_one())
+
+
+def send_twice(get: Get) -> None:
+    """Send a task again before it ends."""
+    importing = Importing(get, unique_until="end")
+    importing.task.delay(7)
+    assert importing.task.delay(7).is_duplicate
+
+
+def send_twice_in_a_canvas(get: Get) -> Message:
+    """Send a task again, for a canvas."""
+    importing = Importing(get, unique_until="end")
+    importing.task.delay(7)
+    importing.mailbox.take()
+    importing.task.apply_async((7,), link=importing.task.si(8))
+    return importing.mailbox.take_one()
+
+
+def run_a_duplicate(get: Get) -> None:
+    """Deliver what a canvas waits for."""
+    message = send_twice_in_a_canvas(get)
+    get("mailbox").deliver(message)
+
+
+def lose_a_message_s_lock(get: Get) -> None:
+    """Lose the lock of a message while its task runs."""
+    listener = get("listener")
+
+    def body() -> None:
+        free("sent:tests.importing:7")
+        wait_for(lambda: listener.has("sent_lock_lost"))
+
+    importing = Importing(get, body, unique_until="end", timeout=SHORT)
+    importing.mailbox.deliver(importing.send())
+
+
+# Sending.
+
+
+def send_on_commit(get: Get) -> None:
+    """Send when a transaction commits."""
+    get("broker")
+    with transaction.atomic():
+        add.delay_on_commit(1)
+
+
+def without_a_broker(get: Get) -> Any:
+    """Return a task whose broker is gone."""
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    make: MakeApp = get("make_app")
+    return make(broker_url=url, task_publish_retry_policy=ONE_TRY).tasks[add.name]
+
+
+def send_without_a_broker(get: Get) -> None:
+    """Lose a message."""
+    task = without_a_broker(get)
+    with transaction.atomic():
+        task.delay_on_commit(1)
+
+
+def keep_without_a_broker(get: Get) -> None:
+    """Keep a message in the outbox."""
+    task = without_a_broker(get)
+    with transaction.atomic():
+        task.apply_async_on_commit((1,), outbox=True)
+
+
+def leave_in_the_outbox(get: Get) -> None:
+    """Die right after a commit."""
+    get("broker")
+    with transaction.atomic():
+        add.apply_async_on_commit((1,), outbox=True)
+        connection.run_on_commit.clear()
+    OutboxMessage.objects.update(due_at=Now())
+
+
+def relay(get: Get) -> None:
+    """Send what was left."""
+    leave_in_the_outbox(get)
+    drain()
+
+
+def drain(**options: Any) -> None:
+    """Send what is due."""
+    with ExitStack() as stack:
+        found = Relay(**options)
+        stack.callback(found.close)
+        found.drain()
+
+
+def relay_what_is_damaged(get: Get, attempts: int) -> None:
+    """Fail to send what nobody can read."""
+    leave_in_the_outbox(get)
+    OutboxMessage.objects.update(properties="no JSON")
+    drain(attempts=attempts)
+
+
+def retry_message(get: Get) -> None:
+    """Let a dead message be sent again."""
+    relay_what_is_damaged(get, 1)
+    assert OutboxMessage.objects.dead().revive() == 1
+
+
+def discard_message(get: Get) -> None:
+    """Throw a message away."""
+    leave_in_the_outbox(get)
+    assert OutboxMessage.objects.all().discard() == 1
+
+
+def send_in_atomic(get: Get) -> None:
+    """Send before the commit."""
+    get("settings").DJANGO_CELERY_SAFE = {"WARN_IN_ATOMIC": True}
+    get("broker")
+    with transaction.atomic():
+        add.delay(1)
+
+
+def send_too_late(get: Get) -> None:
+    """Send for a moment at which the broker has lost its patience."""
+    get("broker")
+    add.apply_async((1,), countdown=7200)
+
+
+# Once.
+
+
+def do_once(get: Get, **options: Any) -> None:
+    """Do something."""
+    person = Person.everyone.create()
+    with Person.do_once(person.pk, "is_badge_printed", **options) as row:
+        assert row
+
+
+def do_twice(get: Get) -> None:
+    """Do something again."""
+    do_once(get)
+    person = Person.everyone.get()
+    with Person.do_once(person.pk, "is_badge_printed") as row:
+        assert row is None
+
+
+def fail_once(get: Get) -> None:
+    """Fail when it can't be done again."""
+    person = Person.everyone.create()
+    with (
+        pytest.raises(ValueError, match="no"),
+        Person.do_once(person.pk, "is_badge_printed", guarantee="at_most_once"),
+    ):
+        raise ValueError("no")
+
+
+def claim(get: Get) -> None:
+    """Do what a key stands for."""
+    with idempotent("order:42") as ours:
+        assert ours
+
+
+def claim_twice(get: Get) -> None:
+    """Do it again."""
+    claim(get)
+    with idempotent("order:42") as ours:
+        assert not ours
+
+
+def claim_and(error: Exception, get: Get) -> None:
+    """Fail to do it."""
+    with suppress(type(error)), idempotent("order:42"):
+        raise error
+
+
+def lose_claim(get: Get) -> None:
+    """Lose a claim to nobody."""
+    with pytest.raises(ClaimLost), idempotent("order:42") as ours:
+        IdempotencyRecord.objects.all().erase()
+        ours.ensure()
+
+
+def lose_claim_to_another(get: Get) -> None:
+    """Lose a claim to who has it now."""
+    with pytest.raises(ClaimLost), idempotent("order:42") as ours:
+        IdempotencyRecord.objects.update(token=TOKEN, holder=encode_holder("order:42", OTHER))
+        ours.ensure()
+
+
+def forget(get: Get) -> None:
+    """Forget what was done."""
+    claim(get)
+    assert IdempotencyRecord.objects.done().forget() == 1
+
+
+# Runs of stages.
+
+
+def staged(get: Get, **bodies: Callable[[Any], Any]) -> Staged:
+    """Return runs in a mailbox."""
+    box: Mailbox = get("mailbox")
+    box.app.tasks.pop(NAME, None)  # of the act before
+    found = Staged(box, "default")
+    found.bodies = bodies
+    return found
+
+
+def succeed(get: Get) -> None:
+    """Run to the end."""
+    runs = staged(get)
+    runs.start("a", "b")
+    runs.deliver_all()
+
+
+def fail(get: Get) -> StageRun:
+    """Fail in a step."""
+    runs = staged(get, a=refuse)
+    run = runs.start("ab", "c")
+    runs.deliver_all()
+    run.refresh_from_db()
+    return run
+
+
+def fail_between(get: Get) -> None:
+    """Fail for what a stage returned."""
+    runs = staged(get, a=lambda task: {"a": "x" * 40_000}, b=lambda task: {"b": "x" * 40_000})
+    runs.start("ab", "c")
+    runs.deliver_all()
+
+
+def resume(get: Get) -> None:
+    """Go on after a failure."""
+    fail(get).resume()
+
+
+def begin_run(get: Get) -> None:
+    """Start, and do no more."""
+    staged(get).start("a")
+
+
+def abort(get: Get) -> None:
+    """Stop."""
+    begin_run(get)
+    StageRun.objects.get().abort()
+
+
+def deliver_step_twice(get: Get) -> None:
+    """Deliver a message whose step has ended."""
+    runs = staged(get)
+    runs.start("a")
+    message = runs.take_one()
+    runs.deliver(message)
+    runs.deliver(message)
+
+
+def deliver_what_is_gone(get: Get) -> None:
+    """Deliver a message whose run was deleted."""
+    runs = staged(get)
+    run = runs.start("a")
+    message = runs.take_one()
+    run.delete()
+    runs.deliver(message)
+
+
+def lose_step(get: Get) -> None:
+    """Lose a step to nobody."""
+
+    def body(task: Any) -> None:
+        StageStep.objects.all()._raw_delete("default")
+
+    runs = staged(get, a=body)
+    runs.start("a")
+    runs.deliver(runs.take_one())
+
+
+def lose_step_to_another(get: Get) -> None:
+    """Lose a step to who runs it now."""
+
+    def body(task: Any) -> None:
+        StageStep.objects.update(token=TOKEN, holder=encode_holder("step", OTHER))
+
+    runs = staged(get, a=body)
+    runs.start("a")
+    runs.deliver(runs.take_one())
+
+
+def repair_step(get: Get) -> None:
+    """Send again what nobody began."""
+    staged(get).start("a")
+    long_ago = Now() - timedelta(days=1)
+    StageRun.objects.update(stage_at=long_ago)
+    OutboxMessage.objects.all().erase()
+    assert len(sweep(step_store())) == 1
+
+
+def repair_run(get: Get) -> None:
+    """Let a run go on whose stage is complete."""
+    staged(get).start("a", "b")
+    StageStep.objects.filter(stage=0).update(status="succeeded")
+    assert len(sweep(step_store())) == 1
+
+
+#: What makes each event happen, in the order of its records on the page.
+PROVOKED: Final[dict[str, list[Provoke]]] = {
+    "lock_acquired": [acquire_and_release],
+    "lock_contended": [contend],
+    "lock_released": [acquire_and_release],
+    "lock_lost": [lose_to_another, lose],
+    "lock_backend_failed": [
+        release_without_a_server,
+        free_a_message_without_a_server,
+        renew_without_a_server,
+        renew_by_mistake,
+    ],
+    "lock_freed": [free_one],
+    "sent_lock_lost": [lose_a_message_s_lock],
+    "task_conflict": [meet_another, meet_another_directly],
+    "task_own_copy": [partial(deliver_again, 1), partial(deliver_again, 2)],
+    "copy_dropped": [deliver_a_copy],
+    "task_duplicate": [send_twice, send_twice_in_a_canvas],
+    "duplicate_skipped": [run_a_duplicate],
+    "task_sent": [send_on_commit, relay],
+    "task_send_failed": [
+        send_without_a_broker,
+        keep_without_a_broker,
+        partial(relay_what_is_damaged, attempts=2),
+    ],
+    "message_dead": [partial(relay_what_is_damaged, attempts=1)],
+    "message_retried": [retry_message],
+    "message_discarded": [discard_message],
+    "sent_in_atomic": [send_in_atomic],
+    "done_once": [do_once],
+    "already_done": [do_twice],
+    "once_failed": [fail_once],
+    "claim_finished": [claim],
+    "claim_repeated": [claim_twice],
+    "claim_failed": [partial(claim_and, ValueError("no")), partial(claim_and, Retry())],
+    "claim_lost": [lose_claim_to_another, lose_claim],
+    "record_forgotten": [forget],
+    "sent_beyond_visibility": [send_too_late],
+    "run_started": [succeed],
+    "run_resumed": [resume],
+    "stage_started": [succeed],
+    "step_succeeded": [succeed],
+    "step_failed": [fail],
+    "step_skipped": [deliver_step_twice, deliver_what_is_gone],
+    "step_lost": [lose_step_to_another, lose_step],
+    "run_repaired": [repair_step, repair_run],
+    "run_ended": [succeed, abort, fail, fail_between],
+}
+
+
+def test_every_event_is_provoked() -> None:
+    """Every signal is on the page, and every record of the page is made to happen here."""
+    assert list(DOCUMENTED) == list(SIGNALS) == list(PROVOKED)
+    records = {name: len(event.records) for name, event in DOCUMENTED.items()}
+    assert {name: len(found) for name, found in PROVOKED.items()} == records
+
+
+def module_of(record: logging.LogRecord) -> str:
+    """Return the module in which a record was made, below the package."""
+    path = Path(record.pathname).relative_to(PACKAGE).with_suffix("")
+    return ".".join(part for part in path.parts if part != "__init__")
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [(name, which) for name, found in PROVOKED.items() for which in range(len(found))],
+)
+def test_an_event_is_what_the_docs_say(name: str, which: int, listener: Listener, get: Get) -> None:
+    """Its signal has these fields, its record this level and text, and the fields as extra."""
+    PROVOKED[name][which](get)
+    told = listener.told()
+    for event in told:  # also those that come along
+        fields, records = DOCUMENTED[event.name]
+        assert set(event.fields) == fields
+        extra = {key: value for key, value in vars(event.record).items() if key[:5] == "safe_"}
+        assert extra == {f"safe_{key}": value for key, value in event.fields.items()}
+        assert any(one.matches(event.fields, event.record) for one in records), (
+            event.record.levelname,
+            event.record.getMessage(),
+        )
+        # As a formatter shows the place: that of the event.
+        assert event.record.name == f"django_celery_safe.{module_of(event.record)}"
+    wanted = DOCUMENTED[name].records[which]
+    assert [1 for one in told if one.name == name and wanted.matches(one.fields, one.record)]
+
+
+def test_what_a_relay_sent_is_told_apart(get: Get, listener: Listener) -> None:
+    """A counter sees how much went out late."""
+    send_on_commit(get)
+    relay(get)
+    sent = [fields["relayed"] for name, fields in listener.heard if name == "task_sent"]
+    assert sent == [False, True]
+
+
+# What listening costs.
+
+
+def run_alone(get: Get) -> None:
+    """Run a single-instance task."""
+    importing = Importing(get)
+    assert importing.mailbox.deliver(importing.send()).state == "SUCCESS"
+
+
+def keep_and_send(get: Get) -> None:
+    """Send through the outbox."""
+    get("broker")
+    with transaction.atomic():
+        add.apply_async_on_commit((1,), outbox=True)
+    assert not OutboxMessage.objects.exists()
+
+
+def work(get: Get) -> None:
+    """Do what a key stands for, once and again."""
+    claim_twice(get)
+    IdempotencyRecord.objects.all().erase()
+
+
+def run_steps(get: Get) -> None:
+    """Run two stages, of two steps and one."""
+    runs = staged(get)
+    run = runs.start("ab", "c")
+    runs.deliver_all()
+    run.refresh_from_db()
+    assert run.status == "succeeded"
+    run.delete()
+
+
+#: What is done all the time.
+HOT: Final[dict[str, Provoke]] = {
+    "lock": acquire_and_release,
+    "contended lock": contend,
+    "single instance": run_alone,
+    "on commit": send_on_commit,
+    "outbox": keep_and_send,
+    "relay": relay,
+    "do_once": do_once,
+    "idempotent": work,
+    "stages": run_steps,
+}
+
+hot = pytest.mark.parametrize("act", HOT.values(), ids=HOT.keys())
+
+
+def commands_sent(server: RedisServer) -> dict[str, int]:
+    """Return how often each command was sent to a Redis since the last time."""
+    with server.client() as client:
+        stats = client.info("commandstats")
+        client.config_resetstat()
+    ours = {"cmdstat_info", "cmdstat_config|resetstat", "cmdstat_hello", "cmdstat_client|setinfo"}
+    # And what a script does now and then: it forgets locks that ended long ago.
+    ours.add("cmdstat_zremrangebyscore")
+    return {name: stat["calls"] for name, stat in stats.items() if name not in ours}
+
+
+def cost(act: Callable[[], None], server: RedisServer) -> tuple[dict[str, int], int]:
+    """Return the commands and the number of queries that it takes."""
+    commands_sent(server)
+    with CaptureQueriesContext(connection) as queries:
+        act()
+    return commands_sent(server), len(queries)
+
+
+@hot
+def test_listening_costs_no_round_trip(act: Provoke, redis_server: RedisServer, get: Get) -> None:
+    """As many commands and queries with a receiver of all, and all in the log, as without."""
+    do = partial(act, get)
+    do()  # what comes once: connections, scripts, queues
+    alone = cost(do, redis_server)
+    with listening() as listener:
+        observed = cost(do, redis_server)
+    assert listener.told()
+    assert alone[0] or alone[1]
+    assert observed == alone
+
+
+# What listeners may do.
+
+
+class Exploding(logging.Handler):
+    """A receiver and a handler that fail, whatever comes."""
+
+    def hear(self, **event: Any) -> None:
+        """Fail."""
+        raise RuntimeError("a receiver")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Fail."""
+        raise RuntimeError("a handler")
+
+
+@contextmanager
+def receiving(signal: Signal, receive: Callable[..., Any]) -> Iterator[None]:
+    """Connect a receiver."""
+    signal.connect(receive, weak=False)
+    try:
+        yield
+    finally:
+        signal.disconnect(receive)
+
+
+@contextmanager
+def handling(handler: logging.Handler, name: str = "django_celery_safe") -> Iterator[None]:
+    """Add a handler for all levels."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+@hot
+def test_listeners_that_fail_harm_nothing(
+    act: Provoke, get: Get, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Receivers, those without a name too, and handlers raise; the work is done, others hear."""
+    exploding = Exploding()
+    with ExitStack() as stack:
+        for signal in SIGNALS.values():
+            stack.enter_context(receiving(signal, exploding.hear))
+        listener = stack.enter_context(listening())
+        stack.enter_context(handling(exploding))
+        act(get)
+    assert listener.told()
+    assert "RuntimeError: a handler" in capsys.readouterr().err
+
+
+def test_a_receiver_without_a_name_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    """Django has no name to log for a partial; its error is printed, and the lock is held."""
+    exploding = partial(Exploding().hear)
+    with receiving(signals.lock_acquired, exploding), cache_lock("feed:42") as lock:
+        assert lock
+    assert "RuntimeError: a receiver" in capsys.readouterr().err
+
+
+def test_the_error_of_a_receiver_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, by Django, with its traceback."""
+    with receiving(signals.lock_acquired, Exploding().hear):
+        acquire_and_release(lambda name: None)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("django.dispatch", "ERROR")
+    assert "Exploding.hear" in record.getMessage()
+    assert record.exc_info is not None
+
+
+def interrupt(**event: Any) -> None:
+    """Be interrupted by the task's time limit."""
+    raise SoftTimeLimitExceeded
+
+
+def interrupt_query(**event: Any) -> None:
+    """Be interrupted inside a transaction, which ends in another error."""
+    try:
+        interrupt()
+    finally:
+        raise OperationalError("the connection is closed")
+
+
+@pytest.mark.parametrize("receive", [interrupt, interrupt_query])
+@pytest.mark.parametrize("signal", [signals.lock_acquired, signals.lock_released])
+def test_a_time_limit_reaches_its_task(
+    signal: Signal, receive: Callable[..., Any], listener: Listener
+) -> None:
+    """A soft time limit that hits in a receiver ends the task, and not the receiver alone."""
+    with receiving(signal, receive), pytest.raises(SoftTimeLimitExceeded), cache_lock("feed:42"):
+        pass
+    assert find_lock("feed:42") is None
+    assert listener.has(NAMES[signal])
+
+
+def test_a_time_limit_that_is_handled_stays_handled() -> None:
+    """A receiver that fails brings back no time limit that the task deals with already."""
+    with receiving(signals.lock_acquired, Exploding().hear):
+        try:
+            raise SoftTimeLimitExceeded
+        except SoftTimeLimitExceeded:
+            with cache_lock("feed:42") as lock:
+                assert lock
+    assert find_lock("feed:42") is None
+
+
+def test_a_time_limit_in_a_receiver_of_a_run_reaches_its_task(get: Get) -> None:
+    """Also where the event comes after a commit: the step has succeeded, and the task ends."""
+    runs = staged(get)
+    run = runs.start("a")
+    with receiving(signals.run_ended, interrupt):
+        outcome = runs.deliver(runs.take_one())
+    assert type(outcome.value) is SoftTimeLimitExceeded
+    run.refresh_from_db()
+    assert run.status == "succeeded"
+
+
+def test_a_receiver_may_use_the_app(listener: Listener) -> None:
+    """It takes locks and writes rows; the events that it causes itself do not come back to it."""
+    received: list[str] = []
+
+    def receive(name: str, **event: Any) -> None:
+        received.append(name)
+        with cache_lock(f"{name}+") as lock:
+            assert lock
+            Person.everyone.create()
+
+    with receiving(signals.lock_acquired, receive), cache_lock("feed:42") as lock:
+        assert lock
+        assert find_lock("feed:42+") is None
+    assert received == ["feed:42"]
+    assert Person.everyone.count() == 1
+    told = [(name, fields["name"]) for name, fields in listener.heard]
+    assert told == [
+        ("lock_acquired", "feed:42"), ("lock_released", "feed:42+"), ("lock_released", "feed:42"),
+    ]  # fmt: skip
+    logged = [record.__dict__["safe_name"] for record in listener.records]
+    assert logged == ["feed:42", "feed:42+", "feed:42+", "feed:42"]
+
+
+def test_a_slow_receiver_costs_no_lock() -> None:
+    """While somebody takes long over a lost lock, the others are renewed."""
+    begun, over = threading.Event(), threading.Event()
+
+    def receive(**event: Any) -> None:
+        begun.set()
+        over.wait(30)
+
+    lost, kept = cache_lock("lost", timeout=SHORT), cache_lock("kept", timeout=SHORT)
+    assert lost.acquire()
+    assert kept.acquire()
+    try:
+        with receiving(signals.lock_lost, receive):
+            free("lost")
+            wait_for(begun.is_set)
+            ends_at = time.monotonic() + 3 * SHORT
+            wait_for(lambda: time.monotonic() > ends_at)
+            kept.ensure()
+            assert not over.is_set()
+            over.set()
+            aside_is_idle()
+    finally:
+        over.set()
+    assert kept.release()
+
+
+def test_a_receiver_that_hangs_keeps_no_process() -> None:
+    """A process ends soon after its last event, whatever a receiver still does."""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", HANGING], timeout=60, check=True)
+    assert done.returncode == 0
+    assert time.monotonic() - began < 30  # the receiver takes 50 s
+
+
+HANGING: Final = """
+import threading
+from django_celery_safe import signals
+
+begun = threading.Event()
+signals.aside(lambda: (begun.set(), threading.Event().wait(50)))
+begun.wait()
+"""
+
+
+def test_what_is_told_last_is_told() -> None:
+    """A process that ends at once tells of what was found just before."""
+    ask = [sys.executable, "-c", "from django_celery_safe import signals; signals.aside(print, 1)"]
+    assert subprocess.run(ask, timeout=60, check=True, capture_output=True).stdout == b"1\n"
+
+
+def test_who_writes_aside_leaves_no_connection(postgres_alias: str) -> None:
+    """The thread that tells of losses closes what a receiver opened."""
+    used: list[Any] = []
+
+    def receive() -> None:
+        Person.everyone.using(postgres_alias).exists()
+        used.append(connections[postgres_alias].connection)
+
+    signals.aside(receive)
+    aside_is_idle()
+    (opened,) = used
+    assert opened.closed
+
+
+# When it is told.
+
+
+def test_what_was_rolled_back_was_not_done_once(listener: Listener) -> None:
+    """With durable=False it is told at the outer commit, and after a rollback never."""
+    person = Person.everyone.create()
+    for rolls_back in (True, False):
+        with transaction.atomic():
+            with Person.do_once(person.pk, "is_badge_printed", durable=False) as row:
+                assert row
+            assert not listener.has("done_once")
+            transaction.set_rollback(rolls_back)
+    assert [name for name, _ in listener.heard] == ["done_once"]
+
+
+def test_a_duplicate_is_told_when_it_is_published(get: Get, listener: Listener) -> None:
+    """Without a broker nothing was published all the same."""
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    app: Celery = get("make_app")(broker_url=url, task_publish_retry_policy=ONE_TRY)
+
+    def work(number: int) -> None:
+        """Do nothing."""
+
+    work = single_instance(key="{number}", unique_until="end")(work)
+    task: Any = app.task(work, name="tests.unique", base=SafeTask, shared=False)
+    with held_by("sent:tests.unique:1", "other"), pytest.raises(KombuError):
+        task.apply_async((1,), link=task.si(2))
+    assert listener.heard == []
+
+
+DECISIONS: Final[dict[str, tuple[Provoke, Callable[[], Any], str]]] = {
+    "retry": (
+        partial(relay_what_is_damaged, attempts=2),
+        lambda: OutboxMessage.objects.all().revive(),
+        "message_retried",
+    ),
+    "discard": (
+        leave_in_the_outbox, lambda: OutboxMessage.objects.all().discard(), "message_discarded"
+    ),
+    "forget": (claim, lambda: IdempotencyRecord.objects.all().forget(), "record_forgotten"),
+    "resume": (fail, lambda: StageRun.objects.get().resume(), "run_resumed"),
+    "abort": (begin_run, lambda: StageRun.objects.get().abort(), "run_ended"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "decide", "name"), DECISIONS.values(), ids=DECISIONS.keys())
+def test_a_decision_is_told_when_it_is_committed(
+    before: Provoke, decide: Callable[[], Any], name: str, get: Get
+) -> None:
+    """Not inside the transaction of whoever decides, nor after its rollback; then once."""
+    before(get)
+    with listening() as listener:
+        for rolls_back in (True, False):
+            with transaction.atomic():
+                decide()
+                transaction.set_rollback(rolls_back)
+                assert not listener.has(name)
+    assert [one for one, _ in listener.heard].count(name) == 1
+
+
+@pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
+def test_each_message_that_is_decided_about_is_told(
+    kind: Any, make_database: MakeDatabase, listener: Listener
+) -> None:
+    """Of those that were changed, and no other; whatever else is asked of the rows."""
+    rows = OutboxMessage.objects.using(make_database(kind))
+    for number in range(4):
+        new = OutboxMessage(
+            task="tests.task", task_id=str(number), body=b"", properties="{}", created_at=Now(),
+            due_at=Now(), attempts=number % 2,
+        )  # fmt: skip
+        new.save(using=rows.db, force_insert=True)
+    chosen = rows.annotate(asked_at=Now()).order_by("-pk").exclude(task_id="0")
+    assert chosen.revive() == 2
+    assert chosen.discard() == 3
+    assert chosen.discard() == 0
+    told = sorted((name, fields["task_id"]) for name, fields in listener.heard)
+    assert told == [
+        *[("message_discarded", one) for one in "123"], *[("message_retried", one) for one in "13"],
+    ]  # fmt: skip
+    assert [row.task_id for row in rows.all()] == ["0"]
+
+
+class Split:
+    """A database router: rows are read from a replica, and written elsewhere."""
+
+    def __init__(self, replica: str, alias: str) -> None:
+        self.db_for_read = lambda model, **hints: replica
+        self.db_for_write = lambda model, **hints: alias
+
+
+def test_a_decision_is_taken_where_rows_are_written(
+    make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch, listener: Listener
+) -> None:
+    """Not in the replica that they are read from, also if none are meant."""
+    alias = make_database("sqlite-immediate")
+    replica = make_database("sqlite-immediate", "replica")
+    leave = {"body": b"", "properties": "{}", "created_at": Now(), "due_at": Now(), "attempts": 1}
+    OutboxMessage(task="tests.task", task_id="1", **leave).save(using=alias, force_insert=True)
+    with idempotent("order:1", using=alias) as ours:
+        assert ours
+    monkeypatch.setattr(router, "routers", [Split(replica, alias)])
+    messages, records = OutboxMessage.objects, IdempotencyRecord.objects
+    assert messages.none().revive() == messages.filter(pk__in=[]).discard() == 0
+    assert records.none().forget() == 0
+    assert messages.all().revive() == messages.all().discard() == records.all().forget() == 1
+    told = {name for name, _ in listener.heard}
+    assert told >= {"message_retried", "message_discarded", "record_forgotten"}
+
+
+@pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
+def test_a_forgotten_record_has_its_whole_key(
+    kind: Any, make_database: MakeDatabase, listener: Listener
+) -> None:
+    """Also where the table has a hash of it."""
+    alias, key = make_database(kind), "order " + "x" * 300
+    with idempotent(key, using=alias) as ours:
+        assert ours
+    listener.heard.clear()
+    assert IdempotencyRecord.objects.using(alias).annotate(asked_at=Now()).forget() == 1
+    assert listener.heard == [("record_forgotten", {"key": key, "state": "done"})]
+
+
+def test_a_stage_that_can_not_be_begun_is_not_told(get: Get, listener: Listener) -> None:
+    """The run ends, and says why."""
+    runs = staged(get)
+    runs.start("a", "b")
+    StageStep.objects.filter(stage=1).update(arguments_text='{"nobody": "takes this"}')
+    runs.deliver_all()
+    told = [(name, fields) for name, fields in listener.heard if name.startswith("run_")]
+    begun = [fields["stage"] for name, fields in listener.heard if name == "stage_started"]
+    assert begun == [0]
+    name, fields = told[-1]
+    assert (name, fields["status"]) == ("run_ended", "failed")
+    assert fields["error"].startswith("Stage 2 can't be begun: ")

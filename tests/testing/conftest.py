@@ -1,0 +1,54 @@
+"""A project whose broker and result backend are out of reach."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from django.db import connection
+from kombu import Producer
+
+from tests.conftest import UseBroker
+from tests.processes import free_port
+from tests.sending.conftest import ONE_TRY
+from tests.testing.tasks import effects
+
+
+@pytest.fixture(autouse=True)
+def no_effects() -> None:
+    """Forget what tasks of another test did."""
+    effects.clear()
+
+
+@pytest.fixture
+def unreachable(use_broker: UseBroker) -> Iterator[Any]:
+    """The tests' app, with a broker and a result backend where nobody listens."""
+    app: Any = use_broker()
+    before = {name: app.conf[name] for name in ("broker_url", "result_backend")}
+    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    app.conf.update(
+        broker_url=nobody,
+        result_backend=nobody,
+        broker_transport_options=ONE_TRY,
+        task_publish_retry=False,
+        result_backend_transport_options={"retry_policy": {"max_retries": 0}},
+    )
+    app._local.__dict__.pop("backend", None)
+    publish, backend = Producer.publish, Celery.backend
+    yield app
+    assert (Producer.publish, Celery.backend) == (publish, backend)
+    # What runs after this, without a broker of its own, is not to look for one there.
+    app.conf.update(before, task_publish_retry=True, result_backend_transport_options={})
+    app._local.__dict__.pop("backend", None)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("in a transaction", marks=pytest.mark.django_db),
+        pytest.param("with commits", marks=pytest.mark.django_db(transaction=True)),
+    ]
+)
+def any_database(request: pytest.FixtureRequest) -> str:
+    """The default database inside a TestCase's transaction, then outside of any."""
+    assert connection.in_atomic_block is (request.param == "in a transaction")
+    return str(request.param)

@@ -1,0 +1,288 @@
+"""Messages that ``testing`` runs: deliver_twice, drain_outbox."""
+
+import logging
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord
+from celery.backends import cache
+from celery.exceptions import Ignore, Reject, Retry
+from celery.signals import task_postrun, task_prerun
+from django.db import transaction
+
+from django_celery_safe import WrongTransaction, find_lock, send_on_commit
+from django_celery_safe.models import OutboxMessage
+from django_celery_safe.testing import (
+    assert_sent_on_commit,
+    deliver_twice,
+    drain_outbox,
+    hold_lock,
+    lock_name,
+    on_commit_now,
+)
+from tests.app.models import Person
+from tests.app.tasks import add, note, total
+from tests.conftest import MakeDatabase
+from tests.sending.conftest import hearing
+from tests.testing.tasks import (
+    charge,
+    charge_once,
+    count_down,
+    effects,
+    fail,
+    go_on_for_ever,
+    greet,
+    ignore,
+    import_feed,
+    look_around,
+    pass_on,
+    reject,
+    stumble,
+    visit,
+    welcome,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_rows_left(any_database: str, unreachable: Celery) -> Iterator[None]:
+    """What is tested leaves nothing in the outbox, and runs nothing eagerly."""
+    unreachable.conf.task_always_eager = True
+    yield
+    assert unreachable.conf.task_always_eager
+    assert OutboxMessage.objects.count() == 0
+
+
+# deliver_twice
+
+
+def test_it_shows_what_is_done_twice() -> None:
+    """An unguarded task does its work twice, and returns two results."""
+    first, second = deliver_twice(charge, 42)
+    assert effects == [42, 42]
+    assert (first.state, first.result, second.result) == ("SUCCESS", "receipt 1", "receipt 2")
+
+
+def test_it_shows_what_is_done_once() -> None:
+    """Of an idempotent task both have one result; of do_once the effect is there once."""
+    first, second = deliver_twice(charge_once, order=42)
+    assert (first.result, second.result) == ("receipt 1", "receipt 1")
+    person = Person.everyone.create()
+    welcomed = deliver_twice(welcome, person.pk)
+    assert [one.error for one in welcomed] == [None, None]
+    assert effects == [42, person.pk]
+
+
+def test_it_is_one_message_and_a_real_run() -> None:
+    """Both are one message under one id, the second redelivered; what a run spoils is its own."""
+    first, second = deliver_twice(look_around, ["a"])
+    assert first.task_id == second.task_id
+    assert effects == [(first.task_id, False, ["a"]), (first.task_id, True, ["a"])]
+    assert first.result == {"eager": False, "direct": False}
+
+
+def test_results_are_its_own() -> None:
+    """Results are kept for the call alone, not in the process."""
+    kept = dict(cache._DUMMY_CLIENT_CACHE)
+    deliver_twice(charge, 42)
+    assert dict(cache._DUMMY_CLIENT_CACHE) == kept
+
+
+def test_a_lock_that_is_held_is_met_by_both(locks_in_memory: None) -> None:
+    """Guards work as they do in a worker: a run that meets the lock of another is skipped."""
+    with hold_lock(import_feed, "here"):
+        assert [one.result for one in deliver_twice(import_feed, "here")] == [None, None]
+    assert [one.result for one in deliver_twice(import_feed, "here")] == ["imported"] * 2
+
+
+def test_a_retry_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    """A task that is retried is not run again; what it sends again is told."""
+    first, second = deliver_twice(stumble)
+    assert (first.state, second.state, effects) == ("RETRY", "RETRY", [0, 0])
+    assert isinstance(first.error, Retry)
+    (again,) = first.sent
+    assert (again.task, again.task_id, again.headers["retries"]) == (
+        stumble.name,
+        first.task_id,
+        1,
+    )
+    assert again.headers["eta"] is not None
+
+
+@pytest.mark.parametrize(
+    ("task", "state", "error"),
+    [(fail, "FAILURE", ValueError), (ignore, "IGNORED", Ignore), (reject, "REJECTED", Reject)],
+)
+def test_other_ends(task: Any, state: str, error: type[Exception]) -> None:
+    """Each end has Celery's state and the exception, which leaves the call alone."""
+    for delivery in deliver_twice(task):
+        assert (delivery.state, delivery.result, delivery.sent) == (state, None, [])
+        assert isinstance(delivery.error, error)
+
+
+def test_what_a_run_sends_is_told() -> None:
+    """What a run sends at once, on commit and through the outbox is told, in order."""
+    first, _ = deliver_twice(count_down, 1)
+    sent = [(one.task.rpartition(".")[2], one.args) for one in first.sent]
+    assert sent == [("count_down", [0]), ("greet", [1])]
+
+
+def test_what_runs_counts_for_a_block_around_it() -> None:
+    """An assert_sent_on_commit around a delivery sees what the run sends on commit."""
+    with assert_sent_on_commit(count_down, 0, times=2):
+        deliver_twice(count_down, 1)
+    with assert_sent_on_commit(greet, "kim", times=2):
+        deliver_twice(pass_on, "kim")
+    with pytest.raises(AssertionError), assert_sent_on_commit(greet, 0, times=2):
+        deliver_twice(count_down, 0)
+
+
+def test_the_message_has_its_lock(locks_in_memory: None) -> None:
+    """With unique_until the message holds its lock when it runs, and leaves none behind."""
+    first, second = deliver_twice(visit, "here")
+    assert (first.state, second.state) == ("SUCCESS", "SUCCESS")
+    with (
+        hold_lock("sent:" + lock_name(visit, "here"), task_id="other"),
+        pytest.raises(AssertionError, match="is a duplicate until"),
+    ):
+        deliver_twice(visit, "here")
+    assert find_lock("sent:" + lock_name(visit, "here")) is None
+
+
+def test_a_send_in_the_transaction_of_the_test_is_refused() -> None:
+    """A worker runs no task inside of a transaction, and nothing here does."""
+    for run in (lambda: deliver_twice(charge, 1), drain_outbox):
+        with pytest.raises(WrongTransaction, match="call it after the block"), transaction.atomic():
+            run()
+    assert effects == []
+
+
+# drain_outbox
+
+
+def keep(*signatures: Any) -> None:
+    """Put messages into the outbox, and let none of them be sent at the commit."""
+    with transaction.atomic():
+        for one in signatures:
+            send_on_commit(one, outbox=True)
+
+
+@pytest.fixture
+def by_messages(unreachable: Celery) -> None:
+    """Let sends make messages, as in production."""
+    unreachable.conf.task_always_eager = False
+
+
+@pytest.fixture
+def then_eager(unreachable: Celery) -> Iterator[None]:
+    """Go back to eager tasks at the end."""
+    yield
+    unreachable.conf.task_always_eager = True
+
+
+pytestmark = pytest.mark.usefixtures("then_eager")
+
+
+def test_the_outbox_is_run_in_order(by_messages: None) -> None:
+    """Messages run in the order of their creation, countdown or not, and what came is returned."""
+    keep(greet.s("first").set(countdown=600), charge.s(2), greet.s("third"))
+    assert OutboxMessage.objects.count() == 3
+    done = drain_outbox()
+    assert effects == [["first", "hello"], 2, ["third", "hello"]]
+    assert [one.result for one in done] == [None, "receipt 2", None]
+    assert drain_outbox() == []
+
+
+def test_what_has_expired_is_not_run(by_messages: None) -> None:
+    """As a worker does, a message whose time is over is dropped."""
+    late = datetime.now(UTC) - timedelta(seconds=1)
+    keep(greet.s("late").set(expires=late), greet.s("in time"))
+    assert [one.state for one in drain_outbox()] == ["REVOKED", "SUCCESS"]
+    assert effects == [["in time", "hello"]]
+
+
+def test_what_follows_through_the_outbox_is_run(by_messages: None) -> None:
+    """What tasks put into the outbox is run too; what they send past it is only told."""
+    keep(count_down.s(2))
+    done = drain_outbox()
+    assert effects == [2, 1, 0]
+    assert [[one.args for one in delivery.sent] for delivery in done] == [[[2]], [[1]], [[0]]]
+
+
+def test_what_fails_keeps_nobody_from_running(
+    by_messages: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failing task is told, and the next one runs; a retry is not run."""
+    with caplog.at_level(logging.CRITICAL):
+        keep(fail.s(), stumble.s(), greet.s("last"))
+        done = drain_outbox()
+    assert [one.state for one in done] == ["FAILURE", "RETRY", "SUCCESS"]
+    assert effects == [0, ["last", "hello"]]
+
+
+def test_without_end(by_messages: None) -> None:
+    """Tasks that send themselves again and again are stopped, and named."""
+    keep(go_on_for_ever.s())
+    said = r"not empty after 5 messages; the next is tests\.testing\.tasks\.go_on_for_ever\(\)"
+    with pytest.raises(AssertionError, match=said):
+        drain_outbox(limit=5)
+    OutboxMessage.objects.all().delete()
+
+
+def test_the_limit_is_how_many_may_run(by_messages: None) -> None:
+    """As many as the limit are run without complaint."""
+    keep(charge.s(1), charge.s(2))
+    assert len(drain_outbox(limit=2)) == 2
+
+
+def test_canvases(by_messages: None) -> None:
+    """The next link of a chain and the body of a chord are told, with what they are given."""
+    keep(chain(add.s(1, 2), note.s()), chord([add.s(1, 2), add.s(3, 4)], total.s()))
+    first, *header = drain_outbox()
+    assert [one.args for one in first.sent] == [[3]]
+    (body,) = [one for delivery in header for one in delivery.sent]
+    assert (body.task, body.args) == (total.name, [[3, 7]])
+
+
+def test_dead_and_rolled_back_rows_are_left_alone(by_messages: None) -> None:
+    """Only what a relay would send is run."""
+    keep(charge.s(1))
+    OutboxMessage.objects.update(due_at=None, dead_at="2020-01-01T00:00:00Z")
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        keep(charge.s(2))
+        raise ZeroDivisionError
+    assert drain_outbox() == []
+    OutboxMessage.objects.all().delete()
+
+
+def test_duplicates_are_dropped(by_messages: None, locks_in_memory: None) -> None:
+    """Two rows of one task with unique_until run one by one; a third meets the other's lock."""
+    keep(visit.s("here"), visit.s("here"))
+    with hold_lock("sent:" + lock_name(visit, "there"), task_id="other"):
+        keep(visit.s("there"))
+        assert len(drain_outbox()) == 2
+    assert effects == ["here", "here"]
+
+
+def test_it_is_empty_where_all_was_sent(by_messages: None) -> None:
+    """What a block took at its commit is not in the outbox any more."""
+    with on_commit_now(), assert_sent_on_commit(charge, 1):
+        keep(charge.s(1))
+    assert drain_outbox() == []
+
+
+def test_the_signals_are_celerys_own() -> None:
+    """Receivers of Celery's signals hear of the runs as in a worker."""
+    with hearing(task_prerun, task_postrun) as heard:
+        first, _ = deliver_twice(charge, 1)
+    assert [one["task_id"] for one in heard] == [first.task_id] * 4
+
+
+def test_of_another_database(make_database: MakeDatabase, by_messages: None) -> None:
+    """With ``using`` the outbox of that database is run, on PostgreSQL as well."""
+    for alias in (make_database("postgres"), make_database("sqlite")):
+        with transaction.atomic(using=alias):
+            charge.apply_async_on_commit((7,), using=alias, outbox=True)
+        assert [one.state for one in drain_outbox(alias)] == ["SUCCESS"]
+        assert OutboxMessage.objects.using(alias).count() == 0

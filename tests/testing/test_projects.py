@@ -1,0 +1,184 @@
+"""A user's project, whose own tests are run: by Django and by pytest, right and wrong."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import require
+from tests.processes import free_port
+from tests.servers import PostgresServer, RedisServer, ServerPool
+from tests.servers.databases import postgres_settings
+
+SHOP = Path(__file__).with_name("shop")
+ROOT = SHOP.parent.parent.parent
+
+#: Each test of the shop runs in a transaction and with commits.
+TESTS = {
+    "test_sign_up_sends_on_commit",
+    "test_welcome_is_sent_once",
+    "test_outbox_is_run",
+    "test_full_import_waits",
+    "test_report_in_memory",
+    "test_album_gets_ready",
+}
+
+
+@pytest.fixture
+def shop(tmp_path: Path, redis_server: RedisServer) -> Path:
+    """A folder with the project."""
+    redis_server.flush()
+    folder = tmp_path / "site"
+    shutil.copytree(SHOP, folder / "shop", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "shop" / "tests_for_django.py").rename(folder / "shop" / "tests.py")
+    (folder / "shop" / "tests_for_pytest.py").rename(folder / "test_shop.py")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nDJANGO_SETTINGS_MODULE = shop.settings\npythonpath = .\n"
+        "filterwarnings = error\naddopts = -p no:cacheprovider\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def environment(redis_server: RedisServer) -> dict[str, str]:
+    """What the project's settings ask for; SQLite in memory for a database."""
+    sqlite = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("DJANGO_")},
+        "PYTHONPATH": str(ROOT),
+        "SHOP_DATABASE": json.dumps(sqlite),
+        "SHOP_CACHE": redis_server.url,
+        "SHOP_BROKER": f"redis://127.0.0.1:{free_port()}/0",
+    }
+
+
+def on_postgres(servers: ServerPool) -> dict[str, str]:
+    """Return the setting of a database in the private PostgreSQL."""
+    server: PostgresServer = require(servers, PostgresServer)
+    return {"SHOP_DATABASE": json.dumps(postgres_settings(server, f"shop_{os.getpid()}"))}
+
+
+def run(
+    folder: Path, environment: dict[str, str], *command: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in the project."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def by_django(folder: Path, environment: dict[str, str]) -> Any:
+    """Run the tests as a project without pytest does."""
+    return run(folder, environment, "-m", "django", "test", "--settings=shop.settings", "shop")
+
+
+def by_pytest(folder: Path, environment: dict[str, str], *options: str) -> Any:
+    """Run the tests by pytest-django, in random order."""
+    return run(folder, environment, "-m", "pytest", "-rA", "--tb=short", "-q", *options)
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_django_runs_the_tests(
+    database: str, shop: Path, environment: dict[str, str], servers: ServerPool
+) -> None:
+    """``manage.py test`` passes, in TestCase and TransactionTestCase."""
+    if database == "postgres":
+        environment.update(on_postgres(servers))
+    done = by_django(shop, environment)
+    assert done.returncode == 0, done.stderr
+    assert f"Ran {2 * len(TESTS)} tests" in done.stderr
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_pytest_runs_the_tests(
+    database: str, shop: Path, environment: dict[str, str], servers: ServerPool
+) -> None:
+    """Pytest passes with the fixtures alone, which no ``conftest.py`` names."""
+    if database == "postgres":
+        environment.update(on_postgres(servers))
+    done = by_pytest(shop, environment)
+    assert done.returncode == 0, done.stdout
+    assert f"{2 * len(TESTS) + 2} passed" in done.stdout
+
+
+def test_django_tells_every_mistake(shop: Path, environment: dict[str, str]) -> None:
+    """In a project whose every task is wrong no test passes."""
+    done = by_django(shop, {**environment, "SHOP_WRONG": "1"})
+    failed = re.findall(r"^FAIL: (\w+) \(.*?(\w+)\.\w+\)$", done.stderr, re.MULTILINE)
+    assert {name for name, _ in failed} == TESTS, done.stderr
+    assert f"FAILED (failures={2 * len(TESTS)})" in done.stderr
+
+
+def test_pytest_tells_every_mistake(shop: Path, environment: dict[str, str]) -> None:
+    """The fixtures show each mistake too."""
+    done = by_pytest(shop, {**environment, "SHOP_WRONG": "1"})
+    assert set(re.findall(r"^FAILED .*::(\w+)\[", done.stdout, re.MULTILINE)) == {
+        *TESTS,
+        "test_what_waits_is_run",
+    }, done.stdout
+    assert "passed" not in done.stdout
+
+
+def test_a_forgotten_with_fails(shop: Path, environment: dict[str, str]) -> None:
+    """A test that makes a block and never enters it has looked at nothing, and is told so."""
+    (shop / "test_shop.py").write_text(FORGETFUL)
+    done = by_pytest(shop, environment)
+    for name in ("hold_lock", "assert_sent_on_commit"):
+        assert f"{name}(...) did nothing: write `with {name}(...):`." in done.stdout
+    assert "2 passed, 2 errors" in done.stdout
+
+
+# The plugin, where nobody asked for it.
+
+
+def test_it_harms_nobody(tmp_path: Path, environment: dict[str, str]) -> None:
+    """In a folder without Django settings tests run, and no settings, models or fixtures load."""
+    (tmp_path / "test_plain.py").write_text(PLAIN)
+    done = run(tmp_path, environment, "-m", "pytest", "-q", "-p", "no:randomly")
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    listed = run(tmp_path, environment, "-m", "pytest", "--fixtures", "-q").stdout
+    assert "deliver_twice" in listed
+
+
+def test_it_can_be_turned_off(shop: Path, environment: dict[str, str]) -> None:
+    """With ``-p no:django_celery_safe`` there are no fixtures."""
+    listed = by_pytest(shop, environment, "--fixtures", "-p", "no:django_celery_safe").stdout
+    assert "transactional_db" in listed
+    assert "deliver_twice" not in listed
+
+
+FORGETFUL = """
+from shop.tasks import welcome
+
+
+def test_a_lock(hold_lock):
+    hold_lock("report")
+
+
+def test_a_send(assert_sent_on_commit):
+    assert_sent_on_commit(welcome, 1)
+"""
+
+PLAIN = """
+import sys
+
+
+def test_nothing_is_loaded():
+    loaded = [name for name in sys.modules if name.startswith("django_celery_safe")]
+    assert "django_celery_safe.testing" not in loaded
+    assert "django_celery_safe.models" not in loaded
+    from django.conf import settings
+
+    assert not settings.configured
+"""
