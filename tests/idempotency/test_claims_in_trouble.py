@@ -83,6 +83,9 @@ def hold(alias: str, gate: Path, way: str) -> str:
                             raise ValueError(way)
         except (ClaimLost, ValueError) as error:
             ended = type(error).__name__
+            if isinstance(error, ClaimLost):
+                # It is the renewing thread that tells so, if that was the first to know.
+                wait_for(lambda: told, 10, "the loss was not told")
         else:
             ended = "done"
     names = {claim_finished: "finished", claim_failed: "failed", claim_lost: "lost"}
