@@ -6,6 +6,7 @@ end of the run; under ``CI=true`` they fail instead.
 """
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -42,6 +43,12 @@ REDIS_BACKENDS = {
     "django-redis": "django_redis.cache.RedisCache",
     "django": "django.core.cache.backends.redis.RedisCache",
 }
+
+
+def pytest_configure() -> None:
+    """Let programs that tests start end by Ctrl-C, also where the shell had us ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what runs behind `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
