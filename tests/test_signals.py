@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 from celery import Celery
 from celery.exceptions import Retry, SoftTimeLimitExceeded
-from django.db import OperationalError, connection, connections, router, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.db.models.functions import Now
 from django.dispatch import Signal
 from django.test.utils import CaptureQueriesContext
@@ -57,6 +57,7 @@ from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.docs.pages import page
 from tests.locks.conftest import fragile_redis
 from tests.processes import free_port, wait_for
+from tests.routing import routed_by
 from tests.sending.conftest import ONE_TRY, MakeApp, make_app
 from tests.servers import RedisServer
 from tests.stages.test_messages import NAME, Staged, refuse
@@ -1149,7 +1150,7 @@ class Split:
 
 
 def test_a_decision_is_taken_where_rows_are_written(
-    make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch, listener: Listener
+    make_database: MakeDatabase, listener: Listener
 ) -> None:
     """Not in the replica that they are read from, also if none are meant."""
     alias = make_database("sqlite-immediate")
@@ -1158,11 +1159,11 @@ def test_a_decision_is_taken_where_rows_are_written(
     OutboxMessage(task="tests.task", task_id="1", **leave).save(using=alias, force_insert=True)
     with idempotent("order:1", using=alias) as ours:
         assert ours
-    monkeypatch.setattr(router, "routers", [Split(replica, alias)])
-    messages, records = OutboxMessage.objects, IdempotencyRecord.objects
-    assert messages.none().revive() == messages.filter(pk__in=[]).discard() == 0
-    assert records.none().forget() == 0
-    assert messages.all().revive() == messages.all().discard() == records.all().forget() == 1
+    with routed_by(Split(replica, alias)):
+        messages, records = OutboxMessage.objects, IdempotencyRecord.objects
+        assert messages.none().revive() == messages.filter(pk__in=[]).discard() == 0
+        assert records.none().forget() == 0
+        assert messages.all().revive() == messages.all().discard() == records.all().forget() == 1
     told = {name for name, _ in listener.heard}
     assert told >= {"message_retried", "message_discarded", "record_forgotten"}
 

@@ -11,7 +11,6 @@ import pytest
 from django.contrib.admin.utils import quote
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import Permission
-from django.db import router
 from django.test import Client
 from django.urls import reverse
 from pytest_django import Settings
@@ -19,6 +18,7 @@ from pytest_django import Settings
 from django_celery_safe.locks.stores import local
 from tests.admin.pages import Visitor
 from tests.conftest import MakeDatabase
+from tests.routing import routed_by
 
 
 class AllIn:
@@ -42,12 +42,8 @@ class AllIn:
 
 def serve_from(alias: str) -> Iterator[str]:
     """Let everything be in this database."""
-    before = router.routers
-    router.routers = [AllIn(alias)]
-    try:
+    with routed_by(AllIn(alias)):
         yield alias
-    finally:
-        router.routers = before
 
 
 @pytest.fixture

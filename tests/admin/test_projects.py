@@ -14,7 +14,7 @@ from django.contrib.admin import AdminSite
 from django.contrib.admin import site as default_site
 from django.contrib.admin.models import LogEntry
 from django.core.management import call_command
-from django.db import connections, router
+from django.db import connections
 from django.urls import path
 from pytest_django import Settings
 
@@ -34,6 +34,7 @@ from tests.admin.rows import HOLDER, hold
 from tests.admin.test_lock_pages import LIST as LOCKS
 from tests.admin.test_table_pages import OUTBOX, RECORDS, RUNS, STEPS
 from tests.conftest import MakeDatabase
+from tests.routing import routed_by
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 MODELS: Final = (Lock, OutboxMessage, IdempotencyRecord, StageRun, StageStep)
@@ -69,11 +70,10 @@ def make_one_of_each() -> dict[str, tuple[type[Any], Any, str, str]]:
 @pytest.fixture(params=["sqlite-immediate", "postgres"])
 def atomic(request: pytest.FixtureRequest, make_database: MakeDatabase) -> Iterator[str]:
     """The database of a site with ATOMIC_REQUESTS, of each kind in turn."""
-    alias, before = make_database(request.param, "site"), router.routers
+    alias = make_database(request.param, "site")
     connections.settings[alias]["ATOMIC_REQUESTS"] = True
-    router.routers = [AllIn(alias)]
-    yield alias
-    router.routers = before
+    with routed_by(AllIn(alias)):
+        yield alias
 
 
 def test_atomic_requests(atomic: str, settings: Settings) -> None:
@@ -113,23 +113,23 @@ class Split(AllIn):
         return str(self.replica) if ours else self.alias
 
 
-def test_replica(lite: str, make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica(lite: str, make_database: MakeDatabase) -> None:
     """Rows are shown and decided about where they are written: a replica may be behind."""
     replica = make_database("sqlite-immediate", "replica")
     root, taken = make_visitor(is_superuser=True), make_one_of_each()
-    monkeypatch.setattr(router, "routers", [Split(lite, replica)])
-    assert not OutboxMessage.objects.exists()  # not there
-    for url, count in ((OUTBOX, 4), (RECORDS, 1), (RUNS, 2), (STEPS, 2)):
-        assert len(root.get(url).rows) == count
-    for model, pk, selection, decision in taken.values():
-        pages = every_page(model, pk)
-        assert all(root.get(url).status == 200 for url in pages.values())
-        (told,) = root.confirm(pages["list"], decision, selection).messages
-        assert told.startswith("1 ")
-    run = StageRun.objects.using(lite).get(pk=taken["abort"][1])
-    assert run.status == Status.ABORTED
-    page = root.get(every_page(StageRun, taken["resume"][1])["change"])
-    assert "1 waiting" in page.content
+    with routed_by(Split(lite, replica)):
+        assert not OutboxMessage.objects.exists()  # not there
+        for url, count in ((OUTBOX, 4), (RECORDS, 1), (RUNS, 2), (STEPS, 2)):
+            assert len(root.get(url).rows) == count
+        for model, pk, selection, decision in taken.values():
+            pages = every_page(model, pk)
+            assert all(root.get(url).status == 200 for url in pages.values())
+            (told,) = root.confirm(pages["list"], decision, selection).messages
+            assert told.startswith("1 ")
+        run = StageRun.objects.using(lite).get(pk=taken["abort"][1])
+        assert run.status == Status.ABORTED
+        page = root.get(every_page(StageRun, taken["resume"][1])["change"])
+        assert "1 waiting" in page.content
 
 
 class Apart(AllIn):
@@ -143,20 +143,20 @@ class Apart(AllIn):
     db_for_write = db_for_read
 
 
-def test_log_in_another_database(
-    lite: str, make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_in_another_database(lite: str, make_database: MakeDatabase) -> None:
     """What can't be logged is not done, also where the log is in another database than the row."""
     other = make_database("sqlite-immediate", "other")
     root = make_visitor(is_superuser=True)
-    monkeypatch.setattr(router, "routers", [Apart(lite, other)])
-    row = rows.leave_dead()
-    root.client.raise_request_exception = False
-    with renamed(lite, "django_admin_log"):
-        assert root.confirm(OUTBOX, "discard", row.pk).status == 500
-    assert OutboxMessage.objects.using(other).get() == row
-    assert root.confirm(OUTBOX, "discard", row.pk).messages == ["1 outbox message was discarded."]
-    assert LogEntry.objects.using(lite).count() == 1
+    with routed_by(Apart(lite, other)):
+        row = rows.leave_dead()
+        root.client.raise_request_exception = False
+        with renamed(lite, "django_admin_log"):
+            assert root.confirm(OUTBOX, "discard", row.pk).status == 500
+        assert OutboxMessage.objects.using(other).get() == row
+        assert root.confirm(OUTBOX, "discard", row.pk).messages == [
+            "1 outbox message was discarded."
+        ]
+        assert LogEntry.objects.using(lite).count() == 1
 
 
 @contextmanager
@@ -230,27 +230,29 @@ def test_other_languages(root: Visitor, settings: Settings, language: str) -> No
 @pytest.mark.parametrize("kind", ["sqlite-immediate", "postgres"])
 @pytest.mark.parametrize("use_tz", [True, False])
 def test_time_zones(
-    make_database: MakeDatabase,
-    settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-    use_tz: bool,
-    kind: Any,
+    make_database: MakeDatabase, settings: Settings, use_tz: bool, kind: Any
 ) -> None:
     """Ages are right in every time zone, with USE_TZ and without."""
     settings.USE_TZ, settings.TIME_ZONE = use_tz, "Asia/Kolkata"
-    monkeypatch.setattr(router, "routers", [AllIn(make_database(kind, "site"))])
-    root = make_visitor(is_superuser=True)
-    hold("feed", IDLE._replace(since=1_700_000_000.0))
-    message, record, run = rows.leave_failed(), rows.record("k"), rows.work_on(rows.begin(1)).run
-    assert root.get(OUTBOX).rows[0]["Age"].endswith("s")
-    assert root.get(RECORDS).rows[0]["Claimed"].startswith("9")
-    assert root.get(RUNS).rows[0]["Started"].endswith("s ago")
-    assert root.get(STEPS).rows[0]["Ran"].endswith("s ago")
-    since = root.get(every_page(Lock, "feed")["change"]).fields["Held since"]
-    assert since.startswith("Nov. 15, 2023, 3:43 a.m., ")
-    for row in (message, record, run):
-        assert root.get(every_page(type(row), row.pk)["change"]).status == 200
-    assert root.confirm(OUTBOX, "retry", message.pk).messages == ["1 outbox message was made due."]
+    with routed_by(AllIn(make_database(kind, "site"))):
+        root = make_visitor(is_superuser=True)
+        hold("feed", IDLE._replace(since=1_700_000_000.0))
+        message, record, run = (
+            rows.leave_failed(),
+            rows.record("k"),
+            rows.work_on(rows.begin(1)).run,
+        )
+        assert root.get(OUTBOX).rows[0]["Age"].endswith("s")
+        assert root.get(RECORDS).rows[0]["Claimed"].startswith("9")
+        assert root.get(RUNS).rows[0]["Started"].endswith("s ago")
+        assert root.get(STEPS).rows[0]["Ran"].endswith("s ago")
+        since = root.get(every_page(Lock, "feed")["change"]).fields["Held since"]
+        assert since.startswith("Nov. 15, 2023, 3:43 a.m., ")
+        for row in (message, record, run):
+            assert root.get(every_page(type(row), row.pk)["change"]).status == 200
+        assert root.confirm(OUTBOX, "retry", message.pk).messages == [
+            "1 outbox message was made due."
+        ]
 
 
 # Whole projects

@@ -407,7 +407,6 @@ def test_a_conflict_without_a_message(way: str, eager: bool, task: Any, mailbox:
         ({"key": ["number", "user"]}, r"names 'user'.*It takes: number, note"),
         ({"key": "{number"}, r"is no format string"),
     ],
-    ids=str,
 )
 def test_options_without_a_meaning_are_refused(
     options: Any, sentence: str, task: Any, mailbox: Mailbox

@@ -31,6 +31,9 @@ HELD_BACK: Final = EMAIL_TIMEOUT / 4
 #: For how long it says nothing, s.
 SILENT: Final = 10 * EMAIL_TIMEOUT
 
+#: How long its end may take, s.
+PATIENCE: Final = 10
+
 
 class MailServer:
     """
@@ -92,10 +95,11 @@ class MailServer:
         await self._listen()
         self._ready.set()
         await self._over.wait()
-        if self._listener is not None:
-            self._listener.close()
-        # Several times: one that was just accepted is not among them yet.
-        for _ in range(5):
+        ends_at = self._loop.time() + PATIENCE
+        # One that was just accepted is no open one yet, but has a task.
+        while len(asyncio.all_tasks()) > 1 and self._loop.time() < ends_at:
+            if self._listener is not None:
+                self._listener.close()
             for transport in list(self._open):
                 transport.abort()  # type: ignore[attr-defined]
             await asyncio.sleep(0.01)

@@ -297,7 +297,9 @@ def test_tasks_go_out_in_the_order_of_their_calls(sent: Sent) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, add, "tests.app.tasks.add", {"task": add.name}, lambda: add.delay(1)], ids=repr
+    "wrong",
+    [None, add, "tests.app.tasks.add", {"task": add.name}, lambda: add.delay(1)],
+    ids=["None", "task", "name", "dict", "function"],
 )
 def test_only_signatures_are_sent(wrong: Any, sent: Sent) -> None:
     """Anything else is a TypeError that says what to write."""

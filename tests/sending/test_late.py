@@ -157,7 +157,7 @@ def test_a_send_in_time_is_not_told(
         {"eta": in_s(-LONG)},
         {"expires": LONG},
     ],
-    ids=str,
+    ids="-".join,
 )
 @pytest.mark.usefixtures("patient")
 def test_what_is_no_late_send(options: dict[str, Any], sent: Sent, warned: Warned) -> None:

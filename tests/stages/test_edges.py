@@ -26,9 +26,9 @@ from django_celery_safe.stages.rows import StepStore
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Message
 from tests.conftest import MakeDatabase
+from tests.routing import ToRuns, routed_by
 from tests.sending.conftest import hearing
 from tests.servers.databases import registered, sqlite_settings
-from tests.stages.routing import ToRuns
 from tests.stages.test_messages import (
     Staged,
     impatient,
@@ -338,28 +338,24 @@ class WithReplica(ToRuns):
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def run_of_replica(
-    request: pytest.FixtureRequest,
-    mailbox: Any,
-    make_database: MakeDatabase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, mailbox: Any, make_database: MakeDatabase, tmp_path: Path
 ) -> Iterator[StageRun]:
     """A run, read from a replica that can't be written; that of SQLite is behind ever after."""
     alias = make_database(request.param)
-    monkeypatch.setattr(router, "routers", [WithReplica(alias)])
-    run = Staged(mailbox, alias).start("a", "b")
-    settings = connections[alias].settings_dict
-    if request.param == "postgres":
-        replica = {name: settings[name] for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")}
-        replica["OPTIONS"] = {"options": "-c default_transaction_read_only=on"}
-    else:
-        copied = tmp_path / "replica.sqlite3"
-        copyfile(settings["NAME"], copied)
-        replica = {**sqlite_settings(copied, "sqlite"), "NAME": f"file:{copied}?mode=ro"}
-    with registered("replica", replica):
-        read = StageRun.objects.get()
-        assert (read, read._state.db) == (run, "replica")
-        yield read
+    with routed_by(WithReplica(alias)):
+        run = Staged(mailbox, alias).start("a", "b")
+        settings = connections[alias].settings_dict
+        if request.param == "postgres":
+            replica = {name: settings[name] for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")}
+            replica["OPTIONS"] = {"options": "-c default_transaction_read_only=on"}
+        else:
+            copied = tmp_path / "replica.sqlite3"
+            copyfile(settings["NAME"], copied)
+            replica = {**sqlite_settings(copied, "sqlite"), "NAME": f"file:{copied}?mode=ro"}
+        with registered("replica", replica):
+            read = StageRun.objects.get()
+            assert (read, read._state.db) == (run, "replica")
+            yield read
 
 
 def test_a_run_that_was_read_from_a_replica_is_changed(run_of_replica: StageRun) -> None:

@@ -29,11 +29,11 @@ from django_celery_safe.stages import running
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.conftest import MakeDatabase
+from tests.routing import runs_in
 from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
 from tests.servers.databases import Databases
 from tests.stages import broken
-from tests.stages.routing import runs_in
 
 if TYPE_CHECKING:
     from pytest_django import DjangoDbBlocker

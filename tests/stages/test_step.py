@@ -23,8 +23,8 @@ from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from django_celery_safe.signals import run_started, stage_started
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
+from tests.routing import runs_in
 from tests.sending.conftest import hearing
-from tests.stages.routing import runs_in
 from tests.stages.tasks import add, crash, note, plain
 from tests.stages.test_messages import (
     Staged,

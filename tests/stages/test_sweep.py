@@ -38,10 +38,10 @@ from django_celery_safe.stages.rows import StepStore
 from django_celery_safe.tasks import prune_stages, relay_outbox, sweep_stages
 from tests.conftest import MakeDatabase
 from tests.processes import wait_for
+from tests.routing import runs_in
 from tests.sending.conftest import hearing
 from tests.servers import RedisServer
 from tests.servers.databases import DatabaseKind
-from tests.stages.routing import runs_in
 from tests.stages.tasks import note
 from tests.test_outbox_command import relaying, sent_to
 

@@ -1,4 +1,4 @@
-"""A router that has the runs written to the database of a test."""
+"""Database routers for the length of a block; processes that a test starts don't get them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +21,20 @@ class ToRuns:
 
 
 @contextmanager
-def runs_in(alias: str) -> Iterator[None]:
-    """Have the runs written to ``alias`` in the block; processes don't get that from here."""
+def routed_by(only: Any) -> Iterator[None]:
+    """Have one router, and no other, in the block."""
     before = router.routers
-    # Not by the setting, whose value goes to processes that a test starts, as JSON.
-    router.routers = [ToRuns(alias)]
+    # Not by the setting, whose value goes to processes that a test starts, as JSON. Nor by
+    # monkeypatch, which may end after the fixture whose router it found.
+    router.routers = [only]
     try:
         yield
     finally:
         router.routers = before
+
+
+@contextmanager
+def runs_in(alias: str) -> Iterator[None]:
+    """Have the runs written to ``alias`` in the block."""
+    with routed_by(ToRuns(alias)):
+        yield
