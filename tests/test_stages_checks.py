@@ -16,8 +16,8 @@ from django_celery_safe.checks.sending import RELAY_TASK
 from django_celery_safe.models import OutboxMessage, OutboxRelay, StageStep
 from tests.conftest import MakeDatabase
 from tests.processes import free_port
+from tests.routing import runs_in
 from tests.servers.databases import registered, sqlite_settings
-from tests.stages.routing import runs_in
 from tests.test_checks import REDIS, app_without_tasks
 from tests.test_sending_checks import NotInDefault, note_relay
 from tests.test_task_checks import NAME, REDIS_BROKER, add_task

@@ -29,9 +29,9 @@ from tests.docs.pages import names_in, page
 from tests.docs.test_docs import own_arguments
 from tests.processes import KeptProcess, free_port, wait_for
 from tests.processes.settings import settings_environment
+from tests.routing import runs_in
 from tests.sending.conftest import hearing
 from tests.servers.databases import registered, sqlite_settings
-from tests.stages.routing import runs_in
 from tests.stages.tasks import note
 from tests.stages.test_sweep import (
     LONG,

@@ -25,10 +25,10 @@ from django_celery_safe.concurrency.header import HEADER, Header
 from django_celery_safe.models import StageStep
 from tests.benchmarks.report import Figure, ratio
 from tests.processes import CeleryWorker, start_in_process
+from tests.routing import runs_in
 from tests.servers import RedisServer, ServerPool
 from tests.servers.databases import Databases
 from tests.stages import tasks
-from tests.stages.routing import runs_in
 
 #: How many stages of how many steps, how many steps in one stage, and in a large one.
 STAGES, STEPS = 20, 10

@@ -77,7 +77,10 @@ def test_one_sentence_a_line(each: Page) -> None:
 
 @pytest.mark.parametrize(
     ("name", "extra", "program"),
-    [("demo", "demo", "example_project/manage.py demo"), ("tests", "test", "-m pytest")],
+    [
+        ("demo", "demo", "example_project/manage.py demo"),
+        ("tests", "test", "-m pytest -n 3 --dist loadfile"),
+    ],
 )
 def test_readme_command(name: str, extra: str, program: str) -> None:
     """The README's two commands are one line each, which sets up .venv by itself."""

@@ -97,7 +97,7 @@ class MailServer:
         await self._over.wait()
         ends_at = self._loop.time() + PATIENCE
         # One that was just accepted is no open one yet, but has a task.
-        while len(asyncio.all_tasks()) > 1 and self._loop.time() < ends_at:
+        while (self._open or len(asyncio.all_tasks()) > 1) and self._loop.time() < ends_at:
             if self._listener is not None:
                 self._listener.close()
             for transport in list(self._open):
