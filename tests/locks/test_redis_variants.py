@@ -4,7 +4,6 @@ import hashlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -52,9 +51,12 @@ KEYS: dict[str, dict[str, Any]] = {
 DJANGO_REDIS: dict[str, dict[str, Any]] = {
     "json": options(SERIALIZER="django_redis.serializers.json.JSONSerializer"),
     "pickle": options(SERIALIZER="django_redis.serializers.pickle.PickleSerializer"),
+    "msgpack": options(SERIALIZER="django_redis.serializers.msgpack.MSGPackSerializer"),
     "zlib": options(COMPRESSOR="django_redis.compressors.zlib.ZlibCompressor"),
     "lzma": options(COMPRESSOR="django_redis.compressors.lzma.LzmaCompressor"),
     "gzip": options(COMPRESSOR="django_redis.compressors.gzip.GzipCompressor"),
+    "lz4": options(COMPRESSOR="django_redis.compressors.lz4.Lz4Compressor"),
+    "zstd": options(COMPRESSOR="django_redis.compressors.zstd.ZStdCompressor"),
     "herd": options(CLIENT_CLASS="django_redis.client.HerdClient"),
     "decoded": client(decode_responses=True),
     "bytes": client(decode_responses=False),
@@ -67,12 +69,6 @@ DJANGO_REDIS: dict[str, dict[str, Any]] = {
     ),
     "no timeouts": client(socket_timeout=None, socket_connect_timeout=None),
 }
-for module, path in {"msgpack": "serializers.msgpack.MSGPackSerializer"}.items():
-    if find_spec(module):
-        DJANGO_REDIS[module] = options(SERIALIZER=f"django_redis.{path}")
-for module, path in {"lz4": "lz4.Lz4Compressor", "zstd": "zstd.ZStdCompressor"}.items():
-    if find_spec(module) or find_spec(f"py{module}"):
-        DJANGO_REDIS[module] = options(COMPRESSOR=f"django_redis.compressors.{path}")
 
 DJANGO: dict[str, dict[str, Any]] = {
     "decoded": options(decode_responses=True),

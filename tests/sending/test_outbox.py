@@ -815,7 +815,7 @@ def test_arguments_of_5_mb_are_kept(alias: str, sent: Sent) -> None:
     assert rows(alias) == []
 
 
-@pytest.mark.parametrize("serializer", ["json", "pickle", "msgpack"])
+@pytest.mark.parametrize("serializer", ["json", "pickle", "yaml", "msgpack"])
 def test_every_serializer_can_be_kept(serializer: str, alias: str, sent: Sent) -> None:
     """The row keeps the bytes that the serializer made, compressed or not."""
     with transaction.atomic(using=alias):
