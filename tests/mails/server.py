@@ -51,7 +51,7 @@ class MailServer:
         self._plan, self._away = plan, away
         self._connections = 0
         self._open: set[asyncio.BaseTransport] = set()
-        self._listener: asyncio.Server | None = None
+        self._listener: asyncio.Task[None] | None = None
         # Keeps the port while nobody listens: it never does, so it refuses by itself.
         self._placeholder = socket.socket()
         self._placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -83,31 +83,39 @@ class MailServer:
     def go_away(self) -> None:
         """Listen no more for a while."""
         if self._listener is not None:
-            self._listener.close()
+            self._listener.cancel()
             self._listener = None
-            self._loop.call_later(self._away, lambda: self._loop.create_task(self._listen()))
+            self._loop.call_later(self._away, self._listen)
 
     def _run(self) -> None:
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        await self._listen()
+        self._listen()
         self._ready.set()
         await self._over.wait()
         ends_at = self._loop.time() + PATIENCE
         # One that was just accepted is no open one yet, but has a task.
         while (self._open or len(asyncio.all_tasks()) > 1) and self._loop.time() < ends_at:
             if self._listener is not None:
-                self._listener.close()
+                self._listener.cancel()
             for transport in list(self._open):
                 transport.abort()  # type: ignore[attr-defined]
             await asyncio.sleep(0.01)
 
-    async def _listen(self) -> None:
-        self._listener = await self._loop.create_server(
-            self._take_connection, HOST, self.port, reuse_port=True
-        )
+    def _listen(self) -> None:
+        listening = socket.create_server((HOST, self.port), reuse_port=True)
+        listening.setblocking(False)
+        self._listener = self._loop.create_task(self._accept(listening))
+
+    async def _accept(self, listening: socket.socket) -> None:
+        # Not asyncio's server: closed just after it has accepted somebody, it leaves that
+        # connection open for ever (Python 3.11).
+        with listening:
+            while True:
+                connection, _ = await self._loop.sock_accept(listening)
+                await self._loop.connect_accepted_socket(self._take_connection, connection)
 
     def _take_connection(self) -> "Connection":
         number = self._connections
