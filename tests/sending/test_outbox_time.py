@@ -308,7 +308,9 @@ def test_threads_do_not_queue_up_at_a_silent_broker(
 ) -> None:
     """Each thread is back in time, also where there are more of them than connections."""
     broker = f"redis://127.0.0.1:{silent}/0"
-    task = make_app(broker_url=broker, broker_pool_limit=1).tasks[add.name]
+    app = make_app(broker_url=broker, broker_pool_limit=1)
+    assert app.pool.limit == 1  # of the whole process, and can't shrink while threads use it
+    task = app.tasks[add.name]
     found: list[float] = []
 
     def run() -> None:
