@@ -13,6 +13,13 @@ def run(command: str, *arguments: str) -> str:
     return out.getvalue()
 
 
+def run_in_80_columns(command: str, *arguments: str) -> str:
+    """Return what a command prints; people get lines of 80 columns."""
+    text = run(command, *arguments)
+    assert "--json" in arguments or max(map(len, text.splitlines())) <= 80
+    return text
+
+
 def refused(command: str, *arguments: str) -> tuple[str, str]:
     """Return what a command prints before it fails, and with what."""
     out = io.StringIO()

@@ -78,13 +78,7 @@ def store(request: pytest.FixtureRequest, settings: Settings) -> str:
     return kind
 
 
-def run(*arguments: str) -> str:
-    """Return what the command prints; people get lines of 80 columns."""
-    text = commands.run("celery_locks", *arguments)
-    assert "--json" in arguments or max(map(len, text.splitlines())) <= 80
-    return text
-
-
+run = partial(commands.run_in_80_columns, "celery_locks")
 refused = partial(commands.refused, "celery_locks")
 status_of_program = partial(commands.status_of_program, "celery_locks")
 

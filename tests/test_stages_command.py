@@ -75,13 +75,7 @@ def lite(make_database: MakeDatabase, queue: Queue) -> Iterator[str]:
         yield alias
 
 
-def run(*arguments: str) -> str:
-    """Return what the command prints, in lines of 80 columns."""
-    text = commands.run("celery_stages", *arguments)
-    assert "--json" in arguments or max(map(len, text.splitlines())) <= 80
-    return text
-
-
+run = partial(commands.run_in_80_columns, "celery_stages")
 refused = partial(commands.refused, "celery_stages")
 status_of_program = partial(commands.status_of_program, "celery_stages")
 
