@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pytest
 from celery import Celery
 from celery.backends.base import DisabledBackend
+from django.core.management.commands import flush
 
 from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
@@ -49,6 +50,19 @@ def pytest_configure() -> None:
     """Let programs that tests start end by Ctrl-C, also where the shell had us ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what runs behind `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _flush_without_signals() -> Iterator[None]:
+    """
+    Empty the default database after a test without sending ``post_migrate`` again.
+
+    Its receivers make the rows of permissions and content types anew, which no test
+    reads there, and took a third of the time of each test with ``transaction=True``.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flush, "emit_post_migrate_signal", lambda *args, **kwargs: None)
+        yield
 
 
 @pytest.fixture(scope="session")

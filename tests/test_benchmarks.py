@@ -33,6 +33,8 @@ from tests.conftest import MakeDatabase
 from tests.processes import start_in_process, tell
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.long
+
 
 def test_a_ratio_compares_within_rounds() -> None:
     """A round in which the whole machine was slow does not change the ratio."""

@@ -102,6 +102,7 @@ def test_unsafe() -> None:
     assert max(map(len, ended.out.splitlines())) <= 80
 
 
+@pytest.mark.long
 def test_json(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
     """--json prints one object: the verdict on all, and each finding with what was measured."""
     settings.CACHES = redis_cache_settings("django-redis")
@@ -142,6 +143,7 @@ def test_json(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
     assert plain("".join(said)) == REDIS_IS_SAFE.rpartition("Locks are safe")[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru"])
 def test_a_server_that_evicts(
     policy: str, redis_server: RedisServer, redis_cache_settings: MakeRedisCache, settings: Settings
@@ -166,6 +168,7 @@ def test_a_server_that_evicts(
     ) in ended.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["plain", "json"])
 def test_a_refused_cache(form: str, settings: Settings, tmp_path: Path) -> None:
     """A cache that can't hold locks is unsafe, and nothing else is said."""
@@ -204,6 +207,7 @@ def test_a_server_that_is_down(settings: Settings, memcached_cache_settings: Any
     )
 
 
+@pytest.mark.long
 def test_keys_of_any_type_in_settings(
     redis_cache_settings: MakeRedisCache, settings: Settings, tmp_path: Path
 ) -> None:
@@ -218,6 +222,7 @@ def test_keys_of_any_type_in_settings(
     assert (ended.text, ended.err, ended.status) == (REDIS_IS_SAFE, "", 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", ["1", "65", "two", "-2"])
 def test_processes_out_of_range(number: str) -> None:
     """A race needs two processes, and a machine does not bear any number of them."""
@@ -264,6 +269,7 @@ def racing(
                     child.kill()
 
 
+@pytest.mark.long
 def test_ctrl_c(racing: Racing, redis_server: RedisServer) -> None:
     """Ctrl-C in the middle of a race leaves no process and no key."""
     os.killpg(racing.process.pid, signal.SIGINT)  # as a terminal does: the children get it too
@@ -276,6 +282,7 @@ def test_ctrl_c(racing: Racing, redis_server: RedisServer) -> None:
         assert client.keys("*") == [b":1:celery_safe:fence"]
 
 
+@pytest.mark.long
 def test_killed(racing: Racing, redis_server: RedisServer) -> None:
     """A doctor that is killed takes its processes along, be it that the server says nothing."""
     redis_server.pause()

@@ -32,6 +32,8 @@ from tests.servers import RedisServer
 if TYPE_CHECKING:
     from pytest_django import Settings
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -28,6 +28,8 @@ from tests.servers import (
 from tests.servers.databases import DatabaseKind
 from tests.servers.programs import find_programs_folder
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[1]
 
 STANDARD_PORTS = {4369, 5432, 5672, 6379, 11211, 25672, 26379}

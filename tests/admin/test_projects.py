@@ -204,6 +204,7 @@ def test_another_site(root: Visitor, settings: Settings, beside: bool) -> None:
         assert told.response["Location"].startswith("/ops/")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", ["de", "ar", "fa", "zh-hans"])
 def test_other_languages(root: Visitor, settings: Settings, language: str) -> None:
     """In another language the pages work, and no number in an attribute gets a separator."""
@@ -335,6 +336,7 @@ def project(tmp_path: Path) -> Callable[..., Run]:
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "apps",
     [(), ("django.contrib.contenttypes", "django.contrib.auth")],
@@ -352,6 +354,7 @@ def test_without_the_admin(project: Callable[..., Run], apps: tuple[str, ...]) -
     assert run("-c", loaded) == "False\n"
 
 
+@pytest.mark.long
 def test_users_with_other_keys(project: Callable[..., Run], tmp_path: Path) -> None:
     """Where users have UUIDs, decisions are logged under them; the style sheet is collected."""
     (tmp_path / "people").mkdir()

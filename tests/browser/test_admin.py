@@ -17,6 +17,8 @@ from tests.example.site import EXAMPLE, Site
 from tests.processes import KeptProcess, wait_for
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.long
+
 APP = "/admin/django_celery_safe"
 LOCKS, OUTBOX, RECORDS = f"{APP}/lock/", f"{APP}/outboxmessage/", f"{APP}/idempotencyrecord/"
 RUNS, STEPS = f"{APP}/stagerun/", f"{APP}/stagestep/"

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 
+import pytest
 from playwright.sync_api import Page, Request, expect
 
 from demo.mail_server import MailServer
@@ -12,6 +13,8 @@ from tests.browser.test_stories import sign_up
 from tests.example.site import Site
 from tests.processes import wait_for
 from tests.servers import RedisServer
+
+pytestmark = pytest.mark.long
 
 
 def test_message_waits_while_the_broker_is_down(

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 
+import pytest
 from playwright.sync_api import FilePayload, Page, expect
 
 from albums import samples
@@ -11,6 +12,8 @@ from demo.feed_server import FeedServer
 from demo.mail_server import MailServer
 from tests.browser.conftest import Screenshot
 from tests.example.site import Site
+
+pytestmark = pytest.mark.long
 
 FEED = "harbour-notes.rss"
 PASSWORD = "correct horse battery"

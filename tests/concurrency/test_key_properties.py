@@ -588,6 +588,7 @@ except ConfigurationError:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", [PRINT_KEYS, PRINT_KEY_OF_A_SET], ids=["values", "names"])
 def test_processes_agree_whatever_their_hashes(script: str) -> None:
     """Sets, as values or as names of arguments, have no order that a process decides on."""

@@ -13,6 +13,8 @@ from PIL import Image
 
 from tests.example.site import Site, Visitor, manage
 
+pytestmark = pytest.mark.long
+
 STAGES = ["Fetch", "Thumbnails and index", "Contact sheet", "Notify"]
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.example.site import EXAMPLE, POLICY, Visitor, environment, execute, migrate
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("path", "status"),

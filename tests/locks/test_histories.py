@@ -101,12 +101,14 @@ def find(backend: str, plan: Plan, wanted: str) -> Found:
     return names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_store_is_rejected(fault: str, found: Callable[[str], Found]) -> None:
     """The history of a store, a lock or a resource with this fault is rejected for this fault."""
     assert FAULTS[fault][2] in found(fault)
 
 
+@pytest.mark.long
 def test_a_slow_answer_alone_breaks_nothing(fragile_redis: RedisServer) -> None:
     """A lock that gets its answers late is trusted for a shorter time, and nothing is wrong."""
     lock = OURS + "SlowAnswerLock"
@@ -114,6 +116,7 @@ def test_a_slow_answer_alone_breaks_nothing(fragile_redis: RedisServer) -> None:
     assert {violation.check for violation in check(record(plan))[1]} <= {"too little"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nemesis", ["pause", "restart"])
 def test_our_locks_keep_their_promises(nemesis: Nemesis, fragile_redis: RedisServer) -> None:
     """Nothing is wrong with our locks while processes stand still and Redis loses its memory."""

@@ -51,6 +51,7 @@ def found(history: History) -> set[str]:
     return {violation.check for violation in check(history)}
 
 
+@pytest.mark.long
 def test_at_most_once_sends_nobody_two(run: Record) -> None:
     """Nobody gets a second e-mail, and who met neither fault nor kill got one."""
     history = run(replace(SHORT, guarantee="at_most_once"))
@@ -58,6 +59,7 @@ def test_at_most_once_sends_nobody_two(run: Record) -> None:
     assert max(map(len, history.mails.values())) == 1
 
 
+@pytest.mark.long
 def test_at_least_once_sends_everybody_one(run: Record) -> None:
     """Everybody gets an e-mail, and each double has its cause outside of ``do_once``."""
     history = run(SHORT)
@@ -65,6 +67,7 @@ def test_at_least_once_sends_everybody_one(run: Record) -> None:
     assert set(history.mails) == set(range(1, SHORT.users + 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["plain", "flag-last"])
 def test_doubles_without_a_cause_are_found(fault: FaultName, run: Record) -> None:
     """A flag that is read without a lock, or set after the commit, sends for no reason."""

@@ -50,6 +50,7 @@ def found(history: History) -> set[str]:
     return {violation.check for violation in check(history)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", [SHORT, ON_RABBITMQ], ids=["redis", "rabbitmq"])
 def test_the_outbox_loses_nothing_whatever_is_killed(plan: Plan, run: Run) -> None:
     """Each committed task arrives, none of a rolled-back transaction, and each is done once."""
@@ -58,6 +59,7 @@ def test_the_outbox_loses_nothing_whatever_is_killed(plan: Plan, run: Run) -> No
     assert history.plan.transactions <= len(history.begun)
 
 
+@pytest.mark.long
 def test_without_an_outbox_kills_after_the_commit_lose_tasks(run: Run) -> None:
     """Plain ``delay_on_commit`` loses at least the tasks of who died between commit and send."""
     history = run(replace(SHORT, plain=True, troubles=()))
@@ -66,12 +68,14 @@ def test_without_an_outbox_kills_after_the_commit_lose_tasks(run: Run) -> None:
     assert count(history)["left in the outbox"] == 0
 
 
+@pytest.mark.long
 def test_a_relay_that_remembers_the_last_id_is_found(run: Run) -> None:
     """It never sends what was inserted before, and committed after, what it has sent."""
     history = run(replace(CALM, fault="last-id", transactions=80, pause=0.1))
     assert {"lost tasks", "leftovers"} <= found(history)
 
 
+@pytest.mark.long
 def test_a_relay_that_deletes_before_it_sends_is_found(run: Run) -> None:
     """What it had deleted when it was killed is lost, and the outbox is empty."""
     history = run(replace(SHORT, fault="delete-first", troubles=()))
@@ -79,6 +83,7 @@ def test_a_relay_that_deletes_before_it_sends_is_found(run: Run) -> None:
     assert history.left == []
 
 
+@pytest.mark.long
 def test_a_retry_that_waits_for_the_commit_is_found(run: Run) -> None:
     """The rollback that Retry causes drops its message: it arrived, and is never done."""
     history = run(replace(CALM, fault="deferred-retry"))

@@ -475,6 +475,7 @@ def make_task(app: Any) -> Any:
     return app.task(reindex, name="shop.tasks.reindex", base=SafeTask, shared=False)
 
 
+@pytest.mark.long
 def test_a_rabbitmq_waits(
     make_app: MakeApp, rabbitmq_server: RabbitMQServer, warned: Warned
 ) -> None:

@@ -217,7 +217,7 @@ class MakeLine(Protocol):
         """
 
 
-@pytest.fixture(params=["redis", "rabbitmq"])
+@pytest.fixture(params=["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
 def queues(request: pytest.FixtureRequest) -> Queues:
     """Each of the brokers."""
     server = request.getfixturevalue(f"{request.param}_server")
@@ -491,6 +491,7 @@ def test_what_is_relayed_is_what_celery_sends_to_redis(kind: Kind, make_line: Ma
 
 
 @pytest.mark.parametrize("kind", ONLY_RABBITMQ.values(), ids=ONLY_RABBITMQ)
+@pytest.mark.long
 @pytest.mark.parametrize("queues", ["rabbitmq"], indirect=True)
 def test_what_is_relayed_is_what_celery_sends_to_rabbitmq(kind: Kind, make_line: MakeLine) -> None:
     """Exchanges and queues that only RabbitMQ has are the same too."""
@@ -513,6 +514,7 @@ OWN_QUEUES: dict[str, tuple[list[Queue], Queue]] = {
 
 
 @pytest.mark.parametrize(("known", "queue"), OWN_QUEUES.values(), ids=OWN_QUEUES)
+@pytest.mark.long
 @pytest.mark.parametrize("queues", ["rabbitmq"], indirect=True)
 def test_the_relay_declares_a_queue_as_the_sender_would(
     known: list[Queue], queue: Queue, make_line: MakeLine
@@ -897,6 +899,7 @@ def delay_of(message: Published) -> tuple[int, str]:
     return int("".join(bits), 2), key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("queues", ["rabbitmq"], indirect=True)
 def test_a_delay_of_a_quorum_queue_is_what_is_left_at_the_relay(delaying: Line) -> None:
     """The routing key by which RabbitMQ delays is made anew from the ETA."""
@@ -919,6 +922,7 @@ def test_a_delay_of_a_quorum_queue_is_what_is_left_at_the_relay(delaying: Line) 
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("queues", ["rabbitmq"], indirect=True)
 def test_what_is_late_for_a_quorum_queue_arrives(delaying: Line) -> None:
     """With an ETA that has passed it takes the shortest delay, and arrives as a direct send."""
@@ -946,6 +950,7 @@ TRAVELLED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("queues", ["rabbitmq"], indirect=True)
 def test_a_quorum_queue_gets_at_once_what_has_no_eta(delaying: Line) -> None:
     """Without ETA the message goes to the queue itself."""
@@ -1001,7 +1006,7 @@ class Workplace:
     conf: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["redis", "rabbitmq"])
+@pytest.fixture(scope="module", params=["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
 def workplace(
     request: pytest.FixtureRequest, redis_server: RedisServer, worked: str
 ) -> Iterator[Workplace]:
@@ -1114,6 +1119,7 @@ def test_what_a_running_task_hands_on_is_relayed(
     assert sent[True] == sent[False]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("relayed", [True, False], ids=["relayed", "at commit"])
 def test_a_result_comes_through_rpc(
     relayed: bool, rpc: dict[str, Any], worked: str, sqlite_alias: str

@@ -182,7 +182,7 @@ def test_a_silent_broker_is_given_up_in_time(
 
 
 @pytest.mark.parametrize("form", ["task", "group"])
-@pytest.mark.parametrize("name", ["redis", "rabbitmq"])
+@pytest.mark.parametrize("name", ["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("patience")
 def test_a_broker_that_falls_silent_is_given_up_in_time(
     name: str, form: str, alias: str, make_app: MakeApp, request: pytest.FixtureRequest
@@ -217,7 +217,7 @@ def wait_until_asked_again(app: Celery) -> None:
     wait_for(lambda: time.monotonic() >= _silent_until.get(app, 0.0), TIMEOUT + 1)
 
 
-@pytest.mark.parametrize("name", ["redis", "rabbitmq"])
+@pytest.mark.parametrize("name", ["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("patience")
 def test_after_a_silence_nobody_waits_again(
     name: str, alias: str, make_app: MakeApp, request: pytest.FixtureRequest
@@ -269,7 +269,7 @@ def test_a_large_message_to_a_silent_broker_is_given_up_in_time(
     assert isinstance(result.send_error, OperationalError)
 
 
-@pytest.mark.parametrize("scheme", ["redis", "amqp"])
+@pytest.mark.parametrize("scheme", ["redis", pytest.param("amqp", marks=pytest.mark.long)])
 def test_the_next_of_several_brokers_gets_it(
     scheme: str, make_app: MakeApp, request: pytest.FixtureRequest, sqlite_immediate_alias: str
 ) -> None:
@@ -374,7 +374,7 @@ def send_and_silence(alias: str, broker: str, pids: list[int]) -> tuple[float, s
     return taken, type(result.send_error).__name__
 
 
-@pytest.mark.parametrize("name", ["redis", "rabbitmq"])
+@pytest.mark.parametrize("name", ["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("patience")
 def test_results_through_a_broker_that_falls_silent_cost_no_more(
     name: str, request: pytest.FixtureRequest, sqlite_immediate_alias: str
@@ -510,7 +510,7 @@ def send_around_a_fork(alias: str) -> list[str]:
     return [*errors, send()]
 
 
-@pytest.mark.parametrize("name", ["redis", "rabbitmq"])
+@pytest.mark.parametrize("name", ["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
 def test_a_fork_sends_by_connections_of_its_own(
     name: str, sqlite_immediate_alias: str, request: pytest.FixtureRequest
 ) -> None:

@@ -314,6 +314,7 @@ def test_a_redis_key_of_another_type(
     assert_no_secret(row.error, caplog.text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["PRECONDITION_FAILED", "NOT_FOUND"])
 def test_what_rabbitmq_refuses(
     fault: str, outbox: str, make_app: MakeApp, rabbitmq_server: RabbitMQServer
@@ -523,6 +524,7 @@ def test_a_connection_that_is_cut_in_mid_batch(
     assert not table(outbox).exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [600, 9000])
 def test_a_connection_to_rabbitmq_that_is_cut_in_mid_batch(
     after: int, outbox: str, rabbitmq_server: RabbitMQServer, make_app: MakeApp
@@ -544,6 +546,7 @@ def test_a_connection_to_rabbitmq_that_is_cut_in_mid_batch(
     assert not table(outbox).exists()
 
 
+@pytest.mark.long
 def test_an_idle_connection_that_rabbitmq_closed(
     outbox: str, rabbitmq_server: RabbitMQServer, make_app: MakeApp
 ) -> None:
@@ -564,6 +567,7 @@ def test_an_idle_connection_that_rabbitmq_closed(
     assert take_from_rabbitmq(app) == wanted
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick")
 def test_a_silent_rabbitmq_is_waited_for(
     outbox: str,

@@ -58,6 +58,7 @@ def found(history: History) -> set[str]:
     return {violation.check for violation in check(history)}
 
 
+@pytest.mark.long
 def test_each_stage_begins_once_whoever_is_killed(record_on_redis: Record) -> None:
     """Children are killed and messages come twice, and after one sweep all runs succeed."""
     history = record_on_redis(SHORT)
@@ -65,6 +66,7 @@ def test_each_stage_begins_once_whoever_is_killed(record_on_redis: Record) -> No
     assert count(history)["steps"] == SHORT.runs * SHORT.stages * SHORT.steps
 
 
+@pytest.mark.long
 def test_no_server_is_needed(make_database: MakeDatabase, tmp_path: Path) -> None:
     """The same holds on SQLite and a folder, which lose a killed worker's messages."""
     plan = replace(SHORT, broker="filesystem")
@@ -73,6 +75,7 @@ def test_no_server_is_needed(make_database: MakeDatabase, tmp_path: Path) -> Non
     assert check(history) == []
 
 
+@pytest.mark.long
 def test_an_engine_without_the_lock_is_found(record_on_redis: Record) -> None:
     """Who only counts ended steps begins a stage twice, or never."""
     history = record_on_redis(replace(CALM, engine="counter"))

@@ -88,6 +88,7 @@ def by_pytest(folder: Path, environment: dict[str, str], *options: str) -> Any:
     return run(folder, environment, "-m", "pytest", "-rA", "--tb=short", "-q", *options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_django_runs_the_tests(
     database: str, shop: Path, environment: dict[str, str], servers: ServerPool
@@ -112,6 +113,7 @@ def test_pytest_runs_the_tests(
     assert f"{2 * len(TESTS) + 2} passed" in done.stdout
 
 
+@pytest.mark.long
 def test_django_tells_every_mistake(shop: Path, environment: dict[str, str]) -> None:
     """In a project whose every task is wrong no test passes."""
     done = by_django(shop, {**environment, "SHOP_WRONG": "1"})
@@ -130,6 +132,7 @@ def test_pytest_tells_every_mistake(shop: Path, environment: dict[str, str]) -> 
     assert "passed" not in done.stdout
 
 
+@pytest.mark.long
 def test_a_forgotten_with_fails(shop: Path, environment: dict[str, str]) -> None:
     """A test that makes a block and never enters it has looked at nothing, and is told so."""
     (shop / "test_shop.py").write_text(FORGETFUL)

@@ -18,6 +18,7 @@ from tests.verdict import print_verdict
 SHORT = Plan(tasks=250, keys=5, pause=0.03, worker_kills=1, patience=40)
 
 
+@pytest.mark.long
 def test_single_instance_tasks_keep_their_promises(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:

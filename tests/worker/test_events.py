@@ -948,7 +948,11 @@ def scene(stage: Stage, tmp_path: Path) -> Iterator[Scene]:
 
 
 PLAYS = [
-    pytest.param(stage, row, id=f"{stage}-{row.event}") for row in TABLE for stage in row.stages
+    pytest.param(
+        stage, row, id=f"{stage}-{row.event}", marks=[] if stage == "redis" else [pytest.mark.long]
+    )
+    for row in TABLE
+    for stage in row.stages
 ]
 
 
