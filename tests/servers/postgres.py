@@ -28,7 +28,50 @@ SETTINGS = {
 }
 
 #: Seconds for clients that were told to end to be gone from the server's list.
-DROP_PATIENCE = 2.0
+DROP_PATIENCE = 20.0
+
+#: Tables whose rows the migrations made.
+MIGRATED = ("auth_permission", "django_content_type", "django_migrations")
+
+#: What a test may change in a database beside rows, as one text. A copy of a database
+#: has the object ids of its template.
+SHAPE = """
+    SELECT concat_ws(E'\\n',
+        (SELECT md5(string_agg(format('%s %s %s', oid, relname, reloptions), ',' ORDER BY oid))
+            FROM pg_class WHERE oid >= 16384),
+        (SELECT md5(string_agg(a::text, ',' ORDER BY attrelid, attnum)) FROM (
+            SELECT attrelid, attnum, attname, atttypid, attnotnull, attisdropped, atthasdef
+            FROM pg_attribute WHERE attrelid >= 16384) AS a),
+        (SELECT md5(string_agg(format('%s %s', indexrelid, indisvalid), ',' ORDER BY indexrelid))
+            FROM pg_index WHERE indexrelid >= 16384),
+        (SELECT md5(string_agg(oid::text, ',' ORDER BY oid)) FROM pg_constraint),
+        (SELECT md5(string_agg(format('%s %s', oid, tgenabled), ',' ORDER BY oid)) FROM pg_trigger),
+        (SELECT count(*) FROM pg_proc WHERE oid >= 16384),
+        (SELECT count(*) FROM pg_namespace),
+        (SELECT count(*) FROM pg_statistic WHERE starelid >= 16384),
+        (SELECT count(*) FROM pg_db_role_setting),
+        (SELECT count(*) FROM auth_permission),
+        (SELECT count(*) FROM django_content_type),
+        (SELECT count(*) FROM django_migrations)
+    )
+"""
+
+#: Makes every other table that ever had a row new, and lets every identity begin anew.
+EMPTY = """
+    DO $$
+    DECLARE used text;
+    BEGIN
+        SELECT string_agg(oid::regclass::text, ', ') INTO used FROM pg_class
+            WHERE relkind = 'r' AND oid >= 16384 AND relname <> ALL (ARRAY[{}])
+            AND (pg_relation_size(oid) > 0 OR oid IN (
+                SELECT refobjid FROM pg_depend JOIN pg_sequences AS s
+                    ON objid = format('%I.%I', s.schemaname, s.sequencename)::regclass
+                WHERE deptype IN ('a', 'i') AND last_value IS NOT NULL));
+        IF used IS NOT NULL THEN
+            EXECUTE 'TRUNCATE ' || used || ' RESTART IDENTITY CASCADE';
+        END IF;
+    END $$
+"""
 
 
 class PostgresServer(Server):
@@ -97,12 +140,29 @@ class PostgresServer(Server):
         self._execute("CREATE DATABASE {} TEMPLATE {}", name, template)
 
     def drop_database(self, name: str) -> None:
+        """Remove a database that nobody uses now."""
+        self._execute("DROP DATABASE {}", name)
+
+    def shape(self, database: str) -> str:
+        """Return what a migrated database is beside the rows of its tables."""
+        with self.connect(database) as connection:
+            (shape,) = connection.execute(SHAPE).fetchone() or ()
+            return str(shape)
+
+    def empty_database(self, name: str) -> None:
+        """Remove what a test wrote into a migrated database."""
+        with self.connect(name) as connection:
+            connection.execute(
+                sql.SQL(EMPTY).format(sql.SQL(", ").join(map(sql.Literal, MIGRATED)))
+            )
+
+    def wait_until_unused(self, name: str) -> None:
         """
-        Remove a database.
+        Wait until nobody is connected to a database.
 
         Raises:
-            RuntimeError: Somebody is still connected to it: who, and what was done last.
-                The database is removed all the same.
+            RuntimeError: Somebody stays connected: who, and what was done last. The
+                database is removed.
         """
         try:
             wait_for(lambda: not self.sessions(name), DROP_PATIENCE)
@@ -110,7 +170,6 @@ class PostgresServer(Server):
             left = "\n".join(f"  {session}" for session in self.sessions(name))
             self._execute("DROP DATABASE {} WITH (FORCE)", name)
             raise RuntimeError(f"Still connected to database {name}:\n{left}") from None
-        self._execute("DROP DATABASE {}", name)
 
     def sessions(self, database: str) -> list[dict[str, Any]]:
         """Return who is connected to a database, with the state and the last query."""
