@@ -68,7 +68,7 @@ def one_winner_for_each_new_key_by_processes(folder: Path, keys: int = 150) -> N
     _race(folder, names)
 
 
-def one_winner_for_each_expired_key_by_processes(folder: Path, keys: int = 150) -> None:
+def one_winner_for_each_expired_key_by_processes(folder: Path, keys: int = 60) -> None:
     """Of 8 processes that race for a key whose lease has ended, exactly one gets it."""
     names = [f"expired:{number}" for number in range(keys)]
     for name in names:

@@ -92,12 +92,14 @@ def test_redis_is_safe(
         "where": 'CACHES["default"] (redis)',
     }
     values = found["exclusion"].values
-    # On a busy machine many a try finds the lock held; one who comes late finds it released.
+    # On a busy machine many a try finds the lock held, or comes too late to count; one who
+    # comes late finds it released.
     assert values["acquired"] >= 10
+    assert 50 <= values["tries"] <= 100
     assert values["expired_acquired"] >= 20
     assert values == {
         "processes": 2,
-        "tries": 100,
+        "tries": values["tries"],
         "acquired": values["acquired"],
         "overlaps": 0,
         "expired_tries": 20,
