@@ -85,6 +85,9 @@ class IdempotentMixin:
         :func:`idempotent`, which locks nothing meanwhile. Only the flag is written: what
         else the block changes on the row, it saves itself.
 
+        What takes the flag back lets it be done again: to set it to False on purpose, and a
+        ``save()`` of an instance that was read before, which writes all its columns.
+
         Args:
             pk: Primary key of the row.
             flag: Name of a BooleanField (true: done), or of a DateTimeField with
@@ -293,12 +296,17 @@ def _says_taken(error: OperationalError) -> bool:
     )
 
 
-def _check_flag(model: type[Model], name: str) -> None:
-    flags = [
+def flag_names(model: type[Model]) -> list[str]:
+    """Return the names of the fields that can say whether a thing was done."""
+    return [
         field.name
         for field in model._meta.get_fields()
         if isinstance(field, BooleanField) or (isinstance(field, DateTimeField) and field.null)
     ]
+
+
+def _check_flag(model: type[Model], name: str) -> None:
+    flags = flag_names(model)
     if name in flags:
         return
     try:
