@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 #: Shortest and longest pause before a database that was away is asked again, s.
 SHORTEST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
+#: How often a transaction that was refused begins again; each time somebody else moved on.
+TRIES: Final = 20
 
 
 def in_atomic(alias: str) -> bool:
@@ -63,10 +65,48 @@ def losing_a_race() -> Iterator[None]:
     try:
         yield
     except OperationalError as error:
-        cause = error.__cause__
-        # PostgreSQL: serialization_failure.
-        if "40001" not in (getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None)):
+        if not _is_lost_race(error):
             raise
+
+
+def begin_again(alias: str, begin: Callable[[], T], what: str) -> T:
+    """
+    Open a transaction that locks a row, again and again while stricter isolation refuses it.
+
+    Under REPEATABLE READ and SERIALIZABLE, PostgreSQL refuses to lock a row that others
+    changed since the transaction began, which they did if it waited for them. A transaction
+    that begins after that sees what they committed.
+
+    Args:
+        begin: Opens the transaction, and locks the row first; an error leaves nothing open.
+        what: What it is opened for, for the error.
+
+    Raises:
+        OperationalError: Inside ``atomic()`` somebody changed the row since that began, and
+            only who opened it can begin again; or somebody did each time.
+    """
+    tries_left = 0 if connections[alias].in_atomic_block else TRIES
+    while True:
+        try:
+            return begin()
+        except OperationalError as error:
+            if not _is_lost_race(error):
+                raise
+            if tries_left == 0:
+                # Under the same class and cause, which say that it is worth another try.
+                raise OperationalError(
+                    f"{what} was refused: another transaction changed the row after this one on "
+                    f"{alias!r} began, whose isolation level hides that change. Nothing was done. "
+                    f"Roll the outer atomic() back and run all of it again, call this outside of "
+                    f"it, or use READ COMMITTED ({describe_error(error)})"
+                ) from error.__cause__
+        tries_left -= 1
+
+
+def _is_lost_race(error: OperationalError) -> bool:
+    cause = error.__cause__
+    # PostgreSQL: serialization_failure.
+    return "40001" in (getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None))
 
 
 @contextmanager

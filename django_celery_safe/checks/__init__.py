@@ -4,7 +4,8 @@ System checks: what in the settings would let a lock, a task or an e-mail go wro
 ``manage.py check`` shows them. A Celery worker shows no check's result, so when
 one starts, ours are written to its log. docs/reference/checks.md lists them.
 ``tasks`` has those of single-instance tasks, ``sending`` those of brokers and the outbox,
-``redelivery`` those of tasks that are done once, ``stages`` those of runs of stages.
+``redelivery`` those of tasks that are done once, ``flags`` that of flags which forms take
+back, ``stages`` those of runs of stages.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .. import conf
 from ..exceptions import BackendNotSupported, ConfigurationError, describe_error
 from ..locks.stores import USE_INSTEAD, find_emptied_with, locate
 from ..locks.stores.local import set_pool_processes
+from .flags import check_flags
 from .messages import PREFIX, error, warning
 from .redelivery import check_redelivery
 from .sending import check_relays, check_sending
@@ -62,6 +64,7 @@ def check_all(**kwargs: Any) -> list[CheckMessage]:
         *check_tasks(),
         *check_sending(),
         *check_redelivery(),
+        *check_flags(),
     ]
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
 
+from ..exceptions import ConfigurationError
 from .header import find_header
+
+#: Last parts of qualified names that say nothing: any number of functions of a module have them.
+_NAMELESS: Final = ("", "_", "<lambda>")
 
 #: Which functions run in this context, each with the id of the task whose message it runs
 #: for. A call of one inside its own run is a direct call, although Celery shows it the
@@ -27,7 +31,12 @@ _running: ContextVar[frozenset[tuple[str | None, int]]] = ContextVar(
 
 def find_task(decorated: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Return the task that runs ``decorated`` now; None if it was made into none."""
-    if args and isinstance(args[0], Task):
+    # A bound task stands first, and so does one that is handed to a function of its own.
+    if (
+        args
+        and isinstance(args[0], Task)
+        and (_runs(args[0], decorated) or _inherits(args[0], decorated))
+    ):
         return args[0]
     current = get_current_task()
     if current is not None and _runs(current, decorated):
@@ -64,8 +73,24 @@ def run_for(
 
 
 def name_of(task: Any, function: Callable[..., Any]) -> str:
-    """Return the name of a task; for what was made into none, that which it would have."""
-    return f"{function.__module__}.{function.__name__}" if task is None else str(task.name)
+    """
+    Return the name of a task; for a function that was made into none, where it is defined.
+
+    Raises:
+        ConfigurationError: The function has no name of its own, such as a lambda, so that
+            others could have its locks and records.
+    """
+    if task is not None:
+        return str(task.name)
+    # Of a method the class belongs to it: two classes may have methods of one name.
+    name: str = getattr(function, "__qualname__", "")
+    if name.rpartition(".")[2] in _NAMELESS:
+        raise ConfigurationError(
+            f"{function!r} was called directly, is no task and has no name of its own, so its "
+            f"lock or record would be that of any other such function. Define it with a name of "
+            f"its own (def charge(order): ...), or use `with` and a key inside."
+        )
+    return f"{function.__module__}.{name}"
 
 
 def serializer_of(task: Any) -> str:
@@ -106,3 +131,9 @@ def layers(function: Any) -> Iterator[Any]:
 def _runs(task: Any, decorated: Callable[..., Any]) -> bool:
     """Tell whether ``decorated`` is what ``task`` runs, also behind other wrappers."""
     return any(layer is decorated for layer in layers(task.run))
+
+
+def _inherits(task: Any, decorated: Callable[..., Any]) -> bool:
+    """Tell whether ``task`` overrides ``decorated``, and so may run it by ``super().run()``."""
+    inherited = (vars(cls).get("run") for cls in type(task).__mro__)
+    return any(layer is decorated for run in inherited for layer in layers(run))

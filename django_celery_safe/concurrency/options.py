@@ -162,7 +162,8 @@ def check_key_names(
     """
     if isinstance(key, conf.Unset) or callable(key):
         return
-    where = f"{function.__module__}.{function.__qualname__}"
+    # A functools.partial has no name, and may be made into a task that has.
+    where = f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
     try:
         names = template_names(key) if isinstance(key, str) else list(key)
     except ValueError as error:

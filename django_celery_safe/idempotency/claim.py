@@ -249,20 +249,19 @@ class Claim:
         lease = timedelta(seconds=self._seconds)
         for _ in range(TRIES):
             asked_at = time.monotonic()
-            row = self._store.find(self.key)
-            if row is None:
-                added_at = asked_at
-                with losing_a_race():
+            with losing_a_race():
+                row = self._store.find(self.key)
+                if row is None:
+                    added_at = asked_at
                     self._store.try_add(
                         self.key, self._token, lease, holder=holder, digest=self._digest
                     )
-            elif row.token == self._token:
-                return added_at
-            elif self._is_done(row):
-                return None
-            else:
-                free = self._store.at(self.key).filter(token=row.token)
-                with losing_a_race():
+                elif row.token == self._token:
+                    return added_at
+                elif self._is_done(row):
+                    return None
+                else:
+                    free = self._store.at(self.key).filter(token=row.token)
                     if free.try_claim(
                         self._token,
                         lease,

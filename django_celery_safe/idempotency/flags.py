@@ -29,7 +29,7 @@ from ..exceptions import (
     describe_error,
 )
 from ..signals import already_done, done_once, emit, once_failed
-from ..transactions import busy_timeout, in_atomic, is_manual
+from ..transactions import begin_again, busy_timeout, in_atomic, is_manual
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -85,6 +85,9 @@ class IdempotentMixin:
         :func:`idempotent`, which locks nothing meanwhile. Only the flag is written: what
         else the block changes on the row, it saves itself.
 
+        What takes the flag back lets it be done again: to set it to False on purpose, and a
+        ``save()`` of an instance that was read before, which writes all its columns.
+
         Args:
             pk: Primary key of the row.
             flag: Name of a BooleanField (true: done), or of a DateTimeField with
@@ -100,6 +103,8 @@ class IdempotentMixin:
             WrongTransaction: It stands inside another ``atomic()``.
             DoesNotExist: The model has no such row.
             ConfigurationError: ``flag`` is no flag of the model.
+            OperationalError: With ``durable=False`` under REPEATABLE READ or SERIALIZABLE,
+                someone changed the row since the outer transaction began; run that again.
             LockNotAcquired: Someone else has the row, and ``nowait`` is on.
             IdempotencyError: The block raised Retry under ``"at_most_once"``.
 
@@ -135,7 +140,9 @@ class _Once:
 
     @contextmanager
     def at_least_once(self) -> Iterator[Model | None]:
-        with self._transaction() as row:
+        self._refuse_transaction()
+        opened, row = begin_again(self._alias, self._begin, f"do_once({self._label})")
+        with opened:
             if self._is_done(row):
                 self._tell(already_done, "was done already")
                 yield None
@@ -150,11 +157,9 @@ class _Once:
 
     @contextmanager
     def at_most_once(self) -> Iterator[Model | None]:
-        with self._transaction() as row:
-            done = self._is_done(row)
-            if not done:
-                self._set_flag(row)
-        if done:
+        self._refuse_transaction()
+        row = begin_again(self._alias, self._set_flag_first, f"do_once({self._label})")
+        if row is None:
             self._tell(already_done, "was done already")
             yield None
             return
@@ -175,20 +180,31 @@ class _Once:
     def _label(self) -> str:
         return f"{self._model._meta.label}, pk={self._pk!r}, {self._flag!r}"
 
-    @contextmanager
-    def _transaction(self) -> Iterator[Model]:
+    def _refuse_transaction(self) -> None:
         if self._durable and (in_atomic(self._alias) or is_manual(self._alias)):
             raise WrongTransaction(
                 f"do_once({self._label}) stands inside another transaction on {self._alias!r}, or "
                 f"autocommit is off there: a rollback would forget what was done. Call it outside "
                 f"atomic(), or pass durable=False if the outer transaction is to decide."
             )
+
+    def _begin(self) -> tuple[ExitStack, Model]:
+        """Lock the row; return it with what ends its transaction."""
         with ExitStack() as stack:
             # With IMMEDIATE, it is the BEGIN that meets somebody else's lock.
             with self._fail_at_once() if self._nowait else nullcontext():
                 stack.enter_context(transaction.atomic(using=self._alias))
                 row = self._lock_row()
-            yield row
+            return stack.pop_all(), row
+
+    def _set_flag_first(self) -> Model | None:
+        """Commit the flag; return the row, or None if the flag was set before."""
+        opened, row = self._begin()
+        with opened:
+            if self._is_done(row):
+                return None
+            self._set_flag(row)
+        return row
 
     def _rows(self) -> QuerySet[Model]:
         # Of no manager: those of the model may hide rows, or join others, which would be
@@ -280,12 +296,17 @@ def _says_taken(error: OperationalError) -> bool:
     )
 
 
-def _check_flag(model: type[Model], name: str) -> None:
-    flags = [
+def flag_names(model: type[Model]) -> list[str]:
+    """Return the names of the fields that can say whether a thing was done."""
+    return [
         field.name
         for field in model._meta.get_fields()
         if isinstance(field, BooleanField) or (isinstance(field, DateTimeField) and field.null)
     ]
+
+
+def _check_flag(model: type[Model], name: str) -> None:
+    flags = flag_names(model)
     if name in flags:
         return
     try:

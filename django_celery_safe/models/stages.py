@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +19,7 @@ from django.db.models.functions import Coalesce, Now
 
 from ..stages.status import Status
 from ..statements import Slot, Statement
+from ..transactions import begin_again
 from ..values import decode
 from .text import storable
 
@@ -72,8 +73,16 @@ class StageRuns(models.QuerySet["StageRun"]):
     @contextmanager
     def locked(self, pk: int) -> Iterator[StageRun | None]:
         """Lock a run for the block, in a transaction."""
-        with transaction.atomic(using=self.db):
-            yield self.lock(pk)
+        opened, run = begin_again(self.db, lambda: self._begin(pk), f"A change of run {pk}")
+        with opened:
+            yield run
+
+    def _begin(self, pk: int) -> tuple[ExitStack, StageRun | None]:
+        """Lock a run; return it with what ends its transaction."""
+        with ExitStack() as stack:
+            stack.enter_context(transaction.atomic(using=self.db))
+            run = self.lock(pk)
+            return stack.pop_all(), run
 
     def delete(self) -> tuple[int, dict[str, int]]:
         """

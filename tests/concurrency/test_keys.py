@@ -348,4 +348,4 @@ def test_the_name_of_the_lock_begins_with_the_task(locks_in_memory: None) -> Non
         seen.extend(lock.name for lock in iter_locks())
 
     named(7)
-    assert seen == [f"{__name__}.named:7"]
+    assert seen == [f"{__name__}.{named.__qualname__}:7"]

@@ -113,8 +113,15 @@ def test_a_holder_without_a_task_has_no_task_id(mailbox: Mailbox) -> None:
 
 
 def test_a_function_that_no_task_was_made_of_has_a_lock_too() -> None:
-    """The decorated function alone takes the lock of its own dotted name."""
+    """The decorated function alone takes the lock of its own dotted name, a method of its class."""
+
+    class Shop:
+        @single_instance(key="{number}")
+        def work(self, number: int) -> Any:
+            return held_names()
+
     assert single_instance(key="{number}")(work)(7) == [f"{__name__}.work:7"]
+    assert Shop().work(7) == [f"{__name__}.{Shop.__qualname__}.work:7"]
     assert held_names() == []
 
 

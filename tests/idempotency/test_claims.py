@@ -164,6 +164,10 @@ def test_a_transaction_elsewhere_decides_nothing(alias: str, make_database: Make
 
 def test_inside_a_transaction_it_is_refused(alias: str) -> None:
     """In atomic() nobody else would see the claim; nothing is done, and nothing noted."""
+
+    def work() -> None:
+        pytest.fail("the body ran")
+
     with transaction.atomic(using=alias):
         with (
             pytest.raises(WrongTransaction, match="inside a transaction"),
@@ -171,7 +175,7 @@ def test_inside_a_transaction_it_is_refused(alias: str) -> None:
         ):
             pytest.fail("the block ran")
         with pytest.raises(WrongTransaction):
-            idempotent(using=alias)(lambda: pytest.fail("the body ran"))()
+            idempotent(using=alias)(work)()
     assert not IdempotencyRecord.objects.using(alias).exists()
 
 

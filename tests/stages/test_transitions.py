@@ -1,16 +1,22 @@
 """What becomes of a run: failures, resuming and aborting, at every moment of a plan."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
 import pytest
-from django.db import transaction
+from django.db import connections, transaction
+from django.db.models.functions import Now
 
 from django_celery_safe import IllegalTransition, stages
 from django_celery_safe.models import StageRun
 from django_celery_safe.signals import run_ended, stage_started
+from django_celery_safe.stages.status import Status
 from tests.concurrency.conftest import mailbox
+from tests.idempotency.test_flags_race import isolate, waits
+from tests.processes import wait_for
 from tests.sending.conftest import hearing
+from tests.servers import PostgresServer
 from tests.stages.test_messages import Staged, impatient, postgres_of_module, refuse, shown, staged
 
 __all__ = ["impatient", "mailbox", "postgres_of_module", "staged"]
@@ -371,6 +377,30 @@ def test_what_is_rolled_back_did_not_happen(action: str, staged: Staged) -> None
             assert (heard, staged.take()) == ([], [])
         assert len(heard) == 1
     assert len(staged.take()) == (1 if action == "resume" else 0)
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
+def test_a_change_waits_for_another_at_every_isolation_level(
+    level: str, postgres_alias: str, postgres_server: PostgresServer
+) -> None:
+    """An abort that waited for another change of its run is done after that, without an error."""
+    isolate(postgres_alias, level)
+    runs = StageRun.objects.using(postgres_alias)
+    run = runs.create(stages=1, created_at=Now(), stage_at=Now())
+
+    def abort() -> None:
+        try:
+            runs.get(pk=run.pk).abort()
+        finally:
+            connections[postgres_alias].close()
+
+    with ThreadPoolExecutor(1) as pool:
+        with runs.locked(run.pk):
+            runs.update(status=Status.RUNNING)
+            second = pool.submit(abort)
+            wait_for(lambda: waits(postgres_server, postgres_alias), 30, "nobody waits")
+        second.result()
+    assert runs.get().status == Status.ABORTED
 
 
 def test_results_that_are_too_much_fail_the_run(staged: Staged) -> None:
