@@ -43,6 +43,7 @@ from ..transactions import (
     in_atomic,
     in_testcase_only,
     is_manual,
+    leave_inherited,
     losing_a_race,
     no_time_left,
 )
@@ -152,6 +153,7 @@ class Claim:
             IdempotencyError: It is being done by the very code that calls this.
             ConfigurationError: The database has no table for records.
         """
+        leave_inherited(self._store.alias)
         self._refuse_transaction()
         if any(one.key == self.key and one._store is self._store for one in _working()):
             raise IdempotencyError(

@@ -287,6 +287,7 @@ class Renewer:
                 self._opened.add(store)
         asked_at = time.monotonic()
         try:
+            store.leave_pool()
             outcomes = store.extend(leases, within)
         except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
             self._failed(store, leases, error)

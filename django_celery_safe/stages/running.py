@@ -30,7 +30,14 @@ from ..locks.stores import Location
 from ..locks.stores.base import encode_holder
 from ..locks.stores.rows import read_holder
 from ..signals import emit, step_lost, step_skipped
-from ..transactions import ask_again, in_atomic, is_manual, losing_a_race, no_time_left
+from ..transactions import (
+    ask_again,
+    in_atomic,
+    is_manual,
+    leave_inherited,
+    losing_a_race,
+    no_time_left,
+)
 from . import engine
 from .engine import Fault
 from .rows import StepStore, step_store
@@ -100,6 +107,7 @@ def run_step(task: Any, request: Context, do: Callable[[Work], Outcome]) -> Any:
         WrongTransaction: Inside ``atomic()``.
     """
     store = step_store()
+    leave_inherited(store.alias)
     _refuse_transaction(store, task)
     claimed = _begin(store, task, request)
     if claimed is None:

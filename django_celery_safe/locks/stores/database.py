@@ -24,7 +24,15 @@ from ...exceptions import (
     WrongTransaction,
     describe_error,
 )
-from ...transactions import in_atomic, in_testcase_only, is_manual, lacks_table
+from ...transactions import (
+    in_atomic,
+    in_testcase_only,
+    is_manual,
+    is_pooled,
+    lacks_table,
+    leave_inherited,
+    leave_pool,
+)
 from .base import (
     Acquired,
     HeldLock,
@@ -136,7 +144,10 @@ class DatabaseStore(Store):
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
+        leave_inherited(self.alias)
         connection = connections[self.alias]
+        # Who works under a lock leaves the pool's connection to others meanwhile.
+        borrows = connection.connection is None and is_pooled(self.alias)
         try:
             if in_atomic(self.alias) or is_manual(self.alias):
                 raise WrongTransaction(
@@ -151,6 +162,12 @@ class DatabaseStore(Store):
             connection.close_if_unusable_or_obsolete()
             self._check_migrated(error)
             raise LockBackendError(self.where, action, describe_error(error)) from error
+        finally:
+            if borrows:
+                connection.close()
+
+    def leave_pool(self) -> None:
+        leave_pool(self.alias)
 
     def renews(self) -> bool:
         # Inside a TestCase the row is not committed: another thread can't see it.
