@@ -57,6 +57,7 @@ def leave_inherited(alias: str) -> None:
 def _note_inherited() -> None:
     if "settings" not in vars(connections):
         return  # nobody has connected yet
+    connection: Any
     for connection in connections.all(initialized_only=True):
         # A database in memory is this process's own copy.
         if connection.vendor == "sqlite" and connection.is_in_memory_db():

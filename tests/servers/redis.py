@@ -31,14 +31,22 @@ class RedisServer(Server):
     Args:
         places: As for all servers.
         unix_socket: Whether it listens on ``socket_path`` too.
+        options: More of its command line.
     """
 
     name = "redis"
     program = "redis-server"
 
-    def __init__(self, places: tuple[str, ...] | None = None, *, unix_socket: bool = False) -> None:
+    def __init__(
+        self,
+        places: tuple[str, ...] | None = None,
+        *,
+        unix_socket: bool = False,
+        options: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(places)
         self.unix_socket = unix_socket
+        self.options = options
         self.socket_path = self.folder / "redis.sock"
 
     @property
@@ -61,7 +69,7 @@ class RedisServer(Server):
             self.programs / self.program, "--bind", self.host, "--port", str(self.port),
             *(("--unixsocket", self.socket_path) if self.unix_socket else ()),
             "--dir", self.folder, "--save", "", "--appendonly", "no", "--daemonize", "no",
-            "--repl-diskless-sync-delay", "0",
+            "--repl-diskless-sync-delay", "0", *self.options,
         ]  # fmt: skip
 
     def is_ready(self) -> bool:
