@@ -7,7 +7,6 @@ stand for "no transaction" and do not count here.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from django.db import Error, InterfaceError, InternalError, OperationalError, connections
 
 from .exceptions import describe_error
+from .texts import get_logger
 
 if TYPE_CHECKING:
     from django.db.models import Model
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Shortest and longest pause before a database that was away is asked again, s.
 SHORTEST_PAUSE: Final = 0.05

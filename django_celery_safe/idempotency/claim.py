@@ -38,6 +38,7 @@ from ..locks.lease import Lease, renewer
 from ..locks.lock import describe_holder, time_limit
 from ..locks.stores.base import HeldLock, encode_holder
 from ..signals import claim_failed, claim_finished, claim_lost, claim_repeated, emit
+from ..texts import get_logger
 from ..transactions import (
     ask_again,
     in_atomic,
@@ -52,7 +53,7 @@ from .records import RecordStore, read_claim
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Longest result, characters of JSON: a repeat reads all of it.
 LONGEST_RESULT: Final = 65536

@@ -21,6 +21,7 @@ from django.db.models import BooleanField, DateTimeField, F, QuerySet
 from django.utils import timezone
 
 from ..concurrency.sent import is_requeued
+from ..databases import refuse_untested
 from ..exceptions import (
     ConfigurationError,
     IdempotencyError,
@@ -29,6 +30,7 @@ from ..exceptions import (
     describe_error,
 )
 from ..signals import already_done, done_once, emit, once_failed
+from ..texts import get_logger
 from ..transactions import busy_timeout, in_atomic, is_manual
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
     from django.db.models import Model
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Guarantee: TypeAlias = Literal["at_least_once", "at_most_once"]
 
@@ -100,6 +102,7 @@ class IdempotentMixin:
             WrongTransaction: It stands inside another ``atomic()``.
             DoesNotExist: The model has no such row.
             ConfigurationError: ``flag`` is no flag of the model.
+            BackendNotSupported: The database is neither PostgreSQL nor SQLite.
             LockNotAcquired: Someone else has the row, and ``nowait`` is on.
             IdempotencyError: The block raised Retry under ``"at_most_once"``.
 
@@ -119,6 +122,7 @@ class IdempotentMixin:
                 "inside another transaction: leave durable=False out."
             )
         alias = router.db_for_write(model) if using is None else using
+        refuse_untested(alias, "do a thing once for a row")
         once = _Once(model, pk, flag, alias, nowait=nowait, durable=durable)
         block = once.at_least_once() if guarantee == "at_least_once" else once.at_most_once()
         return cast("AbstractContextManager[Self | None]", block)

@@ -20,9 +20,10 @@ from weakref import WeakSet
 
 from ..exceptions import LockBackendError
 from ..signals import aside, emit, lock_backend_failed
+from ..texts import get_logger
 from .stores.base import HeldLock, LeaseStore, Renewal
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: A lease is renewed when this part of it has passed.
 RENEW_AFTER: Final = 1 / 3

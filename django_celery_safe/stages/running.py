@@ -30,6 +30,7 @@ from ..locks.stores import Location
 from ..locks.stores.base import encode_holder
 from ..locks.stores.rows import read_holder
 from ..signals import emit, step_lost, step_skipped
+from ..texts import get_logger
 from ..transactions import (
     ask_again,
     in_atomic,
@@ -46,7 +47,7 @@ from .status import Status
 if TYPE_CHECKING:
     from ..models import StageRun, StageStep
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Pause before a message that met its own step looks again, s.
 PAUSE: Final = 0.05

@@ -247,9 +247,7 @@ def test_a_server_that_refuses_to_tell(
     use_redis(settings, fragile_redis, name="doctor", password="secret")
     finding = find_until("eviction")
     assert finding.verdict == verdict
-    assert ("could not be asked to tell how it evicts keys" in finding.said) == (
-        verdict == "unknown"
-    )
+    assert ("refused to tell how it evicts keys" in finding.said) == (verdict == "unknown")
 
 
 def test_a_server_that_is_down(fragile_redis: RedisServer) -> None:

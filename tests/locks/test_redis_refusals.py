@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,23 +37,24 @@ class Restricted(NamedTuple):
 def restricted(
     redis_server: RedisServer, redis_cache_settings: MakeRedisCache, settings: Settings
 ) -> Iterator[Restricted]:
-    """Locks live in Redis, as a user that may do just what locks need."""
-    url = f"redis://some:secret@{redis_server.host}:{redis_server.port}/0"
+    """Locks live in Redis, as the user of the docs, who may do just what locks need."""
+    url = f"redis://locks:secret@{redis_server.host}:{redis_server.port}/0"
     settings.CACHES = redis_cache_settings("django", LOCATION=url)
     with redis_server.client() as admin:
-        admin.acl_setuser(
-            "some",
-            enabled=True,
-            reset=True,
-            passwords=["+secret"],
-            keys=["*celery_safe:*"],
-            commands=[f"+{command}" for command in (*redis_store.COMMANDS, "hello", "select")],
-        )
+        admin.execute_command(*documented_acl())
         yield Restricted(
-            admin, lambda name: admin.execute_command("ACL", "SETUSER", "some", f"-{name}")
+            admin, lambda name: admin.execute_command("ACL", "SETUSER", "locks", f"-{name}")
         )
         locate().store().close()
-        admin.acl_deluser("some")
+        admin.acl_deluser("locks")
+
+
+def documented_acl() -> list[str]:
+    """Return the command by which the docs make a user for locks."""
+    page = Path(__file__).parents[2] / "docs/how-to/choose-where-locks-live.md"
+    found = re.search(r"^ACL SETUSER [^`]+", page.read_text(), re.MULTILINE)
+    assert found is not None
+    return found[0].split()
 
 
 def find_permissions() -> Finding:
@@ -72,7 +74,7 @@ def test_the_commands_that_are_listed_are_enough(restricted: Restricted) -> None
 
 
 def test_scripts_use_the_commands_that_are_listed() -> None:
-    """The list of commands is that of the scripts and of what goes beside them."""
+    """The list of commands, in the docs too, is that of the scripts and of what goes beside."""
     scripts = [one for one in vars(redis_store).values() if isinstance(one, redis_store.Script)]
     used = {
         name.lower()
@@ -80,6 +82,9 @@ def test_scripts_use_the_commands_that_are_listed() -> None:
         for name in re.findall(r"(?:call\(|pcall\(|\{)'([A-Z]+)'", script.source)
     }
     assert used | {"eval", "evalsha", "blpop", "mget"} == set(redis_store.COMMANDS)
+    of_connections = {"hello", "select", "ping", "info"}
+    allowed = {word[1:] for word in documented_acl() if word.startswith("+")}
+    assert allowed == of_connections | set(redis_store.COMMANDS)
 
 
 @contextmanager
