@@ -196,6 +196,9 @@ class _Examination:
                 finding = check()
             except LockBackendError as error:
                 finding = Finding(check.__name__, Verdict.UNKNOWN, _say_unasked(error), {})
+            except BackendNotSupported as refusal:
+                # Of a cluster nobody knows before a server has refused.
+                finding = Finding(check.__name__, Verdict.UNSAFE, str(refusal), {})
             except _NotFound as reason:
                 finding = Finding(check.__name__, Verdict.UNKNOWN, str(reason), {})
             except _Lost as loss:

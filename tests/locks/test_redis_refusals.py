@@ -13,7 +13,6 @@ from pytest_django import Settings
 
 from django_celery_safe import (
     BackendNotSupported,
-    CelerySafeError,
     LockBackendError,
     cache_lock,
     find_lock,
@@ -177,30 +176,25 @@ class ClusterCache(RedisCache):
         return self
 
     def get_client(self, key: Any = None, *, write: bool = False) -> Any:
-        """Return a client that has not connected yet."""
-        return redis.RedisCluster.__new__(redis.RedisCluster)
-
-
-def test_a_client_for_a_cluster_is_refused(settings: Settings) -> None:
-    """A cache whose client is one for Redis Cluster is refused at the first lock."""
-    path = f"{__name__}.{ClusterCache.__qualname__}"
-    settings.CACHES = {"default": {"BACKEND": path, "LOCATION": "redis://127.0.0.1:1"}}
-    with pytest.raises(BackendNotSupported, match=r"is a Redis Cluster.*Use one Redis"):
-        cache_lock("x").acquire()
+        """Return a client of the whole cluster."""
+        return redis.RedisCluster.from_url(self._servers[0])
 
 
 @pytest.fixture
 def node() -> Iterator[RedisServer]:
     """The only node of a Redis Cluster."""
-    with RedisServer(options=("--cluster-enabled", "yes")) as server:
-        with server.client() as admin:
-            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+    with RedisServer(cluster=True) as server:
         yield server
 
 
-def test_a_node_of_a_cluster_is_refused(node: RedisServer, settings: Settings) -> None:
-    """A plain client of a cluster's node is refused at the first lock, as not supported."""
-    settings.CACHES = {"default": {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": node.url}}
-    with pytest.raises(BackendNotSupported, match=r"is a Redis Cluster.*same slot.*Use one Redis"):
+@pytest.mark.parametrize(
+    "backend", [REDIS_BACKENDS["django"], f"{__name__}.{ClusterCache.__qualname__}"]
+)
+def test_a_cluster_is_refused(backend: str, node: RedisServer, settings: Settings) -> None:
+    """With a plain client, and with one for clusters, the first lock and the doctor refuse it."""
+    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": node.url}}
+    with pytest.raises(BackendNotSupported, match=r"is a Redis Cluster.*Use one Redis"):
         cache_lock("x").acquire()
-    assert issubclass(BackendNotSupported, CelerySafeError)
+    with closing(examine()) as findings:
+        unsafe = next(one for one in findings if one.verdict == "unsafe")
+    assert "is a Redis Cluster" in unsafe.said
