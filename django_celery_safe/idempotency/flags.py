@@ -31,7 +31,7 @@ from ..exceptions import (
 )
 from ..signals import already_done, done_once, emit, once_failed
 from ..texts import get_logger
-from ..transactions import busy_timeout, in_atomic, is_manual
+from ..transactions import busy_timeout, in_atomic, is_manual, leave_inherited
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -181,6 +181,7 @@ class _Once:
 
     @contextmanager
     def _transaction(self) -> Iterator[Model]:
+        leave_inherited(self._alias)
         if self._durable and (in_atomic(self._alias) or is_manual(self._alias)):
             raise WrongTransaction(
                 f"do_once({self._label}) stands inside another transaction on {self._alias!r}, or "

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from pytest_django import Settings
 from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, idempotent
 from django_celery_safe.locks.lease import renewer
 from django_celery_safe.locks.stores import locate
+from tests.app.models import Account
 from tests.conftest import MakeRedisCache
 from tests.processes import run_in_processes, start_in_process, tell, wait_for
 
@@ -173,8 +175,15 @@ def claim_in(alias: str, number: int) -> None:
         assert claim
 
 
-@pytest.mark.parametrize("pooled", [False, True], ids=["plain", "pooled"])
-@pytest.mark.parametrize("work", [lock_in, claim_in])
+def once_in(alias: str, number: int) -> None:
+    """Ask whether something is to be done for a row."""
+    with suppress(Account.DoesNotExist), Account.do_once(1, "is_welcome_email_sent", using=alias):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("work", "pooled"), [(lock_in, False), (lock_in, True), (claim_in, False), (once_in, False)]
+)
 def test_children_do_not_use_the_database_connection_of_their_parent(
     work: Callable[[str, int], None], pooled: bool, settings: Settings, postgres_alias: str
 ) -> None:
