@@ -172,8 +172,11 @@ def check_memory() -> list[CheckMessage]:
     refusal, silence = _try_lock(store)
     if refusal is not None:
         return [*messages, refusal]
+    if silence:
+        advice = "See that the server is up, and reachable from here."
+        return [*messages, warning(6, f"Locks live in {store.where}: {silence}.", advice)]
     try:
-        weaknesses = [silence] if silence else store.ask_weaknesses()
+        weaknesses = store.ask_weaknesses()
     except Exception as fault:  # noqa: BLE001 - a check must not fail
         weaknesses = [f"whether it evicts locks could not be asked ({describe_error(fault)})"]
     return messages + [warning(6, f"Locks live in {store.where}: {w}.", LOSES) for w in weaknesses]
