@@ -44,7 +44,11 @@ def test_an_error_of_a_server_is_one_line_of_the_log(
 def test_fields_of_an_event_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     """A name, an error or an object that an event shows is escaped; its field is as it was."""
     seen: list[Any] = []
-    message_dead.connect(lambda **fields: seen.append(fields["task"]), weak=False)
+
+    def note(task: str, **fields: Any) -> None:
+        seen.append(task)
+
+    message_dead.connect(note)
     try:
         emit(
             message_dead,
@@ -58,8 +62,7 @@ def test_fields_of_an_event_are_logged_in_one_line(caplog: pytest.LogCaptureFixt
             task=EVIL,
         )
     finally:
-        message_dead.receivers.clear()
-        message_dead.sender_receivers_cache.clear()
+        message_dead.disconnect(note)
     (record,) = caplog.records
     assert record.getMessage() == f"{SHOWN} and {EVIL!r}, 7: {SHOWN}"
     assert (seen, record.__dict__["safe_task"]) == ([EVIL], EVIL)
