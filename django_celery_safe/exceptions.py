@@ -23,7 +23,8 @@ class ConfigurationError(CelerySafeError, ImproperlyConfigured):
 
 class BackendNotSupported(ConfigurationError):
     """
-    The cache or database can't hold a lock that excludes, or can't list its locks.
+    The cache or database can't hold a lock that excludes, can't list its locks, or is of a
+    kind on which this app was never tested.
 
     Args:
         where: What was asked for, such as ``CACHES["default"] (FileBasedCache)``.
@@ -128,7 +129,7 @@ class LockLost(LockError):
 
 class LockBackendError(LockError):
     """
-    The cache or database that holds the locks did not answer.
+    The cache or database that holds the locks did not answer, or refused.
 
     This says nothing about who holds the lock.
 
@@ -136,13 +137,17 @@ class LockBackendError(LockError):
         where: The store, such as ``CACHES["default"] (redis)``.
         action: What was asked of it: acquire, release, extend, peek or list.
         reason: The client's own error, as text.
+        hint: What to do, as a sentence, if the server answered that it will not do it;
+            empty: it did not answer.
     """
 
-    def __init__(self, where: str, action: str, reason: str) -> None:
-        super().__init__(where, action, reason)
-        self.where, self.action, self.reason = where, action, reason
+    def __init__(self, where: str, action: str, reason: str, hint: str = "") -> None:
+        super().__init__(where, action, reason, hint)
+        self.where, self.action, self.reason, self.hint = where, action, reason, hint
 
     def __str__(self) -> str:
+        if self.hint:
+            return f"{self.where} refused to {self.action}: {self.reason}. {self.hint}"
         return (
             f"{self.where} did not answer to {self.action} ({self.reason}). Whether the lock is "
             f"free is not known; check that the server is up and reachable."

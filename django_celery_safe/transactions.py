@@ -7,28 +7,89 @@ stand for "no transaction" and do not count here.
 
 from __future__ import annotations
 
-import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import Error, InterfaceError, InternalError, OperationalError, connections
 
 from .exceptions import describe_error
+from .texts import get_logger
 
 if TYPE_CHECKING:
     from django.db.models import Model
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Shortest and longest pause before a database that was away is asked again, s.
 SHORTEST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
 #: How often a transaction that was refused begins again; each time somebody else moved on.
 TRIES: Final = 20
+
+
+#: Connections, and pools of them, that the parent had open when it forked this process.
+#: Kept, since a client may end the session of a connection that nobody refers to.
+_inherited: list[Any] = []
+
+
+def leave_inherited(alias: str) -> None:
+    """
+    Let this process connect to ``alias`` on its own if its parent had a connection open.
+
+    Two processes on one connection read each other's answers. The parent's is not closed,
+    because that would end the parent's session. One with a transaction open is left alone.
+    """
+    if not _inherited:
+        return
+    connection: Any = connections[alias]
+    if connection.in_atomic_block:
+        return
+    if any(connection.connection is one for one in _inherited):
+        connection.connection = None
+    pools = getattr(connection, "_connection_pools", {})
+    if any(pools.get(alias) is one for one in _inherited):
+        del pools[alias]
+
+
+def _note_inherited() -> None:
+    if "settings" not in vars(connections):
+        return  # nobody has connected yet
+    connection: Any
+    for connection in connections.all(initialized_only=True):
+        # A database in memory is this process's own copy.
+        if connection.vendor == "sqlite" and connection.is_in_memory_db():
+            continue
+        pools = getattr(connection, "_connection_pools", {})
+        _inherited.extend(one for one in [connection.connection, *pools.values()] if one)
+
+
+os.register_at_fork(after_in_child=_note_inherited)
+
+
+def is_pooled(alias: str) -> bool:
+    """Tell whether connections to ``alias`` come from a pool of this process."""
+    return bool(connections[alias].settings_dict.get("OPTIONS", {}).get("pool"))
+
+
+def leave_pool(alias: str) -> None:
+    """
+    Let this thread connect to ``alias`` on its own, outside of psycopg's pool.
+
+    For a thread of ours on which others depend: they may have all connections of the pool,
+    and would wait for the thread with them.
+    """
+    connection: Any = connections[alias]
+    if not is_pooled(alias) or connection.in_atomic_block:
+        return
+    connection.close()
+    options = {**connection.settings_dict["OPTIONS"]}
+    del options["pool"]
+    connections[alias] = type(connection)({**connection.settings_dict, "OPTIONS": options}, alias)
 
 
 def in_atomic(alias: str) -> bool:

@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 from celery import Celery, _state, current_app, signals
 from django.core import checks
+from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import BackendNotSupported, cache_lock
 from django_celery_safe.locks.stores.local import set_pool_processes
 from tests.app.tasks import lock_something
-from tests.conftest import UseBroker, require
+from tests.conftest import MakeDatabase, UseBroker, require
 from tests.processes import CeleryWorker, Journal, wait_for
 from tests.servers import RedisServer, ServerPool
+from tests.servers.databases import registered
 
 SQLITE = "django.db.backends.sqlite3"
 IMMEDIATE = {"transaction_mode": "IMMEDIATE"}
@@ -339,6 +341,40 @@ def test_a_server_that_can_not_be_asked_is_a_warning(settings: Settings) -> None
             assert cache_lock("x").acquire()
 
 
+def test_a_server_that_refuses_locks_is_an_error(
+    settings: Settings, redis_server: RedisServer
+) -> None:
+    """E009 says of a replica, and of a node of a cluster, that no lock can be taken there."""
+    replica = ("--replicaof", f"{redis_server.host} {redis_server.port}")
+    for server, said, advice in (
+        (RedisServer(options=replica), "is a replica", "name the primary"),
+        (RedisServer(cluster=True), "is a Redis Cluster", "Use one Redis"),
+    ):
+        with server:
+            settings.CACHES = {"default": {**REDIS, "LOCATION": server.url}}
+            message = found(deploy=True)["E009"]
+        assert said in message.msg
+        assert advice in str(message.hint)
+
+
+def test_a_database_that_can_not_hold_locks_is_an_error(
+    settings: Settings, make_database: MakeDatabase
+) -> None:
+    """E009 says of LOCK_DATABASE that its autocommit is off, or that it has no tables."""
+    manual, bare = make_database("sqlite-immediate"), "bare"
+    given = connections.settings[manual]
+    with (
+        registered("manual", {**given, "AUTOCOMMIT": False}),
+        registered(bare, {**given, "NAME": f"{given['NAME']}.bare"}),
+    ):
+        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "manual"}
+        assert "with autocommit off" in found(deploy=True)["E009"].msg
+        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": bare}
+        assert "migrate django_celery_safe --database=bare" in found(deploy=True)["E009"].msg
+        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": manual}
+        assert "E009" not in found(deploy=True)
+
+
 def test_sqlite_without_immediate_is_a_warning(settings: Settings) -> None:
     """W003 names each SQLite alias in the default transaction mode."""
     settings.DATABASES = {
@@ -426,7 +462,7 @@ def test_a_worker_logs_what_deployment_checks_say(
         wait_for(lambda: "django_celery_safe.W006" in worker.log, 10)
         assert re.search(r"WARNING.*emptied along with everything else", worker.log)
         assert "django_celery_safe.W005" in worker.log
-        assert re.search(r"WARNING.*whether it evicts locks could not be asked", worker.log)
+        assert re.search(r"WARNING.*whether it takes locks could not be asked", worker.log)
         assert "django_celery_safe.W006" in worker.log
 
 

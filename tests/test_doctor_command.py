@@ -26,6 +26,7 @@ COMMAND = [sys.executable, "-m", "django", "celery_locks", "doctor"]
 
 REDIS_IS_SAFE = """\
 ok       store       Locks live in CACHES["default"] (redis).
+ok       permissions The server lets this user run every command that locks need.
 ok       eviction    The server's maxmemory-policy is noeviction: it deletes no lock when its \
 memory is short.
 warning  clearing    The locks are emptied along with everything else in the project's default \
@@ -116,6 +117,7 @@ def test_json(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
     }
     assert {check: list(finding["values"]) for check, finding in checks.items()} == {
         "store": ["kind", "alias", "where"],
+        "permissions": ["refused"],
         "eviction": ["policy", "max_memory_bytes"],
         "clearing": ["emptied_with"],
         "clock": ["offset_s"],
@@ -131,6 +133,7 @@ def test_json(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
             "expired_tries",
             "expired_acquired",
             "expired_overlaps",
+            "errors",
         ],
         "fencing": ["acquisitions"],
     }

@@ -646,7 +646,8 @@ def test_no_outbox(
     assert make_database  # the databases may be asked
     assert status_of_program(*action.split()) == 1
     assert capsys.readouterr().err == (
-        "CommandError: No database has the outbox. Run manage.py migrate.\n"
+        "CommandError: No database has the outbox. Run manage.py migrate, on PostgreSQL or "
+        "SQLite.\n"
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from django.contrib import admin
 
 from ..idempotency.records import read_claim, record_store
-from ..management.console import duration, printable
+from ..management.console import duration
 from ..models import IdempotencyRecord, IdempotencyRecords
+from ..texts import printable
 from .pages import Decision, ReadOnlyAdmin, Refused, age, visible
 
 

@@ -23,8 +23,9 @@ from ..exceptions import BackendNotSupported, CelerySafeError, LockBackendError
 from ..locks import HeldLock, find_lock, iter_locks, release_lock
 from ..locks.stores import locate
 from ..locks.stores.base import GARBLED, TOKEN_LENGTH, is_overdue
-from ..management.console import duration, printable
+from ..management.console import duration
 from ..models import Lock
+from ..texts import printable
 from .pages import Decision, ReadOnlyAdmin, Refused
 
 #: Locks on one page.

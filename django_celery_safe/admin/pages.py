@@ -22,7 +22,8 @@ from django.urls import reverse
 from django.utils.text import capfirst
 
 from ..exceptions import CelerySafeError, LockBackendError
-from ..management.console import duration, printable
+from ..management.console import duration
+from ..texts import printable
 
 #: Most rows that one decision may be about: all of them stand on the page that asks.
 MOST_ROWS: Final = 500

@@ -12,10 +12,11 @@ from django.utils.text import Truncator
 
 from .. import conf
 from ..locks.stores.rows import read_holder
-from ..management.console import duration, printable
+from ..management.console import duration
 from ..models import StageRun, StageStep
 from ..stages import Progress, Status
 from ..stages.engine import Fault
+from ..texts import printable
 from .pages import LONGEST_ERROR, Decision, ReadOnlyAdmin, age
 
 RESUME = Decision(

@@ -5,14 +5,15 @@ System checks: what in the settings would let a lock, a task or an e-mail go wro
 one starts, ours are written to its log. docs/reference/checks.md lists them.
 ``tasks`` has those of single-instance tasks, ``sending`` those of brokers and the outbox,
 ``redelivery`` those of tasks that are done once, ``flags`` that of flags which forms take
-back, ``stages`` those of runs of stages.
+back, ``stages`` those of runs of stages, ``databases`` that of databases on which nothing
+was tested.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Final
@@ -24,9 +25,19 @@ from django.core.checks import CheckMessage
 from django.db import connections
 
 from .. import conf
-from ..exceptions import BackendNotSupported, ConfigurationError, describe_error
+from ..exceptions import (
+    BackendNotSupported,
+    CelerySafeError,
+    ConfigurationError,
+    LockBackendError,
+    describe_error,
+)
+from ..locks.lock import describe_holder
 from ..locks.stores import USE_INSTEAD, find_emptied_with, locate
+from ..locks.stores.base import Store
 from ..locks.stores.local import set_pool_processes
+from ..texts import get_logger
+from .databases import check_databases
 from .flags import check_flags
 from .messages import PREFIX, error, warning
 from .redelivery import check_redelivery
@@ -34,8 +45,10 @@ from .sending import check_relays, check_sending
 from .stages import check_stages
 from .tasks import check_tasks
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
+#: Lease of the lock that a check takes, s: as long it stays if the check is killed.
+TRIED_LEASE: Final = 10.0
 LOSES: Final = (
     "A lock that is lost lets two run at once. Set maxmemory-policy to noeviction, give the locks "
     "a server of their own or set LOCK_DATABASE, or protect what they guard by the lock's fence."
@@ -61,6 +74,7 @@ def check_all(**kwargs: Any) -> list[CheckMessage]:
         *check_settings(),
         *check_lock_store(),
         *check_sqlite(),
+        *check_databases(),
         *check_tasks(),
         *check_sending(),
         *check_redelivery(),
@@ -136,7 +150,12 @@ def check_deployment(**kwargs: Any) -> list[CheckMessage]:
 
 
 def check_memory() -> list[CheckMessage]:
-    """W005: ``cache.clear()`` frees the locks. W006: the server evicts them. Asks the server."""
+    """
+    Ask the server that holds the locks.
+
+    W005: ``cache.clear()`` frees them. W006: it evicts them, or does not answer. E009: it
+    refuses them.
+    """
     try:
         location = locate()
         store = location.store()
@@ -153,11 +172,40 @@ def check_memory() -> list[CheckMessage]:
                 'own: DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}.',
             )
         )
+    refusal, silence = _try_lock(store)
+    if refusal is not None:
+        return [*messages, refusal]
+    if silence:
+        advice = "See that the server is up, and reachable from here."
+        return [*messages, warning(6, f"Locks live in {store.where}: {silence}.", advice)]
     try:
         weaknesses = store.ask_weaknesses()
     except Exception as fault:  # noqa: BLE001 - a check must not fail
         weaknesses = [f"whether it evicts locks could not be asked ({describe_error(fault)})"]
     return messages + [warning(6, f"Locks live in {store.where}: {w}.", LOSES) for w in weaknesses]
+
+
+def _try_lock(store: Store) -> tuple[CheckMessage | None, str]:
+    """Take a lock and give it back; return what refuses that, or why it can't be known."""
+    if not store.shared:
+        return None, ""  # W002 tells
+    name, token = f"check:{uuid.uuid4().hex}", os.urandom(16).hex()
+    holder = describe_holder(None, None, renewed=False)
+    try:
+        store.acquire(name, token, store.nearest_lease(TRIED_LEASE), holder)
+        store.release(name, token)
+    except LockBackendError as fault:
+        if not fault.hint:
+            return None, f"whether it takes locks could not be asked ({fault.reason})"
+        what = f"Locks can't be taken: {fault.where} refused to {fault.action}: {fault.reason}."
+        return error(9, what, fault.hint), ""
+    except BackendNotSupported as fault:
+        what = f"Locks can't be taken: {fault.where} can't {fault.what}: {fault.reason}."
+        return error(9, what, fault.hint), ""
+    except Exception as fault:  # noqa: BLE001 - a check must say what it is, whatever it is
+        what = str(fault) if isinstance(fault, CelerySafeError) else describe_error(fault)
+        return error(9, f"Locks can't be taken: {what}", "See LOCK_CACHE and LOCK_DATABASE."), ""
+    return None, ""
 
 
 def check_sqlite() -> list[CheckMessage]:
@@ -234,7 +282,9 @@ def _log_and_disconnect(check: Callable[[], list[CheckMessage]]) -> None:
 def _log(check: Callable[[], list[CheckMessage]]) -> None:
     for message in check():
         if not message.is_silenced():
-            logger.log(message.level, "%s", message)
+            logger.log(
+                message.level, "?: (%s) %s\n\tHINT: %s", message.id, message.msg, message.hint
+            )
 
 
 def _count_processes(worker: Any) -> int:

@@ -10,7 +10,7 @@ from django.core.checks import CheckMessage
 from django.db import connections
 from django.db.models.functions import Now
 
-from ..exceptions import describe_error
+from ..exceptions import BackendNotSupported, describe_error
 from ..stages.plan import find_step_layer
 from ..stages.rows import step_store
 from .messages import error, warning
@@ -28,7 +28,10 @@ def check_stages() -> list[CheckMessage]:
     steps = [task.name for task in tasks if find_step_layer(task) is not None]
     if not steps:
         return []
-    alias = step_store().alias
+    try:
+        alias = step_store().alias
+    except BackendNotSupported:
+        return []  # E008 tells
     # Beat's sweep alone sends nothing of what is left in the outbox.
     is_swept = any(task == RELAY_TASK for _, task, _ in beat_entries(app))
     try:

@@ -26,10 +26,11 @@ from ..locks import HeldLock
 from ..locks.lock import arguments_of
 from ..locks.stores.base import Acquired, Holder, Renewal, Store
 from ..signals import copy_dropped, emit, task_own_copy
+from ..texts import get_logger
 from .header import find_header, with_header
 from .sent import find_sent
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: What brokers with redelivery by time take for it when the project sets nothing, s
 #: (kombu: transport/redis.py, transport/SQS).

@@ -8,7 +8,6 @@ and its run held, once the process that ran it is really gone.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -27,12 +26,13 @@ from ..locks import HeldLock
 from ..locks.lock import HOST
 from ..locks.stores import locate
 from ..locks.stores.base import Renewal
+from ..texts import get_logger
 from .copies import ended_for, met_note
 from .guard import find_guarded_as_asked, find_lock_name
 from .header import read_header
 from .sent import find_lock_of, find_sent
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Name under which the receivers are connected, once in each process.
 UID: Final = "django_celery_safe.endings"

@@ -18,6 +18,7 @@ from ..exceptions import AlreadyRunning, ConfigurationError
 from ..locks import CacheLock, HeldLock
 from ..locks.stores import locate
 from ..signals import duplicate_skipped, emit, task_conflict
+from ..texts import get_logger
 from .call import find_request, find_task, layers, name_of, run_for, sent_arguments, serializer_of
 from .copies import Rejected, come_back, drop_if_ended, finish_copy, send_own_copy
 from .header import Header, find_header
@@ -26,7 +27,7 @@ from .options import CALL_OPTIONS, DEFAULTS, Options, options_of_call
 from .run_lock import RunLock
 from .sent import find_sent
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds that a message waits for the lock of its own task id before it is sent
 #: again: a retry without delay may arrive before the run that sent it has ended.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypedDict, cast
 
 from .. import conf
 from ..exceptions import ConfigurationError
+from ..texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: The message header in which all that is ours travels.
 HEADER: Final = "django_celery_safe"

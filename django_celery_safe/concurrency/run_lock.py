@@ -14,11 +14,12 @@ from ..locks import CacheLock, HeldLock
 from ..locks.lease import Lease, renewer
 from ..locks.stores.base import Acquired, Holder, Renewal, Store
 from ..signals import emit, sent_lock_lost
+from ..texts import get_logger
 from .copies import ComesBack, ended_for, met_note, met_token
 from .options import Options
 from .sent import SentLock, is_requeued
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class RunLock(CacheLock):

@@ -25,9 +25,10 @@ from ..locks import HeldLock
 from ..locks.stores import locate
 from ..locks.stores.base import Acquired, Holder, Renewal, Store
 from ..signals import emit, lock_backend_failed
+from ..texts import get_logger
 from .header import Header, find_header
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)

@@ -38,11 +38,13 @@ from ..locks.lease import Lease, renewer
 from ..locks.lock import describe_holder, time_limit
 from ..locks.stores.base import HeldLock, encode_holder
 from ..signals import claim_failed, claim_finished, claim_lost, claim_repeated, emit
+from ..texts import get_logger
 from ..transactions import (
     ask_again,
     in_atomic,
     in_testcase_only,
     is_manual,
+    leave_inherited,
     losing_a_race,
     no_time_left,
 )
@@ -51,7 +53,7 @@ from .records import RecordStore, read_claim
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Longest result, characters of JSON: a repeat reads all of it.
 LONGEST_RESULT: Final = 65536
@@ -152,6 +154,7 @@ class Claim:
             IdempotencyError: It is being done by the very code that calls this.
             ConfigurationError: The database has no table for records.
         """
+        leave_inherited(self._store.alias)
         self._refuse_transaction()
         if any(one.key == self.key and one._store is self._store for one in _working()):
             raise IdempotencyError(

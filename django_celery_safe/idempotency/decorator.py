@@ -66,7 +66,8 @@ class Idempotent:
         if not isinstance(timeout, conf.Unset):
             self._timeout = conf.lease_seconds(timeout, "timeout")
         self._ttl = ttl if isinstance(ttl, conf.Unset) else conf.ttl(ttl, "ttl")
-        self._using = using
+        #: Alias of the records' database; None: the one the router writes to.
+        self.using = using
         self._claim: Claim | None = None
         self._stack = ExitStack()
 
@@ -209,11 +210,11 @@ class Idempotent:
             seconds = conf.lease_seconds(conf.get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
         if isinstance(keep, conf.Unset):
             keep = conf.ttl(conf.get("IDEMPOTENCY_RETENTION"), "IDEMPOTENCY_RETENTION")
-        return Claim(key, record_store(self._using), seconds, keep, digest)
+        return Claim(key, record_store(self.using), seconds, keep, digest)
 
     def _notes(self) -> Store:
         """Return where copies of a message are noted: beside the records, in no cache."""
-        return Location("database", record_store(self._using).alias).store()
+        return Location("database", record_store(self.using).alias).store()
 
 
 def _message_of(request: Context | None) -> Context | None:

@@ -21,6 +21,7 @@ from django.db.models import BooleanField, DateTimeField, F, QuerySet
 from django.utils import timezone
 
 from ..concurrency.sent import is_requeued
+from ..databases import refuse_untested
 from ..exceptions import (
     ConfigurationError,
     IdempotencyError,
@@ -29,14 +30,15 @@ from ..exceptions import (
     describe_error,
 )
 from ..signals import already_done, done_once, emit, once_failed
-from ..transactions import begin_again, busy_timeout, in_atomic, is_manual
+from ..texts import get_logger
+from ..transactions import begin_again, busy_timeout, in_atomic, is_manual, leave_inherited
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from django.db.models import Model
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Guarantee: TypeAlias = Literal["at_least_once", "at_most_once"]
 
@@ -105,6 +107,7 @@ class IdempotentMixin:
             ConfigurationError: ``flag`` is no flag of the model.
             OperationalError: With ``durable=False`` under REPEATABLE READ or SERIALIZABLE,
                 someone changed the row since the outer transaction began; run that again.
+            BackendNotSupported: The database is neither PostgreSQL nor SQLite.
             LockNotAcquired: Someone else has the row, and ``nowait`` is on.
             IdempotencyError: The block raised Retry under ``"at_most_once"``.
 
@@ -124,6 +127,7 @@ class IdempotentMixin:
                 "inside another transaction: leave durable=False out."
             )
         alias = router.db_for_write(model) if using is None else using
+        refuse_untested(alias, "do a thing once for a row")
         once = _Once(model, pk, flag, alias, nowait=nowait, durable=durable)
         block = once.at_least_once() if guarantee == "at_least_once" else once.at_most_once()
         return cast("AbstractContextManager[Self | None]", block)
@@ -181,6 +185,7 @@ class _Once:
         return f"{self._model._meta.label}, pk={self._pk!r}, {self._flag!r}"
 
     def _refuse_transaction(self) -> None:
+        leave_inherited(self._alias)
         if self._durable and (in_atomic(self._alias) or is_manual(self._alias)):
             raise WrongTransaction(
                 f"do_once({self._label}) stands inside another transaction on {self._alias!r}, or "

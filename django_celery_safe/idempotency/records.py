@@ -16,6 +16,7 @@ from django.db import Error, router
 from django.db.models.functions import Now
 
 from .. import conf
+from ..databases import refuse_untested
 from ..exceptions import ConfigurationError
 from ..locks.stores.base import HeldLock, plain_name
 from ..locks.stores.rows import RowStore, read_holder
@@ -105,5 +106,6 @@ def find_prunable(
 
 @lru_cache
 def _kept_store(alias: str) -> RecordStore:
+    refuse_untested(alias, "record what is done once")
     # The renewing thread knows stores by their identity.
     return RecordStore(alias)

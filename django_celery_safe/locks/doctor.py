@@ -85,8 +85,8 @@ class Finding(NamedTuple):
     What was found out about one thing.
 
     Attributes:
-        check: What was looked at: store, weakness, eviction, clearing, clock, round_trip,
-            listing, waking, lease, exclusion or fencing.
+        check: What was looked at: store, permissions, weakness, eviction, clearing, clock,
+            round_trip, listing, waking, lease, exclusion or fencing.
         verdict: What it means.
         said: The same in sentences: what was measured, what it means, what to do.
         values: What was measured, the unit in the name, such as ``median_ms``.
@@ -132,6 +132,10 @@ def examine(
         yield Finding("store", Verdict.UNSAFE, str(refusal), values)
     except LockBackendError as error:
         yield Finding("store", Verdict.UNKNOWN, _say_unasked(error), values)
+        # It answers, and may say more.
+        if error.hint:
+            with suppress(LockBackendError):
+                yield from filter(None, [_examine_permissions(store)])
     except CelerySafeError as error:
         yield Finding("store", Verdict.UNKNOWN, str(error), values)
     except Exception as error:  # noqa: BLE001 - a doctor must say what it is, whatever it is
@@ -175,6 +179,7 @@ class _Examination:
     def findings(self) -> Iterator[Finding]:
         """Yield what each check finds; one that can't be made stops none of the others."""
         checks: tuple[Callable[[], Finding | None], ...] = (
+            self.permissions,
             self.weakness,
             self.eviction,
             self.clearing,
@@ -191,6 +196,9 @@ class _Examination:
                 finding = check()
             except LockBackendError as error:
                 finding = Finding(check.__name__, Verdict.UNKNOWN, _say_unasked(error), {})
+            except BackendNotSupported as refusal:
+                # Of a cluster nobody knows before a server has refused.
+                finding = Finding(check.__name__, Verdict.UNSAFE, str(refusal), {})
             except _NotFound as reason:
                 finding = Finding(check.__name__, Verdict.UNKNOWN, str(reason), {})
             except _Lost as loss:
@@ -200,6 +208,10 @@ class _Examination:
                 finding = Finding(check.__name__, Verdict.UNKNOWN, said, {})
             if finding is not None:
                 yield finding
+
+    def permissions(self) -> Finding | None:
+        """Whether the server lets this user do all that locks need."""
+        return _examine_permissions(self._store)
 
     def weakness(self) -> Finding | None:
         """How the store can lose locks in ways of its own."""
@@ -417,6 +429,7 @@ class _Examination:
             "expired_tries": after.tries,
             "expired_acquired": len(after.holdings),
             "expired_overlaps": after.overlaps(),
+            "errors": len(race.errors) + len(after.errors),
         }
         raced = (
             f"{self._processes} processes raced {race.tries} times for a lock and {after.tries} "
@@ -425,6 +438,12 @@ class _Examination:
         if overlaps:
             said = f"{raced}: {overlaps} times two held one lock at once. {self._advise()}"
             return Finding("exclusion", Verdict.UNSAFE, said, values)
+        if errors := [*race.errors, *after.errors]:
+            said = (
+                f"{raced}, and never did two hold one; but {len(errors)} tries failed, so nothing "
+                f"is known. The first: {errors[0]}"
+            )
+            return Finding("exclusion", Verdict.UNKNOWN, said, values)
         if not race.holdings or not after.holdings:
             said = f"{raced}; nobody got one of them, so nothing is known."
             return Finding("exclusion", Verdict.UNKNOWN, said, values)
@@ -538,7 +557,24 @@ def _describe_store(store: Store, values: dict[str, Any]) -> Finding:
     return Finding("store", Verdict.WARNING, said, values)
 
 
+def _examine_permissions(store: Store) -> Finding | None:
+    refused = store.ask_refused()
+    if refused is None:
+        return None
+    values = {"refused": refused}
+    if not refused:
+        said = "The server lets this user run every command that locks need."
+        return Finding("permissions", Verdict.OK, said, values)
+    said = (
+        f"The server refuses to this user what locks need: {'; '.join(refused)}. Locks fail with "
+        f"LockBackendError, at once or now and then. Allow it in the user's ACL."
+    )
+    return Finding("permissions", Verdict.WARNING, said, values)
+
+
 def _say_unasked(error: LockBackendError) -> str:
+    if error.hint:
+        return f"Nothing is known of this: {error}"
     return (
         f"{error.where} could not be asked to {error.action} ({error.reason}), so nothing is known "
         f"of this. Check that the server is up and reachable, and lets this user ask it."

@@ -20,9 +20,10 @@ from weakref import WeakSet
 
 from ..exceptions import LockBackendError
 from ..signals import aside, emit, lock_backend_failed
+from ..texts import get_logger
 from .stores.base import HeldLock, LeaseStore, Renewal
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: A lease is renewed when this part of it has passed.
 RENEW_AFTER: Final = 1 / 3
@@ -287,6 +288,7 @@ class Renewer:
                 self._opened.add(store)
         asked_at = time.monotonic()
         try:
+            store.leave_pool()
             outcomes = store.extend(leases, within)
         except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
             self._failed(store, leases, error)

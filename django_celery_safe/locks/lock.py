@@ -41,6 +41,7 @@ from ..signals import (
     lock_lost,
     lock_released,
 )
+from ..texts import get_logger
 from .lease import Lease, renewer
 from .stores import locate
 from .stores.base import Acquired, HeldLock, Holder, Store, describe_arguments
@@ -48,7 +49,7 @@ from .stores.base import Acquired, HeldLock, Holder, Store, describe_arguments
 P = ParamSpec("P")
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class _Here(threading.local):

@@ -28,7 +28,7 @@ from django.conf import ENVIRONMENT_VARIABLE, settings
 from django.db import connections
 
 from .. import conf
-from ..exceptions import describe_error
+from ..exceptions import LockBackendError, describe_error
 from .lock import cache_lock
 from .stores import Location, locate
 
@@ -80,10 +80,12 @@ class Outcome(NamedTuple):
     Attributes:
         tries: How often it tried; of all of them, the fewest.
         holdings: What it held, in the order in which it was acquired.
+        errors: What the store failed with; those tries say nothing, and the others do.
     """
 
     tries: int
     holdings: list[Holding]
+    errors: list[str]
 
     def overlaps(self) -> int:
         """Return how many holdings began while the same lock was held."""
@@ -143,7 +145,8 @@ class Racers:
         outcomes: list[Outcome] = [racer.receive(longest) for racer in self._racers]
         holdings = [holding for outcome in outcomes for holding in outcome.holdings]
         holdings.sort(key=lambda holding: holding.since)
-        return Outcome(min(outcome.tries for outcome in outcomes), holdings)
+        errors = [error for outcome in outcomes for error in outcome.errors]
+        return Outcome(min(outcome.tries for outcome in outcomes), holdings, errors)
 
     def close(self) -> None:
         """End them, each by its id; what they hold ends by its lease."""
@@ -288,19 +291,27 @@ def _end_with_starter() -> None:
 
 
 def _race(plan: Plan, cache: str | conf.Unset) -> Outcome:
-    holdings: list[Holding] = []
+    outcome = Outcome(0, [], [])
     ends_at = plan.starts_at + len(plan.names) * INTERVAL + EXTRA
     for number, name in enumerate(plan.names):
         at = plan.starts_at + number * INTERVAL
         time.sleep(max(0.0, at - time.monotonic()))
         if time.monotonic() > ends_at:
-            return Outcome(number, holdings)
-        lock = cache_lock(name, timeout=plan.lease, renew=False, cache=cache)
-        if lock.acquire():
-            since = time.monotonic()
-            trusted_until = since + lock.remaining
-            time.sleep(HOLD)
-            until = min(time.monotonic(), trusted_until)
-            holdings.append(Holding(name, since, until, lock.fence))
-            lock.release()
-    return Outcome(len(plan.names), holdings)
+            return outcome._replace(tries=number)
+        try:
+            _try(name, plan.lease, cache, outcome.holdings)
+        except LockBackendError as error:
+            # A store that lets two win may fail, too: the one must not hide the other.
+            outcome.errors.append(str(error))
+    return outcome._replace(tries=len(plan.names))
+
+
+def _try(name: str, lease: float, cache: str | conf.Unset, holdings: list[Holding]) -> None:
+    lock = cache_lock(name, timeout=lease, renew=False, cache=cache)
+    if lock.acquire():
+        since = time.monotonic()
+        trusted_until = since + lock.remaining
+        time.sleep(HOLD)
+        until = min(time.monotonic(), trusted_until)
+        holdings.append(Holding(name, since, until, lock.fence))
+        lock.release()

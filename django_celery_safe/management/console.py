@@ -23,7 +23,9 @@ from django.db import connections
 from django.db.models import Model
 
 from .. import conf
-from ..exceptions import CelerySafeError, describe_error
+from ..databases import refuse_untested
+from ..exceptions import BackendNotSupported, CelerySafeError, describe_error
+from ..texts import printable
 from ..transactions import lacks_table
 
 #: Columns of a terminal.
@@ -52,7 +54,14 @@ class SafeCommand(BaseCommand):
                 wrapper._out = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
             elif isinstance(wrapper._out, TextIOWrapper):
                 wrapper._out.reconfigure(errors="backslashreplace")
-        return super().execute(*args, **options)
+        try:
+            return super().execute(*args, **options)
+        except CommandError as error:
+            # It may hold text of others, such as a server's.
+            lines = str(error).split("\n")
+            raise CommandError(
+                "\n".join(map(printable, lines)), returncode=error.returncode
+            ) from error
 
 
 class TableCommand(SafeCommand):
@@ -107,9 +116,16 @@ class TableCommand(SafeCommand):
             if alias not in connections:
                 known = ", ".join(connections)
                 raise CommandError(f"DATABASES has no {alias!r}; it has {known}.")
-        aliases = list(dict.fromkeys(given or self.find_databases()))
+        try:
+            aliases = list(dict.fromkeys(given or self.find_databases()))
+            for alias in aliases:
+                refuse_untested(alias, f"hold {self.subject}")
+        except BackendNotSupported as refusal:
+            raise CommandError(str(refusal)) from refusal
         if not aliases:
-            raise CommandError(f"No database has {self.subject}. Run manage.py migrate.")
+            raise CommandError(
+                f"No database has {self.subject}. Run manage.py migrate, on PostgreSQL or SQLite."
+            )
         for alias in aliases:
             if not connections.settings[alias]["AUTOCOMMIT"]:
                 raise CommandError(
@@ -170,13 +186,6 @@ def age(text: str) -> timedelta:
     if not 0 <= seconds <= conf.LONGEST_RETENTION:
         raise ArgumentTypeError(f"{text!r} is no time; write 90 or 90s, 15m, 12h, 7d, 2w")
     return timedelta(seconds=seconds)
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with everything that could steer a terminal written as an escape."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
 
 
 def columns(text: str) -> int:

@@ -13,9 +13,10 @@ from django.db.models.functions import Now
 from ..locks.stores.base import HeldLock, decode_holder
 from ..signals import emit, record_forgotten
 from ..statements import change_returning
+from ..texts import get_logger
 from .text import storable
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):

@@ -14,9 +14,10 @@ from django.dispatch import Signal
 
 from ..signals import emit, message_discarded, message_retried
 from ..statements import change_returning
+from ..texts import get_logger
 from .text import storable
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Shortest and longest time until a message that could not be sent is tried again; it
 #: doubles with each attempt.

@@ -7,7 +7,6 @@ wait for each other. :mod:`django_celery_safe.stages.engine` puts the steps toge
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -19,6 +18,7 @@ from django.db.models.functions import Coalesce, Now
 
 from ..stages.status import Status
 from ..statements import Slot, Statement
+from ..texts import get_logger
 from ..transactions import begin_again
 from ..values import decode
 from .text import storable
@@ -26,7 +26,7 @@ from .text import storable
 if TYPE_CHECKING:
     from ..stages.progress import Progress, StageProgress
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Steps that one statement adds or changes; every database takes so many parameters.
 BATCH: Final = 500

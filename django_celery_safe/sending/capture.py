@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import math
 import re
 import threading
@@ -30,9 +29,10 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from ..concurrency.sent import seconds_until
 from ..exceptions import describe_error
+from ..texts import get_logger
 from .arguments import PLAIN, serialize
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _captured: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured", default=None)
 #: Publishes the next message of this context, or does not; see :func:`publishing_through`.

@@ -14,6 +14,7 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from ..exceptions import WrongTransaction, describe_error
 from ..locks import HeldLock
 from ..signals import emit, task_send_failed, task_sent
+from ..texts import get_logger
 from ..transactions import aliases_in_atomic, in_atomic
 from .broker import is_unreachable
 from .capture import Captured, Message, capture, publish, subscribe
@@ -21,7 +22,7 @@ from .eager import run_on_commit
 from .outbox import Kept, keep, publish_kept, publish_together, wants_outbox
 from .publication import is_claiming, is_marked, publish_once
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def send_on_commit(

@@ -9,9 +9,10 @@ from types import FrameType
 from typing import Final
 
 from ..signals import emit, sent_in_atomic
+from ..texts import get_logger
 from ..transactions import aliases_in_atomic
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Packages through which a send goes; the place that is told lies outside of them.
 PASSED: Final = (

@@ -9,9 +9,10 @@ from typing import Any, Final
 from ..concurrency.copies import visibility_timeout
 from ..concurrency.sent import seconds_until
 from ..signals import emit, sent_beyond_visibility
+from ..texts import get_logger
 from .early import find_place
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Transports that deliver a message again when it was not acknowledged for some time, and a
 #: worker acknowledges none before its ETA.

@@ -8,7 +8,6 @@ send, or dies before it sends, ``relay`` finds.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import uuid
@@ -28,13 +27,15 @@ from kombu.common import maybe_declare
 from kombu.exceptions import OperationalError
 
 from .. import conf
+from ..databases import refuse_untested
 from ..exceptions import CelerySafeError, ConfigurationError, describe_error
+from ..texts import get_logger
 from .broker import ONE_WAIT, bounded_backend, bounded_producer, is_timeout, is_unreachable
 from .capture import Captured, ChordCall, Message, announce, put
 from .publication import is_claiming
 from .rows import Row, to_row
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: A relay takes a row this long after its INSERT, s, and ``OUTBOX_SEND_TIMEOUT``: its sender
 #: died, or its transaction takes longer than that.
@@ -153,6 +154,7 @@ def _insert(alias: str, table: str, rows: Sequence[Row], seconds: float) -> list
     By hand, because every send pays for it: the ORM would compile the same statement
     each time, for longer than the database takes to run it.
     """
+    refuse_untested(alias, "hold an outbox")
     connection = connections[alias]
     if not connection.features.can_return_rows_from_bulk_insert:
         raise ConfigurationError(

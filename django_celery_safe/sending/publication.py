@@ -11,8 +11,9 @@ from ..concurrency.sent import find_lock_of
 from ..locks import HeldLock
 from ..locks.stores.base import describe_arguments
 from ..signals import emit, task_duplicate
+from ..texts import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def publish_once(

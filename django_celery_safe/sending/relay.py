@@ -37,9 +37,11 @@ from django.db.models.functions import Now
 
 from .. import conf
 from ..concurrency.header import read_header
+from ..databases import is_tested, refuse_untested
 from ..exceptions import ConfigurationError, LockBackendError, describe_error
 from ..locks.lock import HOST
 from ..signals import emit, message_dead, task_send_failed, task_sent
+from ..texts import get_logger
 from ..transactions import lacks_table
 from .broker import (
     connect_bounded,
@@ -57,7 +59,7 @@ from .rows import AppNotLoaded, to_message
 if TYPE_CHECKING:
     from ..models import OutboxMessage
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Rows that are claimed at a time; a relay that is killed sends as many again.
 BATCH: Final = 100
@@ -125,9 +127,9 @@ def find_outboxes() -> list[str]:
     found = []
     for alias in connections:
         connection = connections[alias]
-        if connection.vendor == "unknown" or connection.settings_dict["TEST"].get("MIRROR"):
-            continue  # Django's stand-in for no database, and a replica
-        if not router.allow_migrate_model(alias, OutboxMessage):
+        if connection.settings_dict["TEST"].get("MIRROR"):
+            continue  # a replica
+        if not is_tested(alias) or not router.allow_migrate_model(alias, OutboxMessage):
             continue
         try:
             if lacks_table(alias, OutboxMessage):
@@ -162,6 +164,7 @@ class Relay:
 
     Raises:
         ConfigurationError: The database has autocommit off, so nothing would be kept.
+        BackendNotSupported: It is neither PostgreSQL nor SQLite.
     """
 
     def __init__(
@@ -171,6 +174,7 @@ class Relay:
         attempts: int = ATTEMPTS,
         beside: Callable[[str], object] | None = None,
     ) -> None:
+        refuse_untested(using, "hold an outbox")
         if not connections[using].settings_dict["AUTOCOMMIT"]:
             raise ConfigurationError(
                 f"The database {using!r} has AUTOCOMMIT off, and the relay's steps would not be "

@@ -35,6 +35,7 @@ from ..signals import (
     step_failed,
     step_succeeded,
 )
+from ..texts import get_logger
 from ..transactions import ask_again, losing_a_race
 from ..values import NotPlain, encode
 from .plan import LONGEST_PARAMS, Plan, find_step_layer, make_plan
@@ -44,7 +45,7 @@ from .status import Status
 if TYPE_CHECKING:
     from ..models import StageRun, StageStep, StageSteps
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: The steps that wait where this thread runs others eagerly.
 _eager = threading.local()

@@ -23,6 +23,7 @@ from .. import conf
 from ..exceptions import describe_error
 from ..locks.stores.rows import read_holder
 from ..signals import emit, run_repaired
+from ..texts import get_logger
 from ..transactions import lacks_table
 from . import engine
 from .engine import MOST_DEATHS
@@ -32,7 +33,7 @@ from .status import Status
 if TYPE_CHECKING:
     from ..models import StageRuns, StageStep, StageSteps
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: For how long a step that was sent may wait to be begun before it is sent again. It doubles
 #: each time: a long queue is no loss, and the same message once more does no harm.

@@ -11,6 +11,7 @@ from django.db import Error, router
 from django.db.models import Case, DurationField, F, IntegerField, Q, When
 from django.db.models.functions import Now
 
+from ..databases import refuse_untested
 from ..exceptions import ConfigurationError
 from ..locks.stores.rows import RowStore
 from ..statements import Slot, Statement
@@ -172,5 +173,6 @@ def step_store() -> StepStore:
 
 @lru_cache
 def _kept_store(alias: str) -> StepStore:
+    refuse_untested(alias, "hold runs of stages")
     # The renewing thread knows stores by their identity.
     return StepStore(alias)

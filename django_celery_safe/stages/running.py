@@ -30,7 +30,15 @@ from ..locks.stores import Location
 from ..locks.stores.base import encode_holder
 from ..locks.stores.rows import read_holder
 from ..signals import emit, step_lost, step_skipped
-from ..transactions import ask_again, in_atomic, is_manual, losing_a_race, no_time_left
+from ..texts import get_logger
+from ..transactions import (
+    ask_again,
+    in_atomic,
+    is_manual,
+    leave_inherited,
+    losing_a_race,
+    no_time_left,
+)
 from . import engine
 from .engine import Fault
 from .rows import StepStore, step_store
@@ -39,7 +47,7 @@ from .status import Status
 if TYPE_CHECKING:
     from ..models import StageRun, StageStep
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Pause before a message that met its own step looks again, s.
 PAUSE: Final = 0.05
@@ -100,6 +108,7 @@ def run_step(task: Any, request: Context, do: Callable[[Work], Outcome]) -> Any:
         WrongTransaction: Inside ``atomic()``.
     """
     store = step_store()
+    leave_inherited(store.alias)
     _refuse_transaction(store, task)
     claimed = _begin(store, task, request)
     if claimed is None:

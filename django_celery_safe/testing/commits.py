@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -16,10 +15,11 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..concurrency.keys import to_wire
 from ..sending import commit as sending_on_commit
 from ..sending import task as safe_task
+from ..texts import get_logger
 from ..transactions import in_testcase_only
 from .messages import Sent, check_task, committing_now, kept_from_broker, shown
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @contextmanager

@@ -6,10 +6,14 @@ Naming such a backend in CACHES registers its store in every process that loads 
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
+from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.cache.backends.redis import RedisCache
 
+from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder
+from django_celery_safe.locks.stores.portable import PortableStore
 from django_celery_safe.locks.stores.redis import RedisStore
 from tests.faulty import let_choose
 
@@ -103,6 +107,22 @@ class BaffledCache(RedisCache):
 class DistantCache(RedisCache):
     """Chooses DistantStore."""
 
+
+class OverwritingCache(RedisCache):
+    """Adds by reading and then writing; of it no more is known than Django's API."""
+
+    def add(
+        self, key: str, value: Any, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None
+    ) -> bool:
+        """Write over what came after the look."""
+        if self.get(key, version=version) is not None:
+            return False
+        time.sleep(0.001)
+        self.set(key, value, timeout, version)
+        return True
+
+
+stores._MAKERS[stores._path(OverwritingCache)] = PortableStore
 
 let_choose(
     {

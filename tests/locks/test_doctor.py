@@ -24,6 +24,7 @@ from tests.servers import RedisServer
 #: What a store finds that promises everything and shares its place with the default cache.
 ALL_WELL = {
     "store": "ok",
+    "permissions": "ok",
     "eviction": "ok",
     "clearing": "warning",
     "clock": "ok",
@@ -33,6 +34,12 @@ ALL_WELL = {
     "lease": "ok",
     "exclusion": "ok",
     "fencing": "ok",
+}
+#: The same of a store that is not asked what its server is like.
+WITHOUT_SERVER = {
+    check: verdict
+    for check, verdict in ALL_WELL.items()
+    if check not in {"permissions", "eviction"}
 }
 
 Examine = Callable[..., dict[str, Finding]]
@@ -105,6 +112,7 @@ def test_redis_is_safe(
         "expired_tries": 20,
         "expired_acquired": values["expired_acquired"],
         "expired_overlaps": 0,
+        "errors": 0,
     }
     assert found["fencing"].values == {"acquisitions": values["acquired"] + 2}
     assert 1 <= found["lease"].values["free_after_s"] < 1.5
@@ -126,8 +134,7 @@ def test_memcached_is_safe(
     """memcached excludes, forgets, numbers nothing, and has leases of whole seconds."""
     settings.CACHES = memcached_cache_settings()
     found = find()
-    expected = {check: verdict for check, verdict in ALL_WELL.items() if check != "eviction"}
-    assert verdicts(found) == {**expected, "weakness": "warning"}
+    assert verdicts(found) == {**WITHOUT_SERVER, "weakness": "warning"}
     assert "forgets items when it is full" in found["weakness"].said
     assert found["fencing"].values == {"acquisitions": 0}
     assert found["waking"].values["promised"] is False
@@ -148,7 +155,7 @@ def test_a_database_is_safe(
     alias = make_database(kind)
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
     found = find()
-    expected = {check: verdict for check, verdict in ALL_WELL.items() if check != "eviction"}
+    expected = WITHOUT_SERVER
     assert verdicts(found) == {**expected, "clearing": "ok"}
     assert found["store"].values["kind"] == "database"
     assert found["exclusion"].values["expired_acquired"] >= 10
@@ -163,9 +170,8 @@ def test_a_cache_of_which_nothing_is_known(
     cache = {"BACKEND": "diskcache.DjangoCache", "LOCATION": str(tmp_path), "TIMEOUT": None}
     settings.CACHES = {**settings.CACHES, "locks": cache}
     found = find("locks")
-    expected = {check: verdict for check, verdict in ALL_WELL.items() if check != "eviction"}
     assert verdicts(found) == {
-        **expected,
+        **WITHOUT_SERVER,
         "weakness": "warning",
         "clearing": "ok",
         "listing": "warning",
@@ -200,7 +206,7 @@ def test_local_memory_is_unsafe(processes: int, find: Examine) -> None:
     """Two processes are seen to hold one lock in LocMemCache."""
     found = find(processes=processes)
     assert verdicts(found) == {
-        **{check: verdict for check, verdict in ALL_WELL.items() if check != "eviction"},
+        **WITHOUT_SERVER,
         "store": "warning",
         "clearing": "ok",
         "exclusion": "unsafe",
@@ -247,9 +253,7 @@ def test_a_server_that_refuses_to_tell(
     use_redis(settings, fragile_redis, name="doctor", password="secret")
     finding = find_until("eviction")
     assert finding.verdict == verdict
-    assert ("could not be asked to tell how it evicts keys" in finding.said) == (
-        verdict == "unknown"
-    )
+    assert ("refused to tell how it evicts keys" in finding.said) == (verdict == "unknown")
 
 
 def test_a_server_that_is_down(fragile_redis: RedisServer) -> None:
@@ -282,6 +286,7 @@ def test_a_server_that_goes_down(
     [
         ("locks.broken.GenerousCache", {"lease": "unsafe", "exclusion": "unsafe"}),
         ("contract.broken.ReadThenWriteCache", {"exclusion": "unsafe"}),
+        ("locks.broken.OverwritingCache", {"exclusion": "unsafe"}),
         ("locks.broken.HastyCache", {"lease": "unsafe"}),
         ("contract.broken.NoExpiryCache", {"lease": "warning", "exclusion": "unknown"}),
         ("contract.broken.FencePerProcessCache", {"fencing": "unsafe"}),
@@ -471,7 +476,7 @@ def test_a_process_that_dies_or_hangs(
         return bool(hit)
 
     findings = examine(seconds=0.5)
-    assert [next(findings) for _ in range(8)][-1].check == "lease"
+    assert [next(findings) for _ in range(9)][-1].check == "lease"
     watcher = threading.Thread(target=wait_for, args=(hit_one_that_holds, 30))
     watcher.start()
     finding = next(findings)

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from django.core.cache import caches
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
+from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, idempotent
 from django_celery_safe.locks.lease import renewer
 from django_celery_safe.locks.stores import locate
+from tests.app.models import Account
 from tests.conftest import MakeRedisCache
 from tests.processes import run_in_processes, start_in_process, tell, wait_for
 
@@ -160,8 +163,65 @@ def fork_amid_leases() -> list[str]:
             thread.join()
 
 
+def lock_in(alias: str, number: int) -> None:
+    """Take a lock and give it back."""
+    with cache_lock(f"lock {number}") as lock:
+        lock.ensure()
+
+
+def claim_in(alias: str, number: int) -> None:
+    """Do something that is to be done once."""
+    with idempotent(f"claim {number}", using=alias) as claim:
+        assert claim
+
+
+def once_in(alias: str, number: int) -> None:
+    """Ask whether something is to be done for a row."""
+    with suppress(Account.DoesNotExist), Account.do_once(1, "is_welcome_email_sent", using=alias):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("work", "pooled"), [(lock_in, False), (lock_in, True), (claim_in, False), (once_in, False)]
+)
+def test_children_do_not_use_the_database_connection_of_their_parent(
+    work: Callable[[str, int], None], pooled: bool, settings: Settings, postgres_alias: str
+) -> None:
+    """Children of a process that is connected to PostgreSQL work beside it, and leave it be."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": postgres_alias}
+    answers = run_in_processes(fork_connected, 1, postgres_alias, work, pooled)
+    assert answers == [["fine"] * 3]
+
+
+def fork_connected(alias: str, work: Callable[[str, int], None], pooled: bool) -> list[Any]:
+    """Work in a connected parent and its children at once; return what the children say."""
+
+    def repeat(first: int) -> str:
+        for number in range(first, first + 10):
+            work(alias, number)
+        return "fine"
+
+    connection: Any = connections[alias]
+    connection.settings_dict["OPTIONS"] = {"pool": {"min_size": 1, "max_size": 2}} if pooled else {}
+    connection.ensure_connection()
+    session = connection.connection.info.backend_pid
+    answers = [start_child(partial(repeat, 100 * number)) for number in (1, 2, 3)]
+    repeat(0)
+    said = [answer() for answer in answers]
+    connection.ensure_connection()
+    assert connection.connection.info.backend_pid == session
+    connections.close_all()
+    connection.close_pool()
+    return said
+
+
 def in_child(function: Callable[[], Any]) -> Any:
     """Return what a function returns in a fork of this process; "hung" after 10 s."""
+    return start_child(function)()
+
+
+def start_child(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Start a function in a fork of this process; return what waits for its answer."""
     import multiprocessing
 
     context = multiprocessing.get_context("fork")
@@ -172,16 +232,20 @@ def in_child(function: Callable[[], Any]) -> Any:
             theirs.send(function())
         os._exit(0)
     theirs.close()
-    answer = "hung"
-    try:
-        if ours.poll(10):
-            answer = ours.recv()
-        else:
-            os.kill(child, 9)
-    except EOFError:
-        answer = "raised"
-    os.waitpid(child, 0)
-    return answer
+
+    def wait_for_answer() -> Any:
+        answer = "hung"
+        try:
+            if ours.poll(10):
+                answer = ours.recv()
+            else:
+                os.kill(child, 9)
+        except EOFError:
+            answer = "raised"
+        os.waitpid(child, 0)
+        return answer
+
+    return wait_for_answer
 
 
 def connection_id() -> int:

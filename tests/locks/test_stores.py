@@ -605,3 +605,12 @@ def test_waiters_do_not_oversleep_the_end_of_a_lease(
         rounds = [list(pool.map(take_over, range(n, n + 5))) for n in (0, 5, 10)]
     # Most of them in the best round, since the machine may be busy with something else.
     assert min(map(statistics.median, rounds)) < 0.1, rounds
+
+
+def test_a_read_only_database_is_not_called_silent(settings: Settings, postgres_alias: str) -> None:
+    """A replica's refusal says what it is and what to do, and not that nobody answered."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": postgres_alias}
+    read_only = {"options": "-c default_transaction_read_only=on"}
+    connections[postgres_alias].settings_dict["OPTIONS"] = read_only
+    with pytest.raises(LockBackendError, match=r"refused to acquire.*replica.*on the primary"):
+        cache_lock("x").acquire()

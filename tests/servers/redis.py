@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from tests.processes.waiting import wait_for
+from tests.processes.waiting import free_port, port_is_free, wait_for
 from tests.servers.server import Server
 
 
@@ -31,14 +31,28 @@ class RedisServer(Server):
     Args:
         places: As for all servers.
         unix_socket: Whether it listens on ``socket_path`` too.
+        cluster: Whether it is the only node of a Redis Cluster, with all slots.
+        options: More of its command line.
     """
 
     name = "redis"
     program = "redis-server"
 
-    def __init__(self, places: tuple[str, ...] | None = None, *, unix_socket: bool = False) -> None:
+    def __init__(
+        self,
+        places: tuple[str, ...] | None = None,
+        *,
+        unix_socket: bool = False,
+        cluster: bool = False,
+        options: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(places)
+        # Nodes talk to each other on a port that is so much higher.
+        while cluster and not (self.port < 55_536 and port_is_free(self.port + 10_000)):
+            self.port = free_port()
+        self.cluster = cluster
         self.unix_socket = unix_socket
+        self.options = options
         self.socket_path = self.folder / "redis.sock"
 
     @property
@@ -61,13 +75,19 @@ class RedisServer(Server):
             self.programs / self.program, "--bind", self.host, "--port", str(self.port),
             *(("--unixsocket", self.socket_path) if self.unix_socket else ()),
             "--dir", self.folder, "--save", "", "--appendonly", "no", "--daemonize", "no",
-            "--repl-diskless-sync-delay", "0",
+            "--repl-diskless-sync-delay", "0", *self.options,
+            *(("--cluster-enabled", "yes") if self.cluster else ()),
         ]  # fmt: skip
 
     def is_ready(self) -> bool:
-        """Whether it answers PING."""
+        """Whether it answers, and has its slots if it is a cluster."""
         with self.client() as client:
-            return bool(client.ping())
+            if not self.cluster:
+                return bool(client.ping())
+            info = client.cluster("info")
+            if info["cluster_slots_assigned"] == "0":
+                client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
+            return bool(info["cluster_state"] == "ok")
 
     def client(self, **options: Any) -> "redis.Redis":
         """Return a plain client, to be closed by the caller."""

@@ -16,15 +16,16 @@ from typing import Any, Final, NamedTuple
 from django.conf import settings as django_settings
 from django.core.cache import caches
 from django.core.cache.backends.base import BaseCache, InvalidCacheBackendError
-from django.db import connections
 from django.utils.connection import ConnectionDoesNotExist
 
 from ... import conf
+from ...databases import refuse_untested
 from ...exceptions import BackendNotSupported, ConfigurationError
 from ...signals import emit, lock_freed
+from ...texts import get_logger
 from .base import HeldLock, Store
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 USE_INSTEAD: Final = (
     "Use Redis (django-redis or Django's RedisCache), or set LOCK_DATABASE to a database alias."
@@ -228,10 +229,8 @@ def _make_cache_store(alias: str, cache: Any) -> Store:
 
 
 def _database_store(alias: str) -> Store:
-    from .database import _CLOCKS
-
     try:
-        vendor = connections[alias].vendor
+        refuse_untested(alias, "hold locks")
     except (ConnectionDoesNotExist, TypeError) as error:
         known = ", ".join(sorted(django_settings.DATABASES))
         meant = conf.closest(alias, django_settings.DATABASES)
@@ -239,12 +238,6 @@ def _database_store(alias: str) -> Store:
         raise ConfigurationError(
             f"LOCK_DATABASE is {alias!r}, which DATABASES does not have. It has: {known}.{guess}"
         ) from error
-    if vendor not in _CLOCKS:
-        raise BackendNotSupported(
-            f'DATABASES["{alias}"] ({vendor})',
-            "how to read this server's clock is not known",
-            "Use PostgreSQL, SQLite or Redis.",
-        )
     return _kept_database_store(alias)
 
 

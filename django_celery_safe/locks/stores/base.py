@@ -215,6 +215,9 @@ class LeaseStore(ABC):
         """Tell whether the renewing thread can see what this thread acquires now."""
         return True
 
+    def leave_pool(self) -> None:  # noqa: B027 - most stores share nothing that runs short
+        """Let this thread, which renews, connect outside of what the holders may have used up."""
+
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
         """Close what this thread, or nobody in particular, has open to the store."""
 
@@ -365,6 +368,14 @@ class Store(LeaseStore):
         return [
             f"its maxmemory-policy is {eviction.policy}, which deletes locks when memory is short"
         ]
+
+    def ask_refused(self) -> list[str] | None:
+        """
+        Try what locks ask of the server; return what it refuses to this user, with its errors.
+
+        None: it can't be tried.
+        """
+        return None
 
     def ask_time(self) -> float | None:
         """Ask for the server's clock, seconds since the epoch; None: it has none that tells."""

@@ -24,7 +24,15 @@ from ...exceptions import (
     WrongTransaction,
     describe_error,
 )
-from ...transactions import in_atomic, in_testcase_only, is_manual, lacks_table
+from ...transactions import (
+    in_atomic,
+    in_testcase_only,
+    is_manual,
+    is_pooled,
+    lacks_table,
+    leave_inherited,
+    leave_pool,
+)
 from .base import (
     Acquired,
     HeldLock,
@@ -53,6 +61,22 @@ SET LOCAL lock_timeout = '15s'
 """
 #: SQLite's clock counts milliseconds, µs.
 SQLITE_TICK_US: Final = 1000
+#: How a server says that it takes no writes of this user; what that means, as a clause; and
+#: what to do, as a sentence.
+REFUSALS: Final = {
+    "read-only transaction": (
+        "this server is a replica, or its transactions are read-only",
+        "Let LOCK_DATABASE name an alias on the primary, where transactions may write.",
+    ),
+    "readonly database": (
+        "this process may only read the file",
+        "Let the process write to the file and to its folder.",
+    ),
+    "permission denied": (
+        "this user may not do what locks need",
+        "Grant the user SELECT, INSERT, UPDATE and DELETE on the tables of django_celery_safe.",
+    ),
+}
 #: Primary key of the only row of the fence's table.
 FENCE_ROW: Final = 1
 
@@ -136,21 +160,43 @@ class DatabaseStore(Store):
 
     @contextmanager
     def errors(self, action: str) -> Iterator[None]:
+        leave_inherited(self.alias)
         connection = connections[self.alias]
+        # Who works under a lock leaves the pool's connection to others meanwhile.
+        borrows = connection.connection is None and is_pooled(self.alias)
         try:
-            if in_atomic(self.alias) or is_manual(self.alias):
+            if in_atomic(self.alias):
                 raise WrongTransaction(
                     f"A lock in {self.where} was asked to {action} inside an open transaction on "
                     f"that database: others would not see it before the commit, and a rollback "
                     f"would give it back. Take the lock outside atomic(), or let LOCK_DATABASE "
                     f"name an alias of its own."
                 )
+            if is_manual(self.alias):
+                raise WrongTransaction(
+                    f"A lock in {self.where} was asked to {action} with autocommit off, which is "
+                    f"an open transaction on that database: others would not see the lock before "
+                    f"the commit, and a rollback would give it back. Let LOCK_DATABASE name an "
+                    f"alias of its own, without AUTOCOMMIT: False."
+                )
             yield
         except Error as error:
             # A connection that broke is made anew at the next use.
             connection.close_if_unusable_or_obsolete()
             self._check_migrated(error)
-            raise LockBackendError(self.where, action, describe_error(error)) from error
+            said = describe_error(error)
+            for words, (meaning, hint) in REFUSALS.items():
+                if words in said:
+                    raise LockBackendError(
+                        self.where, action, f"{meaning} ({said})", hint
+                    ) from error
+            raise LockBackendError(self.where, action, said) from error
+        finally:
+            if borrows:
+                connection.close()
+
+    def leave_pool(self) -> None:
+        leave_pool(self.alias)
 
     def renews(self) -> bool:
         # Inside a TestCase the row is not committed: another thread can't see it.

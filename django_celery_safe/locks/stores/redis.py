@@ -17,6 +17,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import re
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -24,7 +26,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from redis.exceptions import NoScriptError, RedisError
 
-from ...exceptions import LockBackendError, describe_error
+from ...exceptions import (
+    BackendNotSupported,
+    CelerySafeError,
+    LockBackendError,
+    describe_error,
+)
 from .base import (
     GARBLED,
     TOKEN_LENGTH,
@@ -86,24 +93,28 @@ for i = {first_key}, #KEYS do
         local lease = ARGV[place + 1]
         if lease == '0' then
             redis.call('DEL', KEYS[i])
-            redis.call('ZREM', index, KEYS[i])
+            redis.pcall('ZREM', index, KEYS[i])
         else
             local time = redis.call('TIME')
             redis.call('PEXPIRE', KEYS[i], lease)
             local now = time[1] * 1000 + math.floor(time[2] / 1000)
-            redis.call('ZADD', index, now + lease, KEYS[i])
+            redis.pcall('ZADD', index, now + lease, KEYS[i])
         end
     end
 end
 """
 
 
+# A command that the server refuses (an ACL, a key of another type) ends a script where it
+# stands, and nothing is undone. So SET comes last, when nothing can fail any more, and what
+# comes after the end of a lock (the list, the waiter) is asked by pcall, and costs it nothing.
+#
 # The fence is the larger of last + 1 and the server's time in µs, so it grows
 # even when the counter was lost with the server's memory. It is kept as text of
 # 16 digits (until the year 2286), which compares as the number does: turning
 # numbers into text is what costs most in a script as short as this. A try that
-# fails uses up a number, which harms nothing. Keys that nobody released are
-# taken off the list in about one of a hundred acquisitions.
+# fails uses up a number, which harms nothing, and fails on a replica at once. Keys
+# that nobody released are taken off the list in about one of a hundred acquisitions.
 ACQUIRE = Script(
     """
 local index = KEYS[3]
@@ -114,19 +125,22 @@ if last and last >= fence then
     fence = string.format('%.0f', last + 1)
     redis.call('SET', KEYS[2], fence)
 end
-if not redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'NX', 'PX', ARGV[2]) then
+local value = redis.call('GET', KEYS[1])
+if value then
     if (ARGV[4] or '') ~= '' then
         redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4])
     end
-    return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
+    return {value, redis.call('PTTL', KEYS[1])}
 end
 redis.call('ZADD', index, time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2], KEYS[1])
 if string.sub(fence, -2) == '00' then
-    redis.call('ZREMRANGEBYSCORE', index, '-inf', time[1] * 1000)
+    -- Not worth an acquisition: the doctor tells of a user who may not.
+    redis.pcall('ZREMRANGEBYSCORE', index, '-inf', time[1] * 1000)
 end
 """
     + _move_others(first_key=4, first_arg=5)
     + """
+redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'PX', ARGV[2])
 return fence
 """
 )
@@ -141,13 +155,13 @@ local index = KEYS[2]
 local value = redis.call('GET', KEYS[1])
 if not value or string.sub(value, 1, 32) ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
-if redis.call('EXISTS', KEYS[1] .. ' waiting') == 0 then
-    redis.call('ZREM', index, KEYS[1])
+if redis.pcall('EXISTS', KEYS[1] .. ' waiting') == 0 then
+    redis.pcall('ZREM', index, KEYS[1])
 else
     -- It stays on the list, where the waiter's acquisition writes it anew.
     local wake = KEYS[1] .. ' wake'
-    if redis.call('RPUSH', wake, '') > 1 then redis.call('LTRIM', wake, 0, 0) end
-    redis.call('PEXPIRE', wake, 1000)
+    if redis.pcall('RPUSH', wake, '') ~= 1 then redis.pcall('LTRIM', wake, 0, 0) end
+    redis.pcall('PEXPIRE', wake, 1000)
 end
 return 1
 """
@@ -167,7 +181,8 @@ for i = 2, #KEYS do
     local value = redis.pcall('GET', KEYS[i])
     if type(value) == 'string' and string.sub(value, 1, 32) == token then
         redis.call('PEXPIRE', KEYS[i], lease)
-        redis.call('ZADD', KEYS[1], now + lease, KEYS[i])
+        -- Nor must the list, which is for people.
+        redis.pcall('ZADD', KEYS[1], now + lease, KEYS[i])
     else
         lost[#lost + 1] = i - 2
     end
@@ -188,6 +203,75 @@ return {time[1] * 1000 + math.floor(time[2] / 1000), page[1], page[2]}
 """)
 
 
+#: Commands that a user of the server needs for locks, as an ACL names them.
+COMMANDS: Final = (
+    "blpop", "del", "eval", "evalsha", "exists", "get", "getset", "ltrim", "mget", "pexpire",
+    "pttl", "rpush", "set", "time", "zadd", "zrem", "zremrangebyscore", "zscan",
+)  # fmt: skip
+
+# Runs each of those that stand in scripts, on keys that are gone then. Answers with the
+# errors, each behind its command.
+TRY_COMMANDS = Script("""
+local key, index, wake = KEYS[1], KEYS[2], KEYS[3]
+local tries = {
+    {'TIME'}, {'GET', key}, {'GETSET', key, ''}, {'SET', key, '', 'PX', '1'}, {'EXISTS', key},
+    {'ZADD', index, '1', 'x'}, {'ZSCAN', index, '0'}, {'ZREMRANGEBYSCORE', index, '-inf', '0'},
+    {'ZREM', index, 'x'}, {'RPUSH', wake, 'x'}, {'PEXPIRE', wake, '1'}, {'PTTL', wake},
+    {'LTRIM', wake, '1', '0'}, {'DEL', key, index, wake}
+}
+local refused = {}
+for _, command in ipairs(tries) do
+    local answer = redis.pcall(unpack(command))
+    if type(answer) == 'table' and answer.err then
+        refused[#refused + 1] = string.lower(command[1])
+        refused[#refused + 1] = answer.err
+    end
+end
+return refused
+""")
+
+#: How the server and redis-py say that it will not do something; what that means, as a
+#: clause; and what to do, as a sentence.
+REFUSALS: Final = {
+    "READONLY|ReadOnlyError": (
+        "this server is a replica, which takes no writes",
+        "Let the cache's LOCATION name the primary, or ask Sentinel for it.",
+    ),
+    "NOPERM|NoPermissionError|ACL failure|The user executing the script can't": (
+        "its ACL does not let this user do what locks need",
+        "Allow its user what `manage.py celery_locks doctor` says is missing.",
+    ),
+    "AuthenticationError|NOAUTH|WRONGPASS": (
+        "it does not take this user and password",
+        "See the user and the password in the cache's settings.",
+    ),
+    "OOM|OutOfMemoryError": (
+        "its memory is full, and its maxmemory-policy lets it delete nothing",
+        "Raise the server's maxmemory, or give the locks a server of their own.",
+    ),
+    "MISCONF|NOREPLICAS": (
+        "it takes no writes while it can't save or replicate them",
+        "See the server's log, its disk and its replicas.",
+    ),
+    "WRONGTYPE": (
+        "a key of the locks holds something that this app did not write",
+        "Give the locks a database number of their own, or another KEY_PREFIX.",
+    ),
+}
+#: Errors that only a node of Redis Cluster gives.
+OF_CLUSTER: Final = re.compile(
+    r"\b(CROSSSLOT|MOVED|CLUSTERDOWN|ClusterCrossSlotError|MovedError|ClusterDownError)\b"
+)
+USE_SINGLE: Final = (
+    "Use one Redis for the locks, or a primary with replicas behind Sentinel, or set "
+    "LOCK_DATABASE to a database alias."
+)
+NO_CLUSTER: Final = (
+    "it is a Redis Cluster, whose nodes refuse scripts that use keys of several slots: a lock, "
+    "its counter and the list are three keys"
+)
+
+
 class RedisStore(Store):
     """Locks in one Redis database."""
 
@@ -196,6 +280,9 @@ class RedisStore(Store):
     def __init__(self, alias: str, cache: BaseCache) -> None:
         self.where = f'CACHES["{alias}"] (redis)'
         client = _client_of(cache)
+        # A client for Redis Cluster has a pool for each node, and none of its own.
+        if not hasattr(client, "connection_pool"):
+            raise BackendNotSupported(self.where, NO_CLUSTER, USE_SINGLE)
         self._pool = client.connection_pool
         self._wire = Wire(client)
         timeout = self._pool.connection_kwargs.get("socket_timeout")
@@ -322,6 +409,33 @@ class RedisStore(Store):
             raise LockBackendError(self.where, action, "its INFO says nothing of it")
         return Eviction(policy, int(info.get("maxmemory", "0")), policy == "noeviction")
 
+    def ask_refused(self) -> list[str]:
+        name = f"doctor:{uuid.uuid4().hex}"
+        key, index, wake = (self._key(f"{name}:{what}") for what in ("key", "index", "wake"))
+        refused: dict[str, str] = {}
+        for command in (
+            ("MGET", key),
+            ("EVAL", PEEK.source, "1", key),
+            ("EVALSHA", PEEK.sha, "1", key),
+            ("BLPOP", key, str(SHORTEST_POP)),
+        ):
+            try:
+                with self.errors("try commands"):
+                    self._wire.ask(*command)
+            except LockBackendError as error:
+                if isinstance(error.__cause__, NoScriptError):
+                    continue  # not refused, but not known there yet
+                if not error.hint:
+                    raise
+                # What stands in a script is tried below.
+                if "script" not in error.reason:
+                    refused[command[0].lower()] = error.reason
+        if not {"eval", "evalsha"} & refused.keys():
+            answer = self._run("try commands", TRY_COMMANDS, (key, index, wake), ())
+            texts = [text.decode("utf-8", "replace") for text in answer]
+            refused.update(zip(texts[::2], texts[1::2], strict=True))
+        return [f"{command} ({text})" for command, text in sorted(refused.items())]
+
     def ask_time(self) -> float:
         with self.errors("tell the time"):
             seconds, microseconds = self._wire.ask("TIME")
@@ -332,7 +446,7 @@ class RedisStore(Store):
         try:
             yield
         except (RedisError, OSError) as error:
-            raise LockBackendError(self.where, action, describe_error(error)) from error
+            raise self._explain(action, error) from error
 
     def close(self) -> None:
         self._wire.close()
@@ -361,7 +475,17 @@ class RedisStore(Store):
                 command = ("EVAL", script.source, str(len(keys)), *keys, *args)
                 return self._wire.ask(*command, within=within)
         except (RedisError, OSError) as error:
-            raise LockBackendError(self.where, action, describe_error(error)) from error
+            raise self._explain(action, error) from error
+
+    def _explain(self, action: str, error: Exception) -> CelerySafeError:
+        """Return the error that says what the server's error means."""
+        said = describe_error(error)
+        if OF_CLUSTER.search(said):
+            return BackendNotSupported(self.where, f"{NO_CLUSTER} ({said})", USE_SINGLE)
+        for words, (meaning, hint) in REFUSALS.items():
+            if re.search(rf"\b({words})\b", said):
+                return LockBackendError(self.where, action, f"{meaning} ({said})", hint)
+        return LockBackendError(self.where, action, said)
 
 
 def _lock_key(cache: BaseCache, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 from django.db import Error, connections
 
 from ...exceptions import LockBackendError, describe_error
-from ...transactions import busy_timeout, in_testcase_only
+from ...transactions import busy_timeout, in_testcase_only, leave_pool
 from .base import HeldLock, LeaseStore, Renewable, decode_holder
 
 #: SQLite's clock counts milliseconds, s: so much earlier a lease may end there.
@@ -53,6 +53,9 @@ class RowStore(LeaseStore):
         with self._errors("peek"):
             row = self.find(name)
         return None if row is None else read_holder(name, row)
+
+    def leave_pool(self) -> None:
+        leave_pool(self.alias)
 
     def renews(self) -> bool:
         # Inside a TestCase the row is not committed: another thread can't see it.

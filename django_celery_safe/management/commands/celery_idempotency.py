@@ -15,13 +15,13 @@ from django.db.models.functions import Now
 from ...idempotency.records import find_prunable, read_claim, record_store
 from ...locks.stores.base import HASHED, plain_name
 from ...models import IdempotencyRecord, IdempotencyRecords
+from ...texts import printable
 from ..console import (
     TableCommand,
     add_no_input,
     confirm,
     duration,
     preview,
-    printable,
     shorten,
     typed,
     wrapped,

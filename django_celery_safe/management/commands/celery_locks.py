@@ -20,6 +20,7 @@ from ...locks import HeldLock, find_lock, iter_locks, release_lock
 from ...locks.lease import RENEW_AFTER
 from ...locks.stores import locks_are_shared
 from ...locks.stores.base import TICK, is_overdue, seconds_since_renewal
+from ...texts import printable
 from ..console import (
     ASKED_ABOUT,
     REDRAW,
@@ -33,7 +34,6 @@ from ..console import (
     cut,
     duration,
     ending_with_its_reader,
-    printable,
     sentence,
     shorten,
     typed,

@@ -23,6 +23,7 @@ from ... import conf
 from ...models import OutboxMessage, OutboxMessages, OutboxRelay
 from ...sending.relay import BrokerGone, Relay, drain_all, find_outboxes
 from ...stages.repairs import sweep_beside
+from ...texts import printable
 from ..console import (
     ASKED_ABOUT,
     TableCommand,
@@ -32,7 +33,6 @@ from ..console import (
     count,
     duration,
     preview,
-    printable,
     wrapped,
 )
 

@@ -23,6 +23,7 @@ from ...stages import Progress, StageProgress, Status
 from ...stages.engine import Fault
 from ...stages.repairs import PATIENCE, find_prunable, sweep
 from ...stages.rows import StepStore, step_store
+from ...texts import printable
 from ..console import (
     REDRAW,
     TableCommand,
@@ -30,7 +31,6 @@ from ..console import (
     count,
     crop,
     duration,
-    printable,
     shorten,
     wrapped,
 )

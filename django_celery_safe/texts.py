@@ -1,0 +1,59 @@
+"""
+Text of others in what this app prints and logs: it is shown, and steers nothing.
+
+An error, a task's name or a holder may hold a newline, which would begin a line of its own
+in a log, or an escape sequence, which a terminal would obey.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+#: What can't hold text of others.
+_PLAIN = (int, float, bool, type(None))
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with everything that could steer a terminal written as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return a logger whose records show what they are given in one line."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_escape_arguments)
+    return logger
+
+
+class _Escaped:
+    """An argument of a record, whose text is shown with escapes."""
+
+    def __init__(self, given: Any, text: str) -> None:
+        self._given, self._text = given, text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return repr(self._given)
+
+
+def _escape_arguments(record: logging.LogRecord) -> bool:
+    if isinstance(record.args, tuple):
+        record.args = tuple(map(_escape, record.args))
+    return True
+
+
+def _escape(given: Any) -> Any:
+    if isinstance(given, _PLAIN):
+        return given
+    try:
+        text = str(given)
+    except Exception:  # noqa: BLE001 - logging says so when it formats the record
+        return given
+    return given if text.isprintable() else _Escaped(given, printable(text))

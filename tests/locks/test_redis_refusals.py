@@ -1,0 +1,200 @@
+"""Redis servers that answer, and refuse: what the errors say, and that no lock is left behind."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import redis
+from django.core.cache.backends.redis import RedisCache
+from pytest_django import Settings
+
+from django_celery_safe import (
+    BackendNotSupported,
+    LockBackendError,
+    cache_lock,
+    find_lock,
+)
+from django_celery_safe.locks.doctor import Finding, examine
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import redis as redis_store
+from tests.conftest import REDIS_BACKENDS, MakeRedisCache
+from tests.processes import free_port
+from tests.servers import RedisServer
+
+
+class Restricted(NamedTuple):
+    """A server, and how to take commands from the user that has the locks."""
+
+    admin: Any
+    refuse: Callable[[str], object]
+
+
+@pytest.fixture
+def restricted(
+    redis_server: RedisServer, redis_cache_settings: MakeRedisCache, settings: Settings
+) -> Iterator[Restricted]:
+    """Locks live in Redis, as the user of the docs, who may do just what locks need."""
+    url = f"redis://locks:secret@{redis_server.host}:{redis_server.port}/0"
+    settings.CACHES = redis_cache_settings("django", LOCATION=url)
+    with redis_server.client() as admin:
+        admin.execute_command(*documented_acl())
+        yield Restricted(
+            admin, lambda name: admin.execute_command("ACL", "SETUSER", "locks", f"-{name}")
+        )
+        locate().store().close()
+        admin.acl_deluser("locks")
+
+
+def documented_acl() -> list[str]:
+    """Return the command by which the docs make a user for locks."""
+    page = Path(__file__).parents[2] / "docs/how-to/choose-where-locks-live.md"
+    found = re.search(r"^ACL SETUSER [^`]+", page.read_text(), re.MULTILINE)
+    assert found is not None
+    return found[0].split()
+
+
+def find_permissions() -> Finding:
+    """Return what the doctor says of permissions."""
+    with closing(examine()) as findings:
+        return next(finding for finding in findings if finding.check == "permissions")
+
+
+def test_the_commands_that_are_listed_are_enough(restricted: Restricted) -> None:
+    """A user that may run the listed commands alone can lock, wait, renew, list and release."""
+    with cache_lock("listed", timeout=1.5) as lock:
+        assert not cache_lock("listed", blocking_timeout=0.4).acquire()
+        lock.ensure()
+        (held,) = locate().store().iter_locks()
+        assert held.name == "listed"
+    assert find_permissions().verdict == "ok"
+
+
+def test_scripts_use_the_commands_that_are_listed() -> None:
+    """The list of commands, in the docs too, is that of the scripts and of what goes beside."""
+    scripts = [one for one in vars(redis_store).values() if isinstance(one, redis_store.Script)]
+    used = {
+        name.lower()
+        for script in scripts
+        for name in re.findall(r"(?:call\(|pcall\(|\{)'([A-Z]+)'", script.source)
+    }
+    assert used | {"eval", "evalsha", "blpop", "mget"} == set(redis_store.COMMANDS)
+    of_connections = {"hello", "select", "ping", "info"}
+    allowed = {word[1:] for word in documented_acl() if word.startswith("+")}
+    assert allowed == of_connections | set(redis_store.COMMANDS)
+
+
+@contextmanager
+def refusing_by_acl() -> Iterator[None]:
+    """Let the block end in an error that says what to do about the ACL, or in none."""
+    error: LockBackendError | None = None
+    try:
+        yield
+    except LockBackendError as caught:
+        error = caught
+    assert error is None or re.search("ACL does not let.*celery_locks doctor", str(error))
+
+
+@pytest.mark.parametrize("command", redis_store.COMMANDS)
+def test_a_refused_command_leaves_no_lock_of_nobody(command: str, restricted: Restricted) -> None:
+    """Whatever the ACL refuses, an acquisition that raised holds nothing; the doctor names it."""
+    restricted.refuse(command)
+    for _ in range(150 if command == "zremrangebyscore" else 1):
+        lock = cache_lock("refused", renew=False)
+        acquired = False
+        with refusing_by_acl():
+            acquired = lock.acquire()
+        assert restricted.admin.exists(":1:celery_safe:lock:refused") == acquired
+        if acquired:
+            with refusing_by_acl():
+                lock.release()
+        restricted.admin.delete(":1:celery_safe:lock:refused")
+    finding = find_permissions()
+    assert (finding.verdict, [one.split()[0] for one in finding.values["refused"]]) == (
+        "warning",
+        [command],
+    )
+
+
+def test_a_full_list_of_another_type_costs_no_lease(restricted: Restricted) -> None:
+    """A key of another program in the place of the list makes no holder lose its lock."""
+    with cache_lock("kept") as lock:
+        restricted.admin.set(":1:celery_safe:locks", "something")
+        lock.ensure()
+        with pytest.raises(LockBackendError, match=r"did not write.*WRONGTYPE"):
+            cache_lock("other").acquire()
+        assert find_lock("other") is None
+        restricted.admin.delete(":1:celery_safe:locks")
+
+
+def refuse_writes(server: RedisServer) -> None:
+    with server.client() as admin:
+        admin.replicaof("127.0.0.1", free_port())
+
+
+def refuse_memory(server: RedisServer) -> None:
+    with server.client() as admin:
+        admin.config_set("maxmemory", "1")
+
+
+def refuse_unreplicated(server: RedisServer) -> None:
+    with server.client() as admin:
+        admin.config_set("min-replicas-to-write", "1")
+
+
+def refuse_strangers(server: RedisServer) -> None:
+    with server.client() as admin:
+        admin.config_set("requirepass", "secret")
+
+
+@pytest.mark.parametrize(
+    ("refuse", "said"),
+    [
+        (refuse_writes, "is a replica.*read.only replica.*name the primary"),
+        (refuse_memory, "memory is full.*used memory.*maxmemory"),
+        (refuse_unreplicated, "takes no writes while.*NOREPLICAS.*replicas"),
+        (refuse_strangers, "user and password.*settings"),
+    ],
+)
+def test_a_refusal_is_not_called_silence(
+    refuse: Callable[[RedisServer], None], said: str, fragile_redis: RedisServer
+) -> None:
+    """A server that refuses is told apart from one that does not answer, with what to do."""
+    refuse(fragile_redis)
+    with pytest.raises(LockBackendError, match=f"refused to acquire.*{said}") as caught:
+        cache_lock("refused").acquire()
+    assert "is up" not in str(caught.value)
+
+
+class ClusterCache(RedisCache):
+    """A cache with redis-py's client for Redis Cluster."""
+
+    @property
+    def _cache(self) -> Any:
+        return self
+
+    def get_client(self, key: Any = None, *, write: bool = False) -> Any:
+        """Return a client of the whole cluster."""
+        return redis.RedisCluster.from_url(self._servers[0])
+
+
+@pytest.fixture
+def node() -> Iterator[RedisServer]:
+    """The only node of a Redis Cluster."""
+    with RedisServer(cluster=True) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "backend", [REDIS_BACKENDS["django"], f"{__name__}.{ClusterCache.__qualname__}"]
+)
+def test_a_cluster_is_refused(backend: str, node: RedisServer, settings: Settings) -> None:
+    """With a plain client, and with one for clusters, the first lock and the doctor refuse it."""
+    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": node.url}}
+    with pytest.raises(BackendNotSupported, match=r"is a Redis Cluster.*Use one Redis"):
+        cache_lock("x").acquire()
+    with closing(examine()) as findings:
+        unsafe = next(one for one in findings if one.verdict == "unsafe")
+    assert "is a Redis Cluster" in unsafe.said

@@ -1,0 +1,91 @@
+"""Text of others in logs and on terminals is shown, and steers nothing."""
+
+import logging
+import pkgutil
+from importlib import import_module
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from pytest_django import Settings
+
+import django_celery_safe
+from django_celery_safe import cache_lock
+from django_celery_safe.signals import emit, message_dead
+from django_celery_safe.texts import get_logger
+from tests.locks.test_portable import DictCache
+
+#: Begins a line of its own in a log, and clears a terminal.
+EVIL = "gone\n2026-01-01 INFO all is well\x1b[2J"
+SHOWN = r"gone\n2026-01-01 INFO all is well\x1b[2J"
+
+
+class EvilCache(DictCache):
+    """A cache whose errors are somebody else's text."""
+
+    def delete(self, key: str, version: int | None = None) -> bool:
+        """Fail."""
+        raise OSError(EVIL)
+
+
+def test_an_error_of_a_server_is_one_line_of_the_log(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a server's error holds begins no line of the log, and gets to no terminal."""
+    settings.CACHES = {"default": {"BACKEND": f"{__name__}.{EvilCache.__qualname__}"}}
+    with cache_lock("evil") as lock:
+        assert lock
+    (message,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "could not be released" in message
+    assert SHOWN in message
+    assert message.isprintable()
+
+
+def test_fields_of_an_event_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A name, an error or an object that an event shows is escaped; its field is as it was."""
+    seen: list[Any] = []
+
+    def note(task: str, **fields: Any) -> None:
+        seen.append(task)
+
+    message_dead.connect(note)
+    try:
+        emit(
+            message_dead,
+            get_logger("django_celery_safe.test"),
+            logging.ERROR,
+            "%s and %r, %d: %s",
+            EVIL,
+            EVIL,
+            7,
+            ValueError(EVIL),
+            task=EVIL,
+        )
+    finally:
+        message_dead.disconnect(note)
+    (record,) = caplog.records
+    assert record.getMessage() == f"{SHOWN} and {EVIL!r}, 7: {SHOWN}"
+    assert (seen, record.__dict__["safe_task"]) == ([EVIL], EVIL)
+
+
+def test_each_logger_of_the_package_escapes() -> None:
+    """No module of the package logs past the filter."""
+    for module in pkgutil.walk_packages(django_celery_safe.__path__, "django_celery_safe."):
+        import_module(module.name)
+    ours = {
+        name: logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith("django_celery_safe.") and isinstance(logger, logging.Logger)
+    }
+    assert len(ours) > 20
+    assert [name for name, logger in ours.items() if not logger.filters] == []
+
+
+def test_an_error_of_a_command_clears_no_terminal(settings: Settings) -> None:
+    """What ends a command is printed without escape sequences."""
+    settings.CACHES = {"default": {"BACKEND": f"{__name__}.{EvilCache.__qualname__}"}}
+    lock = cache_lock("held")
+    assert lock.acquire()
+    with pytest.raises(CommandError, match="gone") as caught:
+        call_command("celery_locks", "release", "held", "--force", "--no-input")
+    assert "\x1b" not in str(caught.value)
