@@ -45,6 +45,9 @@ LINGER: Final = 10.0
 #: The kind of store that a holder knows its lease to be in.
 S = TypeVar("S", bound=LeaseStore)
 
+#: A function that reports something, and its arguments.
+Report = tuple[Any, ...]
+
 
 class Owner:
     """
@@ -74,6 +77,11 @@ class Owner:
         if self.run is not None and self.run() is None and self.lock() is None:
             return "the task that took it ended without releasing it"
         return None
+
+    @property
+    def scope(self) -> str:
+        """What the lock is renewed for when its object is gone."""
+        return "thread" if self.run is None else "task"
 
     def is_forgotten(self) -> bool:
         """Tell, once, that the lock's object is gone, so that nothing can release the lock."""
@@ -307,8 +315,10 @@ class Lane:
             pause = self._wakes_at - time.monotonic()
             if pause > 0 and not self._is_idle():
                 return self._wait(pause)
-            due, shortest = self._take_due()
+            due, reports, shortest = self._take_due()
             is_idle = self._is_idle()
+        for report in reports:
+            aside(*report)
         if is_idle:
             self._close()
         if due:
@@ -328,18 +338,19 @@ class Lane:
         del self._renewer.lanes[self._store, self._magnitude]
         return False
 
-    def _take_due(self) -> tuple[list[Lease[Any]], float]:
+    def _take_due(self) -> tuple[list[Lease[Any]], list[Report], float]:
         """
         Plan when to look again.
 
         Returns:
-            What to renew now, and the shortest of all leases, s.
+            What to renew now, what to report, and the shortest of all leases, s.
         """
         # The plan made by a lease stays when it is gone: who takes and frees locks in a
         # loop wakes this thread once in a third of a lease, not each time.
         now, wakes_at, shortest = time.monotonic(), math.inf, math.inf
         due: list[Lease[Any]] = []
         over: list[Lease[Any]] = []
+        reports: list[Report] = []
         for lease in self._leases:
             # Not min(): a thousand calls of it would be felt.
             if lease.seconds < shortest:
@@ -347,14 +358,17 @@ class Lane:
             if lease.renew_at > now + lease.seconds * ALONG:
                 if lease.renew_at < wakes_at:
                     wakes_at = lease.renew_at
-            elif _is_over(lease, now):
-                over.append(lease)
             else:
-                due.append(lease)
+                end = _find_end(lease, now)
+                (due if end is None else over).append(lease)
+                if end is not None:
+                    reports.append((_tell_over, lease.name, lease.remaining, end))
+                elif lease.owner is not None and lease.owner.is_forgotten():
+                    reports.append((_tell_forgotten, lease.name, lease.owner.scope))
         self._leases.difference_update(over)
         self._owned.difference_update(over)
         self._wakes_at = wakes_at
-        return due, shortest
+        return due, reports, shortest
 
     def _renew(self, leases: list[Lease[Any]], within: float) -> None:
         renewer = self._renewer
@@ -431,17 +445,11 @@ class Lane:
             self._renewer.changed.notify_all()
 
 
-def _is_over(lease: Lease[Any], now: float) -> bool:
-    """Tell whether a lease is to be renewed no more, and report it; also a forgotten lock."""
-    owner = lease.owner
-    end = None if owner is None else owner.find_end()
+def _find_end(lease: Lease[Any], now: float) -> str | None:
+    """Return why a lease is to be renewed no more, as a clause; None: it is to be."""
     if lease.renew_until <= now:
-        end = "its task still runs, beyond its time limit"
-    if end is not None:
-        aside(_tell_over, lease.name, lease.remaining, end)
-    elif owner is not None and owner.is_forgotten():
-        aside(_tell_forgotten, lease.name, "thread" if owner.run is None else "task")
-    return end is not None
+        return "its task still runs, beyond its time limit"
+    return None if lease.owner is None else lease.owner.find_end()
 
 
 # Not by the threads that renew: a log handler may be slow.

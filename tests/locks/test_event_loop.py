@@ -11,9 +11,6 @@ from pytest_django import Settings
 from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
 
 THE_WAY = (
-    r"whole `with cache_lock\(...\) as lock:` block into one function"
-    r".*sync_to_async\(function"
-)
     r"whole `with cache_lock\(...\) as lock:` block into one function.*sync_to_async\(function"
 )
 
