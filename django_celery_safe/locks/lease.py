@@ -223,6 +223,13 @@ class Renewer:
         with self.mutex:
             self._leave(lease)
 
+    def forget(self, kind: type[LeaseStore]) -> None:
+        """Renew nothing any more in stores of a kind, whose memory is to be cleared."""
+        with self.mutex:
+            for (store, _), lane in list(self.lanes.items()):
+                if isinstance(store, kind):
+                    lane.clear()
+
     def _leave(self, lease: Lease[Any]) -> None:
         # After a fork a lease may be one of the parent, whose threads are not here.
         if lease.lane is not None and lease.pid == os.getpid():
@@ -245,7 +252,7 @@ class Lane:
     """
     Leases of about one length in one store, and the thread that renews them.
 
-    ``add`` and ``discard`` are for whoever holds the renewer's mutex.
+    ``add``, ``discard`` and ``clear`` are for whoever holds the renewer's mutex.
     """
 
     def __init__(self, renewer: Renewer, store: LeaseStore, magnitude: int) -> None:
@@ -286,6 +293,15 @@ class Lane:
         """Renew a lease no more; with the last one, let the thread close its connection."""
         self._leases.discard(lease)
         self._owned.discard(lease)
+        self._close_if_idle()
+
+    def clear(self) -> None:
+        """Renew no lease any more."""
+        self._leases.clear()
+        self._owned.clear()
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
         if self._is_idle() and self._waits:
             self._wake.notify_all()
             # So that "released" means that nothing of ours is connected. A thread that is
