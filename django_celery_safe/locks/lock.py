@@ -603,8 +603,8 @@ def cache_lock(
         timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT`` (30 s).
             A holder that dies leaves the lock held for at most this long.
         blocking_timeout: Longest time to wait; 0 tries once, None waits for ever.
-        renew: Renew the lease, from a background thread, for as long as this
-            process holds the lock. False: the lock ends at ``timeout``, and work
+        renew: Renew the lease, from a background thread, until the release or
+            the end of the thread that took the lock. False: the lock ends at ``timeout``, and work
             that takes longer runs unprotected. In a Celery task with a ``time_limit``
             it is renewed for that long at the most, so that a task that hangs in a
             pool which can't end it does not hold for ever.
