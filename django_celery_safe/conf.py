@@ -192,7 +192,7 @@ def wait_seconds(value: Any, what: str) -> float | None:
     if type(value) is int and value >= 0:
         return float(value)
     seconds = _as_seconds(value)
-    if seconds is None or not seconds >= 0:
+    if seconds is None or not 0 <= seconds < math.inf:
         raise ConfigurationError(
             f"{what}={value!r} is no time to wait: give seconds or a timedelta, 0 to try once, "
             f"None to wait for ever."

@@ -18,6 +18,8 @@ from celery import Celery
 from celery.backends.base import DisabledBackend
 from django.core.management.commands import flush
 
+from django_celery_safe.locks.lease import renewer
+from django_celery_safe.locks.stores.base import LeaseStore
 from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
 from tests.servers import (
@@ -268,3 +270,10 @@ def _forget_first_use() -> None:
 def broker(use_broker: UseBroker) -> Celery:
     """The tests' Celery app with the private Redis, empty, as its broker and result backend."""
     return use_broker()
+
+
+@pytest.fixture(autouse=True)
+def _forget_locks() -> Iterator[None]:
+    """Renew no lock that the test before did not release."""
+    yield
+    renewer().forget(LeaseStore)

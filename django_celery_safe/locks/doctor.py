@@ -29,7 +29,7 @@ from ..exceptions import (
 from .lock import CacheLock, cache_lock
 from .race import INTERVAL, Outcome, RaceFailed, Racers
 from .stores import USE_INSTEAD, Location, find_emptied_with, locate
-from .stores.base import Store
+from .stores.base import Acquired, Holder, Store
 
 #: Lease of the locks whose end is not waited for, s: as long may one be left by a doctor
 #: that was killed.
@@ -457,8 +457,12 @@ class _Examination:
         return Finding("exclusion", Verdict.OK, f"{raced}; never did two hold one.", values)
 
     def _let_expire(self, names: Sequence[str]) -> None:
+        seconds = self._store.nearest_lease(SHORT_LEASE)
         for name in names:
-            self._acquire(self._lock(name, self._store.nearest_lease(SHORT_LEASE)))
+            # Not by a lock, which refuses a lease that is over when the answer comes.
+            token = uuid.uuid4().hex
+            outcome = self._store.acquire(name, token, seconds, Holder(lease=seconds))
+            self._require_acquired(name, isinstance(outcome, Acquired))
 
     def _wait_until_free(self, names: Sequence[str]) -> None:
         longest = self._store.nearest_lease(SHORT_LEASE) + PATIENCE
@@ -541,9 +545,12 @@ class _Examination:
         )
 
     def _acquire(self, lock: CacheLock) -> None:
-        if not lock.acquire():
+        self._require_acquired(lock.name, lock.acquire())
+
+    def _require_acquired(self, name: str, acquired: bool) -> None:
+        if not acquired:
             raise _NotFound(
-                f"The lock {lock.name!r} could not be acquired, though nobody else knows of it."
+                f"The lock {name!r} could not be acquired, though nobody else knows of it."
             )
 
 

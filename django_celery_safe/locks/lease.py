@@ -1,9 +1,10 @@
 """
-The thread that renews every lease held in this process.
+The threads that renew every lease held in this process.
 
-One for each process, started when the first renewed lock is acquired. It asks
-each store once for all leases that are due, in a connection of its own, and
-closes that connection when the process holds nothing.
+One for all leases of about one length in one store, so that a store that is slow, or a
+lease that is short, costs no other lease anything. A thread asks for all leases that are
+due at once, in a connection of its own. It closes that connection when nothing is held
+there, and ends soon after.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Generic, TypeVar
@@ -27,19 +29,67 @@ logger = get_logger(__name__)
 
 #: A lease is renewed when this part of it has passed.
 RENEW_AFTER: Final = 1 / 3
-#: After a failed renewal it is tried again when this part of the lease has passed.
+#: After a failed renewal it is tried again when this part of the lease has passed since.
 RETRY_AFTER: Final = 1 / 10
-#: An answer that takes longer than this part of the shortest lease is given up, where the
-#: store can: the other leases, and those in other stores, wait for it.
-ANSWER_WITHIN: Final = 1 / 6
+#: A thread gives up an answer after this part of the shortest of its leases, where the store
+#: can. The longest is less than twice as long, so there is time for another try, on a new
+#: connection, before any of them ends.
+ANSWER_WITHIN: Final = 1 / 3
 #: Leases that are due within this part of themselves are renewed along with others.
 ALONG: Final = 1 / 20
-#: Longest that the thread waits at a time, s; a system can't wait for centuries.
+#: Longest that a thread waits at a time, s; a system can't wait for centuries.
 LONGEST_PAUSE: Final = 3600.0
+#: How long a thread that has no lease waits for another one before it ends, s.
+LINGER: Final = 10.0
 
 
 #: The kind of store that a holder knows its lease to be in.
 S = TypeVar("S", bound=LeaseStore)
+
+#: A function that reports something, and its arguments.
+Report = tuple[Any, ...]
+
+
+class Owner:
+    """
+    Who took a lock: the object that can release it, its thread and its task.
+
+    None of them is kept alive by this.
+
+    Args:
+        lock: The lock's object.
+        thread: A reference to something that lives as long as the thread.
+        run: The request of the running task, which lives as long as the run; None: no task.
+    """
+
+    __slots__ = ("lock", "reported", "run", "thread")
+
+    def __init__(self, lock: object, thread: weakref.ref[Any], run: object) -> None:
+        self.lock = weakref.ref(lock)
+        self.thread = thread
+        self.run = None if run is None else weakref.ref(run)
+        #: Whether it was reported that the lock's object is gone.
+        self.reported = False
+
+    def find_end(self) -> str | None:
+        """Return what ended before it released the lock, as a clause; None: nothing did."""
+        if self.thread() is None:
+            return "the thread that took it ended without releasing it"
+        if self.run is not None and self.run() is None and self.lock() is None:
+            return "the task that took it ended without releasing it"
+        return None
+
+    @property
+    def scope(self) -> str:
+        """What the lock is renewed for when its object is gone."""
+        return "thread" if self.run is None else "task"
+
+    def is_forgotten(self) -> bool:
+        """Tell, once, that the lock's object is gone, so that nothing can release the lock."""
+        if self.reported or self.lock() is not None:
+            return False
+        self.reported = True
+        return True
 
 
 class Lease(Generic[S]):
@@ -57,15 +107,19 @@ class Lease(Generic[S]):
         renew_until: When the thread stops to renew it, monotonic; inf: never.
         on_lost: Called, with the lease and the new holder's lock or None, by the
             thread that finds the lease to be no longer ours. It must not refer to
-            the lock: a lease nobody refers to is not renewed.
+            the holder's object.
+        owner: Whoever the lease belongs to until it is removed, and until when it is renewed
+            for them. None: whoever refers to the lease; it is renewed while somebody does.
     """
 
     __slots__ = (
         "__weakref__",
         "asked_at",
+        "lane",
         "lost",
         "name",
         "on_lost",
+        "owner",
         "pid",
         "renew_at",
         "renew_until",
@@ -83,6 +137,7 @@ class Lease(Generic[S]):
         asked_at: float,
         renew_until: float,
         on_lost: Callable[[Lease[Any], HeldLock | None], None],
+        owner: Owner | None = None,
     ) -> None:
         self.store = store
         self.name = name
@@ -90,8 +145,11 @@ class Lease(Generic[S]):
         self.seconds = seconds
         self.renew_until = renew_until
         self.on_lost = on_lost
+        self.owner = owner
         self.pid = os.getpid()
         self.lost = False
+        #: The thread that renews it; None: none does.
+        self.lane: Lane | None = None
         self.began(asked_at)
 
     def began(self, asked_at: float) -> None:
@@ -135,105 +193,181 @@ class Lease(Generic[S]):
 
 
 class Renewer:
-    """Renews leases, on a thread that it starts when it has some."""
+    """Renews leases, on threads that it starts when they have some."""
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()
-        #: Of the same mutex; ``with`` is quicker on a lock than on a condition.
-        self._changed = threading.Condition(self._mutex)
-        # Weak: a lock that nobody can release any more (an error hit between its
-        # acquisition and its `with` block) must not be renewed for ever.
-        self._leases: WeakSet[Lease[Any]] = WeakSet()
-        self._thread: threading.Thread | None = None
-        #: When the thread looks again by itself, monotonic.
-        self._wakes_at = math.inf
-        #: Leases whose ends the thread is moving, and those that their holders are: of two
+        #: The only mutex of all threads that renew; none holds it while it asks a store.
+        self.mutex = threading.RLock()
+        #: For whoever waits until a thread has done something.
+        self.changed = threading.Condition(self.mutex)
+        #: Leases whose ends a thread is moving, and those that their holders are: of two
         #: such requests at once nobody knows which the store got last.
-        self._renewing: set[Lease[Any]] = set()
-        self._extending: set[Lease[Any]] = set()
-        #: Stores to which the thread has opened connections of its own.
-        self._opened: set[LeaseStore] = set()
+        self.renewing: set[Lease[Any]] = set()
+        self.extending: set[Lease[Any]] = set()
+        self.lanes: dict[tuple[LeaseStore, int], Lane] = {}
 
     def add(self, lease: Lease[Any]) -> None:
         """Renew ``lease`` from now on, also when its length has changed."""
-        with self._mutex:
-            self._leases.add(lease)
-            if self._thread is None:
-                self._wakes_at = lease.renew_at
-                thread = threading.Thread(
-                    target=self._run, name="django_celery_safe leases", daemon=True
-                )
-                thread.start()
-                # Not before: the system may have no thread left, and it never ends.
-                self._thread = thread
-            elif lease.renew_at < self._wakes_at:
-                self._wakes_at = lease.renew_at
-                self._changed.notify_all()
+        # The power of two above its length.
+        _, magnitude = math.frexp(lease.seconds)
+        with self.mutex:
+            lane = self.lanes.get((lease.store, magnitude))
+            if lane is None:
+                lane = self.lanes[lease.store, magnitude] = Lane(self, lease.store, magnitude)
+            if lease.lane is not lane:
+                self._leave(lease)
+            lease.lane = lane
+            lane.add(lease)
 
     def remove(self, lease: Lease[Any]) -> None:
-        """Renew ``lease`` no more; with the last one of a store, the connection is closed."""
-        with self._mutex:
-            self._leases.discard(lease)
-            if not self._is_idle(lease.store):
-                return
-            self._changed.notify_all()
-            # So that "released" means that nothing of ours is connected; a store
-            # that hangs must not hold up the caller.
-            self._changed.wait_for(lambda: not self._is_idle(lease.store), timeout=1.0)
+        """Renew ``lease`` no more; with the last one of its thread, the connection is closed."""
+        with self.mutex:
+            self._leave(lease)
+
+    def forget(self, kind: type[LeaseStore]) -> None:
+        """Renew nothing any more in stores of a kind, whose memory is to be cleared."""
+        with self.mutex:
+            for (store, _), lane in list(self.lanes.items()):
+                if isinstance(store, kind):
+                    lane.clear()
+
+    def _leave(self, lease: Lease[Any]) -> None:
+        # After a fork a lease may be one of the parent, whose threads are not here.
+        if lease.lane is not None and lease.pid == os.getpid():
+            lease.lane.discard(lease)
 
     @contextmanager
     def standing_off(self, lease: Lease[Any]) -> Iterator[None]:
         """Leave the lease alone while its holder asks the store to move its end."""
         try:
-            with self._mutex:
-                self._changed.wait_for(lambda: lease not in self._renewing)
-                self._extending.add(lease)
+            with self.mutex:
+                self.changed.wait_for(lambda: lease not in self.renewing)
+                self.extending.add(lease)
             yield
         finally:
-            with self._mutex:
-                self._extending.discard(lease)
+            with self.mutex:
+                self.extending.discard(lease)
 
-    def _is_idle(self, store: LeaseStore) -> bool:
-        """Tell whether the thread is connected to a store in which nothing is held."""
-        return store in self._opened and all(lease.store is not store for lease in self._leases)
+
+class Lane:
+    """
+    Leases of about one length in one store, and the thread that renews them.
+
+    ``add``, ``discard`` and ``clear`` are for whoever holds the renewer's mutex.
+    """
+
+    def __init__(self, renewer: Renewer, store: LeaseStore, magnitude: int) -> None:
+        self._renewer, self._store, self._magnitude = renewer, store, magnitude
+        self._mutex = renewer.mutex
+        #: Of the same mutex; ``with`` is quicker on a lock than on a condition.
+        self._wake = threading.Condition(self._mutex)
+        #: Weak: a lease that has no owner is renewed while somebody refers to it.
+        self._leases: WeakSet[Lease[Any]] = WeakSet()
+        #: Those that have one, which are renewed for as long as the owner's thread lives.
+        self._owned: set[Lease[Any]] = set()
+        self._thread: threading.Thread | None = None
+        #: When the thread looks again by itself, monotonic.
+        self._wakes_at = math.inf
+        #: Whether the thread waits, so that it takes a turn as soon as it is woken.
+        self._waits = False
+        #: Whether the thread has a connection of its own to the store.
+        self._is_connected = False
+
+    def add(self, lease: Lease[Any]) -> None:
+        """Renew a lease from now on."""
+        self._leases.add(lease)
+        if lease.owner is not None:
+            self._owned.add(lease)
+        if self._thread is None:
+            self._wakes_at = lease.renew_at
+            thread = threading.Thread(
+                target=self._run, name="django_celery_safe leases", daemon=True
+            )
+            thread.start()
+            # Not before: the system may have no thread left.
+            self._thread = thread
+        elif lease.renew_at < self._wakes_at:
+            self._wakes_at = lease.renew_at
+            self._wake.notify_all()
+
+    def discard(self, lease: Lease[Any]) -> None:
+        """Renew a lease no more; with the last one, let the thread close its connection."""
+        self._leases.discard(lease)
+        self._owned.discard(lease)
+        self._close_if_idle()
+
+    def clear(self) -> None:
+        """Renew no lease any more."""
+        self._leases.clear()
+        self._owned.clear()
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._is_idle() and self._waits:
+            self._wake.notify_all()
+            # So that "released" means that nothing of ours is connected. A thread that is
+            # asking the store, which may be slow, closes the connection after that.
+            self._renewer.changed.wait_for(lambda: not self._is_idle(), timeout=1.0)
+
+    def _is_idle(self) -> bool:
+        """Tell whether the thread is connected to a store in which it has nothing to renew."""
+        return self._is_connected and not self._leases
 
     def _run(self) -> None:
         while True:
             try:
-                self._take_turn()
+                if not self._take_turn():
+                    return
             except BaseException:
-                # Even a receiver's SystemExit: without this thread every lock would be lost.
+                # Even a receiver's SystemExit: without this thread its locks would be lost.
                 with suppress(BaseException):
                     logger.exception("The thread that renews locks met an error and goes on.")
                 time.sleep(0.1)
                 self._wakes_at = 0.0  # look at all of them
 
-    def _take_turn(self) -> None:
+    def _take_turn(self) -> bool:
+        """Wait, or renew what is due; return False when the thread is to end."""
         # A method of its own: what it knows of leases would keep them while it waits.
         with self._mutex:
-            idle = {store for store in self._opened if self._is_idle(store)}
             pause = self._wakes_at - time.monotonic()
-            if pause > 0 and not idle:
-                self._changed.wait(None if pause == math.inf else min(pause, LONGEST_PAUSE))
-                return
-            due, over, shortest = self._take_due()
-        self._close(idle)
-        self._leave(over)
-        for store, leases in due.items():
-            self._renew(store, leases, shortest * ANSWER_WITHIN)
+            if pause > 0 and not self._is_idle():
+                return self._wait(pause)
+            due, reports, shortest = self._take_due()
+            is_idle = self._is_idle()
+        for report in reports:
+            aside(*report)
+        if is_idle:
+            self._close()
+        if due:
+            self._renew(due, shortest * ANSWER_WITHIN)
+        return True
 
-    def _take_due(self) -> tuple[dict[LeaseStore, list[Lease[Any]]], list[Lease[Any]], float]:
+    def _wait(self, pause: float) -> bool:
+        """Wait to be woken, or for a while; return False if there is nothing to wait for."""
+        self._waits = True
+        try:
+            woken = self._wake.wait(LINGER if pause == math.inf else min(pause, LONGEST_PAUSE))
+        finally:
+            self._waits = False
+        if woken or self._leases or self._wakes_at < math.inf:
+            return True
+        # The mutex is held: whoever adds a lease after this makes another lane.
+        del self._renewer.lanes[self._store, self._magnitude]
+        return False
+
+    def _take_due(self) -> tuple[list[Lease[Any]], list[Report], float]:
         """
         Plan when to look again.
 
         Returns:
-            What to renew now, what to renew no more, and the shortest of all leases, s.
+            What to renew now, what to report, and the shortest of all leases, s.
         """
         # The plan made by a lease stays when it is gone: who takes and frees locks in a
         # loop wakes this thread once in a third of a lease, not each time.
         now, wakes_at, shortest = time.monotonic(), math.inf, math.inf
-        due: dict[LeaseStore, list[Lease[Any]]] = {}
+        due: list[Lease[Any]] = []
         over: list[Lease[Any]] = []
+        reports: list[Report] = []
         for lease in self._leases:
             # Not min(): a thousand calls of it would be felt.
             if lease.seconds < shortest:
@@ -241,27 +375,32 @@ class Renewer:
             if lease.renew_at > now + lease.seconds * ALONG:
                 if lease.renew_at < wakes_at:
                     wakes_at = lease.renew_at
-            elif lease.renew_until <= now:
-                over.append(lease)
             else:
-                due.setdefault(lease.store, []).append(lease)
+                end = _find_end(lease, now)
+                (due if end is None else over).append(lease)
+                if end is not None:
+                    reports.append((_tell_over, lease.name, lease.remaining, end))
+                elif lease.owner is not None and lease.owner.is_forgotten():
+                    reports.append((_tell_forgotten, lease.name, lease.owner.scope))
         self._leases.difference_update(over)
+        self._owned.difference_update(over)
         self._wakes_at = wakes_at
-        return due, over, shortest
+        return due, reports, shortest
 
-    def _renew(self, store: LeaseStore, leases: list[Lease[Any]], within: float) -> None:
+    def _renew(self, leases: list[Lease[Any]], within: float) -> None:
+        renewer = self._renewer
         with self._mutex:
             # One that was removed since the plan was made may be locked by its holder.
             leases = [lease for lease in leases if lease in self._leases]
             # One that its holder extends just now is renewed by that.
-            free = [lease for lease in leases if lease not in self._extending]
-            self._renewing.update(free)
+            free = [lease for lease in leases if lease not in renewer.extending]
+            renewer.renewing.update(free)
         try:
-            outcomes = self._ask(store, free, within) if free else []
+            outcomes = self._ask(free, within) if free else []
         finally:
             with self._mutex:
-                self._renewing.clear()
-                self._changed.notify_all()
+                renewer.renewing.difference_update(free)
+                renewer.changed.notify_all()
         for lease, extended in zip(free, outcomes, strict=False):
             if not extended:
                 self._lost(lease)
@@ -272,26 +411,17 @@ class Renewer:
         with self._mutex:
             self._wakes_at = min([self._wakes_at, *[lease.renew_at for lease in leases]])
 
-    def _leave(self, over: list[Lease[Any]]) -> None:
-        for lease in over:
-            logger.warning(
-                "The lease of %r is renewed no more and ends in %.3g s: its task still runs, "
-                "beyond its time limit.",
-                lease.name,
-                lease.remaining,
-            )
-
-    def _ask(self, store: LeaseStore, leases: list[Lease[Any]], within: float) -> list[bool]:
+    def _ask(self, leases: list[Lease[Any]], within: float) -> list[bool]:
         """Extend leases in one request; return for each whether it is still ours, or nothing."""
-        if store.connects_threads:
+        if self._store.connects_threads:
             with self._mutex:
-                self._opened.add(store)
+                self._is_connected = True
         asked_at = time.monotonic()
         try:
-            store.leave_pool()
-            outcomes = store.extend(leases, within)
+            self._store.leave_pool()
+            outcomes = self._store.extend(leases, within)
         except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
-            self._failed(store, leases, error)
+            self._failed(leases, asked_at, error)
             return []
         for lease, extended in zip(leases, outcomes, strict=True):
             if extended:
@@ -299,14 +429,14 @@ class Renewer:
                 lease.renew_at = asked_at + lease.seconds * RENEW_AFTER
         return outcomes
 
-    def _failed(self, store: LeaseStore, leases: list[Lease[Any]], error: Exception) -> None:
-        now = time.monotonic()
+    def _failed(self, leases: list[Lease[Any]], asked_at: float, error: Exception) -> None:
+        # At once if the answer took long: there may be time for no more than that.
         for lease in leases:
-            lease.renew_at = now + lease.seconds * RETRY_AFTER
+            lease.renew_at = asked_at + lease.seconds * RETRY_AFTER
         # Not the error itself, whose traceback would keep these leases, and renew them.
         foreseen = isinstance(error, LockBackendError)
         aside(_tell_failed, leases[0].name, len(leases), str(error), None if foreseen else error)
-        self._close({store})
+        self._close()
 
     def _lost(self, lease: Lease[Any]) -> None:
         with self._mutex:
@@ -314,6 +444,7 @@ class Renewer:
             if lease not in self._leases:
                 return
             self._leases.discard(lease)
+            self._owned.discard(lease)
             lease.lost = True
         try:
             now_held = lease.store.peek(lease.name)
@@ -321,16 +452,39 @@ class Renewer:
             now_held = None
         aside(lease.on_lost, lease, now_held)
 
-    def _close(self, stores: set[LeaseStore]) -> None:
-        for store in stores:
-            try:
-                store.close()
-            except Exception:
-                # What can't be closed is gone already.
-                logger.debug("A lock store's connection could not be closed.", exc_info=True)
+    def _close(self) -> None:
+        try:
+            self._store.close()
+        except Exception:
+            # What can't be closed is gone already.
+            logger.debug("A lock store's connection could not be closed.", exc_info=True)
         with self._mutex:
-            self._opened -= stores
-            self._changed.notify_all()
+            self._is_connected = False
+            self._renewer.changed.notify_all()
+
+
+def _find_end(lease: Lease[Any], now: float) -> str | None:
+    """Return why a lease is to be renewed no more, as a clause; None: it is to be."""
+    if lease.renew_until <= now:
+        return "its task still runs, beyond its time limit"
+    return None if lease.owner is None else lease.owner.find_end()
+
+
+# Not by the threads that renew: a log handler may be slow.
+def _tell_over(name: str, remaining: float, end: str) -> None:
+    logger.warning(
+        "The lease of %r is renewed no more and ends in %.3g s: %s.", name, remaining, end
+    )
+
+
+def _tell_forgotten(name: str, scope: str) -> None:
+    logger.warning(
+        "The lock %r is held, but the object that acquired it is gone, so nothing can release it: "
+        "it is renewed until its %s ends. Keep what cache_lock() returns and release it, or write "
+        "`with cache_lock(...) as lock:`.",
+        name,
+        scope,
+    )
 
 
 def _tell_failed(name: str, count: int, reason: str, unforeseen: Exception | None) -> None:

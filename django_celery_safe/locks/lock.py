@@ -6,8 +6,8 @@ Where it is kept is a matter of ``stores``, how it is kept alive one of ``lease`
 
 from __future__ import annotations
 
+import asyncio
 import functools
-import inspect
 import logging
 import math
 import os
@@ -15,12 +15,14 @@ import socket
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, ParamSpec, Self, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, Self, TypeVar
 
 from celery._state import get_current_task
+from django.core.exceptions import SynchronousOnlyOperation
 
 from .. import conf
 from ..exceptions import (
@@ -42,7 +44,8 @@ from ..signals import (
     lock_released,
 )
 from ..texts import get_logger
-from .lease import Lease, renewer
+from .decorated import check_done, check_guardable
+from .lease import Lease, Owner, renewer
 from .stores import locate
 from .stores.base import Acquired, HeldLock, Holder, Store, describe_arguments
 
@@ -52,16 +55,30 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 
 
+class _Mark:
+    """Something that lives as long as its thread, or greenlet."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Here(threading.local):
     """What tells this thread from all others; its number may be another's later."""
 
     def __init__(self) -> None:
-        self.mark = object()
+        self._mark = _Mark()
+        #: The same object at each use, so it is compared by ``is``.
+        self.thread = weakref.ref(self._mark)
 
 
 _here = _Here()
 
 HOST: Final = socket.gethostname()
+
+#: What to do instead of using a lock in a coroutine.
+IN_A_COROUTINE: Final = (
+    "Put the whole `with cache_lock(...) as lock:` block into one function without async, and call "
+    "that by `await asgiref.sync.sync_to_async(function)()`."
+)
 
 
 class CacheLock:
@@ -69,7 +86,8 @@ class CacheLock:
     A lock with an owner, in the cache or database that the settings name.
 
     Made by :func:`cache_lock`. One object is one attempt after another by one
-    owner: it is not reentrant, and belongs to the thread that acquired it.
+    owner: it is not reentrant, and belongs to the thread that acquired it. A copy
+    is another lock of the same name, which nobody holds.
     """
 
     def __init__(
@@ -94,8 +112,12 @@ class CacheLock:
         self._renew = renew
         self._cache = cache
         self._lease: Lease[Store] | None = None
-        #: The mark of the thread that acquired it.
-        self._thread: object = None
+        #: The thread that acquired it, as :class:`_Here` knows it.
+        self._thread: weakref.ref[_Mark] | None = None
+        #: The thread that is acquiring it, for each process that has the object.
+        self._acquiring: dict[int, weakref.ref[_Mark]] = {}
+        #: Threads in a block that began without the lock.
+        self._without: set[weakref.ref[_Mark]] = set()
         self._fence: int | None = None
         #: Who holds it instead, as the last attempt saw it.
         self._contender: HeldLock | None = None
@@ -113,37 +135,25 @@ class CacheLock:
             True if the lock is ours now; False if someone else held it all the while.
 
         Raises:
-            LockBackendError: The store did not answer. If it did get the request,
+            LockBackendError: The store did not answer in time. If it did get the request,
                 the lock is held by nobody until one lease has passed.
-            LockError: This object holds the lock already.
+            LockError: This object holds the lock already, or another thread is using it; or
+                an event loop runs in this thread, and would stand still meanwhile.
             BackendNotSupported: The configured cache can't hold locks.
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
         """
         longest = self._blocking_timeout
         if not isinstance(blocking_timeout, conf.Unset):
             longest = conf.wait_seconds(blocking_timeout, "blocking_timeout")
-        if self._lease is not None and self._lease.remaining > 0:
-            raise LockError(
-                f"The lock {self.name!r} is held by this very object already; it is not "
-                f"reentrant. Release it first, or make another cache_lock for another owner."
-            )
-        self._forget()
-        settings = conf.current()
-        seconds = self._timeout
-        if isinstance(seconds, conf.Unset):
-            seconds = conf.lease_seconds(settings["LOCK_TIMEOUT"], "LOCK_TIMEOUT")
-        store = locate(self._cache, settings).store()
-        store.check_lease(seconds)
-        started_at = time.monotonic()
-        patience = None if longest == 0 else 0.0
-        tries = 0
-        while not self._try_acquire(store, seconds, patience):
-            left = math.inf if longest is None else started_at + longest - time.monotonic()
-            if left <= 0:
-                return False
-            patience = store.wait(left, self._held_for(), tries, seconds)
-            tries += 1
-        return True
+        refuse_event_loop(self.name, "acquire")
+        try:
+            # One step, so that of two threads that come at once one is refused.
+            if self._acquiring.setdefault(os.getpid(), _here.thread) is not _here.thread:
+                self._raise_used_elsewhere()
+            return self._acquire(longest)
+        finally:
+            if self._acquiring.get(os.getpid()) is _here.thread:
+                del self._acquiring[os.getpid()]
 
     def release(self) -> bool:
         """
@@ -160,6 +170,8 @@ class CacheLock:
             LockBackendError: The store did not answer. The lock ends by itself
                 when its lease does.
             LockNotAcquired: This object never acquired it, or released it before.
+            LockError: Another thread or process acquired it; or its database can't be asked
+                while an event loop runs in this thread, and the lock is still held.
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``; the lock is
                 still held, and can be released after that.
         """
@@ -168,10 +180,12 @@ class CacheLock:
         renewer().remove(lease)
         try:
             released = self._ask_to_release(lease)
-        except WrongTransaction:
-            # Nothing was asked of the store: it can be released after the transaction.
+        except (WrongTransaction, SynchronousOnlyOperation):
+            # Nothing was asked of the store: it can be released after the transaction, or
+            # outside the event loop.
             self._lease = lease
             self._keep_renewed(lease)
+            refuse_event_loop(self.name, "release")
             raise
         except CelerySafeError:
             raise
@@ -209,6 +223,7 @@ class CacheLock:
         """
         seconds = conf.lease_seconds(timeout, "timeout")
         lease = self._our_lease()
+        refuse_event_loop(self.name, "extend")
         lease.store.check_lease(seconds)
         try:
             if lease.lost or not lease.extend(seconds):
@@ -233,6 +248,7 @@ class CacheLock:
         """
         self._asked = True
         lease = self._our_lease()
+        refuse_event_loop(self.name, "ensure")
         if self._renew:
             ours = not lease.lost and lease.extend(lease.seconds)
         else:
@@ -242,16 +258,26 @@ class CacheLock:
 
     @property
     def held(self) -> bool:
-        """Whether this thread acquired the lock, did not release it, and may trust it still."""
+        """
+        Whether this thread acquired the lock, did not release it, and may trust it still.
+
+        Raises:
+            LockError: Another thread acquired it for the event loop that runs in this one, such
+                as by ``await sync_to_async(lock.acquire)()``.
+        """
         self._asked = True
+        lease = self._lease
+        if lease is not None and self._thread is not _here.thread and lease.remaining > 0:
+            self._refuse_question()
         return self.remaining > 0
 
     @property
     def remaining(self) -> float:
         """Seconds for which the lock is trusted without another renewal; 0 if it is not held."""
-        if self._lease is None or self._thread is not _here.mark:
+        lease = self._lease
+        if lease is None or self._thread is not _here.thread:
             return 0.0
-        return self._lease.remaining
+        return lease.remaining
 
     @property
     def token(self) -> str | None:
@@ -278,15 +304,17 @@ class CacheLock:
         return self.held
 
     def __enter__(self) -> Self:
+        before = self._lease
         try:
-            self.acquire()
+            acquired = self.acquire()
         except BaseException:
-            # A soft time limit may hit when the lock was acquired already.
-            if self._lease is not None and self._lease.remaining > 0:
-                lease = self._lease
-                self._forget()
-                _give_back(lease.store, self.name, lease.token)
+            # A soft time limit may hit right after acquire(). What another thread or an outer
+            # block holds by this object is not this block's.
+            if self._lease is not before and self._thread is _here.thread:
+                self._take_back()
             raise
+        if not acquired:
+            self._without.add(_here.thread)
         self._asked = False
         return self
 
@@ -296,7 +324,9 @@ class CacheLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._lease is None:
+        without = _here.thread in self._without
+        self._without.discard(_here.thread)
+        if self._lease is None or (without and self._thread is not _here.thread):
             if kind is None and not self._asked and self._contender is not None:
                 warnings.warn(
                     f"A block ran without the lock {self.name!r}, which {self._contender.holder} "
@@ -316,25 +346,34 @@ class CacheLock:
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Decorate ``function``: each call takes a lock of its own, or raises LockNotAcquired."""
-        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-            raise ConfigurationError(
-                f"cache_lock can't decorate {function.__qualname__}: a coroutine or generator "
-                f"function returns before its body runs, and the lock with it. Use "
-                f"`with cache_lock(...)` inside."
-            )
+        check_guardable(function)
 
         @functools.wraps(function)
         def locked(*args: P.args, **kwargs: P.kwargs) -> T:
             with self._again() as lock:
                 if not lock:
                     raise lock.not_acquired()
-                return function(*args, **kwargs)
+                return check_done(function, function(*args, **kwargs))
 
         return locked
 
     def __repr__(self) -> str:
         state = f"held, {self.remaining:.3g} s left" if self._lease else "not held"
         return f"<CacheLock {self.name!r}: {state}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For pickle and copy alike: what is held stays with the original.
+        options = (self._timeout, self._blocking_timeout, self._renew, self._cache)
+        return _make_unheld, (self.name, *options)
+
+    def __aenter__(self) -> NoReturn:
+        raise LockError(
+            f"The lock {self.name!r} has no `async with`: it is acquired and released by calls "
+            f"that block. {IN_A_COROUTINE}"
+        )
+
+    async def __aexit__(self, *error: object) -> None:
+        """Be there, since Python looks for it first."""
 
     def not_acquired(self) -> LockNotAcquired:
         """Return the error that says who holds the lock instead."""
@@ -354,13 +393,68 @@ class CacheLock:
             renewer().remove(lease)
 
     def _again(self) -> CacheLock:
-        return CacheLock(
-            self.name,
-            timeout=self._timeout,
-            blocking_timeout=self._blocking_timeout,
-            renew=self._renew,
-            cache=self._cache,
+        return _make_unheld(
+            self.name, self._timeout, self._blocking_timeout, self._renew, self._cache
         )
+
+    def _acquire(self, longest: float | None) -> bool:
+        if self.remaining > 0:
+            raise LockError(
+                f"The lock {self.name!r} is held by this very object already; it is not "
+                f"reentrant. Release it first, or make another cache_lock for another owner."
+            )
+        if self._is_held_elsewhere():
+            self._raise_used_elsewhere()
+        self._forget()
+        settings = conf.current()
+        seconds = self._timeout
+        if isinstance(seconds, conf.Unset):
+            seconds = conf.lease_seconds(settings["LOCK_TIMEOUT"], "LOCK_TIMEOUT")
+        store = locate(self._cache, settings).store()
+        store.check_lease(seconds)
+        started_at = time.monotonic()
+        patience = None if longest == 0 else 0.0
+        tries = 0
+        try:
+            while not self._try_acquire(store, seconds, patience):
+                left = math.inf if longest is None else started_at + longest - time.monotonic()
+                if left <= 0:
+                    return False
+                patience = store.wait(left, self._held_for(), tries, seconds)
+                tries += 1
+        except BaseException:
+            # Also what hit when the lock was acquired already, such as a soft time limit.
+            self._take_back()
+            raise
+        return True
+
+    def _is_held_elsewhere(self) -> bool:
+        """Tell whether another thread, which still runs, holds the lock by this object."""
+        thread_ended = self._thread is None or self._thread() is None
+        return self._lease is not None and self._lease.remaining > 0 and not thread_ended
+
+    def _raise_used_elsewhere(self) -> NoReturn:
+        raise LockError(
+            f"The lock {self.name!r} is being used by another thread than this one, "
+            f"{threading.current_thread().name!r}, through this very object, which is not "
+            f"reentrant. Make another cache_lock in each thread."
+        )
+
+    def _refuse_question(self) -> None:
+        """Refuse to answer, in a coroutine, whether it holds what its helper thread acquired."""
+        if runs_event_loop():
+            raise LockError(
+                f"The lock {self.name!r} was acquired by another thread than that of this event "
+                f"loop, as by `await sync_to_async(lock.acquire)()`, and belongs to that thread: "
+                f"whether it is held can't be asked here. {IN_A_COROUTINE}"
+            )
+
+    def _take_back(self) -> None:
+        """Free what an attempt that failed has acquired."""
+        lease = self._lease
+        if lease is not None:
+            self._forget()
+            _give_back(lease.store, self.name, lease.token)
 
     def _try_acquire(self, store: Store, seconds: float, patience: float | None) -> bool:
         renew = self._renew and store.renews()
@@ -384,17 +478,22 @@ class CacheLock:
             self._note_contended(outcome)
             return False
         renew_until = math.inf if task is None else asked_at + time_limit(task, request)
-        lease = Lease(store, self.name, token, seconds, asked_at, renew_until, _note_lost)
-        self._lease, self._thread = lease, _here.mark
+        owner = Owner(self, _here.thread, request) if renew else None
+        lease = Lease(store, self.name, token, seconds, asked_at, renew_until, _note_lost, owner)
         self._fence, self._contender = outcome.fence, None
+        # In this order: a thread that sees the lease sees whose it is.
+        self._thread = _here.thread
+        self._lease = lease
+        if lease.remaining <= 0:
+            took = time.monotonic() - asked_at
+            raise LockBackendError(
+                store.where,
+                "acquire",
+                f"not in time: it took {took:.3g} s, and the lease of {seconds:.3g} s was over by "
+                f"then; give the lock a longer timeout",
+            )
         if renew:
-            try:
-                renewer().add(lease)
-            except BaseException:
-                # No thread could be started, or a time limit hit.
-                self._forget()
-                _give_back(store, self.name, token)
-                raise
+            renewer().add(lease)
         if is_observed(lock_acquired, logger, logging.DEBUG):
             emit(
                 lock_acquired,
@@ -431,7 +530,7 @@ class CacheLock:
                 f"The lock {self.name!r} was acquired by process {self._lease.pid}, this is "
                 f"process {os.getpid()}: a lock does not come along in a fork; acquire it here."
             )
-        if self._thread is not _here.mark:
+        if self._thread is not _here.thread:
             raise LockError(
                 f"The lock {self.name!r} was acquired by another thread than this one, "
                 f"{threading.current_thread().name!r}: only the thread that took a lock knows when "
@@ -505,8 +604,8 @@ def cache_lock(
         timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT`` (30 s).
             A holder that dies leaves the lock held for at most this long.
         blocking_timeout: Longest time to wait; 0 tries once, None waits for ever.
-        renew: Renew the lease, from a background thread, for as long as this
-            process holds the lock. False: the lock ends at ``timeout``, and work
+        renew: Renew the lease, from a background thread, until the release or
+            the end of the thread that took the lock. False: the lock ends at ``timeout``, and work
             that takes longer runs unprotected. In a Celery task with a ``time_limit``
             it is renewed for that long at the most, so that a task that hangs in a
             pool which can't end it does not hold for ever.
@@ -526,6 +625,18 @@ def cache_lock(
     Source:
         The Celery task cookbook, "Ensuring a task is only executed one at a time".
     """
+    return CacheLock(
+        name, timeout=timeout, blocking_timeout=blocking_timeout, renew=renew, cache=cache
+    )
+
+
+def _make_unheld(
+    name: str,
+    timeout: float | conf.Unset,
+    blocking_timeout: float | None,
+    renew: bool,
+    cache: str | conf.Unset,
+) -> CacheLock:
     return CacheLock(
         name, timeout=timeout, blocking_timeout=blocking_timeout, renew=renew, cache=cache
     )
@@ -553,6 +664,31 @@ def _give_back(store: Store, name: str, token: str) -> None:
     """Free what an interrupted request may have left; if that fails, it ends by its lease."""
     with suppress(CelerySafeError):
         store.release(name, token)
+
+
+def runs_event_loop() -> bool:
+    """Tell whether an event loop runs in this thread, and is not to be blocked."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
+
+
+def refuse_event_loop(name: str, action: str) -> None:
+    """
+    Refuse to block the event loop that runs in this thread, as Django's database calls do.
+
+    Raises:
+        LockError: One runs, and ``DJANGO_ALLOW_ASYNC_UNSAFE`` is not set.
+    """
+    if not runs_event_loop():
+        return
+    raise LockError(
+        f"An event loop runs in this thread, so it can't {action} the lock {name!r}: a call that "
+        f"blocks would hold up every coroutine, and a lock belongs to the thread that took it. "
+        f"{IN_A_COROUTINE} In a notebook, set DJANGO_ALLOW_ASYNC_UNSAFE=true, as for Django's ORM."
+    )
 
 
 def time_limit(task: Any, request: Any) -> float:

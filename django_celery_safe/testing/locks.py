@@ -14,6 +14,7 @@ from .. import conf
 from ..concurrency.guard import find_guarded, find_lock_name
 from ..exceptions import ConfigurationError
 from ..locks import CacheLock, HeldLock
+from ..locks.lease import renewer
 from ..locks.stores import local
 from ..locks.stores.base import Acquired, Holder, Store
 from .messages import check_task, shown
@@ -33,11 +34,17 @@ def locks_in_memory() -> Iterator[None]:
     ours = {**conf.given(), "LOCK_CACHE": MEMORY, "LOCK_DATABASE": None}
     caches = {**settings.CACHES, MEMORY: backend}
     with override_settings(CACHES=caches, **{conf.NAME: ours}):
-        local.clear()
+        _clear()
         try:
             yield
         finally:
-            local.clear()
+            _clear()
+
+
+def _clear() -> None:
+    # First, so that no lock that a test did not release is reported as lost.
+    renewer().forget(local.LocalStore)
+    local.clear()
 
 
 def lock_name(task: Any, /, *args: Any, **kwargs: Any) -> str:

@@ -114,7 +114,7 @@ def take_turns(journal: Journal, times: int) -> None:
 
 def late_release_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended and who then releases leaves the new holder's lock alone."""
-    late = cache_lock("late", timeout=lease(0.1), renew=False)
+    late = cache_lock("late", timeout=lease(0.3), renew=False)
     assert late.acquire()
     _wait_until_free("late")
     new = cache_lock("late")
@@ -128,7 +128,7 @@ def late_release_spares_the_new_holder(folder: Path) -> None:
 
 def late_extend_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended can't extend the lock of the new holder."""
-    late = cache_lock("late extend", timeout=lease(0.1), renew=False)
+    late = cache_lock("late extend", timeout=lease(0.3), renew=False)
     assert late.acquire()
     _wait_until_free("late extend")
     new = cache_lock("late extend", timeout=lease(1), renew=False)

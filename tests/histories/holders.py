@@ -15,6 +15,7 @@ from pathlib import Path
 from django.utils.module_loading import import_string
 
 from django_celery_safe.exceptions import LockError
+from django_celery_safe.locks.lease import renewer
 from django_celery_safe.locks.lock import CacheLock
 from tests.histories.plan import ASKING, HOLDING, IDLE, PATIENT_LEASES, QUICK, Board, Plan
 from tests.histories.records import NO, YES, Record, is_operation
@@ -153,7 +154,10 @@ class LockUser:
     def abandon(self, lock: CacheLock) -> None:
         """Be gone like one who was killed: the lock is neither released nor renewed."""
         self.write(lock)
-        # The caller's reference goes when this returns; from here on nobody asks it.
+        # Locks of other makes have no lease that this process renews.
+        lease = getattr(lock, "_lease", None)
+        if lease is not None:
+            renewer().remove(lease)
         now = time.monotonic_ns()
         self.note(Record(self.number, "leave", lock.name, now, now, YES, lock.token, lock.fence))
 

@@ -143,18 +143,18 @@ def test_the_thread_outlives_a_log_filter_that_raises(
     def refuse(record: logging.LogRecord) -> bool:
         raise RuntimeError("no logs today")
 
-    take_turn, met = lease.Renewer._take_turn, threading.Event()
+    take_turn, met = lease.Lane._take_turn, threading.Event()
 
-    def stumble(self: lease.Renewer) -> None:
+    def stumble(self: lease.Lane) -> bool:
         if not met.is_set():
             met.set()
             raise RuntimeError("a fault")
-        take_turn(self)
+        return take_turn(self)
 
     lease.logger.addFilter(refuse)
     try:
         with cache_lock("before", timeout=0.3):
-            monkeypatch.setattr(lease.Renewer, "_take_turn", stumble)
+            monkeypatch.setattr(lease.Lane, "_take_turn", stumble)
             assert met.wait(5)
         with cache_lock("kept", timeout=0.4) as lock:
             time.sleep(1.2)

@@ -1,5 +1,6 @@
 """The thread that renews leases: what it renews, what it forgets, what it closes."""
 
+import math
 import sys
 import threading
 import time
@@ -9,7 +10,10 @@ import pytest
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, HeldLock, cache_lock, find_lock, release_lock
+from django_celery_safe import HeldLock, cache_lock, find_lock, release_lock
+from django_celery_safe.locks import lease
+from django_celery_safe.locks.lease import Lease, renewer
+from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Renewal
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_backend_failed, lock_lost
@@ -23,25 +27,28 @@ def renewing_threads() -> list[threading.Thread]:
     return [one for one in threading.enumerate() if one.name == "django_celery_safe leases"]
 
 
-def test_an_abandoned_lock_is_forgotten_after_renewals(locks_in_memory: None) -> None:
-    """A lock that was renewed and that nobody has any more ends with its lease."""
-    lock: CacheLock | None = cache_lock("renewed, then abandoned", timeout=0.3)
-    assert lock is not None
-    assert lock.acquire()
-    time.sleep(0.5)
-    assert lock.held
-    lock = None
-    wait_for(lambda: find_lock("renewed, then abandoned") is None, 2, "it was renewed still")
-
-
 def test_one_thread_renews_all(locks_in_memory: None) -> None:
     """Many locks are renewed by one thread, each in time."""
+    before = set(renewing_threads())
     locks = [cache_lock(f"many:{number}", timeout=0.4) for number in range(50)]
     assert all(lock.acquire() for lock in locks)
-    assert len(renewing_threads()) == 1
+    assert len(set(renewing_threads()) - before) == 1
     time.sleep(1.0)
     assert all(lock.held for lock in locks)
     assert all(lock.release() for lock in locks)
+
+
+def test_a_thread_that_renews_nothing_ends(
+    locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread whose locks are released ends after a while; the next lock begins another."""
+    monkeypatch.setattr(lease, "LINGER", 0.05)
+    for _ in range(2):
+        before = set(renewing_threads())
+        with cache_lock("short work", timeout=0.03):
+            (thread,) = set(renewing_threads()) - before
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_a_connection_closes_though_other_locks_are_held(
@@ -181,16 +188,18 @@ def test_the_thread_outlives_what_its_receivers_do(locks_in_memory: None) -> Non
         lock_lost.disconnect(leave)
 
 
-def test_the_thread_outlives_locks_that_vanish(locks_in_memory: None) -> None:
-    """Locks that are dropped while the thread looks at them do it no harm."""
+def test_the_thread_outlives_leases_that_vanish(locks_in_memory: None) -> None:
+    """Leases that are dropped while the thread looks at them do it no harm."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
+    store = locate().store()
     try:
         ends_at = time.monotonic() + 1
         while time.monotonic() < ends_at:
-            lock = cache_lock("vanishing", timeout=0.001)
-            lock.acquire()
-            del lock
+            # As a claim has it, which is renewed while somebody refers to it.
+            own = Lease(store, "vanishing", "token", 0.3, time.monotonic() - 1, math.inf, print)
+            renewer().add(own)
+            del own
     finally:
         sys.setswitchinterval(before)
     with cache_lock("stays", timeout=0.3) as lock:
@@ -198,37 +207,35 @@ def test_the_thread_outlives_locks_that_vanish(locks_in_memory: None) -> None:
         assert lock.held
 
 
-def test_a_lock_that_is_released_before_its_turn_is_not_asked_for(
+def test_a_store_that_hangs_holds_up_no_other(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several stores that are due, one whose lock was released meanwhile gets no request."""
+    """While one store does not answer at all, locks elsewhere are renewed."""
     memory = "django.core.cache.backends.locmem.LocMemCache"
     aliases = ["default", "second"]
     settings.CACHES = {alias: {"BACKEND": memory, "LOCATION": alias} for alias in aliases}
-    asked: list[str] = []
-    may_go_on = threading.Event()
+    hangs, may_go_on = threading.Event(), threading.Event()
     extend = LocalStore.extend
 
-    def late(
+    def hang(
         self: LocalStore, renewals: Sequence[Renewal], within: float | None = None
     ) -> list[bool]:
-        asked.extend(renewal.name for renewal in renewals)
-        assert may_go_on.wait(60)
+        if renewals[0].name == "default":
+            hangs.set()
+            assert may_go_on.wait(60)
         return extend(self, renewals, within)
 
-    monkeypatch.setattr(LocalStore, "extend", late)
-    locks = {alias: cache_lock(alias, cache=alias, timeout=3) for alias in aliases}
-    try:
-        assert all(lock.acquire() for lock in locks.values())
-        wait_for(lambda: asked, 30, "nothing was renewed")
-        # Both are due: the thread asks for the other one next.
-        (name,) = asked
-        (other,) = set(aliases) - {name}
-        locks.pop(other).release()
-        may_go_on.set()
-        wait_for(lambda: len(asked) >= 2, 30, "nothing was renewed again")
-        assert asked == [name, name]
-    finally:
-        may_go_on.set()
-        for lock in locks.values():
-            lock.release()
+    monkeypatch.setattr(LocalStore, "extend", hang)
+    with (
+        cache_lock("default", timeout=1),
+        cache_lock("second", cache="second", timeout=0.8) as second,
+    ):
+        try:
+            assert hangs.wait(30)
+            token = second.token
+            ends_at = time.monotonic() + 1.6
+            wait_for(lambda: not second.held or time.monotonic() > ends_at, 30)
+            assert second.held
+            assert second.token == token
+        finally:
+            may_go_on.set()

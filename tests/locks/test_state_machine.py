@@ -38,6 +38,7 @@ from pytest_django import Settings
 from django_celery_safe import (
     CacheLock,
     HeldLock,
+    LockBackendError,
     LockError,
     LockLost,
     LockNotAcquired,
@@ -45,6 +46,7 @@ from django_celery_safe import (
     find_lock,
     release_lock,
 )
+from django_celery_safe.locks.lease import renewer
 from tests.conftest import CacheSettings, MakeDatabase, MakeRedisCache
 from tests.contract import broken
 from tests.processes import wait_for
@@ -264,6 +266,9 @@ class Schedule(RuleBasedStateMachine):
     def crash(self, pick: int) -> None:
         """A holder is gone without a release."""
         claim = self._pick(pick)
+        lease = claim.lock._lease
+        if lease is not None:
+            renewer().remove(lease)
         _abandon(claim)
         self.alive.remove(claim)
 
@@ -364,6 +369,9 @@ class Schedule(RuleBasedStateMachine):
         last, asked_at = self.last.get(claim.lock.name), time.monotonic()
         before = self._trusted(claim.lock.name)
         acquired, at = claim.holder.do(_timed, acquire, wait)
+        if acquired is None:
+            self._note_late(claim)
+            return
         if acquired:
             for other in self.alive:
                 if other.acquired in before and other is not claim:
@@ -381,13 +389,21 @@ class Schedule(RuleBasedStateMachine):
     def _race(self, claims: list[Claim], barrier: threading.Barrier, wait: bool) -> None:
         longest = self.around.wait if wait else 0
         begun = [
-            claim.holder.begin(_after, barrier, claim.lock.acquire, longest) for claim in claims
+            claim.holder.begin(_after, barrier, _in_time, claim.lock.acquire, longest)
+            for claim in claims
         ]
         won = [future.result(60) for future in begun]
         winners = [claim for claim, ours in zip(claims, won, strict=True) if ours]
+        for claim in [claim for claim, ours in zip(claims, won, strict=True) if ours is None]:
+            self._note_late(claim)
         # More than one if the first lease ended meanwhile; then the fences tell the order.
         for claim in sorted(winners, key=lambda claim: claim.lock.fence or 0):
             self._note(claim)
+
+    def _note_late(self, claim: Claim) -> None:
+        """Note an acquisition that was given back, since its lease was over by then."""
+        name, now = claim.lock.name, time.monotonic()
+        self.last[name] = Acquisition(name, claim.holder, "", None, 0.0, now, freed=True)
 
     def _note(self, claim: Claim) -> None:
         """Note an acquisition."""
@@ -487,8 +503,18 @@ def _after(barrier: threading.Barrier, function: Callable[..., T], *args: Any) -
     return function(*args)
 
 
-def _timed(acquire: Callable[[float], bool], wait: float) -> tuple[bool, float]:
-    return acquire(wait), time.monotonic()
+def _in_time(acquire: Callable[[float], bool], wait: float) -> bool | None:
+    """Return what came of it; None: acquired too late for its lease, and given back."""
+    try:
+        return acquire(wait)
+    except LockBackendError as error:
+        if "not in time" not in error.reason:
+            raise
+        return None
+
+
+def _timed(acquire: Callable[[float], bool], wait: float) -> tuple[bool | None, float]:
+    return _in_time(acquire, wait), time.monotonic()
 
 
 def _spin(lock: CacheLock, longest: float) -> bool:

@@ -184,7 +184,8 @@ def _cache_store(alias: str) -> Store:
         _Kept.stores, _Kept.caches = {}, current
     store = _Kept.stores.get(alias)
     if store is None:
-        # Two threads that come first at once make two: one serves this call only.
+        # Threads that come first at once make several, and all use the first: each store
+        # has threads of its own that renew its leases.
         try:
             store = _make_cache_store(alias, _find_cache(alias))
         except ImportError as error:
@@ -194,7 +195,7 @@ def _cache_store(alias: str) -> Store:
                 f"'django-celery-safe[redis]'; for memcached, pip install "
                 f"'django-celery-safe[memcached]'."
             ) from error
-        _Kept.stores[alias] = store
+        store = _Kept.stores.setdefault(alias, store)
     return store
 
 

@@ -265,7 +265,9 @@ class Store(LeaseStore):
 
         Args:
             remaining: Seconds of the lease that are left for certain; None: not
-                known. For stores that can't compare and delete in one step.
+                known. For stores that can't compare and delete in one step, and for a
+                request that is repeated because its answer got lost: if the lease was
+                certain and the lock is gone then, the first try has freed it.
         """
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:

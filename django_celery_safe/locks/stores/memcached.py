@@ -173,10 +173,14 @@ class MemcachedStore(Store):
     ) -> bool:
         """Write over the lock if ``token`` holds it; ``value`` None: what is there already."""
         key = self._key(name)
+        was_ours = False
         while True:
             found, unique = client.gets(key)
             if found is None or not found.startswith(token.encode()):
-                return False
+                # To be freed, and gone after it was seen: by a first try of the client, whose
+                # answer got lost, or by its end at this very moment.
+                return was_ours and expire == GONE
+            was_ours = True
             if unique == NO_CAS:
                 raise MemcacheServerError("it was started with -C, without compare-and-set")
             if client.cas(key, found if value is None else value, unique, expire=expire):

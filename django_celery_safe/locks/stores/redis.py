@@ -155,10 +155,9 @@ local index = KEYS[2]
 local value = redis.call('GET', KEYS[1])
 if not value or string.sub(value, 1, 32) ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
-if redis.pcall('EXISTS', KEYS[1] .. ' waiting') == 0 then
-    redis.pcall('ZREM', index, KEYS[1])
-else
-    -- It stays on the list, where the waiter's acquisition writes it anew.
+-- Also when it is handed on: the waiter may be gone.
+redis.pcall('ZREM', index, KEYS[1])
+if redis.pcall('EXISTS', KEYS[1] .. ' waiting') == 1 then
     local wake = KEYS[1] .. ' wake'
     if redis.pcall('RPUSH', wake, '') ~= 1 then redis.pcall('LTRIM', wake, 0, 0) end
     redis.pcall('PEXPIRE', wake, 1000)
@@ -332,14 +331,19 @@ class RedisStore(Store):
         return Acquired(lock.fence) if lock.token == token else lock
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        return bool(self._run("release", RELEASE, (self._key(name), self._index_key), (token,)))
+        return self._release([self._key(name), self._index_key], [token], remaining)
 
     def release_along(
         self, along: Sequence[Renewable], name: str, token: str, remaining: float | None = None
     ) -> bool:
         keys, args = [self._key(name), self._index_key], [token]
         self._add_others(along, keys, args)
-        return bool(self._run("release", RELEASE, keys, args))
+        return self._release(keys, args, remaining)
+
+    def _release(self, keys: list[str], args: list[str], remaining: float | None) -> bool:
+        released, is_repeated = self._run("release", RELEASE, keys, args, is_counted=True)
+        # It was held when the first try was sent, whose answer is lost: that has freed it.
+        return bool(released) or (is_repeated and remaining is not None and remaining > 0)
 
     def _add_others(self, along: Sequence[Renewable], keys: list[str], args: list[str]) -> None:
         for other in along:
@@ -459,20 +463,29 @@ class RedisStore(Store):
         args: Sequence[Any],
         patience: float | None = None,
         within: float | None = None,
+        is_counted: bool = False,
     ) -> Any:
-        """Run a script, at once or when a release of the first key's lock wakes this waiter."""
+        """
+        Run a script, at once or when a release of the first key's lock wakes this waiter.
+
+        With ``is_counted`` the answer comes as by :meth:`Wire.ask_counted`.
+        """
         # Not through errors(): a context manager costs as much as building the command.
         try:
             try:
                 # All of it text: packing an int, hiredis 3.5 crashes when a signal's
                 # handler (a soft time limit) raises.
                 command = ("EVALSHA", script.sha, str(len(keys)), *keys, *args)
+                if is_counted:
+                    return self._wire.ask_counted(*command)
                 if patience:
                     return self._wire.ask_after_pop(keys[0] + " wake", patience, command)
                 return self._wire.ask(*command, within=within)
             except NoScriptError:
                 # First use on this server, or SCRIPT FLUSH, or a restart.
                 command = ("EVAL", script.source, str(len(keys)), *keys, *args)
+                if is_counted:
+                    return self._wire.ask_counted(*command)
                 return self._wire.ask(*command, within=within)
         except (RedisError, OSError) as error:
             raise self._explain(action, error) from error

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError, ResponseError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from redis.utils import HIREDIS_AVAILABLE
@@ -88,6 +88,27 @@ class Wire:
             if within is not None:
                 return self._use(self._connect(within), command, within=within)
             return self._client.execute_command(*command, NEVER_DECODE=True)
+
+    def ask_counted(self, *command: Any) -> tuple[Any, bool]:
+        """
+        As :meth:`ask`, for a command that answers otherwise when it is done again.
+
+        Returns:
+            The answer, and whether it is that to a second try although the server may have
+            done the first one, whose answer was lost.
+        """
+        connection = self._take_idle()
+        if connection is not None and connection.is_broken():
+            # By a restart, most likely, and the others too. It gets nothing of this.
+            self.close()
+            connection = None
+        if connection is None:
+            return self._use(self._connect(), command), False
+        try:
+            return self._use(connection, command), False
+        except RedisConnectionError:
+            self.close()
+            return self._client.execute_command(*command, NEVER_DECODE=True), True
 
     def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
         """
@@ -195,6 +216,17 @@ class _Connection:
             # An answer that is still to come would be taken for that of the next command.
             self.close()
             raise
+
+    def is_broken(self) -> bool:
+        """Tell whether an idle connection was closed by the server, and close it then."""
+        try:
+            # There is nothing to be read from one that is in order.
+            broken = self._connection.can_read(0)
+        except (RedisError, OSError):
+            broken = True
+        if broken:
+            self.close()
+        return bool(broken)
 
     def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
         connection = self._connection

@@ -1,0 +1,81 @@
+"""A line between a client and a server that loses an answer, or its connections, when told to."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+
+class Line:
+    """
+    A TCP proxy in front of a server.
+
+    Args:
+        port: Of the server.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        #: After how many bytes the next answer is cut off, and its connection with it; None: not.
+        self.cut_after: int | None = None
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Close everything."""
+        self._shut(self._listener)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close all connections that are open."""
+        while self._open:
+            self._shut(self._open.pop())
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                server = socket.create_connection(("127.0.0.1", self._target))
+                self._open += [client, server]
+                for work in (
+                    partial(self._ask, client, server),
+                    partial(self._tell, server, client),
+                ):
+                    threading.Thread(target=work, daemon=True).start()
+
+    def _ask(self, client: socket.socket, server: socket.socket) -> None:
+        with suppress(OSError):
+            while data := client.recv(65536):
+                server.sendall(data)
+        self._shut(client)
+        self._shut(server)
+
+    def _tell(self, server: socket.socket, client: socket.socket) -> None:
+        with suppress(OSError):
+            while data := server.recv(65536):
+                if self.cut_after is not None:
+                    most, self.cut_after = self.cut_after, None
+                    client.sendall(data[:most])
+                    break
+                client.sendall(data)
+        self._shut(server)
+        self._shut(client)
+
+    @staticmethod
+    def _shut(one: socket.socket) -> None:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+
+
+@contextmanager
+def line_to(port: int) -> Iterator[Line]:
+    """Have such a line during the block."""
+    line = Line(port)
+    try:
+        yield line
+    finally:
+        line.close()

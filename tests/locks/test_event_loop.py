@@ -1,0 +1,115 @@
+"""Locks and coroutines: what would block the event loop is refused, with the way that works."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from pytest_django import Settings
+
+from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
+
+THE_WAY = (
+    r"whole `with cache_lock\(...\) as lock:` block into one function.*sync_to_async\(function"
+)
+
+
+def hold(name: str) -> bool:
+    """Hold a lock for a moment, in a function without async."""
+    with cache_lock(name) as lock:
+        return lock.held
+
+
+async def in_loop(action: Callable[[], Any]) -> Any:
+    """Do something in the thread of an event loop."""
+    return action()
+
+
+ACTIONS: dict[str, Callable[[CacheLock], Any]] = {
+    "acquire": CacheLock.acquire,
+    "with": CacheLock.__enter__,
+    "decorated": lambda lock: lock(lambda: None)(),
+}
+OWNERS: dict[str, Callable[[CacheLock], Any]] = {
+    "ensure": CacheLock.ensure,
+    "extend": lambda lock: lock.extend(60),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+def test_a_lock_is_not_acquired_in_an_event_loop(
+    action: Callable[[CacheLock], Any], locks_in_memory: None
+) -> None:
+    """Where an event loop runs a lock is refused with the way that works, and nothing is held."""
+    with pytest.raises(LockError, match=THE_WAY):
+        asyncio.run(in_loop(lambda: action(cache_lock("async"))))
+    assert find_lock("async") is None
+
+
+@pytest.mark.parametrize("action", OWNERS.values(), ids=OWNERS)
+def test_a_held_lock_is_not_asked_for_in_an_event_loop(
+    action: Callable[[CacheLock], Any], locks_in_memory: None
+) -> None:
+    """ensure() and extend() are refused where an event loop runs; release() works and ends it."""
+    lock = cache_lock("async")
+    assert lock.acquire()
+    with pytest.raises(LockError, match=THE_WAY):
+        asyncio.run(in_loop(lambda: action(lock)))
+    assert lock.held
+    assert asyncio.run(in_loop(lock.release)) is True
+
+
+def test_a_lock_in_a_database_is_not_released_in_an_event_loop(
+    settings: Settings, sqlite_alias: str
+) -> None:
+    """Where Django refuses to ask a database, the lock is held still, and can be released later."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": sqlite_alias}
+    lock = cache_lock("async")
+    assert lock.acquire()
+    with pytest.raises(LockError, match=THE_WAY):
+        asyncio.run(in_loop(lock.release))
+    assert lock.held
+    assert lock.release() is True
+
+
+def test_the_way_that_works(locks_in_memory: None) -> None:
+    """The whole block in one function, called by sync_to_async, holds the lock."""
+
+    async def work() -> bool:
+        return await sync_to_async(hold)("async")
+
+    assert asyncio.run(work()) is True
+    assert find_lock("async") is None
+
+
+def test_async_with_is_refused_by_name(locks_in_memory: None) -> None:
+    """`async with` says that there is none yet, and the way that works."""
+
+    async def work() -> None:
+        async with cache_lock("async"):
+            pytest.fail("the block ran")
+
+    with pytest.raises(LockError, match=f"no `async with`.*{THE_WAY}"):
+        asyncio.run(work())
+
+
+def test_a_coroutine_is_not_told_that_its_lock_is_free(locks_in_memory: None) -> None:
+    """In a coroutine `held` of what a helper thread acquired is an error, and not False."""
+
+    async def work() -> None:
+        lock = cache_lock("async")
+        assert await sync_to_async(lock.acquire)()
+        with pytest.raises(LockError, match=f"by another thread.*{THE_WAY}"):
+            bool(lock)
+        assert "not held" not in repr(lock)
+        assert await sync_to_async(lock.release)()
+        assert not lock
+
+    asyncio.run(work())
+
+
+def test_a_notebook_may_lock(locks_in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DJANGO_ALLOW_ASYNC_UNSAFE, as Django's documentation has it for Jupyter, locks work."""
+    monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
+    assert asyncio.run(in_loop(lambda: hold("async"))) is True

@@ -1,0 +1,177 @@
+"""Whose a lock is, and for how long: its thread's, by one object, until that or its task ends."""
+
+import copy
+import gc
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from celery import Celery
+
+from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
+from django_celery_safe.locks.stores.local import LocalStore
+from tests.processes import wait_for
+
+pytestmark = pytest.mark.usefixtures("locks_in_memory")
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what the threads that renew warned of."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING and record.name.endswith("locks.lease")
+    ]
+
+
+def ends_at(name: str) -> float:
+    """Return when the lease ends, by this process's clock."""
+    lock = find_lock(name)
+    assert lock is not None, f"{name} is free"
+    assert lock.remaining is not None
+    return time.monotonic() + lock.remaining
+
+
+def wait_for_renewal(name: str) -> None:
+    """Wait until the lease ends later than now."""
+    before = ends_at(name)
+    # More than the clock may differ between two looks.
+    wait_for(lambda: ends_at(name) > before + 0.05, 10, f"{name} is not renewed")
+
+
+# One object
+
+
+def test_a_block_that_is_refused_leaves_the_lock_of_another_thread_alone() -> None:
+    """A `with` that fails since another thread holds the lock by this object frees nothing."""
+    lock = cache_lock("shared")
+    with ThreadPoolExecutor(1) as other, lock:
+        with pytest.raises(LockError, match=r"another thread.*Make another cache_lock in each"):
+            other.submit(lock.__enter__).result()
+        assert lock.held
+        assert cache_lock("shared").acquire() is False
+    assert find_lock("shared") is None
+
+
+def test_a_block_that_is_refused_leaves_the_outer_block_alone() -> None:
+    """A `with` inside a `with` of the same lock is refused, and the outer one holds it still."""
+    lock = cache_lock("nested")
+    with lock:
+        with pytest.raises(LockError, match="not reentrant"), lock:
+            pytest.fail("it was entered twice")
+        assert lock.held
+        lock.ensure()
+    assert find_lock("nested") is None
+
+
+def test_threads_that_race_for_one_object_get_one_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads that acquire by one object at once, one is refused and costs no lock."""
+    acquire = LocalStore.acquire
+    asked, may_go_on = threading.Event(), threading.Event()
+
+    def late(self: LocalStore, *args: object, **options: object) -> object:
+        asked.set()
+        assert may_go_on.wait(10)
+        return acquire(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalStore, "acquire", late)
+    lock = cache_lock("raced")
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(lock.acquire)
+        assert asked.wait(10)
+        with pytest.raises(LockError, match="another thread"):
+            lock.acquire()
+        may_go_on.set()
+        assert first.result() is True
+        assert other.submit(lambda: lock.held).result()
+        assert other.submit(lock.release).result() is True
+    assert lock.acquire()
+    assert lock.release()
+
+
+def test_a_block_without_the_lock_ends_well_beside_one_that_has_it() -> None:
+    """A block that did not get the lock ends in peace when another thread has got it since."""
+    lock = cache_lock("given up")
+    with ThreadPoolExecutor(1) as other:
+        with cache_lock("given up"):
+            assert not lock.__enter__()
+        assert other.submit(lock.acquire).result()
+        lock.__exit__(None, None, None)
+        assert other.submit(lambda: lock.held).result()
+        assert other.submit(lock.release).result() is True
+
+
+@pytest.mark.parametrize(
+    "make", [copy.copy, copy.deepcopy, lambda lock: pickle.loads(pickle.dumps(lock))]
+)
+def test_a_copy_is_not_held(make: Callable[[CacheLock], CacheLock]) -> None:
+    """A copy of a held lock holds nothing, and releases nothing; it is a lock of that name."""
+    with cache_lock("copied", timeout=7, blocking_timeout=0.01) as lock:
+        twin = make(lock)
+        assert not twin.held
+        assert twin.token is None
+        assert twin.acquire() is False
+        assert lock.held
+    with twin:
+        assert 6 < twin.remaining <= 7
+
+
+# Renewal
+
+
+def test_a_lock_whose_object_is_gone_is_renewed(caplog: pytest.LogCaptureFixture) -> None:
+    """A lock that nobody keeps has one leader still, and one WARNING names it and what to do."""
+    assert cache_lock("leader", timeout=1.5).acquire()
+    gc.collect()
+    wait_for_renewal("leader")
+    wait_for(lambda: warnings_of(caplog), 10, "nobody was warned")
+    (warned,) = warnings_of(caplog)
+    assert "'leader' is held, but the object that acquired it is gone" in warned
+    assert "renewed until its thread ends" in warned
+    assert "with cache_lock(...) as lock:" in warned
+
+
+def test_renewal_ends_with_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """A thread that ends without releasing holds for one lease and no longer; a WARNING tells."""
+    locks = []
+
+    def work() -> None:
+        locks.append(cache_lock("left behind", timeout=0.3))
+        assert locks[0].acquire()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    wait_for(lambda: find_lock("left behind") is None, 10, "it is renewed still")
+    wait_for(lambda: warnings_of(caplog), 10, "nobody was warned")
+    (warned,) = warnings_of(caplog)
+    assert "'left behind' is renewed no more" in warned
+    assert "the thread that took it ended without releasing it" in warned
+    assert locks[0].acquire()
+    assert locks[0].release()
+
+
+def test_renewal_of_a_forgotten_lock_ends_with_its_task(caplog: pytest.LogCaptureFixture) -> None:
+    """A lock that a task takes and forgets is renewed while the task runs, and then ends."""
+    app = Celery(set_as_current=False)
+
+    @app.task(shared=False)
+    def forget() -> None:
+        assert cache_lock("forgotten", timeout=1).acquire()
+        wait_for_renewal("forgotten")
+
+    forget.apply(throw=True)
+    wait_for(lambda: find_lock("forgotten") is None, 10, "it is renewed after its task")
+    wait_for(lambda: len(warnings_of(caplog)) == 2, 10, "nobody was warned")
+    assert "the task that took it ended without releasing it" in warnings_of(caplog)[1]
+
+
+def test_a_lock_without_renewal_may_be_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    """A lock that is to end by itself warns of nothing when its object is gone."""
+    assert cache_lock("debounce", timeout=0.1, renew=False).acquire()
+    wait_for(lambda: find_lock("debounce") is None, 10, "it is renewed")
+    assert not warnings_of(caplog)
