@@ -3,12 +3,14 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
 import pytest
 from celery import Task, chain
 from celery.exceptions import Reject, Retry
+from django.db import connections
 from django.dispatch import Signal
 from kombu.exceptions import OperationalError
 from pytest_django import Settings
@@ -27,7 +29,7 @@ from django_celery_safe.concurrency.header import HEADER
 from django_celery_safe.signals import task_conflict, task_own_copy
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message
-from tests.processes import free_port
+from tests.processes import free_port, wait_for
 
 NAME = "tests.importing"
 LOCK = f"{NAME}:7"
@@ -125,11 +127,16 @@ def test_wait_runs_when_the_other_has_ended(
     """A run that waits says so, naming the holder, and runs as soon as the lock is free."""
     importing = Importing(mailbox, on_conflict="wait", blocking_timeout=20)
     message = importing.message()
-    with held_by(LOCK, "other") as lock:
-        ending = threading.Timer(0.3, release_lock, [lock])
-        ending.start()
+    with held_by(LOCK, "other") as lock, ThreadPoolExecutor(1) as pool:
+
+        def end_once_waited_for() -> None:
+            wait_for(lambda: events, message="nobody waits")
+            release_lock(lock)
+            connections.close_all()
+
+        ending = pool.submit(end_once_waited_for)
         assert mailbox.deliver(message) == ("SUCCESS", "imported")
-        ending.join()
+        ending.result()
     ((event),) = events
     assert event["on_conflict"] == "wait"
     assert "task other" in event["holder"]
