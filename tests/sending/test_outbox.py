@@ -27,6 +27,7 @@ from django_celery_safe import (
     NotSerializable,
     SafeTask,
     WrongTransaction,
+    batches,
     find_lock,
     send_on_commit,
     single_instance,
@@ -424,6 +425,20 @@ def test_a_canvas_is_kept_whole_or_not_at_all(
         good = keep(1, alias)
     assert ids(sent()) == [good.id]
     assert Person.everyone.using(alias).count() == 1
+    assert rows(alias) == []
+
+
+def test_large_messages_are_written_a_few_at_a_time(
+    alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An INSERT has a number of bytes at most, or a single message; all are published."""
+    monkeypatch.setattr(batches, "BATCH_BYTES", 5000)
+    signatures = [add.s("x" * 2000), add.s("x" * 9000), add.s(1), add.s(2)]
+    with transaction.atomic(using=alias), CaptureQueriesContext(connections[alias]) as inside:
+        result = send_on_commit(group(signatures), using=alias, outbox=True)
+    words = [query["sql"].split()[0] for query in inside.captured_queries]
+    assert words.count("INSERT") == 3
+    assert ids(sent()) == [one.id for one in result]
     assert rows(alias) == []
 
 

@@ -1,5 +1,6 @@
 """The relay: what it sends, when it is alone and beside others, and what it leaves behind."""
 
+import io
 import math
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from celery import Celery, chord, current_app, shared_task
 from celery.backends.redis import RedisBackend
 from celery.signals import after_task_publish
+from django.core.management import call_command
 from django.db import connections, transaction
 from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
@@ -330,6 +332,48 @@ def buffers_of(alias: str, action: Callable[[], object]) -> int:
     before = read()
     action()
     return read() - before
+
+
+@contextmanager
+def pooled(alias: str) -> Iterator[None]:
+    """Let all threads share a single connection to a database, as a pool of psycopg does."""
+    connections[alias].close()
+    pool = {"min_size": 1, "max_size": 1, "timeout": 5}
+    connections.settings[alias]["OPTIONS"]["pool"] = pool
+    connections[alias].settings_dict["OPTIONS"]["pool"] = pool
+    try:
+        yield
+    finally:
+        connections[alias].close_pool()  # type: ignore[attr-defined]
+        del connections[alias].settings_dict["OPTIONS"]["pool"]
+
+
+def test_a_pool_of_one_connection_is_enough_for_the_command(
+    postgres_alias: str, sent: Sent
+) -> None:
+    """The command gives its own connection back before a thread relays, and sweeps, with it."""
+    wanted = leave(postgres_alias)
+    with pooled(postgres_alias), ending_after(1):
+        assert table(postgres_alias).exists()  # as the command looks, which relays all
+        call_command("celery_outbox", "relay", "--database", postgres_alias, stdout=io.StringIO())
+    assert ids(sent()) == wanted
+
+
+@contextmanager
+def ending_after(count: int) -> Iterator[None]:
+    """Ask this process to end, as an init system does, when so many messages were sent."""
+    told: list[str] = []
+
+    def end(task_id: str, **_: Any) -> None:
+        told.append(task_id)
+        if len(told) == count:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    task_sent.connect(end, weak=False)
+    try:
+        yield
+    finally:
+        task_sent.disconnect(end)
 
 
 # Several relays, and their ends.

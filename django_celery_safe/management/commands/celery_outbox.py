@@ -303,6 +303,10 @@ def run_all(relays: list[Relay], stop: threading.Event) -> None:
     """Run each relay in a thread of its own until all are told to stop, or one fails."""
     app: Any = current_app._get_current_object()  # type: ignore[attr-defined]
 
+    for relay in relays:
+        # Each thread has its own, and a pool may have a single one to lend.
+        connections[relay.using].close()
+
     def run(relay: Relay) -> None:
         app.set_current()  # Celery's current app is that of a thread
         try:
