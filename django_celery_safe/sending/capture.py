@@ -64,9 +64,9 @@ class Message:
         eta, expires: When it is to run, and until when, as text; None: at once, for ever.
         event: Celery's task-sent event; None unless ``task_send_sent_event`` is on.
         result_wanted: Whether the result backend is told of the send.
-        context: In which it was made, a copy of the caller's, and in which it is published:
-            a receiver of ``before_task_publish`` may set what one of ``after_task_publish``
-            sets back, as tracing does. None: in that of whoever publishes it.
+        context: In which it was made, a copy of the caller's: a receiver of
+            ``before_task_publish`` may set there what one of ``after_task_publish`` sets
+            back, as tracing does. None: it was made in another process.
     """
 
     app: Celery
@@ -83,7 +83,7 @@ class Message:
     context: Context | None = None
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function in the context of this message."""
+        """Call a function in the context in which this message was made."""
         if self.context is None:
             return function(*args, **kwargs)
         return self.context.run(function, *args, **kwargs)
@@ -224,8 +224,7 @@ def put(message: Message, producer: Any, **options: Any) -> None:
     if _is_delayed(given) and (left := seconds_until(message.eta)) is not None:
         key = DELAY.sub("", given["routing_key"], count=1)
         given["routing_key"] = calculate_routing_key(max(1, math.ceil(left)), key)
-    message.run(
-        producer.publish,
+    producer.publish(
         message.data,
         content_type=message.content_type,
         content_encoding=message.content_encoding,
