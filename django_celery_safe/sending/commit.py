@@ -178,6 +178,10 @@ class Held:
 
     def __call__(self) -> None:
         """Publish all of it."""
+        self.departure.has_begun = True
+        if self.kept is None:
+            _let_go(self)
+            return
         with self.departure.spending():
             _let_go(self)
 

@@ -55,7 +55,8 @@ class Departure:
         #: Errors of what could not be reached, which nobody waits for again.
         self.faults: dict[Hashable, Exception] = {}
         self.rows = WrittenRows(using)
-        self._left = math.inf
+        #: What is left of ``OUTBOX_SEND_TIMEOUT``, s; None: all of it.
+        self._left: float | None = None
         self._give_up_at = math.inf
 
     @classmethod
@@ -72,24 +73,18 @@ class Departure:
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Let what the block takes count as time that the commit has waited."""
-        if not self.has_begun:
-            self.has_begun, self._left = True, send_timeout()
+        """Let what the block takes count as time that the commit has waited for the outbox."""
+        left = send_timeout() if self._left is None else self._left
         began = time.monotonic()
-        self._give_up_at = began + self._left
+        self._give_up_at = began + left
         try:
             yield
         finally:
-            self._left -= time.monotonic() - began
-
-    @property
-    def left(self) -> float:
-        """For how long the commit may still wait for a broker or a result backend, s."""
-        return self._give_up_at - time.monotonic()
+            self._left = left - (time.monotonic() - began)
 
     def find_lateness(self) -> Exception | None:
         """Return why no more of the outbox is published at this commit; None: there is time."""
-        if self.left > 0:
+        if time.monotonic() < self._give_up_at:
             return None
         return OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
 

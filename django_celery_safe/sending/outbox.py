@@ -65,7 +65,7 @@ class Kept:
             return False
 
     def tell_chord(self, calls: Sequence[ChordCall]) -> None:
-        """Tell the result backend of their chord, in what is left of ``OUTBOX_SEND_TIMEOUT``."""
+        """Tell the result backend of their chord, within ``OUTBOX_SEND_TIMEOUT``."""
         if self._chord:
             _rows(self._departure.using).tell_chord(
                 self._chord, lambda row, seconds: tell_all(calls, seconds), send_timeout()
