@@ -19,6 +19,7 @@ from celery import Celery, _state, current_app, signature
 from django.db import connections, transaction
 from django.db.models.functions import Now
 from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from django_celery_safe import send_on_commit
@@ -267,6 +268,16 @@ def test_list_shows_each_message(alias: str, broker: Celery) -> None:
     assert more.split()[:2] == [died.task_id, "dead,"]
     assert failed.strip() == "1 failed attempt(s)"
     assert error.strip() == "the queue is full"
+
+
+def test_no_body_is_read_that_is_not_shown(alias: str, broker: Celery) -> None:
+    """The list and the status take as little memory as they show, however large messages are."""
+    leave(alias)
+    with CaptureQueriesContext(connections[alias]) as queries:
+        run("list")
+        run("status")
+    assert queries.captured_queries
+    assert not [query for query in queries.captured_queries if '"body"' in query["sql"]]
 
 
 def test_list_as_json(alias: str, broker: Celery) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
 from django.db import connections, models, transaction
 from django.db.models import Q
-from django.db.models.functions import Now
+from django.db.models.functions import Length, Now
 from django.dispatch import Signal
 
+from ..batches import in_batches
 from ..signals import emit, message_discarded, message_retried
 from ..statements import change_returning
 from ..texts import get_logger
@@ -25,6 +26,12 @@ SHORTEST_DELAY: Final = timedelta(seconds=5)
 LONGEST_DELAY: Final = timedelta(minutes=10)
 #: Longest time for which a database that has one lock for all is kept locked, s.
 LONGEST_LOCK: Final = 1.0
+
+
+#: Columns of a claimed row, in their order: what a relay needs of it.
+CLAIMED: Final = ("id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts")
+#: Bytes of a row: its texts are JSON, of ASCII.
+SIZE: Final = Length("body") + Length("properties") + Length("chord_calls")
 
 
 class OutboxMessages(models.QuerySet["OutboxMessage"]):
@@ -58,23 +65,44 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Those that were sent more than ``age`` ago."""
         return self.sent().filter(sent_at__lt=Now() - age)
 
-    def claim(self, limit: int, lease: timedelta) -> list[OutboxMessage]:
+    def claim(
+        self, limit: int, lease: timedelta, *, since: datetime | None = None
+    ) -> list[OutboxMessage]:
         """
-        Take up to ``limit`` rows, to send them within ``lease``; nobody else gets them meanwhile.
+        Take rows that are due, to send them within ``lease``; nobody else gets them meanwhile.
 
         Whoever dies with them loses nothing: they are due again when the lease is over.
+
+        Args:
+            limit: How many rows at most. Together they have ``BATCH_BYTES`` at most, too, or
+                it is a single row.
+            since: Passes by what was due before this moment. PostgreSQL reads past every row
+                that was deleted there, for as long as an older snapshot might see it.
+
+        Returns:
+            The rows that were taken, with what a relay needs of them, and ``due_at`` as it was.
         """
         features = connections[self.db].features
-        if not features.has_select_for_update and not self.due().exists():
+        due = self.due() if since is None else self.due().filter(due_at__gte=since)
+        if not features.has_select_for_update and not due.exists():
             return []  # without the lock that keeps all others from writing
         with transaction.atomic(using=self.db):
             if not features.has_select_for_update:
                 # The database has one lock for all, which a write takes.
                 self.filter(pk=0).update(attempts=0)
             skip = features.has_select_for_update_skip_locked
-            rows = list(self.due().select_for_update(skip_locked=skip)[:limit])
-            self.filter(pk__in=[row.pk for row in rows]).update(due_at=Now() + lease)
-        return rows
+            # Not the rows themselves: a hundred of them may be larger than the memory.
+            found = due.annotate(size=SIZE).values_list("pk", "due_at", "size")
+            found = found.select_for_update(skip_locked=skip)[:limit]
+            rows = next(in_batches(found, limit, lambda row: row[2]), [])
+            moments = {pk: due_at for pk, due_at, _ in rows}
+            taken = change_returning(
+                self.filter(pk__in=list(moments)), {"due_at": Now() + lease}, *CLAIMED
+            )
+        claimed = {values[0]: self.model.from_db(self.db, CLAIMED, values) for values in taken}
+        for pk, row in claimed.items():
+            row.due_at = moments[pk]
+        return [claimed[pk] for pk in moments]
 
     def release(self, delay: timedelta = timedelta()) -> int:
         """Give claimed rows back, to be due after ``delay``: nothing was wrong with them."""

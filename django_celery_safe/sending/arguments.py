@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeGuard
 
+from amqp.serialization import dumps as dump_table
 from django.db.models import Model, QuerySet
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps
+from kombu.utils import json
 
 from ..concurrency.options import check_call_options
 from ..exceptions import NotSerializable
@@ -63,6 +66,39 @@ def serialize(
     except EncodeError as error:
         raise _explain(task, args, kwargs, embedded, serializer, error) from error
     return content_type, encoding, data
+
+
+def check_headers(task: str, headers: Mapping[str, Any], connection: Any) -> None:
+    """
+    Refuse a header that the broker's client could not write when the message is published.
+
+    Args:
+        connection: Of kombu, to the broker; it need not be open.
+
+    Raises:
+        NotSerializable: Naming the header.
+    """
+    is_amqp = _is_amqp(connection)
+    with suppress(Exception):
+        json.dumps([value for value in headers.values() if type(value) not in PLAIN])
+        if is_amqp:
+            dump_table("F", (headers,))
+        return
+    for name, value in headers.items():
+        try:
+            json.dumps(value)
+            if is_amqp:
+                dump_table("F", ({name: value},))
+        except Exception as error:
+            hint = f"Send plain data: text, numbers, lists and dicts of them. It says: {error!r}."
+            raise NotSerializable(task, f"header {name!r}", _name(value), hint) from error
+
+
+def _is_amqp(connection: Any) -> bool:
+    try:
+        return bool(connection.transport.driver_type == "amqp")
+    except Exception:  # noqa: BLE001 - a broker that can't be used says so itself
+        return False
 
 
 def _explain(

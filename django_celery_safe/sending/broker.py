@@ -125,7 +125,9 @@ def _find_pool(app: Celery, seconds: float) -> ProducerPool:
 def is_backend_gone(app: Celery, error: BaseException) -> bool:
     """Tell whether the result backend can't be reached."""
     gone = getattr(app.backend, "connection_errors", ())
-    return isinstance(error, (OSError, OperationalError, DatabaseError, *gone))
+    kinds = OSError, OperationalError, DatabaseError, *gone
+    # Celery's consumer of results raises a RuntimeError, which the backend's own error caused.
+    return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
 
 def bounded_backend(app: Celery, seconds: float) -> Any:

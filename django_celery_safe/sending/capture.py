@@ -17,10 +17,10 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 from celery import Celery, signals
 from celery.backends.base import Backend
@@ -30,7 +30,10 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 from ..concurrency.sent import seconds_until
 from ..exceptions import describe_error
 from ..texts import get_logger
-from .arguments import PLAIN, serialize
+from .arguments import PLAIN, check_headers, serialize
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = get_logger(__name__)
 
@@ -61,6 +64,9 @@ class Message:
         eta, expires: When it is to run, and until when, as text; None: at once, for ever.
         event: Celery's task-sent event; None unless ``task_send_sent_event`` is on.
         result_wanted: Whether the result backend is told of the send.
+        context: In which it was made, a copy of the caller's: a receiver of
+            ``before_task_publish`` may set there what one of ``after_task_publish`` sets
+            back, as tracing does. None: it was made in another process.
     """
 
     app: Celery
@@ -74,6 +80,13 @@ class Message:
     expires: str | None
     event: dict[str, Any] | None
     result_wanted: bool
+    context: Context | None = None
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function in the context in which this message was made."""
+        if self.context is None:
+            return function(*args, **kwargs)
+        return self.context.run(function, *args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -151,7 +164,7 @@ def publishing_through(app: Celery, publisher: Publisher) -> Iterator[None]:
 
 def subscribe(
     messages: Sequence[Message], calls: Sequence[Callable[[], Any]] = (), producer: Any = None
-) -> None:
+) -> Exception | None:
     """
     Let this process hear of the results of what will be published.
 
@@ -160,6 +173,9 @@ def subscribe(
 
     A result backend that does not answer costs only that, with a warning: who
     waits for a result asks for it again.
+
+    Returns:
+        None if it answered; otherwise its error.
     """
     try:
         for call in calls:
@@ -173,6 +189,8 @@ def subscribe(
             "The result backend could not be told of a task, which is sent nevertheless: %s",
             describe_error(error),
         )
+        return error
+    return None
 
 
 def publish(message: Message, producer: Any = None) -> None:
@@ -231,7 +249,7 @@ def announce(
     """
     with _harmless(message):
         if signals.after_task_publish.receivers:
-            _send_after_publish(message)
+            message.run(_send_after_publish, message)
     if message.event is None or borrow is None:
         return True
     with _harmless(message), borrow() as producer:
@@ -435,14 +453,12 @@ def _send_through(
     if publisher is None:
         original(producer, name, message, **options)
         return
+    # In a context of its own: of a message that is dropped, `after_task_publish` never comes.
+    context = copy_context()
     # For this message alone: receivers of Celery's signals may send others.
-    token = _publisher.set(None)
-    try:
-        original(_Through(producer, name, publisher), name, message, **options)
-    except _Dropped:
-        pass
-    finally:
-        _publisher.reset(token)
+    context.run(_publisher.set, None)
+    with suppress(_Dropped):
+        context.run(original, _Through(producer, name, publisher), name, message, **options)
 
 
 def _keep(
@@ -453,14 +469,16 @@ def _keep(
     message: Any,
     **options: Any,
 ) -> None:
+    context = copy_context()
     try:
-        original(_StandIn(producer.connection), name, message, **options)
+        context.run(original, _StandIn(producer.connection), name, message, **options)
     except _Kept as kept:
         publishing = kept.options
         content_type, encoding, data = serialize(name, kept.body, publishing.pop("serializer"))
         # Message protocol 1 has in the body what others have in the headers.
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
         event = message[3] and {**message[3], "queue": _queue_name(app, **options)}
+        check_headers(name, publishing["headers"], producer.connection)
         # The caller's own headers may still change, as the arguments may.
         headers = publishing["headers"] = {
             name: value if type(value) in PLAIN else copy.deepcopy(value)
@@ -479,8 +497,11 @@ def _keep(
                 expires=about.get("expires"),
                 event=event,
                 result_wanted=not headers.get("ignore_result"),
+                context=context,
             )
         )
+        # What receivers send while it is published is no part of the capture.
+        context.run(_captured.set, None)
 
 
 def _queue_name(app: Celery, queue: Any = None, exchange: Any = None, **options: Any) -> str | None:

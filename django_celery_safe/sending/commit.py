@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from celery import Celery
@@ -16,8 +17,9 @@ from ..locks import HeldLock
 from ..signals import emit, task_send_failed, task_sent
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic, in_atomic
-from .broker import is_unreachable
+from .broker import is_backend_gone, is_unreachable
 from .capture import Captured, Message, capture, publish, subscribe
+from .departure import Departure
 from .eager import run_on_commit
 from .outbox import Kept, keep, publish_kept, publish_together, wants_outbox
 from .publication import is_claiming, is_marked, publish_once
@@ -144,15 +146,63 @@ def hold(
     producer = _lasting_producer(app, options)
     if outbox and producer is not None:
         raise TypeError(
-            "A send through the outbox has a connection or producer of its own, which no row can "
-            "keep: a relay sends what is left through the app's broker. Leave it out, or "
-            "outbox=False."
+            f"A send through the outbox has a connection or producer to another broker, "
+            f"{producer.connection.as_uri()}, which no row can keep: a relay sends through the "
+            f"app's broker, {app.connection_for_write().as_uri()}. Leave it out, or outbox=False."
         )
     with capture(app) as captured:
         result = note_result(send(options))
-    kept = keep(captured, using) if outbox and captured.messages else None
-    transaction.on_commit(lambda: _let_go(captured, result, producer, kept), using=using)
+    departure = Departure.join(using)
+    kept = keep(captured, departure) if outbox and captured.messages else None
+    held = Held(departure, app, captured, result, producer, kept)
+    transaction.on_commit(held, using=using)
     return result
+
+
+@dataclass
+class Held:
+    """
+    What one call sent, until its commit, which calls this.
+
+    Attributes:
+        departure: What it has in common with the other sends of that commit.
+        producer: The caller's own; None: one of the app's.
+        kept: Its rows in the outbox, if it has any.
+    """
+
+    departure: Departure
+    app: Celery
+    captured: Captured
+    result: Any
+    producer: Any
+    kept: Kept | None
+
+    def __call__(self) -> None:
+        """Publish all of it."""
+        self.departure.has_begun = True
+        if self.kept is None:
+            _let_go(self)
+            return
+        with self.departure.spending():
+            _let_go(self)
+
+    def find_lateness(self) -> Exception | None:
+        """Return why no more of it is published at this commit; None: there is time."""
+        # Nobody would send later what is not in the outbox.
+        return None if self.kept is None else self.departure.find_lateness()
+
+    def find_fault(self, message: Message) -> Exception | None:
+        """Return why the broker of a message is not asked again at this commit, if it is not."""
+        return self.departure.faults.get(self._broker_of(message))
+
+    def note_fault(self, message: Message, error: Exception) -> None:
+        """Record that the broker of a message can't be reached: each attempt takes its time."""
+        self.departure.faults.setdefault(self._broker_of(message), error)
+
+    def _broker_of(self, message: Message) -> Hashable:
+        # The outbox has connections of its own, and gives up sooner.
+        uri = None if self.producer is None else self.producer.connection.as_uri()
+        return "broker", message.app, uri, self.kept is not None
 
 
 def _lasting_producer(app: Celery, options: dict[str, Any]) -> Any:
@@ -180,59 +230,75 @@ def note_result(result: Any) -> Any:
     return result
 
 
-def _let_go(captured: Captured, result: Any, producer: Any, kept: Kept | None) -> None:
-    """Publish all; whatever fails is told and kept, and leaves neither the commit nor the rest."""
-    if kept is not None and not kept.begin():
-        return
-    hopeless = _prepare_chords(captured, kept)
-    if hopeless is None and kept is None:
-        sure = [one for one in captured.messages if not is_claiming(one.options["headers"])]
-        subscribe(sure, captured.subscriptions, producer)
-    done, interruption, together = [], None, 0
+def _let_go(held: Held) -> None:
+    """Publish all; a failure is emitted and recorded, and harms neither the commit nor the rest."""
+    if held.kept is None:
+        _publish_all(held, [])
+    elif held.kept.begin():
+        sent: list[int] = []
+        try:
+            _publish_all(held, sent)
+        finally:
+            held.kept.end(sent)
+
+
+def _publish_all(held: Held, sent: list[int]) -> None:
+    """
+    Publish what can be published, and emit what became of each message.
+
+    Args:
+        sent: Gets the numbers of the messages that the broker has.
+
+    Raises:
+        SoftTimeLimitExceeded: It is meant for the task that commits.
+    """
+    messages, together = held.captured.messages, 0
+    stopped = held.find_lateness() or _prepare_chords(held)
+    if stopped is None and held.kept is None:
+        sure = [one for one in messages if not is_claiming(one.options["headers"])]
+        _subscribe(held, sure, held.captured.subscriptions)
+    if stopped is None and held.kept is not None and len(messages) > 1:
+        together, stopped = publish_together(messages, held.departure)
+    for number, message in enumerate(messages):
+        error, duplicate = None, None
+        if number >= together:
+            error = stopped or held.find_fault(message) or held.find_lateness()
+            if error is None:
+                error, duplicate = _try_publish(message, held)
+            if isinstance(error, SoftTimeLimitExceeded):
+                stopped = error
+        if error is not None:
+            _note_failed(held, message, error)
+            continue
+        sent.append(number)
+        if held.result is not None and held.result.id == message.task_id:
+            settle(held.result, message.options["headers"], duplicate)
+        if duplicate is None:
+            _tell_sent(message)
+    if isinstance(stopped, SoftTimeLimitExceeded):
+        raise stopped
+
+
+def _try_publish(message: Message, held: Held) -> tuple[Exception | None, HeldLock | None]:
+    """Publish a message; return why that failed, and the lock that makes it a duplicate."""
     try:
-        if kept is not None and hopeless is None and len(captured.messages) > 1:
-            together, hopeless = publish_together(captured.messages, kept)
-        for number, message in enumerate(captured.messages):
-            held = None
-            if kept is not None and number >= together:
-                hopeless = hopeless or interruption or kept.find_lateness()
-            try:
-                if number >= together:
-                    if hopeless is not None:
-                        raise hopeless
-                    held = _publish(message, producer, kept)
-                done.append(number)
-                if result is not None and result.id == message.task_id:
-                    settle(result, message.options["headers"], held)
-            except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
-                if isinstance(error, SoftTimeLimitExceeded):
-                    interruption = error
-                elif is_unreachable(message.app, error):
-                    # Each attempt at a broker that is gone takes its retries' time.
-                    hopeless = error
-                if result is not None and result.send_error is None:
-                    result.send_error = error
-                _tell_failed(message, error, kept is not None)
-            else:
-                if held is None:
-                    _tell_sent(message)
-    finally:
-        if kept is not None:
-            kept.end(done)
-    if interruption is not None:
-        raise interruption  # it is meant for the task that commits
+        return None, _publish(message, held)
+    except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
+        if is_unreachable(message.app, error):
+            held.note_fault(message, error)
+        return error, None
 
 
-def _publish(message: Message, producer: Any, kept: Kept | None) -> HeldLock | None:
+def _publish(message: Message, held: Held) -> HeldLock | None:
     headers = message.options["headers"]
 
     def publish_now() -> None:
-        if kept is not None:
+        if held.kept is not None:
             publish_kept(message)
             return
         if is_claiming(headers):
-            subscribe([message], producer=producer)
-        publish(message, producer)
+            _subscribe(held, [message])
+        publish(message, held.producer)
 
     return publish_once(headers, publish_now)
 
@@ -259,17 +325,42 @@ def _tell_sent(message: Message) -> None:
     )
 
 
-def _prepare_chords(captured: Captured, kept: Kept | None) -> Exception | None:
+def _prepare_chords(held: Held) -> Exception | None:
     """Return why a chord could never complete; None if the result backend knows all it must."""
+    calls = held.captured.chord_calls
+    if not calls:
+        return None
+    app, faults = calls[0].app, held.departure.faults
+    backend = "result backend of chords", app, held.kept is not None
+    if backend in faults:
+        return faults[backend]  # nobody waits for it again
     try:
-        if kept is not None:
-            kept.tell_chord(captured.chord_calls)
-            return None
-        for call in captured.chord_calls:
-            call.tell()
-    except Exception as error:  # noqa: BLE001 - it is told with each message
+        if held.kept is not None:
+            held.kept.tell_chord(calls)
+        else:
+            for call in calls:
+                call.tell()
+    except Exception as error:  # noqa: BLE001 - it is emitted with each message
+        if is_backend_gone(app, error):
+            faults[backend] = error
         return error
     return None
+
+
+def _subscribe(held: Held, messages: Sequence[Message], calls: Sequence[Any] = ()) -> None:
+    """Let this process hear of results, unless the result backend did not answer a moment ago."""
+    backend = "result backend", held.app
+    if backend in held.departure.faults:
+        return
+    error = subscribe(messages, calls, held.producer)
+    if error is not None:
+        held.departure.faults[backend] = error
+
+
+def _note_failed(held: Held, message: Message, error: Exception) -> None:
+    if held.result is not None and held.result.send_error is None:
+        held.result.send_error = error
+    _tell_failed(message, error, held.kept is not None)
 
 
 def _tell_failed(message: Message, error: Exception, kept: bool) -> None:

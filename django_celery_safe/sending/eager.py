@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from traceback import format_exc
 from typing import Any
 
 from celery.canvas import Signature, _chain
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import EagerResult, GroupResult
-from celery.states import PENDING
+from celery.states import FAILURE, PENDING
 from django.db import transaction
 from kombu.serialization import loads
 
+from ..exceptions import describe_error
+from ..texts import get_logger
 from .arguments import serialize
+
+logger = get_logger(__name__)
 
 _running: ContextVar[str | None] = ContextVar("django_celery_safe_running", default=None)
 
@@ -30,6 +36,8 @@ def is_running(task_id: str | None) -> bool:
 def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping[str, Any]) -> Any:
     """
     Run a signature or canvas when ``using`` commits.
+
+    A task that fails is logged, and harms neither the commit nor the callbacks after it.
 
     Returns:
         The result, under its final ids: pending, until the commit fills it in.
@@ -52,7 +60,24 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
     def run() -> None:
         token = _running.set(result.id)
         try:
-            result.__dict__.update(frozen.apply_async(**given).__dict__)
+            # With `throw` the error of a task would leave the commit, as with
+            # task_eager_propagates, and the callbacks after this one would not run.
+            found = frozen.apply_async(**{**given, "throw": False})
+        except SoftTimeLimitExceeded:
+            raise  # it is meant for the task that commits
+        except Exception as error:
+            logger.error(
+                "Task %s[%s] failed when it ran eagerly at the commit: %s",
+                signature.task,
+                result.id,
+                describe_error(error),
+                exc_info=error,
+            )
+            if isinstance(result, EagerResult):
+                found = EagerResult(result.id, error, FAILURE, traceback=format_exc())
+                result.__dict__.update(found.__dict__)
+        else:
+            result.__dict__.update(found.__dict__)
         finally:
             _running.reset(token)
 

@@ -8,10 +8,8 @@ send, or dies before it sends, ``relay`` finds.
 
 from __future__ import annotations
 
-import math
-import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final
@@ -20,29 +18,25 @@ from celery import Celery
 from celery.backends.rpc import RPCBackend
 from celery.canvas import Signature
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DatabaseError
+from django.db import connections
 from django.db.models.functions import Now
 from kombu.common import maybe_declare
-from kombu.exceptions import OperationalError
 
 from .. import conf
+from ..batches import in_batches
 from ..databases import refuse_untested
-from ..exceptions import CelerySafeError, ConfigurationError, describe_error
+from ..exceptions import ConfigurationError, describe_error
 from ..texts import get_logger
 from .broker import ONE_WAIT, bounded_backend, bounded_producer, is_timeout, is_unreachable
 from .capture import Captured, ChordCall, Message, announce, put
+from .departure import UNSETTLED, Departure, send_timeout, sender_time
 from .publication import is_claiming
 from .rows import Row, to_row
 
 logger = get_logger(__name__)
 
-#: A relay takes a row this long after its INSERT, s, and ``OUTBOX_SEND_TIMEOUT``: its sender
-#: died, or its transaction takes longer than that.
-GRACE: Final = 5.0
-#: What must not leave the commit when a row's state can't be noted.
-UNSETTLED: Final = (DatabaseError, CelerySafeError)
-#: Rows that one statement inserts.
+#: Rows that one statement inserts, and messages that one request publishes.
 ROWS: Final = 100
 
 
@@ -51,74 +45,61 @@ class Kept:
     The rows of what one call sent.
 
     Args:
-        using: Alias of the database in which they are.
-        ids: Their primary keys, in the order of the messages.
+        departure: What all sends of that commit share.
+        rows: Keys and task ids of the rows, in the order of the messages.
         chord: What they have in common if the result backend has to know of a chord; else "".
     """
 
-    def __init__(self, using: str, ids: list[int], chord: str) -> None:
-        self.using, self._ids, self._chord = using, ids, chord
-        self._seconds = seconds_for(len(ids))
-        #: No relay takes them while what begins before this takes its time.
-        self._ours_until = time.monotonic() + GRACE
-        self._give_up_at = math.inf
+    def __init__(self, departure: Departure, rows: list[tuple[int, str]], chord: str) -> None:
+        self._departure, self._chord = departure, chord
+        self._ids = [pk for pk, _ in rows]
+        self._start = departure.rows.add(rows)
 
     def begin(self) -> bool:
-        """
-        Begin to publish; tell whether no relay has these rows, nor will have them meanwhile.
-
-        That takes a query only after a long transaction.
-        """
-        seconds = self._seconds
-        self._give_up_at = time.monotonic() + seconds
-        if time.monotonic() < self._ours_until:
-            return True
-        lease = timedelta(seconds=seconds + GRACE)
+        """Tell whether the rows were committed, and no relay has them, nor will meanwhile."""
+        if self._departure.find_lateness() is not None:
+            return True  # nothing of them is published, and all are left to a relay
         try:
-            # One that a relay has is due later than that, and one that it had has attempts.
-            ours = self._rows(self._ids).filter(due_at__lte=Now() + lease, attempts=0)
-            taken: int = ours.release(lease)
+            return self._departure.rows.are_ours(self._start, len(self._ids))
         except UNSETTLED as error:
-            self._tell("could not be claimed after a long transaction, and wait for a relay", error)
+            self._warn("could not be looked for after the commit, and wait for a relay", error)
             return False
-        return taken == len(self._ids)
 
     def tell_chord(self, calls: Sequence[ChordCall]) -> None:
         """Tell the result backend of their chord, within ``OUTBOX_SEND_TIMEOUT``."""
         if self._chord:
-            _rows(self.using).tell_chord(
+            _rows(self._departure.using).tell_chord(
                 self._chord, lambda row, seconds: tell_all(calls, seconds), send_timeout()
             )
 
-    def find_lateness(self) -> Exception | None:
-        """Return why no more is published now; None: there is time left."""
-        if time.monotonic() < self._give_up_at:
-            return None
-        return OperationalError("OUTBOX_SEND_TIMEOUT is over")
-
     def end(self, sent: Sequence[int]) -> None:
-        """Note which messages, by their numbers, were sent, and leave the others to a relay."""
+        """Record which messages, by their numbers, were sent, and leave the others to a relay."""
         done = {self._ids[number] for number in sent}
-        left = [one for one in self._ids if one not in done]
+        left = [pk for pk in self._ids if pk not in done]
+        rows = _rows(self._departure.using)
         try:
             if done:
-                self._rows(done).settle(keep=keeps_sent())
-            if left:
-                self._rows(left).release()
+                rows.filter(pk__in=done).settle(keep=keeps_sent())
+            if left and self._departure.find_lateness() is not None:
+                self._departure.rows.release(self._start)  # with all that come after them
+            elif left:
+                rows.filter(pk__in=left).release()
         except UNSETTLED as error:
-            self._tell("stay in the outbox, so that a relay sends them, again if need be", error)
+            self._warn("stay in the outbox, so that a relay sends them, again if need be", error)
 
-    def _rows(self, ids: Collection[int]) -> Any:
-        return _rows(self.using).filter(pk__in=ids)
+    def _warn(self, what: str, error: Exception) -> None:
+        logger.warning(
+            "%d message(s) of %r %s: %s",
+            len(self._ids),
+            self._departure.using,
+            what,
+            describe_error(error),
+        )
 
-    def _tell(self, what: str, error: Exception) -> None:
-        count = len(self._ids)
-        logger.warning("%d message(s) of %r %s: %s", count, self.using, what, describe_error(error))
 
-
-def keep(captured: Captured, using: str | None) -> Kept:
+def keep(captured: Captured, departure: Departure) -> Kept:
     """
-    Write what was captured into the outbox of ``using``, in its open transaction.
+    Write what was captured into the outbox, in the open transaction of the departure.
 
     Raises:
         NotSerializable: Something can't be kept in a row.
@@ -126,8 +107,8 @@ def keep(captured: Captured, using: str | None) -> Kept:
     """
     from ..models import OutboxMessage  # a model-free door, see __init__
 
-    alias = DEFAULT_DB_ALIAS if using is None else using
-    seconds = seconds_for(len(captured.messages)) + GRACE
+    alias = departure.using
+    seconds = sender_time()
     messages, calls = captured.messages, captured.chord_calls
     chord = uuid.uuid4().hex if calls else ""
     rows = [
@@ -144,7 +125,7 @@ def keep(captured: Captured, using: str | None) -> Kept:
             f"The database {alias!r} has no outbox, or one of another release: {said}. Run "
             f"manage.py migrate django_celery_safe --database={alias}."
         ) from error
-    return Kept(alias, ids, chord)
+    return Kept(departure, [(pk, row.task_id) for pk, row in zip(ids, rows, strict=True)], chord)
 
 
 def _insert(alias: str, table: str, rows: Sequence[Row], seconds: float) -> list[int]:
@@ -164,8 +145,7 @@ def _insert(alias: str, table: str, rows: Sequence[Row], seconds: float) -> list
     insert, values, times = _insertion(connection.vendor, alias, table, seconds)
     returned: dict[str, list[int]] = {}
     with connection.cursor() as cursor:
-        for start in range(0, len(rows), ROWS):
-            part = rows[start : start + ROWS]
+        for part in in_batches(rows, ROWS, lambda row: row.size):
             params = [value for row in part for value in (*row, *times)]
             cursor.execute(
                 f"{insert} {', '.join([values] * len(part))} RETURNING task_id, id", params
@@ -213,13 +193,15 @@ def publish_kept(message: Message) -> None:
     announce(message, lambda: bounded_producer(app, seconds), retry=False)
 
 
-def publish_together(messages: Sequence[Message], kept: Kept) -> tuple[int, Exception | None]:
+def publish_together(
+    messages: Sequence[Message], departure: Departure
+) -> tuple[int, Exception | None]:
     """
     Publish messages of the outbox a hundred in one request, where the transport can.
 
     Returns:
         How many, from the first on, went out; and why no more can, if the broker is silent or
-        the running task's time is over. Of the others nobody knows: else they are to be
+        the running task's time is over. Nobody knows of the others, so they are to be
         published one by one.
     """
     app, seconds, sent = messages[0].app, send_timeout(), 0
@@ -236,8 +218,9 @@ def publish_together(messages: Sequence[Message], kept: Kept) -> tuple[int, Exce
             # A broker that came back without its memory has lost where these lead to.
             producer.connection.declared_entities.clear()
             wait = seconds * ONE_WAIT
-            while sent < len(messages) and kept.find_lateness() is None:
-                part = messages[sent : sent + ROWS]
+            for part in in_batches(messages, ROWS, lambda one: len(one.data)):
+                if departure.find_lateness() is not None:
+                    break
                 with producer.batch(max_size=len(part)):
                     for one in part:
                         put(one, producer, retry=False, timeout=wait, confirm_timeout=wait)
@@ -287,16 +270,6 @@ def task_wants_outbox(task: Any) -> bool:
     """Tell whether a task, or one that is not known here, goes through the outbox."""
     wanted = getattr(task, "outbox", None)
     return bool(conf.get("OUTBOX") if wanted is None else wanted)
-
-
-def seconds_for(count: int) -> float:
-    """Return for how long so many messages are sent right after their commit, s."""
-    return send_timeout() * math.ceil(count / ROWS)
-
-
-def send_timeout() -> float:
-    """Return ``OUTBOX_SEND_TIMEOUT``, s."""
-    return conf.send_timeout("OUTBOX_SEND_TIMEOUT")
 
 
 def keeps_sent() -> bool:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -75,6 +75,8 @@ PUT_OFF: Final = timedelta(seconds=10)
 #: The same for one on which the broker fell silent twice: if that was its fault, others go
 #: out meanwhile.
 PUT_BEHIND: Final = timedelta(seconds=60)
+#: How often a busy relay looks for what is due from the very beginning, s.
+LOOK_BACK: Final = 1.0
 #: Pause when nothing is due, s.
 IDLE: Final = 1.0
 #: Shortest and longest pause while the broker or the database is gone, s; it doubles.
@@ -191,6 +193,9 @@ class Relay:
         #: Messages that were sent, of which others are to be told.
         self._untold: list[Message] = []
         self._looks_after_at = 0.0
+        #: When the last row was due that it claimed, and until when it looks only from there on.
+        self._since: datetime | None = None
+        self._looks_back_at = 0.0
         #: How many messages it has sent.
         self.count = 0
 
@@ -242,7 +247,7 @@ class Relay:
         """
         self._settle()
         stop_at = time.monotonic() + LEASE.total_seconds() / 2
-        rows = self._rows().claim(BATCH, LEASE)
+        rows = self._claim()
         self._left = {row.pk for row in rows}
         try:
             claimed = self._read(rows)
@@ -280,6 +285,24 @@ class Relay:
         """Close the connections to the broker."""
         for app in list(self._producers):
             self._drop(app)
+
+    def _claim(self) -> list[OutboxMessage]:
+        """
+        Claim a batch of what is due, beginning where the last batch ended.
+
+        A row that becomes due later than those can have an earlier moment: its transaction
+        committed late, or a relay that had claimed it died. So from time to time, and before
+        none is said to be due, it begins at the beginning.
+        """
+        rows: list[OutboxMessage] = []
+        if self._since is not None and time.monotonic() < self._looks_back_at:
+            rows = self._rows().claim(BATCH, LEASE, since=self._since)
+        if not rows:
+            self._looks_back_at = time.monotonic() + LOOK_BACK
+            rows = self._rows().claim(BATCH, LEASE)
+        if rows:
+            self._since = rows[-1].due_at
+        return rows
 
     def _rows(self) -> Any:
         from ..models import OutboxMessage  # a model-free door, see __init__

@@ -42,6 +42,11 @@ class Row(NamedTuple):
     chord: str
     chord_calls: str
 
+    @property
+    def size(self) -> int:
+        """Its bytes: all that is text is ASCII, or nearly."""
+        return len(self.body) + len(self.properties) + len(self.chord_calls)
+
 
 def to_row(message: Message, chord_calls: list[ChordCall] | None = None, chord: str = "") -> Row:
     """

@@ -6,7 +6,7 @@ The relays are put in the place of the right one in the process that relays.
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,13 @@ class CursorRelay(relay.Relay):
 class OutboxMessagesByCursor(OutboxMessages):
     """Forgets rows that are committed, or given back, after higher ids were sent."""
 
-    def claim(self, limit: int, lease: timedelta) -> list[OutboxMessage]:
+    def claim(
+        self, limit: int, lease: timedelta, *, since: datetime | None = None
+    ) -> list[OutboxMessage]:
         """Claim rows that are due, as far as they come after the last."""
         path = CursorRelay.cursor
         last = int(path.read_text()) if path.exists() else 0
-        return OutboxMessages.claim(self.filter(pk__gt=last), limit, lease)
+        return OutboxMessages.claim(self.filter(pk__gt=last), limit, lease, since=since)
 
 
 class DeletingRelay(relay.Relay):

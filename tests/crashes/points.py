@@ -18,6 +18,7 @@ from typing import Any
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_celery_safe.models import OutboxMessages
+from django_celery_safe.models import outbox as outbox_model
 from django_celery_safe.sending import commit, outbox, relay
 from tests.crashes.plan import Witness
 
@@ -72,14 +73,13 @@ def lay_in_relay(fuse: Fuse) -> None:
 
 def _lay_in_claim(fuse: Fuse) -> None:
     """Lay points where rows were claimed, or nearly; not where none was due."""
-    update, commit_now = OutboxMessages.update, BaseDatabaseWrapper._commit
+    change, commit_now = outbox_model.change_returning, BaseDatabaseWrapper._commit
 
-    @functools.wraps(update)
-    def update_and_die(self: Any, **values: Any) -> int:
-        claims = _is_claiming(sys._getframe(1))
-        if claims:
+    @functools.wraps(change)
+    def change_and_die(*args: Any) -> Any:
+        if _is_claiming(sys._getframe(1)):
             fuse.reach("after the claim's SELECT")
-        return update(self, **values)
+        return change(*args)
 
     @functools.wraps(commit_now)
     def die_and_commit(self: Any) -> Any:
@@ -90,7 +90,7 @@ def _lay_in_claim(fuse: Fuse) -> None:
             frame = frame.f_back
         return commit_now(self)
 
-    OutboxMessages.update = update_and_die  # type: ignore[method-assign]
+    outbox_model.change_returning = change_and_die
     BaseDatabaseWrapper._commit = die_and_commit
     _wrap(OutboxMessages, "claim", fuse, after="after the claim", only_if=bool)
 

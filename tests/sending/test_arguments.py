@@ -1,6 +1,7 @@
 """Arguments that can't be sent are errors at the call, and the errors say where they are."""
 
 import pickle
+import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -225,6 +226,35 @@ def test_arguments_that_do_not_fit_are_an_error_at_the_call(
                 send()
             assert not isinstance(raised.value, NotSerializable)
     assert sent() == []
+
+
+@pytest.mark.parametrize("outbox", [True, False])
+@pytest.mark.parametrize(
+    ("url", "value"),
+    [("redis://", object()), ("redis://", [{1: object()}]), ("amqp://", uuid.UUID(int=1))],
+)
+def test_a_header_that_the_broker_can_not_take_is_an_error_at_the_call(
+    url: str, value: Any, outbox: bool, make_app: MakeApp
+) -> None:
+    """It would be lost after the commit; the error names it, and the broker is not asked."""
+    task = make_app(broker_url=f"{url}127.0.0.1:1//").tasks[take.name]
+    with transaction.atomic():
+        for send in (
+            lambda: task.apply_async_on_commit((1,), headers={"ours": value}, outbox=outbox),
+            lambda: send_on_commit(group(task.s(1), task.s(2)), headers={"ours": value}),
+        ):
+            with pytest.raises(NotSerializable, match=f"^header 'ours' of task {take.name}"):
+                send()
+        transaction.set_rollback(True)
+
+
+def test_headers_of_plain_data_travel(sent: Sent) -> None:
+    """What kombu's JSON knows is plain data too."""
+    headers = {"text": "é", "list": [1, {"deep": None}], "id": uuid.UUID(int=1)}
+    with transaction.atomic():
+        take.apply_async_on_commit((1,), headers=headers)
+    (message,) = sent()
+    assert (message.headers["text"], message.headers["list"]) == ("é", [1, {"deep": None}])
 
 
 def test_a_member_that_can_not_be_sent_keeps_its_group_back(sent: Sent) -> None:

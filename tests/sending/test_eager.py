@@ -257,16 +257,21 @@ class EagerTests(Eager, TestCase):
         assert effects == [0, 1, 2]
         assert result.get() == 2
 
-    def test_an_error_of_the_task_arrives(self) -> None:
-        """As ``task_eager_propagates`` says: out of the callbacks, or kept in the result."""
-        with pytest.raises(LookupError), self.captureOnCommitCallbacks(execute=True):
-            fail.delay_on_commit()
-        app.conf.task_eager_propagates = False
-        with self.captureOnCommitCallbacks(execute=True):
-            result = fail.delay_on_commit()
-        assert result.state == "FAILURE"
-        with pytest.raises(LookupError, match="from the task"):
-            result.get()
+    def test_an_error_of_the_task_stays_in_its_result(self) -> None:
+        """The callbacks after it run, also with ``task_eager_propagates``; the error is logged."""
+        fails: Any = fail.s()
+        for propagates in (True, False):
+            app.conf.task_eager_propagates = propagates
+            for canvas in (fails, chain(fails, fails), group(fails, fails), chord([fails], fails)):
+                effects.clear()
+                with self.assertLogs("", "ERROR"), self.captureOnCommitCallbacks(execute=True):
+                    result: Any = send_on_commit(canvas)
+                    join.delay_on_commit("after")
+                assert effects == [["after", {}]]
+                last = result[-1] if isinstance(result, GroupResult) else result
+                assert last.state == "FAILURE"
+                with pytest.raises(LookupError, match="from the task"):
+                    last.get()
 
     def test_on_commit_now_runs_at_the_end_of_the_block(self) -> None:
         """The helper of django_celery_safe.testing stands in for the commit."""

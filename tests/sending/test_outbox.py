@@ -27,6 +27,7 @@ from django_celery_safe import (
     NotSerializable,
     SafeTask,
     WrongTransaction,
+    batches,
     find_lock,
     send_on_commit,
     single_instance,
@@ -351,8 +352,8 @@ def test_a_plain_send_raises_nothing_without_a_broker(
 # What it costs.
 
 
-def test_a_send_is_one_query_and_so_is_its_end(alias: str, broker: Celery) -> None:
-    """One INSERT in the transaction, one DELETE after it."""
+def test_a_send_is_one_query_and_its_end_two(alias: str, broker: Celery) -> None:
+    """One INSERT in the transaction; after it one look whether the row is there, one DELETE."""
     keep(0, alias)
     with transaction.atomic(using=alias):
         with CaptureQueriesContext(connections[alias]) as inside:
@@ -361,7 +362,7 @@ def test_a_send_is_one_query_and_so_is_its_end(alias: str, broker: Celery) -> No
     after.__exit__(None, None, None)
     assert [query["sql"].split()[0] for query in inside.captured_queries] == ["INSERT"]
     touching = [query["sql"] for query in after.captured_queries if TABLE in query["sql"]]
-    assert [sql.split()[0] for sql in touching] == ["DELETE"]
+    assert [sql.split()[0] for sql in touching] == ["SELECT", "DELETE"]
 
 
 CANVASES: dict[str, tuple[Callable[[], Signature[Any]], int]] = {
@@ -424,6 +425,20 @@ def test_a_canvas_is_kept_whole_or_not_at_all(
         good = keep(1, alias)
     assert ids(sent()) == [good.id]
     assert Person.everyone.using(alias).count() == 1
+    assert rows(alias) == []
+
+
+def test_large_messages_are_written_a_few_at_a_time(
+    alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An INSERT has a number of bytes at most, or a single message; all are published."""
+    monkeypatch.setattr(batches, "BATCH_BYTES", 5000)
+    signatures = [add.s("x" * 2000), add.s("x" * 9000), add.s(1), add.s(2)]
+    with transaction.atomic(using=alias), CaptureQueriesContext(connections[alias]) as inside:
+        result = send_on_commit(group(signatures), using=alias, outbox=True)
+    words = [query["sql"].split()[0] for query in inside.captured_queries]
+    assert words.count("INSERT") == 3
+    assert ids(sent()) == [one.id for one in result]
     assert rows(alias) == []
 
 
@@ -728,10 +743,10 @@ def test_what_can_not_be_sent_raises_at_the_call(alias: str, sent: Sent) -> None
     assert rows(alias) == []
 
 
-def test_a_header_that_no_row_can_keep_is_named(sent: Sent) -> None:
-    """The error says that the outbox is the reason: without it the header may travel."""
+def test_an_option_that_no_row_can_keep_is_named(sent: Sent) -> None:
+    """The error says that the outbox is the reason: without it the option may travel."""
     with transaction.atomic(), pytest.raises(NotSerializable, match="outbox row keeps plain data"):
-        keep(1, headers={"ours": object()})
+        keep(1, errback=object())
     assert rows() == sent() == []
 
 
@@ -857,7 +872,7 @@ def test_another_broker_is_an_error(option: str, broker: Celery, make_app: MakeA
                 lambda: send_on_commit(add.s(1), outbox=True, **{option: given}),
                 lambda: deferring.apply_async((1,), **{option: given}),
             ):
-                with pytest.raises(TypeError, match="connection or producer of its own"):
+                with pytest.raises(TypeError, match="to another broker"):
                     send()
         with pytest.raises(TypeError, match="outbox=False"):
             keep(1, **{option: given})

@@ -10,6 +10,7 @@ from django.db import connections, transaction
 from django.db.models.functions import Now
 from model_bakery import baker
 
+from django_celery_safe import batches
 from django_celery_safe.models import OutboxMessage, OutboxMessages, OutboxRelay
 from tests.conftest import MakeDatabase
 from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
@@ -127,6 +128,46 @@ def test_a_claim_does_not_touch_what_is_not_due(alias: str) -> None:
     before = list(others.values())
     assert len(table(alias).claim(100, MINUTE)) == 2
     assert list(others.values()) == before
+
+
+def make_large(alias: str, *megabytes: int) -> list[int]:
+    """Make rows that are due, the first one longest, with bodies of this size."""
+    made = []
+    for number, size in enumerate(megabytes):
+        (key,) = make(alias, due_at=(number - 10) * SECOND)
+        table(alias).filter(pk=key).update(body=bytes(size * 1024 * 1024))
+        made.append(key)
+    return made
+
+
+def test_a_claim_takes_no_more_than_fits_into_memory(
+    alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends before the row that would be too much; a row that is too large comes alone."""
+    monkeypatch.setattr(batches, "BATCH_BYTES", 3 * 1024 * 1024)
+    first, second, huge, last = make_large(alias, 1, 1, 4, 1)
+    claims = [table(alias).claim(100, MINUTE) for _ in range(4)]
+    assert [keys(rows) for rows in claims] == [[first, second], [huge], [last], []]
+    assert [len(row.body) for row in claims[0]] == [1024 * 1024] * 2
+    assert table(alias).due().count() == 0
+
+
+def test_a_claim_counts_all_of_a_row(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers and what a chord needs may be as large as a body."""
+    made = make(alias, 3, due_at=-SECOND)
+    table(alias).filter(pk=made[0]).update(properties="x" * 2000)
+    table(alias).filter(pk=made[1]).update(chord_calls="x" * 2000)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 3000)
+    assert [keys(table(alias).claim(100, MINUTE)) for _ in range(2)] == [made[:1], made[1:]]
+
+
+def test_a_claim_that_begins_later_passes_by_what_was_due_before(alias: str) -> None:
+    """It takes rows from that moment on, and each says when it was due."""
+    early, late = make(alias, due_at=-2 * MINUTE)[0], make(alias, due_at=-MINUTE)[0]
+    since = table(alias).get(pk=late).due_at
+    (row,) = table(alias).claim(100, MINUTE, since=since)
+    assert (row.pk, row.due_at) == (late, since)
+    assert keys(table(alias).claim(100, MINUTE)) == [early]
 
 
 def claim_all(alias: str) -> list[int]:

@@ -23,7 +23,7 @@ from kombu.exceptions import OperationalError
 
 from django_celery_safe import SafeTask, send_on_commit
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.sending import outbox
+from django_celery_safe.sending import departure
 from django_celery_safe.sending.broker import _silent_until
 from tests.app.models import Person
 from tests.app.tasks import add
@@ -400,7 +400,7 @@ def test_results_through_a_broker_that_falls_silent_cost_no_more(
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch, settings: "Settings") -> None:
     """A relay takes rows after half a second."""
-    monkeypatch.setattr(outbox, "GRACE", 0.05)
+    monkeypatch.setattr(departure, "GRACE", 0.05)
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 0.5}
 
 
@@ -447,7 +447,7 @@ def test_rows_that_are_not_due_yet_are_sent_by_their_sender(
     alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the grace, and before a relay may have the rows, nobody but the sender sends them."""
-    monkeypatch.setattr(outbox, "GRACE", 0.05)
+    monkeypatch.setattr(departure, "GRACE", 0.05)
     with transaction.atomic(using=alias):
         result = SENDS["task"](add, alias)
         began = time.monotonic()

@@ -1,5 +1,7 @@
 """The relay: what it sends, when it is alone and beside others, and what it leaves behind."""
 
+import io
+import math
 import os
 import signal
 import sys
@@ -15,6 +17,7 @@ import pytest
 from celery import Celery, chord, current_app, shared_task
 from celery.backends.redis import RedisBackend
 from celery.signals import after_task_publish
+from django.core.management import call_command
 from django.db import connections, transaction
 from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
@@ -192,11 +195,12 @@ def test_queries_are_counted_by_batches(kind: Any, make_database: MakeDatabase, 
         assert list(sizes) == [100, 100, 50]
         relay.close()
     words = Counter(q["sql"].split()[0] for q in queries.captured_queries if TABLE in q["sql"])
+    # At the end it looks where the last batch ended, and then from the beginning.
     if kind == "postgres":
-        assert words == {"SELECT": 4, "UPDATE": 3, "DELETE": 3}
+        assert words == {"SELECT": 3 + 2, "UPDATE": 3, "DELETE": 3}
     else:
         # It looks before it locks all others out; the lock is one more UPDATE.
-        assert words == {"SELECT": 4 + 3, "UPDATE": 3 + 3, "DELETE": 3}
+        assert words == {"SELECT": 3 + 3 + 2, "UPDATE": 3 + 3, "DELETE": 3}
     assert len(sent()) == 250
 
 
@@ -236,6 +240,140 @@ def test_what_commits_late_is_sent(make_database: MakeDatabase, sent: Sent) -> N
     relay.drain()
     relay.close()
     assert ids(sent())[1:] == late
+
+
+def test_dead_rows_behind_an_old_snapshot_are_not_read_at_each_claim(
+    postgres_alias: str, sent: Sent
+) -> None:
+    """A dump keeps every row that was deleted; a relay reads past them once a second only."""
+    alias = postgres_alias
+    fill(alias, 4000)
+    with an_old_snapshot(alias):
+        with connections[alias].cursor() as cursor:
+            cursor.execute(f"DELETE FROM {TABLE} WHERE id IN (SELECT id FROM {TABLE} LIMIT 3700)")
+        relay = Relay(alias)
+        first = buffers_of(alias, relay.relay_batch)
+        relay._looks_back_at = math.inf  # however slow this machine is
+        second = buffers_of(alias, relay.relay_batch)
+        relay._looks_back_at = 0.0
+        third = buffers_of(alias, relay.relay_batch)
+        relay.close()
+    assert len(sent()) == 300
+    assert min(first, third) - second > 300  # of the 2,000 that sending a hundred takes
+
+
+def test_a_busy_relay_finds_what_commits_late_with_an_earlier_moment(
+    alias: str, sent: Sent
+) -> None:
+    """It looks from the beginning once a second, though others are due later without end."""
+    (wanted,) = leave(alias)
+    table(alias).update(due_at=Now() - timedelta(hours=1))
+    late = table(alias).get()
+    table(alias).filter(pk=late.pk).update(due_at=None)  # as if not committed yet
+    relay = Relay(alias)
+    leave(alias)
+    assert relay.relay_batch() == 1
+    table(alias).filter(pk=late.pk).update(due_at=late.due_at)
+    sent()
+
+    def found() -> bool:
+        leave(alias)
+        assert relay.relay_batch() >= 1
+        return wanted in ids(sent())
+
+    wait_for(found)
+    relay.close()
+
+
+@contextmanager
+def an_old_snapshot(alias: str) -> Iterator[None]:
+    """Hold a snapshot of the database, as a dump does."""
+    other = connections[alias].copy()
+    try:
+        with other.cursor() as cursor:
+            cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+            cursor.execute(f"SELECT count(*) FROM {TABLE}")
+        yield
+    finally:
+        other.close()
+
+
+def fill(alias: str, rows: int) -> None:
+    """Let the outbox have so many copies of a message, due one after another."""
+    leave(alias)
+    row = (
+        table(alias).values("task", "task_id", "properties", "chord", "chord_calls", "error").get()
+    )
+    table(alias).all().delete()
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {TABLE} ({', '.join(row)}, body, attempts, created_at, due_at) "
+            f"SELECT {', '.join(['%s'] * len(row))}, repeat(' ', 1000)::bytea, 0, "
+            f"now(), now() - interval '1 hour' + number * interval '1 ms' "
+            f"FROM generate_series(1, {rows}) AS number",
+            list(row.values()),
+        )
+
+
+def buffers_of(alias: str, action: Callable[[], object]) -> int:
+    """Return how many buffers of the outbox and its indexes PostgreSQL reads meanwhile."""
+
+    def read() -> int:
+        with connections[alias].cursor() as cursor:
+            cursor.execute("SELECT pg_stat_force_next_flush()")
+            cursor.execute("SELECT pg_stat_clear_snapshot()")
+            cursor.execute(
+                "SELECT heap_blks_read + heap_blks_hit + idx_blks_read + idx_blks_hit"
+                " FROM pg_statio_user_tables WHERE relname = %s",
+                [TABLE],
+            )
+            return int(cursor.fetchone()[0])
+
+    before = read()
+    action()
+    return read() - before
+
+
+@contextmanager
+def pooled(alias: str) -> Iterator[None]:
+    """Let all threads share a single connection to a database, as a pool of psycopg does."""
+    connections[alias].close()
+    pool = {"min_size": 1, "max_size": 1, "timeout": 5}
+    connections.settings[alias]["OPTIONS"]["pool"] = pool
+    connections[alias].settings_dict["OPTIONS"]["pool"] = pool
+    try:
+        yield
+    finally:
+        connections[alias].close_pool()  # type: ignore[attr-defined]
+        del connections[alias].settings_dict["OPTIONS"]["pool"]
+
+
+def test_a_pool_of_one_connection_is_enough_for_the_command(
+    postgres_alias: str, sent: Sent
+) -> None:
+    """The command gives its own connection back before a thread relays, and sweeps, with it."""
+    wanted = leave(postgres_alias)
+    with pooled(postgres_alias), ending_after(1):
+        assert table(postgres_alias).exists()  # as the command looks, which relays all
+        call_command("celery_outbox", "relay", "--database", postgres_alias, stdout=io.StringIO())
+    assert ids(sent()) == wanted
+
+
+@contextmanager
+def ending_after(count: int) -> Iterator[None]:
+    """Ask this process to end, as an init system does, when so many messages were sent."""
+    told: list[str] = []
+
+    def end(task_id: str, **_: Any) -> None:
+        told.append(task_id)
+        if len(told) == count:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    task_sent.connect(end, weak=False)
+    try:
+        yield
+    finally:
+        task_sent.disconnect(end)
 
 
 # Several relays, and their ends.

@@ -41,6 +41,8 @@ DONE: Final = {
     "retry": ("are due now", "would be due now"),
     "discard": ("were deleted", "would be deleted"),
 }
+#: Columns that are never shown, and may be larger than the memory.
+UNSEEN: Final = ("body", "properties", "chord_calls")
 #: How often the main thread looks after those that relay, s.
 LISTEN: Final = 0.5
 
@@ -183,6 +185,7 @@ class Command(TableCommand):
 
     def _chosen(self, alias: str, options: dict[str, Any]) -> OutboxMessages:
         rows = OutboxMessage.objects.using(alias).annotate(asked_at=Now()).order_by("pk")
+        rows = rows.defer(*UNSEEN)
         if options["task"]:
             rows = rows.filter(task=options["task"])
         if options["state"]:
@@ -243,7 +246,7 @@ class Command(TableCommand):
         lines = (
             as_lines(as_row(row))
             for rows in chosen
-            for row in rows.annotate(asked_at=Now()).order_by("pk")[:ASKED_ABOUT]
+            for row in rows.annotate(asked_at=Now()).defer(*UNSEEN).order_by("pk")[:ASKED_ABOUT]
         )
         question = f"They are never sent. Delete {total} message(s)?"
         if not confirm(self.stderr, "\n".join([*preview(lines, total), question])):
@@ -303,6 +306,10 @@ def run_all(relays: list[Relay], stop: threading.Event) -> None:
     """Run each relay in a thread of its own until all are told to stop, or one fails."""
     app: Any = current_app._get_current_object()  # type: ignore[attr-defined]
 
+    for relay in relays:
+        # Each thread has its own, and a pool may have a single one to lend.
+        connections[relay.using].close()
+
     def run(relay: Relay) -> None:
         app.set_current()  # Celery's current app is that of a thread
         try:
@@ -325,7 +332,8 @@ def status_of(alias: str) -> dict[str, Any]:
     """Return what ``--json`` shows of one outbox; see docs/reference/commands.md for the keys."""
     rows = OutboxMessage.objects.using(alias)
     # Ages by the database's clock, which wrote the moments too.
-    oldest = rows.pending().annotate(asked_at=Now()).order_by("created_at").first()
+    waiting = rows.pending().annotate(asked_at=Now()).defer(*UNSEEN)
+    oldest = waiting.order_by("created_at").first()
     relay = OutboxRelay.objects.using(alias).annotate(asked_at=Now()).first()
     return {
         "pending": rows.pending().count(),

@@ -1,0 +1,182 @@
+"""
+What the sends of one commit share, so that their waits do not add up.
+
+Each send is a callback of its own, in the order of the calls and among the callbacks of
+others. A :class:`Departure` is what they have in common: the time that the commit may
+spend on the outbox, the faults that one of them met, and the rows that they wrote.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final, TypeAlias
+
+from django.db import Error as DatabaseError
+from django.db import transaction
+from django.db.models.functions import Now
+from kombu.exceptions import OperationalError
+
+from .. import conf
+from ..exceptions import CelerySafeError
+from ..statements import change_returning
+from ..texts import get_logger
+
+logger = get_logger(__name__)
+
+#: A relay takes a row this long after its INSERT, s, and ``OUTBOX_SEND_TIMEOUT``: its sender
+#: died, or its transaction takes longer than that.
+GRACE: Final = 5.0
+#: What must not leave the commit when a row's state can't be read or written.
+UNSETTLED: Final = (DatabaseError, CelerySafeError)
+#: Rows that one statement looks for: SQLite takes a limited number of parameters.
+LOOK: Final = 1000
+
+
+#: A row's primary key and the id of its task.
+Row: TypeAlias = tuple[int, str]
+
+
+class Departure:
+    """
+    The sends of one commit.
+
+    Args:
+        using: Alias of the database whose commit it is.
+    """
+
+    def __init__(self, using: str) -> None:
+        self.using = using
+        #: Whether the commit has come; a later send belongs to another one.
+        self.has_begun = False
+        #: Errors of what could not be reached, which nobody waits for again.
+        self.faults: dict[Hashable, Exception] = {}
+        self.rows = WrittenRows(using)
+        #: What is left of ``OUTBOX_SEND_TIMEOUT``, s; None: all of it.
+        self._left: float | None = None
+        self._give_up_at = math.inf
+
+    @classmethod
+    def join(cls, using: str | None) -> Departure:
+        """Return the departure of the open transaction, with all that waits for its commit."""
+        connection = transaction.get_connection(using)
+        for entry in reversed(connection.run_on_commit):
+            departure = getattr(entry[1], "departure", None)
+            if isinstance(departure, cls):
+                if departure.has_begun:  # a TestCase runs callbacks, and goes on
+                    break
+                return departure
+        return cls(connection.alias)
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Let what the block takes count as time that the commit has waited for the outbox."""
+        left = send_timeout() if self._left is None else self._left
+        began = time.monotonic()
+        self._give_up_at = began + left
+        try:
+            yield
+        finally:
+            self._left = left - (time.monotonic() - began)
+
+    def find_lateness(self) -> Exception | None:
+        """Return why no more of the outbox is published at this commit; None: there is time."""
+        if time.monotonic() < self._give_up_at:
+            return None
+        return OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
+
+
+class WrittenRows:
+    """
+    The rows of the outbox that the sends of one transaction wrote.
+
+    The row decides: a message whose row is not there after the commit is not sent. Django
+    runs the callbacks also of a savepoint that was rolled back by its id, and after a COMMIT
+    of which PostgreSQL made a rollback.
+    """
+
+    def __init__(self, using: str) -> None:
+        self.using = using
+        self._rows: list[Row] = []
+        #: The number of each row. SQLite gives the key of a row that was rolled back to the
+        #: next row, of this process or of another one, so the key alone says too little.
+        self._numbers: dict[Row, int] = {}
+        self._ours: set[Row] = set()
+        self._looked = 0
+        #: No relay takes a row while what begins before this takes its time.
+        self._ours_until = math.inf
+
+    def add(self, rows: Sequence[Row]) -> int:
+        """Add rows that were just inserted; return the number of the first of them."""
+        self._ours_until = min(self._ours_until, time.monotonic() + GRACE)
+        start = len(self._rows)
+        self._rows += rows
+        self._numbers.update((row, start + offset) for offset, row in enumerate(rows))
+        return start
+
+    def are_ours(self, start: int, count: int) -> bool:
+        """
+        Tell whether these rows were committed, and no relay has one of them, nor will meanwhile.
+
+        That takes one query for all rows of a commit, or for each thousand of them.
+
+        Args:
+            start: Number of the first row, as :meth:`add` returned it.
+            count: How many they are.
+        """
+        is_late = time.monotonic() >= self._ours_until
+        end = start + count
+        if is_late or self._looked < end:
+            self._looked = max(end, start + LOOK)
+            look = self._claim if is_late else self._find
+            self._ours = look(self._rows[start : self._looked])
+        missing = sum(
+            row not in self._ours or self._numbers[row] != number
+            for number, row in enumerate(self._rows[start:end], start)
+        )
+        if missing and not is_late:
+            logger.warning(
+                "%d message(s) of %r are not sent, since their rows are not in the outbox: Django "
+                "was not told that they were rolled back, such as by savepoint_rollback() or by "
+                "an error of a query that was caught inside atomic(). Put a nested atomic() "
+                "around what may fail.",
+                missing,
+                self.using,
+            )
+        return not missing
+
+    def release(self, start: int) -> None:
+        """Leave these rows, and all after them, to a relay at once."""
+        rows, self._rows[start:] = self._rows[start:], []
+        for first in range(0, len(rows), LOOK):
+            self._query(rows[first : first + LOOK]).release()
+
+    def _find(self, rows: Sequence[Row]) -> set[Row]:
+        return set(self._query(rows).values_list("pk", "task_id"))
+
+    def _claim(self, rows: Sequence[Row]) -> set[Row]:
+        lease = timedelta(seconds=sender_time())
+        # A row that a relay has is due later than that, and one that it had has attempts.
+        free = self._query(rows).pending().filter(due_at__lte=Now() + lease, attempts=0)
+        claimed = change_returning(free, {"due_at": Now() + lease}, "id", "task_id")
+        self._ours_until = time.monotonic() + GRACE
+        return {(pk, task_id) for pk, task_id in claimed}
+
+    def _query(self, rows: Sequence[Row]) -> Any:
+        from ..models import OutboxMessage  # a model-free door, see __init__
+
+        keys, task_ids = [pk for pk, _ in rows], {task_id for _, task_id in rows}
+        return OutboxMessage.objects.using(self.using).filter(pk__in=keys, task_id__in=task_ids)
+
+
+def sender_time() -> float:
+    """Return for how long rows belong to their sender from their INSERT on, s."""
+    return send_timeout() + GRACE
+
+
+def send_timeout() -> float:
+    """Return ``OUTBOX_SEND_TIMEOUT``, s."""
+    return conf.send_timeout("OUTBOX_SEND_TIMEOUT")
