@@ -14,7 +14,14 @@ from .. import conf
 from ..exceptions import ConfigurationError
 from .endings import watch
 from .guard import run_alone
-from .options import Key, check_key_names, make_options
+from .options import (
+    Key,
+    OnConflict,
+    OnDuplicate,
+    UniqueUntil,
+    check_key_names,
+    make_options,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,30 +33,30 @@ def single_instance(function: Callable[P, T], /) -> Callable[P, T | None]: ...
 def single_instance(
     *,
     key: Key | conf.Unset = conf.UNSET,
-    on_conflict: str = "skip",
+    on_conflict: OnConflict = "skip",
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
     blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
     renew: bool = True,
     cache: str | conf.Unset = conf.UNSET,
-    unique_until: str | None = None,
+    unique_until: UniqueUntil | None = None,
     sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    on_duplicate: str | conf.Unset = conf.UNSET,
+    on_duplicate: OnDuplicate | conf.Unset = conf.UNSET,
 ) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
 def single_instance(
     function: Callable[..., Any] | None = None,
     /,
     *,
     key: Key | conf.Unset = conf.UNSET,
-    on_conflict: str = "skip",
+    on_conflict: OnConflict = "skip",
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
     blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
     renew: bool = True,
     cache: str | conf.Unset = conf.UNSET,
-    unique_until: str | None = None,
+    unique_until: UniqueUntil | None = None,
     sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    on_duplicate: str | conf.Unset = conf.UNSET,
+    on_duplicate: OnDuplicate | conf.Unset = conf.UNSET,
 ) -> Any:
     """
     Let one run of a task go on at a time, for each key, on any number of machines.

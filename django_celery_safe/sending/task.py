@@ -6,9 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from celery import Task
 from celery._state import get_current_task
-from celery.contrib.django.task import DjangoTask
 
 from .. import conf
 from ..concurrency.copies import is_resending, keeps_key, resending
@@ -28,12 +26,15 @@ from .early import tell_if_in_atomic
 from .late import tell_if_beyond_visibility
 from .outbox import task_wants_outbox
 from .publication import publish_once
+from .typed import DjangoTask, P, R, Task
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
 
+    from .typed import SentResult
 
-class SafeTaskMixin(Task):  # type: ignore[type-arg]
+
+class SafeTaskMixin(Task[P, R]):
     """
     Adds sending on commit to a task class, and changes none of Celery's defaults.
 
@@ -48,7 +49,11 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
     send_on_commit: bool | None = None
     outbox: bool | None = None
 
-    def delay_on_commit(self, *args: Any, **kwargs: Any) -> Any:
+    def delay(self, *args: P.args, **kwargs: P.kwargs) -> SentResult[R]:
+        """Send the task with these arguments; see :meth:`apply_async`."""
+        return self.apply_async(args, kwargs)
+
+    def delay_on_commit(self, *args: P.args, **kwargs: P.kwargs) -> SentResult[R]:
         """Send the task when the transaction commits; see :meth:`apply_async_on_commit`."""
         return self.apply_async_on_commit(args, kwargs)
 
@@ -60,7 +65,7 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         using: str | None = None,
         outbox: bool | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> SentResult[R]:
         """
         Send the task when the transaction commits.
 
@@ -98,10 +103,11 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
             self._with_header(args, kwargs, options, Header())  # what is wrong shows now
             return note_result(run_on_commit(self.signature(args, kwargs), using, options))
 
-        def send(given: dict[str, Any]) -> Any:
+        def send(given: dict[str, Any]) -> SentResult[R]:
             return self._send(args, kwargs, given)
 
-        return hold(self.app, send, using, options, outbox=outbox)
+        result: SentResult[R] = hold(self.app, send, using, options, outbox=outbox)
+        return result
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Let a call ask for what ``@single_instance`` does, also where that does not stand."""
@@ -118,7 +124,9 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
             options, _ = self._with_header(args, kwargs, options, Header())
         return super().apply(args, kwargs, *more, **options)
 
-    def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+    def apply_async(
+        self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
+    ) -> SentResult[R]:
         """
         Send the task; inside ``atomic()``, when it commits if ``send_on_commit`` says so.
 
@@ -159,7 +167,7 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         """Tell whether a send is held back by who asked for it, or must not be."""
         return is_capturing() or is_resending(task_id) or is_running(task_id)
 
-    def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+    def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
         check_arguments(self.name, args, kwargs, [options.get(name) for name in _CARRIED])
         if not self.app.conf.task_always_eager:
             tell_if_beyond_visibility(self.app, self.name, options)
@@ -182,7 +190,9 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
                 raise
         return self._send_once(args, kwargs, options, header)
 
-    def _send_once(self, args: Any, kwargs: Any, options: dict[str, Any], header: Header) -> Any:
+    def _send_once(
+        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
+    ) -> SentResult[R]:
         """Send the task now if it is no duplicate, or find that out at the commit."""
         guarded = find_guarded(self)
         raises = guarded is not None and guarded.options.on_duplicate == "raise"
@@ -323,7 +333,7 @@ _CARRIED = ("link", "link_error", "chain", "chord")
 _CANVAS = (*_CARRIED, "group_id", "parent_id", "root_id")
 
 
-class SafeTask(SafeTaskMixin, DjangoTask):  # type: ignore[misc,type-arg]
+class SafeTask(SafeTaskMixin[P, R], DjangoTask[P, R]):  # type: ignore[misc]
     """
     A Celery task that can be sent on commit.
 
