@@ -7,6 +7,7 @@ import inspect
 import logging
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -267,6 +268,28 @@ def find_guarded(task: Any) -> Guarded | None:
     # signature says nothing about it.
     bound = any(map(inspect.ismethod, found[: marked[-1]]))
     return Guarded(decorated, decorated.single_instance, bound)
+
+
+def find_hidden(task: Any) -> Callable[..., Any] | None:
+    """
+    Return what ``@single_instance`` decorated where the task can't find it; None if nothing.
+
+    That is behind a wrapper without ``functools.wraps``, which keeps what it wraps in its
+    closure. Whether it wraps it, or calls it for another reason, nothing can tell.
+    """
+    seen: set[int] = set()
+    waiting: list[Callable[..., Any]] = list(layers(task.run)) if find_guarded(task) is None else []
+    while waiting:
+        function = waiting.pop()
+        if _options_of(function) is not None:
+            return function
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # an empty one
+                inner = cell.cell_contents
+                if inspect.isfunction(inner) and id(inner) not in seen:
+                    seen.add(id(inner))
+                    waiting.append(inner)
+    return None
 
 
 def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options] | None:

@@ -21,6 +21,9 @@ Key: TypeAlias = str | Sequence[str] | Callable[..., Any]
 #: What can be told for one call; all of it plain values, since it travels in the message.
 CALL_OPTIONS: Final = ("key", "timeout", "on_conflict", "blocking_timeout", "retry_delay")
 
+#: What can stand in a field of a format string after its "!"; None: there is none.
+_CONVERSIONS: Final = (None, "r", "s", "a")
+
 #: Seconds after which ``on_conflict="retry"`` comes back, before jitter.
 RETRY_DELAY: Final = 5.0
 
@@ -189,9 +192,16 @@ def check_key_names(
 
 
 def template_names(template: str) -> list[str]:
-    """Return the argument names that a format string uses, those in format specs too."""
+    """
+    Return the argument names that a format string uses, those in format specs too.
+
+    Raises:
+        ValueError: It is no format string.
+    """
     names: list[str] = []
-    for _, field, spec, _ in string.Formatter().parse(template):
+    for _, field, spec, conversion in string.Formatter().parse(template):
+        if conversion not in _CONVERSIONS:
+            raise ValueError(f"it has the conversion !{conversion}, and can have !r, !s or !a")
         if field is not None:
             names.append(field.partition(".")[0].partition("[")[0])
             names += template_names(spec or "")
