@@ -33,6 +33,7 @@ def single_instance(function: Callable[P, T], /) -> Callable[P, T | None]: ...
 def single_instance(
     *,
     key: Key | conf.Unset = conf.UNSET,
+    lock: str | conf.Unset = conf.UNSET,
     on_conflict: OnConflict = "skip",
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
@@ -48,6 +49,7 @@ def single_instance(
     /,
     *,
     key: Key | conf.Unset = conf.UNSET,
+    lock: str | conf.Unset = conf.UNSET,
     on_conflict: OnConflict = "skip",
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
@@ -75,6 +77,9 @@ def single_instance(
             clear text in the lock's name; a list of argument names, hashed
             (``[]``: all calls); or a function of the task's arguments that
             returns a str, used as it is, or any plain value, hashed.
+        lock: What stands before the key in the lock's name; unset: the task's name. Tasks
+            with the same ``lock`` exclude each other where their keys are equal, at the
+            send too.
         on_conflict: What a run does when another holds the lock. ``"skip"``:
             returns None, so chains and chords go on. ``"retry"``: comes back
             after ``retry_delay``, without using up ``max_retries``. ``"wait"``: waits
@@ -122,6 +127,7 @@ def single_instance(
     watch(runs=unique_until is not None)
     options = make_options(
         key=key,
+        lock=lock,
         on_conflict=on_conflict,
         timeout=timeout,
         retry_delay=retry_delay,

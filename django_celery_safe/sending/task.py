@@ -11,7 +11,7 @@ from celery._state import get_current_task
 from .. import conf
 from ..concurrency.copies import is_resending, keeps_key, resending
 from ..concurrency.endings import watch
-from ..concurrency.guard import Guarded, find_guarded, run_as_called
+from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for, run_as_called
 from ..concurrency.header import HEADER, Header, read_header, with_header
 from ..concurrency.keys import ArgumentsDontFit, call_key
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
@@ -112,8 +112,8 @@ class SafeTaskMixin(Task[P, R]):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Let a call ask for what ``@single_instance`` does, also where that does not stand."""
         task = super().__new__(cls)
+        watch(runs=True)  # a call can ask for unique_until
         if find_guarded(task) is None:
-            watch()
             # On the instance: a class' run may call that of its parent.
             task.run = run_as_called(task)  # type: ignore[method-assign]
         return task
@@ -142,6 +142,18 @@ class SafeTaskMixin(Task[P, R]):
         if conf.get("WARN_IN_ATOMIC") and not self._leaves_rightly(options.get("task_id")):
             tell_if_in_atomic(self.name)
         return self._send(args, kwargs, options)
+
+    def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """
+        Return the name of the lock under which the task runs with these arguments.
+
+        That of its message, with ``unique_until``, is ``sent:`` and this.
+
+        Raises:
+            ConfigurationError: The task has no ``@single_instance``, and so no lock.
+            TypeError: The arguments don't fit the task.
+        """
+        return name_lock(self, args, kwargs)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Send the running task again, as Celery's; never held back, since Retry rolls back."""
@@ -194,8 +206,8 @@ class SafeTaskMixin(Task[P, R]):
         self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
     ) -> SentResult[R]:
         """Send the task now if it is no duplicate, or find that out at the commit."""
-        guarded = find_guarded(self)
-        raises = guarded is not None and guarded.options.on_duplicate == "raise"
+        guarded = find_guarded(self) or Guarded(self.run, DEFAULTS, False)
+        raises = options_for(guarded, header).on_duplicate == "raise"
         if is_capturing():
             if raises and not header.get("canvas"):
                 raise TypeError(
@@ -225,7 +237,8 @@ class SafeTaskMixin(Task[P, R]):
             backend.remove_pending_result(result)
         settle(result, headers, held)  # a parent's trail has it already
         if held is not None and raises:
-            raise AlreadySent(held.name.removeprefix("sent:"), held.holder.task_id or "")
+            name = held.name.removeprefix("sent:")
+            raise AlreadySent(name, held.holder.task_id or "", held.remaining)
         if is_resending(result.id):
             # A message that replaces its own run goes on with that run's lock.
             self._pass_on(read_header(headers, self.name).get("sent"), options)
@@ -269,13 +282,15 @@ class SafeTaskMixin(Task[P, R]):
             header = Header() if step is None else Header(task=self.name, step=step)
             return (with_header(options, header) if header else options), header
         header = Header(task=self.name, key=key)
+        if not isinstance(own.lock, conf.Unset):
+            header["lock"] = own.lock
         if step is not None:
             header["step"] = step
         if given is not None:
             header["options"] = dict(given)
         if carried or options.get("retries"):
             # A retry: nothing may be in its way. With another key it goes on without this lock.
-            if carried.get("key") == key:
+            if (carried.get("lock"), carried.get("key")) == (header.get("lock"), key):
                 header = Header(**{**carried, **header})
                 header.pop("copy", None)
                 header.pop("met", None)
