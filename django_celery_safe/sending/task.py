@@ -49,9 +49,9 @@ class SafeTaskMixin(Task[P, R]):
     send_on_commit: bool | None = None
     outbox: bool | None = None
 
-    def delay(self, *args: P.args, **kwargs: P.kwargs) -> SentResult[R]:
-        """Send the task with these arguments; see :meth:`apply_async`."""
-        return self.apply_async(args, kwargs)
+    if TYPE_CHECKING:
+        # Not at run time, where it would stand before that of a project's own task class.
+        def delay(self, *args: P.args, **kwargs: P.kwargs) -> SentResult[R]: ...
 
     def delay_on_commit(self, *args: P.args, **kwargs: P.kwargs) -> SentResult[R]:
         """Send the task when the transaction commits; see :meth:`apply_async_on_commit`."""
