@@ -55,6 +55,7 @@ def send_typed() -> None:
     typed.delay("1")  # E: arg-type
     typed.delay_on_commit("1")  # E: arg-type
     typed.si("1")  # E: arg-type
+    typed.lock_name("1")  # E: arg-type
     for result in (
         typed.delay(1),
         typed.delay_on_commit(1),
