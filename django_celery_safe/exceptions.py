@@ -165,14 +165,19 @@ class AlreadySent(SendError):
     Args:
         name: The lock's name, ``<task name>:<key>``.
         task_id: Id of the task that was sent first.
+        remaining: Seconds until the same can be sent again if nobody hears of that one any
+            more; None where it is not known.
     """
 
-    def __init__(self, name: str, task_id: str) -> None:
-        super().__init__(name, task_id)
-        self.name, self.task_id = name, task_id
+    def __init__(self, name: str, task_id: str, remaining: float | None = None) -> None:
+        super().__init__(name, task_id, remaining)
+        self.name, self.task_id, self.remaining = name, task_id, remaining
 
     def __str__(self) -> str:
-        return f"{self.name!r} was sent already, as task {self.task_id}; nothing was sent."
+        text = f"{self.name!r} was sent already, as task {self.task_id}; nothing was sent."
+        if self.remaining is None:
+            return text
+        return f"{text} If that one got lost, the same can be sent in {self.remaining:.3g} s."
 
 
 class NotSerializable(SendError, TypeError):

@@ -1,5 +1,6 @@
 """The system checks of tasks: each says what contradicts a task's lock, with its numbers."""
 
+import functools
 import os
 import re
 import subprocess
@@ -565,3 +566,34 @@ def test_what_is_sent_during_a_run_is_skipped(
     """W013 tells of a task whose second message waits only to be skipped."""
     add_task(make_app(), options)
     assert_said(said, "W013")
+
+
+def timed(function: Any) -> Any:
+    """Decorate a function as many projects do, without functools.wraps."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("base", "decorate", "said"),
+    [
+        (SafeTask, lambda alone: timed(alone), "which has @single_instance, behind a decorator"),
+        (Task, lambda alone: timed(timed(alone)), "which has @single_instance, behind"),
+        (SafeTask, lambda alone: functools.wraps(alone)(timed(alone)), None),
+    ],
+    ids=["without wraps", "twice", "with wraps"],
+)
+def test_a_decorator_hides_the_lock_from_the_task(
+    make_app: MakeApp, base: type, decorate: Any, said: str | None
+) -> None:
+    """W024 tells of a decorator that does not say what it wraps."""
+
+    @single_instance(on_conflict="retry")
+    def reindex() -> None:
+        """Do nothing."""
+
+    make_app().task(decorate(reindex), name=NAME, base=base, shared=False)
+    assert_said(said, "W024")

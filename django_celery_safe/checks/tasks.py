@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage
 
 from .. import conf
 from ..concurrency.copies import visibility_timeout
-from ..concurrency.guard import find_guarded
+from ..concurrency.guard import find_guarded, find_hidden
 from ..concurrency.options import Options
 from ..exceptions import ConfigurationError, describe_error
 from ..sending import SafeTaskMixin
@@ -25,7 +25,7 @@ SKIP_CHECKS: Final = "CELERY_SKIP_CHECKS"
 
 
 def check_tasks() -> list[CheckMessage]:
-    """E005, W007 to W013: what there is to say of the tasks of the current Celery app."""
+    """E005, W007 to W013, W024: what there is to say of the tasks of the current Celery app."""
     app: Any = current_app._get_current_object()  # type: ignore[attr-defined]
     try:
         tasks = load_tasks(app)
@@ -34,7 +34,7 @@ def check_tasks() -> list[CheckMessage]:
         return [warning(7, what, "A worker that loads them will not start either.")]
     found = [(task, guarded.options) for task in tasks if (guarded := find_guarded(task))]
     messages = [message for task, options in found for message in _check(app, task, options)]
-    return messages + _check_bypassed(app, tasks)
+    return messages + _check_hidden(tasks) + _check_bypassed(app, tasks)
 
 
 def load_tasks(app: Any) -> list[Any]:
@@ -149,6 +149,23 @@ def _check_skipping(task: Any, options: Options) -> Iterator[CheckMessage]:
         f"runs finds the run's lock held when its turn comes, and is not done.",
         'Set on_conflict="retry", or unique_until="end" if one run does it for all.',
     )
+
+
+def _check_hidden(tasks: list[Any]) -> list[CheckMessage]:
+    """W024: a wrapper hides ``@single_instance`` from the task."""
+    return [
+        warning(
+            24,
+            f"Task {task.name} runs {hidden.__qualname__}, which has @single_instance, behind a "
+            f"decorator that does not say what it wraps: a run still takes the lock, but as a "
+            f"call by hand does. unique_until does nothing, no message is sent again, and a "
+            f"redelivered one is skipped.",
+            "Write @functools.wraps(function) above the inner function of that decorator, or put "
+            "it below @single_instance.",
+        )
+        for task in tasks
+        if (hidden := find_hidden(task)) is not None
+    ]
 
 
 def _check_bypassed(app: Any, tasks: list[Any]) -> list[CheckMessage]:

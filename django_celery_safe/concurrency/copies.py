@@ -36,12 +36,22 @@ logger = get_logger(__name__)
 #: (kombu: transport/redis.py, transport/SQS).
 VISIBILITY_TIMEOUT: Final = 3600.0
 SQS_VISIBILITY_TIMEOUT: Final = 1800.0
+#: Brokers that mark a message that they deliver again; SQS, for one, does not (kombu 5.7).
+MARKING: Final = ("redis", "rediss", "sentinel", "amqp", "amqps", "pyamqp")
 #: Shortest delay of a copy, s: the lease's end is known to the millisecond only.
 SHORTEST_DELAY: Final = 0.05
 
 
 #: In which field of the header a copy has its token, and under which name the note stands.
 CopyName: TypeAlias = Literal["copy", "claim_copy"]
+
+
+#: What is said of a message that no broker marked as delivered again.
+_SENT_TWICE: Final = (
+    " The broker does not say that it delivered the message again. If this id was given to two "
+    "sends, they count as one message, and the second does not run: let Celery make the ids, or "
+    "give each send its own."
+)
 
 
 class Rejected(Reject, Ignore):
@@ -175,7 +185,10 @@ def send_own_copy(
     signature.options.update(with_header(signature.options, again))
     _send(task, request, signature)
     _note(store, note, token, lasts, holder, carried)
-    _tell(task, request, contender, delay)
+    first = carried is None and _attempt(request) == "0.0"
+    marked = _is_redelivered(request) or _broker_scheme(task.app) not in MARKING
+    twice = first and not of_claim and not marked
+    _tell(task, request, contender, delay, twice=twice)
     raise ComesBack(f"Met {contender.name!r}, which is held; a copy of the message comes back")
 
 
@@ -312,23 +325,34 @@ def _longest_delay(task: Any) -> float:
 def visibility_timeout(app: Any) -> float:
     """Return after how many seconds a broker of that kind delivers a message again."""
     options = app.conf.broker_transport_options or {}
-    urls = app.conf.broker_write_url or app.conf.broker_url or ""
-    on_sqs = str(urls if isinstance(urls, str) else urls[0]).startswith("sqs")
-    default = SQS_VISIBILITY_TIMEOUT if on_sqs else VISIBILITY_TIMEOUT
+    default = SQS_VISIBILITY_TIMEOUT if _broker_scheme(app) == "sqs" else VISIBILITY_TIMEOUT
     return float(options.get("visibility_timeout", default))
 
 
-def _tell(task: Any, request: Context, contender: HeldLock, delay: float | None) -> None:
+def _is_redelivered(request: Context) -> bool:
+    info: Any = request.delivery_info or {}
+    return bool(info.get("redelivered"))
+
+
+def _broker_scheme(app: Any) -> str:
+    urls = app.conf.broker_write_url or app.conf.broker_url or ""
+    return str(urls if isinstance(urls, str) else urls[0]).partition(":")[0]
+
+
+def _tell(
+    task: Any, request: Context, contender: HeldLock, delay: float | None, *, twice: bool = False
+) -> None:
     emit(
         task_own_copy,
         logger,
-        logging.INFO,
-        "Task %s[%s] was delivered while %r is held by %s: %s.",
+        logging.WARNING if twice else logging.INFO,
+        "Task %s[%s] was delivered while %r is held by %s: %s.%s",
         task.name,
         request.id,
         contender.name,
         contender.holder,
         "another copy is on its way" if delay is None else f"a copy comes back in {delay:.3g} s",
+        _SENT_TWICE if twice else "",
         sender=send_own_copy,
         name=contender.name,
         task_id=request.id,

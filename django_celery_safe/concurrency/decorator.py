@@ -14,7 +14,14 @@ from .. import conf
 from ..exceptions import ConfigurationError
 from .endings import watch
 from .guard import run_alone
-from .options import Key, check_key_names, make_options
+from .options import (
+    Key,
+    OnConflict,
+    OnDuplicate,
+    UniqueUntil,
+    check_key_names,
+    make_options,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,30 +33,32 @@ def single_instance(function: Callable[P, T], /) -> Callable[P, T | None]: ...
 def single_instance(
     *,
     key: Key | conf.Unset = conf.UNSET,
-    on_conflict: str = "skip",
+    lock: str | conf.Unset = conf.UNSET,
+    on_conflict: OnConflict = "skip",
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
     blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
     renew: bool = True,
     cache: str | conf.Unset = conf.UNSET,
-    unique_until: str | None = None,
+    unique_until: UniqueUntil | None = None,
     sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    on_duplicate: str | conf.Unset = conf.UNSET,
+    on_duplicate: OnDuplicate | conf.Unset = conf.UNSET,
 ) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
 def single_instance(
     function: Callable[..., Any] | None = None,
     /,
     *,
     key: Key | conf.Unset = conf.UNSET,
-    on_conflict: str = "skip",
+    lock: str | conf.Unset = conf.UNSET,
+    on_conflict: OnConflict = "skip",
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
     blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
     renew: bool = True,
     cache: str | conf.Unset = conf.UNSET,
-    unique_until: str | None = None,
+    unique_until: UniqueUntil | None = None,
     sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    on_duplicate: str | conf.Unset = conf.UNSET,
+    on_duplicate: OnDuplicate | conf.Unset = conf.UNSET,
 ) -> Any:
     """
     Let one run of a task go on at a time, for each key, on any number of machines.
@@ -68,6 +77,9 @@ def single_instance(
             clear text in the lock's name; a list of argument names, hashed
             (``[]``: all calls); or a function of the task's arguments that
             returns a str, used as it is, or any plain value, hashed.
+        lock: What stands before the key in the lock's name; unset: the task's name. Tasks
+            with the same ``lock`` exclude each other where their keys are equal, at the
+            send too.
         on_conflict: What a run does when another holds the lock. ``"skip"``:
             returns None, so chains and chords go on. ``"retry"``: comes back
             after ``retry_delay``, without using up ``max_retries``. ``"wait"``: waits
@@ -115,6 +127,7 @@ def single_instance(
     watch(runs=unique_until is not None)
     options = make_options(
         key=key,
+        lock=lock,
         on_conflict=on_conflict,
         timeout=timeout,
         retry_delay=retry_delay,

@@ -104,7 +104,7 @@ def _on_retry(sender: Any, request: Context, reason: Any = None, **kwargs: Any) 
 
 
 def _on_revoked(sender: Any, request: Context, terminated: bool, **kwargs: Any) -> None:
-    if terminated:
+    if terminated and not _was_put_back(request):
         _free_killed(sender, request.id or "", 0.0)
         return
     sent, guarded = find_sent(request), find_guarded_as_asked(sender, request)
@@ -112,12 +112,24 @@ def _on_revoked(sender: Any, request: Context, terminated: bool, **kwargs: Any) 
         return
 
     def free() -> None:
-        # Delivered twice, and expired the second time: the first may still run.
+        # Delivered twice, and refused the second time: the first may still run.
         held = locate(guarded[1].cache).store().peek(find_lock_name(sender, request, *guarded))
         if held is None or held.holder.task_id != request.id:
             sent.move(0)
 
     _in_background(free, sent.cache)
+
+
+def _was_put_back(message: Context) -> bool:
+    """
+    Tell whether no child ran a message that Celery reports as terminated.
+
+    The pool gave it to a child that ended before it read it. Revoked meanwhile, it is
+    accepted and ended in the main process (``_put_back`` in celery/concurrency/asynpool.py).
+    """
+    return any(
+        request._context is message and request.worker_pid == os.getpid() for request in _received
+    )
 
 
 def _on_refused(message: Any, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -14,6 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from celery import Task
 from celery.app.task import Context
 
+from .. import conf
 from ..exceptions import AlreadyRunning, ConfigurationError
 from ..locks import CacheLock, HeldLock
 from ..locks.stores import locate
@@ -99,7 +101,7 @@ def _run(
     header = find_header(request)
     if request is not None and "duplicate" in header:
         return _note_duplicate(task, request, header)
-    options = _options_of_call(guarded, header)
+    options = options_for(guarded, header)
     # Eager runs and .apply() have no message that could come back.
     message = None if request is None or request.is_eager else request
     name = find_lock_name(task, message, guarded, options, args, kwargs)
@@ -142,7 +144,9 @@ def find_lock_name(
             ``kwargs`` are what it was called with.
     """
     task_name = name_of(task, guarded.function)
-    key = find_header(message).get("key")
+    header = find_header(message)
+    lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
+    key = header.get("key")
     if key is None:
         args, kwargs = sent_arguments(task, message, args[guarded.bound :], kwargs)
         key = call_key(
@@ -154,7 +158,25 @@ def find_lock_name(
             bound=guarded.bound,
             serializer=serializer_of(task),
         )
-    return f"{task_name}:{key}"
+    return f"{header.get('lock', lock)}:{key}"
+
+
+def name_lock(task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """
+    Return the name of the lock under which a task runs when it is called so.
+
+    Raises:
+        ConfigurationError: The task has no ``@single_instance``, and so no lock.
+        TypeError: The arguments don't fit the task.
+    """
+    guarded = find_guarded(task)
+    if guarded is None:
+        raise ConfigurationError(
+            f"Task {task.name} has no @single_instance, so no lock keeps two runs of it apart. "
+            f"Decorate it, or give the name of the lock that it takes itself."
+        )
+    args = (task, *args) if guarded.bound else args
+    return find_lock_name(task, None, guarded, guarded.options, args, kwargs)
 
 
 def _is_own(contender: HeldLock | None, request: Context | None) -> bool:
@@ -270,6 +292,28 @@ def find_guarded(task: Any) -> Guarded | None:
     return Guarded(decorated, decorated.single_instance, bound)
 
 
+def find_hidden(task: Any) -> Callable[..., Any] | None:
+    """
+    Return what ``@single_instance`` decorated where the task can't find it; None if nothing.
+
+    That is behind a wrapper without ``functools.wraps``, which keeps what it wraps in its
+    closure. Whether it wraps it, or calls it for another reason, nothing can tell.
+    """
+    seen: set[int] = set()
+    waiting: list[Callable[..., Any]] = list(layers(task.run)) if find_guarded(task) is None else []
+    while waiting:
+        function = waiting.pop()
+        if _options_of(function) is not None:
+            return function
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # an empty one
+                inner = cell.cell_contents
+                if inspect.isfunction(inner) and id(inner) not in seen:
+                    seen.add(id(inner))
+                    waiting.append(inner)
+    return None
+
+
 def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options] | None:
     """Return what runs alone for a message, and how; None if any number may run at once."""
     header = find_header(request)
@@ -279,10 +323,11 @@ def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options
         if "options" not in header and "sent" not in header:
             return None
         guarded = Guarded(task.run, DEFAULTS, False)
-    return guarded, _options_of_call(guarded, header)
+    return guarded, options_for(guarded, header)
 
 
-def _options_of_call(guarded: Guarded, header: Header) -> Options:
+def options_for(guarded: Guarded, header: Header) -> Options:
+    """Return how a message's task runs: what its caller asked for, over what the task says."""
     if "options" not in header:
         return guarded.options
     # Those of a newer release, or of no release: the run must not fail for them.

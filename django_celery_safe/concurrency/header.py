@@ -25,6 +25,7 @@ class Header(TypedDict, total=False):
     Attributes:
         task: Name of the task that the message is for: headers get copied to others.
         key: Which calls of the task are the same, see ``keys``.
+        lock: What stands before the key in the names of its locks, if not the task's name.
         options: What the caller told ``single_instance`` for this call.
         sent: Token of the lock that the message holds since it was sent.
         sent_timeout: That lock's lease while the message waits, s.
@@ -39,6 +40,7 @@ class Header(TypedDict, total=False):
 
     task: str
     key: str
+    lock: str
     options: Mapping[str, Any]
     sent: str
     sent_timeout: float
@@ -112,6 +114,7 @@ def _is_lease(value: object) -> bool:
 
 _CHECKS: Final[dict[str, Callable[[Any], bool]]] = {
     "key": _is_text,
+    "lock": _is_text,
     "options": lambda value: isinstance(value, Mapping),
     "sent": _is_token,
     "sent_timeout": _is_lease,

@@ -30,6 +30,10 @@ DIGITS: Final = 32
 _HINT: Final = (
     'Send its primary key or plain data instead, or choose the arguments that count with key=["…"].'
 )
+_KEY_HINT: Final = (
+    'Choose the arguments that count with key=["…"], or make a text of it yourself with '
+    "key=lambda …: …."
+)
 
 
 class ArgumentsDontFit(TypeError):
@@ -60,9 +64,10 @@ def call_key(
 
     Raises:
         ArgumentsDontFit: The arguments don't fit the signature.
-        NotSerializable: An argument of the key can't be written down.
-        ConfigurationError: The key function returned None or what can't be written
-            down, or the key names the task itself.
+        NotSerializable: An argument of the key can't be sent.
+        ConfigurationError: An argument of the key can be sent, but not be written down;
+            the key function returned None or what can't be written down; or the key
+            names the task itself.
     """
     try:
         call = _signature(function, bound).bind(*args, **kwargs)
@@ -84,14 +89,29 @@ def call_key(
         return _from_function(task_name, rule, call)
     parts = []
     for name in names:
+        value = call.arguments[name]
         try:
-            parts.append(encode(name) + encode(call.arguments[name]))
+            parts.append(encode(name) + encode(value))
         except (TypeError, RecursionError) as error:
             if strict and name in given:
+                if isinstance(error, TypeError) and _can_be_sent(value, serializer):
+                    raise ConfigurationError(
+                        f"The key of task {task_name} can't be made of its argument {name}, which "
+                        f"is or holds {error}: the serializer {serializer!r} can send it, but it "
+                        f"has no form that is surely the same for equal values. {_KEY_HINT}"
+                    ) from error
                 raise NotSerializable(task_name, name, str(error), _HINT) from error
             # Of a default, only this process can have it: it never travels.
             parts.append(encode(name) + "default")
     return _digest("".join(parts))
+
+
+def _can_be_sent(value: Any, serializer: str) -> bool:
+    try:
+        dumps(value, serializer)
+    except Exception:  # noqa: BLE001 - serializers raise what they like
+        return False
+    return True
 
 
 def _fill_in(task_name: str, template: str, arguments: Mapping[str, Any]) -> str:

@@ -19,7 +19,22 @@ OnDuplicate: TypeAlias = Literal["existing", "raise"]
 Key: TypeAlias = str | Sequence[str] | Callable[..., Any]
 
 #: What can be told for one call; all of it plain values, since it travels in the message.
-CALL_OPTIONS: Final = ("key", "timeout", "on_conflict", "blocking_timeout", "retry_delay")
+CALL_OPTIONS: Final = (
+    "key",
+    "lock",
+    "timeout",
+    "on_conflict",
+    "blocking_timeout",
+    "retry_delay",
+    "unique_until",
+    "sent_timeout",
+    "on_duplicate",
+)
+#: Those that are durations.
+_CALL_DURATIONS: Final = ("timeout", "blocking_timeout", "retry_delay", "sent_timeout")
+
+#: What can stand in a field of a format string after its "!"; None: there is none.
+_CONVERSIONS: Final = (None, "r", "s", "a")
 
 #: Seconds after which ``on_conflict="retry"`` comes back, before jitter.
 RETRY_DELAY: Final = 5.0
@@ -30,6 +45,8 @@ class Options:
     """The options of one ``@single_instance``, valid and with defaults applied."""
 
     key: Key | conf.Unset
+    #: What stands before the key in the lock's name; unset: the task's name.
+    lock: str | conf.Unset
     on_conflict: OnConflict
     timeout: float | conf.Unset
     retry_delay: float
@@ -45,6 +62,7 @@ class Options:
 def make_options(
     *,
     key: Key | conf.Unset = conf.UNSET,
+    lock: str | conf.Unset = conf.UNSET,
     on_conflict: str = "skip",
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
@@ -72,6 +90,7 @@ def make_options(
     _check_unique(unique_until, sent_timeout, on_duplicate)
     return Options(
         key=checked_key(key),
+        lock=_checked_lock(lock),
         on_conflict=on_conflict,  # type: ignore[arg-type]
         timeout=_seconds_or_unset(timeout, "timeout"),
         retry_delay=conf.lease_seconds(delay, "retry_delay"),
@@ -104,7 +123,7 @@ def check_call_options(given: Any) -> None:
                 f"single_instance has no option {name!r} for one call. It has: "
                 f"{', '.join(CALL_OPTIONS)}.{guess}"
             )
-        if name in ("timeout", "blocking_timeout", "retry_delay") and (
+        if name in _CALL_DURATIONS and (
             isinstance(value, bool) or not isinstance(value, int | float)
         ):
             raise ConfigurationError(
@@ -127,24 +146,34 @@ def options_of_call(options: Options, given: Any) -> Options:
     """
     check_call_options(given)
     way = given.get("on_conflict", options.on_conflict)
+    until = given.get("unique_until", options.unique_until)
     # What the task says of a way that this call does not go has no meaning here.
     as_task: dict[str, Any] = {
         "key": options.key,
+        "lock": options.lock,
         "timeout": options.timeout,
         "on_conflict": way,
+        "unique_until": until,
     }
     if way == options.on_conflict == "wait":
         as_task["blocking_timeout"] = options.blocking_timeout
     if way == options.on_conflict == "retry":
         as_task["retry_delay"] = options.retry_delay
+    if until is not None:
+        as_task["sent_timeout"] = options.sent_timeout
+        as_task["on_duplicate"] = options.on_duplicate
     made = make_options(**{**as_task, **given})
     return replace(
         options,
         key=made.key,
+        lock=made.lock,
         on_conflict=made.on_conflict,
         timeout=made.timeout,
         retry_delay=made.retry_delay,
         blocking_timeout=made.blocking_timeout,
+        unique_until=made.unique_until,
+        sent_timeout=made.sent_timeout,
+        on_duplicate=made.on_duplicate,
     )
 
 
@@ -190,9 +219,16 @@ def check_key_names(
 
 
 def template_names(template: str) -> list[str]:
-    """Return the argument names that a format string uses, those in format specs too."""
+    """
+    Return the argument names that a format string uses, those in format specs too.
+
+    Raises:
+        ValueError: It is no format string.
+    """
     names: list[str] = []
-    for _, field, spec, _ in string.Formatter().parse(template):
+    for _, field, spec, conversion in string.Formatter().parse(template):
+        if conversion not in _CONVERSIONS:
+            raise ValueError(f"it has the conversion !{conversion}, and can have !r, !s or !a")
         if field is not None:
             names.append(field.partition(".")[0].partition("[")[0])
             names += template_names(spec or "")
@@ -221,6 +257,18 @@ def _check_unique(unique_until: Any, sent_timeout: Any, on_duplicate: Any) -> No
                 f"{name}={value!r} has no meaning without unique_until, since any number may be "
                 f'sent then. Leave it out, or set unique_until="start" or "end".'
             )
+
+
+def _checked_lock(lock: Any) -> str | conf.Unset:
+    if isinstance(lock, conf.Unset):
+        return lock
+    # The locks of messages have that prefix.
+    if isinstance(lock, str) and lock and lock.partition(":")[0] != "sent":
+        return lock
+    raise ConfigurationError(
+        f"lock={lock!r} can't stand before the key in a lock's name: give a text that is not empty "
+        f'and does not begin with "sent:", such as "reports".'
+    )
 
 
 def _seconds_or_unset(value: Any, what: str) -> float | conf.Unset:

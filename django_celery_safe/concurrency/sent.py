@@ -1,9 +1,10 @@
 """
 The lock that a message holds from its sending on, where a task has ``unique_until``.
 
-It is called ``sent:<task>:<key>``, and its token travels in the message, so that any
-process that has the message can free exactly that lock. While the message waits (in
-a queue, for its ETA, for its retry) nobody is there to renew it, and its lease is
+It is called as the lock of the run, with ``sent:`` before it, and its token travels in
+the message, so that any process that has the message can free exactly that lock. While
+the message waits (in a queue, for its ETA, for its retry) nobody is there to renew it,
+and its lease is
 ``sent_timeout``; while it runs, the lease is that of the run's own lock, and renewed
 along with it, so that a killed worker leaves neither.
 """
@@ -173,7 +174,8 @@ def find_lock_of(task: str | None, header: Header) -> SentLock | None:
     if timeout is None:
         timeout = conf.lease_seconds(conf.get("SENT_TIMEOUT"), "SENT_TIMEOUT")
     cache = header.get("cache", conf.UNSET)
-    return SentLock(f"sent:{task}:{header['key']}", header["sent"], timeout, cache)
+    name = f"sent:{header.get('lock', task)}:{header['key']}"
+    return SentLock(name, header["sent"], timeout, cache)
 
 
 def find_sent(request: Any) -> SentLock | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from celery import Celery
 from celery.canvas import Signature
@@ -23,6 +23,13 @@ from .departure import Departure
 from .eager import run_on_commit
 from .outbox import Kept, keep, publish_kept, publish_together, wants_outbox
 from .publication import is_claiming, is_marked, publish_once
+
+if TYPE_CHECKING:
+    from celery.result import AsyncResult
+
+    from .typed import SentResult
+
+T = TypeVar("T")
 
 logger = get_logger(__name__)
 
@@ -222,12 +229,13 @@ def _lasting_producer(app: Celery, options: dict[str, Any]) -> Any:
     return None if producer.connection.as_uri() == ours else producer
 
 
-def note_result(result: Any) -> Any:
+def note_result(result: AsyncResult[T]) -> SentResult[T]:
     """Give a result its ``send_error`` and, where nothing else has, its ``is_duplicate``."""
-    if result is not None:
-        result.send_error = None
-        result.__dict__.setdefault("is_duplicate", False)
-    return result
+    noted = cast("SentResult[T]", result)
+    if noted is not None:
+        noted.send_error = None
+        noted.__dict__.setdefault("is_duplicate", False)
+    return noted
 
 
 def _let_go(held: Held) -> None:

@@ -6,14 +6,12 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from celery import Task
 from celery._state import get_current_task
-from celery.contrib.django.task import DjangoTask
 
 from .. import conf
 from ..concurrency.copies import is_resending, keeps_key, resending
 from ..concurrency.endings import watch
-from ..concurrency.guard import Guarded, find_guarded, run_as_called
+from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for, run_as_called
 from ..concurrency.header import HEADER, Header, read_header, with_header
 from ..concurrency.keys import ArgumentsDontFit, call_key
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
@@ -28,12 +26,15 @@ from .early import tell_if_in_atomic
 from .late import tell_if_beyond_visibility
 from .outbox import task_wants_outbox
 from .publication import publish_once
+from .typed import DjangoTask, P, R, Task
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
 
+    from .typed import SentResult
 
-class SafeTaskMixin(Task):  # type: ignore[type-arg]
+
+class SafeTaskMixin(Task[P, R]):
     """
     Adds sending on commit to a task class, and changes none of Celery's defaults.
 
@@ -48,7 +49,11 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
     send_on_commit: bool | None = None
     outbox: bool | None = None
 
-    def delay_on_commit(self, *args: Any, **kwargs: Any) -> Any:
+    if TYPE_CHECKING:
+        # Not at run time, where it would stand before that of a project's own task class.
+        def delay(self, *args: P.args, **kwargs: P.kwargs) -> SentResult[R]: ...
+
+    def delay_on_commit(self, *args: P.args, **kwargs: P.kwargs) -> SentResult[R]:
         """Send the task when the transaction commits; see :meth:`apply_async_on_commit`."""
         return self.apply_async_on_commit(args, kwargs)
 
@@ -60,7 +65,7 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         using: str | None = None,
         outbox: bool | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> SentResult[R]:
         """
         Send the task when the transaction commits.
 
@@ -98,16 +103,17 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
             self._with_header(args, kwargs, options, Header())  # what is wrong shows now
             return note_result(run_on_commit(self.signature(args, kwargs), using, options))
 
-        def send(given: dict[str, Any]) -> Any:
+        def send(given: dict[str, Any]) -> SentResult[R]:
             return self._send(args, kwargs, given)
 
-        return hold(self.app, send, using, options, outbox=outbox)
+        result: SentResult[R] = hold(self.app, send, using, options, outbox=outbox)
+        return result
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Let a call ask for what ``@single_instance`` does, also where that does not stand."""
         task = super().__new__(cls)
+        watch(runs=True)  # a call can ask for unique_until
         if find_guarded(task) is None:
-            watch()
             # On the instance: a class' run may call that of its parent.
             task.run = run_as_called(task)  # type: ignore[method-assign]
         return task
@@ -118,7 +124,9 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
             options, _ = self._with_header(args, kwargs, options, Header())
         return super().apply(args, kwargs, *more, **options)
 
-    def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+    def apply_async(
+        self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
+    ) -> SentResult[R]:
         """
         Send the task; inside ``atomic()``, when it commits if ``send_on_commit`` says so.
 
@@ -134,6 +142,18 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         if conf.get("WARN_IN_ATOMIC") and not self._leaves_rightly(options.get("task_id")):
             tell_if_in_atomic(self.name)
         return self._send(args, kwargs, options)
+
+    def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """
+        Return the name of the lock under which the task runs with these arguments.
+
+        That of its message, with ``unique_until``, is ``sent:`` and this.
+
+        Raises:
+            ConfigurationError: The task has no ``@single_instance``, and so no lock.
+            TypeError: The arguments don't fit the task.
+        """
+        return name_lock(self, args, kwargs)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Send the running task again, as Celery's; never held back, since Retry rolls back."""
@@ -159,7 +179,7 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
         """Tell whether a send is held back by who asked for it, or must not be."""
         return is_capturing() or is_resending(task_id) or is_running(task_id)
 
-    def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+    def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
         check_arguments(self.name, args, kwargs, [options.get(name) for name in _CARRIED])
         if not self.app.conf.task_always_eager:
             tell_if_beyond_visibility(self.app, self.name, options)
@@ -182,10 +202,12 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
                 raise
         return self._send_once(args, kwargs, options, header)
 
-    def _send_once(self, args: Any, kwargs: Any, options: dict[str, Any], header: Header) -> Any:
+    def _send_once(
+        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
+    ) -> SentResult[R]:
         """Send the task now if it is no duplicate, or find that out at the commit."""
-        guarded = find_guarded(self)
-        raises = guarded is not None and guarded.options.on_duplicate == "raise"
+        guarded = find_guarded(self) or Guarded(self.run, DEFAULTS, False)
+        raises = options_for(guarded, header).on_duplicate == "raise"
         if is_capturing():
             if raises and not header.get("canvas"):
                 raise TypeError(
@@ -215,7 +237,8 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
             backend.remove_pending_result(result)
         settle(result, headers, held)  # a parent's trail has it already
         if held is not None and raises:
-            raise AlreadySent(held.name.removeprefix("sent:"), held.holder.task_id or "")
+            name = held.name.removeprefix("sent:")
+            raise AlreadySent(name, held.holder.task_id or "", held.remaining)
         if is_resending(result.id):
             # A message that replaces its own run goes on with that run's lock.
             self._pass_on(read_header(headers, self.name).get("sent"), options)
@@ -259,13 +282,15 @@ class SafeTaskMixin(Task):  # type: ignore[type-arg]
             header = Header() if step is None else Header(task=self.name, step=step)
             return (with_header(options, header) if header else options), header
         header = Header(task=self.name, key=key)
+        if not isinstance(own.lock, conf.Unset):
+            header["lock"] = own.lock
         if step is not None:
             header["step"] = step
         if given is not None:
             header["options"] = dict(given)
         if carried or options.get("retries"):
             # A retry: nothing may be in its way. With another key it goes on without this lock.
-            if carried.get("key") == key:
+            if (carried.get("lock"), carried.get("key")) == (header.get("lock"), key):
                 header = Header(**{**carried, **header})
                 header.pop("copy", None)
                 header.pop("met", None)
@@ -323,7 +348,7 @@ _CARRIED = ("link", "link_error", "chain", "chord")
 _CANVAS = (*_CARRIED, "group_id", "parent_id", "root_id")
 
 
-class SafeTask(SafeTaskMixin, DjangoTask):  # type: ignore[misc,type-arg]
+class SafeTask(SafeTaskMixin[P, R], DjangoTask[P, R]):  # type: ignore[misc]
     """
     A Celery task that can be sent on commit.
 

@@ -11,8 +11,7 @@ from django.conf import settings
 from django.test import override_settings
 
 from .. import conf
-from ..concurrency.guard import find_guarded, find_lock_name
-from ..exceptions import ConfigurationError
+from ..concurrency.guard import find_guarded, name_lock
 from ..locks import CacheLock, HeldLock
 from ..locks.lease import renewer
 from ..locks.stores import local
@@ -56,15 +55,8 @@ def lock_name(task: Any, /, *args: Any, **kwargs: Any) -> str:
         TypeError: The arguments don't fit the task.
     """
     check_task(task, "lock_name")
-    guarded = find_guarded(_resolved(task))
-    if guarded is None:
-        raise ConfigurationError(
-            f"Task {task.name} has no @single_instance, so no lock keeps two runs of it apart. "
-            f"Decorate it, or give the name of the lock that it takes itself."
-        )
-    called_with = (_resolved(task), *args) if guarded.bound else args
     try:
-        return find_lock_name(task, None, guarded, guarded.options, called_with, kwargs)
+        return name_lock(_resolved(task), args, kwargs)
     except TypeError as error:
         raise TypeError(f"{shown(task.name, args, kwargs)} has no lock: {error}.") from None
 

@@ -12,6 +12,7 @@ from django.db import transaction
 
 from django_celery_safe import (
     AlreadyRunning,
+    AlreadySent,
     ConfigurationError,
     SafeTask,
     iter_locks,
@@ -245,6 +246,32 @@ def test_a_unique_task_is_sent_once_for_each_key_of_a_call(mailbox: Mailbox) -> 
     assert [message.id for message in mailbox.take()] == [first.id, other.id]
 
 
+def test_a_call_can_be_sent_once(task: Any, mailbox: Mailbox) -> None:
+    """One call asks for what the task does not do, and says what its duplicates do."""
+    asked = {"key": "a", "unique_until": "end", "sent_timeout": 100}
+    first, again = (task.apply_async((7,), single_instance=asked) for _ in range(2))
+    with pytest.raises(AlreadySent) as raised:
+        task.apply_async((7,), single_instance={**asked, "on_duplicate": "raise"})
+    assert (first.is_duplicate, again.is_duplicate, again.id) == (False, True, first.id)
+    assert raised.value.task_id == first.id
+    assert raised.value.remaining is not None
+    assert 90 < raised.value.remaining <= 100
+    assert "the same can be sent in 1" in str(raised.value)
+    (message,) = mailbox.take()
+    assert set(names(mailbox.deliver(message))) == {f"{NAME}:a", f"sent:{NAME}:a"}
+    assert held_names() == []
+
+
+def test_a_call_can_be_sent_as_often_as_one_likes(mailbox: Mailbox) -> None:
+    """One call of a task that is sent once is published whatever is on its way."""
+    decorated = single_instance(key="{number}", unique_until="end", sent_timeout=100)(work)
+    task = mailbox.task(decorated, base=SafeTask, name=NAME)
+    task.delay(7)
+    result = task.apply_async((7,), single_instance={"unique_until": None})
+    assert result.is_duplicate is False
+    assert len(mailbox.take()) == 2
+
+
 # How it can be told.
 
 
@@ -363,10 +390,18 @@ def test_a_conflict_without_a_message(way: str, eager: bool, task: Any, mailbox:
         (["key"], r"single_instance=\['key'\] is no dict"),
         ({"on_conflit": "skip"}, r"no option 'on_conflit' .* Did you mean 'on_conflict'\?"),
         ({"block_timeout": 5}, r"no option 'block_timeout'.*Did you mean 'blocking_timeout'\?"),
-        ({"sleep": 0.1}, r"no option 'sleep' for one call. It has: key, timeout, on_conflict"),
+        (
+            {"sleep": 0.1},
+            r"no option 'sleep' for one call. It has: key, lock, timeout, on_conflict",
+        ),
         ({"renew": False}, r"no option 'renew' for one call"),
         ({"cache": "default"}, r"no option 'cache' for one call"),
-        ({"unique_until": "end"}, r"no option 'unique_until' for one call"),
+        ({"unique_until": "ends"}, r"unique_until='ends' is not known.*mean 'end'\?"),
+        ({"on_duplicate": "raise"}, r"on_duplicate='raise' has no meaning without unique_until"),
+        ({"sent_timeout": 5}, r"sent_timeout=5 has no meaning without unique_until"),
+        ({"unique_until": "end", "sent_timeout": timedelta(1)}, r"sent_timeout=datetime\."),
+        ({"lock": ""}, r"lock='' can't stand before the key"),
+        ({"lock": "sent:x"}, r"lock='sent:x' can't stand before the key"),
         ({7: 7}, r"no option 7 for one call"),
         ({"on_conflict": "retyr"}, r"on_conflict='retyr' is not known.*mean 'retry'\?"),
         ({"on_conflict": None}, r"on_conflict=None is not known"),

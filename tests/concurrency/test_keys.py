@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, StrEnum
+from fractions import Fraction
 from typing import Any
 from uuid import UUID
 
@@ -283,6 +284,19 @@ def test_a_given_argument_that_can_not_travel_is_an_error() -> None:
     with pytest.raises(NotSerializable, match=r'^b of task tests\.example is a object.*key=\["…"]'):
         key_of(1, b=object())
     assert key_of(1, b=object(), key=["a"]) == key_of(1, key=["a"])
+
+
+def test_what_can_be_sent_but_not_be_a_key_is_an_error_of_the_key() -> None:
+    """A pickled argument may have no form to compare: the error says so, and what to do."""
+    sentence = (
+        r"The key of task tests\.example can't be made of its argument b, which is or holds a "
+        r"Fraction: the serializer 'pickle' can send it, .*key=\[\"…\"\]"
+    )
+    with pytest.raises(ConfigurationError, match=sentence):
+        key_of(1, b=Fraction(1, 3), serializer="pickle")
+    with pytest.raises(NotSerializable, match="is a Fraction, which can't be sent"):
+        key_of(1, b=Fraction(1, 3))
+    assert key_of(1, b=Fraction(1, 3), key=["a"], serializer="pickle")
 
 
 class Shade(Enum):

@@ -510,6 +510,22 @@ def test_an_own_copy_is_told(
     assert vars(dropped)["safe_holder"] == str(lock.holder)
 
 
+def test_one_id_for_two_sends_is_told(
+    mailbox: Mailbox, locks_in_memory: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second message that its broker did not deliver before is a WARNING that says what to do."""
+    importing = Importing(mailbox, on_conflict="retry")
+    first, second = (importing.message(task_id="my own id") for _ in range(2))
+    # One that marks what it delivers again; the app goes on to publish by the one before.
+    mailbox.app.conf.broker_write_url = "redis://"
+    with held_by(LOCK, first.id):
+        mailbox.deliver(second)
+    (record,) = (r for r in caplog.records if r.name == "django_celery_safe.concurrency.copies")
+    assert record.levelno == logging.WARNING
+    assert "If this id was given to two sends, they count as one message" in record.getMessage()
+    assert "give each send its own" in record.getMessage()
+
+
 # Something does not answer.
 
 

@@ -75,6 +75,8 @@ def test_options_without_a_meaning_are_refused(options: dict[str, Any], sentence
         (["feed_url", "user"], rf"of {HERE} names 'user'"),
         ("{feed_url", rf"'{{feed_url' of {HERE} is no format string"),
         ("feed_url}", rf"of {HERE} is no format string"),
+        ("{feed_url!x}", rf"of {HERE} is no format string: it has the conversion !x,"),
+        ("{feed_url:{limit!x}}", rf"of {HERE} is no format string: it has the conversion !x,"),
     ],
 )
 def test_a_key_that_names_no_argument_is_refused(key: Any, sentence: str) -> None:

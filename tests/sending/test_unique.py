@@ -363,6 +363,7 @@ def test_a_duplicate_may_raise(sent: Sent) -> None:
             send(1)
         for error in (raised.value, pickle.loads(pickle.dumps(raised.value))):
             assert (error.name, error.task_id) == (f"{loud.name}:1", first.id)
+            assert 3600 - SLACK < error.remaining <= 3600
             assert f"'{loud.name}:1' was sent already, as task {first.id}" in str(error)
     assert ids(sent()) == [first.id]
 

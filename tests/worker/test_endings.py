@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from celery import shared_task
+from celery.signals import worker_process_shutdown
 from django.db import connections
 from django.test import override_settings
 from pytest_django import Settings
@@ -39,6 +40,8 @@ PATIENCE = 30
 COUNTDOWN = 600
 #: After so many seconds the broker of ``impatient`` delivers again what runs.
 VISIBILITY_TIMEOUT = 4
+#: Names the environment variable with the file whose presence lets a worker's children go.
+KEEPS_CHILDREN = "SAFE_KEEPS_CHILDREN"
 
 
 def make_task(name: str, lock: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -185,6 +188,44 @@ def test_a_lost_run_that_is_sent_again_frees_its_own_lock(room: Room, worker: Ce
     room.until(waits, "the message's lock does not last", SOON)
     assert lost_later.delay(room.path).id == result.id
     assert len(room.runs()) == 1
+
+
+# A message that no child of the pool took up.
+
+
+@worker_process_shutdown.connect
+def keep_a_recycled_child(**kwargs: Any) -> None:
+    """Let a child that has run its last task stay until the test lets it go."""
+    if kept := os.environ.get(KEEPS_CHILDREN):
+        with suppress(TimeoutError):
+            wait_for(Path(kept).exists, PATIENCE)
+
+
+def test_a_message_given_to_a_child_that_ends_frees_its_lock_when_revoked(
+    room: Room, tmp_path: Path
+) -> None:
+    """No process ran it, so there is none whose death would have to be waited for."""
+    before, gone = Room(tmp_path / "before"), tmp_path / "child may go"
+    before.folder.mkdir()
+    before.open()
+    with ExitStack() as stack:
+        stack.callback(gone.touch)
+        worker = CeleryWorker(
+            "tests.app",
+            concurrency=1,
+            arguments=["--include", __name__, "--queues", "recycled", "--max-tasks-per-child=1"],
+            env={KEEPS_CHILDREN: str(gone)},
+        )
+        stack.enter_context(worker)
+        first = late.apply_async((before.path,), queue="recycled")
+        assert first.get(timeout=SOON)
+        result = late.apply_async((room.path,), queue="recycled")
+        wait_for(lambda: f"[{result.id}] received" in worker.log, SOON)
+        tell_workers("revoke", result.id, reply=True, limit=1)
+        gone.touch()
+        wait_for(lambda: result.state == "REVOKED", SOON, "it was not revoked")
+        room.until(lambda: locks_in(room) == [], "its lock is held", SOON)
+        assert room.runs() == []
 
 
 # Two deliveries of one message.

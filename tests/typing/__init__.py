@@ -1,0 +1,1 @@
+"""What type checkers make of the public names: ``uses`` is checked by mypy, and never run."""

@@ -1,0 +1,106 @@
+"""
+Uses of the public names, as a project writes them.
+
+``test_uses`` has mypy check this file: each ``# E: code`` is an error that it must find
+in that line, and there must be no other.
+"""
+
+from typing import Any, assert_type
+
+from celery import shared_task
+from celery.result import AsyncResult
+
+from django_celery_safe import SafeTask, SafeTaskMixin, single_instance
+
+
+@single_instance
+def bare(number: int) -> str:
+    """Be decorated without options."""
+    return str(number)
+
+
+@single_instance(key="{number}", on_conflict="retry", unique_until="start", on_duplicate="raise")
+def told(number: int) -> str:
+    """Be decorated with options."""
+    return str(number)
+
+
+# The decorator keeps what a function takes; skipped, it returns None.
+assert_type(bare(1), str | None)
+assert_type(told(number=1), str | None)
+bare("1")  # E: arg-type
+told(1, 2)  # E: call-arg
+told()  # E: call-arg
+
+# What can be told is known.
+single_instance(on_conflict="nope")  # E: call-overload
+single_instance(unique_until="never")  # E: call-overload
+single_instance(unique_until="end", on_duplicate="nope")  # E: call-overload
+single_instance(timeout="10")  # E: call-overload
+single_instance(keys=[])  # E: call-overload
+
+
+# celery-types 0.26 takes a task's types from its base alone, so they stand there.
+@shared_task(base=SafeTask[[int], str | None])
+@single_instance(unique_until="end")
+def typed(number: int) -> str:
+    """Be a task whose base says what it takes."""
+    return str(number)
+
+
+def send_typed() -> None:
+    """Send it in each way."""
+    assert_type(typed(1), str | None)
+    typed("1")  # E: arg-type
+    typed.delay("1")  # E: arg-type
+    typed.delay_on_commit("1")  # E: arg-type
+    typed.si("1")  # E: arg-type
+    typed.lock_name("1")  # E: arg-type
+    for result in (
+        typed.delay(1),
+        typed.delay_on_commit(1),
+        typed.apply_async((1,), single_instance={"on_conflict": "retry"}),
+        typed.apply_async_on_commit((1,), using="default", outbox=True),
+    ):
+        assert_type(result.is_duplicate, bool | None)
+        assert_type(result.send_error, Exception | None)
+        assert_type(result.get(), str | None)
+        print(result.is_dupliacte)  # E: attr-defined
+    results: list[AsyncResult[str | None]] = [typed.delay(1)]
+    results.append(typed.delay_on_commit(1))
+
+
+# Without types its arguments are not checked, and what its sends return is known.
+@shared_task(base=SafeTask, bind=True)
+@single_instance(key=["number"])
+def untyped(self: SafeTask, number: int) -> str:
+    """Be a task of the bare class, which is also what its first argument can be called."""
+    assert_type(self.request.retries, int)
+    return str(number)
+
+
+def send_untyped() -> None:
+    """Send it in each way."""
+    assert_type(untyped.delay("anything").is_duplicate, bool | None)
+    assert_type(untyped.delay_on_commit(1).send_error, Exception | None)
+    assert_type(untyped.apply_async((1,)).get(), Any)
+    untyped.dealy(1)  # E: attr-defined
+
+
+class AppTask(SafeTaskMixin):
+    """The task class of a project."""
+
+    abstract = True
+
+
+class TypedAppTask(SafeTask[[int], str]):
+    """A class with its types."""
+
+    def run(self, number: int) -> str:
+        """Do nothing."""
+        return str(number)
+
+
+TypedAppTask().delay("1")  # E: arg-type
+assert_type(TypedAppTask().delay(1).get(), str)
+assert_type(AppTask().delay("anything").is_duplicate, bool | None)
