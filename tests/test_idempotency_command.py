@@ -31,7 +31,7 @@ from tests.conftest import MakeDatabase
 from tests.processes import CeleryWorker, free_port, wait_for
 from tests.servers import PostgresServer
 from tests.servers.databases import registered, sqlite_settings
-from tests.terminal import on_terminal
+from tests.terminal import answer, on_terminal
 
 KINDS: Final = ("sqlite-immediate", "postgres")
 PRUNE_TASK: Final = "django_celery_safe.tasks.prune_idempotency"
@@ -514,12 +514,9 @@ def test_forget_asks(shop: str) -> None:
     out, why = refused("forget", *named)
     assert out == ""
     assert "there is no terminal to ask at: nothing was done. Add --no-input" in why
-    for answer in ("no\n", "y\n", "\x04"):
-        with on_terminal("celery_idempotency", "forget", "mail:1", "mail:99") as terminal:
-            terminal.wait_for("[yes/no] ")
-            terminal.type(answer)
-            assert terminal.end() == 1
-            assert "The answer was not 'yes': no record was forgotten.\n" in terminal.text
+    for text in ("no\n", "y\n", "\x04"):
+        said = answer(text, "celery_idempotency", "forget", "mail:1", "mail:99")[1]
+        assert (text, said) == (text, "The answer was not 'yes': no record was forgotten.")
     with on_terminal("celery_idempotency", "forget", *named) as terminal:
         terminal.wait_for("[yes/no] ")
         assert terminal.text.count("    done, claimed ") == 20
