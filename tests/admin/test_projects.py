@@ -228,8 +228,10 @@ def test_other_languages(root: Visitor, settings: Settings, language: str) -> No
         assert told.startswith("1 ")
 
 
-@pytest.mark.parametrize("kind", ["sqlite-immediate", "postgres"])
-@pytest.mark.parametrize("use_tz", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "use_tz"),
+    [("sqlite-immediate", True), ("sqlite-immediate", False), ("postgres", False)],
+)
 def test_time_zones(
     make_database: MakeDatabase, settings: Settings, use_tz: bool, kind: Any
 ) -> None:
