@@ -157,7 +157,7 @@ def test_the_table(store: str) -> None:
 
 def test_json(store: str) -> None:
     """--json gives one object for each lock in a line of its own, before or after the action."""
-    with cache_lock("feed:42", timeout=60) as lock:
+    with cache_lock("feed:42", timeout=600) as lock:
         for arguments in (("--json",), ("list", "--json"), ("--json", "list")):
             first, line, last = run(*arguments).splitlines()
             assert (first, last) == ("[", "]")
@@ -170,15 +170,15 @@ def test_json(store: str) -> None:
                 "task_id": None,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "lease_s": 60.0,
+                "lease_s": 600.0,
                 "renewed": True,
                 "overdue": False,
                 "fence": lock.fence,
             }
             assert times["since"].endswith("+00:00")
-            assert 0 <= times["age_s"] < 10
-            assert 50 < times["remaining_s"] <= 60
-            assert 0 <= times["renewed_s"] < 10
+            assert 0 <= times["age_s"] < 60
+            assert 540 < times["remaining_s"] <= 600
+            assert 0 <= times["renewed_s"] < 60
             assert (lock.fence is None) == (store == "memcached")
 
 
@@ -575,7 +575,7 @@ def test_show_as_json() -> None:
     shown = json.loads(run("show", "feed:42", "--json"))
     (row,) = listed()
     for key in ("age_s", "remaining_s", "renewed_s"):
-        assert abs(shown.pop(key) - row.pop(key)) < 5
+        assert abs(shown.pop(key) - row.pop(key)) < 60
     assert shown == row
 
 

@@ -1018,8 +1018,7 @@ def test_the_second_signal_ends_it_at_once(
         with pytest.raises(TimeoutError):
             wait_for(lambda: not relay.process.running, 1)
         relay.send(second)
-        wait_for(lambda: not relay.process.running, 4, "it waits for the batch")
-        assert relay.process.wait(30) != 0
+        assert relay.process.wait(30) != 0  # and after the batch it would be 0
         assert len(ids(postgres_alias)) == BATCH + BATCH // 2
 
 
