@@ -13,7 +13,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from pytest_django import Settings
 
-from django_celery_safe import cache_lock, find_lock
+from django_celery_safe import cache_lock, find_lock, iter_locks
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import NOBODY
 from django_celery_safe.management.console import printable
@@ -275,7 +275,16 @@ def test_filters(store: Visitor) -> None:
     assert names(q="ail") == []
 
 
-@pytest.mark.parametrize("store", ["redis"], indirect=True)  # which lists locks in no order
+def test_what_pages_rely_on(store: Visitor) -> None:
+    """A store lists the same locks in the same order at each look, and each of them once."""
+    for number in range(250):
+        hold(f"feed:{number}")
+    looks = [[lock.name for lock in iter_locks("feed:")] for _ in range(2)]
+    assert looks[0] == looks[1]
+    assert sorted(looks[0]) == sorted(f"feed:{number}" for number in range(250))
+
+
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
 def test_paging(store: Visitor) -> None:
     """Of 250 locks each is on one of three pages, and the links between them keep the filter."""
     for number in range(250):
