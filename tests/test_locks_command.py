@@ -36,13 +36,13 @@ from tests.conftest import MakeDatabase, MakeRedisCache, require
 from tests.processes import free_port, start_in_process, tell, wait_for
 from tests.processes.settings import settings_environment
 from tests.servers import RedisServer, ServerPool
-from tests.terminal import on_terminal
+from tests.terminal import answer, on_terminal
 
 pytestmark = pytest.mark.usefixtures("store")
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 #: What follows any answer but yes.
-REFUSED = "CommandError: The answer was not 'yes': no lock was released.\n"
+REFUSED = "The answer was not 'yes': no lock was released."
 #: Seconds until a process must have done what is waited for.
 PATIENCE: Final = 30
 #: Where nothing depends on the store.
@@ -157,7 +157,7 @@ def test_the_table(store: str) -> None:
 
 def test_json(store: str) -> None:
     """--json gives one object for each lock in a line of its own, before or after the action."""
-    with cache_lock("feed:42", timeout=60) as lock:
+    with cache_lock("feed:42", timeout=600) as lock:
         for arguments in (("--json",), ("list", "--json"), ("--json", "list")):
             first, line, last = run(*arguments).splitlines()
             assert (first, last) == ("[", "]")
@@ -170,15 +170,15 @@ def test_json(store: str) -> None:
                 "task_id": None,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "lease_s": 60.0,
+                "lease_s": 600.0,
                 "renewed": True,
                 "overdue": False,
                 "fence": lock.fence,
             }
             assert times["since"].endswith("+00:00")
-            assert 0 <= times["age_s"] < 10
-            assert 50 < times["remaining_s"] <= 60
-            assert 0 <= times["renewed_s"] < 10
+            assert 0 <= times["age_s"] < 60
+            assert 540 < times["remaining_s"] <= 600
+            assert 0 <= times["renewed_s"] < 60
             assert (lock.fence is None) == (store == "memcached")
 
 
@@ -289,7 +289,35 @@ def test_a_status_outlives_its_reader(buffered: str) -> None:
     assert names() == ["busy"]
 
 
+#: Ends with the status of each action.
+EVERY_ACTION: Final = """
+import sys
+from django.core.management import ManagementUtility
+
+def status_of(line):
+    try:
+        ManagementUtility(["manage.py", "celery_locks", *line.split()]).execute()
+    except SystemExit as end:
+        return end.code
+    return 0
+
+lines = "list", "--json", "show idle", "release idle", "release idle --no-input"
+statuses = [status_of(line) for line in (*lines, lines[-1])]
+sys.exit(int("".join(map(str, statuses)), 2))
+"""
+
+
 @in_redis
+def test_nothing_is_open() -> None:
+    """In a process without input, output and error output each action does and ends as ever."""
+    take("idle", 60)
+    ended = shell(f"{sys.executable} -c '{EVERY_ACTION}' <&- >&- 2>&-")
+    assert f"{ended.returncode:06b}" == "000101"  # nobody could be asked, then: nothing was left
+    assert names() == []
+
+
+@in_redis
+@pytest.mark.long
 def test_an_output_that_is_closed() -> None:
     """Without input, output or error output the command does the same and ends with the same."""
     for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
@@ -308,6 +336,38 @@ POSIX: Final = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"
 
 
 @in_redis
+def test_what_an_output_of_ascii_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ASCII does not have is shown as an escape, and an argument that was not decoded is."""
+    name = "caf\u00e9:\u65e5\u672c"
+    take(name, 60, task="a.b", arguments="('x\u2026',)")
+    escaped = "caf\\xe9:\\u65e5\\u672c"
+    typed = name.encode().decode("ascii", "surrogateescape")  # as in the locale POSIX
+
+    def shown(*arguments: str) -> tuple[int, str, str]:
+        outputs = [io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", outputs[0])
+            patch.setattr(sys, "stderr", outputs[1])
+            status = status_of_program(*arguments)
+            for output in outputs:
+                output.flush()
+        out, err = (output.buffer.getvalue().decode("ascii") for output in outputs)
+        return status, out, err
+
+    for action in (("list",), ("show", typed)):
+        status, out, err = shown(*action)
+        assert (status, err) == (0, "")
+        assert f"{escaped}\n" in out
+        assert "('x\\u2026',)" in out
+    assert shown("release", typed, "--no-input") == (0, f"Released {escaped}\n", "")
+    status, out, err = shown("show", typed)
+    assert (status, out) == (1, "")
+    assert err.startswith("CommandError: Nobody holds ")
+    assert escaped in err
+
+
+@in_redis
+@pytest.mark.long
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, POSIX], ids=["io", "posix"])
 def test_what_the_output_can_not_show(environment: dict[str, str]) -> None:
     """A character that the output can't show is shown as an escape, in each action."""
@@ -363,6 +423,7 @@ def hold(name: str, lease: float) -> None:
 
 
 @in_redis
+@pytest.mark.long
 def test_a_holder_that_stands_still_is_overdue_and_one_that_dies_is_gone() -> None:
     """A real holder is shown with its process; stopped it is marked, resumed it no more is."""
     with start_in_process(hold, "feed:42", 8.0) as holder:
@@ -514,7 +575,7 @@ def test_show_as_json() -> None:
     shown = json.loads(run("show", "feed:42", "--json"))
     (row,) = listed()
     for key in ("age_s", "remaining_s", "renewed_s"):
-        assert abs(shown.pop(key) - row.pop(key)) < 5
+        assert abs(shown.pop(key) - row.pop(key)) < 60
     assert shown == row
 
 
@@ -841,14 +902,14 @@ def test_watch_is_for_people() -> None:
     assert status_of_program("--watch", "soon") == 2
 
 
-@pytest.mark.parametrize("store", KINDS[:-1], indirect=True)  # memory is this process's own
+@pytest.mark.parametrize("store", KINDS[:-1], indirect=True)  # memory has a line more to say
 def test_the_question_shows_what_it_is_about(store: str) -> None:
     """On a terminal release shows the locks, and why others stay, before it frees any."""
     take("busy", 7200, renewed=True)
     take("idle", 7200, 180, task="feeds.import", task_id="1-2", arguments="(1,)")
-    with on_terminal("celery_locks", "release", "idle", "busy") as terminal:
-        terminal.wait_for("[yes/no] ")
-        assert masked(terminal.text) == (
+
+    def read(question: str) -> None:
+        assert masked(question) == (
             "LOCK\n"
             "       HELD      LEFT  HOLDER              TASK ID\n"
             "    FENCE             TASK AND ARGUMENTS\n"
@@ -862,25 +923,24 @@ def test_the_question_shows_what_it_is_about(store: str) -> None:
             "Whoever holds them is not stopped. Release 1 lock(s)? [yes/no] "
         )
         assert set(names()) == {"busy", "idle"}
-        terminal.type("yes\n")
-        assert terminal.end() == 1
-        assert "\nReleased idle\n" in terminal.text
-        assert terminal.text.endswith("CommandError: 1 of 2 lock(s) were not released.\n")
+
+    told, why = answer("yes\n", "celery_locks", "release", "idle", "busy", meanwhile=read)
+    assert "Released idle\n" in told
+    assert why == "1 of 2 lock(s) were not released."
     assert names() == ["busy"]
 
 
-@pytest.mark.parametrize("answer", ["no\n", "y\n", "\n", "\x04"])
 @in_redis
-def test_only_yes_is_yes(answer: str) -> None:
+def test_only_yes_is_yes() -> None:
     """Any other answer, or none, frees nothing."""
     take("idle", 60)
-    with on_terminal("celery_locks", "release", "idle") as terminal:
-        terminal.wait_for("[yes/no] ")
-        terminal.type(answer)
-        assert terminal.end() == 1
-        assert terminal.text.endswith(f"\n{REFUSED}")
-        assert "Traceback" not in terminal.text
-    assert names() == ["idle"]
+    for text in ("no\n", "y\n", "\n", "yes, all\n", "\x04"):
+        told, why = answer(text, "celery_locks", "release", "idle")
+        assert (text, why) == (text, REFUSED)
+        assert "Released" not in told
+        assert names() == ["idle"]
+    assert answer(" YES \n", "celery_locks", "release", "idle")[1] == ""
+    assert names() == []
 
 
 @in_redis
@@ -891,7 +951,7 @@ def test_ctrl_c_at_the_question_frees_nothing() -> None:
         terminal.wait_for("[yes/no] ")
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.end() == 1
-        assert terminal.text.endswith(f"[yes/no] \n{REFUSED}")
+        assert terminal.text.endswith(f"[yes/no] \nCommandError: {REFUSED}\n")
     assert names() == ["idle"]
 
 
@@ -918,13 +978,13 @@ def test_a_question_about_many_is_not_endless() -> None:
     """A question shows twenty locks and counts the others."""
     for number in range(25):
         take(f"feed:{number}", 600)
-    with on_terminal("celery_locks", "release", "--prefix", "feed:") as terminal:
-        terminal.wait_for("[yes/no] ")
-        assert "\n... and 5 more; --dry-run names all.\n" in terminal.text
-        assert terminal.text.count("\nfeed:") == 20
-        assert "Release 25 lock(s)? " in terminal.text
-        terminal.type("yes\n")
-        assert terminal.end() == 0
+
+    def read(question: str) -> None:
+        assert "\n... and 5 more; --dry-run names all.\n" in question
+        assert question.count("\nfeed:") == 20
+        assert "Release 25 lock(s)? " in question
+
+    answer("yes\n", "celery_locks", "release", "--prefix", "feed:", meanwhile=read)
     assert names() == []
 
 

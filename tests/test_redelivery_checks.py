@@ -6,8 +6,9 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from celery import Celery, Task, schedules
@@ -68,6 +69,13 @@ def said() -> list[tuple[str, str, str]]:
 def numbers() -> list[str]:
     """Return the numbers of what our checks say, one for each message."""
     return sorted(number for number, _, _ in said())
+
+
+def by_task() -> dict[str, tuple[str, str, str]]:
+    """Return what our checks say by task, if that is one thing of each."""
+    messages = [(text.split()[1], number, text, hint) for number, text, hint in said()]
+    assert len({name for name, *_ in messages}) == len(messages)
+    return {name: (number, text, hint) for name, number, text, hint in messages}
 
 
 def only() -> tuple[str, str, str]:
@@ -165,46 +173,58 @@ def welcome_again(pk: int) -> None:
 # W018, W019: whose worker dies.
 
 
-@pytest.mark.parametrize(
-    ("options", "conf", "number"),
-    [
-        ({}, {}, "W018"),
-        ({"reject_on_worker_lost": True}, {}, "W018"),
-        ({"acks_late": True}, {}, "W019"),
-        (SURE, {}, None),
-        ({}, {"task_acks_late": True}, "W019"),
-        ({}, {"task_acks_late": True, "task_reject_on_worker_lost": True}, None),
-        ({"acks_late": True}, {"task_reject_on_worker_lost": True}, None),
-        ({"acks_late": False}, {"task_acks_late": True}, "W018"),
-        (
-            {"reject_on_worker_lost": False},
-            {"task_acks_late": True, "task_reject_on_worker_lost": True},
-            "W019",
-        ),
-        ({}, {"task_annotations": {NAME: SURE}}, None),
-        ({}, {"task_annotations": {"*": {"acks_late": True}}}, "W019"),
-    ],
-)
-@pytest.mark.parametrize("base", [SafeTask, Task, None])
+#: What the app says of acknowledgement, and its tasks: base, options, and what is told of it.
+NEVER_DONE: Final[list[tuple[dict[str, Any], list[tuple[type | None, dict[str, Any], Any]]]]] = [
+    (
+        {},
+        [
+            (SafeTask, {}, "W018"),
+            (Task, {}, "W018"),
+            (None, {}, "W018"),
+            (SafeTask, {"reject_on_worker_lost": True}, "W018"),
+            (SafeTask, {"acks_late": True}, "W019"),
+            (Task, {"acks_late": True}, "W019"),
+            (None, {"acks_late": True}, "W019"),
+            (SafeTask, SURE, None),
+            (Task, SURE, None),
+            (None, SURE, None),
+        ],
+    ),
+    (
+        {"task_acks_late": True},
+        [(SafeTask, {}, "W019"), (Task, {}, "W019"), (SafeTask, {"acks_late": False}, "W018")],
+    ),
+    (
+        {"task_acks_late": True, "task_reject_on_worker_lost": True},
+        [
+            (SafeTask, {}, None),
+            (Task, {}, None),
+            (SafeTask, {"reject_on_worker_lost": False}, "W019"),
+        ],
+    ),
+    ({"task_reject_on_worker_lost": True}, [(SafeTask, {"acks_late": True}, None)]),
+    ({"task_annotations": {f"{NAME}_0": SURE}}, [(SafeTask, {}, None), (SafeTask, {}, "W018")]),
+    ({"task_annotations": {"*": {"acks_late": True}}}, [(SafeTask, {}, "W019")]),
+]
+
+
+@pytest.mark.parametrize(("conf", "tasks"), NEVER_DONE, ids=[str(conf) for conf, _ in NEVER_DONE])
 def test_a_task_that_is_never_done(
-    make_app: MakeApp,
-    base: type | None,
-    options: dict[str, Any],
-    conf: dict[str, Any],
-    number: str | None,
+    make_app: MakeApp, conf: dict[str, Any], tasks: list[tuple[type | None, dict[str, Any], Any]]
 ) -> None:
     """W018 tells of an early acknowledgement, W019 of one for a killed run; of any task base."""
-    add_task(make_app(**conf), base=base, **options)
-    if number is None:
-        assert said() == []
-        return
-    found, text, hint = only()
-    assert found == number
-    assert text.startswith(f"Task {NAME} ")
-    assert {"W018": "acks_late is off", "W019": "reject_on_worker_lost is off"}[number] in text
-    assert "reject_on_worker_lost=True" in hint
-    assert ("acks_late=True" in hint) is (number == "W018")
-    assert ("that comes again with each delivery" in hint) is (number == "W018")
+    app = make_app(**conf)
+    for place, (base, options, _) in enumerate(tasks):
+        add_task(app, base=base, name=f"{NAME}_{place}", **options)
+    told = by_task()
+    assert {name: number for name, (number, _, _) in told.items()} == {
+        f"{NAME}_{place}": number for place, (_, _, number) in enumerate(tasks) if number
+    }
+    for number, text, hint in told.values():
+        assert {"W018": "acks_late is off", "W019": "reject_on_worker_lost is off"}[number] in text
+        assert "reject_on_worker_lost=True" in hint
+        assert ("acks_late=True" in hint) is (number == "W018")
+        assert ("that comes again with each delivery" in hint) is (number == "W018")
 
 
 @pytest.mark.parametrize("options", [{}, {"acks_late": True}])
@@ -221,13 +241,14 @@ def test_the_hints_about_acknowledgement_can_be_followed(
     assert said() == []
 
 
-@pytest.mark.parametrize("broker", [REDIS_BROKER, *OTHER_BROKERS])
-def test_whichever_the_broker(make_app: MakeApp, broker: str) -> None:
+def test_whichever_the_broker(make_app: MakeApp) -> None:
     """W018 and W019 are about the worker: they come with every broker."""
-    app = make_app(broker, **SOFT)
+    app = make_app(**SOFT)
     add_task(app)
     add_task(app, name=f"{NAME}_late", acks_late=True)
-    assert numbers() == ["W018", "W019"]
+    for broker in (REDIS_BROKER, *OTHER_BROKERS):
+        app.conf.update(broker_url=broker)
+        assert (broker, numbers()) == (broker, ["W018", "W019"])
 
 
 #: Functions that do something once, and options of their tasks.
@@ -249,14 +270,17 @@ ONCE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("function", "options"), ONCE.values(), ids=ONCE.keys())
-@pytest.mark.parametrize("base", [SafeTask, Task])
-def test_what_is_done_once(
-    make_app: MakeApp, base: type, function: Callable[..., Any], options: dict[str, Any]
-) -> None:
+def test_what_is_done_once(make_app: MakeApp) -> None:
     """A task that names do_once or idempotent is one, behind whatever wraps its function."""
-    add_task(make_app(), function, base=base, **options)
-    assert numbers() == ["W018"]
+    app, wanted = make_app(), set()
+    for base in (SafeTask, Task):
+        for what, (function, options) in ONCE.items():
+            name = f"{base.__name__}:{what.replace(' ', '_')}"
+            add_task(app, function, base=base, name=name, **options)
+            wanted.add(name)
+    assert {name: number for name, (number, _, _) in by_task().items()} == dict.fromkeys(
+        wanted, "W018"
+    )
 
 
 class WelcomeTask(SafeTask):
@@ -317,16 +341,12 @@ def test_a_task_that_is_a_class(
     assert numbers() == expected
 
 
-@pytest.mark.parametrize(
-    "function",
-    [reindex, single_instance(reindex), logged(reindex)],
-    ids=["plain", "@single_instance", "decorated"],
-)
-def test_what_is_not_done_once(make_app: MakeApp, function: Any) -> None:
+def test_what_is_not_done_once(make_app: MakeApp) -> None:
     """W018, W019 and W021 are silent about other tasks, which Celery may lose as it does."""
     app = make_app(REDIS_BROKER)
-    add_task(app, function)
-    add_task(app, function, acks_late=True, name=f"{NAME}_late")
+    for place, function in enumerate((reindex, single_instance(reindex), logged(reindex))):
+        add_task(app, function, name=f"{NAME}_{place}")
+        add_task(app, function, acks_late=True, name=f"{NAME}_{place}_late")
     app.register_task(PrintTask())
     assert said() == []
 
@@ -334,109 +354,132 @@ def test_what_is_not_done_once(make_app: MakeApp, function: Any) -> None:
 # W020: what waits, or runs, for longer than the broker.
 
 
-@pytest.mark.parametrize(
-    ("timeout", "options", "conf", "told"),
-    [
-        (None, {"time_limit": HOUR}, {}, None),
-        (None, {"time_limit": HOUR + 1}, {}, ("a time_limit", 3601)),
-        (60, {"time_limit": 61}, {}, ("a time_limit", 61)),
-        (60.5, {"time_limit": 60}, {}, None),
-        (60, {"time_limit": timedelta(seconds=90)}, {}, ("a time_limit", 90)),
-        (60, {}, {"task_time_limit": 90}, ("a time_limit", 90)),
-        (60, {"time_limit": 30}, {"task_time_limit": 90}, None),
-        (60, {"time_limit": 90, "acks_late": False}, {}, None),
-        (60, {"time_limit": 90, "acks_late": None}, {"task_acks_late": True}, ("a time_limit", 90)),
-        (60, {"soft_time_limit": 90}, {}, None),
-        (2 * HOUR, {"time_limit": 2 * HOUR}, {}, None),
-        (60, {"autoretry_for": (OSError,)}, {}, ("a default_retry_delay", 180)),
-        (60, {"autoretry_for": (OSError,), "default_retry_delay": 60}, {}, None),
-        (180, {"autoretry_for": (OSError,)}, {}, None),
-        (60, {"default_retry_delay": 180}, {}, None),
+#: A task's options, and what W020 tells of it: what is too long, and how long it is, s.
+Row = tuple[dict[str, Any], tuple[str, float] | None]
+#: By the broker's patience (s; None: its default), in an app that adds nothing to its tasks.
+DELIVERED_AGAIN: Final[dict[float | None, list[Row]]] = {
+    None: [
+        ({"time_limit": HOUR}, None),
+        ({"time_limit": HOUR + 1}, ("a time_limit", 3601)),
         (
-            None,
             {"autoretry_for": (OSError,), "default_retry_delay": 2 * HOUR},
-            {},
             ("a default_retry_delay", 7200),
         ),
-        (300, {**RETRIED, "retry_backoff_max": 600}, {}, None),
-        (None, {"time_limit": 1234567}, {}, ("a time_limit", 1234567)),
-        (1234567, {"time_limit": 1234568}, {}, ("a time_limit", 1234568)),
+        ({"time_limit": 1234567}, ("a time_limit", 1234567)),
+    ],
+    60: [
+        ({"time_limit": 61}, ("a time_limit", 61)),
+        ({"time_limit": timedelta(seconds=90)}, ("a time_limit", 90)),
+        ({"time_limit": 90, "acks_late": False}, None),
+        ({"soft_time_limit": 90}, None),
+        ({"autoretry_for": (OSError,)}, ("a default_retry_delay", 180)),
+        ({"autoretry_for": (OSError,), "default_retry_delay": 60}, None),
+        ({"default_retry_delay": 180}, None),
         # It doubles from one retry to the next, up to retry_backoff_max, and the first is single.
-        (300, {**RETRIED, "retry_backoff": 400, "retry_backoff_max": 600}, {}, BACKOFF_600),
-        (600, {**RETRIED, "retry_backoff": 400, "retry_backoff_max": 600}, {}, None),
-        (60, {**RETRIED, "retry_backoff": 400, "retry_backoff_max": 50}, {}, None),
-        (3, {**RETRIED, "retry_backoff": True}, {}, ("a longest retry_backoff", 4)),
-        (4, {**RETRIED, "retry_backoff": True}, {}, None),
-        (60, {**RETRIED, "retry_backoff": 10, "max_retries": 5}, {}, BACKOFF_160),
-        (160, {**RETRIED, "retry_backoff": 10, "max_retries": 5}, {}, None),
-        (60, {**RETRIED, "retry_backoff": 90, "max_retries": 1}, {}, BACKOFF_90),
-        (599, {**RETRIED, "retry_backoff": 10, "max_retries": 50}, {}, BACKOFF_600),
-        (600, {**RETRIED, "retry_backoff": 10, "max_retries": 50}, {}, None),
-        (599, {**RETRIED, "retry_backoff": 1, "max_retries": None}, {}, BACKOFF_600),
-        (600, {**RETRIED, "retry_backoff": 1, "max_retries": 10**6}, {}, None),
+        ({**RETRIED, "retry_backoff": 400, "retry_backoff_max": 50}, None),
+        ({**RETRIED, "retry_backoff": 10, "max_retries": 5}, BACKOFF_160),
+        ({**RETRIED, "retry_backoff": 90, "max_retries": 1}, BACKOFF_90),
         (
-            60,
             {**RETRIED, "retry_backoff": 10, "max_retries": 1, "retry_kwargs": {"max_retries": 5}},
-            {},
             BACKOFF_160,
         ),
-        (60, {**RETRIED, "retry_backoff": 10, "retry_kwargs": {"countdown": 90}}, {}, None),
+        ({**RETRIED, "retry_backoff": 10, "retry_kwargs": {"countdown": 90}}, None),
         # Without it each retry waits the same.
-        (60, {**RETRIED, "retry_kwargs": {"countdown": 90}}, {}, KWARGS_90),
-        (60, {**RETRIED, "retry_kwargs": {"countdown": 30}}, {}, None),
-        (
-            60,
-            {**RETRIED, "retry_kwargs": {"max_retries": 9}},
-            {},
-            ("a default_retry_delay", 180),
-        ),
+        ({**RETRIED, "retry_kwargs": {"countdown": 90}}, KWARGS_90),
+        ({**RETRIED, "retry_kwargs": {"countdown": 30}}, None),
+        ({**RETRIED, "retry_kwargs": {"max_retries": 9}}, ("a default_retry_delay", 180)),
         # Who is never retried waits for nothing.
-        (60, {**RETRIED, "max_retries": 0}, {}, None),
-        (60, {**RETRIED, "retry_kwargs": {"max_retries": 0, "countdown": 90}}, {}, None),
-        (60, {**RETRIED, "retry_backoff": 400, "max_retries": 0}, {}, None),
-        (60, {"retry_backoff": 400, "retry_kwargs": {"countdown": 90}}, {}, None),
+        ({**RETRIED, "max_retries": 0}, None),
+        ({**RETRIED, "retry_kwargs": {"max_retries": 0, "countdown": 90}}, None),
+        ({**RETRIED, "retry_backoff": 400, "max_retries": 0}, None),
+        ({"retry_backoff": 400, "retry_kwargs": {"countdown": 90}}, None),
+    ],
+    60.5: [({"time_limit": 60}, None)],
+    2 * HOUR: [({"time_limit": 2 * HOUR}, None)],
+    1234567: [({"time_limit": 1234568}, ("a time_limit", 1234568))],
+    3: [({**RETRIED, "retry_backoff": True}, ("a longest retry_backoff", 4))],
+    4: [({**RETRIED, "retry_backoff": True}, None)],
+    160: [({**RETRIED, "retry_backoff": 10, "max_retries": 5}, None)],
+    180: [({"autoretry_for": (OSError,)}, None)],
+    300: [
+        ({**RETRIED, "retry_backoff_max": 600}, None),
+        ({**RETRIED, "retry_backoff": 400, "retry_backoff_max": 600}, BACKOFF_600),
+    ],
+    599: [
+        ({**RETRIED, "retry_backoff": 10, "max_retries": 50}, BACKOFF_600),
+        ({**RETRIED, "retry_backoff": 1, "max_retries": None}, BACKOFF_600),
+    ],
+    600: [
+        ({**RETRIED, "retry_backoff": 400, "retry_backoff_max": 600}, None),
+        ({**RETRIED, "retry_backoff": 10, "max_retries": 50}, None),
+        ({**RETRIED, "retry_backoff": 1, "max_retries": 10**6}, None),
+    ],
+}
+
+
+def assert_delivered_again(
+    make_app: MakeApp, timeout: float | None, tasks: list[Row], **conf: Any
+) -> None:
+    """Assert what W020 says of tasks of any base, and that its longest suggestion ends it."""
+    app, wanted = make_app(REDIS_BROKER, **SOFT, **conf, **patient(timeout)), {}
+    for place, (options, told) in enumerate(tasks):
+        for base in (SafeTask, Task):
+            name = f"{NAME}_{place}_{base.__name__}"
+            given = {**SURE, **options}
+            if given["acks_late"] is None:
+                del given["acks_late"]
+            add_task(app, base=base, name=name, **given)
+            if told:
+                wanted[name] = told
+    found = {name: message for name, message in by_task().items() if message[0] != "W018"}
+    assert found.keys() == wanted.keys()
+    longest = 0
+    for name, (what, seconds) in wanted.items():
+        number, text, hint = found[name]
+        assert number == "W020"
+        assert text.startswith(f"Task {name} has {what} of {seconds} s, but after ")
+        assert f"a visibility_timeout of {timeout or HOUR} s the broker delivers it again" in text
+        assert "RabbitMQ with a consumer_timeout above that" in hint
+        suggested = re.search(r'"visibility_timeout": (\d+)', hint)
+        assert suggested is not None
+        assert int(suggested[1]) > seconds
+        longest = max(longest, int(suggested[1]))
+    if longest:
+        app.conf.update(patient(longest))
+        assert "W020" not in numbers()
+
+
+@pytest.mark.parametrize("timeout", DELIVERED_AGAIN)
+def test_a_message_that_is_delivered_again(make_app: MakeApp, timeout: float | None) -> None:
+    """W020 tells what lasts longer than a Redis waits, of a task that is done once, of any base."""
+    assert_delivered_again(make_app, timeout, DELIVERED_AGAIN[timeout])
+
+
+@pytest.mark.parametrize(
+    ("conf", "tasks"),
+    [
+        ({"task_time_limit": 90}, [({}, ("a time_limit", 90)), ({"time_limit": 30}, None)]),
+        ({"task_acks_late": True}, [({"time_limit": 90, "acks_late": None}, ("a time_limit", 90))]),
     ],
 )
-@pytest.mark.parametrize("base", [SafeTask, Task])
-def test_a_message_that_is_delivered_again(
-    make_app: MakeApp,
-    base: type,
-    timeout: float | None,
-    options: dict[str, Any],
-    conf: dict[str, Any],
-    told: tuple[str, float] | None,
+def test_what_the_app_says_counts_for_its_tasks(
+    make_app: MakeApp, conf: dict[str, Any], tasks: list[Row]
 ) -> None:
-    """W020 tells what lasts longer than a Redis waits, of a task that is done once, of any base."""
-    options = {**SURE, **options}
-    if options["acks_late"] is None:
-        del options["acks_late"]
-    app = make_app(REDIS_BROKER, **{**SOFT, **conf, **patient(timeout)})
-    add_task(app, base=base, **options)
-    found = [message for message in said() if message[0] != "W018"]
-    if told is None:
-        assert found == []
-        return
-    what, seconds = told
-    ((number, text, hint),) = found
-    assert number == "W020"
-    assert text.startswith(f"Task {NAME} has {what} of {seconds} s, but after ")
-    assert f"a visibility_timeout of {timeout or HOUR} s the broker delivers it again" in text
-    assert "RabbitMQ with a consumer_timeout above that" in hint
-    suggested = re.search(r'"visibility_timeout": (\d+)', hint)
-    assert suggested is not None
-    # It works when followed.
-    assert int(suggested[1]) > seconds
-    app.conf.update(patient(int(suggested[1])))
-    assert "W020" not in numbers()
+    """W020 goes by the time limit and the acknowledgement of the app, where a task has none."""
+    assert_delivered_again(make_app, 60, tasks, **conf)
 
 
-@pytest.mark.parametrize("base", [SafeTask, Task])
-def test_whose_business_it_is(make_app: MakeApp, base: type) -> None:
+def test_whose_business_it_is(make_app: MakeApp) -> None:
     """W020 is about safe tasks and those that are done once; others are Celery's business."""
     app = make_app(REDIS_BROKER, **patient(60))
-    add_task(app, reindex, base=base, time_limit=90, **SURE)
-    add_task(app, reindex_later, base=base, name=f"{NAME}_later", default_retry_delay=90)
-    assert numbers() == (["W020", "W020"] if base is SafeTask else [])
+    for base in (SafeTask, Task):
+        name = base.__name__
+        add_task(app, reindex, base=base, name=name, time_limit=90, **SURE)
+        add_task(app, reindex_later, base=base, name=f"{name}_later", default_retry_delay=90)
+    assert {name: number for name, (number, _, _) in by_task().items()} == {
+        "SafeTask": "W020",
+        "SafeTask_later": "W020",
+    }
 
 
 class AppTask(SafeTaskMixin):
@@ -445,41 +488,39 @@ class AppTask(SafeTaskMixin):
     abstract = True
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "told"),
-    [
-        (reindex_later, {"default_retry_delay": 90}, True),
-        (reindex_later, {"default_retry_delay": 90, "retry_backoff": 400}, True),
-        (reindex_later, {"default_retry_delay": 60}, False),
-        (reindex_later, {"default_retry_delay": 180}, False),
-        (reindex_later, {}, False),
-        (reindex, {"default_retry_delay": 90}, False),
-    ],
-)
-def test_a_task_that_asks_for_its_retry(
-    make_app: MakeApp, function: Callable[..., Any], options: dict[str, Any], told: bool
-) -> None:
+def test_a_task_that_asks_for_its_retry(make_app: MakeApp) -> None:
     """Without autoretry_for a delay of the task's own counts where its function names retry."""
-    add_task(make_app(REDIS_BROKER, **patient(60)), function, base=AppTask, **options)
-    assert numbers() == (["W020"] if told else [])
-    if told:
-        assert "a default_retry_delay of 90 s" in only()[1]
+    app = make_app(REDIS_BROKER, **patient(60))
+    for name, function, options in (
+        ("told", reindex_later, {"default_retry_delay": 90}),
+        ("told_with_backoff", reindex_later, {"default_retry_delay": 90, "retry_backoff": 400}),
+        ("short", reindex_later, {"default_retry_delay": 60}),
+        ("as_it_always_is", reindex_later, {"default_retry_delay": 180}),
+        ("without", reindex_later, {}),
+        ("not_named", reindex, {"default_retry_delay": 90}),
+    ):
+        add_task(app, function, base=AppTask, name=name, **options)
+    told = by_task()
+    assert set(told) == {"told", "told_with_backoff"}
+    for number, text, _ in told.values():
+        assert number == "W020"
+        assert "a default_retry_delay of 90 s" in text
 
 
-@pytest.mark.parametrize("backoff", [1, 2.9, 7, True, 1000])
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-@pytest.mark.parametrize("longest", [1, 50, 3000])
-def test_the_longest_retry_is_that_of_celery(
-    make_app: MakeApp, backoff: float, count: int, longest: int
-) -> None:
+def test_the_longest_retry_is_that_of_celery(make_app: MakeApp) -> None:
     """What W020 tells of a backoff is the longest that Celery reckons for any of its retries."""
-    options = {"retry_backoff": backoff, "max_retries": count, "retry_backoff_max": longest}
-    waits = [
-        get_exponential_backoff_interval(int(max(1.0, backoff)), retries, longest)
-        for retries in range(count)
-    ]
-    add_task(make_app(REDIS_BROKER, **patient(0.5)), reindex, **RETRIED, **options)
-    assert f" has a longest retry_backoff of {max(waits)} s, " in only()[1]
+    app, wanted = make_app(REDIS_BROKER, **patient(0.5)), {}
+    for backoff, count, longest in product((1, 2.9, 7, True, 1000), (1, 2, 3, 8), (1, 50, 3000)):
+        name = f"{NAME}_{backoff}_{count}_{longest}"
+        options = {"retry_backoff": backoff, "max_retries": count, "retry_backoff_max": longest}
+        add_task(app, reindex, name=name, **RETRIED, **options)
+        waits = [
+            get_exponential_backoff_interval(int(max(1.0, backoff)), retries, longest)
+            for retries in range(count)
+        ]
+        wanted[name] = f"a longest retry_backoff of {max(waits)} s"
+    told = by_task().items()
+    assert {name: text.split(" has ")[1].split(",")[0] for name, (_, text, _) in told} == wanted
 
 
 def test_several_waits_are_several_messages(make_app: MakeApp) -> None:
@@ -504,29 +545,26 @@ def test_the_limit_of_a_single_instance_task_is_told_once(make_app: MakeApp) -> 
     assert "a default_retry_delay" in said()[1][1]
 
 
-@pytest.mark.parametrize(
-    ("countdown", "timeout", "told"),
-    [(61, 60, 61), (60, 60, None), (None, 60, None), (2 * HOUR, None, 7200), (90.5, 60, 90.5)],
-)
-def test_a_countdown_of_beat(
-    make_app: MakeApp, countdown: float | None, timeout: float | None, told: float | None
-) -> None:
+def test_a_countdown_of_beat(make_app: MakeApp) -> None:
     """W020 names beat's entry that sends a task later than the broker waits."""
-    app = make_app(REDIS_BROKER, **patient(timeout))
-    options = {} if countdown is None else {"countdown": countdown}
-    app.conf.beat_schedule = {
-        "nightly": {"task": NAME, "schedule": 60, "options": options},
-        "plain": {"task": NAME, "schedule": 60},
-        "nothing": {"task": NAME, "schedule": 60, "options": None},
-        "other": {"task": "shop.tasks.other", "schedule": 60, "options": {"countdown": 10**6}},
-    }
+    app = make_app(REDIS_BROKER)
     add_task(app, reindex)
-    if told is None:
-        assert said() == []
-        return
-    number, text, _ = only()
-    assert number == "W020"
-    assert f"in beat's entry 'nightly' a countdown of {told:g} s" in text
+    for countdown, timeout, told in (
+        (61, 60, "61"), (60, 60, None), (None, 60, None),
+        (90.5, 60, "90.5"), (2 * HOUR, HOUR, "7200"),
+    ):  # fmt: skip
+        options = {} if countdown is None else {"countdown": countdown}
+        app.conf.update(patient(timeout))
+        app.conf.beat_schedule = {
+            "nightly": {"task": NAME, "schedule": 60, "options": options},
+            "plain": {"task": NAME, "schedule": 60},
+            "nothing": {"task": NAME, "schedule": 60, "options": None},
+            "other": {"task": "shop.tasks.other", "schedule": 60, "options": {"countdown": 10**6}},
+        }
+        messages = [(number, text) for number, text, _ in said()]
+        assert [number for number, _ in messages] == (["W020"] if told else []), countdown
+        if told:
+            assert f"in beat's entry 'nightly' a countdown of {told} s" in messages[0][1]
 
 
 def test_an_entry_of_beat_that_is_an_object(make_app: MakeApp) -> None:
@@ -545,13 +583,14 @@ def test_an_entry_of_beat_that_is_an_object(make_app: MakeApp) -> None:
         assert f"in beat's entry {name!r} a countdown of 90 s" in text
 
 
-@pytest.mark.parametrize("schedule", [None, {}, [], ["nightly"], "shop.schedule", 60])
-def test_a_schedule_that_is_none(make_app: MakeApp, schedule: Any) -> None:
+def test_a_schedule_that_is_none(make_app: MakeApp) -> None:
     """A beat_schedule that is no dict has no entries to tell of, and breaks no check."""
     app = make_app(REDIS_BROKER, **patient(60))
-    app.conf.beat_schedule = schedule
     add_task(app, reindex)
-    assert said() == []
+    schedules: list[Any] = [None, {}, [], ["nightly"], "shop.schedule", 60]
+    for schedule in schedules:
+        app.conf.beat_schedule = schedule
+        assert (schedule, said()) == (schedule, [])
 
 
 @pytest.mark.parametrize(
@@ -572,23 +611,26 @@ def test_how_patient_a_broker_is(
     assert visibility_timeout(app) == seconds
 
 
-@pytest.mark.parametrize("broker", OTHER_BROKERS)
-def test_brokers_that_wait(make_app: MakeApp, broker: str) -> None:
+def test_brokers_that_wait(make_app: MakeApp) -> None:
     """W020 and W021 are about brokers that deliver again by time, and silent with others."""
-    app = make_app(broker, **patient(60))
+    app = make_app(**patient(60))
     app.conf.beat_schedule = {"x": {"task": NAME, "schedule": 60, "options": {"countdown": 90}}}
     add_task(app, autoretry_for=(OSError,), time_limit=90, **SURE)
-    assert said() == []
+    for broker in OTHER_BROKERS:
+        app.conf.update(broker_url=broker)
+        assert (broker, said()) == (broker, [])
     app.conf.update(broker_url=REDIS_BROKER)
     assert set(numbers()) == {"W020", "W021"}
 
 
-@pytest.mark.parametrize("timeout", ["an hour", None, [60]])
-def test_a_timeout_that_means_nothing(make_app: MakeApp, timeout: Any) -> None:
+def test_a_timeout_that_means_nothing(make_app: MakeApp) -> None:
     """A visibility_timeout that is no number leaves what there is to say of the task alone."""
-    options = {**TRANSPORT_OPTIONS, "visibility_timeout": timeout}
-    add_task(make_app(REDIS_BROKER, broker_transport_options=options), time_limit=2 * HOUR)
-    assert numbers() == ["W018"]
+    app = make_app(REDIS_BROKER)
+    add_task(app, time_limit=2 * HOUR)
+    for timeout in ("an hour", None, [60]):
+        options = {**TRANSPORT_OPTIONS, "visibility_timeout": timeout}
+        app.conf.update(broker_transport_options=options)
+        assert (timeout, numbers()) == (timeout, ["W018"])
 
 
 # W021: a worker that is stopped.
@@ -723,24 +765,21 @@ def test_a_worker_logs_them(settings: Settings, tmp_path: Path, redis_server: Re
 # E001
 
 
-@pytest.mark.parametrize(
-    "value", [0, -1, 0.0, timedelta(), True, "7d", math.nan, math.inf, timedelta(days=99_999), []]
-)
-def test_a_retention_that_means_nothing(make_app: MakeApp, settings: Settings, value: Any) -> None:
+def test_a_retention_that_means_nothing(make_app: MakeApp, settings: Settings) -> None:
     """E001 tells of an IDEMPOTENCY_RETENTION that is no time, with the default as its hint."""
     make_app()
-    settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": value}
-    (message,) = checks.run_checks(tags=["django_celery_safe"])
-    assert (message.id, message.level) == ("django_celery_safe.E001", checks.ERROR)
-    assert message.msg.startswith(f"IDEMPOTENCY_RETENTION={value!r} is no time")
-    assert message.hint == "The default is 7 days."
+    none: list[Any] = [0, -1, 0.0, timedelta(), True]
+    for value in [*none, "7d", math.nan, math.inf, timedelta(days=99_999), []]:
+        settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": value}
+        (message,) = checks.run_checks(tags=["django_celery_safe"])
+        assert (message.id, message.level) == ("django_celery_safe.E001", checks.ERROR)
+        assert message.msg.startswith(f"IDEMPOTENCY_RETENTION={value!r} is no time")
+        assert message.hint == "The default is 7 days."
 
 
-@pytest.mark.parametrize("value", [None, 1, 0.5, timedelta(days=30), 3 * 365 * 86400])
-def test_a_retention_that_means_something(
-    make_app: MakeApp, settings: Settings, value: Any
-) -> None:
+def test_a_retention_that_means_something(make_app: MakeApp, settings: Settings) -> None:
     """Seconds above 0 and timedeltas are times, and None is for ever."""
     make_app()
-    settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": value}
-    assert said() == []
+    for value in (None, 1, 0.5, timedelta(days=30), 3 * 365 * 86400):
+        settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": value}
+        assert (value, said()) == (value, [])

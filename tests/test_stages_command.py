@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -126,8 +127,7 @@ def test_list_shows_each_run(shop: str, queue: Queue) -> None:
     failing = fail(second)
     lines = run("list").splitlines()
     assert lines[0] == f"Run {second.pk}: failed, stage 1 of 3, 0 of 3 steps done (0 %)"
-    assert lines[1].startswith("    started 0.")
-    assert ", ended 0." in lines[1]
+    assert re.match(r"    started \d+\.\ds ago, ended \d+\.\ds ago", lines[1])
     assert " ".join("".join(lines[2:4]).split()) == f"{failing} failed: ValueError: no such album"
     assert lines[4:] == [
         f"Run {first.pk}: running, stage 1 of 2, 1 of 5 steps done (20 %)",
@@ -231,7 +231,7 @@ def test_show_tells_what_is_wrong(shop: str, queue: Queue) -> None:
     assert found[2]["waits_s"] >= LONG.total_seconds()
     assert found[3]["error"] == "ConnectionError: refused"
     text = " ".join(run("show", str(one.pk)).split())
-    assert f"{dead.task_id}, for 0." in text
+    assert re.search(rf"{dead.task_id}, for \d+\.\ds\b", text)
     assert "pid 42 on web1, which is gone waiting" in text
     assert "begun 2 times sweep: its process died, and it was sent again" in text
     assert f"{late.task_id}, for 6min waiting" in text

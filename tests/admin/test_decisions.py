@@ -319,7 +319,15 @@ def columns(row: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("site", "name"),
+    [
+        *(("sqlite", name) for name in CHANGES),
+        ("postgres", "forget of one that was claimed"),
+        ("postgres", "resume of one with a step that runs"),
+    ],
+    indirect=["site"],
+)
 def test_a_row_that_changed(site: str, name: str) -> None:
     """What no longer fits a row is refused with the reason; the row stays and nothing is logged."""
     url, decision, make, meanwhile, said = CHANGES[name]

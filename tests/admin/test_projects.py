@@ -228,8 +228,10 @@ def test_other_languages(root: Visitor, settings: Settings, language: str) -> No
         assert told.startswith("1 ")
 
 
-@pytest.mark.parametrize("kind", ["sqlite-immediate", "postgres"])
-@pytest.mark.parametrize("use_tz", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "use_tz"),
+    [("sqlite-immediate", True), ("sqlite-immediate", False), ("postgres", False)],
+)
 def test_time_zones(
     make_database: MakeDatabase, settings: Settings, use_tz: bool, kind: Any
 ) -> None:
@@ -244,7 +246,7 @@ def test_time_zones(
             rows.work_on(rows.begin(1)).run,
         )
         assert root.get(OUTBOX).rows[0]["Age"].endswith("s")
-        assert root.get(RECORDS).rows[0]["Claimed"].startswith("9")
+        assert root.get(RECORDS).rows[0]["Claimed"].startswith(("9", "2min"))
         assert root.get(RUNS).rows[0]["Started"].endswith("s ago")
         assert root.get(STEPS).rows[0]["Ran"].endswith("s ago")
         since = root.get(every_page(Lock, "feed")["change"]).fields["Held since"]

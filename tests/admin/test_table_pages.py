@@ -72,13 +72,13 @@ def test_filter_of_states(staff: Visitor, state: str, count: int) -> None:
 @pytest.mark.parametrize(
     "state", ["erase", "discard", "revive", "delete", "settle", "x", "__str__"]
 )
-def test_filter_calls_nothing_else(staff: Visitor, state: str) -> None:
+def test_filter_calls_nothing_else(root: Visitor, state: str) -> None:
     """A state that is none changes nothing, whatever method of the table has its name."""
     rows.leave_dead()
     before = list(OutboxMessage.objects.values())
-    page = staff.get(OUTBOX, state=state)
+    page = root.get(OUTBOX, state=state)
     assert (page.status, page.response["Location"]) == (302, f"{OUTBOX}?e=1")
-    staff.take(f"{OUTBOX}?state={state}", "discard", before[0]["id"], confirmed="1")
+    root.take(f"{OUTBOX}?state={state}", "discard", before[0]["id"], confirmed="1")
     assert list(OutboxMessage.objects.values()) == before
 
 
@@ -130,9 +130,9 @@ def test_search_of_messages(staff: Visitor) -> None:
         (STEPS, "run__params_text__contains"),
     ],
 )
-def test_what_is_not_shown_is_not_guessed(staff: Visitor, url: str, lookup: str) -> None:
+def test_what_is_not_shown_is_not_guessed(root: Visitor, url: str, lookup: str) -> None:
     """No URL narrows a list by a column that it does not show."""
-    assert staff.get(url, **{lookup: "a"}).status == 400
+    assert root.get(url, **{lookup: "a"}).status == 400
 
 
 # Records
@@ -151,7 +151,7 @@ def test_states_of_records(staff: Visitor) -> None:
         "done": "done",
         "failed": "failed",
     }
-    assert all(row["Claimed"].startswith("9") for row in shown.values())
+    assert all(row["Claimed"].startswith(("9", "2min")) for row in shown.values())
     assert shown["busy"]["Task"] == "shop.tasks.sell"
 
     def fields(key: str) -> dict[str, str]:
@@ -176,7 +176,17 @@ def test_a_record_outside_tasks(staff: Visitor) -> None:
     assert fields["Process"] == "not known"
 
 
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize(
+    ("site", "name"),
+    [
+        *(pytest.param("sqlite", name, id=f"sqlite-{kind}") for kind, name in NAMES.items()),
+        *(
+            pytest.param("postgres", NAMES[kind], id=f"postgres-{kind}")
+            for kind in ("control", "half", "long", "wide")
+        ),
+    ],
+    indirect=["site"],
+)
 def test_keys(site: str, name: str) -> None:
     """A record of any key is listed with the whole key, shown, asked about and forgotten."""
     staff = make_visitor(is_superuser=True)
@@ -331,11 +341,11 @@ def count_queries(visitor: Visitor, url: str) -> int:
 
 @every_table
 def test_queries(root: Visitor, model: type[Model]) -> None:
-    """Lists and pages of 100 rows need no query more than those of a single one."""
+    """Lists and pages of many rows need no query more than those of a single one."""
     make = MAKERS[model]
     pages = every_page(model, make(0).pk)
     before = {name: count_queries(root, url) for name, url in pages.items()}
-    for number in range(1, 100):
+    for number in range(1, 15):
         make(number)
     assert {name: count_queries(root, url) for name, url in pages.items()} == before
     assert before["list"] <= 6
@@ -351,10 +361,10 @@ def test_queries_of_a_decision(root: Visitor, model: type[Model]) -> None:
     for decision in root.get(url).decisions:
         with CaptureQueriesContext(connections["site"]) as of_one:
             root.take(url, decision, *selected[:1])
-        while len(selected) < 50:
+        while len(selected) < 15:
             selected.append(make(len(selected)).pk)
         with CaptureQueriesContext(connections["site"]) as of_many:
-            assert len(root.take(url, decision, *selected).selections) == 50
+            assert len(root.take(url, decision, *selected).selections) == 15
         assert len(of_many) == len(of_one)
 
 
@@ -409,11 +419,11 @@ def test_arguments_hidden(root: Visitor, settings: Settings) -> None:
         (Status.SUCCEEDED, []),
     ],
 )
-def test_a_run_offers_what_fits(staff: Visitor, status: Status, offered: list[str]) -> None:
+def test_a_run_offers_what_fits(root: Visitor, status: Status, offered: list[str]) -> None:
     """A run that goes on can be aborted, one that stopped resumed, one that is done neither."""
     run = rows.begin(1, 2)
     StageRun.objects.filter(pk=run.pk).update(status=status)
-    assert buttons_of(staff.get(f"{RUNS}{run.pk}/change/")) == offered
+    assert buttons_of(root.get(f"{RUNS}{run.pk}/change/")) == offered
 
 
 @pytest.mark.parametrize(
@@ -426,11 +436,11 @@ def test_a_run_offers_what_fits(staff: Visitor, status: Status, offered: list[st
     ],
 )
 def test_a_message_offers_what_fits(
-    staff: Visitor, leave: Callable[[], OutboxMessage], offered: list[str]
+    root: Visitor, leave: Callable[[], OutboxMessage], offered: list[str]
 ) -> None:
     """Only what failed can be retried, and what was sent not be discarded."""
     row = leave()
-    assert buttons_of(staff.get(f"{OUTBOX}{row.pk}/change/")) == offered
+    assert buttons_of(root.get(f"{OUTBOX}{row.pk}/change/")) == offered
 
 
 def buttons_of(page: Any) -> list[str]:

@@ -101,7 +101,7 @@ def test_django_runs_the_tests(
     assert f"Ran {2 * len(TESTS)} tests" in done.stderr
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
 def test_pytest_runs_the_tests(
     database: str, shop: Path, environment: dict[str, str], servers: ServerPool
 ) -> None:
@@ -146,14 +146,22 @@ def test_a_forgotten_with_fails(shop: Path, environment: dict[str, str]) -> None
 
 
 def test_it_harms_nobody(tmp_path: Path, environment: dict[str, str]) -> None:
-    """In a folder without Django settings tests run, and no settings, models or fixtures load."""
+    """In a folder without Django settings tests run, and no settings or models load."""
     (tmp_path / "test_plain.py").write_text(PLAIN)
     done = run(tmp_path, environment, "-m", "pytest", "-q", "-p", "no:randomly")
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_its_fixtures_are_there_without_settings(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """In a folder without Django settings the fixtures can be listed."""
     listed = run(tmp_path, environment, "-m", "pytest", "--fixtures", "-q").stdout
     assert "deliver_twice" in listed
 
 
+@pytest.mark.long
 def test_it_can_be_turned_off(shop: Path, environment: dict[str, str]) -> None:
     """With ``-p no:django_celery_safe`` there are no fixtures."""
     listed = by_pytest(shop, environment, "--fixtures", "-p", "no:django_celery_safe").stdout

@@ -78,6 +78,14 @@ def test_a_failed_run_is_resumed(caplog: pytest.LogCaptureFixture) -> None:
     assert run_stages(run.resume()).status == Status.SUCCEEDED
 
 
+@pytest.mark.parametrize(
+    ("any_database", "eager"),
+    [
+        pytest.param("in a transaction", True, marks=pytest.mark.django_db),
+        pytest.param("with commits", False, marks=pytest.mark.django_db(transaction=True)),
+    ],
+    indirect=True,
+)
 def test_a_run_without_end(caplog: pytest.LogCaptureFixture) -> None:
     """A step that comes back for ever is named."""
     with (
