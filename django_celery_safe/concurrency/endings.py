@@ -104,7 +104,7 @@ def _on_retry(sender: Any, request: Context, reason: Any = None, **kwargs: Any) 
 
 
 def _on_revoked(sender: Any, request: Context, terminated: bool, **kwargs: Any) -> None:
-    if terminated and not _was_put_back(request):
+    if terminated and not was_put_back(request):
         _free_killed(sender, request.id or "", 0.0)
         return
     sent, guarded = find_sent(request), find_guarded_as_asked(sender, request)
@@ -120,7 +120,7 @@ def _on_revoked(sender: Any, request: Context, terminated: bool, **kwargs: Any) 
     _in_background(free, sent.cache)
 
 
-def _was_put_back(message: Context) -> bool:
+def was_put_back(message: Context) -> bool:
     """
     Tell whether no child ran a message that Celery reports as terminated.
 

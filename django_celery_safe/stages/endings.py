@@ -18,7 +18,7 @@ from celery.utils.time import maybe_make_aware
 from django.db import DatabaseError
 from django.db.models.functions import Now
 
-from ..concurrency.endings import in_background
+from ..concurrency.endings import in_background, was_put_back
 from ..concurrency.header import find_header
 from ..locks import HeldLock
 from ..locks.lock import HOST
@@ -86,8 +86,8 @@ def _on_revoked(
     if pk is None:
         return
     error = RuntimeError(f"The task {'expired before it was begun' if expired else 'was revoked'}.")
-    # Another delivery of a message that is refused may run nevertheless.
-    ours = _is_of_host if terminated else _is_nobodys
+    # Another delivery of a message that ran nowhere may run nevertheless.
+    ours = _is_of_host if terminated and not was_put_back(request) else _is_nobodys
     _fail_in_background(pk, request.id or "", error, ours)
 
 

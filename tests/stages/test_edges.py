@@ -1,6 +1,7 @@
 """Rare ends of steps and runs: duplicates, old code, replicas, eager mode, odd plans."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -61,24 +62,48 @@ def settle() -> None:
         endings._freeing = None
 
 
-def revoke(staged: Staged, message: Message, *, terminated: bool, expired: bool) -> None:
+def revoke(
+    staged: Staged,
+    message: Message,
+    *,
+    terminated: bool,
+    expired: bool,
+    received: Callable[[Context], Any] | None = None,
+) -> None:
     """Say what the main process of a worker says of a message that is revoked or expired."""
     request = Context(message.headers, headers=message.headers)
+    delivery = None if received is None else received(request)
+    if delivery is not None:
+        endings._received.add(delivery)
     task_revoked.send(
         sender=staged.task, request=request, terminated=terminated, signum=None, expired=expired
     )
     settle()
 
 
-@pytest.mark.parametrize("expired", [True, False])
+class PutBack:
+    """A request that the pool's main process accepted and ended: no child had read it."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self.id, self.worker_pid = context, context.id, os.getpid()
+
+
+@pytest.mark.parametrize("how", ["expired", "revoked", "put back and revoked"])
 def test_a_duplicate_that_is_refused_fails_nothing_that_runs(
-    expired: bool, staged_on_sqlite: Staged
+    how: str, staged_on_sqlite: Staged
 ) -> None:
     """While one delivery runs the step, another may expire or be revoked."""
     staged = staged_on_sqlite
 
     def meet(task: Any) -> None:
-        revoke(staged, message, terminated=False, expired=expired)
+        is_put_back = how.startswith("put back")
+        revoke(
+            staged,
+            message,
+            terminated=is_put_back,
+            expired=how == "expired",
+            received=PutBack if is_put_back else None,
+        )
 
     staged.bodies["a"] = meet
     run = staged.start("a", "b")
