@@ -13,6 +13,7 @@ from pytest_django import Settings
 
 from django_celery_safe import BackendNotSupported, cache_lock, idempotent, stages
 from django_celery_safe.sending.capture import Captured
+from django_celery_safe.sending.departure import Departure
 from django_celery_safe.sending.outbox import keep
 from django_celery_safe.sending.relay import Relay, find_outboxes
 from tests.app.models import Person
@@ -58,7 +59,7 @@ def once() -> None:
 #: What would keep something in that database.
 USES: dict[str, Callable[[], object]] = {
     "hold locks": lambda: cache_lock("x").acquire(),
-    "hold an outbox": lambda: keep(Captured(), MYSQL),
+    "hold an outbox": lambda: keep(Captured(), Departure(MYSQL)),
     "hold an outbox (relay)": lambda: Relay(MYSQL),
     "record what is done once": claim,
     "do a thing once for a row": once,
@@ -107,10 +108,23 @@ def test_an_untested_database_is_an_error(mysql: str) -> None:
     assert "more would keep rows there" in said["E008"].msg
 
 
-def add_idempotent_task(app: Celery) -> None:
+def test_a_database_that_is_not_there_is_an_error() -> None:
+    """E008 names the alias, who uses it, and those that there are."""
+    with app_without_tasks("redis://127.0.0.1:1/0") as app:
+        add_idempotent_task(app, using="ordres")
+        messages = [one for one in checks.run_checks() if one.id == "django_celery_safe.E008"]
+    (message,) = messages
+    assert message.msg == (
+        "DATABASES has no 'ordres', and idempotent shop.charge would keep rows there: each use is "
+        "a ConnectionDoesNotExist."
+    )
+    assert "'default'" in str(message.hint)
+
+
+def add_idempotent_task(app: Celery, using: str | None = None) -> None:
     """Give the app a task that records what it does."""
 
     @app.task(name="shop.charge", acks_late=True, reject_on_worker_lost=True)
-    @idempotent
+    @idempotent(using=using)
     def charge(order: int) -> None:
         """Do nothing."""

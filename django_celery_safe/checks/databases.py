@@ -1,4 +1,4 @@
-"""Check of what is to be kept in databases on which this app was never tested."""
+"""Check of what is to be kept in databases that are not there, or on which nothing was tested."""
 
 from __future__ import annotations
 
@@ -20,20 +20,37 @@ from .tasks import load_tasks
 
 
 def check_databases() -> list[CheckMessage]:
-    """E008: something is to be kept where its statements were never tried. Asks no database."""
+    """E008: something is to be kept in a database that is not there, or was never tried."""
     users: dict[str, list[str]] = {}
     for alias, user in _find_users():
-        if connections[alias].vendor != NO_DATABASE and not is_tested(alias):
-            users.setdefault(alias, []).append(user)
+        users.setdefault(alias, []).append(user)
     return [
-        error(
-            8,
-            f'DATABASES["{alias}"] is {connections[alias].vendor}, on which this app was never '
-            f"tested, and {_name(names)} would keep rows there: that is refused with "
-            f"BackendNotSupported.",
+        error(8, f"{fault}, and {_name(names)} would keep rows there: {outcome}.", hint)
+        for alias, names in users.items()
+        for fault, outcome, hint in _find_faults(alias)
+    ]
+
+
+def _find_faults(alias: str) -> list[tuple[str, str, str]]:
+    """Return what is wrong with a database, what comes of it, and what to do. Asks none."""
+    if alias not in connections.databases:
+        there = ", ".join(repr(name) for name in connections.databases)
+        return [
+            (
+                f"DATABASES has no {alias!r}",
+                "each use is a ConnectionDoesNotExist",
+                f"Name one that is there: {there}.",
+            )
+        ]
+    vendor = connections[alias].vendor
+    if vendor == NO_DATABASE or is_tested(alias):
+        return []
+    return [
+        (
+            f'DATABASES["{alias}"] is {vendor}, on which this app was never tested',
+            "that is refused with BackendNotSupported",
             "Let an alias on PostgreSQL or SQLite hold them, by a database router, or do without.",
         )
-        for alias, names in users.items()
     ]
 
 

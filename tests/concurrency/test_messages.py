@@ -217,7 +217,7 @@ def test_retry_comes_back_as_the_same_message(
     assert isinstance(error, Retry)
     assert importing.runs == []
     again = mailbox.take_one()
-    assert 59 < again.delay <= 75
+    assert 45 < again.delay <= 75
     # Celery names the running task as the parent of all that it sends, retries too.
     unlike = {"eta", "origin", "parent_id"}
     assert again.headers | dict.fromkeys(unlike) == first.headers | dict.fromkeys(unlike)
@@ -288,7 +288,7 @@ def test_a_message_that_meets_its_own_lock_comes_back(
     """Whatever on_conflict says, one copy with the same id and retries comes after the lease."""
     importing = Importing(mailbox, base, on_conflict=on_conflict, autoretry_for=(Exception,))
     first = importing.message(retries=2, headers={"x-user": "me", "x-death": [{"count": 1}]})
-    with held_by(LOCK, first.id, seconds=20):
+    with held_by(LOCK, first.id, seconds=90):
         assert mailbox.deliver(first).state == "IGNORED"
     copy = mailbox.take_one()
     assert copy.id == first.id
@@ -296,7 +296,7 @@ def test_a_message_that_meets_its_own_lock_comes_back(
     assert copy.headers["x-user"] == "me"
     # With it RabbitMQ would see a cycle and drop the message.
     assert "x-death" not in copy.headers
-    assert 18 < copy.delay <= 20
+    assert 60 < copy.delay <= 90
     assert importing.runs == []
     assert mailbox.deliver(copy) == ("SUCCESS", "imported")
     assert importing.runs == [first.id]

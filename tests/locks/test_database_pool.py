@@ -43,7 +43,7 @@ def test_renewal_does_not_wait_for_the_pool(
     """A lease is renewed while its holder, or anyone else, has all connections of the pool."""
     with hold(pooled):
         connections[pooled].ensure_connection()
-        (lease,) = renewer()._leases
+        (lease,) = [lease for lane in renewer().lanes.values() for lease in lane._leases]
         begun_at = lease.asked_at
         wait_for(lambda: lease.asked_at > begun_at, 10, "it was not renewed")
         connections[pooled].close()
