@@ -5,6 +5,7 @@ A server that this machine can't have skips its tests, with one loud line at the
 end of the run; under ``CI=true`` they fail instead.
 """
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -32,6 +33,7 @@ from tests.servers import (
     ServerPool,
 )
 from tests.servers.databases import DatabaseKind, Databases
+from tests.shared_tasks import only_of
 
 if TYPE_CHECKING:
     from pytest_django import DjangoDbBlocker, Settings
@@ -52,6 +54,20 @@ def pytest_configure() -> None:
     """Let programs that tests start end by Ctrl-C, also where the shell had us ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what runs behind `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector all that is imported: it stays until the end."""
+    app.finalize()  # with the shared tasks of all modules
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _few_shared_tasks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Spare each app of a test the shared tasks of all other tests."""
+    with only_of(request.module.__name__):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
