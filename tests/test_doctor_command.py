@@ -95,6 +95,7 @@ def test_safe(kind: Any, redis_cache_settings: MakeRedisCache, settings: Setting
     assert max(map(len, ended.out.splitlines())) <= 80
 
 
+@pytest.mark.long
 def test_unsafe() -> None:
     """In local memory it says what is not safe, and ends with 1."""
     ended = Ended()

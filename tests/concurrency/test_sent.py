@@ -97,8 +97,8 @@ class Interruption:
 ENDS = {RunLock.__exit__.__code__, RunLock._step_aside.__code__}
 
 
-@pytest.mark.parametrize("renew", [True, False])
-@pytest.mark.parametrize("until", ["start", "end"])
+@pytest.mark.parametrize("renew", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("until", [pytest.param("start", marks=pytest.mark.long), "end"])
 @pytest.mark.parametrize("conflict", [False, True])
 def test_a_soft_time_limit_at_the_end_of_a_run_leaves_no_lock(
     conflict: bool,

@@ -1,12 +1,16 @@
 """Fixtures that put the locks into one store after another."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from pytest_django import Settings
 
 from django_celery_safe.locks.stores import local
 from tests.conftest import MakeDatabase, MakeRedisCache
+
+#: Stores whose cases are long: the one has the code of another, the other leases of seconds.
+LONG_STORES = ["redis-cache", "portable"]
 
 #: Each store that processes share, by the name that its tests carry.
 SHARED_STORES = ["django-redis", "redis-cache", "memcached", "postgres", "sqlite", "portable"]
@@ -16,6 +20,13 @@ COARSE_STORES = ["memcached", "portable"]
 
 #: Those whose leases can be as short as a test likes.
 FINE_STORES = [name for name in SHARED_STORES if name not in COARSE_STORES]
+
+
+def _params(stores: list[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=[pytest.mark.long] if name in LONG_STORES else [])
+        for name in stores
+    ]
 
 
 @pytest.fixture
@@ -49,35 +60,35 @@ def use_store(request: pytest.FixtureRequest, settings: Settings) -> Callable[[s
     return use
 
 
-@pytest.fixture(params=[*SHARED_STORES, "local"])
+@pytest.fixture(params=_params([*SHARED_STORES, "local"]))
 def any_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
     """Every store in turn."""
     use_store(request.param)
     return str(request.param)
 
 
-@pytest.fixture(params=[*FINE_STORES, "local"])
+@pytest.fixture(params=_params([*FINE_STORES, "local"]))
 def fine_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
     """Every store in turn with short leases."""
     use_store(request.param)
     return str(request.param)
 
 
-@pytest.fixture(params=FINE_STORES)
+@pytest.fixture(params=_params(FINE_STORES))
 def fine_shared_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
     """Every store in turn with short leases that processes share."""
     use_store(request.param)
     return str(request.param)
 
 
-@pytest.fixture(params=COARSE_STORES)
+@pytest.fixture(params=_params(COARSE_STORES))
 def coarse_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
     """Every store in turn whose leases are of seconds."""
     use_store(request.param)
     return str(request.param)
 
 
-@pytest.fixture(params=SHARED_STORES)
+@pytest.fixture(params=_params(SHARED_STORES))
 def shared_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
     """Every store in turn that processes share."""
     use_store(request.param)

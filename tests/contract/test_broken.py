@@ -24,6 +24,7 @@ FAULTS: list[tuple[str, cases.Case]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "case"),
     FAULTS,

@@ -25,6 +25,7 @@ def test_every_lease(fine_store: str, case: cases.Case, tmp_path: Path) -> None:
     case(tmp_path)
 
 
+@pytest.mark.long
 def test_every_lease_of_seconds(coarse_store: str, tmp_path: Path) -> None:
     """A store with leases of seconds does what the same cases say, all at the same time."""
     with ThreadPoolExecutor(len(cases.PATIENT)) as threads:

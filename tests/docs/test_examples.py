@@ -10,8 +10,10 @@ import pytest
 from celery import Celery
 from django.core.mail import send_mail
 from django.db import models, transaction
+from django.dispatch import Signal
 
 import django_celery_safe
+from django_celery_safe import signals
 from tests.app.celery import app
 from tests.app.models import Person
 from tests.docs.pages import Block, Page, pages
@@ -130,7 +132,20 @@ def eager() -> Iterator[Celery]:
 
 
 @pytest.fixture
-def world(on_commit_now: None, locks_in_memory: None, eager: Celery) -> dict[str, Any]:
+def no_receivers_left() -> Iterator[None]:
+    """Disconnect what the examples of a page connect to our signals."""
+    ours = [value for value in vars(signals).values() if isinstance(value, Signal)]
+    receivers = [(signal, list(signal.receivers)) for signal in ours]
+    yield
+    for signal, before in receivers:
+        signal.receivers = before
+        signal.sender_receivers_cache.clear()
+
+
+@pytest.fixture
+def world(
+    on_commit_now: None, locks_in_memory: None, eager: Celery, no_receivers_left: None
+) -> dict[str, Any]:
     """What the examples take as given: a model with flags, a row of it, a task."""
     return {
         "User": User,

@@ -367,7 +367,7 @@ def test_a_transaction_that_begins_during_a_renewal_holds_up_no_other_lease(
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize("kind", [pytest.param("sqlite", marks=pytest.mark.long), "postgres"])
 def test_a_long_transaction_holds_up_no_other_lease(
     kind: Any, is_finished: bool, make_database: MakeDatabase
 ) -> None:

@@ -81,7 +81,7 @@ def use_redis(settings: Settings, server: RedisServer, **user: str) -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["django-redis", "django"])
+@pytest.mark.parametrize("kind", ["django-redis", pytest.param("django", marks=pytest.mark.long)])
 def test_redis_is_safe(
     kind: Any,
     find: Examine,

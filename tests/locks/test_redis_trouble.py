@@ -325,7 +325,13 @@ SILENT: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize(("url", "options", "cut"), SILENT.values(), ids=SILENT)
+@pytest.mark.parametrize(
+    ("url", "options", "cut"),
+    [
+        pytest.param(*case, id=name, marks=[] if name == "connections cut" else [pytest.mark.long])
+        for name, case in SILENT.items()
+    ],
+)
 def test_a_silent_server_does_not_cost_locks_elsewhere(
     url: str,
     options: dict[str, Any],

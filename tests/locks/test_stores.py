@@ -351,6 +351,7 @@ def test_a_restarted_redis_costs_no_error(fragile_redis: RedisServer) -> None:
         assert lock
 
 
+@pytest.mark.long
 def test_an_interrupted_request_does_not_answer_the_next(fragile_redis: RedisServer) -> None:
     """A signal's error in mid-request (a soft time limit) leaves no stale answer behind."""
 
@@ -504,6 +505,7 @@ def test_a_release_inside_atomic_can_be_made_good(settings: Settings, sqlite_ali
     assert find_lock("x") is None
 
 
+@pytest.mark.long
 def test_a_process_that_stands_still_does_not_keep_others_out(
     settings: Settings, make_database: MakeDatabase
 ) -> None:

@@ -411,7 +411,11 @@ def of_beat(): ...
 
 @pytest.mark.parametrize(
     ("program", "pool"),
-    [("python -m celery", "prefork"), ("celery", "prefork"), ("celery", "solo")],
+    [
+        ("python -m celery", "prefork"),
+        pytest.param("celery", "prefork", marks=pytest.mark.long),
+        pytest.param("celery", "solo", marks=pytest.mark.long),
+    ],
 )
 def test_the_place_on_a_worker(
     program: str, pool: str, use_broker: UseBroker, settings: "Settings", tmp_path: Path

@@ -376,6 +376,7 @@ def waits_for_a_lock(alias: str) -> bool:
 # Speed.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "index"),
     [

@@ -43,8 +43,8 @@ Sent = Callable[[], list[Published]]
 
 #: OUTBOX_SEND_TIMEOUT where a broker is silent, s.
 TIMEOUT = 1.0
-#: What a shared machine may add to a bound, s.
-NOISE = 0.05
+#: What a busy machine may add to a bound, s; less than waiting once more.
+NOISE = 0.9
 #: How long something that may hang is waited for, s.
 HANGS = 15.0
 
@@ -209,7 +209,7 @@ def test_a_broker_that_falls_silent_is_given_up_in_time(
     with paused(server):
         # What is connected waits for a confirmation, what is not for a connection.
         connected, unconnected = commit_time(send, alias), best_time(send, alias, bound)
-    assert connected[0] <= bound + 3 * NOISE  # of this there is one try
+    assert connected[0] <= bound
     assert unconnected[0] <= bound
     assert isinstance(connected[1].send_error, OperationalError)
     assert isinstance(unconnected[1].send_error, OperationalError)
@@ -223,15 +223,20 @@ def test_a_broker_that_falls_silent_is_given_up_in_time(
 
 def wait_until_asked_again(app: Celery) -> None:
     """Wait until the pause after a silence of the app's broker is over."""
-    wait_for(lambda: time.monotonic() >= _silent_until.get(app, 0.0), TIMEOUT + 1)
+    wait_for(lambda: time.monotonic() >= _silent_until.get(app, 0.0), 20)
 
 
 @pytest.mark.parametrize("name", ["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
-@pytest.mark.usefixtures("patience")
 def test_after_a_silence_nobody_waits_again(
-    name: str, alias: str, make_app: MakeApp, request: pytest.FixtureRequest
+    name: str,
+    sqlite_immediate_alias: str,
+    make_app: MakeApp,
+    request: pytest.FixtureRequest,
+    settings: "Settings",
 ) -> None:
     """For OUTBOX_SEND_TIMEOUT sends are left to the relay at once, whether or not it is back."""
+    alias, pause = sqlite_immediate_alias, 4.0  # enough for what stands below, on a busy machine
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": pause}
     server: Server = request.getfixturevalue(f"{name}_server")
     app = make_app(broker_url=server.url, task_default_queue="outbox-time")
 
@@ -241,9 +246,9 @@ def test_after_a_silence_nobody_waits_again(
     with paused(server):
         first = send()
         until = _silent_until[app]
-        assert TIMEOUT / 2 < until - time.monotonic() <= TIMEOUT
+        assert 0 < until - time.monotonic() <= pause
         taken, second = commit_time(send, alias)
-    assert taken < TIMEOUT / 2
+    assert taken < pause / 2
     # It does not prolong the pause, which a broker that is back waits for, too.
     _, third = commit_time(send, alias)
     assert (_silent_until[app], time.monotonic() < until) == (until, True)
@@ -252,7 +257,7 @@ def test_after_a_silence_nobody_waits_again(
         assert "the broker was silent a moment ago" in str(result.send_error)
     assert row_ids(alias) == [first.id, second.id, third.id]
     rows = OutboxMessage.objects.using(alias)
-    wait_for(lambda: rows.due().count() == 3, TIMEOUT / 2)  # SQLite's clock has milliseconds
+    wait_for(lambda: rows.due().count() == 3, 10)  # SQLite's clock has milliseconds
     assert {row.attempts for row in rows.all()} == {0}
     wait_until_asked_again(app)
     assert send().send_error is None
@@ -328,7 +333,7 @@ def test_threads_do_not_queue_up_at_a_silent_broker(
 
     in_threads(run, 3)
     assert len(found) == 3
-    assert max(found) <= TIMEOUT + plain_time(postgres_alias) + 5 * NOISE
+    assert max(found) <= TIMEOUT + plain_time(postgres_alias) + NOISE
 
 
 def send_to_silence(form: str, alias: str, backend: str, broker: str) -> tuple[float, str]:

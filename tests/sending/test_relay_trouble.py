@@ -393,7 +393,10 @@ TROUBLES = [stopped, paused, out_of_memory, read_only, other_password]
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("was_connected", [False, True], ids=["new", "connected"])
+@pytest.mark.parametrize(
+    "was_connected",
+    [pytest.param(False, id="new", marks=pytest.mark.long), pytest.param(True, id="connected")],
+)
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.__name__)
 def test_a_broker_that_is_gone_is_waited_for(
     trouble: Callable[[RedisServer], Any],

@@ -122,6 +122,7 @@ def test_django_tells_every_mistake(shop: Path, environment: dict[str, str]) -> 
     assert f"FAILED (failures={2 * len(TESTS)})" in done.stderr
 
 
+@pytest.mark.long
 def test_pytest_tells_every_mistake(shop: Path, environment: dict[str, str]) -> None:
     """The fixtures show each mistake too."""
     done = by_pytest(shop, {**environment, "SHOP_WRONG": "1"})

@@ -182,6 +182,7 @@ def test_a_lock_is_left_behind_after_a_crash_of_the_whole_worker(
     assert room.gauge.violations() == []
 
 
+@pytest.mark.long
 def test_a_lock_is_left_behind_after_a_deploy(make_room: MakeRoom, start_other: StartOther) -> None:
     """A warm shutdown loses no waiting message and leaves no lock; the next worker goes on."""
     running, waiting = make_room("running"), make_room("waiting")
@@ -498,6 +499,7 @@ def test_no_way_to_free_a_lock(room: Room) -> None:
     assert sent.get(timeout=SOON) == [sent.id, 0]
 
 
+@pytest.mark.long
 def test_clearing_all_locks_at_start_up_deletes_live_ones(
     room: Room, start_other: StartOther, site: dict[str, Any]
 ) -> None:
@@ -556,6 +558,7 @@ def test_a_retry_inside_atomic_is_lost(room: Room) -> None:
     assert len(room.runs(first.id)) == 2
 
 
+@pytest.mark.long
 def test_a_delay_beyond_the_visibility_timeout_multiplies(
     room: Room, redis_server: RedisServer
 ) -> None:
@@ -579,6 +582,7 @@ def messages(server: RedisServer, task_id: str) -> int:
     return sum(task_id.encode() in message for message in [*waiting, *given_out])
 
 
+@pytest.mark.long
 def test_a_second_delivery_returns_none(room: Room, redis_server: RedisServer) -> None:
     """A message that comes again while its task runs does not send the chain on with None."""
     linked = chain(tasks.acknowledged_late.si(room.path), tasks.tell.s(room.path)).apply_async()

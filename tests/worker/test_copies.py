@@ -190,6 +190,7 @@ def test_a_lost_note_proves_nothing(begin: Any) -> None:
     assert story.retries() == [0, 0]
 
 
+@pytest.mark.long
 def test_a_sender_stands_still_before_it_notes_its_copy(begin: Any) -> None:
     """It leaves the note of the copy that was sent meanwhile, which goes on and outlives a kill."""
     story = begin(copy_tasks.sending_slowly)
@@ -203,6 +204,7 @@ def test_a_sender_stands_still_before_it_notes_its_copy(begin: Any) -> None:
     assert story.retries() == [0, 0]
 
 
+@pytest.mark.long
 def test_a_run_that_its_time_limit_ends_is_not_repeated(begin: Any) -> None:
     """Each run would be delivered again before its limit, and followed by another without end."""
     story = begin(copy_tasks.limited)
@@ -214,6 +216,7 @@ def test_a_run_that_its_time_limit_ends_is_not_repeated(begin: Any) -> None:
     assert story.retries() == [0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["expired", "revoked"])
 def test_a_second_delivery_that_never_runs_leaves_the_lock_of_a_live_run(
     end: str, begin: Any

@@ -145,6 +145,7 @@ def kill_run(room: Room) -> int:
 # Celery sends a lost run again.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", [{}, {"on_conflict": "raise", "timeout": 100}], ids=str)
 def test_the_retry_of_a_lost_run_is_that_message(
     call: dict[str, Any], room: Room, worker: CeleryWorker
@@ -296,6 +297,7 @@ def impatient(services: None, redis_server: RedisServer) -> Iterator[Impatient]:
         yield Impatient(worker, redis_server)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ends", ["by itself", "killed"])
 def test_a_run_longer_than_the_brokers_patience_ends(
     ends: str, room: Room, impatient: Impatient

@@ -150,6 +150,7 @@ def test_a_dead_holder(dead: Delivery, broker: Broker) -> None:
     assert broker.highest[dead.id] <= 2
 
 
+@pytest.mark.long
 def test_a_conflict_that_comes_back_late(late: tuple[Delivery, Any], broker: Broker) -> None:
     """A retry_delay beyond the visibility timeout does not multiply the duplicate."""
     first, second = late

@@ -156,6 +156,7 @@ def test_a_waiting_task_in_a_solo_pool_is_woken_from_outside(rooms: dict[str, Ro
     assert result.get(timeout=SOON) is True
 
 
+@pytest.mark.long
 def test_a_task_hung_beyond_its_time_limit_loses_its_lock(rooms: dict[str, Room]) -> None:
     """Where the pool can't end it, its lock is renewed no more, and free one lease later."""
     limit = 2.0
