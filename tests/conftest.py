@@ -8,6 +8,7 @@ end of the run; under ``CI=true`` they fail instead.
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -37,6 +38,11 @@ from tests.shared_tasks import only_of
 
 if TYPE_CHECKING:
     from pytest_django import DjangoDbBlocker, Settings
+
+# Hundreds of programs are started: each would compile the package again, and each process of
+# pytest-xdist the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 #: What a skip for want of a server begins with; the summary counts these.
 NOT_RUN = "not run: "
