@@ -79,7 +79,7 @@ def test_one_sentence_a_line(each: Page) -> None:
     ("name", "extra", "program"),
     [
         ("demo", "demo", "example_project/manage.py demo"),
-        ("tests", "test", '-m pytest -m "not long" -n 5 --dist worksteal'),
+        ("tests", "test", '-m pytest -m "not long" -n 6 --dist worksteal'),
     ],
 )
 def test_readme_command(name: str, extra: str, program: str) -> None:
