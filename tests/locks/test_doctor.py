@@ -487,7 +487,9 @@ def test_a_process_that_dies_or_hangs(
     assert f"process {pid} {ended}" in finding.said
     assert not psutil.pid_exists(pid)
     assert [finding.check for finding in findings] == ["fencing"]
-    assert left_behind(redis_server) == [b":1:celery_safe:fence"]
+    # The list may still name a lock whose lease ended before it could be released.
+    assert {*left_behind(redis_server)} <= {b":1:celery_safe:fence", b":1:celery_safe:locks"}
+    assert list(iter_locks()) == []
 
 
 def test_the_processes_end_with_their_starter() -> None:
