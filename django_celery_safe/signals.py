@@ -121,6 +121,7 @@ class _Telling(threading.local):
 
 _telling = _Telling()
 _aside: Queue[Any] | None = None
+_aside_begins = threading.Lock()
 #: Longest that a process which ends waits for receivers, s.
 LAST_WORDS: Final = 2.0
 
@@ -190,17 +191,23 @@ def aside(tell: Callable[..., object], *args: Any) -> None:
     process that ends waits for them ``LAST_WORDS`` s at the most.
     """
     global _aside
-    if _aside is None:
-        _aside = Queue()
-        try:
-            threading.Thread(
-                target=_tell_aside, args=(_aside,), name="django_celery_safe events", daemon=True
-            ).start()
-        except RuntimeError:  # Python ends, and begins no thread
-            _aside = None
-            tell(*args)
-            return
-    _aside.put((tell, args))
+    with _aside_begins:
+        events = _aside
+        if events is None:
+            events = Queue()
+            with suppress(RuntimeError):  # Python ends, and begins no thread
+                threading.Thread(
+                    target=_tell_aside,
+                    args=(events,),
+                    name="django_celery_safe events",
+                    daemon=True,
+                ).start()
+                _aside = events
+        is_told_here = _aside is None
+    if is_told_here:
+        tell(*args)
+    else:
+        events.put((tell, args))
 
 
 def _tell_aside(events: Queue[Any]) -> None:
@@ -229,8 +236,8 @@ def _print(error: Exception) -> None:
 
 def _forget_parent() -> None:
     # The parent's threads are not this process's.
-    global _aside
-    _aside = None
+    global _aside, _aside_begins
+    _aside, _aside_begins = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget_parent)

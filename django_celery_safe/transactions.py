@@ -8,6 +8,7 @@ stand for "no transaction" and do not count here.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ TRIES: Final = 20
 #: Connections, and pools of them, that the parent had open when it forked this process.
 #: Kept, since a client may end the session of a connection that nobody refers to.
 _inherited: list[Any] = []
+_leaving = threading.Lock()
 
 
 def leave_inherited(alias: str) -> None:
@@ -51,12 +53,15 @@ def leave_inherited(alias: str) -> None:
         return
     if any(connection.connection is one for one in _inherited):
         connection.connection = None
-    pools = getattr(connection, "_connection_pools", {})
-    if any(pools.get(alias) is one for one in _inherited):
-        del pools[alias]
+    pools = getattr(connection, "_connection_pools", {})  # one dict for all threads
+    with _leaving:
+        if any(pools.get(alias) is one for one in _inherited):
+            del pools[alias]
 
 
 def _note_inherited() -> None:
+    global _leaving
+    _leaving = threading.Lock()
     if "settings" not in vars(connections):
         return  # nobody has connected yet
     connection: Any

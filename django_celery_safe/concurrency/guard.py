@@ -335,9 +335,8 @@ def options_for(guarded: Guarded, header: Header) -> Options:
     try:
         return options_of_call(guarded.options, known)
     except ConfigurationError as error:
-        logger.warning(
-            "The options for one call of %s are ignored: %s", guarded.function.__qualname__, error
-        )
+        name = getattr(guarded.function, "__qualname__", guarded.function)
+        logger.warning("The options for one call of %s are ignored: %s", name, error)
         return guarded.options
 
 

@@ -210,12 +210,13 @@ class Renewer:
         """Renew ``lease`` from now on, also when its length has changed."""
         # The power of two above its length.
         _, magnitude = math.frexp(lease.seconds)
+        key = (lease.store, magnitude)
         with self.mutex:
-            lane = self.lanes.get((lease.store, magnitude))
+            if lease.lane is not self.lanes.get(key):
+                self._leave(lease)  # gives the mutex away for a while, so a lane may end
+            lane = self.lanes.get(key)
             if lane is None:
-                lane = self.lanes[lease.store, magnitude] = Lane(self, lease.store, magnitude)
-            if lease.lane is not lane:
-                self._leave(lease)
+                lane = self.lanes[key] = Lane(self, *key)
             lease.lane = lane
             lane.add(lease)
 
@@ -275,17 +276,24 @@ class Lane:
 
     def add(self, lease: Lease[Any]) -> None:
         """Renew a lease from now on."""
+        was_idle = self._is_idle()
         self._leases.add(lease)
         if lease.owner is not None:
             self._owned.add(lease)
+        if was_idle:
+            self._renewer.changed.notify_all()  # nobody waits for the connection to be closed
         if self._thread is None:
             self._wakes_at = lease.renew_at
             thread = threading.Thread(
                 target=self._run, name="django_celery_safe leases", daemon=True
             )
-            thread.start()
-            # Not before: the system may have no thread left.
+            # Before it starts: a signal may interrupt this after the start.
             self._thread = thread
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread left
+                self._thread = None
+                raise
         elif lease.renew_at < self._wakes_at:
             self._wakes_at = lease.renew_at
             self._wake.notify_all()
@@ -352,7 +360,9 @@ class Lane:
         if woken or self._leases or self._wakes_at < math.inf:
             return True
         # The mutex is held: whoever adds a lease after this makes another lane.
-        del self._renewer.lanes[self._store, self._magnitude]
+        key = (self._store, self._magnitude)
+        if self._renewer.lanes.get(key) is self:
+            del self._renewer.lanes[key]
         return False
 
     def _take_due(self) -> tuple[list[Lease[Any]], list[Report], float]:

@@ -176,9 +176,9 @@ class CacheLock:
                 still held, and can be released after that.
         """
         lease = self._our_lease()
-        self._lease = None
-        renewer().remove(lease)
         try:
+            self._lease = None
+            renewer().remove(lease)
             released = self._ask_to_release(lease)
         except (WrongTransaction, SynchronousOnlyOperation):
             # Nothing was asked of the store: it can be released after the transaction, or
@@ -190,6 +190,7 @@ class CacheLock:
         except CelerySafeError:
             raise
         except BaseException:
+            renewer().remove(lease)
             _give_back(lease.store, self.name, lease.token)
             raise
         if released:
@@ -341,7 +342,8 @@ class CacheLock:
             if kind is None and not isinstance(failure, LockBackendError | WrongTransaction):
                 raise  # a mistake, and no error of the body that it could hide
             # The body's own result or error matters more; the lease ends by itself.
-            self._forget()
+            if self._thread is _here.thread:  # else another thread has acquired it since
+                self._forget()
             self._note_not_released(failure)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
@@ -667,12 +669,13 @@ def _give_back(store: Store, name: str, token: str) -> None:
 
 
 def runs_event_loop() -> bool:
-    """Tell whether an event loop runs in this thread, and is not to be blocked."""
+    """Tell whether this is a coroutine's code, so that its event loop is not to be blocked."""
     try:
-        asyncio.get_running_loop()
+        # Not the running loop: with gevent it is that of all greenlets of the thread.
+        task = asyncio.current_task()
     except RuntimeError:
         return False
-    return not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
+    return task is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
 
 
 def refuse_event_loop(name: str, action: str) -> None:

@@ -261,6 +261,7 @@ def _publish_all(held: Held, sent: list[int]) -> None:
         SoftTimeLimitExceeded: It is meant for the task that commits.
     """
     messages, together = held.captured.messages, 0
+    interruption: SoftTimeLimitExceeded | None = None
     stopped = held.find_lateness() or _prepare_chords(held)
     if stopped is None and held.kept is None:
         sure = [one for one in messages if not is_claiming(one.options["headers"])]
@@ -274,7 +275,9 @@ def _publish_all(held: Held, sent: list[int]) -> None:
             if error is None:
                 error, duplicate = _try_publish(message, held)
             if isinstance(error, SoftTimeLimitExceeded):
-                stopped = error
+                interruption = error
+                if held.kept is not None:  # else nobody sends the others
+                    stopped = error
         if error is not None:
             _note_failed(held, message, error)
             continue
@@ -283,8 +286,9 @@ def _publish_all(held: Held, sent: list[int]) -> None:
             settle(held.result, message.options["headers"], duplicate)
         if duplicate is None:
             _tell_sent(message)
-    if isinstance(stopped, SoftTimeLimitExceeded):
-        raise stopped
+    interruption = stopped if isinstance(stopped, SoftTimeLimitExceeded) else interruption
+    if interruption is not None:
+        raise interruption
 
 
 def _try_publish(message: Message, held: Held) -> tuple[Exception | None, HeldLock | None]:

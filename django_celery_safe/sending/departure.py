@@ -13,7 +13,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from django.db import Error as DatabaseError
 from django.db import transaction
@@ -38,6 +38,7 @@ LOOK: Final = 1000
 
 #: A row's primary key and the id of its task.
 Row: TypeAlias = tuple[int, str]
+T = TypeVar("T")
 
 
 class Departure:
@@ -106,12 +107,16 @@ class WrittenRows:
         self._numbers: dict[Row, int] = {}
         self._ours: set[Row] = set()
         self._looked = 0
-        #: No relay takes a row while what begins before this takes its time.
+        #: Whether the last look was a claim, which passes by what a relay has.
+        self._was_claim = False
+        #: What begins before this ends before a relay takes a row: it may take the whole
+        #: ``OUTBOX_SEND_TIMEOUT``, and its last publication as long again.
         self._ours_until = math.inf
 
     def add(self, rows: Sequence[Row]) -> int:
         """Add rows that were just inserted; return the number of the first of them."""
-        self._ours_until = min(self._ours_until, time.monotonic() + GRACE)
+        until = time.monotonic() + max(0.0, GRACE - send_timeout())
+        self._ours_until = min(self._ours_until, until)
         start = len(self._rows)
         self._rows += rows
         self._numbers.update((row, start + offset) for offset, row in enumerate(rows))
@@ -131,13 +136,14 @@ class WrittenRows:
         end = start + count
         if is_late or self._looked < end:
             self._looked = max(end, start + LOOK)
+            self._was_claim = is_late
             look = self._claim if is_late else self._find
-            self._ours = look(self._rows[start : self._looked])
+            self._ours = set().union(*map(look, in_parts(self._rows[start : self._looked])))
         missing = sum(
             row not in self._ours or self._numbers[row] != number
             for number, row in enumerate(self._rows[start:end], start)
         )
-        if missing and not is_late:
+        if missing and not self._was_claim:
             logger.warning(
                 "%d message(s) of %r are not sent, since their rows are not in the outbox: Django "
                 "was not told that they were rolled back, such as by savepoint_rollback() or by "
@@ -149,19 +155,22 @@ class WrittenRows:
         return not missing
 
     def release(self, start: int) -> None:
-        """Leave these rows, and all after them, to a relay at once."""
+        """Leave these rows, and all after them, to a relay at once, but for those that one has."""
         rows, self._rows[start:] = self._rows[start:], []
-        for first in range(0, len(rows), LOOK):
-            self._query(rows[first : first + LOOK]).release()
+        held = timedelta(seconds=sender_time())
+        for part in in_parts(rows):
+            self._query(part).filter(due_at__lte=Now() + held).release()
 
     def _find(self, rows: Sequence[Row]) -> set[Row]:
         return set(self._query(rows).values_list("pk", "task_id"))
 
     def _claim(self, rows: Sequence[Row]) -> set[Row]:
-        lease = timedelta(seconds=sender_time())
+        held, lease = sender_time(), sender_time() + send_timeout()
         # A row that a relay has is due later than that, and one that it had has attempts.
-        free = self._query(rows).pending().filter(due_at__lte=Now() + lease, attempts=0)
-        claimed = change_returning(free, {"due_at": Now() + lease}, "id", "task_id")
+        soon = Now() + timedelta(seconds=held)
+        free = self._query(rows).pending().filter(due_at__lte=soon, attempts=0)
+        due_at = Now() + timedelta(seconds=lease)
+        claimed = change_returning(free, {"due_at": due_at}, "id", "task_id")
         self._ours_until = time.monotonic() + GRACE
         return {(pk, task_id) for pk, task_id in claimed}
 
@@ -170,6 +179,12 @@ class WrittenRows:
 
         keys, task_ids = [pk for pk, _ in rows], {task_id for _, task_id in rows}
         return OutboxMessage.objects.using(self.using).filter(pk__in=keys, task_id__in=task_ids)
+
+
+def in_parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield as many rows at a time as one statement takes."""
+    for first in range(0, len(rows), LOOK):
+        yield rows[first : first + LOOK]
 
 
 def sender_time() -> float:

@@ -30,7 +30,7 @@ from ..exceptions import ConfigurationError, describe_error
 from ..texts import get_logger
 from .broker import ONE_WAIT, bounded_backend, bounded_producer, is_timeout, is_unreachable
 from .capture import Captured, ChordCall, Message, announce, put
-from .departure import UNSETTLED, Departure, send_timeout, sender_time
+from .departure import UNSETTLED, Departure, in_parts, send_timeout, sender_time
 from .publication import is_claiming
 from .rows import Row, to_row
 
@@ -74,16 +74,18 @@ class Kept:
 
     def end(self, sent: Sequence[int]) -> None:
         """Record which messages, by their numbers, were sent, and leave the others to a relay."""
-        done = {self._ids[number] for number in sent}
-        left = [pk for pk in self._ids if pk not in done]
+        done = [self._ids[number] for number in sent]
+        published = {*done}
+        left = [pk for pk in self._ids if pk not in published]
         rows = _rows(self._departure.using)
         try:
-            if done:
-                rows.filter(pk__in=done).settle(keep=keeps_sent())
+            for part in in_parts(done):
+                rows.filter(pk__in=part).settle(keep=keeps_sent())
             if left and self._departure.find_lateness() is not None:
                 self._departure.rows.release(self._start)  # with all that come after them
-            elif left:
-                rows.filter(pk__in=left).release()
+                return
+            for part in in_parts(left):
+                rows.filter(pk__in=part).release()
         except UNSETTLED as error:
             self._warn("stay in the outbox, so that a relay sends them, again if need be", error)
 

@@ -113,3 +113,20 @@ def test_a_notebook_may_lock(locks_in_memory: None, monkeypatch: pytest.MonkeyPa
     """With DJANGO_ALLOW_ASYNC_UNSAFE, as Django's documentation has it for Jupyter, locks work."""
     monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
     assert asyncio.run(in_loop(lambda: hold("async"))) is True
+
+
+def test_another_greenlet_may_lock(locks_in_memory: None) -> None:
+    """With gevent the thread's running loop is not that of the greenlet that asks for a lock."""
+
+    def look_as_a_greenlet_does() -> None:
+        # Between two turns of the loop, where another greenlet would run: no task runs.
+        assert asyncio.get_running_loop()
+        outcomes.append(cache_lock("elsewhere").acquire())
+
+    async def wait_for_io() -> None:
+        asyncio.get_running_loop().call_soon(look_as_a_greenlet_does)
+        await asyncio.sleep(0.01)
+
+    outcomes: list[bool] = []
+    asyncio.run(wait_for_io())
+    assert outcomes == [True]

@@ -93,6 +93,20 @@ def test_threads_that_race_for_one_object_get_one_lock(monkeypatch: pytest.Monke
     assert lock.release()
 
 
+def test_a_block_that_fails_after_its_lease_leaves_the_next_thread_alone() -> None:
+    """The object is another thread's by then, which goes on to hold and to release its lock."""
+    lock = cache_lock("shared", timeout=0.3, renew=False)
+    with ThreadPoolExecutor(1) as other:
+        with pytest.raises(KeyError), lock:
+            wait_for(lambda: not lock.held, 10)
+            wait_for(lambda: find_lock("shared") is None, 10)
+            lock._timeout = 30.0
+            assert other.submit(lock.acquire).result()
+            raise KeyError
+        assert cache_lock("shared").acquire() is False
+        assert other.submit(lock.release).result() is True
+
+
 def test_a_block_without_the_lock_ends_well_beside_one_that_has_it() -> None:
     """A block that did not get the lock ends in peace when another thread has got it since."""
     lock = cache_lock("given up")

@@ -3,6 +3,7 @@
 import gc
 import signal
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -15,6 +16,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from django_celery_safe.locks.stores.wire import Wire, _Connection
 from tests.processes import run_in_processes, wait_for
 from tests.servers import RedisServer
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    """A Redis of this module alone: what other tests left closes its connections at any time."""
+    with RedisServer() as server:
+        yield server
 
 
 def connections_to(server: RedisServer) -> int:

@@ -33,6 +33,7 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.models import OutboxMessage, OutboxMessages
+from django_celery_safe.sending import capture as capture_module
 from django_celery_safe.sending import outbox as outbox_module
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
@@ -1003,6 +1004,26 @@ def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
         (task_id, 0) for task_id in wanted[published:]
     ]
     assert isinstance(result.send_error, SoftTimeLimitExceeded)
+
+
+def test_a_soft_time_limit_at_the_commit_loses_no_other_message(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the outbox nobody else sends the others, so they go out before it is raised."""
+    original = capture_module.put
+
+    def put(message: Any, *args: Any, **options: Any) -> None:
+        if message.task_id == interrupted:
+            raise SoftTimeLimitExceeded
+        original(message, *args, **options)
+
+    interrupted = "the second"
+    monkeypatch.setattr(capture_module, "put", put)
+    members = group(add.s(1), add.s(2).set(task_id=interrupted), add.s(3))
+    with pytest.raises(SoftTimeLimitExceeded), transaction.atomic():
+        result = send_on_commit(members)
+    first, _, third = [part.id for part in result]
+    assert ids(sent()) == [first, third]
 
 
 # Tasks that are sent once.
