@@ -45,7 +45,6 @@ from tests.conftest import MakeRedisCache
 from tests.processes import (
     CeleryWorker,
     Journal,
-    meet,
     run_in_processes,
     start_in_process,
     wait_for,
@@ -55,6 +54,7 @@ from tests.processes.worker import ROOT
 from tests.sending.conftest import hearing
 from tests.sending.published import Published, take_published
 from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable, without
+from tests.sending.relaying import meet_once_claimed
 from tests.sending.test_messages import CANVASES, OPTIONS, stamped
 from tests.servers import RedisServer
 from tests.servers.databases import Databases
@@ -1039,7 +1039,7 @@ def relay_beside(alias: str, conf: dict[str, Any]) -> int:
     app = Celery("sending")
     app.conf.update(conf)
     relay = Relay(alias)
-    meet()
+    meet_once_claimed()
     relay.drain()
     return relay.count
 

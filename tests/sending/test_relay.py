@@ -44,6 +44,7 @@ from tests.processes import (
 )
 from tests.sending.conftest import MakeApp, hearing
 from tests.sending.published import Published, take_published
+from tests.sending.relaying import meet_once_claimed
 from tests.servers import RabbitMQServer, RedisServer
 
 if TYPE_CHECKING:
@@ -615,11 +616,11 @@ def test_a_chord_that_its_sender_told_is_not_told_again(
 
 
 def relay_one_by_one(alias: str, conf: dict[str, Any]) -> int:
-    """Send what is due, a row at a time, beside others."""
+    """Send what is due, a row at a time, once each of all relays has one."""
     relay_module.BATCH = 1  # type: ignore[misc]
     app = Celery("own", set_as_current=False)
     app.conf.update(conf)
-    meet()
+    meet_once_claimed()
     return drain(alias)
 
 
