@@ -331,41 +331,6 @@ def test_a_renewal_that_comes_as_the_work_is_done_loses_nothing(
     assert result_of_repeat(alias) == "stored"
 
 
-def test_a_transaction_that_begins_during_a_renewal_holds_up_no_other_lease(
-    make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is finished while the thread asks for others is not asked for: it would wait there."""
-    aliases = [make_database("postgres"), make_database("postgres")]
-    asked: list[str] = []
-    may_go_on = threading.Event()
-    extend = RecordStore.extend
-
-    def late(self: RecordStore, renewals: Any, within: float | None = None) -> list[bool]:
-        asked.append(self.alias)
-        assert may_go_on.wait(60)
-        return extend(self, renewals, within)
-
-    monkeypatch.setattr(RecordStore, "extend", late)
-    with (
-        idempotent(KEY, using=aliases[0], timeout=LEASE + 1) as first,
-        idempotent(KEY, using=aliases[1], timeout=LEASE + 1) as second,
-    ):
-        claims = dict(zip(aliases, (first, second), strict=True))
-        wait_for(lambda: asked, 30, "nothing was renewed")
-        # Both are due: the thread asks for the other one next.
-        (alias,) = asked
-        (other,) = set(aliases) - {alias}
-        try:
-            with transaction.atomic(using=other):
-                claims[other].finish("stored")
-                may_go_on.set()
-                wait_for(lambda: asked.count(alias) >= 2, 60, "the thread waits")
-        finally:
-            may_go_on.set()
-        assert set(asked) == {alias}
-        claims[alias].ensure()
-
-
 @pytest.mark.parametrize("is_finished", [True, False])
 @pytest.mark.parametrize("kind", [pytest.param("sqlite", marks=pytest.mark.long), "postgres"])
 def test_a_long_transaction_holds_up_no_other_lease(

@@ -30,7 +30,7 @@ from kombu.exceptions import OperationalError
 from django_celery_safe import LockBackendError, find_lock
 from django_celery_safe.conf import UNSET
 from tests.app.celery import app, tell_workers
-from tests.conftest import REDIS_BACKENDS, require
+from tests.conftest import REDIS_BACKENDS, _forget_first_use, require
 from tests.processes import CeleryWorker, free_port, wait_for
 from tests.processes.kept import KeptProcess
 from tests.processes.settings import settings_environment
@@ -874,12 +874,6 @@ TABLE = [
 # --- the tests
 
 
-def _forget_connections() -> None:
-    """Let the app connect anew, since it is another broker now."""
-    app._pool = None
-    app.amqp._producer_pool = None
-
-
 @pytest.fixture(scope="module")
 def stage(
     request: pytest.FixtureRequest,
@@ -921,8 +915,8 @@ def stage(
         settings = {f"CELERY_{option.upper()}": value for option, value in broker.items()}
         stack.enter_context(override_settings(CACHES=caches, DJANGO_CELERY_SAFE=ours, **settings))
         app.conf.update(broker)
-        _forget_connections()
-        stack.callback(_forget_connections)
+        _forget_first_use()
+        stack.callback(_forget_first_use)
         worker = stack.enter_context(_worker(4))
         yield Stage(name, worker, frail, database)
         # A result in a traceback asks its backend for something when it goes.
