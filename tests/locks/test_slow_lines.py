@@ -190,22 +190,22 @@ def test_the_last_release_waits_for_no_renewal(
 ) -> None:
     """A release does not wait for a renewal under way, whose connection closes after it."""
     monkeypatch.setattr(DistantStore, "connects_threads", True)
-    closed, asked = threading.Event(), threading.Event()
+    closed, asked, released = threading.Event(), threading.Event(), threading.Event()
     extend = DistantStore.extend
 
     def slow(self: DistantStore, *args: object) -> list[bool]:
         asked.set()
-        time.sleep(0.5)
-        assert not lock.held
+        assert released.wait(60)
         return extend(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DistantStore, "extend", slow)
     monkeypatch.setattr(DistantStore, "close", lambda self: closed.set())
-    lock = cache_lock("last", timeout=0.3)
+    lock = cache_lock("last", timeout=3)
     assert lock.acquire()
     assert asked.wait(10)
     assert lock.release()
     assert not closed.is_set()
+    released.set()
     assert closed.wait(10)
 
 
