@@ -15,7 +15,7 @@ from .exceptions import BackendNotSupported
 
 #: What ``connection.vendor`` is on the servers on which all tests run.
 TESTED: Final = frozenset({"postgresql", "sqlite"})
-#: What it is where a project has no database: the first query says so.
+#: The vendor of a project without a database, whose first query raises an error.
 NO_DATABASE: Final = "unknown"
 
 

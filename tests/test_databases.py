@@ -56,7 +56,7 @@ def once() -> None:
         pass
 
 
-#: What would keep something in that database.
+#: Calls that would keep rows in that database.
 USES: dict[str, Callable[[], object]] = {
     "hold locks": lambda: cache_lock("x").acquire(),
     "hold an outbox": lambda: keep(Captured(), Departure(MYSQL)),

@@ -25,7 +25,7 @@ class Header(TypedDict, total=False):
     Attributes:
         task: Name of the task that the message is for: headers get copied to others.
         key: Which calls of the task are the same, see ``keys``.
-        lock: What stands before the key in the names of its locks, if not the task's name.
+        lock: Stands before the key in the names of its locks, instead of the task's name.
         options: What the caller told ``single_instance`` for this call.
         sent: Token of the lock that the message holds since it was sent.
         sent_timeout: That lock's lease while the message waits, s.

@@ -197,7 +197,7 @@ class _Examination:
             except LockBackendError as error:
                 finding = Finding(check.__name__, Verdict.UNKNOWN, _say_unasked(error), {})
             except BackendNotSupported as refusal:
-                # Of a cluster nobody knows before a server has refused.
+                # A cluster shows only when one of its servers refuses a command.
                 finding = Finding(check.__name__, Verdict.UNSAFE, str(refusal), {})
             except _NotFound as reason:
                 finding = Finding(check.__name__, Verdict.UNKNOWN, str(reason), {})

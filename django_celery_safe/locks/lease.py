@@ -81,7 +81,7 @@ class Owner:
 
     @property
     def scope(self) -> str:
-        """What the lock is renewed for when its object is gone."""
+        """Name what ends the renewal of a lock whose object is gone: its thread or its task."""
         return "thread" if self.run is None else "task"
 
     def is_forgotten(self) -> bool:

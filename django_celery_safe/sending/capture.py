@@ -500,7 +500,7 @@ def _keep(
                 context=context,
             )
         )
-        # What receivers send while it is published is no part of the capture.
+        # Messages that receivers send during the publication are not captured.
         context.run(_captured.set, None)
 
 

@@ -109,8 +109,8 @@ class WrittenRows:
         self._looked = 0
         #: Whether the last look was a claim, which passes by what a relay has.
         self._was_claim = False
-        #: What begins before this ends before a relay takes a row: it may take the whole
-        #: ``OUTBOX_SEND_TIMEOUT``, and its last publication as long again.
+        #: A send that begins before this has ended before a relay takes its rows: it may take
+        #: the whole ``OUTBOX_SEND_TIMEOUT``, and its last publication as long again.
         self._ours_until = math.inf
 
     def add(self, rows: Sequence[Row]) -> int:

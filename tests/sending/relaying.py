@@ -1,4 +1,4 @@
-"""What relays that race in processes of a test do."""
+"""Helpers for tests in which relays race in processes of their own."""
 
 from typing import Any
 

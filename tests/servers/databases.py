@@ -41,7 +41,7 @@ class Databases:
         self.servers = servers
         self.folder = folder
         self.postgres_template = f"template_{uuid.uuid4().hex}"
-        #: What the migrated template is beside rows; empty: there is none yet.
+        #: The shape of the migrated template; empty: the template does not exist yet.
         self._shape = ""
         #: PostgreSQL's databases that tests have used and that are as they were migrated.
         self._unused: list[str] = []
