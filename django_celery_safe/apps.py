@@ -14,12 +14,17 @@ class DjangoCelerySafeConfig(AppConfig):
 
     def ready(self) -> None:
         from . import checks
-        from .concurrency import endings
-        from .concurrency.guard import run_steps_by
-        from .stages import endings as stage_endings
-        from .stages.decorator import run_plain
+        from .concurrency import message_endings
+        from .models.stages import RunRoom, StageRun
+        from .stages import engine, progress, worker_signals
 
         checks.connect()
-        endings.connect()
-        stage_endings.connect()
-        run_steps_by(run_plain)
+        message_endings.connect()
+        worker_signals.connect()
+        StageRun.room = RunRoom(
+            progress.progress,
+            progress.progress_by_stage,
+            progress.wait,
+            engine.resume,
+            engine.abort,
+        )

@@ -80,7 +80,7 @@ def given() -> dict[str, Any]:
 
 
 def get(name: str) -> Any:
-    """Return the setting ``name``: the project's value, else the default."""
+    """Return the setting ``name``: the project's value, or the default."""
     value = given().get(name, UNSET)
     return DEFAULTS[name] if value is UNSET else value
 
@@ -123,10 +123,20 @@ def lease_seconds(value: Any, what: str) -> float:
     seconds = _as_seconds(value)
     if seconds is None or not SHORTEST_LEASE <= seconds <= LONGEST_LEASE:
         raise ConfigurationError(
-            f"{what}={value!r} is no lease: give a number of seconds or a timedelta, at least 1 ms "
-            f"and at most a year."
+            f"{what}={value!r} is not a valid lease: give a number of seconds or a timedelta, "
+            f"at least 1 ms and at most a year."
         )
     return seconds
+
+
+def lock_timeout() -> float:
+    """
+    Return the setting ``LOCK_TIMEOUT``, the usual lease, in seconds.
+
+    Raises:
+        ConfigurationError: It is no such duration.
+    """
+    return lease_seconds(get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
 
 
 def send_timeout(name: str) -> float:
@@ -134,14 +144,14 @@ def send_timeout(name: str) -> float:
     Return the setting ``name``, the longest time for a publication, in seconds.
 
     Raises:
-        ConfigurationError: It is no duration above 0, or so long that a relay would
+        ConfigurationError: It is not a duration above 0, or so long that a relay would
             take what is just being sent.
     """
     seconds = _as_seconds(get(name))
     if seconds is None or not 0 < seconds <= LONGEST_SEND:
         raise ConfigurationError(
-            f"{name}={get(name)!r} is no time to wait for a broker: give a number of seconds above "
-            f"0, {LONGEST_SEND:g} at most, or a timedelta."
+            f"{name}={get(name)!r} is not a valid time to wait for a broker: give a number of "
+            f"seconds above 0, {LONGEST_SEND:g} at most, or a timedelta."
         )
     return seconds
 
@@ -156,8 +166,8 @@ def retention(name: str) -> timedelta:
     seconds = _as_seconds(get(name))
     if seconds is None or not 0 <= seconds <= LONGEST_RETENTION:
         raise ConfigurationError(
-            f"{name}={get(name)!r} is no time to keep something: give a number of seconds or a "
-            f"timedelta, 0 to keep nothing."
+            f"{name}={get(name)!r} is not a valid time to keep something: give a number of seconds "
+            f"or a timedelta, 0 to keep nothing."
         )
     return timedelta(seconds=seconds)
 
@@ -174,8 +184,8 @@ def ttl(value: Any, what: str) -> timedelta | None:
     seconds = _as_seconds(value)
     if seconds is None or not 0 < seconds <= LONGEST_RETENTION:
         raise ConfigurationError(
-            f"{what}={value!r} is no time for which a thing stays done: give a number of seconds "
-            f"above 0 or a timedelta, or None for ever."
+            f"{what}={value!r} is not a valid time for which work stays done: give a number "
+            f"of seconds above 0 or a timedelta, or None for ever."
         )
     return timedelta(seconds=seconds)
 
@@ -194,8 +204,8 @@ def wait_seconds(value: Any, what: str) -> float | None:
     seconds = _as_seconds(value)
     if seconds is None or not 0 <= seconds < math.inf:
         raise ConfigurationError(
-            f"{what}={value!r} is no time to wait: give seconds or a timedelta, 0 to try once, "
-            f"None to wait for ever."
+            f"{what}={value!r} is not a valid time to wait: give seconds or a timedelta, 0 to "
+            f"try once, None to wait for ever."
         )
     return seconds
 

@@ -20,7 +20,7 @@ NO_DATABASE: Final = "unknown"
 
 
 def is_tested(alias: str) -> bool:
-    """Tell whether the database is of a kind on which this app was tested."""
+    """Return whether the database is of a kind on which this app was tested."""
     return connections[alias].vendor in TESTED
 
 

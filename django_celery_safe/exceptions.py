@@ -7,10 +7,14 @@ sends them between processes); the sentence for people is built in ``__str__``.
 
 from __future__ import annotations
 
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeAlias
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.core.exceptions import ImproperlyConfigured
+
+#: The arguments of a context manager's ``__exit__``: an error's type, the error, its traceback.
+ExcInfo: TypeAlias = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
 
 
 class CelerySafeError(Exception):
@@ -246,8 +250,8 @@ class AlreadyClaimed(IdempotencyError):
     def __str__(self) -> str:
         return (
             f"{self.key!r} is being done by {self.holder or 'someone else'}, so this call did "
-            f"nothing. Come back when that has ended, in {self.remaining:.3g} s if its process is "
-            f"gone: then it gets the stored result, or does it."
+            f"nothing. Retry later: you get its stored result, or, if its process has died, the "
+            f"claim is free in {self.remaining:.3g} s and your call does the work."
         )
 
 
@@ -381,9 +385,22 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def find_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | None:
+def find_soft_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | None:
     """Return the soft time limit that an error is, or that it took the place of; None: no such."""
     while error is not None and not isinstance(error, SoftTimeLimitExceeded):
         # Leaving Django's atomic(), it ends in an error of the connection that it cut off.
         error = error.__context__
     return error
+
+
+def find_interruption(
+    error: BaseException, outer: BaseException | None
+) -> SoftTimeLimitExceeded | None:
+    """
+    Return the soft time limit that an error is, or took the place of; None: no new one.
+
+    Args:
+        outer: The error that was being handled before, whose soft time limit is not a new one.
+    """
+    limit = find_soft_time_limit(error)
+    return None if limit is find_soft_time_limit(outer) else limit

@@ -33,7 +33,7 @@ def locks_in_memory() -> Iterator[None]:
 
 @pytest.fixture
 def lock_name() -> Callable[..., str]:
-    """Tell the name of the lock of a single-instance task with some arguments."""
+    """The name of the lock of a single-instance task, for given arguments."""
     from django_celery_safe import testing
 
     return testing.lock_name
@@ -59,7 +59,7 @@ def on_commit_now(db: None) -> Iterator[None]:
 
 @pytest.fixture
 def waiting_for_commit(db: None) -> Callable[..., int]:
-    """Tell how many callbacks wait for the commit of a database."""
+    """The number of callbacks that wait for the commit of a database."""
     from django_celery_safe import testing
 
     return testing.waiting_for_commit

@@ -7,10 +7,11 @@ from typing import Final
 
 from celery import Task, shared_task
 
-from .idempotency.records import find_prunable, record_store
-from .sending.relay import Relay, drain_all, find_outboxes
+from .idempotency.record_table import get_prunable, record_table
+from .sending.outbox import outbox_aliases
+from .sending.relay import Relay, drain_all
 from .stages import repairs
-from .stages.rows import step_store
+from .stages.step_table import step_table
 
 #: Longest that one run relays, s; the next goes on.
 LONGEST_RUN: Final = 50.0
@@ -25,7 +26,7 @@ def relay_outbox() -> int:
     ``manage.py celery_outbox relay``; any number may run at once.
     """
     ends_at = time.monotonic() + LONGEST_RUN
-    relays = [Relay(alias, beside=repairs.sweep_beside) for alias in find_outboxes()]
+    relays = [Relay(alias, housekeeping=repairs.sweep_housekeeping) for alias in outbox_aliases()]
     drain_all(relays, lambda: time.monotonic() > ends_at)
     return sum(relay.count for relay in relays)
 
@@ -33,16 +34,16 @@ def relay_outbox() -> int:
 @shared_task(base=Task, ignore_result=True)
 def prune_idempotency() -> int:
     """Delete the records of idempotent work that say nothing any more; return how many."""
-    return find_prunable(record_store().all()).erase()
+    return get_prunable(record_table().all()).erase()
 
 
 @shared_task(base=Task, ignore_result=True)
 def sweep_stages() -> int:
     """Repair the runs of stages that do not go on after a crash; return how many repairs."""
-    return len(repairs.sweep(step_store()))
+    return len(repairs.sweep(step_table()))
 
 
 @shared_task(base=Task, ignore_result=True)
 def prune_stages() -> int:
     """Delete the runs of stages that ended ``STAGES_RETENTION`` ago; return how many."""
-    return repairs.find_prunable(step_store()).prune()
+    return repairs.get_prunable(step_table()).prune()

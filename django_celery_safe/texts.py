@@ -46,6 +46,8 @@ class _Escaped:
 def _escape_arguments(record: logging.LogRecord) -> bool:
     if isinstance(record.args, tuple):
         record.args = tuple(map(_escape, record.args))
+    elif record.args:
+        record.args = {name: _escape(value) for name, value in record.args.items()}
     return True
 
 

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from django.db import Error, InterfaceError, InternalError, OperationalError, connections
 
-from .exceptions import describe_error
+from .exceptions import ExcInfo, describe_error
 from .texts import get_logger
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def leave_inherited(alias: str) -> None:
             del pools[alias]
 
 
-def _note_inherited() -> None:
+def _remember_inherited() -> None:
     global _leaving
     _leaving = threading.Lock()
     if "settings" not in vars(connections):
@@ -73,11 +73,11 @@ def _note_inherited() -> None:
         _inherited.extend(one for one in [connection.connection, *pools.values()] if one)
 
 
-os.register_at_fork(after_in_child=_note_inherited)
+os.register_at_fork(after_in_child=_remember_inherited)
 
 
 def is_pooled(alias: str) -> bool:
-    """Tell whether connections to ``alias`` come from a pool of this process."""
+    """Return whether connections to ``alias`` come from a pool of this process."""
     return bool(connections[alias].settings_dict.get("OPTIONS", {}).get("pool"))
 
 
@@ -98,14 +98,14 @@ def leave_pool(alias: str) -> None:
 
 
 def in_atomic(alias: str) -> bool:
-    """Tell whether ``alias`` is inside an ``atomic()`` block that is not TestCase's."""
+    """Return whether ``alias`` is inside an ``atomic()`` block that is not TestCase's."""
     connection = connections[alias]
     return any(not _is_of_testcase(block) for block in connection.atomic_blocks)
 
 
 def is_manual(alias: str) -> bool:
     """
-    Tell whether the project commits on ``alias`` itself: autocommit is off, without ``atomic()``.
+    Return whether the project commits on ``alias`` itself: autocommit is off, without ``atomic()``.
 
     May connect, and raises the database's error if it can't.
     """
@@ -113,8 +113,19 @@ def is_manual(alias: str) -> bool:
     return not connection.in_atomic_block and not connection.get_autocommit()
 
 
+def is_transaction_open(alias: str) -> bool:
+    """
+    Return whether the project has a transaction open here, which hides writes from others.
+
+    A connection that was inherited from a parent process is left to the parent first. May
+    connect, as :func:`is_manual`.
+    """
+    leave_inherited(alias)
+    return in_atomic(alias) or is_manual(alias)
+
+
 def in_testcase_only(alias: str) -> bool:
-    """Tell whether the only ``atomic()`` blocks open on ``alias`` are TestCase's."""
+    """Return whether the only ``atomic()`` blocks open on ``alias`` are TestCase's."""
     connection = connections[alias]
     return bool(connection.atomic_blocks) and not in_atomic(alias)
 
@@ -135,38 +146,67 @@ def losing_a_race() -> Iterator[None]:
             raise
 
 
-def begin_again(alias: str, begin: Callable[[], T], what: str) -> T:
+class Attempt:
+    """One try of :func:`attempts`: a context manager that suppresses the error of a lost race."""
+
+    def __init__(self, alias: str, what: str, *, last: bool) -> None:
+        self._alias, self._what, self._last = alias, what, last
+        #: Whether others were faster, and the next one is to be begun.
+        self.is_lost = False
+        self._is_won = False
+
+    def win(self) -> None:
+        """From here on an error is the caller's own: the block below has begun."""
+        self._is_won = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: *ExcInfo) -> bool:
+        error = exc_info[1]
+        if self._is_won or not (isinstance(error, OperationalError) and _is_lost_race(error)):
+            return False
+        if self._last:
+            # Under the same class and cause, which say that it is worth another try.
+            raise OperationalError(
+                f"{self._what} was refused: another transaction changed the row after this one "
+                f"began, and the isolation level of {self._alias!r} hides that change. Nothing was "
+                f"done. Roll the outer atomic() back and run all of it again, call this outside "
+                f"of it, or use READ COMMITTED ({describe_error(error)})"
+            ) from error.__cause__
+        self.is_lost = True
+        return True
+
+
+def attempts(alias: str, what: str) -> Iterator[Attempt]:
     """
-    Open a transaction that locks a row, again and again while stricter isolation refuses it.
+    Begin a transaction that locks a row, again and again while stricter isolation refuses it.
 
     Under REPEATABLE READ and SERIALIZABLE, PostgreSQL refuses to lock a row that others
     changed since the transaction began, which they did if it waited for them. A transaction
-    that begins after that sees what they committed.
+    that begins after that sees what they committed. Inside ``atomic()`` there is one
+    attempt, since only who opened that can begin again.
+
+    Example::
+
+        for attempt in attempts(alias, "A change of run 7"):
+            with attempt, transaction.atomic(using=alias):
+                ...  # lock the row
+                attempt.win()
+                ...
 
     Args:
-        begin: Opens the transaction, and locks the row first; an error leaves nothing open.
-        what: What it is opened for, for the error.
+        what: Describes the transaction, for the error.
 
     Raises:
-        OperationalError: Inside ``atomic()`` somebody changed the row since that began, and
-            only who opened it can begin again; or somebody did each time.
+        OperationalError: From the last attempt, if that is lost too.
     """
-    tries_left = 0 if connections[alias].in_atomic_block else TRIES
-    while True:
-        try:
-            return begin()
-        except OperationalError as error:
-            if not _is_lost_race(error):
-                raise
-            if tries_left == 0:
-                # Under the same class and cause, which say that it is worth another try.
-                raise OperationalError(
-                    f"{what} was refused: another transaction changed the row after this one on "
-                    f"{alias!r} began, whose isolation level hides that change. Nothing was done. "
-                    f"Roll the outer atomic() back and run all of it again, call this outside of "
-                    f"it, or use READ COMMITTED ({describe_error(error)})"
-                ) from error.__cause__
-        tries_left -= 1
+    tries = 1 if connections[alias].in_atomic_block else TRIES
+    for number in range(1, tries + 1):
+        attempt = Attempt(alias, what, last=number == tries)
+        yield attempt
+        if not attempt.is_lost:
+            return
 
 
 def _is_lost_race(error: OperationalError) -> bool:
@@ -197,12 +237,9 @@ def busy_timeout(alias: str, seconds: float | None) -> Iterator[None]:
         execute(f"PRAGMA busy_timeout = {int(before)}")
 
 
-def no_time_left() -> float:
-    """Tell :func:`ask_again` to ask only once more."""
-    return 0.0
-
-
-def ask_again(alias: str, ask: Callable[[], T], left: Callable[[], float], what: str) -> T:
+def retry_on_disconnect(
+    alias: str, ask: Callable[[], T], left: Callable[[], float], what: str
+) -> T:
     """
     Ask a database that may have ended the connection, or be away for a moment.
 
@@ -227,16 +264,14 @@ def ask_again(alias: str, ask: Callable[[], T], left: Callable[[], float], what:
         # It may be dead, or to a server that takes no more writes.
         connection.close()
         if tries:
-            logger.warning(
-                "What became of %s can't be noted, and is tried again: %s", what, failure
-            )
+            logger.warning("Could not record the outcome of %s; retrying: %s", what, failure)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         tries += 1
 
 
 def lacks_table(alias: str, *models: type[Model]) -> bool:
-    """Tell whether the database is there and has not the tables of these models."""
+    """Return whether the database is there and has not the tables of these models."""
     try:
         tables = connections[alias].introspection.table_names()
     except Error:

@@ -20,10 +20,11 @@ from celery import Celery
 from celery.backends.base import DisabledBackend
 from django.core.management.commands import flush
 
-from django_celery_safe.locks.lease import renewer
-from django_celery_safe.locks.stores.base import LeaseStore
+from django_celery_safe.leases.renewer import renewer
+from django_celery_safe.leases.store import LeaseStore
 from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
+from tests.processes import CeleryWorker
 from tests.servers import (
     MemcachedServer,
     PostgresServer,
@@ -234,6 +235,21 @@ def sqlite_immediate_alias(make_database: MakeDatabase) -> str:
     return make_database("sqlite-immediate")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[pytest.TestReport]:
+    """Show with a failed test what the workers said that still run, such as a module's own."""
+    report: pytest.TestReport = yield
+    if report.failed:
+        for worker in CeleryWorker.open.values():
+            worker.show_stacks()
+            last = worker.log.splitlines()[-200:]
+            what = "running" if worker.running else "ended"
+            report.sections.append((f"log of {worker.name}, {what}", "\n".join(last)))
+    return report
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say last, and loudly, what was not run."""
@@ -298,4 +314,4 @@ def broker(use_broker: UseBroker) -> Celery:
 def _forget_locks() -> Iterator[None]:
     """Renew no lock that the test before did not release."""
     yield
-    renewer().forget(LeaseStore)
+    renewer.forget(LeaseStore)

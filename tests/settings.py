@@ -5,10 +5,17 @@ Other databases and caches come from fixtures while the tests run. Processes tha
 a test starts get the same ones from an environment variable, see ``overrides``.
 """
 
+import faulthandler
+import signal
+import sys
 from importlib.util import find_spec
 from typing import Any
 
 from tests.overrides import read_settings
+
+# A process that does not go on shows where it is, see CeleryWorker.show_stacks.
+if sys.stderr is not None:
+    faulthandler.register(signal.SIGUSR2)
 
 SECRET_KEY = "for tests only"
 USE_TZ = True
@@ -50,6 +57,9 @@ TEMPLATES = [
 
 DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}
 CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}}
+
+# Where no broker is chosen, none of the machine's own gets a message.
+CELERY_BROKER_URL = "memory://"
 
 DJANGO_CELERY_SAFE: dict[str, Any] = {}
 

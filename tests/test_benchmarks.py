@@ -16,6 +16,7 @@ from tests.benchmarks import (
     inspection,
     listing,
     once,
+    outage,
     outbox,
     renewal,
     report,
@@ -197,15 +198,15 @@ def test_rows_that_a_list_leaves_out_are_counted(redis_server: RedisServer) -> N
 
 
 def test_round_trips_of_tasks_are_counted_where_they_arrive() -> None:
-    """A run takes two round trips and a unique send one, in every candidate's batch of a worker."""
+    """A run takes two round trips, and up to two more for the message's lock; a unique send one."""
     with start_in_process(tasks.measure, 1, 20) as measuring:
         batches = measuring.result()
     trips = {name: (batch.send_trips, batch.run_trips) for name, (batch,) in batches.items()}
     assert {name: trips[name] for name in (tasks.FLOOR, *tasks.OURS)} == {
         tasks.FLOOR: (0, 0),
         tasks.SINGLE: (0, 2),
-        tasks.UNTIL_START: (1, 2),
-        tasks.UNTIL_END: (1, 2),
+        tasks.UNTIL_START: (1, 3),
+        tasks.UNTIL_END: (1, 4),
     }
     assert all(min(one.send, one.send_cpu, one.run, one.run_cpu) > 0 for (one,) in batches.values())
 
@@ -245,6 +246,18 @@ def test_relays_and_sends_of_the_outbox_are_measured(
     assert queries == 1
     assert len(sends) == 2
     assert min(map(min, sends)) > 0
+
+
+def test_what_an_outage_adds_to_a_commit_is_measured(postgres_alias: str) -> None:
+    """A silent broker costs its timeout, one that refuses nearly nothing, and no send nothing."""
+    with start_in_process(outage.measure, postgres_alias, 1) as measuring:
+        times = measuring.result(outage.LONGEST)
+    figures = {figure.name: figure.value for figure in outage.figures_of(times)}
+    assert set(figures) >= set(json.loads(report.LIMITS.read_text())["outage"])
+    silent = [value for name, value in figures.items() if name.startswith("silent")]
+    assert len(silent) == len(outage.SENDS)
+    assert min(silent) > 0.5
+    assert figures["redis refuses: added, s"] < outage.TIMEOUT / 2
 
 
 def test_looks_into_the_outbox_are_measured_in_both_sizes(

@@ -14,8 +14,8 @@ from pytest_django import Settings
 from django_celery_safe import BackendNotSupported, cache_lock, idempotent, stages
 from django_celery_safe.sending.capture import Captured
 from django_celery_safe.sending.departure import Departure
-from django_celery_safe.sending.outbox import keep
-from django_celery_safe.sending.relay import Relay, find_outboxes
+from django_celery_safe.sending.outbox import keep, outbox_aliases
+from django_celery_safe.sending.relay import Relay
 from tests.app.models import Person
 from tests.servers.databases import registered
 from tests.test_checks import REDIS, TRANSPORT_OPTIONS, app_without_tasks
@@ -90,7 +90,7 @@ def test_commands_refuse_an_untested_database(command: str, mysql: str) -> None:
 
 def test_a_relay_leaves_an_untested_database_alone(mysql: str, sqlite_alias: str) -> None:
     """A relay of all databases goes by those that can have an outbox."""
-    found = find_outboxes()
+    found = outbox_aliases()
     assert sqlite_alias in found
     assert mysql not in found
 

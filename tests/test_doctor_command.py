@@ -27,11 +27,12 @@ COMMAND = [sys.executable, "-m", "django", "celery_locks", "doctor"]
 REDIS_IS_SAFE = """\
 ok       store       Locks live in CACHES["default"] (redis).
 ok       permissions The server lets this user run every command that locks need.
-ok       eviction    The server's maxmemory-policy is noeviction: it deletes no lock when its \
-memory is short.
-warning  clearing    The locks are emptied along with everything else in the project's default \
-cache: one cache.clear() frees every lock while its holder works. Name in LOCK_CACHE an alias \
-with a database number (memcached: a server) of its own.
+ok       eviction    Locks live in CACHES["default"] (redis): its maxmemory-policy is noeviction, \
+which deletes no lock when its memory is short.
+warning  clearing    Locks live in CACHES["default"] (redis), which is emptied along with \
+everything else in the project's default cache: one cache.clear() frees every lock while its \
+holder works. Name in LOCK_CACHE an alias with a database number (memcached: a server) of its own: \
+DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}.
 ok       clock       This machine's clock is N s ahead of the store's.
 ok       round_trip  To acquire and release takes N ms (median of N; N ms at the Nth percentile).
 ok       listing     A lock that is held is listed.
@@ -86,7 +87,8 @@ def plain(text: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", text).replace("behind the store", "ahead of the store")
 
 
-@pytest.mark.parametrize("kind", ["django-redis", pytest.param("django", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["django-redis", "django"])
 def test_safe(kind: Any, redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
     """On Redis without eviction it says that locks are safe, in 80 columns, and ends with 0."""
     settings.CACHES = redis_cache_settings(kind)
@@ -165,10 +167,11 @@ def test_a_server_that_evicts(
         1,
     )
     assert (
-        f"unsafe   eviction    The server's maxmemory-policy is {policy}, which deletes locks when "
-        f"memory is short (maxmemory is N: not before somebody sets it), and then two hold one. "
-        f"Set maxmemory-policy to noeviction, give the locks a server of their own, or set "
-        f"LOCK_DATABASE.\n"
+        f'unsafe   eviction    Locks live in CACHES["default"] (redis): its maxmemory-policy is '
+        f"{policy}, which deletes locks when its memory is short, and then two processes hold one "
+        f"lock. (maxmemory is N: the server deletes nothing before somebody sets it.) Set "
+        f"maxmemory-policy to noeviction, give the locks a server of their own, set LOCK_DATABASE, "
+        f"or protect what the locks guard by their fence.\n"
     ) in ended.text
 
 
@@ -205,9 +208,9 @@ def test_a_server_that_is_down(settings: Settings, memcached_cache_settings: Any
         2,
     )
     assert ended.text == (
-        'unknown  store       CACHES["default"] (memcached) could not be asked to peek '
-        "(ConnectionRefusedError: [Errno N] Connection refused), so nothing is known of this. "
-        "Check that the server is up and reachable, and lets this user ask it.\n"
+        'unknown  store       Locks live in CACHES["default"] (memcached), which could not be '
+        "asked to acquire (ConnectionRefusedError: [Errno N] Connection refused). Check that the "
+        "server is up and reachable, and lets this user ask it.\n"
     )
 
 

@@ -23,8 +23,8 @@ from psycopg.sql import SQL, Identifier
 from pytest_django import Settings
 
 from django_celery_safe import ClaimLost, ConfigurationError, idempotent
-from django_celery_safe.idempotency.records import find_prunable, record_store
-from django_celery_safe.locks.stores.base import Holder, encode_holder, plain_name
+from django_celery_safe.idempotency.record_table import get_prunable, record_table
+from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.tasks import prune_idempotency
 from tests import commands
@@ -127,7 +127,7 @@ def leave_running(
         holder = Holder("web1", 42, task="shop.tasks.charge", task_id="6f1c")
     token = os.urandom(16).hex()
     text = encode_holder(key, holder)
-    record_store(alias).try_add(key, token, timedelta(seconds=lease), holder=text, digest="")
+    record_table(alias).add_if_absent(key, token, timedelta(seconds=lease), holder=text, digest="")
     rows_of(key, alias).update(claims=claims)
     make_older(key, age, alias)
     return key
@@ -175,8 +175,8 @@ def test_list_tells_what_never_expires_and_whose_holder_is_gone(shop: str) -> No
     leave_running("left", age=100, lease=1, holder=Holder())
     assert run("list").splitlines() == [
         "left",
-        "    running, claimed 2min ago, its holder is gone",
-        "    by someone unknown",
+        "    running, its process is gone, claimed 2min ago",
+        "    not known",
         "kept",
         "    done, claimed 3min ago",
         f"    pid {os.getpid()} on {socket.gethostname()}",
@@ -325,15 +325,16 @@ def test_a_long_key_is_cut_in_the_text(shop: str) -> None:
 def test_show_has_all_of_a_record(shop: str) -> None:
     """It has a line for each thing that is known, the result too; - for what is not."""
     leave_done("mail:1", result={"id": SECRET, "copies": [1, None]}, ttl=None)
-    pairs = (line.partition(" ") for line in run("show", "mail:1").splitlines())
-    lines = {name: value.strip() for name, _, value in pairs}
-    assert (lines["key"], lines["state"], lines["claims"]) == ("mail:1", "done", "1")
-    assert (lines["task"], lines["remaining_s"], lines["expires_in_s"]) == ("-", "-", "-")
+    title, *rest = run("show", "mail:1").splitlines()
+    lines = {line[4:16].strip(): line[16:] for line in rest}
+    assert (title, lines["state"], lines["claims"]) == ("mail:1", "done", "1")
+    assert (lines["task"], lines["lease left"], lines["expires at"]) == ("-", "-", "-")
+    assert lines["process"] == f"pid {os.getpid()} on {socket.gethostname()}"
     assert (lines["error"], shown("mail:1")["error"]) == ("-", "")
     assert json.loads(lines["result"]) == {"id": SECRET, "copies": [1, None]}
     row = shown("mail:1")
     assert row.pop("result") == {"id": SECRET, "copies": [1, None]}
-    assert row.keys() == listed()[0].keys() == lines.keys() - {"result"}
+    assert row.keys() == listed()[0].keys()
 
 
 @in_sqlite
@@ -530,13 +531,15 @@ def test_forget_asks(shop: str) -> None:
     assert "there is no terminal to ask at: nothing was done. Add --no-input" in why
     for text in ("no\n", "y\n", "\x04"):
         said = answer(text, "celery_idempotency", "forget", "mail:1", "mail:99")[1]
-        assert (text, said) == (text, "The answer was not 'yes': no record was forgotten.")
+        assert (text, said) == (text, "The answer was not 'yes': nothing was done.")
     with on_terminal("celery_idempotency", "forget", *named) as terminal:
         terminal.wait_for("[yes/no] ")
         assert terminal.text.count("    done, claimed ") == 20
         assert terminal.text.endswith(
             "\n... and 2 more.\n"
-            "Each is done again by the next who comes. Forget 22 record(s)? [yes/no] "
+            "The work of these records will be done again when it is asked for the next "
+            "time.\n"
+            "Forget 22 record(s)? [yes/no] "
         )
         assert keys() == set(named)
         run("forget", "mail:1", "--no-input")
@@ -595,7 +598,7 @@ def test_one_that_is_claimed_meanwhile_is_not_forgotten(shop: str, before: str) 
     claims = []
 
     def claim() -> None:
-        store, text = record_store(shop), encode_holder("mail:1", Holder("web2", 43))
+        store, text = record_table(shop), encode_holder("mail:1", Holder("web2", 43))
         lease = timedelta(seconds=LEASE)
         claims.append(store.at("mail:1").try_claim("new", lease, holder=text, digest="", claims=2))
 
@@ -636,7 +639,7 @@ def test_a_claim_that_commits_during_the_deletion_is_safe(
 
     def claim() -> None:
         text, lease = encode_holder("mail:1", Holder("web2", 43)), timedelta(seconds=LEASE)
-        row = record_store(alias).at("mail:1")
+        row = record_table(alias).at("mail:1")
         with closing(connections[alias]), transaction.atomic(using=alias):
             assert row.try_claim("new", lease, holder=text, digest="", claims=2)
             is_claimed.set()
@@ -742,7 +745,7 @@ def test_an_age_that_is_none_is_refused(
     make_database("sqlite-immediate", "shop")
     leave_done("old", age=100, ttl=1)
     why = refused("prune", f"--older-than={text}")[1]
-    assert f"argument --older-than: '{text}' is no time; write" in why
+    assert f"argument --older-than: '{text}' is not a valid time; write" in why
     assert keys() == {"old"}
 
 
@@ -754,7 +757,7 @@ def test_one_that_is_claimed_meanwhile_is_not_pruned(shop: str) -> None:
 
     def claim() -> None:
         lease = timedelta(seconds=LEASE)
-        row = record_store(shop).at("mail:1")
+        row = record_table(shop).at("mail:1")
         assert row.try_claim("new", lease, holder=text, digest="", claims=2)
 
     with before_deleting(shop, claim) as deletes:
@@ -778,12 +781,12 @@ def test_a_retention_that_means_nothing(shop: str, settings: Settings) -> None:
 
 
 def test_what_is_prunable(shop: str, settings: Settings) -> None:
-    """find_prunable chooses and deletes nothing: by the records' own end, or by age."""
+    """get_prunable chooses and deletes nothing: by the records' own end, or by age."""
     records = IdempotencyRecord.objects.using(shop)
     leave_each(age=100, ttl=50)
 
     def prunable(older_than: timedelta | None = None) -> set[str]:
-        return {row.key for row in find_prunable(records.all(), older_than)}
+        return {row.key for row in get_prunable(records.all(), older_than)}
 
     assert prunable() == {"done", "failed"}
     assert prunable(timedelta(seconds=50)) == {"done", "failed", "kept", "left"}

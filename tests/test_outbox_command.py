@@ -181,12 +181,12 @@ def test_status_counts_by_state(alias: str, broker: Celery) -> None:
         leave_sent(alias)
     pending, died, sent = run("status").splitlines()[1:4]
     assert pending.split() == ["pending", "2,", "the", "oldest", "for", pending.split()[-1]]
-    assert re.fullmatch(r"9\d\.\ds", pending.split()[-1])
+    assert re.fullmatch(r"(9|1\d)\d\.\ds", pending.split()[-1])
     assert died.split() == ["dead", "1"]
     assert sent.split() == ["sent", "3"]
     row = json.loads(run("status", "--json"))["shop"]
     assert (row["pending"], row["dead"], row["sent"]) == (2, 1, 3)
-    assert 90 <= row["oldest_s"] < 100
+    assert 90 <= row["oldest_s"] < 150
 
 
 def test_status_names_the_last_relay(alias: str, queue: Callable[[], list[str]]) -> None:
@@ -245,7 +245,9 @@ def test_an_age_that_is_none_is_refused(alias: str, broker: Celery) -> None:
     leave(alias, age=500)
     for text in ("nan", "-1", "inf", "1e300", "soon"):
         why = refused("status", f"--max-age={text}")[1]
-        assert why.startswith(f"Error: argument --max-age: '{text}' is no time; write 90 or 90s")
+        assert why.startswith(
+            f"Error: argument --max-age: '{text}' is not a valid time; write 90 or 90s"
+        )
 
 
 # list
@@ -263,9 +265,9 @@ def test_list_shows_each_message(alias: str, broker: Celery) -> None:
     waits, died = leave(alias, age=300), leave_dead(alias, note, "the queue is full")
     first, details, second, more, failed, error = run("list").splitlines()
     assert first.split() == [str(waits.pk), "tests.app.tasks.add"]
-    assert details.split() == [waits.task_id, "pending,", "5min", "old"]
+    assert details.split() == ["pending,", "5min", "old,", waits.task_id]
     assert second.split() == [str(died.pk), "tests.app.tasks.note"]
-    assert more.split()[:2] == [died.task_id, "dead,"]
+    assert (more.split()[0], more.split()[-1]) == ("dead,", died.task_id)
     assert failed.strip() == "1 failed attempt(s)"
     assert error.strip() == "the queue is full"
 
@@ -288,7 +290,7 @@ def test_list_as_json(alias: str, broker: Celery) -> None:
     assert [row["state"] for row in rows] == ["pending", "dead", "sent"]
     assert [row["due_in_s"] is None for row in rows] == [False, True, True]
     assert 0 < rows[0]["due_in_s"] < 30
-    assert 50 <= rows[0]["age_s"] < 60
+    assert 50 <= rows[0]["age_s"] < 110
     assert rows[1] == {
         "id": died.pk,
         "database": "shop",
@@ -359,10 +361,10 @@ def test_the_text_names_the_database_where_there_are_several(
 ) -> None:
     """An id that is only good with --database is shown with its database."""
     make_database("sqlite", "other")
-    leave(alias)
-    leave("other")
-    assert headings(run("list")) == ["shop", "other"]
-    assert headings(run("list", "--database", "other")) == []
+    rows = [leave(alias), leave("other")]
+    first, second = (f"{row.pk}  {row.task}" for row in rows)
+    assert headings(run("list")) == ["shop", first, "other", second]
+    assert headings(run("list", "--database", "other")) == [second]
 
 
 def test_the_limit_is_of_all_databases(alias: str, make_database: MakeDatabase) -> None:
@@ -406,7 +408,7 @@ def test_a_message_that_failed_fits_80_columns(alias: str, broker: Celery) -> No
     assert not row.fail("refused", attempts=20)
     lines = run("list").splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[2] == "        19 failed attempt(s), due in 10min"
+    assert lines[2] == "    19 failed attempt(s), due in 10min"
 
 
 def test_no_argument_shows(
@@ -493,13 +495,15 @@ def test_discard_asks(make_database: MakeDatabase, broker: Celery) -> None:
     assert "there is no terminal to ask at: nothing was done. Add --no-input" in why
     for text in ("no\n", "y\n", "\x04"):
         told, said = answer(text, "celery_outbox", "discard", str(min(died)))
-        assert "They are never sent. Delete 1 message(s)? [yes/no] " in told
-        assert (text, said) == (text, "The answer was not 'yes': no message was deleted.")
+        assert "\nDiscard 1 message(s)? [yes/no] " in told
+        assert (text, said) == (text, "The answer was not 'yes': nothing was done.")
     with on_terminal("celery_outbox", "discard", "--all") as terminal:
         terminal.wait_for("[yes/no] ")
         assert terminal.text.count(f"  {add.name}\n") == 20
         assert terminal.text.endswith(
-            "\n... and 2 more.\nThey are never sent. Delete 22 message(s)? [yes/no] "
+            "\n... and 2 more.\n"
+            "These messages are deleted, and their tasks never run. This can't be undone.\n"
+            "Discard 22 message(s)? [yes/no] "
         )
         assert dead(alias) == died
         later = leave_dead(alias)
@@ -588,7 +592,7 @@ def test_ids_need_their_database(alias: str, make_database: MakeDatabase, action
     one, two = leave_dead(alias), leave_dead("other")
     assert one.pk == two.pk
     why = refused(*action.split(), str(one.pk))[1]
-    assert "shop, other" in why
+    assert "shop and other" in why
     assert "--database" in why
     assert dead(alias) == dead("other") == {one.pk}
     run(*action.split(), str(one.pk), "--database", "other")
@@ -632,7 +636,7 @@ def test_prune_of_several_databases(alias: str, make_database: MakeDatabase) -> 
 def test_an_age_to_prune_that_is_none(alias: str, broker: Celery, seconds: str) -> None:
     """--older-than has to be a time that a date can be away."""
     leave_sent(alias)
-    assert "is no time" in refused("prune", f"--older-than={seconds}")[1]
+    assert "is not a valid time" in refused("prune", f"--older-than={seconds}")[1]
     assert len(ids(alias)) == 1
 
 

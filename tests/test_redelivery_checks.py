@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, SafeTaskMixin, idempotent, single_instance
-from django_celery_safe.concurrency.copies import visibility_timeout
+from django_celery_safe.delivery.copies import visibility_timeout
 from tests.app.models import Person
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
@@ -773,7 +773,7 @@ def test_a_retention_that_means_nothing(make_app: MakeApp, settings: Settings) -
         settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": value}
         (message,) = checks.run_checks(tags=["django_celery_safe"])
         assert (message.id, message.level) == ("django_celery_safe.E001", checks.ERROR)
-        assert message.msg.startswith(f"IDEMPOTENCY_RETENTION={value!r} is no time")
+        assert message.msg.startswith(f"IDEMPOTENCY_RETENTION={value!r} is not a valid time")
         assert message.hint == "The default is 7 days."
 
 

@@ -12,7 +12,7 @@ from django.db.models.functions import Now
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask
-from django_celery_safe.checks.sending import RELAY_TASK
+from django_celery_safe.checks.project import RELAY_TASK
 from django_celery_safe.models import OutboxRelay
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.tasks import relay_outbox
@@ -178,7 +178,7 @@ def outbox(app: Celery, make_database: MakeDatabase) -> str:
 def note_relay(alias: str, ago: timedelta) -> None:
     """Let a relay have been there so long ago, by the database's clock."""
     relay = Relay(alias)
-    relay.look_after()
+    relay.heartbeat_and_prune()
     OutboxRelay.objects.using(alias).update(host="web1", pid=42, seen_at=Now() - ago)
 
 

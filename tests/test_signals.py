@@ -1,8 +1,7 @@
-"""Every event happens, and its signal, record and place in the docs say the same of it."""
+"""Every event that is declared happens, and its signal and its record say the same of it."""
 
 import gc
 import logging
-import re
 import subprocess
 import sys
 import threading
@@ -12,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
 from celery import Celery
 from celery.exceptions import Retry, SoftTimeLimitExceeded
-from django.db import OperationalError, connection, connections, transaction
+from django.db import ConnectionHandler, OperationalError, connection, connections, transaction
 from django.db.models.functions import Now
 from django.dispatch import Signal
 from django.test.utils import CaptureQueriesContext
@@ -30,6 +28,7 @@ from django_celery_safe import (
     LockBackendError,
     SafeTask,
     cache_lock,
+    events,
     find_lock,
     idempotent,
     release_lock,
@@ -38,24 +37,22 @@ from django_celery_safe import (
 )
 from django_celery_safe.concurrency.sent import SentLock
 from django_celery_safe.conf import UNSET
-from django_celery_safe.locks.lease import Lease, renewer
-from django_celery_safe.locks.stores.base import (
-    HeldLock,
-    Holder,
-    LeaseStore,
-    encode_holder,
-)
+from django_celery_safe.emitting import Event, LoggedEvent, emit_in_background
+from django_celery_safe.leases.holder import HeldLock, Holder, encode_holder
+from django_celery_safe.leases.lease import Lease
+from django_celery_safe.leases.renewer import renewer
+from django_celery_safe.leases.store import LeaseStore
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.stages.repairs import sweep
-from django_celery_safe.stages.rows import step_store
+from django_celery_safe.stages.step_table import step_table
 from tests.app.models import Person
 from tests.app.tasks import add
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.conftest import MakeDatabase, MakeRedisCache
-from tests.docs.pages import page
+from tests.docs.events import declared
 from tests.locks.conftest import fragile_redis
 from tests.processes import free_port, wait_for
 from tests.routing import routed_by
@@ -74,70 +71,21 @@ Provoke = Callable[[Get], None]
 
 SIGNALS: Final = {name: found for name, found in vars(signals).items() if type(found) is Signal}
 NAMES: Final = {found: name for name, found in SIGNALS.items()}
+DECLARED: Final = declared()
 #: A lease whose renewal a test can wait for, s.
 SHORT: Final = 0.6
-#: Where the package is.
-PACKAGE: Final = Path(signals.__file__).parent
 #: Somebody else.
 OTHER: Final = Holder("elsewhere", 4711, 1.0, True, "tests.other", "other")
 TOKEN: Final = "0123456789abcdef" * 2
 
 
-# What the docs say.
-
-
-class Said(NamedTuple):
-    """A record as the docs show it: its level, and its text with ``<field>`` and ``…``."""
-
-    level: str
-    text: str
-
-    def matches(self, fields: dict[str, Any], record: logging.LogRecord) -> bool:
-        """Tell whether a record is this one, with these fields."""
-        parts = re.split(r"(<\w+>|…)", self.text)
-        pattern = "".join(
-            ".*" if part == "…" else re.escape(self._value(part, fields)) for part in parts
-        )
-        text = record.getMessage()
-        return record.levelname == self.level and bool(re.fullmatch(pattern, text, re.DOTALL))
-
-    def _value(self, part: str, fields: dict[str, Any]) -> str:
-        if not re.fullmatch(r"<\w+>", part):
-            return part
-        return str(fields[part[1:-1]]) or "someone unknown"
-
-
-class Event(NamedTuple):
-    """An event as the docs show it."""
-
-    fields: set[str]
-    records: list[Said]
-
-
-def documented() -> dict[str, Event]:
-    """Return every event of the reference page."""
-    found = {}
-    reference = page("docs/reference/signals.md")
-    for name in (one.strip("`") for one in reference.headings(2) if one != "Receivers"):
-        section = reference.section(f"`{name}`")
-        (fields,) = re.findall(r"^Fields: (.*)$", section, re.MULTILINE)
-        records = re.findall(r"^- ([A-Z]+): `(.*)`$", section, re.MULTILINE)
-        found[name] = Event(
-            set(re.findall(r"`(\w+)`", fields)), [Said(level, text) for level, text in records]
-        )
-    return found
-
-
-DOCUMENTED: Final = documented()
-
-
 # What happens.
 
 
-class Told(NamedTuple):
-    """An event that happened: its signal, and the record of it."""
+class Emitted(NamedTuple):
+    """An event that happened: the way in which it did, its fields, and its record."""
 
-    name: str
+    event: LoggedEvent
     fields: dict[str, Any]
     record: logging.LogRecord
 
@@ -151,31 +99,41 @@ class Listener(logging.Handler):
         self.records: list[logging.LogRecord] = []
 
     def hear(self, signal: Signal, sender: Any, **fields: Any) -> None:
-        """Note a signal."""
+        """Keep a signal."""
         self.heard.append((NAMES[signal], fields))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note a record."""
-        if any(name.startswith("safe_") for name in vars(record)):
+        """Keep a record."""
+        if record.name.rpartition(".")[2] in DECLARED:
             self.records.append(record)
 
-    def told(self) -> list[Told]:
-        """Return what was told, the record of an event beside its signal."""
-        assert len(self.heard) == len(self.records)
-        return [
-            Told(name, fields, record)
-            for (name, fields), record in zip(self.heard, self.records, strict=True)
+    def emitted(self) -> list[Emitted]:
+        """Return what was emitted; each record that has a signal has the same fields as that."""
+        found = []
+        for record in self.records:
+            name = record.name.rpartition(".")[2]
+            (event,) = (
+                way
+                for way in DECLARED[name]
+                if (way.level, way.text) == (record.levelno, record.msg)
+            )
+            extra = {key: value for key, value in vars(record).items() if key[:5] == "safe_"}
+            fields = {key.removeprefix("safe_"): value for key, value in extra.items()}
+            found.append(Emitted(event, fields, record))
+        assert self.heard == [
+            (event.name, fields) for event, fields, _ in found if isinstance(event, Event)
         ]
+        return found
 
     def has(self, name: str) -> bool:
-        """Tell whether an event was told."""
-        return any(one == name for one, _ in self.heard)
+        """Return whether an event was emitted."""
+        return any(record.name.endswith(f".{name}") for record in self.records)
 
 
-def aside_is_idle() -> None:
-    """Wait until all that was to be told aside is told."""
+def background_is_idle() -> None:
+    """Wait until all events of other threads are emitted."""
     told = threading.Event()
-    signals.aside(told.set)
+    emit_in_background(told.set)
     wait_for(told.is_set)
 
 
@@ -283,7 +241,7 @@ def renew_without_a_server(get: Get) -> None:
     wait_for(lambda: listener.has("lock_backend_failed"))
     with suppress(LockBackendError):
         lock.release()
-    aside_is_idle()
+    background_is_idle()
 
 
 class Broken(LeaseStore):
@@ -304,10 +262,10 @@ def renew_by_mistake(get: Get) -> None:
     """Renew a lock in a store that fails as nobody foresaw."""
     listener = get("listener")
     lease = Lease(Broken(), "feed:42", TOKEN, SHORT, time.monotonic(), 1e9, lambda *lost: None)
-    renewer().add(lease)
+    renewer.add(lease)
     wait_for(lambda: listener.has("lock_backend_failed"))
-    renewer().remove(lease)
-    aside_is_idle()
+    renewer.remove(lease)
+    background_is_idle()
 
 
 # Single instances.
@@ -667,103 +625,96 @@ def repair_step(get: Get) -> None:
     long_ago = Now() - timedelta(days=1)
     StageRun.objects.update(stage_at=long_ago)
     OutboxMessage.objects.all().erase()
-    assert len(sweep(step_store())) == 1
+    assert len(sweep(step_table())) == 1
 
 
 def repair_run(get: Get) -> None:
     """Let a run go on whose stage is complete."""
     staged(get).start("a", "b")
     StageStep.objects.filter(stage=0).update(status="succeeded")
-    assert len(sweep(step_store())) == 1
+    assert len(sweep(step_table())) == 1
 
 
-#: What makes each event happen, in the order of its records on the page.
-PROVOKED: Final[dict[str, list[Provoke]]] = {
-    "lock_acquired": [acquire_and_release],
-    "lock_contended": [contend],
-    "lock_released": [acquire_and_release],
-    "lock_lost": [lose_to_another, lose],
-    "lock_backend_failed": [
-        release_without_a_server,
-        free_a_message_without_a_server,
-        renew_without_a_server,
-        renew_by_mistake,
-    ],
-    "lock_freed": [free_one],
-    "sent_lock_lost": [lose_a_message_s_lock],
-    "task_conflict": [meet_another, meet_another_directly],
-    "task_own_copy": [partial(deliver_again, 1), partial(deliver_again, 2)],
-    "copy_dropped": [deliver_a_copy],
-    "task_duplicate": [send_twice, send_twice_in_a_canvas],
-    "duplicate_skipped": [run_a_duplicate],
-    "task_sent": [send_on_commit, relay],
-    "task_send_failed": [
-        send_without_a_broker,
-        keep_without_a_broker,
-        partial(relay_what_is_damaged, attempts=2),
-    ],
-    "message_dead": [partial(relay_what_is_damaged, attempts=1)],
-    "message_retried": [retry_message],
-    "message_discarded": [discard_message],
-    "sent_in_atomic": [send_in_atomic],
-    "done_once": [do_once],
-    "already_done": [do_twice],
-    "once_failed": [fail_once],
-    "claim_finished": [claim],
-    "claim_repeated": [claim_twice],
-    "claim_failed": [partial(claim_and, ValueError("no")), partial(claim_and, Retry())],
-    "claim_lost": [lose_claim_to_another, lose_claim],
-    "record_forgotten": [forget],
-    "sent_beyond_visibility": [send_too_late],
-    "run_started": [succeed],
-    "run_resumed": [resume],
-    "stage_started": [succeed],
-    "step_succeeded": [succeed],
-    "step_failed": [fail],
-    "step_skipped": [deliver_step_twice, deliver_what_is_gone],
-    "step_lost": [lose_step_to_another, lose_step],
-    "run_repaired": [repair_step, repair_run],
-    "run_ended": [succeed, abort, fail, fail_between],
+#: The functions that make each declared event happen.
+PROVOKED: Final[dict[LoggedEvent, list[Provoke]]] = {
+    events.LOCK_ACQUIRED: [acquire_and_release],
+    events.LOCK_CONTENDED: [contend],
+    events.LOCK_RELEASED: [acquire_and_release],
+    events.LOCK_LOST: [lose_to_another, lose],
+    events.LOCK_NOT_RELEASED: [release_without_a_server],
+    events.SENT_LOCK_NOT_MOVED: [free_a_message_without_a_server],
+    events.LEASES_NOT_RENEWED: [renew_without_a_server],
+    events.LEASES_NOT_RENEWED_BY_A_BUG: [renew_by_mistake],
+    events.LOCK_FREED: [free_one],
+    events.SENT_LOCK_LOST: [lose_a_message_s_lock],
+    events.TASK_CONFLICT: [meet_another, meet_another_directly],
+    events.TASK_OWN_COPY: [partial(deliver_again, 1)],
+    events.TASK_OWN_COPY_DROPPED: [partial(deliver_again, 2)],
+    events.TASK_OWN_COPY_OR_SECOND_SEND: [],  # worker/test_copies.py: a broker that marks
+    events.COPY_DROPPED: [deliver_a_copy],
+    events.TASK_DUPLICATE: [send_twice],
+    events.TASK_DUPLICATE_PUBLISHED: [send_twice_in_a_canvas],
+    events.DUPLICATE_SKIPPED: [run_a_duplicate],
+    events.TASK_SENT: [send_on_commit],
+    events.TASK_RELAYED: [relay],
+    events.TASK_LOST: [send_without_a_broker],
+    events.TASK_KEPT: [keep_without_a_broker],
+    events.TASK_NOT_RELAYED: [partial(relay_what_is_damaged, attempts=2)],
+    events.MESSAGE_DEAD: [partial(relay_what_is_damaged, attempts=1)],
+    events.MESSAGE_RETRIED: [retry_message],
+    events.MESSAGE_DISCARDED: [discard_message],
+    events.SENT_IN_ATOMIC: [send_in_atomic],
+    events.SENT_BEYOND_VISIBILITY: [send_too_late],
+    events.DONE_ONCE: [do_once],
+    events.ALREADY_DONE: [do_twice],
+    events.ONCE_FAILED: [fail_once],
+    events.CLAIM_FINISHED: [claim],
+    events.CLAIM_REPEATED: [claim_twice],
+    events.CLAIM_FAILED: [partial(claim_and, ValueError("no"))],
+    events.CLAIM_PUT_BACK: [partial(claim_and, Retry())],
+    events.CLAIM_LOST: [lose_claim_to_another, lose_claim],
+    events.RECORD_FORGOTTEN: [forget],
+    events.RUN_STARTED: [succeed],
+    events.RUN_RESUMED: [resume],
+    events.STAGE_STARTED: [succeed],
+    events.STEP_SUCCEEDED: [succeed],
+    events.STEP_FAILED: [fail],
+    events.STEP_SKIPPED: [deliver_step_twice],
+    events.STEP_GONE: [deliver_what_is_gone],
+    events.STEP_LOST: [lose_step_to_another, lose_step],
+    events.STEP_REPAIRED: [repair_step],
+    events.RUN_REPAIRED: [repair_run],
+    events.RUN_ENDED: [succeed, abort],
+    events.RUN_FAILED: [fail, fail_between],
 }
 
 
 def test_every_event_is_provoked() -> None:
-    """Every signal is on the page, and every record of the page is made to happen here."""
-    assert list(DOCUMENTED) == list(SIGNALS) == list(PROVOKED)
-    records = {name: len(event.records) for name, event in DOCUMENTED.items()}
-    assert {name: len(found) for name, found in PROVOKED.items()} == records
-
-
-def module_of(record: logging.LogRecord) -> str:
-    """Return the module in which a record was made, below the package."""
-    path = Path(record.pathname).relative_to(PACKAGE).with_suffix("")
-    return ".".join(part for part in path.parts if part != "__init__")
+    """Each way of each event that is declared is made to happen here, or where it says."""
+    assert set(PROVOKED) == {way for ways in DECLARED.values() for way in ways}
 
 
 @pytest.mark.parametrize(
-    ("name", "which"),
-    [(name, which) for name, found in PROVOKED.items() for which in range(len(found))],
+    ("wanted", "act"),
+    [
+        pytest.param(wanted, act, id=f"{wanted.name}-{number}")
+        for wanted, acts in PROVOKED.items()
+        for number, act in enumerate(acts)
+    ],
 )
-def test_an_event_is_what_the_docs_say(name: str, which: int, listener: Listener, get: Get) -> None:
-    """Its signal has these fields, its record this level and text, and the fields as extra."""
-    PROVOKED[name][which](get)
-    told = listener.told()
-    for event in told:  # also those that come along
-        fields, records = DOCUMENTED[event.name]
-        assert set(event.fields) == fields
-        extra = {key: value for key, value in vars(event.record).items() if key[:5] == "safe_"}
-        assert extra == {f"safe_{key}": value for key, value in event.fields.items()}
-        assert any(one.matches(event.fields, event.record) for one in records), (
-            event.record.levelname,
-            event.record.getMessage(),
-        )
-        # As a formatter shows the place: that of the event.
-        assert event.record.name == f"django_celery_safe.{module_of(event.record)}"
-    wanted = DOCUMENTED[name].records[which]
-    assert [1 for one in told if one.name == name and wanted.matches(one.fields, one.record)]
+def test_an_event_is_as_declared(
+    wanted: LoggedEvent, act: Provoke, listener: Listener, get: Get
+) -> None:
+    """Its record has the level, text and fields that are declared, and its signal the fields."""
+    act(get)
+    emitted = listener.emitted()
+    for event, fields, record in emitted:  # also those that come along
+        assert tuple(fields) == event.fields
+        assert "%(" not in record.getMessage()
+    assert wanted in [event for event, _, _ in emitted]
 
 
-def test_what_a_relay_sent_is_told_apart(get: Get, listener: Listener) -> None:
+def test_what_a_relay_sent_is_marked(get: Get, listener: Listener) -> None:
     """A counter sees how much went out late."""
     send_on_commit(get)
     relay(get)
@@ -849,7 +800,7 @@ def test_listening_costs_no_round_trip(act: Provoke, redis_server: RedisServer, 
     alone = cost(do, redis_server)
     with listening() as listener:
         observed = cost(do, redis_server)
-    assert listener.told()
+    assert listener.emitted()
     assert alone[0] or alone[1]
     assert observed == alone
 
@@ -905,7 +856,7 @@ def test_listeners_that_fail_harm_nothing(
         listener = stack.enter_context(listening())
         stack.enter_context(handling(exploding))
         act(get)
-    assert listener.told()
+    assert listener.emitted()
     assert "RuntimeError: a handler" in capsys.readouterr().err
 
 
@@ -1017,10 +968,28 @@ def test_a_slow_receiver_costs_no_lock() -> None:
             kept.ensure()
             assert not over.is_set()
             over.set()
-            aside_is_idle()
+            background_is_idle()
     finally:
         over.set()
     assert kept.release()
+
+
+def test_a_connection_that_can_not_be_closed_stops_no_later_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that emits in the background goes on, whatever a receiver left behind."""
+    tried: list[None] = []
+
+    def fail(handler: object) -> None:
+        tried.append(None)
+        raise OperationalError("the connection is broken")
+
+    monkeypatch.setattr(ConnectionHandler, "close_all", fail)
+    for _ in range(2):
+        emitted = threading.Event()
+        emit_in_background(emitted.set)
+        wait_for(emitted.is_set, 30)
+    assert tried
 
 
 def test_a_receiver_that_hangs_keeps_no_process() -> None:
@@ -1033,17 +1002,21 @@ def test_a_receiver_that_hangs_keeps_no_process() -> None:
 
 HANGING: Final = """
 import threading
-from django_celery_safe import signals
+from django_celery_safe import emitting
 
 begun = threading.Event()
-signals.aside(lambda: (begun.set(), threading.Event().wait(50)))
+emitting.emit_in_background(lambda: (begun.set(), threading.Event().wait(50)))
 begun.wait()
 """
 
 
 def test_what_is_told_last_is_told() -> None:
     """A process that ends at once tells of what was found just before."""
-    ask = [sys.executable, "-c", "from django_celery_safe import signals; signals.aside(print, 1)"]
+    ask = [
+        sys.executable,
+        "-c",
+        "from django_celery_safe import emitting; emitting.emit_in_background(print, 1)",
+    ]
     assert subprocess.run(ask, timeout=60, check=True, capture_output=True).stdout == b"1\n"
 
 
@@ -1055,8 +1028,8 @@ def test_who_writes_aside_leaves_no_connection(postgres_alias: str) -> None:
         Person.everyone.using(postgres_alias).exists()
         used.append(connections[postgres_alias].connection)
 
-    signals.aside(receive)
-    aside_is_idle()
+    emit_in_background(receive)
+    background_is_idle()
     (opened,) = used
     assert opened.closed
 
@@ -1192,7 +1165,7 @@ def test_a_stage_that_can_not_be_begun_is_not_told(get: Get, listener: Listener)
     runs.deliver_all()
     told = [(name, fields) for name, fields in listener.heard if name.startswith("run_")]
     begun = [fields["stage"] for name, fields in listener.heard if name == "stage_started"]
-    assert begun == [0]
+    assert begun == [1]
     name, fields = told[-1]
     assert (name, fields["status"]) == ("run_ended", "failed")
     assert fields["error"].startswith("Stage 2 can't be begun: ")

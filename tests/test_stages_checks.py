@@ -12,7 +12,7 @@ from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, single_instance, stages
-from django_celery_safe.checks.sending import RELAY_TASK
+from django_celery_safe.checks.project import RELAY_TASK
 from django_celery_safe.models import OutboxMessage, OutboxRelay, StageStep
 from tests.conftest import MakeDatabase
 from tests.processes import free_port

@@ -201,7 +201,7 @@ def test_a_lock_that_is_renewed_needs_no_time_limit(make_app: MakeApp) -> None:
 
 
 def test_a_lease_that_means_nothing_is_told_once(make_app: MakeApp, settings: Settings) -> None:
-    """A LOCK_TIMEOUT that is no lease is E001, whatever tasks there are to compare it with."""
+    """A LOCK_TIMEOUT that is not a valid lease is E001, whatever tasks there are."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_TIMEOUT": None}
     add_task(make_app(), {"renew": False}, time_limit=90)
     assert set(found()) == {"E001"}

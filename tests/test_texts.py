@@ -11,8 +11,7 @@ from pytest_django import Settings
 
 import django_celery_safe
 from django_celery_safe import cache_lock
-from django_celery_safe.signals import emit, message_dead
-from django_celery_safe.texts import get_logger
+from django_celery_safe.events import MESSAGE_DEAD
 from tests.locks.test_portable import DictCache
 
 #: Begins a line of its own in a log, and clears a terminal.
@@ -48,23 +47,14 @@ def test_fields_of_an_event_are_logged_in_one_line(caplog: pytest.LogCaptureFixt
     def note(task: str, **fields: Any) -> None:
         seen.append(task)
 
-    message_dead.connect(note)
+    MESSAGE_DEAD.signal.connect(note)
     try:
-        emit(
-            message_dead,
-            get_logger("django_celery_safe.test"),
-            logging.ERROR,
-            "%s and %r, %d: %s",
-            EVIL,
-            EVIL,
-            7,
-            ValueError(EVIL),
-            task=EVIL,
-        )
+        event = MESSAGE_DEAD.also(logging.ERROR, "%(task)s and %(task)r, %(attempts)d: %(error)s")
+        event.emit(None, task=EVIL, attempts=7, error=ValueError(EVIL))
     finally:
-        message_dead.disconnect(note)
+        MESSAGE_DEAD.signal.disconnect(note)
     (record,) = caplog.records
-    assert record.getMessage() == f"{SHOWN} and {EVIL!r}, 7: {SHOWN}"
+    assert record.getMessage() == f"{SHOWN} and {EVIL!r}, 7: ValueError: {SHOWN}"
     assert (seen, record.__dict__["safe_task"]) == ([EVIL], EVIL)
 
 

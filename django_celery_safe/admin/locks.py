@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Final
 
-from django.conf import settings
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.utils import unquote
@@ -20,59 +17,28 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 
 from ..exceptions import BackendNotSupported, CelerySafeError, LockBackendError
-from ..locks import HeldLock, find_lock, iter_locks, release_lock
+from ..inspection.locks import RELEASE, LockRow, find_row, iter_rows
+from ..leases.holder import GARBLED, TOKEN_LENGTH
 from ..locks.stores import locate
-from ..locks.stores.base import GARBLED, TOKEN_LENGTH, is_overdue
-from ..management.console import duration
-from ..models import Lock
+from ..models.locks import Lock
 from ..texts import printable
-from .pages import Decision, ReadOnlyAdmin, Refused
+from .pages import ReadOnlyAdmin
 
 #: Locks on one page.
 PAGE: Final = 100
 #: Digits of the number of a page.
 LONGEST_PAGE: Final = 9
-#: How a renewal is told of.
-RENEWED: Final = {"yes": "renewed", "no": "not renewed", "overdue": "whose renewal is overdue"}
 #: HTTP status of a page that could not ask the store.
 NOT_AVAILABLE: Final = 503
-
-
-def release(row: Any) -> None:
-    """Free a lock whose lease nobody renews."""
-    if row.held.holder.renewed:
-        lives = "its process lives, or died so short ago that the lease still runs"
-        if row.renewed == "overdue":
-            lives = "that is overdue, so its process may be dead"
-        raise Refused(
-            f"The lock {row} is being renewed: {lives}. If it is dead, the lock is free by itself "
-            f"in {row.left}. Freed now, a second may run beside the first: for that, choose it "
-            f"again, and tick the box on the page that asks."
-        )
-    release_renewed(row)
-
-
-def release_renewed(row: Any) -> None:
-    """Free a lock, whoever holds it."""
-    if not release_lock(row.held):
-        raise Refused(f"The lock {row} was freed meanwhile, or someone else has it now.")
-
-
-RELEASE = Decision(
-    name="release",
-    label="Release",
-    consequence="Whoever holds one of these is not stopped: it finds out at its next renewal. "
-    "Until then a second may run beside it.",
-    done="was released",
-    act=release,
-    force="Also where the lease is being renewed, so that the holder most likely lives.",
-    forced=release_renewed,
-)
+#: The columns of the list, beside the name.
+COLUMNS: Final = (
+    "age", "time_left", "renewal", "kind", "process", "task", "arguments", "task_id", "fence",
+)  # fmt: skip
 
 
 @admin.register(Lock)
 class LockAdmin(ReadOnlyAdmin):
-    """Who holds what, since when, and whether it is renewed."""
+    """The locks that are held: by whom, since when, and whether the holder renews them."""
 
     decisions = (RELEASE,)
     command = "manage.py celery_locks"
@@ -92,8 +58,9 @@ class LockAdmin(ReadOnlyAdmin):
         # Log entries have printable names only, and not every database can look for others.
         return Lock(name=object_id) if object_id.isprintable() else None
 
-    def describe(self, row: Any) -> str:
-        return describe(row)
+    def get_row(self, row: Any) -> LockRow:
+        lock: LockRow = row.lock
+        return lock
 
     def selection_of(self, row: Any) -> str:
         return str(row.selection)
@@ -120,7 +87,7 @@ class LockAdmin(ReadOnlyAdmin):
             self.message_user(request, "Select locks, and what to do.", messages.WARNING)
             return there
         try:
-            rows = find_shown(chosen)
+            rows = shown_locks(chosen)
         except CelerySafeError as error:
             self.message_user(request, str(error), messages.ERROR)
             return there
@@ -131,12 +98,13 @@ class LockAdmin(ReadOnlyAdmin):
         page = max(1, int(text)) if text.isdecimal() and len(text) <= LONGEST_PAGE else 1
         begin = PAGE * (page - 1)
         prefix, task = (request.GET.get(name, "").strip() for name in ("q", "task"))
+        markers = "all" in request.GET
         rows: list[Any] = []
         error: CelerySafeError | None = None
         try:
             # One more, to know whether there is more.
-            found = iter_locks(prefix or None, task or None)
-            rows = list(map(as_row, islice(found, begin, begin + PAGE + 1)))
+            found = iter_rows(prefix or None, task or None, markers=markers)
+            rows = list(map(as_model, islice(found, begin, begin + PAGE + 1)))
         except CelerySafeError as failure:
             error = failure
             if isinstance(failure, BackendNotSupported) and prefix:
@@ -147,15 +115,16 @@ class LockAdmin(ReadOnlyAdmin):
             "opts": self.opts,
             "media": self.media,
             "rows": rows[:PAGE],
-            "has_fences": any(row.held.fence is not None for row in rows),
+            "has_fences": any(row.lock.fence is not None for row in rows),
             "error": error,
             "where": self._where(),
             "prefix": prefix,
             "task": task,
+            "markers": markers,
             "page": page,
             "before": self._url(request, page - 1) if page > 1 else "",
             "after": self._url(request, page + 1) if len(rows) > PAGE else "",
-            "decisions": self.find_decisions(request),
+            "decisions": self.get_decisions(request),
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
             **(extra_context or {}),
         }
@@ -166,10 +135,10 @@ class LockAdmin(ReadOnlyAdmin):
     def _find_whole(self, name: str) -> tuple[list[Any], CelerySafeError | None]:
         """Return the one lock of this name, where a store can't list them."""
         try:
-            held = find_lock(name)
+            lock = find_row(name)
         except CelerySafeError as failure:
             return [], failure
-        return ([as_row(held)] if held is not None else []), None
+        return ([as_model(lock)] if lock is not None else []), None
 
     def _where(self) -> str:
         try:
@@ -190,13 +159,8 @@ class LockAdmin(ReadOnlyAdmin):
         if not self.has_view_permission(request):
             raise PermissionDenied
         name = unquote(object_id)
-        error: CelerySafeError | None = None
-        held = None
-        try:
-            held = find_lock(name)
-        except CelerySafeError as failure:
-            error = failure
-        row = None if held is None else as_row(held)
+        rows, error = self._find_whole(name)
+        row = rows[0] if rows else None
         context = {
             **self.admin_site.each_context(request),
             "title": printable(name),
@@ -204,9 +168,9 @@ class LockAdmin(ReadOnlyAdmin):
             "media": self.media,
             "original": name,
             "object_id": object_id,
-            "row": row,
+            "texts": None if row is None else row.lock.texts(),
             "error": error,
-            "decisions": [] if row is None else self.find_decisions(request),
+            "decisions": [] if row is None else self.get_decisions(request),
             "selected": "" if row is None else self.selection_of(row),
             **(extra_context or {}),
         }
@@ -215,46 +179,19 @@ class LockAdmin(ReadOnlyAdmin):
         return TemplateResponse(request, template, context, status=status)
 
 
-def as_row(held: HeldLock) -> Any:
-    """Return a lock as a row with what the pages show of it."""
+def as_model(lock: LockRow) -> Any:
+    """Return a lock as the object that the admin's forms and log entries are about."""
     # What is not printable can neither be shown nor stand in a log entry.
-    row: Any = Lock(name=printable(held.name))
-    row.held = held
-    row.holder = held.holder
-    row.has_page = row.name == held.name
+    row: Any = Lock(name=printable(lock.name))
+    row.lock = lock
+    row.has_page = row.name == lock.name
     # With the token: what is freed is what was shown, and not who came after.
-    row.selection = f"{held.token}{json.dumps(held.name)}"
-    row.age = None
-    if held.holder.since:
-        row.since = datetime.fromtimestamp(held.holder.since, UTC if settings.USE_TZ else None)
-        row.age = duration(max(0.0, time.time() - held.holder.since))
-    row.renewed = "overdue" if is_overdue(held) else "yes" if held.holder.renewed else "no"
-    row.fence = "-" if held.fence is None else str(held.fence)
-    row.left = duration(held.remaining)
-    row.process = f"pid {held.holder.pid} on {printable(held.holder.host)}"
-    if not held.holder.host:
-        row.process = "a message under way" if held.holder.task_id else "not known"
-    row.task, row.task_id, row.arguments = (
-        printable(text or "")
-        for text in (held.holder.task, held.holder.task_id, held.holder.arguments)
-    )
+    row.selection = f"{lock.token}{json.dumps(lock.name)}"
+    row.texts = {name: lock.text(name) for name in COLUMNS}
     return row
 
 
-def describe(row: Any) -> str:
-    """Return who holds a lock, for how long, as a sentence."""
-    told = [f"held by {row.process}"]
-    if row.age is not None:
-        told.append(f"for {row.age}")
-    if row.task:
-        told.append(f"task {row.task} {row.arguments}".strip())
-    if row.task_id:
-        told.append(f"task ID {row.task_id}")
-    told.append(f"lease {row.left} left, {RENEWED[row.renewed]}")
-    return "; ".join(told)
-
-
-def find_shown(selections: Iterable[str]) -> list[Any]:
+def shown_locks(selections: Iterable[str]) -> list[Any]:
     """
     Return of the locks that a form names those that are still held by who held them.
 
@@ -264,9 +201,9 @@ def find_shown(selections: Iterable[str]) -> list[Any]:
     rows = []
     for selection in dict.fromkeys(selections):
         token, name = selection[:TOKEN_LENGTH], read_name(selection[TOKEN_LENGTH:])
-        held = find_lock(name) if name else None
-        if held is not None and held.token == token:
-            rows.append(as_row(held))
+        lock = find_row(name) if name else None
+        if lock is not None and lock.token == token:
+            rows.append(as_model(lock))
     return rows
 
 

@@ -1,14 +1,13 @@
-"""What all pages share: they only show, and what may be done about it is a :class:`Decision`."""
+"""The base of all pages: read-only lists, and actions with a confirmation (:class:`Decision`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
 
-from django.contrib import messages
+from django.contrib import admin, messages
 from django.contrib.admin import ModelAdmin
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import CHANGE, DELETION, LogEntry
@@ -22,7 +21,8 @@ from django.urls import reverse
 from django.utils.text import capfirst
 
 from ..exceptions import CelerySafeError, LockBackendError
-from ..management.console import duration
+from ..inspection.decision import Decision, NeedsForce, Refused
+from ..inspection.row import Row
 from ..texts import printable
 
 #: Most rows that one decision may be about: all of them stand on the page that asks.
@@ -31,45 +31,33 @@ MOST_ROWS: Final = 500
 MOST_REASONS: Final = 10
 #: How Django's filters ask for a value.
 LOOKUPS: Final = ("", "exact", "isnull")
-#: Characters of an error that lists show.
-LONGEST_ERROR: Final = 100
 
 
-class Refused(CelerySafeError):
-    """A decision does not fit the row as it is now; the text says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+def columns(kind: Any, *names: str, **orderings: str) -> tuple[Any, ...]:
     """
-    What an operator may do with rows, after a confirmation.
+    Return attributes of a row for ``list_display`` and ``fields``.
 
-    Attributes:
-        name: A verb, as in the permission ``<name>_<model>`` and in the form.
-        label: The verb as the list of actions and the button show it.
-        consequence: What follows from it, for whoever is asked.
-        done: What is said of a row afterwards, such as ``was released``.
-        fits: Tells whether a row's own page offers it.
-        act: Does it to one row. Raises :class:`Refused`, or another of our errors.
-        force: What a box says that lets ``forced`` do it all the same; "": there is none.
-        forced: Does it to a row for which ``act`` would refuse.
-        deletes: Whether nothing is left of the row.
+    Args:
+        orderings: By which columns of the model the list can be ordered.
     """
+    return tuple(_column(kind, name, orderings.get(name)) for name in names)
 
-    name: str
-    label: str
-    consequence: str
-    done: str
-    act: Callable[[Any], object]
-    force: str = ""
-    forced: Callable[[Any], object] | None = None
-    deletes: bool = False
-    fits: Callable[[Any], bool] = lambda row: True
+
+def _column(kind: Any, name: str, ordering: str | None) -> Any:
+    @admin.display(description=kind.heading(name), ordering=ordering)
+    def show(row: Any) -> str:
+        text: str = kind(row).text(name)
+        return text
+
+    show.__name__ = name  # the class of its cells
+    return show
 
 
 class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run time
     """Shows rows, the decisions about them, and changes nothing else."""
 
+    #: The description of a row: a subclass of Row.
+    kind: ClassVar[Any]
     decisions: ClassVar[Sequence[Decision]] = ()
     #: The columns by which a URL may narrow the list.
     narrowed_by: ClassVar[Sequence[str]] = ()
@@ -102,7 +90,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         return rows.order_by(*self.get_ordering(request))
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
-        """Tell whether a URL may ask for this: what is not shown is not to be guessed by it."""
+        """Return whether a URL may ask for this: what is not shown is not to be guessed by it."""
         column, _, how = lookup.partition("__")
         return column in self.narrowed_by and how in LOOKUPS
 
@@ -120,11 +108,11 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
                 each.name,
                 f"{each.label} selected %(verbose_name_plural)s",
             )
-            for each in self.find_decisions(request)
+            for each in self.get_decisions(request)
         }
         return {**super().get_actions(request), **ours}
 
-    def find_decisions(self, request: HttpRequest) -> list[Decision]:
+    def get_decisions(self, request: HttpRequest) -> list[Decision]:
         """Return the decisions that this user may take."""
         return [each for each in self.decisions if self._may_take(each, request)]
 
@@ -154,7 +142,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         obj: Any = None,
     ) -> HttpResponse:
         """Show a row with a button for each decision that fits it."""
-        fitting = [each for each in self.find_decisions(request) if each.fits(obj)]
+        fitting = [each for each in self.get_decisions(request) if each.fits(self.get_row(obj))]
         context.update(decisions=fitting, selected=self.selection_of(obj))
         context.update(self.describe_page(obj))
         return super().render_change_form(request, context, add, change, form_url, obj)
@@ -163,14 +151,19 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         """Return what a row's own page shows beside its fields, for the template."""
         return {}
 
-    def find_url(self, page: str, *args: Any) -> str:
+    def get_url(self, page: str, *args: Any) -> str:
         """Return the URL of another of our pages, such as ``stagerun_change``."""
         name = f"admin:{self.opts.app_label}_{page}"
         return reverse(name, args=args, current_app=self.admin_site.name)
 
+    def get_row(self, row: Any) -> Row:
+        """Return the description of a model's row."""
+        described: Row = self.kind(row)
+        return described
+
     def describe(self, row: Any) -> str:
         """Return what the page that asks for a confirmation says of a row."""
-        return ""
+        return printable(self.get_row(row).describe())
 
     def together(self, row: Any) -> AbstractContextManager[Any]:
         """Return what makes a decision and its log entry happen both or not at all."""
@@ -180,6 +173,10 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
     def selection_of(self, row: Any) -> str:
         """Return what stands for a row in a form."""
         return str(row.pk)
+
+    def version_of(self, row: Any) -> str:
+        """Return the version of a row; a later row at its key has another one. "": it has none."""
+        return ""
 
     def decide(
         self, request: HttpRequest, decision: Decision, rows: Sequence[Any]
@@ -198,12 +195,20 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
             return None
         if "confirmed" not in request.POST:
             return self._ask(request, decision, rows)
-        act = decision.forced if "forced" in request.POST else None
+        if shown := set(request.POST.getlist("version")):
+            rows = [row for row in rows if self.version_of(row) in shown]
+        force = "forced" in request.POST and bool(decision.force)
         faults = self._find_missing(request, rows)
         done = 0
         for row in rows:
             try:
-                self._take(request, decision, act or decision.act, row)
+                self._take(request, decision, row, force=force)
+            except Refused as refusal:
+                hint = "; or choose it again, and tick the box"
+                box = hint if isinstance(refusal, NeedsForce) else ""
+                faults.append(
+                    f"The {self.opts.verbose_name} {row} stays: {printable(str(refusal))}{box}."
+                )
             except LockBackendError as error:
                 faults.append(str(error))
                 break  # it would not answer for the others either
@@ -219,15 +224,13 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         posted = len(set(request.POST.getlist(ACTION_CHECKBOX_NAME)))
         if posted <= len(rows):
             return []
-        return [f"{posted - len(rows)} of {posted} ended or changed after they were shown."]
+        return [f"{posted - len(rows)} of {posted} rows ended or changed after they were shown."]
 
-    def _take(
-        self, request: HttpRequest, decision: Decision, act: Callable[[Any], object], row: Any
-    ) -> None:
+    def _take(self, request: HttpRequest, decision: Decision, row: Any, *, force: bool) -> None:
         user: Any = request.user  # of the project's own kind
         about = f"{capfirst(decision.done)}: {self.describe(row)}."
         with self.together(row):
-            act(row)
+            decision.take(self.get_row(row), force=force)
             LogEntry.objects.log_actions(
                 user.pk,
                 [row],
@@ -251,7 +254,10 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
 
     def _ask(self, request: HttpRequest, decision: Decision, rows: Sequence[Any]) -> HttpResponse:
         plural = self.opts.verbose_name_plural
-        shown = [(self.selection_of(row), str(row), self.describe(row)) for row in rows]
+        shown = [
+            (self.selection_of(row), self.version_of(row), str(row), self.describe(row))
+            for row in rows
+        ]
         context = {
             **self.admin_site.each_context(request),
             "title": f"{decision.label}: are you sure?",
@@ -271,13 +277,3 @@ def _decide(
     """Take a decision, as an action of Django's."""
     # One more than may be, to know whether there are too many.
     return page.decide(request, decision, list(queryset[: MOST_ROWS + 1]))
-
-
-def visible(text: str | None) -> str:
-    """Return what a page shows of a text that comes from anywhere; None: there is none."""
-    return "-" if text is None else printable(text)
-
-
-def age(row: Any, moment: Any) -> str:
-    """Return how long ago a moment was when the row was read, by the database's clock."""
-    return "-" if moment is None else duration(max(0.0, (row.asked_at - moment).total_seconds()))

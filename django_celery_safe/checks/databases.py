@@ -1,85 +1,98 @@
-"""Check of what is to be kept in databases that are not there, or on which nothing was tested."""
+"""Faults of databases: SQLite's transactions and files, and databases that can't hold our rows."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
-from celery import current_app
 from django.apps import apps
-from django.core.checks import CheckMessage
+from django.conf import settings
 from django.db import DEFAULT_DB_ALIAS, connections, router
 
-from ..concurrency.call import layers
+from .. import conf
 from ..databases import NO_DATABASE, is_tested
+from ..delivery.call import layers
 from ..idempotency import Idempotent, IdempotentMixin
+from ..inspection.findings import Finding, fault
 from ..sending.outbox import task_wants_outbox
-from ..stages.plan import find_step_layer
-from .messages import error
-from .tasks import load_tasks
+from .project import Project
 
 
-def check_databases() -> list[CheckMessage]:
-    """E008: something is to be kept in a database that is not there, or was never tried."""
-    users: dict[str, list[str]] = {}
-    for alias, user in _find_users():
-        users.setdefault(alias, []).append(user)
-    return [
-        error(8, f"{fault}, and {_name(names)} would keep rows there: {outcome}.", hint)
-        for alias, names in users.items()
-        for fault, outcome, hint in _find_faults(alias)
-    ]
-
-
-def _find_faults(alias: str) -> list[tuple[str, str, str]]:
-    """Return what is wrong with a database, what comes of it, and what to do. Asks none."""
-    if alias not in connections.databases:
-        there = ", ".join(repr(name) for name in connections.databases)
-        return [
-            (
-                f"DATABASES has no {alias!r}",
-                "each use is a ConnectionDoesNotExist",
-                f"Name one that is there: {there}.",
+def find_sqlite_faults() -> Iterator[Finding]:
+    """W003: SQLite without IMMEDIATE. E004: locks in the file of the data, or in memory."""
+    files = {}
+    databases: dict[str, dict[str, Any]] = settings.DATABASES
+    for alias, database in databases.items():
+        if not database.get("ENGINE", "").endswith(".sqlite3"):
+            continue
+        files[alias] = os.path.realpath(str(database.get("NAME")))
+        if database.get("OPTIONS", {}).get("transaction_mode") != "IMMEDIATE":
+            yield fault(
+                "W003",
+                f'DATABASES["{alias}"] is SQLite in its default transaction mode: two transactions '
+                f"that read and then write end in 'database is locked'.",
+                'Set "OPTIONS": {"transaction_mode": "IMMEDIATE"}, and WAL mode by "init_command": '
+                '"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;".',
             )
-        ]
-    vendor = connections[alias].vendor
-    if vendor == NO_DATABASE or is_tested(alias):
-        return []
-    return [
-        (
-            f'DATABASES["{alias}"] is {vendor}, on which this app was never tested',
-            "that is refused with BackendNotSupported",
-            "Let an alias on PostgreSQL or SQLite hold them, by a database router, or do without.",
+    locks = conf.get("LOCK_DATABASE")
+    if not isinstance(locks, str) or locks not in files:
+        return
+    if "memory" in str(databases[locks].get("NAME")):
+        yield fault(
+            "E004",
+            f"LOCK_DATABASE is {locks!r}, a SQLite database in memory: each thread has one of its "
+            f"own, so two get the same lock.",
+            "Give LOCK_DATABASE an alias with a SQLite file of its own.",
         )
-    ]
+    elif locks == DEFAULT_DB_ALIAS or list(files.values()).count(files[locks]) > 1:
+        yield fault(
+            "E004",
+            f"LOCK_DATABASE is {locks!r}, a SQLite file that also holds the project's data: while "
+            f"a task writes there, its lock can't be renewed and is lost.",
+            "Give LOCK_DATABASE an alias with a SQLite file of its own, and run "
+            "manage.py migrate django_celery_safe --database=<alias>.",
+        )
 
 
-def _find_users() -> Iterator[tuple[str, str]]:
-    """Yield the alias of each database in which something is to be kept, and what that is."""
-    from ..models import IdempotencyRecord, StageRun  # needs the app registry
+def find_database_faults(project: Project) -> Iterator[Finding]:
+    """E008: a database that is to hold rows of ours is not there, or was never tested."""
+    users: dict[str, list[str]] = {}
+    for alias, user in _find_users(project):
+        users.setdefault(alias, []).append(user)
+    for alias, names in users.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        keep = f"{names[0]}{more} would keep rows there"
+        if alias not in connections.databases:
+            known = ", ".join(repr(name) for name in connections.databases)
+            text = f"DATABASES has no {alias!r}, and {keep}: each use is a ConnectionDoesNotExist."
+            yield fault("E008", text, f"Name one that is there: {known}.")
+        elif (vendor := connections[alias].vendor) != NO_DATABASE and not is_tested(alias):
+            yield fault(
+                "E008",
+                f'DATABASES["{alias}"] is {vendor}, on which this app was never tested, and '
+                f"{keep}: each use is refused with BackendNotSupported.",
+                "Let an alias on PostgreSQL or SQLite hold them, by a database router, or do "
+                "without.",
+            )
+
+
+def _find_users(project: Project) -> Iterator[tuple[str, str]]:
+    """Yield the alias of each database that is to hold rows, and for what."""
+    from ..models.idempotency import IdempotencyRecord  # needs the app registry
+    from ..models.stages import StageRun
 
     for model in apps.get_models():
         if issubclass(model, IdempotentMixin):
             yield router.db_for_write(model), f"do_once of {model._meta.label}"
-    app: Any = current_app._get_current_object()  # type: ignore[attr-defined]
-    try:
-        tasks = load_tasks(app)
-    except Exception:  # noqa: BLE001 - W007 says so
-        return
-    for task in tasks:
+    for task in project.steps:
+        yield router.db_for_write(StageRun), f"the stages of {task.name}"
+    for task in project.tasks:
         if task_wants_outbox(task):
             # The other databases are those of the calls' using=.
             yield DEFAULT_DB_ALIAS, f"the outbox of {task.name}"
-        if find_step_layer(task) is not None:
-            yield router.db_for_write(StageRun), f"the stages of {task.name}"
         for layer in layers(task.run):
-            own = getattr(layer, "idempotent", None)
+            own: Any = getattr(layer, "idempotent", None)
             if isinstance(own, Idempotent):
                 alias = own.using or router.db_for_write(IdempotencyRecord)
                 yield alias, f"idempotent {task.name}"
-
-
-def _name(users: list[str]) -> str:
-    if len(users) == 1:
-        return users[0]
-    return f"{users[0]} and {len(users) - 1} more"

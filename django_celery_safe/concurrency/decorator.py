@@ -11,9 +11,10 @@ from celery import Task
 from celery.local import Proxy
 
 from .. import conf
+from ..delivery.call import layers
 from ..exceptions import ConfigurationError
-from .endings import watch
 from .guard import run_alone
+from .message_endings import watch
 from .options import (
     Key,
     OnConflict,
@@ -140,8 +141,7 @@ def single_instance(
     )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        refuse_task(function, "@single_instance")
-        refuse_late_body(function, "@single_instance", "its lock would be freed")
+        refuse_misplaced(function, "@single_instance", "its lock would be freed")
         check_key_names(function, options.key)
 
         @functools.wraps(function)
@@ -164,7 +164,30 @@ _LATE = (
 )
 
 
-def refuse_late_body(function: Callable[..., Any], decorator: str, early: str) -> None:
+def refuse_misplaced(function: Any, decorator: str, early: str, *, above_lock: bool = True) -> None:
+    """
+    Refuse to decorate anything but a function whose work ends with its call.
+
+    Args:
+        early: The effect before the body has run, as a clause.
+        above_lock: Whether the decorator may stand above ``@single_instance``. If not, a run
+            that met the lock and was skipped would count as done.
+
+    Raises:
+        TypeError: It is a task, or no function; or the decorator stands above
+            ``@single_instance``.
+        ConfigurationError: Its body runs later.
+    """
+    _refuse_task(function, decorator)
+    if not above_lock and any(hasattr(layer, "single_instance") for layer in layers(function)):
+        raise TypeError(
+            f"{decorator} stands above @single_instance of {function.__qualname__}: a run that "
+            f"met the lock and was skipped would count as done. Put it below."
+        )
+    _refuse_late_body(function, decorator, early)
+
+
+def _refuse_late_body(function: Callable[..., Any], decorator: str, early: str) -> None:
     """
     Refuse what returns before its body runs.
 
@@ -178,7 +201,7 @@ def refuse_late_body(function: Callable[..., Any], decorator: str, early: str) -
         )
 
 
-def refuse_task(function: Any, decorator: str) -> None:
+def _refuse_task(function: Any, decorator: str) -> None:
     """
     Refuse to stand above the decorator that makes the task.
 

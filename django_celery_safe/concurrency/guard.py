@@ -1,45 +1,51 @@
-"""What happens when a single-instance task is run: take the lock, or step aside."""
+"""The run of a single-instance task: take the lock, or do what ``on_conflict`` says."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import logging
 import random
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from celery import Task
 from celery.app.task import Context
 
 from .. import conf
+from ..delivery.call import (
+    find_request,
+    find_task,
+    layers,
+    name_of,
+    run_for,
+    sent_arguments,
+    serializer_of,
+)
+from ..delivery.copies import (
+    OWN_RUN_WAIT,
+    Rejected,
+    delete_markers,
+    drop_if_run_ended,
+    marking_end,
+    requeue_self,
+    resend_later,
+)
+from ..delivery.header import Header, declare_field, get_header, is_text
+from ..delivery.wrappers import add_wrapper
+from ..events import DUPLICATE_SKIPPED, TASK_CONFLICT
 from ..exceptions import AlreadyRunning, ConfigurationError
+from ..leases.holder import holder_text
 from ..locks import CacheLock, HeldLock
 from ..locks.stores import locate
-from ..signals import duplicate_skipped, emit, task_conflict
 from ..texts import get_logger
-from .call import find_request, find_task, layers, name_of, run_for, sent_arguments, serializer_of
-from .copies import Rejected, come_back, drop_if_ended, finish_copy, send_own_copy
-from .header import Header, find_header
 from .keys import call_key
 from .options import CALL_OPTIONS, DEFAULTS, Options, options_of_call
-from .run_lock import RunLock
 from .sent import find_sent
 
 logger = get_logger(__name__)
 
-#: Seconds that a message waits for the lock of its own task id before it is sent
-#: again: a retry without delay may arrive before the run that sent it has ended.
-OWN_LOCK_PATIENCE: Final = 0.5
-#: Gets a task, its request, what it runs and with what, and runs a step of a run of stages.
-StepRunner: TypeAlias = Callable[
-    [Any, Context, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
-]
-#: That of ``stages``, a floor above.
-_step_runner: StepRunner | None = None
 #: Part of ``retry_delay`` that is added at random, so that many don't come back at once.
 JITTER: Final = 0.25
 
@@ -57,32 +63,24 @@ def run_alone(
     return _run(guarded, task, find_request(task, function), args, kwargs)
 
 
-def run_as_called(task: Any) -> Callable[..., Any]:
-    """
-    Return what a task without ``@single_instance`` runs, where one call can ask for it.
-
-    What the call asked for is in the header of its message.
-    """
-    run = task.run
-
-    @functools.wraps(run)
-    def run_as_asked(*args: Any, **kwargs: Any) -> Any:
-        if task.request.headers:
-            request = find_request(task, run)
-            header = find_header(request)
-            if "options" in header:
-                return _run(Guarded(run, DEFAULTS, False), task, request, args, kwargs)
-            if request is not None and "step" in header and _step_runner is not None:
-                return _step_runner(task, request, run, args, kwargs)
-        return run(*args, **kwargs)
-
-    return run_as_asked
+def _run_as_asked(
+    task: Any,
+    request: Context,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a task without ``@single_instance`` alone, since the call asked for it."""
+    return _run(Guarded(run, DEFAULTS, False), task, request, args, kwargs)
 
 
-def run_steps_by(runner: StepRunner) -> None:
-    """Let the messages of steps whose tasks know nothing of steps be run by ``runner``."""
-    global _step_runner
-    _step_runner = runner
+#: Which calls of the task are the same, see ``keys``.
+declare_field("key", is_text)
+#: Stands before the key in the names of its locks, instead of the task's name.
+declare_field("lock", is_text)
+#: The ``single_instance`` options that the caller gave for this call.
+declare_field("options", lambda value: isinstance(value, Mapping))
+add_wrapper("options", _run_as_asked)
 
 
 def _run(
@@ -98,41 +96,50 @@ def _run(
     Args:
         request: What it runs for; None: a direct call.
     """
-    header = find_header(request)
+    header = get_header(request)
     if request is not None and "duplicate" in header:
-        return _note_duplicate(task, request, header)
+        return _emit_duplicate(task, request, header)
     options = options_for(guarded, header)
     # Eager runs and .apply() have no message that could come back.
     message = None if request is None or request.is_eager else request
-    name = find_lock_name(task, message, guarded, options, args, kwargs)
+    name = get_lock_name(task, message, guarded, options, header, args, kwargs)
     if message is not None and "copy" in header:
-        drop_if_ended(task, message, locate(options.cache).store())
+        drop_if_run_ended(task, message, locate(options.cache))
     sent = find_sent(message) if message is not None and "sent" in header else None
-    lock = RunLock(name, options, task, message, sent)
-    with lock:
-        acquired = bool(lock)
-        if not acquired and message is not None:
-            acquired = _wait(lock, message, options)
-        if acquired:
-            if message is not None and "copy" in header:
-                finish_copy(task, message, locate(options.cache).store())
-            return run_for(request, guarded.function, args, kwargs)
-    contender = lock.contender
-    with lock.stepping_aside():
+    lock = CacheLock(name, timeout=options.timeout, renew=options.renew, cache=options.cache)
+    with ExitStack() as stack:
+        if sent is not None:
+            stack.enter_context(sent.during(task))
+        if message is not None and task.acks_late:
+            stack.enter_context(marking_end(task, message, lock, locate(options.cache)))
+        with lock:
+            acquired = bool(lock)
+            if not acquired and message is not None:
+                acquired = _wait(lock, message, options)
+            if acquired:
+                if message is not None and "copy" in header:
+                    delete_markers(task, message, locate(options.cache))
+                along: AbstractContextManager[None] = nullcontext()
+                if sent is not None and message is not None:
+                    along = sent.running(task, message, options)
+                with along:
+                    return run_for(request, guarded.function, args, kwargs)
+        contender = lock.contender
         if task is None or message is None or contender is None:
             _step_aside_without_message(name, options, contender)
         elif _is_own(contender, message):
-            send_own_copy(task, message, contender, locate(options.cache).store())
+            requeue_self(task, message, contender, locate(options.cache))
         else:
             _step_aside(task, message, name, options, contender)
     return None
 
 
-def find_lock_name(
+def get_lock_name(
     task: Any,
     message: Context | None,
     guarded: Guarded,
     options: Options,
+    header: Header,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
@@ -142,9 +149,9 @@ def find_lock_name(
     Args:
         message: The message that it runs for; None: there is none, and ``args`` and
             ``kwargs`` are what it was called with.
+        header: The message's.
     """
-    task_name = name_of(task, guarded.function)
-    header = find_header(message)
+    task_name = name_of(task, guarded.function) if task is None else task.name
     lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
     key = header.get("key")
     if key is None:
@@ -176,23 +183,23 @@ def name_lock(task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> st
             f"Decorate it, or give the name of the lock that it takes itself."
         )
     args = (task, *args) if guarded.bound else args
-    return find_lock_name(task, None, guarded, guarded.options, args, kwargs)
+    return get_lock_name(task, None, guarded, guarded.options, Header(), args, kwargs)
 
 
 def _is_own(contender: HeldLock | None, request: Context | None) -> bool:
-    """Tell whether the lock is held for the very task id of this message."""
+    """Return whether the lock is held for the very task id of this message."""
     if contender is None or request is None:
         return False
     return request.id is not None and contender.holder.task_id == request.id
 
 
 def _wait(lock: CacheLock, request: Context, options: Options) -> bool:
-    """Try to acquire the lock a little later, where there is reason to; tell whether it worked."""
+    """Retry the lock shortly, if its holder may be about to end; return whether it was acquired."""
     contender = lock.contender
     if _is_own(contender, request):
-        return lock.acquire(OWN_LOCK_PATIENCE)
+        return lock.acquire(OWN_RUN_WAIT)
     if options.on_conflict == "wait":
-        _note_conflict(lock.name, options.on_conflict, contender, request.id)
+        _emit_conflict(lock.name, options.on_conflict, contender, request.id)
         return lock.acquire(options.blocking_timeout)
     return False
 
@@ -203,13 +210,13 @@ def _step_aside(
     holder = contender.holder
     if options.on_conflict == "wait":  # noted when it began to
         raise AlreadyRunning(name, str(holder), options.blocking_timeout, holder.task_id)
-    _note_conflict(name, options.on_conflict, contender, request.id)
+    _emit_conflict(name, options.on_conflict, contender, request.id)
     match options.on_conflict:
         case "skip":
             return
         case "retry":
             delay = options.retry_delay * (1 + random.uniform(0, JITTER))  # noqa: S311
-            come_back(task, request, delay)
+            resend_later(task, request, delay)
         case "reject":
             raise Rejected(f"the lock {name!r} is held by {holder}", requeue=False)
         case "raise":
@@ -218,47 +225,25 @@ def _step_aside(
 
 def _step_aside_without_message(name: str, options: Options, contender: HeldLock | None) -> None:
     """Do what can be done for a direct call, ``.apply()`` or eager mode: skip, or raise."""
-    _note_conflict(name, options.on_conflict, contender, None)
+    _emit_conflict(name, options.on_conflict, contender, None)
     if options.on_conflict == "skip":
         return
     holder = None if contender is None else contender.holder
     raise AlreadyRunning(name, str(holder or ""), 0.0, None if holder is None else holder.task_id)
 
 
-def _note_conflict(
+def _emit_conflict(
     name: str, on_conflict: str, contender: HeldLock | None, task_id: str | None
 ) -> None:
-    holder = "" if contender is None else str(contender.holder)
-    emit(
-        task_conflict,
-        logger,
-        logging.INFO,
-        "Task %s met the lock %r, held by %s: %s.",
-        task_id or "(called directly)",
-        name,
-        holder or "someone unknown",
-        on_conflict,
-        sender=run_alone,
-        name=name,
-        task_id=task_id,
-        holder=holder,
-        on_conflict=on_conflict,
+    holder = holder_text(contender)
+    TASK_CONFLICT.emit(
+        run_alone, name=name, task_id=task_id, holder=holder, on_conflict=on_conflict
     )
 
 
-def _note_duplicate(task: Any, request: Context, header: Header) -> None:
-    emit(
-        duplicate_skipped,
-        logger,
-        logging.INFO,
-        "Task %s[%s] was a duplicate of %s when it was sent; it returns None.",
-        task.name,
-        request.id,
-        header["duplicate"],
-        sender=run_alone,
-        task=task.name,
-        task_id=request.id,
-        sent_id=header["duplicate"],
+def _emit_duplicate(task: Any, request: Context, header: Header) -> None:
+    DUPLICATE_SKIPPED.emit(
+        run_alone, task=task.name, task_id=request.id, sent_id=header["duplicate"]
     )
 
 
@@ -314,16 +299,16 @@ def find_hidden(task: Any) -> Callable[..., Any] | None:
     return None
 
 
-def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options] | None:
-    """Return what runs alone for a message, and how; None if any number may run at once."""
-    header = find_header(request)
+def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options, Header] | None:
+    """Return what runs alone for a message, how, and its header; None: any number may run."""
+    header = get_header(request)
     guarded = find_guarded(task)
     if guarded is None:
         # A message may hold a lock that only its sender's release knows of.
         if "options" not in header and "sent" not in header:
             return None
         guarded = Guarded(task.run, DEFAULTS, False)
-    return guarded, options_for(guarded, header)
+    return guarded, options_for(guarded, header), header
 
 
 def options_for(guarded: Guarded, header: Header) -> Options:

@@ -101,7 +101,7 @@ def call_key(
                         f"has no form that is surely the same for equal values. {_KEY_HINT}"
                     ) from error
                 raise NotSerializable(task_name, name, str(error), _HINT) from error
-            # Of a default, only this process can have it: it never travels.
+            # A default never travels, so only this process can have it.
             parts.append(encode(name) + "default")
     return _digest("".join(parts))
 
@@ -205,7 +205,7 @@ def _names(rule: Any) -> list[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether JSON surely delivers ``value`` just as it is."""
+    """Return whether JSON surely delivers ``value`` just as it is."""
     kind = type(value)
     if kind is str:
         return str.isascii(value)  # of others, JSON joins two halves of a character

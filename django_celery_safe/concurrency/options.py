@@ -1,4 +1,4 @@
-"""What ``@single_instance`` can be told, checked when the module is imported."""
+"""The options of ``@single_instance``, checked when the module is imported."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ class Options:
     unique_until: UniqueUntil | None
     sent_timeout: float | conf.Unset
     on_duplicate: OnDuplicate
+
+    def lease(self) -> float:
+        """Return the lease of the run's lock, s."""
+        if isinstance(self.timeout, conf.Unset):
+            return conf.lock_timeout()
+        return self.timeout
 
 
 def make_options(

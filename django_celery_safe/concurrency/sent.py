@@ -1,7 +1,7 @@
 """
 The lock that a message holds from its sending on, where a task has ``unique_until``.
 
-It is called as the lock of the run, with ``sent:`` before it, and its token travels in
+Its name is that of the run's lock with ``sent:`` in front, and its token travels in
 the message, so that any process that has the message can free exactly that lock. While
 the message waits (in a queue, for its ETA, for its retry) nobody is there to renew it,
 and its lease is
@@ -11,25 +11,55 @@ along with it, so that a killed worker leaves neither.
 
 from __future__ import annotations
 
-import logging
+import os
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
-from celery.exceptions import Ignore, Reject, Retry
+from celery.app.task import Context
+from celery.exceptions import Ignore, Retry
 
 from .. import conf
-from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
+from ..delivery.copies import MessageGoesOn, is_requeued
+from ..delivery.header import Header, declare_field, get_header, is_flag, is_text, is_token
+from ..events import SENT_LOCK_LOST, SENT_LOCK_NOT_MOVED
+from ..exceptions import CelerySafeError, ConfigurationError, LockBackendError, WrongTransaction
+from ..leases.holder import Holder, holder_text, time_limit
+from ..leases.lease import Lease
+from ..leases.renewer import renewer
+from ..leases.store import Renewal
 from ..locks import HeldLock
-from ..locks.stores import locate
-from ..locks.stores.base import Acquired, Holder, Renewal, Store
-from ..signals import emit, lock_backend_failed
-from ..texts import get_logger
-from .header import Header, find_header
+from ..locks.stores import get_store
+from ..locks.stores.base import Acquired, Store
+from .options import Options
 
-logger = get_logger(__name__)
+
+def _is_lease(value: object) -> bool:
+    try:
+        conf.lease_seconds(value, "sent_timeout")
+    except ConfigurationError:
+        return False
+    return True
+
+
+#: Token of the lock that the message holds since it was sent.
+declare_field("sent", is_token)
+#: That lock's lease while the message waits, s.
+declare_field("sent_timeout", _is_lease)
+#: Alias of the cache that holds the locks, if the task names one.
+declare_field("cache", is_text)
+#: Whether others wait for the message, so that it is published in any case.
+declare_field("canvas", is_flag)
+#: Id of the task that was sent before; the message's run does nothing.
+declare_field("duplicate", is_text)
+
+
+#: The lock of each message that runs, for as long as Celery keeps its request.
+_locks: Final[WeakKeyDictionary[Any, SentLock | None]] = WeakKeyDictionary()
 
 
 @dataclass(slots=True)
@@ -39,9 +69,9 @@ class SentLock:
 
     Attributes:
         timeout: Its lease while the message waits, s.
-        in_run: Whether the run is under way that decides about it at its end.
-        passed_on: Lease, s, with which it went on to another message of the run's
-            task, such as its retry; None: it did not.
+        in_run: Whether a run is under way that will free or extend this lock at its end.
+        passed_on: Lease, s, for the re-sent message that takes over this lock, such as a
+            retry; None: no message does.
         settled: Whether this message has no more to do with it.
     """
 
@@ -52,13 +82,10 @@ class SentLock:
     in_run: bool = False
     passed_on: float | None = None
     settled: bool = False
-
-    def is_in(self, store: Store) -> bool:
-        """Tell whether it is kept in the very store of the run's lock."""
-        try:
-            return self._store() is store
-        except CelerySafeError:
-            return False
+    #: While the run renews it.
+    _lease: Lease[Store] | None = None
+    #: The process of the run.
+    _pid: int = field(default_factory=os.getpid)
 
     def lease(self, eta: object = None, expires: object = None) -> float:
         """
@@ -73,26 +100,98 @@ class SentLock:
 
     def move(self, seconds: float) -> None:
         """Let it end in ``seconds``, 0: now; if the store does not answer, by its lease."""
-        try:
+        if self._pid != os.getpid():
+            return  # a child of a bare os.fork(), which leaves the run's blocks too
+        with self._failing_quietly():
             store = self._store()
-            store.move(self.renewal(store, seconds))
-        except CelerySafeError as error:
-            emit(
-                lock_backend_failed,
-                logger,
-                logging.WARNING,
-                "The lock %r could not be freed or extended and ends by its lease: %s",
-                self.name,
-                error,
-                sender=SentLock,
-                name=self.name,
-                reason=str(error),
-            )
+            if seconds:
+                store.extend([Renewal(self.name, self.token, store.nearest_lease(seconds))])
+            else:
+                store.release(self.name, self.token)
         self.settled = True
 
-    def renewal(self, store: Store, seconds: float) -> Renewal:
-        """Return the request to let it end in ``seconds``, as near to that as the store can."""
-        return Renewal(self.name, self.token, store.nearest_lease(seconds) if seconds else 0.0)
+    @contextmanager
+    def running(self, task: Any, request: Context, options: Options) -> Iterator[None]:
+        """
+        Hold this lock while the block runs the task, under the run's own lock.
+
+        A message that the run re-sends takes this lock over. Its next run may begin as soon
+        as this run frees its own lock, so the lease is extended before that. It is not
+        extended inside the block, because a transaction or an event loop may be open there.
+        """
+        self._begin_run(task, request, options)
+        self.in_run = True
+        try:
+            yield
+        finally:
+            self.in_run = False
+            lease = self._lease
+            self._stop_renewing()
+            if self.passed_on is not None and not self.settled:
+                with ExitStack() as stack:
+                    if lease is not None:
+                        # A renewal that is under way would shorten the lease again.
+                        stack.enter_context(renewer.renewal_paused(lease))
+                    self.move(self.passed_on)
+
+    def _begin_run(self, task: Any, request: Context, options: Options) -> None:
+        """
+        Tie this lock to the run that begins: free it now, or renew it together with the run's lock.
+
+        It is shortened to the lease of that lock, so that a killed worker leaves neither.
+        Killed before that, the worker leaves it for ``sent_timeout``.
+        """
+        if options.unique_until == "start":
+            self.move(0)
+            return
+        with self._failing_quietly():
+            store = self._store()
+            if not (options.renew and store.renews()):
+                return
+            seconds = min(options.lease(), self.timeout)
+            asked_at = time.monotonic()
+            lease = Lease(
+                store,
+                self.name,
+                self.token,
+                seconds,
+                asked_at,
+                asked_at + time_limit(task, request),
+                _report_lost,
+            )
+            if store.extend([lease])[0]:
+                self._lease = lease
+                renewer.add(lease)
+            else:
+                _report_lost(lease, store.peek(self.name))
+
+    @contextmanager
+    def during(self, task: Any) -> Iterator[None]:
+        """Decide what becomes of it when a run, or what is done instead of it, ends."""
+        try:
+            yield
+        except BaseException as error:
+            self._end_run(task, error)
+            raise
+        self._end_run(task, None)
+
+    def _end_run(self, task: Any, error: BaseException | None) -> None:
+        self._stop_renewing()
+        if not self.settled and (seconds := self.after(task, error)) is not None:
+            self.move(seconds)
+
+    def _stop_renewing(self) -> None:
+        if self._lease is not None:
+            renewer.remove(self._lease)
+            self._lease = None
+
+    @contextmanager
+    def _failing_quietly(self) -> Iterator[None]:
+        """Report that the store did not answer: the lock ends by its lease."""
+        try:
+            yield
+        except CelerySafeError as error:
+            SENT_LOCK_NOT_MOVED.emit(SentLock, name=self.name, reason=str(error), leases=1)
 
     def claim(
         self, task: str, task_id: str, seconds: float, arguments: str | None = None
@@ -133,37 +232,41 @@ class SentLock:
 
     def pass_on(self, seconds: float) -> None:
         """
-        Let it go with the run's message, which is sent again.
+        Let a message that is about to be re-sent take this lock over, for ``seconds``.
 
-        The end of the run sees to that; when it is over, as it is for what
-        ``autoretry_for`` sends, it is seen to here.
+        Outside of a run the lease is extended now, because the next run may begin right
+        after the publication.
         """
         self.passed_on = seconds
         if not self.in_run and not self.settled:
             self.move(seconds)
 
     def take_back(self) -> None:
-        """Note that the message could not be sent again: the end of the run frees its lock."""
+        """Record that the message could not be re-sent: the end of the run frees its lock."""
         self.passed_on = None
-        self.settled = self.settled and self.in_run
+        if not self.in_run:
+            self.settled = False
 
     def after(self, task: Any, error: BaseException | None) -> float | None:
         """
-        Return in how many seconds it ends when a run ended with ``error``, or well.
+        Return the lease, s, to set when the run ended with ``error``, or without one.
 
         0: now. None: it is left alone, since the message may come again and
         nothing here can tell.
         """
         if self.passed_on is not None:
-            return self.passed_on
+            return self.passed_on  # its end was interrupted before it could see to that
+        if error is None:
+            return 0.0
         if is_requeued(error) and task.acks_late:
             return self.lease()
-        if error is not None and (not isinstance(error, Exception) or _is_retried(task, error)):
+        killed = not isinstance(error, Exception)
+        if killed or isinstance(error, MessageGoesOn) or _is_retried(task, error):
             return None
         return 0.0
 
     def _store(self) -> Store:
-        return locate(self.cache).store()
+        return get_store(self.cache)
 
 
 def find_lock_of(task: str | None, header: Header) -> SentLock | None:
@@ -180,22 +283,21 @@ def find_lock_of(task: str | None, header: Header) -> SentLock | None:
 
 def find_sent(request: Any) -> SentLock | None:
     """Return the lock of the message that runs, one object for each run; None: it has none."""
-    if not request.headers:
+    header = get_header(request)
+    if "sent" not in header:
         return None
-    found: SentLock | None = request.__dict__.get("celery_safe_sent")
-    if found is None:
-        found = find_lock_of(request.task, find_header(request))
-        request.celery_safe_sent = found
-    return found
+    if request not in _locks:
+        _locks[request] = find_lock_of(request.task, header)
+    return _locks[request]
 
 
-def is_requeued(error: BaseException | None) -> bool:
-    """Tell whether a run ended with the wish to get its message again."""
-    return isinstance(error, Reject) and bool(getattr(error, "requeue", False))
+def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
+    lease.lost = True
+    SENT_LOCK_LOST.emit(SentLock, name=lease.name, holder=holder_text(now_held))
 
 
 def _is_retried(task: Any, error: BaseException) -> bool:
-    """Tell whether ``autoretry_for``, which wraps the run from outside, takes up the error."""
+    """Return whether ``autoretry_for``, which wraps the run from outside, takes up the error."""
     if not hasattr(task, "_orig_run") or isinstance(error, Ignore | Retry):
         return False
     not_for = tuple(getattr(task, "dont_autoretry_for", ()))

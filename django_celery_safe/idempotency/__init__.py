@@ -7,7 +7,7 @@ has :func:`idempotent`, for work without a row of its own or too slow to lock on
 """
 
 from .claim import Claim, current_claim
-from .decorator import Idempotent, idempotent
 from .flags import IdempotentMixin
+from .idempotent_work import Idempotent, idempotent
 
 __all__ = ["Claim", "Idempotent", "IdempotentMixin", "current_claim", "idempotent"]

@@ -8,9 +8,8 @@ loaded.
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
@@ -20,25 +19,22 @@ from django.db import OperationalError, connections, router, transaction
 from django.db.models import BooleanField, DateTimeField, F, QuerySet
 from django.utils import timezone
 
-from ..concurrency.sent import is_requeued
 from ..databases import refuse_untested
+from ..delivery.copies import is_requeued
+from ..emitting import Event
+from ..events import ALREADY_DONE, DONE_ONCE, ONCE_FAILED
 from ..exceptions import (
     ConfigurationError,
     IdempotencyError,
     LockNotAcquired,
     WrongTransaction,
-    describe_error,
 )
-from ..signals import already_done, done_once, emit, once_failed
-from ..texts import get_logger
-from ..transactions import begin_again, busy_timeout, in_atomic, is_manual, leave_inherited
+from ..transactions import attempts, busy_timeout, in_atomic, is_manual, leave_inherited
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from django.db.models import Model
-
-logger = get_logger(__name__)
 
 Guarantee: TypeAlias = Literal["at_least_once", "at_most_once"]
 
@@ -104,7 +100,7 @@ class IdempotentMixin:
         Raises:
             WrongTransaction: It stands inside another ``atomic()``.
             DoesNotExist: The model has no such row.
-            ConfigurationError: ``flag`` is no flag of the model.
+            ConfigurationError: ``flag`` is not a flag of the model.
             OperationalError: With ``durable=False`` under REPEATABLE READ or SERIALIZABLE,
                 someone changed the row since the outer transaction began; run that again.
             BackendNotSupported: The database is neither PostgreSQL nor SQLite.
@@ -145,32 +141,37 @@ class _Once:
     @contextmanager
     def at_least_once(self) -> Iterator[Model | None]:
         self._refuse_transaction()
-        opened, row = begin_again(self._alias, self._begin, f"do_once({self._label})")
-        with opened:
-            if self._is_done(row):
-                self._tell(already_done, "was done already")
-                yield None
-                return
-            yield row
-            self._set_flag(row)
+        for attempt in attempts(self._alias, f"do_once({self._label})"):
+            with attempt, self._locked_row() as row:
+                attempt.win()
+                if self._is_done(row):
+                    self._emit(ALREADY_DONE)
+                    yield None
+                    return
+                yield row
+                self._set_flag(row)
         if in_atomic(self._alias):
             # The outer transaction decides.
-            transaction.on_commit(partial(self._tell, done_once, "was done"), using=self._alias)
+            transaction.on_commit(partial(self._emit, DONE_ONCE), using=self._alias)
         else:
-            self._tell(done_once, "was done")
+            self._emit(DONE_ONCE)
 
     @contextmanager
     def at_most_once(self) -> Iterator[Model | None]:
         self._refuse_transaction()
-        row = begin_again(self._alias, self._set_flag_first, f"do_once({self._label})")
-        if row is None:
-            self._tell(already_done, "was done already")
+        for attempt in attempts(self._alias, f"do_once({self._label})"):
+            with attempt, self._locked_row() as row:
+                was_done = self._is_done(row)
+                if not was_done:
+                    self._set_flag(row)
+        if was_done:
+            self._emit(ALREADY_DONE)
             yield None
             return
         try:
             yield row
         except BaseException as error:
-            self._tell_failed(error)
+            self._emit_failed(error)
             if isinstance(error, Retry) or is_requeued(error):
                 raise IdempotencyError(
                     f"The block of do_once({self._label}) asked to be run again under "
@@ -178,7 +179,7 @@ class _Once:
                     f'failure in the block, or use guarantee="at_least_once".'
                 ) from error
             raise
-        self._tell(done_once, "was done")
+        self._emit(DONE_ONCE)
 
     @property
     def _label(self) -> str:
@@ -193,23 +194,17 @@ class _Once:
                 f"atomic(), or pass durable=False if the outer transaction is to decide."
             )
 
-    def _begin(self) -> tuple[ExitStack, Model]:
-        """Lock the row; return it with what ends its transaction."""
-        with ExitStack() as stack:
-            # With IMMEDIATE, it is the BEGIN that meets somebody else's lock.
-            with self._fail_at_once() if self._nowait else nullcontext():
-                stack.enter_context(transaction.atomic(using=self._alias))
+    @contextmanager
+    def _locked_row(self) -> Iterator[Model]:
+        """Lock the row in a transaction for the block."""
+        with ExitStack() as beginning:
+            if self._nowait:
+                # With IMMEDIATE, it is the BEGIN that meets somebody else's lock.
+                beginning.enter_context(self._fail_at_once())
+            with transaction.atomic(using=self._alias):
                 row = self._lock_row()
-            return stack.pop_all(), row
-
-    def _set_flag_first(self) -> Model | None:
-        """Commit the flag; return the row, or None if the flag was set before."""
-        opened, row = self._begin()
-        with opened:
-            if self._is_done(row):
-                return None
-            self._set_flag(row)
-        return row
+                beginning.close()
+                yield row
 
     def _rows(self) -> QuerySet[Model]:
         # Of no manager: those of the model may hide rows, or join others, which would be
@@ -254,34 +249,12 @@ class _Once:
         self._rows().update(**{self._flag: value})
         setattr(row, self._flag, value)
 
-    def _tell(self, signal: Any, what: str) -> None:
-        emit(
-            signal,
-            logger,
-            logging.INFO,
-            "%s of %s pk=%s %s.",
-            self._flag,
-            self._model._meta.label,
-            self._pk,
-            what,
-            sender=self._model,
-            model=self._model._meta.label,
-            pk=self._pk,
-            flag=self._flag,
-        )
+    def _emit(self, event: Event) -> None:
+        event.emit(self._model, model=self._model._meta.label, pk=self._pk, flag=self._flag)
 
-    def _tell_failed(self, error: BaseException) -> None:
-        emit(
-            once_failed,
-            logger,
-            logging.ERROR,
-            "%s of %s pk=%s was set before its block failed, and stays so: it is not done again. "
-            "%s",
-            self._flag,
-            self._model._meta.label,
-            self._pk,
-            describe_error(error),
-            sender=self._model,
+    def _emit_failed(self, error: BaseException) -> None:
+        ONCE_FAILED.emit(
+            self._model,
             model=self._model._meta.label,
             pk=self._pk,
             flag=self._flag,
@@ -290,7 +263,7 @@ class _Once:
 
 
 def _says_taken(error: OperationalError) -> bool:
-    """Tell whether the database said that somebody else has the row, not that it can't answer."""
+    """Return whether the database said that somebody else has the row, not that it can't answer."""
     cause: Any = error.__cause__
     state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
     # PostgreSQL: lock_not_available. SQLite: SQLITE_BUSY, SQLITE_LOCKED. MySQL: NOWAIT.

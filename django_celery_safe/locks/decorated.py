@@ -100,7 +100,7 @@ def _find_refusal(function: Any) -> tuple[str, str, str] | None:
         return "a class", "its methods would run without the lock", "Decorate the methods."
     if not callable(called):
         return "which can't be called", "there is nothing to guard", "Decorate a function."
-    # Of an object its class has the function.
+    # The class of an object has the function.
     for candidate in (called, type(called).__call__):
         if iscoroutinefunction(candidate):
             return "a coroutine function", BEFORE_BODY, IN_SYNC

@@ -1,20 +1,18 @@
-"""What the commands share: how they read their arguments, how they print, how they ask."""
+"""Shared by the commands: reading arguments, printing, asking for confirmation."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import sys
 import textwrap
-import unicodedata
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import TextIOWrapper
-from itertools import islice
+from itertools import chain, groupby, islice
 from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError
@@ -25,6 +23,8 @@ from django.db.models import Model
 from .. import conf
 from ..databases import refuse_untested
 from ..exceptions import BackendNotSupported, CelerySafeError, describe_error
+from ..inspection.decision import Decision
+from ..inspection.row import Row
 from ..texts import printable
 from ..transactions import lacks_table
 
@@ -36,8 +36,6 @@ LIMIT: Final = 50
 ASKED_ABOUT: Final = 20
 #: Columns of a name that lists show: three lines of 80.
 LONGEST_NAME: Final = 240
-#: Takes a terminal's cursor to its first place, and clears what follows.
-REDRAW: Final = "\x1b[H\x1b[J"
 #: Seconds in what a time can be given in.
 UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -106,9 +104,61 @@ class TableCommand(SafeCommand):
             **extra,
         )
 
-    def find_databases(self) -> Iterable[str]:
+    def get_databases(self) -> Iterable[str]:
         """Return the aliases that are meant when none is given."""
         raise NotImplementedError
+
+    def list_rows(
+        self,
+        aliases: list[str],
+        options: dict[str, Any],
+        read: Callable[[str, int | None], Iterable[Row]],
+        empty: str,
+    ) -> None:
+        """
+        Print the rows of some databases, as many as ``--limit`` says, as text or JSON.
+
+        Args:
+            read: Called with an alias and the largest number of rows (None: all).
+            empty: The line to print when there are no rows.
+        """
+        limit = options["limit"]
+        # One more, to know whether there is more.
+        most = limit + 1 if limit else None
+        rows = list(islice(chain.from_iterable(read(alias, most) for alias in aliases), most))
+        shown = rows[: limit or None]
+        if options["as_json"]:
+            self.stdout.write(json.dumps([row.as_json() for row in shown], indent=2))
+            return
+        for database, group in groupby(shown, key=lambda row: row.database):
+            if len(aliases) > 1:
+                self.stdout.write(database)
+            for row in group:
+                self.stdout.write(as_text(row))
+        if not shown:
+            self.stdout.write(empty)
+        elif len(rows) > len(shown):
+            self.stdout.write(f"There are more: --limit is {limit}.")
+
+    def prune_rows(
+        self,
+        name: str,
+        chosen: Iterable[Any],
+        delete: Callable[[Any], int],
+        options: dict[str, Any],
+    ) -> None:
+        """Delete the rows of querysets, or with ``--dry-run`` count them, and print how many."""
+        dry_run = options["dry_run"]
+        total = sum(rows.count() if dry_run else delete(rows) for rows in chosen)
+        self.stdout.write(f"{total} {name}(s) {'would be' if dry_run else 'were'} deleted.")
+
+    def get_single(self, aliases: list[str]) -> str:
+        """Return the alias in which IDs are meant, if there is but one."""
+        if len(aliases) > 1:
+            raise CommandError(
+                f"{' and '.join(aliases)} have IDs of their own: say which is meant by --database."
+            )
+        return aliases[0]
 
     def handle(self, *args: Any, **options: Any) -> None:
         given = options["databases"]
@@ -117,7 +167,7 @@ class TableCommand(SafeCommand):
                 known = ", ".join(connections)
                 raise CommandError(f"DATABASES has no {alias!r}; it has {known}.")
         try:
-            aliases = list(dict.fromkeys(given or self.find_databases()))
+            aliases = list(dict.fromkeys(given or self.get_databases()))
             for alias in aliases:
                 refuse_untested(alias, f"hold {self.subject}")
         except BackendNotSupported as refusal:
@@ -184,70 +234,29 @@ def age(text: str) -> timedelta:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip(), re.ASCII)
     seconds = float(found[1]) * UNITS[found[2] or "s"] if found else -1
     if not 0 <= seconds <= conf.LONGEST_RETENTION:
-        raise ArgumentTypeError(f"{text!r} is no time; write 90 or 90s, 15m, 12h, 7d, 2w")
+        raise ArgumentTypeError(f"{text!r} is not a valid time; write 90 or 90s, 15m, 12h, 7d, 2w")
     return timedelta(seconds=seconds)
-
-
-def columns(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    if text.isascii():
-        return str.__len__(text)
-    return sum(
-        0
-        if unicodedata.category(char) in ("Mn", "Me")  # drawn over the one before
-        else 2
-        if unicodedata.east_asian_width(char) in "WF"
-        else 1
-        for char in text
-    )
-
-
-def cut(text: str, most: int) -> str:
-    """Return as much of a text as so many columns hold."""
-    taken = 0
-    for place, char in enumerate(text):
-        taken += columns(char)
-        if taken > most:
-            return text[:place]
-    return text
 
 
 def shorten(name: str) -> str:
     """Return a name as lists show it."""
-    if columns(name) <= LONGEST_NAME:
+    if len(name) <= LONGEST_NAME:
         return name
-    return f"{cut(name, LONGEST_NAME)}... ({len(name)} characters; --json shows all)"
-
-
-class _Chunk(str):
-    """A part of a text, as long as it is wide."""
-
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        return columns(self)
-
-
-class _Wrapper(textwrap.TextWrapper):
-    """Counts columns, where textwrap counts characters."""
-
-    def _split(self, text: str) -> list[str]:
-        return [_Chunk(chunk) for chunk in super()._split(text)]
-
-    def _handle_long_word(
-        self, reversed_chunks: list[str], cur_line: list[str], cur_len: int, width: int
-    ) -> None:
-        word = str(reversed_chunks.pop())
-        if begin := cut(word, width - cur_len):
-            cur_line.append(_Chunk(begin))
-        reversed_chunks.append(_Chunk(word[len(begin) :]))
+    return f"{name[:LONGEST_NAME]}... ({len(name)} characters; --json shows all)"
 
 
 def fill(text: str, first: str, others: str) -> str:
     """Return a text in lines of 80 columns, the first of which begins like this, and the others."""
-    return _Wrapper(
-        WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
-    ).fill(printable(text))
+    text = printable(text)
+    if len(first) + len(text) <= WIDTH:  # without the wrapper's time, for 100,000 locks
+        return first + text
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
+    )
 
 
 def wrapped(text: str, indent: int = 0) -> str:
@@ -256,22 +265,29 @@ def wrapped(text: str, indent: int = 0) -> str:
     return fill(text, before, before or " " * 4)
 
 
-def crop(text: str) -> str:
-    """Return as much of a text as a terminal shows at once."""
-    screen = shutil.get_terminal_size()
-    lines = text.splitlines()[: max(1, screen.lines - 1)]
-    return "\n".join(cut(line, screen.columns) for line in lines)
+def as_text(row: Row) -> str:
+    """Return a row as lists show it: its title, and indented lines below."""
+    lines = [wrapped(line, 4) for line in row.lines()]
+    return "\n".join([shorten(printable(row.title)), *lines])
 
 
-def write_array(out: Any, rows: Iterable[dict[str, Any]]) -> None:
+def as_page(row: Row) -> str:
+    """Return all that is known of a row, a line for each thing."""
+    texts = row.texts()
+    width = max(map(len, texts)) + 6
+    lines = [fill(text, f"    {name}".ljust(width), " " * width) for name, text in texts.items()]
+    return "\n".join([shorten(printable(row.title)), *lines])
+
+
+def write_array(out: Any, values: Iterable[dict[str, Any]]) -> None:
     """
-    Write rows as one JSON array, each in a line of its own, as they come.
+    Write objects as one JSON array, each in a line of its own, as they come.
 
-    If a row can't be read the array stays open, so that nobody takes it for all.
+    If one can't be read the array stays open, so that nobody takes it for all.
     """
     before = "["
-    for row in rows:
-        out.write(f"{before}\n{json.dumps(row)}", ending="")
+    for value in values:
+        out.write(f"{before}\n{json.dumps(value)}", ending="")
         before = ","
     out.write("[]" if before == "[" else "\n]")
 
@@ -286,49 +302,44 @@ def ending_with_its_reader(out: Any) -> Iterator[None]:
         try:
             out.flush()
         except BrokenPipeError:
-            # Else the interpreter writes what is left at its end, and complains.
+            # Otherwise the interpreter writes what is left at its end, and complains.
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def confirm(err: Any, question: str) -> bool:
+def confirm(
+    err: Any, decision: Decision, shown: Iterable[str], total: int, noun: str, more: str = ""
+) -> None:
     """
-    Ask on the terminal; only ``yes`` is yes.
+    Show what a decision is about, and ask on the terminal; only ``yes`` is yes.
 
     Args:
-        err: Where to ask, so that the output holds nothing but the answer.
+        err: Where to ask, so that the output holds nothing but what was done.
+        shown: The rows that it is about; the first of them are shown.
+        total: How many they are.
+        noun: The name of the rows.
+        more: A line below them.
 
     Raises:
-        CommandError: There is no terminal to ask at.
+        CommandError: The answer is no, or there is no terminal to ask at.
     """
     if sys.stdin is None or not sys.stdin.isatty():
         raise CommandError(
             "This asks before it does anything, and there is no terminal to ask at: nothing was "
             "done. Add --no-input to do it without a question."
         )
-    err.write(f"{question} [yes/no] ", style_func=str, ending="")
+    lines = list(islice(shown, ASKED_ABOUT))
+    if total > ASKED_ABOUT:
+        lines.append(f"... and {total - ASKED_ABOUT} more.")
+    lines += [more] if more else []
+    lines.append(fill(decision.consequence, "", ""))
+    question = f"{decision.label} {total} {noun}(s)? [yes/no] "
+    err.write("\n".join([*lines, question]), style_func=str, ending="")
     err.flush()
     try:
-        return input().strip().lower() == "yes"
+        answer = input()
     except (EOFError, KeyboardInterrupt, UnicodeError):
         err.write("", style_func=str)
-        return False
-
-
-def preview(rows: Iterable[str], total: int) -> list[str]:
-    """Return the first of some rows, and how many more there are, for a question."""
-    shown = list(islice(rows, ASKED_ABOUT))
-    return [*shown, f"... and {total - len(shown)} more."] if total > len(shown) else shown
-
-
-def duration(seconds: float | None) -> str:
-    """Return a time in as few characters as say enough; None: it is not known."""
-    if seconds is None:
-        return "?"
-    if seconds < 100:
-        return f"{seconds:.1f}s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f}min"
-    if seconds < 360_000:
-        return f"{seconds / 3600:.0f}h"
-    return f"{seconds / 86400:.0f}d"
+        answer = ""
+    if answer.strip().lower() != "yes":
+        raise CommandError("The answer was not 'yes': nothing was done.")

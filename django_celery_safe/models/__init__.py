@@ -1,5 +1,5 @@
 """
-The app's tables, one file for each floor that has some.
+The app's tables, one file for each room that has some.
 
 Nothing here is imported by the package's ``__init__``: a model there would keep
 ``django.setup()`` from working.
@@ -10,7 +10,8 @@ from __future__ import annotations
 from .idempotency import IdempotencyRecord, IdempotencyRecords
 from .locks import DatabaseLock, Fence, Lock
 from .outbox import OutboxMessage, OutboxMessages, OutboxRelay
-from .stages import StageRun, StageRuns, StageStep, StageSteps
+from .stages import StageRun, StageRuns, StageStep
+from .step_states import StageSteps
 
 __all__ = [
     "DatabaseLock",

@@ -2,70 +2,66 @@
 
 from __future__ import annotations
 
-import logging
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
 from django.db import models, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from ..locks.stores.base import HeldLock, decode_holder
-from ..signals import emit, record_forgotten
+from ..events import RECORD_FORGOTTEN
+from ..leases.holder import HeldLock, decode_holder
 from ..statements import change_returning
-from ..texts import get_logger
 from .text import storable
-
-logger = get_logger(__name__)
 
 
 class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
     """The states of records, and the steps from one to the next."""
 
     def running(self) -> IdempotencyRecords:
-        """Those that somebody does now, or did when the process died."""
+        """Records whose work is running, or was when its process died."""
         return self.filter(state=IdempotencyRecord.State.RUNNING)
 
     def done(self) -> IdempotencyRecords:
-        """Those whose work is done, and not done again until they expire."""
+        """Records whose work is done, and not repeated until they expire."""
         return self.filter(state=IdempotencyRecord.State.DONE)
 
     def failed(self) -> IdempotencyRecords:
-        """Those whose work failed the last time; the next who comes may do it."""
+        """Records whose work failed; the next caller may claim them."""
         return self.filter(state=IdempotencyRecord.State.FAILED)
 
     def free(self) -> IdempotencyRecords:
-        """Those that anybody may claim: failed, expired, or of a holder that is gone."""
+        """Records that any caller may claim: failed, expired, or orphaned."""
         return self.filter(Q(state=IdempotencyRecord.State.FAILED) | _gone() | _EXPIRED)
 
     def busy(self) -> IdempotencyRecords:
-        """Those that somebody does now."""
+        """Records whose work is running: their lease has not expired."""
         return self.running().filter(ends_at__gte=Now())
 
     def idle(self) -> IdempotencyRecords:
-        """Those that nobody does now."""
+        """Records whose work is not running."""
         return self.exclude(state=IdempotencyRecord.State.RUNNING, ends_at__gte=Now())
 
     def claimed(self, token: str) -> IdempotencyRecords:
-        """Those that the claim with this token still has."""
+        """Records still held by the claim with this token."""
         return self.running().filter(token=token)
 
     def is_done_by(self, token: str) -> bool:
-        """Tell whether it was the claim with this token that did it."""
+        """Return whether the claim with this token finished the work."""
         return self.done().filter(token=token).exists()
 
     def expired(self, age: timedelta | None) -> IdempotencyRecords:
-        """Those that say nothing any more, or whose holder has been gone for ``age``; None: not."""
+        """Records that expired, or were orphaned ``age`` ago; None: only those that expired."""
         return self.filter(_EXPIRED if age is None else _EXPIRED | _gone(age))
 
     def older(self, age: timedelta) -> IdempotencyRecords:
-        """Those that ended more than ``age`` ago, or whose holder has been gone for so long."""
+        """Records that ended, or were orphaned, more than ``age`` ago."""
         return self.filter(Q(ended_at__lt=Now() - age) | _gone(age))
 
     def try_claim(
         self, token: str, lease: timedelta, *, holder: str, digest: str, claims: int
     ) -> bool:
-        """Let the claim with this token have a record that is free; tell whether it has it."""
+        """Give a free record to the claim with this token; False if another claim was faster."""
         return bool(
             self.free().update(
                 state=IdempotencyRecord.State.RUNNING,
@@ -83,12 +79,12 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         )
 
     def extend(self, token: str, lease: timedelta) -> int:
-        """Let the lease of a claim begin anew."""
+        """Renew the lease of a claim; return how many rows it still held."""
         return self.claimed(token).update(ends_at=Now() + lease)
 
     def finish(self, token: str, result: str, keep: timedelta | None, error: str = "") -> bool:
         """
-        Note that what was claimed is done; tell whether that claim still had it.
+        Record that the claimed work is done; False if the claim had lost the record.
 
         Args:
             result: What a repeat gets, as JSON; "": None.
@@ -106,7 +102,7 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         )
 
     def fail(self, token: str, error: str, keep: timedelta | None) -> bool:
-        """Note that what was claimed failed; tell whether that claim still had it."""
+        """Record that the claimed work failed; False if the claim had lost the record."""
         return bool(
             self.claimed(token).update(
                 state=IdempotencyRecord.State.FAILED,
@@ -117,25 +113,21 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         )
 
     def forget(self) -> int:
-        """Delete them, so that each is done again by the next who comes, and tell of it."""
+        """Delete the records, so that the next caller does the work again; log each of them."""
         self._for_write = True  # what it was read from may be a replica
         rows = change_returning(self, None, "key", "state", "holder")
 
-        def tell() -> None:
+        def emit_all() -> None:
             for key, state, holder in rows:
                 whole = decode_holder(holder, HeldLock(key)).name
-                emit(
-                    record_forgotten, logger, logging.WARNING,
-                    "The record of %r was forgotten, as decided; it was %s.", whole, state,
-                    sender=IdempotencyRecord, key=whole, state=state,
-                )  # fmt: skip
+                RECORD_FORGOTTEN.emit(IdempotencyRecord, key=whole, state=state)
 
         if rows:
-            transaction.on_commit(tell, using=self.db)
+            transaction.on_commit(emit_all, using=self.db)
         return len(rows)
 
     def erase(self) -> int:
-        """Delete them, without the signals that others' receivers could make fail."""
+        """Delete the records without Django's signals, whose receivers could fail."""
         return self._raw_delete(self.db) or 0
 
 
@@ -156,7 +148,7 @@ class IdempotencyRecord(models.Model):
     """
 
     class State(models.TextChoices):
-        """What is known of the work."""
+        """The state of the work."""
 
         RUNNING = "running"
         DONE = "done"
@@ -198,3 +190,11 @@ class IdempotencyRecord(models.Model):
 
     def __str__(self) -> str:
         return self.key
+
+    def is_free(self, now: datetime) -> bool:
+        """Return whether any caller may claim it, as :meth:`IdempotencyRecords.free`."""
+        return (
+            self.state == self.State.FAILED
+            or (self.expires_at is not None and self.expires_at < now)
+            or (self.state == self.State.RUNNING and self.ends_at < now)
+        )

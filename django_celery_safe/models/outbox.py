@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Final
@@ -10,15 +9,12 @@ from typing import Final
 from django.db import connections, models, transaction
 from django.db.models import Q
 from django.db.models.functions import Length, Now
-from django.dispatch import Signal
 
 from ..batches import in_batches
-from ..signals import emit, message_discarded, message_retried
+from ..emitting import Event
+from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
 from ..statements import change_returning
-from ..texts import get_logger
 from .text import storable
-
-logger = get_logger(__name__)
 
 #: Shortest and longest time until a message that could not be sent is tried again; it
 #: doubles with each attempt.
@@ -38,31 +34,31 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
     """The states of outbox rows, and the steps from one to the next."""
 
     def pending(self) -> OutboxMessages:
-        """Those that are still to be sent, due or not."""
+        """Messages that are still to be sent, due or not."""
         return self.filter(due_at__isnull=False)
 
     def due(self) -> OutboxMessages:
-        """Those that a relay may send now, those first that have waited longest."""
+        """Messages that a relay may send now, longest waiting first."""
         return self.filter(due_at__lte=Now()).order_by("due_at", "pk")
 
     def dead(self) -> OutboxMessages:
-        """Those that could not be sent and are not tried again."""
+        """Messages that could not be sent and are not tried again."""
         return self.filter(dead_at__isnull=False)
 
     def sent(self) -> OutboxMessages:
-        """Those that were sent, kept for ``OUTBOX_RETENTION``."""
+        """Messages that were sent, and stay for ``OUTBOX_RETENTION``."""
         return self.filter(sent_at__isnull=False)
 
     def failed(self) -> OutboxMessages:
-        """Those that could not be sent so far, dead or not."""
+        """Messages with at least one failed attempt, dead or not."""
         return self.unsent().filter(attempts__gt=0)
 
     def unsent(self) -> OutboxMessages:
-        """Those that are pending or dead."""
+        """Messages that are pending or dead."""
         return self.filter(sent_at__isnull=True)
 
     def older(self, age: timedelta) -> OutboxMessages:
-        """Those that were sent more than ``age`` ago."""
+        """Messages that were sent more than ``age`` ago."""
         return self.sent().filter(sent_at__lt=Now() - age)
 
     def claim(
@@ -113,17 +109,17 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Give claimed rows back, to be due after ``delay``: something that they need is gone."""
         return self.pending().update(due_at=Now() + delay, error=storable(error))
 
-    def tell_chord(
-        self, chord: str, tell: Callable[[OutboxMessage | None, float], None], seconds: float
+    def register_chord(
+        self, chord: str, register: Callable[[OutboxMessage | None, float], None], seconds: float
     ) -> None:
         """
-        Let the result backend be told of a chord, unless it was.
+        Make a chord known to the result backend, unless it is.
 
         Not while anybody else does that, nor after one of its messages was sent:
         the backend would begin to count anew.
 
         Args:
-            tell: Gets the row that says what to tell, and how long that may take.
+            register: Gets the row that says what to make known, and how long that may take.
             seconds: How long it may take at most, and less where the database has
                 one lock for all.
         """
@@ -131,16 +127,16 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         if not has_row_locks:
             seconds = min(seconds, LONGEST_LOCK)
         with transaction.atomic(using=self.db):
-            untold = self.filter(chord=chord)
+            unregistered = self.filter(chord=chord)
             if not has_row_locks:
-                locked: object = untold.update(chord=chord)
+                locked: object = unregistered.update(chord=chord)
             else:
                 # In one order for all: an UPDATE takes them as it finds them, and two that
                 # do that at once may end in a deadlock.
-                locked = list(untold.order_by("pk").select_for_update().values_list("pk"))
+                locked = list(unregistered.order_by("pk").select_for_update().values_list("pk"))
             if locked:
-                tell(untold.exclude(chord_calls="").first(), seconds)
-                untold.update(chord="")
+                register(unregistered.exclude(chord_calls="").first(), seconds)
+                unregistered.update(chord="")
 
     def settle(self, *, keep: bool) -> int:
         """Note that they were sent: delete them, or ``keep`` them for the retention."""
@@ -161,46 +157,31 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         self._for_write = True  # what it was read from may be a replica
         sets = {"dead_at": None, "due_at": Now(), "attempts": 0}
         rows = change_returning(self.failed(), sets, "task", "task_id")
-        self._tell(
-            message_retried, logging.INFO, "Task %s[%s] is to be sent again, as decided.", rows
-        )
+        self._emit(MESSAGE_RETRIED, rows)
         return len(rows)
 
     def discard(self) -> int:
         """Delete rows that were not sent, and never will be."""
         self._for_write = True
         rows = change_returning(self.unsent(), None, "task", "task_id")
-        self._tell(
-            message_discarded,
-            logging.WARNING,
-            "Task %s[%s] was discarded, as decided; it is never sent.",
-            rows,
-        )
+        self._emit(MESSAGE_DISCARDED, rows)
         return len(rows)
 
     def prune(self, age: timedelta) -> int:
         """Delete the rows that were sent more than ``age`` ago."""
         return self.older(age).erase()
 
-    def _tell(self, signal: Signal, level: int, text: str, rows: list[tuple[str, str]]) -> None:
-        """Tell, at the commit, what was decided about messages."""
-
-        def tell() -> None:
-            for task, task_id in rows:
-                emit(
-                    signal, logger, level, text, task, task_id, sender=OutboxMessage,
-                    task=task, task_id=task_id,
-                )  # fmt: skip
-
-        if rows:
-            transaction.on_commit(tell, using=self.db)
+    def _emit(self, event: Event, rows: list[tuple[str, str]]) -> None:
+        """Emit, at the commit, what was decided about messages."""
+        for task, task_id in rows:
+            event.emit_on_commit(OutboxMessage, using=self.db, task=task, task_id=task_id)
 
 
 class OutboxMessage(models.Model):
     """
     A message that was sent with ``outbox=True``, until a broker has it.
 
-    Written in the transaction that sends it; :mod:`django_celery_safe.sending.rows`
+    Written in the transaction that sends it; :mod:`django_celery_safe.sending.serialization`
     says what the columns hold. Every moment is the database server's.
     """
 
@@ -245,7 +226,7 @@ class OutboxMessage(models.Model):
 
     @property
     def state(self) -> str:
-        """What became of it: ``pending``, ``dead`` or ``sent``."""
+        """The message's state: ``pending``, ``dead`` or ``sent``."""
         return "sent" if self.sent_at else "dead" if self.dead_at else "pending"
 
     def fail(self, error: str, *, attempts: int) -> bool:

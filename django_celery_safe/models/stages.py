@@ -7,54 +7,51 @@ wait for each other. :mod:`django_celery_safe.stages.engine` puts the steps toge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from django.db import models, router, transaction
 from django.db.models import Count, Exists, F, OuterRef, Q, Subquery
 from django.db.models.functions import Coalesce, Now
 
 from ..stages.status import Status
-from ..statements import Slot, Statement
+from ..statements import Param, Statement
 from ..texts import get_logger
-from ..transactions import begin_again
+from ..transactions import attempts
 from ..values import decode
-from .text import storable
+from .step_states import IN_ORDER, LONGEST_TYPE, StageSteps
 
 if TYPE_CHECKING:
     from ..stages.progress import Progress, StageProgress
 
 logger = get_logger(__name__)
 
-#: Steps that one statement adds or changes; every database takes so many parameters.
-BATCH: Final = 500
-
 
 class StageRuns(models.QuerySet["StageRun"]):
     """The states of runs."""
 
     def active(self) -> StageRuns:
-        """Those that go on by themselves."""
+        """Runs that have not ended and continue without an operator."""
         return self.filter(status__in=[Status.WAITING, Status.RUNNING])
 
     def stopped(self) -> StageRuns:
-        """Those that ended, well or not."""
+        """Runs that ended, successfully or not."""
         return self.exclude(status__in=[Status.WAITING, Status.RUNNING])
 
     def older(self, age: timedelta) -> StageRuns:
-        """Those that ended more than ``age`` ago, and of which nothing runs."""
+        """Runs that ended more than ``age`` ago and have no running step."""
         alive = StageStep.objects.filter(run=OuterRef("pk")).alive()
         return self.stopped().filter(~Exists(alive), ended_at__lt=Now() - age)
 
     def complete(self) -> StageRuns:
-        """Those whose stage has nothing left to do, and that did not go on."""
+        """Runs whose stage is finished but whose next stage was never started."""
         steps = StageStep.objects.filter(run=OuterRef("pk"), stage=OuterRef("stage"))
         return self.active().filter(~Exists(steps.unfinished()))
 
     def counted(self) -> StageRuns:
-        """Them, with how many steps each has as ``total``, and as ``done`` how many succeeded."""
+        """Runs with the number of their steps as ``total`` and of succeeded ones as ``done``."""
         steps = StageStep.objects.filter(run=OuterRef("pk")).order_by().values("run")
         total = steps.annotate(total=Count("pk")).values("total")
         done = steps.filter(status=Status.SUCCEEDED).annotate(done=Count("pk")).values("done")
@@ -73,16 +70,11 @@ class StageRuns(models.QuerySet["StageRun"]):
     @contextmanager
     def locked(self, pk: int) -> Iterator[StageRun | None]:
         """Lock a run for the block, in a transaction."""
-        opened, run = begin_again(self.db, lambda: self._begin(pk), f"A change of run {pk}")
-        with opened:
-            yield run
-
-    def _begin(self, pk: int) -> tuple[ExitStack, StageRun | None]:
-        """Lock a run; return it with what ends its transaction."""
-        with ExitStack() as stack:
-            stack.enter_context(transaction.atomic(using=self.db))
-            run = self.lock(pk)
-            return stack.pop_all(), run
+        for attempt in attempts(self.db, f"A change of run {pk}"):
+            with attempt, transaction.atomic(using=self.db):
+                run = self.lock(pk)
+                attempt.win()
+                yield run
 
     def delete(self) -> tuple[int, dict[str, int]]:
         """
@@ -122,7 +114,7 @@ _LOCKED: Final = ("id", "status", "stage", "stages", "params_text")
 _LOCKED_COLUMNS: Final = (*_LOCKED[:-1], "params")
 _LOCK: Final = Statement(
     lambda alias: (
-        StageRun.objects.using(alias).filter(pk=Slot("pk")),
+        StageRun.objects.using(alias).filter(pk=Param("pk")),
         {"stage": F("stage")},
     ),
     lambda quote: (
@@ -130,6 +122,16 @@ _LOCK: Final = Statement(
         [],
     ),
 )
+
+
+class RunRoom(NamedTuple):
+    """The operations on a run that ``stages`` provides, which imports this module."""
+
+    progress: Callable[[StageRun], Progress]
+    progress_by_stage: Callable[[StageRun], list[StageProgress]]
+    wait: Callable[[StageRun, float | timedelta | None], StageRun]
+    resume: Callable[[StageRun], None]
+    abort: Callable[[StageRun], None]
 
 
 class StageRun(models.Model):
@@ -158,6 +160,9 @@ class StageRun(models.Model):
 
     objects = StageRuns.as_manager()
 
+    #: Put here when the app is ready.
+    room: ClassVar[RunRoom]
+
     class Meta:
         verbose_name = "run of stages"
         verbose_name_plural = "runs of stages"
@@ -178,14 +183,15 @@ class StageRun(models.Model):
 
     @property
     def params(self) -> dict[str, Any]:
-        """What the next stage gets: the given params and those of all finished stages."""
+        """The params of the next stage: those of the start and of all finished stages."""
         params: dict[str, Any] = decode(self.params_text)
         return params
 
     @property
     def steps(self) -> StageSteps:
-        """Its steps, in the order of the stages, and of the plan in each."""
-        return StageStep.objects.using(self._state.db).filter(run=self.pk).in_order()
+        """The run's steps, ordered by stage and by their place in the plan."""
+        ours = StageStep.objects.using(self._state.db).filter(run=self.pk)
+        return ours.order_by(*IN_ORDER)
 
     @property
     def error_step(self) -> StageStep | None:
@@ -195,19 +201,15 @@ class StageRun(models.Model):
     @property
     def progress(self) -> Progress:
         """How far it is; one query."""
-        from ..stages.progress import progress  # a floor above, which knows the tables
-
-        return progress(self)
+        return self.room.progress(self)
 
     def progress_by_stage(self) -> list[StageProgress]:
         """Return how far each stage is, the first first; one query."""
-        from ..stages.progress import progress_by_stage  # a floor above, as below
-
-        return progress_by_stage(self)
+        return self.room.progress_by_stage(self)
 
     def is_aborted(self) -> bool:
         """
-        Tell whether the run was stopped, by ``abort()`` or because a step failed; one query.
+        Return whether the run was stopped, by ``abort()`` or because a step failed; one query.
 
         For steps that take long: what they do is not needed any more.
         """
@@ -229,9 +231,7 @@ class StageRun(models.Model):
             WrongTransaction: Inside ``atomic()``, where it may not even begin.
             RuntimeError: Inside a task, which would keep a worker from its steps.
         """
-        from ..stages.progress import wait  # a floor above, which knows the tables
-
-        return wait(self, timeout)
+        return self.room.wait(self, timeout)
 
     def resume(self) -> StageRun:
         """
@@ -242,9 +242,7 @@ class StageRun(models.Model):
         Raises:
             IllegalTransition: It goes on, succeeded, or some of its steps still run.
         """
-        from ..stages import engine  # a floor above, which knows the tables
-
-        engine.resume(self)
+        self.room.resume(self)
         return self
 
     def abort(self) -> StageRun:
@@ -256,9 +254,7 @@ class StageRun(models.Model):
         Raises:
             IllegalTransition: It has ended.
         """
-        from ..stages import engine  # a floor above, which knows the tables
-
-        engine.abort(self)
+        self.room.abort(self)
         return self
 
     def find_database(self) -> str:
@@ -286,136 +282,6 @@ class StageRun(models.Model):
         with transaction.atomic(using=using):
             StageRun.objects.using(using).lock(self.pk)
             return super().delete(using=using, keep_parents=keep_parents)
-
-
-class StageSteps(models.QuerySet["StageStep"]):
-    """The states of steps, and the way from one to the next."""
-
-    def in_order(self) -> StageSteps:
-        """Them, in the order of the stages, and of the plan in each."""
-        return self.order_by("stage", "position")
-
-    def waiting(self) -> StageSteps:
-        """Those that wait for their stage, a worker or a retry."""
-        return self.filter(status=Status.WAITING)
-
-    def running(self) -> StageSteps:
-        """Those that somebody runs now, or ran when the process died."""
-        return self.filter(status=Status.RUNNING)
-
-    def alive(self) -> StageSteps:
-        """Those that somebody runs now."""
-        return self.running().filter(ends_at__gte=Now())
-
-    def silent(self) -> StageSteps:
-        """Those whose process died: it let the lease end."""
-        return self.running().filter(ends_at__lt=Now())
-
-    def failed(self) -> StageSteps:
-        """Those that failed, after their retries."""
-        return self.filter(status=Status.FAILED)
-
-    def unfinished(self) -> StageSteps:
-        """Those that keep their stage from ending well."""
-        return self.exclude(status=Status.SUCCEEDED)
-
-    def overdue(self, patience: timedelta) -> StageSteps:
-        """
-        Those that were sent, and that nobody began for ``patience``, which doubles each time.
-
-        A step of the run's stage that was not sent anew was sent when the stage began.
-        """
-        sent = self.waiting().filter(
-            run__status__in=[Status.WAITING, Status.RUNNING], stage=F("run__stage")
-        )
-        late = Q(pk__in=[])
-        for resent in range(MOST_PATIENCE):
-            late |= Q(resent=resent, since__lt=Now() - patience * 2**resent)
-        late |= Q(resent__gte=MOST_PATIENCE, since__lt=Now() - patience * 2**MOST_PATIENCE)
-        return sent.alias(since=Coalesce("due_at", "run__stage_at")).filter(late)
-
-    def attempt(self, task_id: str) -> StageSteps:
-        """Those that this message, or another of its id, is to run."""
-        return self.filter(task_id=task_id)
-
-    def claimed(self, token: str) -> StageSteps:
-        """Those that the claim with this token still has."""
-        return self.running().filter(token=token)
-
-    def is_done_by(self, token: str) -> bool:
-        """Tell whether it was the claim with this token that did it."""
-        return self.filter(status=Status.SUCCEEDED, token=token).exists()
-
-    def extend(self, token: str, lease: timedelta) -> int:
-        """Let the lease of a claim begin anew."""
-        return self.claimed(token).update(ends_at=Now() + lease)
-
-    def put_back(self, token: str, status: Status, error_type: str, error: str) -> bool:
-        """Let a claimed step wait, or be aborted, after an error; tell whether the claim had it."""
-        ended = status in Status.STOPPED
-        return bool(
-            self.claimed(token).update(
-                status=status,
-                due_at=None if ended else Now(),
-                ended_at=Now() if ended else None,
-                error_type=error_type[:LONGEST_TYPE],
-                error=storable(error),
-            )
-        )
-
-    def fail(self, error_type: str, error: str) -> int:
-        """Note that they failed."""
-        return self.update(
-            status=Status.FAILED,
-            ended_at=Now(),
-            error_type=error_type[:LONGEST_TYPE],
-            error=storable(error),
-        )
-
-    def abort(self) -> int:
-        """Stop those that wait."""
-        return self.waiting().update(status=Status.ABORTED, ended_at=Now())
-
-    def bury(self, token: str, *, stopped: bool) -> bool:
-        """Let a step whose process died wait, or end with its run; tell whether it still had."""
-        return bool(
-            self.silent()
-            .filter(token=token)
-            .update(
-                status=Status.ABORTED if stopped else Status.WAITING,
-                due_at=None if stopped else Now(),
-                ended_at=Now() if stopped else None,
-                deaths=F("deaths") + 1,
-            )
-        )
-
-    def note_resent(self) -> int:
-        """Note that the messages of steps that nobody began are sent again."""
-        return self.waiting().update(due_at=Now(), resent=F("resent") + 1)
-
-    def add(self, steps: Iterable[StageStep]) -> None:
-        """Write new steps."""
-        self.bulk_create(steps, batch_size=BATCH)
-
-    def begin_anew(self, steps: Iterable[StageStep]) -> None:
-        """Let steps wait for a new attempt, each under the task id that it has now."""
-        self.update(
-            status=Status.WAITING,
-            due_at=None,
-            resent=0,
-            deaths=0,
-            started_at=None,
-            ended_at=None,
-            error_type="",
-            error="",
-        )
-        self.bulk_update(steps, ["task_id"], batch_size=BATCH)
-
-
-#: Characters of the name of an error's type that a row keeps.
-LONGEST_TYPE: Final = 255
-#: How often the patience with a step that nobody begins doubles.
-MOST_PATIENCE: Final = 7
 
 
 class StageStep(models.Model):
@@ -473,10 +339,10 @@ class StageStep(models.Model):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the plan's entry gives its function by name."""
+        """The keyword arguments of the plan's entry."""
         return decode(self.arguments_text) or {}
 
     @property
     def params(self) -> dict[str, Any]:
-        """What it returned for the next stages; empty before its end."""
+        """The params that the step returned for later stages; empty until it has ended."""
         return decode(self.params_text) or {}

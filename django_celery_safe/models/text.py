@@ -1,4 +1,4 @@
-"""What the tables keep of texts that come from anywhere."""
+"""Makes texts of any origin storable in the tables."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _find_unsendable(task: str, place: str, value: Any, seen: set[int]) -> NotSe
     if _is_signature(value):
         task, options = value["task"], value.get("options") or {}
         if "single_instance" in options:
-            # Else only the worker that sends it later would find out.
+            # Otherwise only the worker that sends it later would find out.
             check_call_options(options["single_instance"])
         inside = [*_places(value.get("args"), value.get("kwargs")), ("its options", options)]
     elif isinstance(value, Mapping):

@@ -2,8 +2,8 @@
 Connections to broker and result backend that don't wait for ever, and what their errors mean.
 
 Celery's own may block without end on a broker that accepts and stays silent, and try
-again for as long as the publication's retry policy says. What is kept in the outbox
-is tried once, within a time, and waits for the next attempt in its row.
+again for as long as the publication's retry policy says. A message of the outbox is tried
+once, and once more if the connection was cut; then it waits in its row.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
-from kombu.exceptions import LimitExceeded, OperationalError
+from kombu.exceptions import KombuError, LimitExceeded, OperationalError
 from kombu.pools import ProducerPool
+
+from ..exceptions import describe_error
+
+if TYPE_CHECKING:
+    from .capture import Message
 
 #: By kind of transport (kombu's ``driver_type``), options that bound each wait, given
 #: seconds, and let the broker confirm what it got.
@@ -51,7 +57,117 @@ _silent_until: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 _backends = threading.local()
 
 
-def connect_bounded(app: Celery, seconds: float) -> Any:
+class BrokerGone(Exception):
+    """
+    The broker takes no message now: it can't be reached, is silent, or is out of order.
+
+    Attributes:
+        error: The error of the broker, or of the way to it.
+        message: The message on whose last try it fell silent, so that this may be its fault.
+    """
+
+    def __init__(self, error: Exception, message: Message | None = None) -> None:
+        super().__init__(describe_error(error))
+        self.error, self.message = error, message
+
+
+@contextmanager
+def pooled_producer(app: Celery, producer: Any = None) -> Iterator[Any]:
+    """
+    Lend a producer of the app's pool, or ``producer``, as Celery's own sends use it.
+
+    It connects when it is used, for as long as Celery's settings say.
+    """
+    with app.producer_or_acquire(producer) as own, own.connection._reraise_as_library_errors():
+        yield own
+
+
+@contextmanager
+def bounded_producer(app: Celery, seconds: float) -> Iterator[Any]:
+    """
+    Lend a producer of this process whose publications are given up after ``seconds``.
+
+    After a silence nobody waits for as long again.
+
+    Raises:
+        BrokerGone: It can't be connected, or none was to be had in time, or the broker was
+            silent a moment ago.
+    """
+    if time.monotonic() < _silent_until.get(app, 0.0):
+        raise BrokerGone(OperationalError("the broker was silent a moment ago"))
+    with _borrow(app, seconds) as producer:
+        try:
+            with producer.connection._reraise_as_library_errors():
+                connect(producer)
+                yield producer
+        except BaseException as error:
+            if is_timeout(error):
+                _silent_until[app] = time.monotonic() + seconds
+            drop(producer.connection)
+            raise
+
+
+class OwnConnection:
+    """
+    A connection to an app's broker that is its owner's alone, such as a relay's.
+
+    Args:
+        seconds: Longest wait for an answer of the broker.
+    """
+
+    def __init__(self, app: Celery, seconds: float) -> None:
+        self._app, self._seconds = app, seconds
+        self._producer: Any = None
+
+    @contextmanager
+    def lend(self) -> Iterator[Any]:
+        """
+        Lend its producer; a block that fails closes the connection.
+
+        Raises:
+            BrokerGone: It can't be connected.
+        """
+        try:
+            if self._producer is None:
+                self._producer = self._make_producer()
+            connect(self._producer)
+            yield self._producer
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_producer(self) -> Any:
+        try:
+            connection = _bounded_connection(self._app, self._seconds)
+            return self._app.amqp.Producer(connection, auto_declare=False)
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # such as a client that is not installed here
+            raise BrokerGone(error) from error
+
+    def close(self) -> None:
+        """Close the connection without asking the broker."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            drop(producer.connection)
+
+
+def connect(producer: Any) -> None:
+    """
+    Connect a producer, unless it is connected.
+
+    Raises:
+        BrokerGone: The broker can't be reached.
+    """
+    try:
+        producer.connection.default_channel  # noqa: B018 - connects
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:
+        raise BrokerGone(error) from error
+
+
+def _bounded_connection(app: Celery, seconds: float) -> Any:
     """Return a new connection, not yet open, whose every wait ends after ``seconds``."""
     connection: Any = app.connection_for_write(connect_timeout=seconds)
     options = dict(connection.transport_options)
@@ -69,30 +185,6 @@ def connect_bounded(app: Celery, seconds: float) -> Any:
     return connection
 
 
-@contextmanager
-def bounded_producer(app: Celery, seconds: float) -> Iterator[Any]:
-    """
-    Lend a producer of this process whose publications are given up after ``seconds``.
-
-    After a silence nobody waits for as long again.
-
-    Raises:
-        kombu.exceptions.OperationalError: What was done with it failed, or none was to
-            be had in time, or the broker was silent a moment ago.
-    """
-    if time.monotonic() < _silent_until.get(app, 0.0):
-        raise OperationalError("the broker was silent a moment ago")
-    with _borrow(app, seconds) as producer:
-        try:
-            with producer.connection._reraise_as_library_errors():
-                yield producer
-        except BaseException as error:
-            if is_timeout(error):
-                _silent_until[app] = time.monotonic() + seconds
-            drop(producer.connection)
-            raise
-
-
 def drop(connection: Any) -> None:
     """Close a connection without asking the broker; it opens anew when it is used."""
     with suppress(Exception):
@@ -106,10 +198,11 @@ def _borrow(app: Celery, seconds: float) -> Any:
     try:
         return pool.acquire(block=True, timeout=seconds * (1 - ONE_WAIT))
     except LimitExceeded as error:
-        raise OperationalError(
+        in_use = OperationalError(
             f"all connections of this process to the broker are in use (broker_pool_limit is "
             f"{pool.limit})"
-        ) from error
+        )
+        raise BrokerGone(in_use) from error
 
 
 def _find_pool(app: Celery, seconds: float) -> ProducerPool:
@@ -117,13 +210,13 @@ def _find_pool(app: Celery, seconds: float) -> ProducerPool:
         pools = _pools.setdefault(app, {})
         if seconds not in pools:
             limit = app.conf.broker_pool_limit
-            connections = connect_bounded(app, seconds * ONE_WAIT).Pool(limit)
+            connections = _bounded_connection(app, seconds * ONE_WAIT).Pool(limit)
             pools[seconds] = ProducerPool(connections=connections, limit=limit)
         return pools[seconds]
 
 
 def is_backend_gone(app: Celery, error: BaseException) -> bool:
-    """Tell whether the result backend can't be reached."""
+    """Return whether the result backend can't be reached."""
     gone = getattr(app.backend, "connection_errors", ())
     kinds = OSError, OperationalError, DatabaseError, *gone
     # Celery's consumer of results raises a RuntimeError, which the backend's own error caused.
@@ -145,7 +238,7 @@ def bounded_backend(app: Celery, seconds: float) -> Any:
 
 
 def is_unreachable(app: Celery, error: BaseException) -> bool:
-    """Tell whether the broker is gone or out of order, rather than refusing this one message."""
+    """Return whether the broker is gone or out of order, rather than refusing this one message."""
     connection: Any = app.connection_for_write()
     fault = _fault_of(error)
     if is_out_of_order(error):
@@ -156,7 +249,7 @@ def is_unreachable(app: Celery, error: BaseException) -> bool:
 
 
 def is_out_of_order(error: BaseException) -> bool:
-    """Tell whether the broker answers that it can take nothing now."""
+    """Return whether the broker answers that it can take nothing now."""
     fault = _fault_of(error)
     # What a pipeline raises begins with the command that failed.
     text = str(fault).rpartition("caused error: ")[2]
@@ -164,14 +257,16 @@ def is_out_of_order(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Tell whether the broker is silent."""
+    """Return whether the broker is silent."""
     return "TimeoutError" in _names_of(_fault_of(error))
 
 
 def _fault_of(error: BaseException) -> BaseException:
-    # Kombu's own error stands for the transport's, which is its cause. Other causes, such
-    # as that of a lock's store, say nothing about the broker.
-    return error.__cause__ or error if isinstance(error, OperationalError) else error
+    if isinstance(error, BrokerGone):
+        error = error.error
+    # Kombu's own error stands for the transport's, which is its cause; so does the error of a
+    # batch. Other causes, such as that of a lock's store, say nothing about the broker.
+    return error.__cause__ or error if isinstance(error, KombuError) else error
 
 
 def _names_of(error: BaseException) -> set[str]:

@@ -3,7 +3,7 @@ Making a message complete without publishing it.
 
 Celery's own code builds every message: routing, headers, stamps, serialized
 body. While :func:`capture` is on, only the very last step, the producer's
-``publish``, is replaced by one that keeps what it was given; :func:`publish`
+``publish``, is replaced by one that keeps what it was given; a ``Publisher``
 does that step later. It hooks in at ``app.amqp.send_task_message``, the one
 place through which every kind of send goes, on the first use for each app. What
 Celery wants of the result backend meanwhile is put off in the same way.
@@ -13,42 +13,28 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
-from celery import Celery, signals
+from celery import Celery
 from celery.backends.base import Backend
-from kombu.serialization import loads
-from kombu.transport.native_delayed_delivery import calculate_routing_key
 
-from ..concurrency.sent import seconds_until
-from ..exceptions import describe_error
-from ..texts import get_logger
 from .arguments import PLAIN, check_headers, serialize
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-logger = get_logger(__name__)
-
 _captured: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured", default=None)
-#: Publishes the next message of this context, or does not; see :func:`publishing_through`.
-_publisher: ContextVar[Publisher | None] = ContextVar("django_celery_safe_publisher", default=None)
+#: Decides on the next message of this context; see :func:`publishing_through`.
+_gate: ContextVar[Gate | None] = ContextVar("django_celery_safe_gate", default=None)
 _installing = threading.Lock()
 
-#: Exchange by which Celery delays what goes to a quorum queue (celery/app/base.py), and what
-#: it puts in front of the routing key: the seconds, in 28 binary digits.
-DELAYED: Final = "celery_delayed_27"
-DELAY: Final = re.compile(r"(?:[01]\.){28}")
-
-#: Gets a message's headers and what publishes it; tells whether it did.
-Publisher: TypeAlias = Callable[[dict[str, Any], Callable[[], object]], bool]
+#: Gets a message's headers and what publishes it; returns whether it did.
+Gate: TypeAlias = Callable[[dict[str, Any], Callable[[], object]], bool]
 
 
 @dataclass(slots=True)
@@ -103,8 +89,8 @@ class ChordCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def tell(self, backend: Any = None) -> None:
-        """Tell the app's result backend, or another object for it, and subscribe to nothing."""
+    def register(self, backend: Any = None) -> None:
+        """Register at the app's result backend, or a substitute, and subscribe to nothing."""
         if backend is None:
             getattr(self.app.backend, self.method)(*self.args, **self.kwargs)
             return
@@ -130,7 +116,7 @@ class Captured:
 
 
 def is_capturing() -> bool:
-    """Tell whether messages that this context makes are kept instead of published."""
+    """Return whether messages that this context makes are captured instead of published."""
     return _captured.get() is not None
 
 
@@ -152,174 +138,14 @@ def capture(app: Celery) -> Iterator[Captured]:
 
 
 @contextmanager
-def publishing_through(app: Celery, publisher: Publisher) -> Iterator[None]:
-    """Let ``publisher`` decide, at its publication, on the message that is sent inside."""
+def publishing_through(app: Celery, gate: Gate) -> Iterator[None]:
+    """Let ``gate`` decide, at its publication, on the message that is sent inside."""
     _install(app)
-    token = _publisher.set(publisher)
+    token = _gate.set(gate)
     try:
         yield
     finally:
-        _publisher.reset(token)
-
-
-def subscribe(
-    messages: Sequence[Message], calls: Sequence[Callable[[], Any]] = (), producer: Any = None
-) -> Exception | None:
-    """
-    Let this process hear of the results of what will be published.
-
-    Args:
-        calls: What else was put off for that.
-
-    A result backend that does not answer costs only that, with a warning: who
-    waits for a result asks for it again.
-
-    Returns:
-        None if it answered; otherwise its error.
-    """
-    try:
-        for call in calls:
-            call()
-        for message in messages:
-            if message.result_wanted:
-                with message.app.producer_or_acquire(producer) as own:
-                    message.app.backend.on_task_call(own, message.task_id)
-    except Exception as error:  # noqa: BLE001 - the messages must go out whatever it is
-        logger.warning(
-            "The result backend could not be told of a task, which is sent nevertheless: %s",
-            describe_error(error),
-        )
-        return error
-    return None
-
-
-def publish(message: Message, producer: Any = None) -> None:
-    """
-    Publish a captured message, and say so.
-
-    Args:
-        producer: The kombu producer to use; None takes one of the app's pool.
-
-    Raises:
-        kombu.exceptions.OperationalError: The broker can't be reached.
-    """
-    app = message.app
-    with app.producer_or_acquire(producer) as own, own.connection._reraise_as_library_errors():
-        put(message, own)
-    announce(message, lambda: app.producer_or_acquire(producer))
-
-
-def put(message: Message, producer: Any, **options: Any) -> None:
-    """
-    Hand a captured message to a producer; nobody is told.
-
-    Args:
-        options: Of ``Producer.publish``, above the message's own.
-    """
-    given = {**message.options, **options}
-    # A time to live and a delay are relative, and the message has waited.
-    if given.get("expiration") is not None:
-        left = seconds_until(message.expires)
-        given["expiration"] = given["expiration"] if left is None else max(0.0, left)
-    if _is_delayed(given) and (left := seconds_until(message.eta)) is not None:
-        key = DELAY.sub("", given["routing_key"], count=1)
-        given["routing_key"] = calculate_routing_key(max(1, math.ceil(left)), key)
-    producer.publish(
-        message.data,
-        content_type=message.content_type,
-        content_encoding=message.content_encoding,
-        **given,
-    )
-
-
-def announce(
-    message: Message, borrow: Callable[[], AbstractContextManager[Any]] | None, **options: Any
-) -> bool:
-    """
-    Say that a message was published, as Celery's own sender does after its publish.
-
-    What fails here costs only that, with a warning: the message is out.
-
-    Args:
-        borrow: Lends a producer, for Celery's event; None: no event is sent.
-        options: Of ``Producer.publish``, above the message's own, for the event.
-
-    Returns:
-        Whether the event could be sent, if there is one.
-    """
-    with _harmless(message):
-        if signals.after_task_publish.receivers:
-            message.run(_send_after_publish, message)
-    if message.event is None or borrow is None:
-        return True
-    with _harmless(message), borrow() as producer:
-        _publish_event(message, message.event, producer, options)
-        return True
-    return False
-
-
-@contextmanager
-def _harmless(message: Message) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, the message is out
-        logger.warning(
-            "Task %s[%s] was published, but who listens could not be told: %s",
-            message.task,
-            message.task_id,
-            describe_error(error),
-        )
-
-
-def _send_after_publish(message: Message) -> None:
-    body = loads(
-        message.data,
-        message.content_type,
-        message.content_encoding,
-        accept={message.content_type},
-    )
-    signals.after_task_publish.send(
-        sender=message.task,
-        body=body,
-        headers=message.options["headers"],
-        exchange=message.options["exchange"],
-        routing_key=message.options["routing_key"],
-    )
-
-
-def _publish_event(
-    message: Message, event: dict[str, Any], producer: Any, above: dict[str, Any]
-) -> None:
-    options = {**message.options, **above}
-    exchange = options["exchange"]
-    _dispatcher(message.app).publish(
-        "task-sent",
-        {
-            **event,
-            "exchange": getattr(exchange, "name", exchange),
-            "routing_key": options["routing_key"],
-        },
-        producer,
-        retry=options["retry"],
-        retry_policy=options["retry_policy"],
-    )
-
-
-def _dispatcher(app: Celery) -> Any:
-    """Return what sends an app's events, and unlike Celery's own raises if it can't."""
-    amqp: Any = app.amqp
-    found = getattr(amqp, "celery_safe_dispatcher", None)
-    if found is None:
-        events: Any = app.events
-        found = events.Dispatcher(enabled=False, buffer_while_offline=False)
-        amqp.celery_safe_dispatcher = found
-    return found
-
-
-def _is_delayed(options: dict[str, Any]) -> bool:
-    """Tell whether the broker delays the message by its routing key, as quorum queues do."""
-    exchange = getattr(options["exchange"], "name", options["exchange"])
-    return exchange == DELAYED and DELAY.match(options["routing_key"] or "") is not None
+        _gate.reset(token)
 
 
 def _install(app: Celery) -> None:
@@ -334,7 +160,7 @@ def _install(app: Celery) -> None:
         _switch(app.amqp, "send_task_message", functools.partial(_keep, app), _send_through)
         # Backends belong to threads. Some open a connection when a task is sent or
         # a group's result is made, and hang if their server is down.
-        _switch(backend, "on_task_call", lambda *_: None)  # `subscribe` does it
+        _switch(backend, "on_task_call", lambda *_: None)  # the commit does it
         _switch(
             backend, "set_chord_size", functools.partial(_put_off_chord_call, app, "set_chord_size")
         )
@@ -394,7 +220,7 @@ def _apply_chord(app: Celery, original: Any, *args: Any, **kwargs: Any) -> None:
         _put_off_chord_call(app, "apply_chord", original, *args, **kwargs)
 
 
-class _Kept(BaseException):
+class _PublishIntercepted(BaseException):
     """Leaves Celery's sender at the moment of publication; no handler for errors may see it."""
 
     def __init__(self, body: Any, options: dict[str, Any]) -> None:
@@ -403,27 +229,27 @@ class _Kept(BaseException):
 
 
 class _StandIn:
-    """What Celery's sender gets for a producer."""
+    """Stands in for the producer while messages are captured."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
 
     def publish(self, body: Any, **options: Any) -> NoReturn:
-        raise _Kept(body, options)
+        raise _PublishIntercepted(body, options)
 
     def revive(self, channel: Any) -> None:
-        """Nothing is connected, so nothing needs to be anew."""
+        """Do nothing: there is no connection to revive."""
 
 
 class _Dropped(BaseException):
     """Leaves Celery's sender where the message would be published, and was not to be."""
 
 
-class _Through:
-    """What Celery's sender gets for a producer, where a publisher decides."""
+class _DecidingProducer:
+    """Stands in for the producer where a gate decides whether the message goes out."""
 
-    def __init__(self, producer: Any, name: str, publisher: Publisher) -> None:
-        self._producer, self._name, self._publisher = producer, name, publisher
+    def __init__(self, producer: Any, name: str, gate: Gate) -> None:
+        self._producer, self._name, self._gate = producer, name, gate
         self.connection = producer.connection
 
     def publish(self, body: Any, *, serializer: str, headers: Any, **options: Any) -> None:
@@ -439,7 +265,7 @@ class _Through:
                 **options,
             )
 
-        if not self._publisher(headers, publish_now):
+        if not self._gate(headers, publish_now):
             raise _Dropped
 
     def __getattr__(self, name: str) -> Any:
@@ -449,16 +275,16 @@ class _Through:
 def _send_through(
     original: Callable[..., Any], producer: Any, name: str, message: Any, **options: Any
 ) -> None:
-    publisher = _publisher.get()
-    if publisher is None:
+    gate = _gate.get()
+    if gate is None:
         original(producer, name, message, **options)
         return
     # In a context of its own: of a message that is dropped, `after_task_publish` never comes.
     context = copy_context()
     # For this message alone: receivers of Celery's signals may send others.
-    context.run(_publisher.set, None)
+    context.run(_gate.set, None)
     with suppress(_Dropped):
-        context.run(original, _Through(producer, name, publisher), name, message, **options)
+        context.run(original, _DecidingProducer(producer, name, gate), name, message, **options)
 
 
 def _keep(
@@ -472,7 +298,7 @@ def _keep(
     context = copy_context()
     try:
         context.run(original, _StandIn(producer.connection), name, message, **options)
-    except _Kept as kept:
+    except _PublishIntercepted as kept:
         publishing = kept.options
         content_type, encoding, data = serialize(name, kept.body, publishing.pop("serializer"))
         # Message protocol 1 has in the body what others have in the headers.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from celery import Celery
@@ -12,17 +14,18 @@ from celery.canvas import Signature
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS, transaction
 
-from ..exceptions import WrongTransaction, describe_error
+from ..events import TASK_KEPT, TASK_LOST, TASK_SENT
+from ..exceptions import WrongTransaction, describe_error, find_interruption
 from ..locks import HeldLock
-from ..signals import emit, task_send_failed, task_sent
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic, in_atomic
-from .broker import is_backend_gone, is_unreachable
-from .capture import Captured, Message, capture, publish, subscribe
+from .broker import BrokerGone, is_backend_gone, pooled_producer
+from .capture import Captured, Message, capture
+from .deduplicate import is_claiming, is_marked
 from .departure import Departure
 from .eager import run_on_commit
-from .outbox import Kept, keep, publish_kept, publish_together, wants_outbox
-from .publication import is_claiming, is_marked, publish_once
+from .outbox import OutboxBatch, bounded_publisher, keep, wants_outbox
+from .publisher import Publisher
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -90,7 +93,7 @@ def send_on_commit(
 
 def must_wait(using: str | None) -> bool:
     """
-    Tell whether a send has to wait for a commit of ``using``; False: send now.
+    Return whether a send has to wait for a commit of ``using``; False: send now.
 
     Raises:
         WrongTransaction: Which transaction was meant is not clear.
@@ -182,34 +185,36 @@ class Held:
     captured: Captured
     result: Any
     producer: Any
-    kept: Kept | None
+    kept: OutboxBatch | None
 
     def __call__(self) -> None:
         """Publish all of it."""
         self.departure.has_begun = True
         if self.kept is None:
-            _let_go(self)
+            _publish_held(self)
             return
         with self.departure.spending():
-            _let_go(self)
+            _publish_held(self)
 
-    def find_lateness(self) -> Exception | None:
+    def timeout_error(self) -> Exception | None:
         """Return why no more of it is published at this commit; None: there is time."""
         # Nobody would send later what is not in the outbox.
-        return None if self.kept is None else self.departure.find_lateness()
+        return None if self.kept is None else self.departure.timeout_error()
 
-    def find_fault(self, message: Message) -> Exception | None:
-        """Return why the broker of a message is not asked again at this commit, if it is not."""
-        return self.departure.faults.get(self._broker_of(message))
+    def publisher(self, app: Celery) -> Publisher:
+        """Return what publishes a message of an app; all sends of the commit share it."""
+        # By identity: of two connections with one URI each may have other options.
+        connection = None if self.producer is None else id(self.producer.connection)
+        publishers, key = self.departure.publishers, (app, connection, self.kept is not None)
+        if key not in publishers:
+            publishers[key] = self._make_publisher(app)
+        return publishers[key]
 
-    def note_fault(self, message: Message, error: Exception) -> None:
-        """Record that the broker of a message can't be reached: each attempt takes its time."""
-        self.departure.faults.setdefault(self._broker_of(message), error)
-
-    def _broker_of(self, message: Message) -> Hashable:
-        # The outbox has connections of its own, and gives up sooner.
-        uri = None if self.producer is None else self.producer.connection.as_uri()
-        return "broker", message.app, uri, self.kept is not None
+    def _make_publisher(self, app: Celery) -> Publisher:
+        if self.kept is not None:
+            return bounded_publisher(app, self.departure)
+        lend = partial(pooled_producer, app, self.producer)
+        return Publisher(app, lend, prepare=partial(_subscribe_to, self.departure))
 
 
 def _lasting_producer(app: Celery, options: dict[str, Any]) -> Any:
@@ -238,7 +243,7 @@ def note_result(result: AsyncResult[T]) -> SentResult[T]:
     return noted
 
 
-def _let_go(held: Held) -> None:
+def _publish_held(held: Held) -> None:
     """Publish all; a failure is emitted and recorded, and harms neither the commit nor the rest."""
     if held.kept is None:
         _publish_all(held, [])
@@ -260,81 +265,81 @@ def _publish_all(held: Held, sent: list[int]) -> None:
     Raises:
         SoftTimeLimitExceeded: It is meant for the task that commits.
     """
-    messages, together = held.captured.messages, 0
+    messages = held.captured.messages
     interruption: SoftTimeLimitExceeded | None = None
-    stopped = held.find_lateness() or _prepare_chords(held)
+    stopped = held.timeout_error() or _prepare_chords(held)
     if stopped is None and held.kept is None:
-        sure = [one for one in messages if not is_claiming(one.options["headers"])]
-        _subscribe(held, sure, held.captured.subscriptions)
+        _subscribe(held.departure, held.app, held.captured.subscriptions)
     if stopped is None and held.kept is not None and len(messages) > 1:
-        together, stopped = publish_together(messages, held.departure)
+        stopped = _publish_together(held, sent)
+    together = len(sent)
     for number, message in enumerate(messages):
         error, duplicate = None, None
         if number >= together:
-            error = stopped or held.find_fault(message) or held.find_lateness()
+            error = stopped or held.timeout_error()
             if error is None:
-                error, duplicate = _try_publish(message, held)
+                error, duplicate = _publish(held, message)
             if isinstance(error, SoftTimeLimitExceeded):
                 interruption = error
-                if held.kept is not None:  # else nobody sends the others
+                if held.kept is not None:  # otherwise nobody would send the others
                     stopped = error
         if error is not None:
-            _note_failed(held, message, error)
+            _record_failure(held, message, error)
             continue
-        sent.append(number)
+        if number >= together:
+            sent.append(number)
         if held.result is not None and held.result.id == message.task_id:
             settle(held.result, message.options["headers"], duplicate)
         if duplicate is None:
-            _tell_sent(message)
-    interruption = stopped if isinstance(stopped, SoftTimeLimitExceeded) else interruption
+            interruption = _announce(held, message) or interruption
+            stopped = stopped or (interruption if held.kept is not None else None)
+    interruption = interruption or held.departure.interruption
+    if isinstance(stopped, SoftTimeLimitExceeded):
+        interruption = stopped
     if interruption is not None:
         raise interruption
 
 
-def _try_publish(message: Message, held: Held) -> tuple[Exception | None, HeldLock | None]:
+def _announce(held: Held, message: Message) -> SoftTimeLimitExceeded | None:
+    """Emit that a message was sent; return a soft time limit that hit a receiver meanwhile."""
+    try:
+        held.publisher(message.app).announce(message)
+        TASK_SENT.emit(send_on_commit, task=message.task, task_id=message.task_id, relayed=False)
+    except SoftTimeLimitExceeded as limit:
+        return limit
+    return None
+
+
+def _publish_together(held: Held, sent: list[int]) -> Exception | None:
+    """Publish as many as one request takes; return why no more can be published."""
+    messages = held.captured.messages
+    if any(one.app is not held.app or is_claiming(one.options["headers"]) for one in messages):
+        return None
+    in_time = takewhile(lambda _: held.timeout_error() is None, messages)
+    try:
+        held.publisher(held.app).publish_together(in_time, lambda _: sent.append(len(sent)))
+    except BrokerGone as gone:
+        return gone.error
+    except SoftTimeLimitExceeded as error:
+        return error
+    return None
+
+
+def _publish(held: Held, message: Message) -> tuple[Exception | None, HeldLock | None]:
     """Publish a message; return why that failed, and the lock that makes it a duplicate."""
     try:
-        return None, _publish(message, held)
+        return None, held.publisher(message.app).publish(message)
+    except BrokerGone as gone:
+        return gone.error, None
     except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
-        if is_unreachable(message.app, error):
-            held.note_fault(message, error)
         return error, None
 
 
-def _publish(message: Message, held: Held) -> HeldLock | None:
-    headers = message.options["headers"]
-
-    def publish_now() -> None:
-        if held.kept is not None:
-            publish_kept(message)
-            return
-        if is_claiming(headers):
-            _subscribe(held, [message])
-        publish(message, held.producer)
-
-    return publish_once(headers, publish_now)
-
-
 def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
-    """Note on the result of a send what became of its message: published, or a duplicate."""
+    """Record on the result of a send what became of its message: published, or a duplicate."""
     result.is_duplicate = held is not None or is_marked(headers)
     if held is not None and held.holder.task_id is not None:
         result.id = held.holder.task_id
-
-
-def _tell_sent(message: Message) -> None:
-    emit(
-        task_sent,
-        logger,
-        logging.DEBUG,
-        "Sent task %s[%s] on commit.",
-        message.task,
-        message.task_id,
-        sender=send_on_commit,
-        task=message.task,
-        task_id=message.task_id,
-        relayed=False,
-    )
 
 
 def _prepare_chords(held: Held) -> Exception | None:
@@ -348,10 +353,10 @@ def _prepare_chords(held: Held) -> Exception | None:
         return faults[backend]  # nobody waits for it again
     try:
         if held.kept is not None:
-            held.kept.tell_chord(calls)
+            held.kept.register_chord(calls)
         else:
             for call in calls:
-                call.tell()
+                call.register()
     except Exception as error:  # noqa: BLE001 - it is emitted with each message
         if is_backend_gone(app, error):
             faults[backend] = error
@@ -359,40 +364,47 @@ def _prepare_chords(held: Held) -> Exception | None:
     return None
 
 
-def _subscribe(held: Held, messages: Sequence[Message], calls: Sequence[Any] = ()) -> None:
-    """Let this process hear of results, unless the result backend did not answer a moment ago."""
-    backend = "result backend", held.app
-    if backend in held.departure.faults:
+def _subscribe_to(departure: Departure, message: Message, producer: Any) -> None:
+    """Subscribe to the result of a message that will be published."""
+    if message.result_wanted:
+        backend: Any = message.app.backend
+        call = partial(backend.on_task_call, producer, message.task_id)
+        _subscribe(departure, message.app, [call])
+
+
+def _subscribe(departure: Departure, app: Celery, calls: Sequence[Callable[[], object]]) -> None:
+    """
+    Subscribe to results, unless the app's result backend did not answer a moment ago.
+
+    A failure costs only that, with a warning: a caller that waits for a result asks for it
+    again. A soft time limit is raised once all messages are out.
+    """
+    if app in departure.without_results:
         return
-    error = subscribe(messages, calls, held.producer)
-    if error is not None:
-        held.departure.faults[backend] = error
+    outer = sys.exc_info()[1]
+    try:
+        for call in calls:
+            call()
+    except Exception as error:  # noqa: BLE001 - the messages must go out whatever it is
+        departure.without_results.add(app)
+        departure.interruption = find_interruption(error, outer) or departure.interruption
+        logger.warning(
+            "The result backend did not take a subscription, and the task is sent all the same: %s",
+            describe_error(error),
+        )
 
 
-def _note_failed(held: Held, message: Message, error: Exception) -> None:
+def _record_failure(held: Held, message: Message, error: Exception) -> None:
     if held.result is not None and held.result.send_error is None:
         held.result.send_error = error
-    _tell_failed(message, error, held.kept is not None)
-
-
-def _tell_failed(message: Message, error: Exception, kept: bool) -> None:
-    what = (
-        "Task %s[%s] could not be sent after its transaction committed, and is lost: %s"
-        if not kept
-        else "Task %s[%s] could not be sent right after its commit; the outbox keeps it: %s"
-    )
-    emit(
-        task_send_failed,
-        logger,
-        logging.WARNING if kept else logging.ERROR,
-        what,
-        message.task,
-        message.task_id,
-        describe_error(error),
-        sender=send_on_commit,
+    kept = held.kept is not None
+    event = TASK_KEPT if kept else TASK_LOST
+    event.emit(
+        send_on_commit,
         exc_info=None if kept else error,
         task=message.task,
         task_id=message.task_id,
         error=error,
         kept=kept,
+        attempts=0,
     )

@@ -13,8 +13,11 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, TypeAlias, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models.functions import Now
@@ -24,6 +27,9 @@ from .. import conf
 from ..exceptions import CelerySafeError
 from ..statements import change_returning
 from ..texts import get_logger
+
+if TYPE_CHECKING:
+    from .publisher import Publisher
 
 logger = get_logger(__name__)
 
@@ -53,12 +59,27 @@ class Departure:
         self.using = using
         #: Whether the commit has come; a later send belongs to another one.
         self.has_begun = False
-        #: Errors of what could not be reached, which nobody waits for again.
+        #: The publishers of its messages, by broker. A broker that is gone is not waited for again.
+        self.publishers: dict[Hashable, Publisher] = {}
+        #: Errors of result backends that did not register a chord, by app.
         self.faults: dict[Hashable, Exception] = {}
-        self.rows = WrittenRows(using)
+        #: The apps whose result backends did not take a subscription.
+        self.without_results: set[Celery] = set()
+        #: A soft time limit that hit a subscription, to be raised once all messages are out.
+        self.interruption: SoftTimeLimitExceeded | None = None
         #: What is left of ``OUTBOX_SEND_TIMEOUT``, s; None: all of it.
         self._left: float | None = None
         self._give_up_at = math.inf
+
+    @cached_property
+    def timeout(self) -> float:
+        """``OUTBOX_SEND_TIMEOUT``, s, as it was when a send first used the outbox."""
+        return send_timeout()
+
+    @cached_property
+    def rows(self) -> WrittenRows:
+        """The rows of the outbox that its sends wrote."""
+        return WrittenRows(self.using, self.timeout)
 
     @classmethod
     def join(cls, using: str | None) -> Departure:
@@ -75,7 +96,7 @@ class Departure:
     @contextmanager
     def spending(self) -> Iterator[None]:
         """Let what the block takes count as time that the commit has waited for the outbox."""
-        left = send_timeout() if self._left is None else self._left
+        left = self.timeout if self._left is None else self._left
         began = time.monotonic()
         self._give_up_at = began + left
         try:
@@ -83,7 +104,7 @@ class Departure:
         finally:
             self._left = left - (time.monotonic() - began)
 
-    def find_lateness(self) -> Exception | None:
+    def timeout_error(self) -> Exception | None:
         """Return why no more of the outbox is published at this commit; None: there is time."""
         if time.monotonic() < self._give_up_at:
             return None
@@ -99,8 +120,8 @@ class WrittenRows:
     of which PostgreSQL made a rollback.
     """
 
-    def __init__(self, using: str) -> None:
-        self.using = using
+    def __init__(self, using: str, timeout: float) -> None:
+        self.using, self._timeout = using, timeout
         self._rows: list[Row] = []
         #: The number of each row. SQLite gives the key of a row that was rolled back to the
         #: next row, of this process or of another one, so the key alone says too little.
@@ -113,9 +134,14 @@ class WrittenRows:
         #: the whole ``OUTBOX_SEND_TIMEOUT``, and its last publication as long again.
         self._ours_until = math.inf
 
+    @property
+    def sender_time(self) -> float:
+        """For how long rows belong to their sender from their INSERT on, s."""
+        return self._timeout + GRACE
+
     def add(self, rows: Sequence[Row]) -> int:
         """Add rows that were just inserted; return the number of the first of them."""
-        until = time.monotonic() + max(0.0, GRACE - send_timeout())
+        until = time.monotonic() + max(0.0, GRACE - self._timeout)
         self._ours_until = min(self._ours_until, until)
         start = len(self._rows)
         self._rows += rows
@@ -124,7 +150,7 @@ class WrittenRows:
 
     def are_ours(self, start: int, count: int) -> bool:
         """
-        Tell whether these rows were committed, and no relay has one of them, nor will meanwhile.
+        Return whether these rows were committed, and no relay has one of them, nor will meanwhile.
 
         That takes one query for all rows of a commit, or for each thousand of them.
 
@@ -157,7 +183,7 @@ class WrittenRows:
     def release(self, start: int) -> None:
         """Leave these rows, and all after them, to a relay at once, but for those that one has."""
         rows, self._rows[start:] = self._rows[start:], []
-        held = timedelta(seconds=sender_time())
+        held = timedelta(seconds=self.sender_time)
         for part in in_parts(rows):
             self._query(part).filter(due_at__lte=Now() + held).release()
 
@@ -165,7 +191,7 @@ class WrittenRows:
         return set(self._query(rows).values_list("pk", "task_id"))
 
     def _claim(self, rows: Sequence[Row]) -> set[Row]:
-        held, lease = sender_time(), sender_time() + send_timeout()
+        held, lease = self.sender_time, self.sender_time + self._timeout
         # A row that a relay has is due later than that, and one that it had has attempts.
         soon = Now() + timedelta(seconds=held)
         free = self._query(rows).pending().filter(due_at__lte=soon, attempts=0)
@@ -175,21 +201,15 @@ class WrittenRows:
         return {(pk, task_id) for pk, task_id in claimed}
 
     def _query(self, rows: Sequence[Row]) -> Any:
-        from ..models import OutboxMessage  # a model-free door, see __init__
+        from ..models.outbox import OutboxMessage  # needs the app registry
 
         keys, task_ids = [pk for pk, _ in rows], {task_id for _, task_id in rows}
         return OutboxMessage.objects.using(self.using).filter(pk__in=keys, task_id__in=task_ids)
 
 
-def in_parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield as many rows at a time as one statement takes."""
-    for first in range(0, len(rows), LOOK):
-        yield rows[first : first + LOOK]
-
-
-def sender_time() -> float:
-    """Return for how long rows belong to their sender from their INSERT on, s."""
-    return send_timeout() + GRACE
+def in_parts(rows: Sequence[T]) -> list[Sequence[T]]:
+    """Return rows in parts, as many as one statement takes."""
+    return [rows[first : first + LOOK] for first in range(0, len(rows), LOOK)]
 
 
 def send_timeout() -> float:

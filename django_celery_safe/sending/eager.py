@@ -25,11 +25,11 @@ from .arguments import serialize
 
 logger = get_logger(__name__)
 
-_running: ContextVar[str | None] = ContextVar("django_celery_safe_running", default=None)
+_running: ContextVar[str | None] = ContextVar("django_celery_safe_running_eagerly", default=None)
 
 
 def is_running(task_id: str | None) -> bool:
-    """Tell whether this very send is the one that a commit runs now, which waits no more."""
+    """Return whether this very send is the one that a commit runs now, which waits no more."""
     return task_id is not None and task_id == _running.get()
 
 

@@ -11,36 +11,36 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from celery import Celery
 from celery.backends.rpc import RPCBackend
 from celery.canvas import Signature
-from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
-from django.db import connections
+from django.db import connections, router
 from django.db.models.functions import Now
 from kombu.common import maybe_declare
 
 from .. import conf
 from ..batches import in_batches
-from ..databases import refuse_untested
+from ..databases import is_tested, refuse_untested
 from ..exceptions import ConfigurationError, describe_error
 from ..texts import get_logger
-from .broker import ONE_WAIT, bounded_backend, bounded_producer, is_timeout, is_unreachable
-from .capture import Captured, ChordCall, Message, announce, put
-from .departure import UNSETTLED, Departure, in_parts, send_timeout, sender_time
-from .publication import is_claiming
-from .rows import Row, to_row
+from ..transactions import lacks_table
+from .broker import ONE_WAIT, bounded_backend, bounded_producer
+from .capture import Captured, ChordCall, Message
+from .departure import UNSETTLED, Departure, in_parts
+from .publisher import Publisher
+from .serialization import Row, to_row
 
 logger = get_logger(__name__)
 
-#: Rows that one statement inserts, and messages that one request publishes.
+#: Rows that one statement inserts.
 ROWS: Final = 100
 
 
-class Kept:
+class OutboxBatch:
     """
     The rows of what one call sent.
 
@@ -56,8 +56,8 @@ class Kept:
         self._start = departure.rows.add(rows)
 
     def begin(self) -> bool:
-        """Tell whether the rows were committed, and no relay has them, nor will meanwhile."""
-        if self._departure.find_lateness() is not None:
+        """Return whether the rows were committed, and no relay has them, nor will meanwhile."""
+        if self._departure.timeout_error() is not None:
             return True  # nothing of them is published, and all are left to a relay
         try:
             return self._departure.rows.are_ours(self._start, len(self._ids))
@@ -65,11 +65,13 @@ class Kept:
             self._warn("could not be looked for after the commit, and wait for a relay", error)
             return False
 
-    def tell_chord(self, calls: Sequence[ChordCall]) -> None:
-        """Tell the result backend of their chord, within ``OUTBOX_SEND_TIMEOUT``."""
+    def register_chord(self, calls: Sequence[ChordCall]) -> None:
+        """Register the chord at the result backend, within ``OUTBOX_SEND_TIMEOUT``."""
         if self._chord:
-            _rows(self._departure.using).tell_chord(
-                self._chord, lambda row, seconds: tell_all(calls, seconds), send_timeout()
+            _rows(self._departure.using).register_chord(
+                self._chord,
+                lambda row, seconds: register_all(calls, seconds),
+                self._departure.timeout,
             )
 
     def end(self, sent: Sequence[int]) -> None:
@@ -81,7 +83,7 @@ class Kept:
         try:
             for part in in_parts(done):
                 rows.filter(pk__in=part).settle(keep=keeps_sent())
-            if left and self._departure.find_lateness() is not None:
+            if left and self._departure.timeout_error() is not None:
                 self._departure.rows.release(self._start)  # with all that come after them
                 return
             for part in in_parts(left):
@@ -99,7 +101,7 @@ class Kept:
         )
 
 
-def keep(captured: Captured, departure: Departure) -> Kept:
+def keep(captured: Captured, departure: Departure) -> OutboxBatch:
     """
     Write what was captured into the outbox, in the open transaction of the departure.
 
@@ -107,10 +109,10 @@ def keep(captured: Captured, departure: Departure) -> Kept:
         NotSerializable: Something can't be kept in a row.
         ConfigurationError: The database has no outbox.
     """
-    from ..models import OutboxMessage  # a model-free door, see __init__
+    from ..models.outbox import OutboxMessage  # needs the app registry
 
     alias = departure.using
-    seconds = sender_time()
+    seconds = departure.rows.sender_time
     messages, calls = captured.messages, captured.chord_calls
     chord = uuid.uuid4().hex if calls else ""
     rows = [
@@ -127,7 +129,9 @@ def keep(captured: Captured, departure: Departure) -> Kept:
             f"The database {alias!r} has no outbox, or one of another release: {said}. Run "
             f"manage.py migrate django_celery_safe --database={alias}."
         ) from error
-    return Kept(departure, [(pk, row.task_id) for pk, row in zip(ids, rows, strict=True)], chord)
+    return OutboxBatch(
+        departure, [(pk, row.task_id) for pk, row in zip(ids, rows, strict=True)], chord
+    )
 
 
 def _insert(alias: str, table: str, rows: Sequence[Row], seconds: float) -> list[int]:
@@ -175,90 +179,72 @@ def _insertion(vendor: str, alias: str, table: str, seconds: float) -> tuple[str
     return f"INSERT INTO {name} ({columns}) VALUES", values, params
 
 
-def publish_kept(message: Message) -> None:
-    """
-    Publish a message of the outbox right after its commit.
-
-    Nobody waits longer than ``OUTBOX_SEND_TIMEOUT`` for a broker that is silent.
-
-    Raises:
-        kombu.exceptions.OperationalError: The broker can't be reached.
-    """
-    app, seconds = message.app, send_timeout()
-    try:
-        _put_within(message, seconds)
-    except Exception as error:
-        # A kept connection may have been cut since, by the broker or on the way to it.
-        if not is_unreachable(app, error) or is_timeout(error):
-            raise
-        _put_within(message, seconds)
-    announce(message, lambda: bounded_producer(app, seconds), retry=False)
+def bounded_publisher(app: Celery, departure: Departure) -> Publisher:
+    """Return what publishes messages of the outbox right after their commit, in a short time."""
+    seconds = departure.timeout
+    # A caller that waits for a result of another backend subscribes to it.
+    prepare = _declare_replies if isinstance(app.backend, RPCBackend) else None
+    lend = partial(bounded_producer, app, seconds)
+    return Publisher(
+        app,
+        lend,
+        prepare=prepare,
+        wait=seconds * ONE_WAIT,
+        has_time=lambda: departure.timeout_error() is None,
+    )
 
 
-def publish_together(
-    messages: Sequence[Message], departure: Departure
-) -> tuple[int, Exception | None]:
-    """
-    Publish messages of the outbox a hundred in one request, where the transport can.
-
-    Returns:
-        How many, from the first on, went out; and why no more can, if the broker is silent or
-        the running task's time is over. Nobody knows of the others, so they are to be
-        published one by one.
-    """
-    app, seconds, sent = messages[0].app, send_timeout(), 0
-    stopped: Exception | None = None
-    backend: Any = app.backend
-    if isinstance(backend, RPCBackend) or any(
-        one.app is not app or is_claiming(one.options["headers"]) for one in messages
-    ):
-        return 0, None
-    try:
-        with bounded_producer(app, seconds) as producer:
-            if not getattr(producer.connection.transport, "supports_batch_publish", False):
-                return 0, None
-            # A broker that came back without its memory has lost where these lead to.
-            producer.connection.declared_entities.clear()
-            wait = seconds * ONE_WAIT
-            for part in in_batches(messages, ROWS, lambda one: len(one.data)):
-                if departure.find_lateness() is not None:
-                    break
-                with producer.batch(max_size=len(part)):
-                    for one in part:
-                        put(one, producer, retry=False, timeout=wait, confirm_timeout=wait)
-                sent += len(part)
-    except Exception as error:  # noqa: BLE001 - which it was, and why, shows one by one
-        over = isinstance(error, SoftTimeLimitExceeded) or is_timeout(error)
-        stopped = error if over else None
-    borrow: Any = lambda: bounded_producer(app, seconds)  # noqa: E731
-    for one in messages[:sent]:
-        if not announce(one, borrow, retry=False):
-            borrow = None  # nobody waits for each of them
-    return sent, stopped
+def _declare_replies(message: Message, producer: Any) -> None:
+    """Declare the queue of the results that come through the broker: they come only after it."""
+    backend: Any = message.app.backend
+    if message.result_wanted:
+        maybe_declare(backend.binding(producer.channel))
 
 
-def _put_within(message: Message, seconds: float) -> None:
-    with bounded_producer(message.app, seconds) as producer:
-        backend: Any = message.app.backend
-        if message.result_wanted and isinstance(backend, RPCBackend):
-            # Its results come through the broker, and only after this. Others are
-            # subscribed to by who waits for a result.
-            maybe_declare(backend.binding(producer.channel))
-        if message.options["exchange"]:
-            # A broker that came back without its memory has lost where this leads to.
-            producer.connection.declared_entities.clear()
-        wait = seconds * ONE_WAIT
-        put(message, producer, retry=False, timeout=wait, confirm_timeout=wait)
-
-
-def tell_all(calls: Sequence[ChordCall], seconds: float) -> None:
-    """Tell the result backend of chords, once, waiting ``seconds`` at most for an answer."""
+def register_all(calls: Sequence[ChordCall], seconds: float) -> None:
+    """Register chords at the result backend, once, waiting at most ``seconds`` for an answer."""
     for call in calls:
-        call.tell(bounded_backend(call.app, seconds))
+        call.register(bounded_backend(call.app, seconds))
+
+
+def outbox_aliases() -> list[str]:
+    """
+    Return the aliases of the databases that have an outbox.
+
+    One that does not answer counts as one that has: a relay waits for it.
+    """
+    from ..models.outbox import OutboxMessage  # needs the app registry
+
+    found = []
+    for alias in connections:
+        connection = connections[alias]
+        if connection.settings_dict["TEST"].get("MIRROR"):
+            continue  # a replica
+        if not is_tested(alias) or not router.allow_migrate_model(alias, OutboxMessage):
+            continue
+        try:
+            if lacks_table(alias, OutboxMessage):
+                continue
+            if _is_read_only(connection):
+                logger.info("The outbox of %r is left alone, since it is read-only.", alias)
+                continue
+            found.append(alias)
+        except DatabaseError:
+            found.append(alias)
+    return found
+
+
+def _is_read_only(connection: Any) -> bool:
+    """Return whether it is a replica that takes no writes."""
+    if connection.vendor != "postgresql":
+        return False
+    with connection.cursor() as cursor:
+        cursor.execute("SHOW transaction_read_only")
+        return bool(cursor.fetchone()[0] == "on")
 
 
 def wants_outbox(app: Celery, signature: Signature[Any]) -> bool:
-    """Tell whether a task of the canvas goes through the outbox if nothing else is said."""
+    """Return whether a task of the canvas goes through the outbox if nothing else is said."""
     if (wanted := signature.options.get("outbox")) is not None:
         return bool(wanted)
     for part in _parts(signature):
@@ -269,13 +255,13 @@ def wants_outbox(app: Celery, signature: Signature[Any]) -> bool:
 
 
 def task_wants_outbox(task: Any) -> bool:
-    """Tell whether a task, or one that is not known here, goes through the outbox."""
+    """Return whether a task, or one that is not known here, goes through the outbox."""
     wanted = getattr(task, "outbox", None)
     return bool(conf.get("OUTBOX") if wanted is None else wanted)
 
 
 def keeps_sent() -> bool:
-    """Tell whether messages stay in the outbox when they were sent."""
+    """Return whether messages stay in the outbox when they were sent."""
     return bool(conf.retention("OUTBOX_RETENTION"))
 
 
@@ -290,6 +276,6 @@ def _parts(signature: Signature[Any]) -> Iterator[Any]:
 
 
 def _rows(alias: str) -> Any:
-    from ..models import OutboxMessage  # a model-free door, see __init__
+    from ..models.outbox import OutboxMessage  # needs the app registry
 
     return OutboxMessage.objects.using(alias)

@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING, Any, Self
 from celery._state import get_current_task
 
 from .. import conf
-from ..concurrency.copies import is_resending, keeps_key, resending
-from ..concurrency.endings import watch
-from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for, run_as_called
-from ..concurrency.header import HEADER, Header, read_header, with_header
+from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for
 from ..concurrency.keys import ArgumentsDontFit, call_key
+from ..concurrency.message_endings import watch
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
 from ..concurrency.sent import SentLock, find_sent
+from ..delivery.copies import COPY_FIELDS, find_resent, resending
+from ..delivery.header import HEADER, Header, read_given_fields, read_header, with_header
+from ..delivery.wrappers import wrap_run
 from ..exceptions import AlreadySent
 from ..locks import HeldLock
 from .arguments import check_arguments
+from .beyond_visibility import warn_if_beyond_visibility
 from .capture import is_capturing, publishing_through
 from .commit import hold, must_wait, note_result, settle
+from .deduplicate import publish_once
 from .eager import is_running, run_on_commit
-from .early import tell_if_in_atomic
-from .late import tell_if_beyond_visibility
 from .outbox import task_wants_outbox
-from .publication import publish_once
+from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class SafeTaskMixin(Task[P, R]):
             ConfigurationError: The database has no outbox.
         """
         _name_by_text(options)
-        if is_capturing() or is_resending(options.get("task_id")):
+        if is_capturing() or find_resent(options.get("task_id")) is not None:
             return self._send(args, kwargs, options)
         outbox = task_wants_outbox(self) if outbox is None else outbox
         eager = self.app.conf.task_always_eager
@@ -115,7 +116,7 @@ class SafeTaskMixin(Task[P, R]):
         watch(runs=True)  # a call can ask for unique_until
         if find_guarded(task) is None:
             # On the instance: a class' run may call that of its parent.
-            task.run = run_as_called(task)  # type: ignore[method-assign]
+            task.run = wrap_run(task)  # type: ignore[method-assign]
         return task
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
@@ -140,7 +141,7 @@ class SafeTaskMixin(Task[P, R]):
             return self.apply_async_on_commit(args, kwargs, **options)
         options = {name: options[name] for name in options if name not in _OURS}
         if conf.get("WARN_IN_ATOMIC") and not self._leaves_rightly(options.get("task_id")):
-            tell_if_in_atomic(self.name)
+            warn_if_in_atomic(self.name)
         return self._send(args, kwargs, options)
 
     def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -176,18 +177,19 @@ class SafeTaskMixin(Task[P, R]):
         return bool(conf.get("SEND_ON_COMMIT") if wanted is None else wanted)
 
     def _leaves_rightly(self, task_id: str | None) -> bool:
-        """Tell whether a send is held back by who asked for it, or must not be."""
-        return is_capturing() or is_resending(task_id) or is_running(task_id)
+        """Return whether a send waits for its commit already, or must not wait."""
+        return is_capturing() or find_resent(task_id) is not None or is_running(task_id)
 
     def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
         check_arguments(self.name, args, kwargs, [options.get(name) for name in _CARRIED])
         if not self.app.conf.task_always_eager:
-            tell_if_beyond_visibility(self.app, self.name, options)
+            warn_if_beyond_visibility(self.app, self.name, options)
         # A retry of a killed run is sent by the worker's main process, as any send is.
-        again = is_resending(options.get("task_id")) or options.get("retries")
+        resent = find_resent(options.get("task_id"))
+        again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried
-        if not keeps_key(options.get("task_id")):
+        if resent is None or not resent.unchanged:
             options, header = self._with_header(args, kwargs, options, carried)
         if "sent" not in header:
             return note_result(super().apply_async(args, kwargs, **options))
@@ -222,7 +224,7 @@ class SafeTaskMixin(Task[P, R]):
         outcomes: dict[str, tuple[dict[str, Any], HeldLock | None]] = {}
 
         def publish(headers: dict[str, Any], publish_now: Callable[[], object]) -> bool:
-            again = is_resending(headers.get("id"))
+            again = find_resent(headers.get("id")) is not None
             held = publish_once(headers, publish_now, again=again)
             outcomes[headers.get("id", "")] = headers, held
             return held is None
@@ -239,7 +241,7 @@ class SafeTaskMixin(Task[P, R]):
         if held is not None and raises:
             name = held.name.removeprefix("sent:")
             raise AlreadySent(name, held.holder.task_id or "", held.remaining)
-        if is_resending(result.id):
+        if find_resent(result.id) is not None:
             # A message that replaces its own run goes on with that run's lock.
             self._pass_on(read_header(headers, self.name).get("sent"), options)
         return result
@@ -258,53 +260,58 @@ class SafeTaskMixin(Task[P, R]):
         self, args: Any, kwargs: Any, options: dict[str, Any], carried: Header
     ) -> tuple[dict[str, Any], Header]:
         """Return options that let travel what the run, and others, have to know; and that."""
-        given = options.get("single_instance", carried.get("options"))
+        asked = options.get("single_instance", carried.get("options"))
         options = {name: value for name, value in options.items() if name != "single_instance"}
         headers = options.get("headers")
-        step: int | None = None
+        header = Header()
         if headers and HEADER in headers:
-            step = read_header(headers, self.name).get("step")
-            # Copied from another message, or made anew below.
+            # The other fields were copied from another message, or are set below.
+            header = read_given_fields(headers, self.name)
             options["headers"] = {name: headers[name] for name in headers if name != HEADER}
         guarded = find_guarded(self)
-        if given is None and guarded is None:
-            if step is None:
-                return options, Header()
-            header = Header(task=self.name, step=step)
-            return with_header(options, header), header
-        guarded = guarded or Guarded(self.run, DEFAULTS, False)
+        if asked is not None or guarded is not None:
+            guarded = guarded or Guarded(self.run, DEFAULTS, False)
+            header |= self._lock_fields(guarded, asked, args, kwargs, options, carried)
+        return (with_header(options, header) if header else options), header
+
+    def _lock_fields(
+        self,
+        guarded: Guarded,
+        asked: Any,
+        args: Any,
+        kwargs: Any,
+        options: dict[str, Any],
+        carried: Header,
+    ) -> Header:
+        """Return what a message says of its locks; nothing if the arguments don't fit the task."""
         own = guarded.options
-        if given is not None:
-            own = options_of_call(own, given)
+        if asked is not None:
+            own = options_of_call(own, asked)
             check_key_names(guarded.function, own.key, plain=True)
         key = self._key(guarded, own, args, kwargs, options)
         if key is None:
-            header = Header() if step is None else Header(task=self.name, step=step)
-            return (with_header(options, header) if header else options), header
+            return Header()
         header = Header(task=self.name, key=key)
         if not isinstance(own.lock, conf.Unset):
             header["lock"] = own.lock
-        if step is not None:
-            header["step"] = step
-        if given is not None:
-            header["options"] = dict(given)
+        if asked is not None:
+            header["options"] = dict(asked)
         if carried or options.get("retries"):
             # A retry: nothing may be in its way. With another key it goes on without this lock.
             if (carried.get("lock"), carried.get("key")) == (header.get("lock"), key):
-                header = Header(**{**carried, **header})
-                header.pop("copy", None)
-                header.pop("met", None)
-                header.pop("claim_copy", None)
+                old = {name: carried[name] for name in carried if name not in COPY_FIELDS}
+                header = {**old, **header}
         elif own.unique_until is not None:
             header["sent"] = os.urandom(16).hex()
-            header["canvas"] = any(options.get(name) for name in _CANVAS) or is_resending(
-                options.get("task_id")
+            header["canvas"] = (
+                any(options.get(name) for name in _CANVAS)
+                or find_resent(options.get("task_id")) is not None
             )
             if not isinstance(own.sent_timeout, conf.Unset):
                 header["sent_timeout"] = own.sent_timeout
             if not isinstance(own.cache, conf.Unset):
                 header["cache"] = own.cache
-        return with_header(options, header), header
+        return header
 
     def _key(
         self, guarded: Guarded, own: Options, args: Any, kwargs: Any, options: dict[str, Any]

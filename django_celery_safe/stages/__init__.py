@@ -7,11 +7,11 @@ does with one step, ``repairs`` what a sweep does with what a crash has left.
 
 from __future__ import annotations
 
-from .decorator import step
 from .engine import start
 from .plan import Entry, Plan, make_plan
 from .progress import Progress, StageProgress
 from .status import Status
+from .step_tasks import step
 
 __all__ = [
     "Entry",

@@ -8,63 +8,57 @@ time one begins the next stage, whatever dies; and nothing here asks a result ba
 
 from __future__ import annotations
 
-import logging
-import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from celery import Celery, current_app
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import Exists, F
 from django.db.models.functions import Now
 
-from ..concurrency.header import Header, with_header
-from ..exceptions import IllegalTransition, InvalidResult, describe_error, find_time_limit
-from ..locks.lease import Lease
-from ..sending.commit import hold, must_wait
-from ..signals import (
-    emit,
-    is_observed,
-    run_ended,
-    run_resumed,
-    run_started,
-    stage_started,
-    step_failed,
-    step_succeeded,
+from ..emitting import Event
+from ..events import (
+    RUN_ENDED,
+    RUN_FAILED,
+    RUN_RESUMED,
+    RUN_STARTED,
+    STAGE_STARTED,
+    STEP_FAILED,
+    STEP_SUCCEEDED,
 )
+from ..exceptions import IllegalTransition, InvalidResult, describe_error, find_soft_time_limit
+from ..sending.commit import must_wait
 from ..texts import get_logger
-from ..transactions import ask_again, losing_a_race
+from ..transactions import losing_a_race
 from ..values import NotPlain, encode
-from .plan import LONGEST_PARAMS, Plan, find_step_layer, make_plan
-from .rows import StepStore, step_store
+from .plan import LONGEST_PARAMS, Plan, make_plan
 from .status import Status
+from .step_messages import send
+from .step_table import ClaimedStep, StepTable, step_table
 
 if TYPE_CHECKING:
-    from ..models import StageRun, StageStep, StageSteps
+    from ..models.stages import StageRun, StageStep
+    from ..models.step_states import StageSteps
 
 logger = get_logger(__name__)
-
-#: The steps that wait where this thread runs others eagerly.
-_eager = threading.local()
 
 #: How often a process may die in a step before the step fails; RabbitMQ's quorum queues give
 #: a message up after as many deliveries.
 MOST_DEATHS: Final = 20
 
 
-class Fault(NamedTuple):
-    """What a step's row keeps of an error: its type, "" for none, and its text."""
+class StepError(NamedTuple):
+    """An error as a step's row stores it: its type ("": none) and its text."""
 
     type: str
     text: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Fault:
+    def of(cls, error: BaseException) -> StepError:
         """Return what is kept of an error; of a soft time limit that cut off another, that."""
-        error = find_time_limit(error) or error
+        error = find_soft_time_limit(error) or error
         return cls(type(error).__name__, str(error).strip())
 
     def __str__(self) -> str:
@@ -110,7 +104,7 @@ def start(
         "Celery task priority orchestration".
     """
     plan = make_plan(plan, params)
-    store = step_store()
+    store = step_table()
     must_wait(store.alias)  # for that of another database it could not
     try:
         with transaction.atomic(using=store.alias):
@@ -120,8 +114,8 @@ def start(
         raise
 
 
-def _write(store: StepStore, plan: Plan) -> StageRun:
-    from ..models import StageRun, StageStep  # needs the app registry
+def _write(store: StepTable, plan: Plan) -> StageRun:
+    from ..models.stages import StageRun, StageStep  # needs the app registry
 
     run = StageRun(
         stages=len(plan.stages), params_text=plan.params, created_at=Now(), stage_at=Now()
@@ -142,24 +136,19 @@ def _write(store: StepStore, plan: Plan) -> StageRun:
     ]
     store.steps().add(steps)
     run.refresh_from_db()
-    _tell(
-        store, run_started, "Started %s of %s stage(s).", run, run.stages, run=run.pk,
-        stages=run.stages,
-    )  # fmt: skip
+    RUN_STARTED.emit_on_commit(start, using=store.alias, run=run.pk, stages=run.stages)
     _begin_stage(store, run, [step for step in steps if step.stage == 0])
     return run
 
 
-def note_begun(store: StepStore, run: StageRun) -> None:
+def record_begun(store: StepTable, run: StageRun) -> None:
     """Note that a run's first step has begun."""
-    if run.status != Status.WAITING:
-        return
     with losing_a_race():
         store.runs().filter(pk=run.pk, status=Status.WAITING).update(status=Status.RUNNING)
     run.status = Status.RUNNING
 
 
-def finish(store: StepStore, step: StageStep, lease: Lease[Any], params: dict[str, Any]) -> bool:
+def finish(claimed: ClaimedStep, params: dict[str, Any]) -> bool:
     """
     Note that a step succeeded, and begin the next stage if it was the last of its own.
 
@@ -169,7 +158,7 @@ def finish(store: StepStore, step: StageStep, lease: Lease[Any], params: dict[st
         params: What the next stages get.
 
     Returns:
-        Whether the step was still that of this lease.
+        Whether the claim still had the step.
 
     Raises:
         InvalidResult: The params can't be kept; nothing was noted.
@@ -177,39 +166,49 @@ def finish(store: StepStore, step: StageStep, lease: Lease[Any], params: dict[st
     try:
         text = encode(params, LONGEST_PARAMS) if params else ""
     except NotPlain as error:
-        raise InvalidResult(step.task, str(error)) from error
+        raise InvalidResult(claimed.step.task, str(error)) from error
+
+    claim, step = claimed
+    store = claim.table
 
     def ask() -> bool:
         with store.runs().locked(step.run_id) as run:
-            complete = store.finish(step.pk, lease.token, text)
+            complete = store.finish(step.pk, claim.token, text)
             if complete is None:
                 # The answer to the one before may have got lost.
-                return store.at(lease.name).is_done_by(lease.token)
-            _tell_step(store, step_succeeded, logging.DEBUG, "Step %s of run %s succeeded.", step)
+                return store.at(claim.name).is_done_by(claim.token)
+            _emit_of_step(store, STEP_SUCCEEDED, step)
             if complete and run is not None and run.status not in Status.STOPPED:
                 _go_on(store, run)
         return True
 
-    return _ask(store, ask, step, lease)
+    return claim.ask(ask, f"the step {step}")
 
 
-def fail(store: StepStore, step: StageStep, lease: Lease[Any], fault: Fault) -> bool:
-    """Note that a step failed, and stop its run; tell whether it was still that of this lease."""
-    return _ask(
-        store, lambda: _fail(store, store.at(lease.name).claimed(lease.token), step, fault),
-        step, lease,
-    )  # fmt: skip
+def fail(claimed: ClaimedStep, fault: StepError) -> bool:
+    """Record that a step failed, and stop its run; return whether the claim still held the step."""
+    claim, step = claimed
+    store = claim.table
+
+    def ask() -> bool:
+        return _fail(store, store.at(claim.name).claimed(claim.token), step, fault)
+
+    return claim.ask(ask, f"the step {step}")
 
 
 def fail_attempt(
-    store: StepStore, pk: int | None, task_id: str, fault: Fault, ours: Callable[[StageStep], bool]
+    store: StepTable,
+    pk: int | None,
+    task_id: str,
+    fault: StepError,
+    ours: Callable[[StageStep], bool],
 ) -> bool:
     """
-    Note that the message of a step came to its end without its run's saying so.
+    Fail a step whose message was revoked, expired or killed.
 
     Args:
         pk: The step; None: whichever has this task id, if any.
-        ours: Tells whether it was that run of a running step which ended.
+        ours: Returns whether it was that run of a running step which ended.
 
     Returns:
         Whether the step waited for it, or was being run by it.
@@ -224,23 +223,25 @@ def fail_attempt(
     return _fail(store, row, step, fault)
 
 
-def fail_silent(store: StepStore, run: StageRun, step: StageStep, reason: str) -> bool:
-    """Fail a step of a locked run whose process has died; tell whether it still had."""
+def fail_silent(store: StepTable, run: StageRun, step: StageStep, reason: str) -> bool:
+    """Fail a step of a locked run whose process has died; return whether it still had."""
     row = store.at(str(step.pk)).running().filter(token=step.token, ends_at__lt=Now())
     row.update(deaths=F("deaths") + 1)
-    return _fail_locked(store, run, row, step, Fault("", reason))
+    return _fail_locked(store, run, row, step, StepError("", reason))
 
 
-def put_back(store: StepStore, step: StageStep, lease: Lease[Any], fault: Fault) -> bool:
-    """Let a step wait for its message, which comes again; tell whether it was of this lease."""
+def put_back(claimed: ClaimedStep, fault: StepError) -> bool:
+    """Let a step wait for its message, which comes again; return whether the claim still had it."""
+    claim, step = claimed
+    store = claim.table
 
     def ask() -> bool:
         with store.runs().locked(step.run_id) as run:
             stopped = run is None or run.status in Status.STOPPED
             status = Status.ABORTED if stopped else Status.WAITING
-            return store.at(lease.name).put_back(lease.token, status, *fault)
+            return store.at(claim.name).put_back(claim.token, status, *fault)
 
-    return _ask(store, ask, step, lease)
+    return claim.ask(ask, f"the step {step}")
 
 
 def resume(run: StageRun) -> None:
@@ -259,8 +260,7 @@ def resume(run: StageRun) -> None:
         store.runs().filter(pk=pk).update(
             status=Status.RUNNING, stage_at=Now(), ended_at=None, error=""
         )
-        _tell(store, run_resumed, "Resumed %s, %s step(s).", now, len(left), run=pk,
-              steps=len(left))  # fmt: skip
+        RUN_RESUMED.emit_on_commit(start, using=store.alias, run=pk, steps=len(left))
         again = [step for step in left if step.stage == now.stage]
         if again:
             _begin_stage(store, now, again)
@@ -275,13 +275,14 @@ def abort(run: StageRun) -> None:
     with store.runs().locked(run.pk) as now:
         now = _checked(run, now, "abort")
         if now.status in Status.STOPPED:
-            raise IllegalTransition(str(run), "abort", f"it has {_ended(now.status)}")
+            ended = "been aborted" if now.status == Status.ABORTED else now.status
+            raise IllegalTransition(str(run), "abort", f"it has {ended}")
         _stop(store, now, Status.ABORTED)
     run.refresh_from_db(using=store.alias)
 
 
-def go_on(store: StepStore, pk: int) -> bool:
-    """Let a run go on whose stage is complete, or that has failed; tell whether it did."""
+def go_on(store: StepTable, pk: int) -> bool:
+    """Let a run go on whose stage is complete, or that has failed; return whether it did."""
     with store.runs().locked(pk) as run:
         if run is None or run.status in Status.STOPPED:
             return False
@@ -291,80 +292,16 @@ def go_on(store: StepStore, pk: int) -> bool:
         return _go_on(store, run)
 
 
-def send(
-    store: StepStore, steps: Sequence[StageStep], tell: Callable[[], object] = lambda: None
-) -> None:
-    """
-    Send the messages of steps, through the outbox, when the open transaction commits.
+def _begin_stage(store: StepTable, run: StageRun, steps: list[StageStep]) -> None:
+    def emit() -> None:
+        STAGE_STARTED.emit_on_commit(
+            start, using=store.alias, run=run.pk, stage=run.stage + 1, steps=len(steps)
+        )
 
-    Args:
-        tell: Tells of it; what that leaves for the commit is forgotten if they can't be sent.
-    """
-    app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
-    if not all(step.task in app.tasks for step in steps):
-        # A command or a web server may not have yet, and a task knows its queue.
-        app.loader.import_default_modules()
-    if app.conf.task_always_eager:
-        tell()
-        transaction.on_commit(lambda: _run_eagerly(app, steps), using=store.alias)
-        return
-
-    def send_all(given: dict[str, Any]) -> None:
-        tell()
-        for step in steps:
-            args, kwargs, options = _message(app, step)
-            task = app.tasks.get(step.task)
-            if task is None:  # another worker's
-                app.send_task(step.task, args, kwargs, **options)
-            else:
-                task.apply_async(args, kwargs, **options)
-
-    hold(app, send_all, store.alias, {}, outbox=True, canvas=True)
+    send(store, steps, emit)
 
 
-def runs_eagerly() -> bool:
-    """Tell whether a step runs eagerly in this thread, so that others wait for its end."""
-    return getattr(_eager, "waiting", None) is not None
-
-
-def _run_eagerly(app: Celery, steps: Iterable[StageStep]) -> None:
-    """Run steps here and now, each stage after the one before, not inside of it."""
-    waiting: list[StageStep] | None = getattr(_eager, "waiting", None)
-    if waiting is not None:
-        waiting += steps
-        return
-    _eager.waiting = waiting = list(steps)
-    try:
-        while waiting:
-            step = waiting.pop(0)
-            args, kwargs, options = _message(app, step)
-            app.tasks[step.task].apply(args, kwargs, **options)
-    finally:
-        _eager.waiting = None
-
-
-def _message(app: Celery, step: StageStep) -> tuple[Any, ...]:
-    """Return arguments and options of a step's message; its params stay in the table."""
-    task = app.tasks.get(step.task)
-    place = {"run": step.run_id, "step": step.pk}
-    args: tuple[Any, ...] = (place,)
-    if task is not None and find_step_layer(task) is None:
-        args = (place, step.task)
-    header = Header(task=step.task, step=step.pk)
-    return args, step.arguments, with_header({"task_id": step.task_id}, header)
-
-
-def _begin_stage(store: StepStore, run: StageRun, steps: list[StageStep]) -> None:
-    def tell() -> None:
-        _tell(
-            store, stage_started, "Began stage %s of %s, %s step(s).", run.stage + 1, run,
-            len(steps), run=run.pk, stage=run.stage, steps=len(steps),
-        )  # fmt: skip
-
-    send(store, steps, tell)
-
-
-def _go_on(store: StepStore, run: StageRun) -> bool:
+def _go_on(store: StepTable, run: StageRun) -> bool:
     """Begin the next stage of a locked run, or end it, if its stage is complete."""
     stages = run.steps.filter(stage__in=[run.stage, run.stage + 1])
     left = store.steps().filter(run=run.pk, stage=run.stage).unfinished()
@@ -383,7 +320,7 @@ def _go_on(store: StepStore, run: StageRun) -> bool:
     ours = store.runs().filter(pk=run.pk, stage=run.stage)
     if not following:
         ours.update(status=Status.SUCCEEDED, params_text=run.params_text, ended_at=Now())
-        _tell_ended(store, run, Status.SUCCEEDED, "")
+        _emit_ended(store, run, Status.SUCCEEDED, "")
         return True
     run.stage += 1
     ours.update(stage=run.stage, params_text=run.params_text, stage_at=Now())
@@ -416,7 +353,7 @@ def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
     return params
 
 
-def _fail(store: StepStore, row: StageSteps, step: StageStep, fault: Fault) -> bool:
+def _fail(store: StepTable, row: StageSteps, step: StageStep, fault: StepError) -> bool:
     with store.runs().locked(step.run_id) as run:
         if _fail_locked(store, run, row, step, fault):
             return True
@@ -425,32 +362,25 @@ def _fail(store: StepStore, row: StageSteps, step: StageStep, fault: Fault) -> b
 
 
 def _fail_locked(
-    store: StepStore, run: StageRun | None, row: StageSteps, step: StageStep, fault: Fault
+    store: StepTable, run: StageRun | None, row: StageSteps, step: StageStep, fault: StepError
 ) -> bool:
     if not row.fail(*fault):
         return False
-    _tell_step(
-        store, step_failed, logging.WARNING, "Step %s of run %s failed: %s", step, str(fault),
-        error=str(fault),
-    )  # fmt: skip
+    _emit_of_step(store, STEP_FAILED, step, error=str(fault))
     if run is not None and run.status not in Status.STOPPED:
         _stop(store, run, Status.FAILED)
     return True
 
 
-def _stop(store: StepStore, run: StageRun, status: Status, error: str = "") -> None:
+def _stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> None:
     """End a locked run that goes on, and what of it has not begun."""
     store.runs().filter(pk=run.pk).update(status=status, ended_at=Now(), error=error)
     store.steps().filter(run=run.pk).abort()
-    _tell_ended(store, run, status, error)
+    _emit_ended(store, run, status, error)
 
 
-def _ask(store: StepStore, ask: Callable[[], bool], step: StageStep, lease: Lease[Any]) -> bool:
-    return ask_again(store.alias, ask, lease.patience(), f"the step {step}")
-
-
-def _store_of(run: StageRun) -> StepStore:
-    return StepStore(run.find_database())
+def _store_of(run: StageRun) -> StepTable:
+    return StepTable(run.find_database())
 
 
 def _checked(run: StageRun, now: StageRun | None, action: str) -> StageRun:
@@ -459,38 +389,18 @@ def _checked(run: StageRun, now: StageRun | None, action: str) -> StageRun:
     return now
 
 
-def _ended(status: str) -> str:
-    return "been aborted" if status == Status.ABORTED else str(status)
+def _emit_ended(store: StepTable, run: StageRun, status: Status, error: str) -> None:
+    event = RUN_FAILED if status == Status.FAILED else RUN_ENDED
+    event.emit_on_commit(start, using=store.alias, run=run.pk, status=status.value, error=error)
 
 
-def _tell_ended(store: StepStore, run: StageRun, status: Status, error: str) -> None:
-    level = logging.WARNING if status == Status.FAILED else logging.INFO
-    why = f": {error}" if error else "."
-    _tell(store, run_ended, "%s has %s%s", run, _ended(status), why, level=level, run=run.pk,
-          status=status.value, error=error)  # fmt: skip
-
-
-def _tell_step(
-    store: StepStore, signal: Any, level: int, text: str, step: StageStep, *args: str, **fields: Any
-) -> None:
-    if is_observed(signal, logger, level):
-        _tell(
-            store, signal, text, step, step.run_id, *args, level=level, run=step.run_id,
-            step=step.pk, task=step.task, task_id=step.task_id, **fields,
-        )  # fmt: skip
-
-
-def _tell(
-    store: StepStore,
-    signal: Any,
-    text: str,
-    *args: Any,
-    level: int = logging.INFO,
-    **fields: Any,
-) -> None:
-    """Tell of what is done when the open transaction commits."""
-    said = [str(one) for one in args]
-    transaction.on_commit(
-        lambda: emit(signal, logger, level, text, *said, sender=start, **fields),
+def _emit_of_step(store: StepTable, event: Event, step: StageStep, **fields: Any) -> None:
+    event.emit_on_commit(
+        start,
         using=store.alias,
+        run=step.run_id,
+        step=step.pk,
+        task=step.task,
+        task_id=step.task_id,
+        **fields,
     )

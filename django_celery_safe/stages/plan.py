@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 from celery import Celery, Signature, current_app
 from celery.local import Proxy
 
-from ..concurrency.call import layers
 from ..concurrency.guard import find_guarded
+from ..delivery.call import layers, load_tasks
 from ..exceptions import InvalidPlan
 from ..sending import SafeTaskMixin
 from ..values import NotPlain, encode
@@ -33,7 +33,9 @@ KEYS: Final = ("sub_tasks", "params")
 #: Characters of an entry that an error shows.
 LONGEST_SHOWN: Final = 200
 
-WRITE: Final = "Write (task, priority) or (task, priority, {...}); the highest priority runs first."
+ENTRY_HINT: Final = (
+    "Write (task, priority) or (task, priority, {...}); the highest priority runs first."
+)
 
 
 class Entry(NamedTuple):
@@ -108,7 +110,7 @@ def make_plan(
         plan, params = _read_dictionary(plan, params)
     # A lazy task says that it is iterable, and is not.
     if isinstance(plan, str | bytes | Proxy) or not isinstance(plan, Iterable):
-        raise InvalidPlan(f"{plan!r}", "is no list of entries", WRITE)
+        raise InvalidPlan(f"{plan!r}", "is not a list of entries", ENTRY_HINT)
     stages: dict[float, list[Entry]] = {}
     for number, given in enumerate(plan):
         if number >= MOST_ENTRIES:
@@ -122,7 +124,7 @@ def make_plan(
             raise InvalidPlan(where, error.reason, error.hint) from error.__cause__
         stages.setdefault(entry.priority, []).append(entry)
     if not stages:
-        raise InvalidPlan("it", "has no entries", WRITE)
+        raise InvalidPlan("it", "has no entries", ENTRY_HINT)
     in_order = [stages[priority] for priority in sorted(stages, reverse=True)]
     return Plan(in_order, _encode_params(params))
 
@@ -144,16 +146,16 @@ def _read_dictionary(
 
 def _read_entry(given: Any, app: Celery) -> Entry:
     if isinstance(given, str | bytes) or not isinstance(given, tuple | list):
-        raise InvalidPlan("it", "is no entry", WRITE)
+        raise InvalidPlan("it", "is not an entry", ENTRY_HINT)
     if len(given) not in (2, 3):
-        raise InvalidPlan("it", f"has {len(given)} parts", WRITE)
+        raise InvalidPlan("it", f"has {len(given)} parts", ENTRY_HINT)
     task, priority, *rest = given
     if isinstance(priority, int) and not isinstance(priority, bool):
         priority = _exact(priority)
     if isinstance(priority, bool) or not isinstance(priority, float):
-        raise InvalidPlan("it", f"has the priority {priority!r}, which is no number", WRITE)
+        raise InvalidPlan("it", f"has the priority {priority!r}, which is not a number", ENTRY_HINT)
     if not math.isfinite(priority):
-        raise InvalidPlan("it", f"has the priority {priority}, which is in no order", WRITE)
+        raise InvalidPlan("it", f"has the priority {priority}, which is in no order", ENTRY_HINT)
     arguments = rest[0] if rest else {}
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
         raise InvalidPlan(
@@ -174,7 +176,7 @@ def _exact(priority: int) -> float:
     with suppress(OverflowError):
         if int(float(priority)) == priority:
             return float(priority)
-    raise InvalidPlan("it", "has a priority that is too large to be told from others", WRITE)
+    raise InvalidPlan("it", "has a priority that is too large to be told from others", ENTRY_HINT)
 
 
 def _find_task(task: Any, app: Celery) -> Any:
@@ -188,11 +190,11 @@ def _find_task(task: Any, app: Celery) -> Any:
         # By type: a lazy task would be evaluated.
         if not issubclass(type(task), Proxy) and not hasattr(task, "apply_async"):
             raise InvalidPlan(
-                "it", f"has {task!r}, which is no task", "Give a task, or its full name."
+                "it", f"has {task!r}, which is not a task", "Give a task, or its full name."
             )
         task = task.name
     if task not in app.tasks:
-        app.loader.import_default_modules()  # as a worker does; a web server may not have yet
+        load_tasks(app)  # a web server may not have yet
     if task not in app.tasks:
         close = difflib.get_close_matches(task, app.tasks, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "Is its module among the app's?"
@@ -202,7 +204,7 @@ def _find_task(task: Any, app: Celery) -> Any:
 
 def _check_task(task: Any, arguments: Mapping[str, Any]) -> None:
     _check_layers(task)
-    if find_step_layer(task) is None:
+    if get_step_layer(task) is None:
         if not isinstance(task, SafeTaskMixin):
             raise InvalidPlan(
                 "it",
@@ -272,7 +274,7 @@ def _check_layers(task: Any) -> None:
         )
 
 
-def find_step_layer(task: Any) -> Any:
+def get_step_layer(task: Any) -> Any:
     """Return what ``@stages.step`` made in a task; None if it has none."""
     return next((one for one in layers(task.run) if hasattr(one, "stages_step")), None)
 

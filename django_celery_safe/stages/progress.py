@@ -11,11 +11,11 @@ from django.db.models import Count, Q
 from .. import conf
 from ..exceptions import WrongTransaction
 from ..transactions import in_atomic
-from .engine import runs_eagerly
 from .status import Status
+from .step_messages import runs_eagerly
 
 if TYPE_CHECKING:
-    from ..models import StageRun
+    from ..models.stages import StageRun
 
 #: How often a waiting process looks, s.
 LOOK: Final = 0.25

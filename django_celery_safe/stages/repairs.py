@@ -8,7 +8,6 @@ it finds there then.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -20,18 +19,19 @@ from django.db import transaction
 from django.db.models.functions import Now
 
 from .. import conf
+from ..events import RUN_REPAIRED, STEP_REPAIRED
 from ..exceptions import describe_error
-from ..locks.stores.rows import read_holder
-from ..signals import emit, run_repaired
+from ..leases.lease_table import read_holder
 from ..texts import get_logger
 from ..transactions import lacks_table
-from . import engine
+from . import engine, step_messages
 from .engine import MOST_DEATHS
-from .rows import StepStore
 from .status import Status
+from .step_table import StepTable
 
 if TYPE_CHECKING:
-    from ..models import StageRuns, StageStep, StageSteps
+    from ..models.stages import StageRuns, StageStep
+    from ..models.step_states import StageSteps
 
 logger = get_logger(__name__)
 
@@ -57,7 +57,7 @@ class Repair(NamedTuple):
     reason: str
 
 
-def sweep(store: StepStore, patience: timedelta = PATIENCE) -> list[Repair]:
+def sweep(store: StepTable, patience: timedelta = PATIENCE) -> list[Repair]:
     """
     Find what does not go on, and repair it; return what was done, in order.
 
@@ -77,16 +77,16 @@ def sweep(store: StepStore, patience: timedelta = PATIENCE) -> list[Repair]:
     return repairs
 
 
-def sweep_beside(alias: str) -> None:
+def sweep_housekeeping(alias: str) -> None:
     """
     Sweep the runs in a database, as a relay does beside its own work.
 
     A database without their tables is left alone; any other failure is logged.
     """
-    from ..models import StageRun, StageStep  # needs the app registry
+    from ..models.stages import StageRun, StageStep  # needs the app registry
 
     try:
-        sweep(StepStore(alias))
+        sweep(StepTable(alias))
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # noqa: BLE001 - what runs need must not stop the outbox
@@ -96,7 +96,7 @@ def sweep_beside(alias: str) -> None:
             )
 
 
-def find_prunable(store: StepStore, older_than: timedelta | None = None) -> StageRuns:
+def get_prunable(store: StepTable, older_than: timedelta | None = None) -> StageRuns:
     """
     Return the runs that can be deleted.
 
@@ -128,9 +128,9 @@ def _by_run(steps: Iterable[StageStep]) -> Iterator[tuple[int, list[int]]]:
             yield run, ids[start : start + BATCH]
 
 
-def _not_in_outbox(store: StepStore, steps: StageSteps) -> list[StageStep]:
+def _not_in_outbox(store: StepTable, steps: StageSteps) -> list[StageStep]:
     """Leave out those whose message a relay will send."""
-    from ..models import OutboxMessage  # needs the app registry
+    from ..models.outbox import OutboxMessage  # needs the app registry
 
     found = list(steps)
     pending: set[str] = set()
@@ -141,7 +141,7 @@ def _not_in_outbox(store: StepStore, steps: StageSteps) -> list[StageStep]:
     return [step for step in found if step.task_id not in pending]
 
 
-def _mend_silent(store: StepStore, pk: int, ids: list[int]) -> list[Repair]:
+def _mend_silent(store: StepTable, pk: int, ids: list[int]) -> list[Repair]:
     repairs, again = [], []
     with store.runs().locked(pk) as run:
         if run is None:
@@ -156,12 +156,12 @@ def _mend_silent(store: StepStore, pk: int, ids: list[int]) -> list[Repair]:
                 ours = engine.fail_silent(store, run, step, reason)
                 stopped = stopped or ours
             else:
-                ours = store.at(str(step.pk)).bury(step.token, stopped=stopped)
+                ours = store.at(str(step.pk)).requeue_orphan(step.token, stopped=stopped)
                 reason += ", and it was aborted" if stopped else ", and it was sent again"
                 again += [step] if ours and not stopped else []
-            repairs += [_note(store, step, reason)] if ours else []
+            repairs += [_record_repair(store, step, reason)] if ours else []
         # One that failed has aborted those that were to be sent.
-        engine.send(store, [] if stopped else again)
+        step_messages.send(store, [] if stopped else again)
     return repairs
 
 
@@ -171,57 +171,48 @@ def _told_of_death(step: StageStep) -> str:
     return f"its process died ({process})" if process else "its process died"
 
 
-def _send_again(store: StepStore, pk: int, ids: list[int], patience: timedelta) -> list[Repair]:
+def _send_again(store: StepTable, pk: int, ids: list[int], patience: timedelta) -> list[Repair]:
     reason = "it was sent, nobody began it for long, and it was sent again"
     with store.runs().locked(pk):
         # Anew, since another sweep may have been first.
         steps = list(store.steps().filter(pk__in=ids).overdue(patience))
         rows = store.steps().filter(pk__in=[step.pk for step in steps])
         rows.update(note=reason)
-        rows.note_resent()
-        engine.send(store, steps)
-        return [_told(store, step, reason) for step in steps]
+        rows.record_resent()
+        step_messages.send(store, steps)
+        return [_emit_repair(store, step, reason) for step in steps]
 
 
-def _note(store: StepStore, step: StageStep, reason: str) -> Repair:
+def _record_repair(store: StepTable, step: StageStep, reason: str) -> Repair:
     """Keep why a step was repaired, and tell of it."""
     store.at(str(step.pk)).update(note=reason)
-    return _told(store, step, reason)
+    return _emit_repair(store, step, reason)
 
 
-def _told(store: StepStore, step: StageStep, reason: str) -> Repair:
+def _emit_repair(store: StepTable, step: StageStep, reason: str) -> Repair:
     repair = Repair(step.run_id, str(step), reason)
-    _tell(store, repair, step.task, step.task_id)
+    _emit_on_commit(store, repair, step.task, step.task_id)
     return repair
 
 
-def _let_go_on(store: StepStore, pk: int) -> list[Repair]:
+def _let_go_on(store: StepTable, pk: int) -> list[Repair]:
     with transaction.atomic(using=store.alias):
         if not engine.go_on(store, pk):
             return []
         reason = "its stage was complete, and it did not go on; now it did"
         store.runs().filter(pk=pk).update(note=reason)
         repair = Repair(pk, "", reason)
-        _tell(store, repair, "", "")
+        _emit_on_commit(store, repair, "", "")
         return [repair]
 
 
-def _tell(store: StepStore, repair: Repair, task: str, task_id: str) -> None:
-    what = f"Run {repair.run}, step {repair.step}" if repair.step else f"Run {repair.run}"
-
-    def tell() -> None:
-        emit(
-            run_repaired,
-            logger,
-            logging.WARNING,
-            "%s: %s.",
-            what,
-            repair.reason,
-            sender=sweep,
-            run=repair.run,
-            task=task,
-            task_id=task_id,
-            reason=repair.reason,
-        )
-
-    transaction.on_commit(tell, using=store.alias)
+def _emit_on_commit(store: StepTable, repair: Repair, task: str, task_id: str) -> None:
+    event = STEP_REPAIRED if repair.step else RUN_REPAIRED
+    event.emit_on_commit(
+        sweep,
+        using=store.alias,
+        run=repair.run,
+        task=task,
+        task_id=task_id,
+        reason=repair.reason,
+    )

@@ -152,7 +152,7 @@ def assert_sent_on_commit(
 
 
 class _Commits:
-    """What became of the callbacks that were registered with ``transaction.on_commit()``."""
+    """The results of the callbacks registered with ``transaction.on_commit()``."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], object]] = []

@@ -17,11 +17,12 @@ from django.db import DEFAULT_DB_ALIAS
 from kombu.message import Message as Delivered
 from kombu.serialization import prepare_accept_content
 
+from ..delivery.call import load_tasks
 from ..exceptions import WrongTransaction
 from ..sending import outbox
 from ..sending.capture import Message, capture
-from ..sending.publication import publish_once
-from ..sending.rows import to_message
+from ..sending.deduplicate import publish_once
+from ..sending.serialization import to_message
 from ..transactions import aliases_in_atomic
 from .commits import on_commit_now
 from .messages import Sent, as_sent, check_task, free_locks_of, kept_from_broker, shown
@@ -110,7 +111,7 @@ def drain_outbox(using: str = DEFAULT_DB_ALIAS, *, limit: int = 1000) -> list[De
     """
     refuse_transaction("drain_outbox")
     deliveries: list[Delivery] = []
-    with relaying(find_app()) as sent:
+    with relaying(get_app()) as sent:
         while (found := take(rows_of(using))) is not None:
             if len(deliveries) == limit:
                 raise AssertionError(
@@ -130,7 +131,7 @@ def take(rows: Any) -> tuple[Celery, Sent] | None:
     while (row := rows.pending().order_by("pk").first()) is not None:
         message, chord_calls = to_message(row)
         for call in chord_calls:
-            call.tell()
+            call.register()
         published = _publish(message)
         rows.filter(pk=row.pk).settle(keep=outbox.keeps_sent())
         if published is not None:
@@ -139,7 +140,7 @@ def take(rows: Any) -> tuple[Celery, Sent] | None:
 
 
 def rows_of(using: str) -> Any:
-    from ..models import OutboxMessage  # needs the app registry
+    from ..models.outbox import OutboxMessage  # needs the app registry
 
     return OutboxMessage.objects.using(using)
 
@@ -160,7 +161,7 @@ def _publish(message: Message) -> Sent | None:
 def deliver(app: Celery, message: Sent, sent: list[Sent], *, redelivered: bool = False) -> Delivery:
     """Run a message as a worker's process does; ``sent`` is where what it sends is kept."""
     if message.task not in app.tasks:
-        app.loader.import_default_modules()
+        load_tasks(app)
     task: Any = app.tasks[message.task]
     properties = message.properties
     received = Delivered(
@@ -200,7 +201,7 @@ _PROPERTIES: Final = ("correlation_id", "reply_to", "priority")
 @contextmanager
 def relaying(app: Celery) -> Iterator[list[Sent]]:
     """Keep what is sent: in the outbox what goes through it, the rest in what is yielded."""
-    nobody_sends = mock.patch.object(outbox.Kept, "begin", return_value=False)
+    nobody_sends = mock.patch.object(outbox.OutboxBatch, "begin", return_value=False)
     with kept_from_broker(app) as sent, on_commit_now(), nobody_sends:
         yield sent
 
@@ -214,6 +215,6 @@ def refuse_transaction(name: str) -> None:
         )
 
 
-def find_app() -> Celery:
+def get_app() -> Celery:
     app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
     return app

@@ -12,10 +12,10 @@ from django.test import override_settings
 
 from .. import conf
 from ..concurrency.guard import find_guarded, name_lock
-from ..locks import CacheLock, HeldLock
-from ..locks.lease import renewer
+from ..leases.holder import Holder
+from ..leases.renewer import renewer
+from ..locks import CacheLock
 from ..locks.stores import local
-from ..locks.stores.base import Acquired, Holder, Store
 from .messages import check_task, shown
 
 #: Alias of the cache that :func:`locks_in_memory` adds.
@@ -42,7 +42,7 @@ def locks_in_memory() -> Iterator[None]:
 
 def _clear() -> None:
     # First, so that no lock that a test did not release is reported as lost.
-    renewer().forget(local.LocalStore)
+    renewer.forget(local.LocalStore)
     local.clear()
 
 
@@ -101,11 +101,8 @@ class _SomeoneElses(CacheLock):
         super().__init__(name, cache=cache)
         self._task, self._task_id = task, task_id
 
-    def _ask_to_acquire(
-        self, store: Store, token: str, seconds: float, holder: Holder, patience: float | None
-    ) -> Acquired | HeldLock:
-        holder = holder._replace(task=self._task, task_id=self._task_id)
-        return super()._ask_to_acquire(store, token, seconds, holder, patience)
+    def _describe_holder(self, *args: Any) -> Holder:
+        return super()._describe_holder(*args)._replace(task=self._task, task_id=self._task_id)
 
 
 def _find_lock(

@@ -16,9 +16,9 @@ from celery.backends.cache import CacheBackend
 from kombu import Producer
 from kombu.serialization import dumps, loads
 
-from ..concurrency.header import read_header
 from ..concurrency.sent import find_lock_of
-from ..sending import outbox
+from ..delivery.header import read_header
+from ..sending import broker, outbox
 
 #: Whether this context runs a callback of ``transaction.on_commit()``.
 committing_now: ContextVar[bool] = ContextVar("django_celery_safe_committing", default=False)
@@ -97,6 +97,7 @@ def kept_from_broker(app: Celery) -> Iterator[list[Sent]]:
         stack.enter_context(mock.patch.object(Celery, "backend", property(results)))
         bounded = mock.patch.object(outbox, "bounded_backend", lambda app, seconds: results(app))
         stack.enter_context(bounded)
+        stack.enter_context(mock.patch.object(broker, "connect", return_value=None))
         stack.callback(free_locks_of, sent)
         yield sent
 
@@ -132,15 +133,15 @@ def free_locks_of(messages: Iterable[Sent]) -> None:
 
 def check_task(task: Any, what: str) -> None:
     """
-    Refuse what is no task.
+    Refuse anything that is not a task.
 
     Raises:
         TypeError: It is none.
     """
     if not (hasattr(task, "apply_async") and hasattr(task, "run")):
         raise TypeError(
-            f"{what}() got {task!r}, which is no task. Pass the task itself, such as import_feed, "
-            f"and not its name, a signature or one of its methods."
+            f"{what}() got {task!r}, which is not a task. Pass the task itself, such as "
+            f"import_feed, and not its name, a signature or one of its methods."
         )
 
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 from celery import Celery
 from django.db import transaction
 
-from ..stages import engine
+from ..stages import engine, step_messages
 from ..stages.plan import Plan
-from ..stages.rows import StepStore
 from ..stages.status import Status
-from .deliveries import deliver, find_app, refuse_transaction, relaying, rows_of, take
+from ..stages.step_table import StepTable
+from .deliveries import deliver, get_app, refuse_transaction, relaying, rows_of, take
 from .messages import Sent
 
 if TYPE_CHECKING:
-    from ..models import StageRun
+    from ..models.stages import StageRun
 
 #: How often the message of one step may come back in :func:`run_stages`.
 MOST_RETURNS: Final = 100
@@ -46,10 +46,10 @@ def run_stages(
             nobody does.
         WrongTransaction: Inside ``atomic()``, where no worker runs a step.
     """
-    from ..models import StageRun  # needs the app registry
+    from ..models.stages import StageRun  # needs the app registry
 
     refuse_transaction("run_stages")
-    with relaying(find_app()) as sent:
+    with relaying(get_app()) as sent:
         if not isinstance(run_or_plan, StageRun):
             run = engine.start(run_or_plan, params)
         elif params is not None:
@@ -76,21 +76,21 @@ def run_stages(
 def _send_again(run: StageRun) -> None:
     """Send what a run's stage waits for: a TestCase may have kept it, or the outbox has it."""
     run.refresh_from_db()
-    store = StepStore(run.find_database())
+    store = StepTable(run.find_database())
     if run.status in Status.STOPPED:
         return
     with transaction.atomic(using=store.alias):
         steps = list(store.steps().filter(run=run.pk, stage=run.stage).waiting())
         rows_of(store.alias).filter(task_id__in=[step.task_id for step in steps]).erase()
-        engine.send(store, steps)
+        step_messages.send(store, steps)
 
 
 def _take_step(run: StageRun, retried: list[Sent]) -> tuple[Celery, Sent] | None:
-    """Take the next message of a run's steps: from the outbox, else one that was retried."""
+    """Take the next message of a run's steps: from the outbox, or one that was retried."""
     ids = set(run.steps.values_list("task_id", flat=True))
     found = take(rows_of(run.find_database()).filter(task_id__in=ids))
     again = [one for one in retried if one.task_id in ids]
     if found is not None or not again:
         return found
     retried.remove(again[0])
-    return find_app(), again[0]
+    return get_app(), again[0]

@@ -3,7 +3,7 @@ Settings of the example site. As they stand they need no server at all.
 
 The environment switches to real ones, each by itself: ``DATABASE_URL``,
 ``REDIS_URL`` (the cache, and the locks beside it), ``CELERY_BROKER_URL``,
-``EMAIL_HOST`` with ``EMAIL_PORT``. ``EXAMPLE_DATA_DIR`` moves the files.
+``EMAIL_HOST`` with ``EMAIL_PORT`` and ``EMAIL_TIMEOUT``. ``EXAMPLE_DATA_DIR`` moves the files.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ else:
 # -- E-mail --------------------------------------------------------------------------------------
 DEFAULT_FROM_EMAIL = "Example site <hello@example.com>"
 EMAIL_BACKEND = "django.core.mail.backends.console.EmailBackend"
-EMAIL_TIMEOUT = 10  # s; a row lock is held while the welcome e-mail is sent
+#: Longest wait for the mail server, s; a row lock is held while the welcome e-mail is sent.
+EMAIL_TIMEOUT = int(os.environ.get("EMAIL_TIMEOUT", "10"))
 if os.environ.get("EMAIL_HOST"):
     EMAIL_BACKEND = "django.core.mail.backends.smtp.EmailBackend"
     EMAIL_HOST = os.environ["EMAIL_HOST"]

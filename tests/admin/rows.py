@@ -11,8 +11,9 @@ from django.db import connections, router, transaction
 from django.db.models.functions import Now
 
 from django_celery_safe import send_on_commit, stages
+from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired, Holder, encode_holder, plain_name
+from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from django_celery_safe.stages import Status
 from tests.app.celery import app

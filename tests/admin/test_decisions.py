@@ -87,7 +87,8 @@ def test_a_renewed_lock(root: Visitor) -> None:
     asked = root.take(LOCKS, "release", *selection)
     assert asked.root.find("input", name="forced")
     (told,) = root.confirm(LOCKS, "release", *selection).messages
-    assert told.startswith("The lock feed is being renewed: its process lives")
+    assert told.startswith("The lock feed stays: pid 42 on web1 renewed it ")
+    assert told.endswith("Stop that process first; or choose it again, and tick the box.")
     assert find_lock("feed") is not None
     assert LogEntry.objects.count() == 0
     assert root.confirm(LOCKS, "release", *selection, forced="1").messages == [
@@ -96,11 +97,21 @@ def test_a_renewed_lock(root: Visitor) -> None:
     assert find_lock("feed") is None
 
 
+def test_a_box_is_not_ticked_twice(root: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that changes hands under a ticked box stays, and no box would help."""
+    hold("feed")
+    selection = selected(root.get(LOCKS))
+    monkeypatch.setattr("django_celery_safe.inspection.locks.release_lock", lambda *_: False)
+    assert root.confirm(LOCKS, "release", *selection, forced="1").messages == [
+        "The lock feed stays: it ended meanwhile, or someone else holds it now."
+    ]
+
+
 def test_an_overdue_lock(root: Visitor) -> None:
     """A lock whose renewal is overdue is refused with that, since its process may be dead."""
     hold("feed", HOLDER._replace(lease=10_000.0))
     (told,) = root.confirm(LOCKS, "release", *selected(root.get(LOCKS))).messages
-    assert "that is overdue, so its process may be dead" in told
+    assert "and not since, so it may be dead" in told
     assert find_lock("feed") is not None
 
 
@@ -141,11 +152,24 @@ def test_forget(root: Visitor) -> None:
     assert LogEntry.objects.get().action_flag == DELETION
 
 
+def test_a_record_that_was_claimed_again_meanwhile(root: Visitor) -> None:
+    """The page forgets the claim that it asked about, and none that came after it."""
+    row = rows.record("paid:7", "failed")
+    asked = root.take(RECORDS, "forget", row.pk)
+    (version,) = asked.root.find("input", type="hidden", name="version")
+    IdempotencyRecord.objects.filter(pk=row.pk).update(token="f" * 32, state="done")
+    told = root.confirm(RECORDS, "forget", row.pk, version=version.attributes["value"])
+    assert told.messages == ["1 of 1 rows ended or changed after they were shown."]
+    assert IdempotencyRecord.objects.get() == row
+
+
 def test_a_record_that_is_worked_on(root: Visitor) -> None:
     """A record that somebody works on is forgotten only when the box says so."""
     row = rows.record("paid:7", "running", rows.LEASE)
     (told,) = root.confirm(RECORDS, "forget", row.pk).messages
-    assert told.startswith("The record paid:7 is being worked on")
+    assert told.startswith(
+        "The idempotency record paid:7 stays: it is being worked on (id-1, pid 42 on web1)"
+    )
     assert IdempotencyRecord.objects.get() == row
     assert LogEntry.objects.count() == 0
     root.confirm(RECORDS, "forget", row.pk, forced="1")
@@ -235,9 +259,9 @@ def test_a_lock_that_changed_hands(root: Visitor) -> None:
     token = hold("feed", IDLE)
     for forced in ({}, {"forced": "1"}):
         told = root.confirm(LOCKS, "release", *selection, **forced)
-        assert told.messages == ["1 of 1 ended or changed after they were shown."]
+        assert told.messages == ["1 of 1 rows ended or changed after they were shown."]
     asked = root.take(LOCKS, "release", *selection)
-    assert "Nothing of what was selected is there any more." in asked.content
+    assert "The selected rows no longer exist." in asked.content
     held = find_lock("feed")
     assert held is not None
     assert held.token == token
@@ -252,7 +276,7 @@ def test_a_lock_that_ended(root: Visitor) -> None:
     told = root.confirm(LOCKS, "release", *selection)
     assert told.messages == [
         "1 lock was released.",
-        "1 of 2 ended or changed after they were shown.",
+        "1 of 2 rows ended or changed after they were shown.",
     ]
 
 
@@ -264,7 +288,7 @@ def test_a_lock_that_is_renewed_by_now(root: Visitor) -> None:
     token = selection[0][:32]
     locate().store().acquire("feed", token, rows.LEASE, HOLDER)
     (told,) = root.confirm(LOCKS, "release", *selection).messages
-    assert "is being renewed" in told
+    assert "renewed it " in told
 
 
 #: A decision, what makes a row of it, what happens to the row meanwhile, what is said.
@@ -347,9 +371,9 @@ def test_a_row_that_is_gone(root: Visitor, url: str, decision: str, make: Any) -
     row = make()
     type(row)._default_manager.filter(pk=row.pk).delete()
     told = root.confirm(url, decision, row.pk)
-    assert told.messages == ["1 of 1 ended or changed after they were shown."]
+    assert told.messages == ["1 of 1 rows ended or changed after they were shown."]
     asked = root.take(url, decision, row.pk)
-    assert "Nothing of what was selected is there any more." in asked.content
+    assert "The selected rows no longer exist." in asked.content
     assert LogEntry.objects.count() == 0
 
 
@@ -358,7 +382,7 @@ def test_a_row_that_left_the_filter(root: Visitor) -> None:
     row = rows.leave_dead()
     change(row, due_at=Now(), dead_at=None)
     told = root.confirm(f"{OUTBOX}?state=dead", "discard", row.pk)
-    assert told.messages == ["1 of 1 ended or changed after they were shown."]
+    assert told.messages == ["1 of 1 rows ended or changed after they were shown."]
     assert OutboxMessage.objects.get() == row
 
 

@@ -148,6 +148,7 @@ def test_forms_of_whoever_may_not(way: str, case: Case) -> None:
         assert (who, case.state(pk), LogEntry.objects.count()) == (who, before, 0)
 
 
+@pytest.mark.long
 @every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_forms_of_whoever_may(way: str, case: Case) -> None:
@@ -210,6 +211,7 @@ def test_with_token(case: Case) -> None:
     assert case.state(pk) != before
 
 
+@pytest.mark.long
 @every_case
 def test_other_methods(case: Case) -> None:
     """What asks and confirms in the URL changes nothing, whoever sends it by whatever method."""

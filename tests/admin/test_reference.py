@@ -37,7 +37,6 @@ def test_actions() -> None:
     decisions = [each for model in HEADINGS for each in admin.site.get_model_admin(model).decisions]  # type: ignore[attr-defined]
     listed = {names_in(name)[0]: bool(box) for name, _, box in REFERENCE.rows("Actions")}
     assert listed == {each.name: bool(each.force) for each in decisions}
-    assert all(bool(each.force) == (each.forced is not None) for each in decisions)
 
 
 @pytest.mark.parametrize("model", HEADINGS, ids=HEADINGS.values())

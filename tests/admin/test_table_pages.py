@@ -158,7 +158,7 @@ def test_states_of_records(staff: Visitor) -> None:
         return staff.get(every_page(IdempotencyRecord, key)["change"]).fields
 
     busy = fields("busy")
-    assert (busy["Process"], busy["Task ID"]) == ("pid 42 on web1", "id-1")
+    assert (busy["Process"], busy["Task id"]) == ("pid 42 on web1", "id-1")
     assert busy["Lease left"] == "10min"
     assert fields("gone")["Lease left"] == "0.0s"
     assert fields("done")["Lease left"] == "-"
@@ -171,7 +171,7 @@ def test_a_record_outside_tasks(staff: Visitor) -> None:
     rows.record("code", holder=rows.HOLDER._replace(task=None, task_id=None))
     rows.record("odd", holder=rows.HOLDER._replace(host="", task=None, task_id=None))
     fields = staff.get(every_page(IdempotencyRecord, "code")["change"]).fields
-    assert (fields["Task"], fields["Task ID"], fields["Process"]) == ("-", "-", "pid 42 on web1")
+    assert (fields["Task"], fields["Task id"], fields["Process"]) == ("-", "-", "pid 42 on web1")
     fields = staff.get(every_page(IdempotencyRecord, "odd")["change"]).fields
     assert fields["Process"] == "not known"
 
@@ -181,7 +181,7 @@ def test_a_record_outside_tasks(staff: Visitor) -> None:
     [
         *(pytest.param("sqlite", name, id=f"sqlite-{kind}") for kind, name in NAMES.items()),
         *(
-            pytest.param("postgres", NAMES[kind], id=f"postgres-{kind}")
+            pytest.param("postgres", NAMES[kind], id=f"postgres-{kind}", marks=pytest.mark.long)
             for kind in ("control", "half", "long", "wide")
         ),
     ],

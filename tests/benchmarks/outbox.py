@@ -23,7 +23,7 @@ from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
 from django_celery_safe import SafeTask, send_on_commit
-from django_celery_safe.management.commands.celery_outbox import status_of
+from django_celery_safe.inspection.messages import status_of
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import BATCH, LEASE, Relay
 from tests.app.models import Person
@@ -146,7 +146,7 @@ def send_directly(messages: int) -> tuple[float, float]:
 def relay_all(alias: str) -> tuple[float, float]:
     """Send what is in the outbox; return when that began and ended."""
     relay = Relay(alias)
-    relay.look_after()
+    relay.heartbeat_and_prune()
     assert relay.relay_batch() == WARM_UP
     gc.collect()
     meet()

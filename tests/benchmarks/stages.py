@@ -21,7 +21,7 @@ from django.db import connections
 from django.test.utils import CaptureQueriesContext
 
 from django_celery_safe import stages
-from django_celery_safe.concurrency.header import HEADER, Header
+from django_celery_safe.delivery.header import HEADER, Header
 from django_celery_safe.models import StageStep
 from tests.benchmarks.report import Figure, ratio
 from tests.processes import CeleryWorker, start_in_process

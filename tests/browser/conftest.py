@@ -103,6 +103,8 @@ def site(
         REDIS_URL=lock_server.url,
         EMAIL_HOST="127.0.0.1",
         EMAIL_PORT=str(mail.port),
+        # Longer than a test holds an e-mail back.
+        EMAIL_TIMEOUT="60",
         FEEDS_TIMEOUT="60",
     ) as site:
         yield site

@@ -167,7 +167,7 @@ def test_running_import_is_seen(
         expect_no_decisions(page)
         look(page, "admin-locks")
         row.get_by_role("link").click()
-        for head, text in (("Process", f"pid {pid} on"), ("Task ID", task_id), ("Renewed", "Yes")):
+        for head, text in (("Process", f"pid {pid} on"), ("Task id", task_id), ("Holder", "lives")):
             expect(page.get_by_role("row", name=f"{head} {text}")).to_be_visible()
         expect_no_decisions(page)
         look(page, "admin-lock")
@@ -394,7 +394,7 @@ def test_renewed_lock_needs_the_box(page: Page, site: Site, hold: Hold, look: Sc
     look(page, "admin-lock-release")
     page.get_by_role("button", name="Release").click()
     confirm(page, "Release")
-    expect_message(page, f"The lock {name} is being renewed: its process lives")
+    expect_message(page, f"The lock {name} stays: ")
     expect(row_of(page, name)).to_have_count(1)
     look(page, "admin-locks-refused")
     choose(page, "Release selected locks", name)

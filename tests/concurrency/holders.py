@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from django_celery_safe import HeldLock
+from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired, Holder
+from django_celery_safe.locks.stores.base import Acquired
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from celery import Celery, Task
 from celery.app.trace import build_tracer
 from celery.states import SUCCESS
 
-from django_celery_safe.concurrency.header import HEADER
+from django_celery_safe.delivery.header import HEADER
 
 
 @dataclass(frozen=True)

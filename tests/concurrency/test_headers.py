@@ -22,7 +22,7 @@ from django_celery_safe import (
     release_lock,
     single_instance,
 )
-from django_celery_safe.concurrency.header import HEADER
+from django_celery_safe.delivery.header import HEADER
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_options import held_names
 

@@ -11,7 +11,6 @@ import pytest
 from celery import Task, chain
 from celery.exceptions import Reject, Retry
 from django.db import connections
-from django.dispatch import Signal
 from kombu.exceptions import OperationalError
 from pytest_django import Settings
 
@@ -25,11 +24,13 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.concurrency import guard
-from django_celery_safe.concurrency.header import HEADER
-from django_celery_safe.signals import task_conflict, task_own_copy
+from django_celery_safe.delivery.header import HEADER
+from django_celery_safe.events import TASK_CONFLICT, TASK_OWN_COPY
+from django_celery_safe.locks.stores.local import LocalStore
 from tests.concurrency.holders import held_by
-from tests.concurrency.mailbox import Mailbox, Message
+from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.processes import free_port, wait_for
+from tests.sending.conftest import hearing
 
 NAME = "tests.importing"
 LOCK = f"{NAME}:7"
@@ -38,7 +39,7 @@ LOCK = f"{NAME}:7"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait less for the own lock: here its holder never ends by itself."""
-    monkeypatch.setattr(guard, "OWN_LOCK_PATIENCE", 0.01)
+    monkeypatch.setattr(guard, "OWN_RUN_WAIT", 0.01)
 
 
 @pytest.fixture(params=["local", "django-redis", "sqlite"])
@@ -84,17 +85,9 @@ def find_note(message: Message) -> HeldLock | None:
 
 @pytest.fixture
 def events() -> Iterator[list[dict[str, Any]]]:
-    """The fields of each conflict and own copy that was signalled."""
-    seen: list[dict[str, Any]] = []
-
-    def note(signal: Signal, sender: Any, **fields: Any) -> None:
-        seen.append(fields)
-
-    task_conflict.connect(note)
-    task_own_copy.connect(note)
-    yield seen
-    task_conflict.disconnect(note)
-    task_own_copy.disconnect(note)
+    """The fields of each conflict and own copy that was logged."""
+    with hearing(TASK_CONFLICT, TASK_OWN_COPY) as heard:
+        yield heard
 
 
 # Another run holds the lock.
@@ -269,7 +262,7 @@ def test_a_conflict_is_told(
     assert events == [
         {"name": LOCK, "task_id": message.id, "holder": holder, "on_conflict": on_conflict}
     ]
-    (record,) = [r for r in caplog.records if r.name == "django_celery_safe.concurrency.guard"]
+    (record,) = [r for r in caplog.records if r.name == "django_celery_safe.task_conflict"]
     assert record.levelno == logging.INFO
     told = f"Task {message.id} met the lock '{LOCK}', held by {holder}: {on_conflict}."
     assert record.getMessage() == told
@@ -358,6 +351,54 @@ def test_a_copy_that_meets_the_lock_again_is_replaced(store: str, mailbox: Mailb
     mailbox.deliver(copies[-1])
     assert importing.runs == [message.id]
     assert find_note(message) is None
+
+
+def run_and_deliver_again(mailbox: Mailbox) -> tuple[Message, list[str]]:
+    """Deliver a message again while it runs; return its copy, and the runs so far and later."""
+    runs: list[str] = []
+
+    def running(task: Any, number: int) -> None:
+        runs.append(task.request.id)
+        if len(runs) == 1:
+            with ThreadPoolExecutor(1) as elsewhere:
+                assert elsewhere.submit(deliver).result().state == "IGNORED"
+
+    def deliver() -> Outcome:
+        mailbox.app.set_current()
+        return mailbox.deliver(message)
+
+    decorate = single_instance(key="{number}")
+    task = mailbox.task(decorate(running), name=NAME, base=SafeTask, bind=True, acks_late=True)
+    task.delay(7)
+    message = mailbox.take_one()
+    assert mailbox.deliver(message).state == "SUCCESS"
+    return mailbox.take_one(), runs
+
+
+@pytest.mark.parametrize("name", ["local", "django-redis", "memcached", "sqlite", "portable"])
+def test_the_copy_of_a_run_that_has_ended_is_dropped(
+    name: str, mailbox: Mailbox, use_store: Callable[[str], None]
+) -> None:
+    """A run that was delivered again while it went on is not followed by another, on any store."""
+    use_store(name)
+    copy, runs = run_and_deliver_again(mailbox)
+    assert mailbox.deliver(copy).state == "IGNORED"
+    assert (runs, mailbox.take()) == ([copy.id], [])
+    assert (find_lock(LOCK), find_note(copy)) == (None, None)
+
+
+def test_a_copy_is_dropped_though_its_markers_can_not_be_deleted(
+    mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that fails then does not turn the work that is done into a failure."""
+    copy, runs = run_and_deliver_again(mailbox)
+
+    def refuse(*args: Any, **options: Any) -> bool:
+        raise LockBackendError("nowhere", "release", "it is gone")
+
+    monkeypatch.setattr(LocalStore, "release", refuse)
+    assert mailbox.deliver(copy).state == "IGNORED"
+    assert runs == [copy.id]
 
 
 def test_a_copy_that_is_not_the_noted_one_is_dropped(store: str, mailbox: Mailbox) -> None:
@@ -456,7 +497,7 @@ def test_a_lock_that_is_free_in_a_moment_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
     """A retry without delay, which overtakes the end of its own run, runs at once."""
-    monkeypatch.setattr(guard, "OWN_LOCK_PATIENCE", 10.0)
+    monkeypatch.setattr(guard, "OWN_RUN_WAIT", 10.0)
     importing = Importing(mailbox)
     message = importing.message()
     with held_by(LOCK, message.id) as lock:
@@ -499,9 +540,9 @@ def test_an_own_copy_is_told(
     with held_by(LOCK, message.id) as lock:
         mailbox.deliver(message)
         mailbox.deliver(message)
-    expected = {"name": LOCK, "task_id": message.id, "holder": str(lock.holder)}
+    expected = {"name": LOCK, "task": NAME, "task_id": message.id, "holder": str(lock.holder)}
     assert events == [{**expected, "delay": 2.0}, {**expected, "delay": None}]
-    sent, dropped = (r for r in caplog.records if r.name == "django_celery_safe.concurrency.copies")
+    sent, dropped = (r for r in caplog.records if r.name == "django_celery_safe.task_own_copy")
     assert sent.levelno == dropped.levelno == logging.INFO
     assert str(lock.holder) in sent.getMessage()
     assert "a copy comes back in 2 s" in sent.getMessage()
@@ -520,7 +561,7 @@ def test_one_id_for_two_sends_is_told(
     mailbox.app.conf.broker_write_url = "redis://"
     with held_by(LOCK, first.id):
         mailbox.deliver(second)
-    (record,) = (r for r in caplog.records if r.name == "django_celery_safe.concurrency.copies")
+    (record,) = (r for r in caplog.records if r.name == "django_celery_safe.task_own_copy")
     assert record.levelno == logging.WARNING
     assert "If this id was given to two sends, they count as one message" in record.getMessage()
     assert "give each send its own" in record.getMessage()

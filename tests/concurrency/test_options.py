@@ -14,10 +14,10 @@ from celery import Celery, Task, shared_task
 from pydantic import BaseModel
 
 from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_instance
-from django_celery_safe.concurrency.copies import resending
 from django_celery_safe.concurrency.guard import find_guarded
-from django_celery_safe.concurrency.header import HEADER
 from django_celery_safe.conf import UNSET
+from django_celery_safe.delivery.copies import resending
+from django_celery_safe.delivery.header import HEADER
 from tests.concurrency.mailbox import Mailbox
 from tests.servers import RedisServer
 
@@ -42,13 +42,13 @@ HERE = r"tests\.concurrency\.test_options\.import_feed"
         ({"on_conflict": "wait"}, r'"wait" with no blocking_timeout: a run that waits holds'),
         ({"on_conflict": "wait", "blocking_timeout": None}, r"with blocking_timeout=None"),
         ({"on_conflict": "wait", "blocking_timeout": 0}, r"with blocking_timeout=0"),
-        ({"on_conflict": "wait", "blocking_timeout": -1}, r"-1 is no time to wait"),
+        ({"on_conflict": "wait", "blocking_timeout": -1}, r"-1 is not a valid time to wait"),
         ({"on_conflict": "wait", "blocking_timeout": float("inf")}, r"blocking_timeout=inf"),
         ({"blocking_timeout": 5}, r"blocking_timeout=5 has no meaning with on_conflict='skip'"),
         ({"timeout": None}, r"timeout=None would be a lock without end"),
-        ({"timeout": 0}, r"timeout=0 is no lease"),
-        ({"timeout": timedelta(seconds=-1)}, r"is no lease"),
-        ({"timeout": "30"}, r"timeout='30' is no lease"),
+        ({"timeout": 0}, r"timeout=0 is not a valid lease"),
+        ({"timeout": timedelta(seconds=-1)}, r"is not a valid lease"),
+        ({"timeout": "30"}, r"timeout='30' is not a valid lease"),
         ({"key": None}, r"key=None can't say which calls are the same"),
         ({"key": 7}, r"key=7 can't say"),
         ({"key": [7]}, r"key=\[7\] can't say"),

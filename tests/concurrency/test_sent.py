@@ -1,36 +1,40 @@
 """The lock of a message, when its send or the end of its run goes another way than usual."""
 
+import asyncio
 import gc
 import logging
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import CodeType, FrameType
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 from celery.app.task import Context
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import before_task_publish, task_revoked
+from django.db import transaction
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-import django_celery_safe
-from django_celery_safe import HeldLock, SafeTask, find_lock, single_instance
-from django_celery_safe.concurrency.run_lock import RunLock
-from django_celery_safe.locks.stores.base import Holder, Store
+from django_celery_safe import HeldLock, SafeTask, conf, find_lock, single_instance
+from django_celery_safe.concurrency.sent import SentLock
+from django_celery_safe.leases.holder import Holder
+from django_celery_safe.locks import CacheLock
+from django_celery_safe.signals import lock_released
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
 from tests.contract.conftest import SHARED_STORES
+from tests.interruption import Interruption
 from tests.locks.test_interrupted import InterruptedStore, store
-from tests.processes import free_port, wait_for
+from tests.processes import FunctionFailed, free_port, start_in_process, tell, wait_for
 
 __all__ = ["store"]
 
 NAME = "tests.once"
-PACKAGE = str(Path(django_celery_safe.__file__).parent)
+#: A lease of runs, s.
+LEASE = 1.5
 
 
 def unique(
@@ -62,39 +66,8 @@ def nobody_listens() -> Connection:
 # A soft time limit at the end of a run.
 
 
-class Interruption:
-    """Raises at the n-th call that the package makes or returns from, inside given functions."""
-
-    def __init__(self, number: int, inside: set[CodeType]) -> None:
-        self.number, self.inside = number, inside
-        #: Where it was; "": there are fewer calls.
-        self.place = ""
-        self._depth = self._calls = 0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Interrupt this block, where Python looks for signals: not between any two lines."""
-        before = sys.getprofile()
-        sys.setprofile(self._note)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
-
-    def _note(self, frame: FrameType, event: str, arg: object) -> None:
-        code = frame.f_code
-        if code in self.inside:
-            self._depth += {"call": 1, "return": -1}.get(event, 0)
-        if not self._depth or event not in ("call", "c_return"):
-            return
-        if code.co_filename.startswith(PACKAGE):
-            self._calls += 1
-            if self._calls == self.number:
-                self.place = f"{code.co_qualname}:{frame.f_lineno}"
-                raise SoftTimeLimitExceeded
-
-
-ENDS = {RunLock.__exit__.__code__, RunLock._step_aside.__code__}
+#: The last functions of a run: they release its lock, and then the message's.
+ENDS = {CacheLock.__exit__.__code__, SentLock._end_run.__code__}
 
 
 @pytest.mark.parametrize("renew", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -136,9 +109,9 @@ def test_a_soft_time_limit_at_the_end_of_a_run_leaves_no_lock(
             break
         places.append(interruption.place)
     # Decided and done there, not only begun.
-    assert {place.split(":")[0] for place in places} >= (
-        {"SentLock.after"} if conflict else {"RunLock.__exit__", "LocalStore.release"}
-    )
+    decided = {"SentLock.after"} if conflict or until == "end" else set()
+    done = set() if conflict else {"LocalStore.release"}
+    assert {place.split(":")[0] for place in places} >= decided | done
 
     def are_all_free() -> bool:
         # Again and again: the thread that renews may look at a lock at that very moment.
@@ -148,35 +121,68 @@ def test_a_soft_time_limit_at_the_end_of_a_run_leaves_no_lock(
     wait_for(are_all_free, 30, "a lock is left")
 
 
-def release_along(self: InterruptedStore, *args: Any, **options: Any) -> Any:
-    """Release both, or be interrupted."""
-    return self._interrupted("release_along", lambda: Store.release_along(self, *args, **options))
-
-
-@pytest.mark.parametrize("request_name", ["release_along", "release"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("renew", [True, False])
 def test_an_interrupted_release_frees_both(
-    renew: bool,
-    when: str,
-    request_name: str,
-    mailbox: Mailbox,
-    store: type[InterruptedStore],
-    monkeypatch: pytest.MonkeyPatch,
+    renew: bool, when: str, mailbox: Mailbox, store: type[InterruptedStore]
 ) -> None:
     """Whether or not the store got the request, the next send is no duplicate, and it runs."""
-    monkeypatch.setattr(store, "release_along", release_along)
     task = unique(mailbox, work, {"renew": renew})
     task.delay(7)
     message = mailbox.take_one()
     faults = getattr(store, when)
-    faults[request_name] = SoftTimeLimitExceeded()
+    faults["release"] = SoftTimeLimitExceeded()
     state, error = mailbox.deliver(message)
     assert (state, type(error)) == ("FAILURE", SoftTimeLimitExceeded)
     assert faults == {}
     assert held_names() == []
     assert task.delay(7).is_duplicate is False
     assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", "done")
+
+
+# A death between the end of one lock and the other.
+
+
+def run_and_die(where: str) -> None:
+    """Run a task that was sent once, and be killed at this point; in a process of its own."""
+    owner, _, name = where.partition(".")
+    of: Any = {"SentLock": SentLock, "CacheLock": CacheLock}[owner]
+
+    def die(*args: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    box = Mailbox()
+    box.app.set_current()
+    task = unique(box, work, {"timeout": LEASE, "sent_timeout": 100}, acks_late=True)
+    task.delay(7)
+    message = box.take_one()
+    tell(message)
+    setattr(of, name, die)
+    box.deliver(message)
+
+
+@pytest.mark.parametrize("store_name", ["django-redis", "postgres"])
+@pytest.mark.parametrize(
+    "where", ["CacheLock.acquire", "SentLock._begin_run", "CacheLock.release", "SentLock.move"]
+)
+def test_a_death_between_the_two_locks_leaves_nothing_for_long(
+    where: str, store_name: str, mailbox: Mailbox, use_store: Callable[[str], None]
+) -> None:
+    """Its message, delivered again, runs; after the run had begun the same can be sent anyway."""
+    use_store(store_name)
+    with start_in_process(run_and_die, where) as process:
+        message = process.receive()
+        with pytest.raises(FunctionFailed):
+            process.result()
+    sent = find_lock(f"sent:{NAME}:7")
+    assert sent is not None
+    if where in ("CacheLock.release", "SentLock.move") and sent.remaining is not None:
+        assert sent.remaining <= LEASE
+    task = unique(mailbox, work, {"timeout": LEASE, "sent_timeout": 100}, acks_late=True)
+    wait_for(lambda: find_lock(f"{NAME}:7") is None, 30, "the run's lock is left")
+    assert mailbox.deliver(message) == ("SUCCESS", "done")
+    assert held_names() == []
+    assert task.delay(7).is_duplicate is False
 
 
 # Rejected, and retried by hand.
@@ -218,31 +224,135 @@ def test_a_retry_raised_by_hand_frees_the_lock(
     assert task.delay(7).is_duplicate is False
 
 
-def test_a_lock_goes_with_an_autoretry_before_it_is_published(
-    mailbox: Mailbox, locks_in_memory: None
+def left_of_lock() -> float | None:
+    """Return what is left of the lease of the message's lock, s."""
+    lock = find_lock(f"sent:{NAME}:7")
+    assert lock is not None
+    return lock.remaining
+
+
+@pytest.mark.parametrize("why", ["retry", "autoretry", "conflict", "requeue"])
+def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
+    why: str, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
-    """The next run may begin right after: what it does with the lock must not be undone."""
+    """A run frees its own lock last, so it undoes nothing that the next run does with this one."""
 
     def fail(self: Any, number: int) -> None:
-        raise KeyError
+        raise self.retry(countdown=0) if why == "retry" else KeyError
 
     left = []
 
-    def look(sender: Any, **kwargs: Any) -> None:
-        lock = find_lock(f"sent:{NAME}:7")
-        left.append(None if lock is None else lock.remaining)
+    def look(**kwargs: Any) -> None:
+        if kwargs.get("name") != f"sent:{NAME}:7":
+            left.append(left_of_lock())
 
-    lock = {"timeout": 5, "sent_timeout": 100}
-    task = unique(mailbox, fail, lock, autoretry_for=(KeyError,), default_retry_delay=0)
+    lock = {"timeout": 5, "sent_timeout": 100, "on_conflict": "retry", "retry_delay": 0.01}
+    autoretry = {"autoretry_for": (KeyError,), "default_retry_delay": 0}
+    task = unique(mailbox, fail, lock, **(autoretry if why == "autoretry" else {}))
     task.delay(7)
     message = mailbox.take_one()
-    before_task_publish.connect(look, sender=NAME)
+    holders = {"conflict": "other", "requeue": message.id}
+    # A run that is over has no lock any more when its message is published.
+    moment: Any = lock_released if why == "retry" else before_task_publish
+    moment.connect(look)
     try:
-        assert mailbox.deliver(message).state == "RETRY"
+        with ExitStack() as stack:
+            if why in holders:
+                stack.enter_context(held_by(f"{NAME}:7", holders[why]))
+            state = mailbox.deliver(message).state
     finally:
-        before_task_publish.disconnect(look, sender=NAME)
-    assert left == [pytest.approx(100, abs=1)]
-    assert mailbox.take_one().id == message.id
+        moment.disconnect(look)
+    assert state == ("IGNORED" if why == "requeue" else "RETRY")
+    # Requeued, it comes when the other lock ends, which is waited for half a second before.
+    waits = 29.5 if why == "requeue" else 0
+    assert left == [pytest.approx(100 + waits, abs=1)]
+    again = mailbox.take_one()
+    assert again.id == message.id
+    lock_then = find_lock(f"sent:{NAME}:7")
+    assert lock_then is not None
+    assert lock_then.token == message.ours["sent"]
+
+
+@pytest.mark.parametrize("renew", [True, False])
+def test_a_forked_child_that_leaves_the_run_frees_no_lock_of_its_parent(
+    renew: bool, mailbox: Mailbox, use_store: Callable[[str], None]
+) -> None:
+    """A bare os.fork() in a task: the child unwinds the whole run, and then the parent goes on."""
+    use_store("django-redis")
+    held, parent = [], os.getpid()
+
+    def fork(self: Any, number: int) -> None:
+        if (child := os.fork()) == 0:
+            raise KeyError(number)
+        assert os.waitpid(child, 0)[1] == 0
+        held.extend(held_names())
+
+    task = unique(mailbox, fork, {"timeout": 30, "renew": renew})
+    task.delay(7)
+    message = mailbox.take_one()
+    try:
+        state = mailbox.deliver(message).state
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    assert state == "SUCCESS"
+    assert sorted(held) == [f"sent:{NAME}:7", f"{NAME}:7"]
+    assert held_names() == []
+
+
+@pytest.mark.parametrize("renew", [True, False])
+def test_a_retry_inside_a_transaction_takes_its_lock_along(
+    renew: bool, mailbox: Mailbox, use_store: Callable[[str], None]
+) -> None:
+    """Also where the lock is in the database of the transaction, which is rolled back."""
+    use_store("postgres")
+
+    def fail(self: Any, number: int) -> None:
+        with transaction.atomic(using=conf.get("LOCK_DATABASE")):
+            raise self.retry(countdown=50)
+
+    lock = {"timeout": 5, "sent_timeout": 100, "renew": renew}
+    task = unique(mailbox, fail, lock)
+    task.delay(7)
+    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert left_of_lock() == pytest.approx(150, abs=5)
+    assert task.delay(7).is_duplicate is True
+
+
+def test_a_retry_inside_an_event_loop_is_sent(
+    mailbox: Mailbox, use_store: Callable[[str], None]
+) -> None:
+    """The database can't be asked there; its lock goes along when the run ends."""
+    use_store("postgres")
+
+    async def work_on(self: Any) -> None:
+        raise self.retry(countdown=50)
+
+    def fail(self: Any, number: int) -> None:
+        asyncio.run(work_on(self))
+
+    task = unique(mailbox, fail, {"timeout": 5, "sent_timeout": 100})
+    task.delay(7)
+    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert left_of_lock() == pytest.approx(150, abs=5)
+
+
+def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(
+    mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """The retry could not be sent: until the run ends the lease is that of a run, and renewed."""
+    left = []
+
+    def go_on(self: Any, number: int) -> None:
+        with nobody_listens() as nowhere, suppress(Reject):
+            self.retry(countdown=50, connection=nowhere)
+        left.append(left_of_lock())
+
+    task = unique(mailbox, go_on, {"timeout": 5, "sent_timeout": 100})
+    task.delay(7)
+    assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
+    assert left == [pytest.approx(5, abs=2)]
+    assert held_names() == []
 
 
 @pytest.mark.parametrize("autoretry", [(), (KeyError,)])

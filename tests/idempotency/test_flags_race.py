@@ -1,41 +1,64 @@
 """do_once among processes: one effect for each row, on every database."""
 
+import gc
 import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DatabaseError, OperationalError, connections, transaction
+from django.db.transaction import Atomic
 
 from django_celery_safe import LockNotAcquired, WrongTransaction
+from django_celery_safe.idempotency.flags import _Once
 from tests.app.models import Account, Customer, Meter, Person
 from tests.conftest import MakeDatabase
+from tests.interruption import Interruption
 from tests.processes import Journal, run_in_processes, start_in_process, tell, wait_for
 from tests.servers import PostgresServer
 
 ROWS = 20
-PROCESSES = 4
+#: Databases, processes and rows of a race; SQLite lets its writers in one by one.
+RACES = pytest.mark.parametrize(
+    ("kind", "processes", "rows"),
+    [
+        ("postgres", 8, 50),
+        ("sqlite", 4, ROWS),
+        ("sqlite-immediate", 4, ROWS),
+        pytest.param("sqlite", 8, 50, marks=pytest.mark.long),
+        pytest.param("sqlite-immediate", 8, 50, marks=pytest.mark.long),
+    ],
+)
 #: How long SQLite waits for its turn, s: it lets waiters in by chance, not in order.
 LONGEST_WAIT = 120
 
 
+@RACES
 @pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
-@pytest.mark.parametrize("kind", ["sqlite", "sqlite-immediate", "postgres"])
 def test_one_effect_for_each_row(
-    kind: str, guarantee: str, make_database: MakeDatabase, tmp_path: Path
+    kind: str,
+    guarantee: str,
+    processes: int,
+    rows: int,
+    make_database: MakeDatabase,
+    tmp_path: Path,
 ) -> None:
     """Processes that do the same rows have one effect for each, and no database error."""
     alias = make_patient(make_database, kind)
-    Person.everyone.using(alias).bulk_create(Person(pk=pk) for pk in range(1, ROWS + 1))
+    Person.everyone.using(alias).bulk_create(Person(pk=pk) for pk in range(1, rows + 1))
     journal = Journal(tmp_path / "effects.jsonl")
-    run_in_processes(do_all, PROCESSES, alias, guarantee, journal)
-    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, ROWS + 1), 1)
+    run_in_processes(do_all, processes, alias, guarantee, journal, range(1, rows + 1))
+    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, rows + 1), 1)
     done = Person.everyone.using(alias).filter(is_welcome_email_sent=True)
-    assert done.count() == ROWS
+    assert done.count() == rows
 
 
 def make_patient(make_database: MakeDatabase, kind: Any) -> str:
@@ -46,10 +69,9 @@ def make_patient(make_database: MakeDatabase, kind: Any) -> str:
     return alias
 
 
-def do_all(alias: str, guarantee: str, journal: Journal, seed: int | None = None) -> None:
-    """Have the effect for every row that was not done; with a seed, in an order of its own."""
-    pks = range(1, ROWS + 1)
-    for pk in pks if seed is None else Random(seed).sample(pks, ROWS):
+def do_all(alias: str, guarantee: str, journal: Journal, pks: Sequence[int]) -> None:
+    """Have the effect for every row that was not done."""
+    for pk in pks:
         with Person.do_once(
             pk,
             "is_welcome_email_sent",
@@ -153,24 +175,29 @@ def test_queries_are_few(kind: str, make_database: MakeDatabase) -> None:
     assert counts == ([3, 2] if kind == "sqlite" else [2, 1])
 
 
+@RACES
 @pytest.mark.parametrize("flag", ["is_welcome_email_sent", "is_invoiced"])
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_one_effect_for_each_row_of_two_tables(
-    kind: str, flag: str, make_database: MakeDatabase, tmp_path: Path
+    kind: str,
+    flag: str,
+    processes: int,
+    rows: int,
+    make_database: MakeDatabase,
+    tmp_path: Path,
 ) -> None:
     """With multi-table inheritance a flag of the parent, or the child, excludes as well."""
     alias = make_patient(make_database, kind)
-    for pk in range(1, ROWS + 1):
+    for pk in range(1, rows + 1):
         Customer.objects.using(alias).create(pk=pk)
     journal = Journal(tmp_path / "effects.jsonl")
-    run_in_processes(serve_all, PROCESSES, alias, flag, journal)
-    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, ROWS + 1), 1)
-    assert Customer.objects.using(alias).filter(**{flag: True}).count() == ROWS
+    run_in_processes(serve_all, processes, alias, flag, journal, rows)
+    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, rows + 1), 1)
+    assert Customer.objects.using(alias).filter(**{flag: True}).count() == rows
 
 
-def serve_all(alias: str, flag: str, journal: Journal) -> None:
+def serve_all(alias: str, flag: str, journal: Journal, rows: int) -> None:
     """Have the effect for every customer for whom it was not had."""
-    for pk in range(1, ROWS + 1):
+    for pk in range(1, rows + 1):
         with Customer.do_once(pk, flag, using=alias) as customer:
             if customer:
                 journal.write("effect", pk=pk)
@@ -291,7 +318,9 @@ def test_what_serializable_refuses_at_the_commit_begins_again(
 
     def do(seed: int) -> None:
         try:
-            do_all(postgres_alias, "at_most_once", journal, seed)
+            # Each in an order of its own.
+            pks = Random(seed).sample(range(1, ROWS + 1), ROWS)
+            do_all(postgres_alias, "at_most_once", journal, pks)
         finally:
             connections[postgres_alias].close()
 
@@ -342,6 +371,35 @@ def waits(server: PostgresServer, alias: str) -> bool:
             [connections.settings[alias]["NAME"]],
         )
         return found.fetchone() is not None
+
+
+@pytest.mark.parametrize("nowait", [False, True])
+@pytest.mark.parametrize("guarantee", ["at_least_once", "at_most_once"])
+def test_a_soft_time_limit_leaves_no_transaction_open(
+    guarantee: Any, nowait: bool, sqlite_alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whichever call of do_once's it hits: else the worker's next task would be inside it."""
+    # Some hit as a generator is closed, where Python has nobody to raise them to.
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    methods: list[Any] = [_Once.at_least_once, _Once.at_most_once]
+    inside = {method.__wrapped__.__code__ for method in methods}
+    places = []
+    for number in range(1, 1000):
+        Person.everyone.using(sqlite_alias).create(pk=number)
+        # A limit that hits as Django begins to end a transaction is Django's.
+        interruption = Interruption(number, inside, others=True, spared={Atomic.__exit__.__code__})
+        with suppress(SoftTimeLimitExceeded):
+            do = Person.do_once(
+                number, "is_badge_printed", using=sqlite_alias, guarantee=guarantee, nowait=nowait
+            )
+            with interruption.watching(), do:
+                pass
+        assert not connections[sqlite_alias].in_atomic_block, interruption.place
+        if not interruption.place:
+            break
+        places.append(interruption.place)
+    gc.collect()
+    assert len(places) > 20
 
 
 def test_a_generated_column_is_not_written(sqlite_alias: str) -> None:

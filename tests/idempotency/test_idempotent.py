@@ -41,8 +41,6 @@ from tests.conftest import MakeDatabase
 from tests.sending.conftest import hearing
 from tests.servers.databases import registered, sqlite_settings
 
-CLAIM_LOGGER: Final = "django_celery_safe.idempotency.claim"
-
 records = IdempotencyRecord.objects
 
 
@@ -717,38 +715,16 @@ def _let_time_pass(age: timedelta) -> None:
 # Events.
 
 
-def test_each_event_is_signalled_and_logged(db: None, caplog: pytest.LogCaptureFixture) -> None:
-    """Finished, repeated and failed: a signal and a record with the same fields."""
-    caplog.set_level(logging.INFO, CLAIM_LOGGER)
-    with hearing(claim_finished, claim_repeated, claim_failed, claim_lost) as told:
-        with pytest.raises(ValueError, match="no"), idempotent("invoice:1") as claim:
-            raise ValueError("no")
-        with pytest.raises(Retry), idempotent("invoice:1") as claim:
-            raise Retry("later")
-        for _ in range(2):
-            with idempotent("invoice:1") as claim:
-                bool(claim)
-    assert [event.pop("signal") for event in told] == [
-        claim_failed, claim_failed, claim_finished, claim_repeated
-    ]  # fmt: skip
-    levels = [record.levelno for record in caplog.records if record.name == CLAIM_LOGGER]
-    # A retry is no failure yet.
-    assert levels == [logging.WARNING, logging.INFO, logging.INFO, logging.INFO]
-    for event, record in zip(told, caplog.records, strict=True):
-        del event["sender"]
-        assert event.keys() - {"error"} == {"key", "task_id"}
-        assert {f"safe_{name}": value for name, value in event.items()}.items() <= vars(
-            record
-        ).items()
-    assert told[0]["error"] == "ValueError: no"
-
-
 def test_a_lost_claim_is_logged_as_an_error(db: None, caplog: pytest.LogCaptureFixture) -> None:
-    """A claim that was lost is told at ERROR, once."""
+    """A claim that was lost is logged at ERROR, once."""
     with pytest.raises(ClaimLost), idempotent("invoice:1") as claim:
         records.all().delete()
         assert claim
-    levels = [record.levelno for record in caplog.records if record.name == CLAIM_LOGGER]
+    levels = [
+        record.levelno
+        for record in caplog.records
+        if record.name == "django_celery_safe.claim_lost"
+    ]
     assert levels == [logging.ERROR]
 
 

@@ -28,11 +28,11 @@ from django_celery_safe import (
     iter_locks,
     single_instance,
 )
-from django_celery_safe.idempotency import decorator
-from django_celery_safe.idempotency.records import read_claim
-from django_celery_safe.locks.stores.base import Holder, encode_holder
+from django_celery_safe.delivery import copies
+from django_celery_safe.events import TASK_OWN_COPY
+from django_celery_safe.idempotency.record_table import read_claim
+from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import DatabaseLock, IdempotencyRecord
-from django_celery_safe.signals import task_own_copy
 from django_celery_safe.testing import locks_in_memory as in_memory
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox, Message
@@ -183,7 +183,7 @@ def test_a_message_comes_back_after_the_lease(
     ordering = Ordering(mailbox, **autoretry)
     message = ordering.message(retries=2)
     ordering.is_done_elsewhere(task_id)
-    with hearing(task_own_copy) as told:
+    with hearing(TASK_OWN_COPY) as told:
         assert mailbox.deliver(message).state == "IGNORED"
     assert [event["task_id"] for event in told] == [message.id]
     copy = mailbox.take_one()
@@ -525,7 +525,7 @@ def test_a_retry_without_delay_waits_for_the_end_of_its_run(
 ) -> None:
     """A message that meets the claim of its own id looks again before it goes for a lease."""
     # Time enough on a busy machine.
-    monkeypatch.setattr(decorator, "OWN_LOCK_PATIENCE", 20)
+    monkeypatch.setattr(copies, "OWN_RUN_WAIT", 20)
     alias = make_database("sqlite")
     ordering = Ordering(mailbox, using=alias)
     message = ordering.message()

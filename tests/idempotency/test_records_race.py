@@ -21,7 +21,17 @@ from tests.processes import Journal, run_in_processes
 
 ROWS: Final = 48
 DELIVERIES: Final = 3
-PROCESSES: Final = 4
+#: Databases and processes of a race.
+RACES: Final = pytest.mark.parametrize(
+    ("kind", "processes"),
+    [
+        ("postgres", 8),
+        ("sqlite", 4),
+        ("sqlite-immediate", 4),
+        pytest.param("sqlite", 8, marks=pytest.mark.long),
+        pytest.param("sqlite-immediate", 8, marks=pytest.mark.long),
+    ],
+)
 
 State = IdempotencyRecord.State
 
@@ -62,23 +72,25 @@ def once_in_a_task(number: int, alias: str, journal: Journal) -> Any:
 WAYS: Final = (once_in_a_block, once_with_rows, once_in_a_task)
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "sqlite-immediate", "postgres"])
-def test_one_effect_for_each_key(kind: str, make_database: MakeDatabase, tmp_path: Path) -> None:
+@RACES
+def test_one_effect_for_each_key(
+    kind: str, processes: int, make_database: MakeDatabase, tmp_path: Path
+) -> None:
     """Processes deliver each thing 3 times: one effect, and its result for everyone."""
     alias = make_patient(make_database, kind)
     journal = Journal(tmp_path / "effects.jsonl")
-    run_in_processes(deliver_all, PROCESSES, alias, journal)
+    run_in_processes(deliver_all, processes, alias, journal, processes)
     assert journal.tally("number", "effect") == dict.fromkeys(range(ROWS), 1)
     records = IdempotencyRecord.objects.using(alias)
     assert records.count() == records.done().filter(claims=1).count() == ROWS
     assert Person.everyone.using(alias).count() == ROWS // len(WAYS)
 
 
-def deliver_all(alias: str, journal: Journal) -> None:
+def deliver_all(alias: str, journal: Journal, processes: int) -> None:
     """Deliver one share of everything; what somebody else does comes back later."""
     # Those of one thing follow each other, and so go to processes that run in step.
     deliveries = [number for number in range(ROWS) for _ in range(DELIVERIES)]
-    waiting = deque(deliveries[_take_seat(journal.path.parent) :: PROCESSES])
+    waiting = deque(deliveries[_take_seat(journal.path.parent) :: processes])
     while waiting:
         number = waiting.popleft()
         try:
@@ -96,9 +108,9 @@ def _take_seat(folder: Path) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "sqlite-immediate", "postgres"])
+@RACES
 def test_a_record_that_is_free_has_one_claimer(
-    kind: str, make_database: MakeDatabase, tmp_path: Path
+    kind: str, processes: int, make_database: MakeDatabase, tmp_path: Path
 ) -> None:
     """Of those who come after a failure, an expiry or a death, one does it, for each key."""
     alias = make_patient(make_database, kind)
@@ -121,6 +133,6 @@ def test_a_record_that_is_free_has_one_claimer(
         )
     assert IdempotencyRecord.objects.using(alias).free().count() == ROWS
     journal = Journal(tmp_path / "effects.jsonl")
-    run_in_processes(deliver_all, PROCESSES, alias, journal)
+    run_in_processes(deliver_all, processes, alias, journal, processes)
     assert journal.tally("number", "effect") == dict.fromkeys(range(ROWS), 1)
     assert IdempotencyRecord.objects.using(alias).done().filter(claims=2).count() == ROWS

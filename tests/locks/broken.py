@@ -11,8 +11,9 @@ from typing import Any
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.cache.backends.redis import RedisCache
 
+from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.locks import stores
-from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder
+from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.locks.stores.portable import PortableStore
 from django_celery_safe.locks.stores.redis import RedisStore
 from tests.faulty import let_choose

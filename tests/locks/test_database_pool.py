@@ -11,7 +11,7 @@ from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock, idempotent
-from django_celery_safe.locks.lease import renewer
+from django_celery_safe.leases.renewer import renewer
 from tests.processes import wait_for
 
 
@@ -43,7 +43,7 @@ def test_renewal_does_not_wait_for_the_pool(
     """A lease is renewed while its holder, or anyone else, has all connections of the pool."""
     with hold(pooled):
         connections[pooled].ensure_connection()
-        (lease,) = [lease for lane in renewer().lanes.values() for lease in lane._leases]
+        (lease,) = [lease for lane in renewer.lanes.values() for lease in lane._leases]
         begun_at = lease.asked_at
         wait_for(lambda: lease.asked_at > begun_at, 10, "it was not renewed")
         connections[pooled].close()

@@ -14,7 +14,9 @@ from django.test import override_settings
 from pytest_django import Settings
 
 from django_celery_safe import LockBackendError, LockError, cache_lock, find_lock
-from django_celery_safe.locks import lease, stores
+from django_celery_safe.leases import renewer
+from django_celery_safe.locks import lock as lock_module
+from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores import local
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_acquired
@@ -57,10 +59,7 @@ def store(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[
     """The store in which the locks of this test live."""
     path = f"{__name__}.InterruptedCache"
 
-    def make(alias: str, cache: object) -> InterruptedStore:
-        return InterruptedStore(alias, "interrupted")
-
-    monkeypatch.setitem(stores._MAKERS, path, make)
+    monkeypatch.setitem(stores._MAKERS, path, InterruptedStore)
     settings.CACHES = {"default": {"BACKEND": path, "LOCATION": "interrupted"}}
     yield InterruptedStore
     InterruptedStore.before.clear()
@@ -110,7 +109,7 @@ def test_a_lock_without_a_thread_to_renew_it_is_given_back(
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lease, "_renewer", lease.Renewer())
+        patch.setattr(lock_module, "renewer", renewer.Renewer())
         patch.setattr(threading.Thread, "start", start)
         lock = cache_lock("free")
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -143,24 +142,24 @@ def test_the_thread_outlives_a_log_filter_that_raises(
     def refuse(record: logging.LogRecord) -> bool:
         raise RuntimeError("no logs today")
 
-    take_turn, met = lease.Lane._take_turn, threading.Event()
+    take_turn, met = renewer.Lane._take_turn, threading.Event()
 
-    def stumble(self: lease.Lane) -> bool:
+    def stumble(self: renewer.Lane) -> bool:
         if not met.is_set():
             met.set()
             raise RuntimeError("a fault")
         return take_turn(self)
 
-    lease.logger.addFilter(refuse)
+    renewer.logger.addFilter(refuse)
     try:
         with cache_lock("before", timeout=0.3):
-            monkeypatch.setattr(lease.Lane, "_take_turn", stumble)
+            monkeypatch.setattr(renewer.Lane, "_take_turn", stumble)
             assert met.wait(5)
         with cache_lock("kept", timeout=0.4) as lock:
             time.sleep(1.2)
             assert lock.held
     finally:
-        lease.logger.removeFilter(refuse)
+        renewer.logger.removeFilter(refuse)
 
 
 def test_the_bodys_error_outlives_a_release_by_the_wrong_thread(

@@ -11,10 +11,11 @@ from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import HeldLock, cache_lock, find_lock, release_lock
-from django_celery_safe.locks import lease
-from django_celery_safe.locks.lease import Lease, renewer
+from django_celery_safe.leases import renewer as renewing
+from django_celery_safe.leases.lease import Lease
+from django_celery_safe.leases.renewer import renewer
+from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Renewal
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_backend_failed, lock_lost
 from tests.conftest import MakeDatabase, MakeRedisCache
@@ -42,7 +43,7 @@ def test_a_thread_that_renews_nothing_ends(
     locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread whose locks are released ends after a while; the next lock begins another."""
-    monkeypatch.setattr(lease, "LINGER", 0.05)
+    monkeypatch.setattr(renewing, "LINGER", 0.05)
     for _ in range(2):
         before = set(renewing_threads())
         with cache_lock("short work", timeout=0.03):
@@ -61,14 +62,15 @@ def test_a_connection_closes_though_other_locks_are_held(
     alias = make_database("postgres")
     settings.CACHES = redis_cache_settings("django-redis")
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
-    with cache_lock("in Redis", cache="default", timeout=0.4) as other:
-        with cache_lock("in PostgreSQL", timeout=0.3) as lock:
-            time.sleep(0.5)
+    with cache_lock("in Redis", cache="default", timeout=1) as other:
+        with cache_lock("in PostgreSQL", timeout=1) as lock:
+            time.sleep(1.2)
             assert lock.held
             name = settings.DATABASES[alias]["NAME"]
             assert len(postgres_server.sessions(name)) == 2
-        assert len(postgres_server.sessions(name)) == 1
-        time.sleep(0.5)
+        # A server's session ends a moment after its connection.
+        wait_for(lambda: len(postgres_server.sessions(name)) == 1)
+        time.sleep(1.2)
         assert other.held
 
 
@@ -198,7 +200,7 @@ def test_the_thread_outlives_leases_that_vanish(locks_in_memory: None) -> None:
         while time.monotonic() < ends_at:
             # As a claim has it, which is renewed while somebody refers to it.
             own = Lease(store, "vanishing", "token", 0.3, time.monotonic() - 1, math.inf, print)
-            renewer().add(own)
+            renewer.add(own)
             del own
     finally:
         sys.setswitchinterval(before)

@@ -20,7 +20,7 @@ from django_celery_safe import (
     find_lock,
     release_lock,
 )
-from django_celery_safe.locks.lease import renewer
+from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.signals import lock_acquired, lock_contended, lock_lost, lock_released
 from django_celery_safe.testing import locks_in_memory
 from tests.processes import wait_for
@@ -146,7 +146,7 @@ def test_what_is_no_time_to_wait_is_refused(waiting: object) -> None:
 @pytest.mark.parametrize("name", ["", None, 42, b"bytes"])
 def test_what_is_no_name_is_refused(name: object) -> None:
     """A lock needs a name that is a non-empty str."""
-    with pytest.raises(ConfigurationError, match="is no name for a lock"):
+    with pytest.raises(ConfigurationError, match="is not a valid name for a lock"):
         cache_lock(name)  # type: ignore[arg-type]
 
 
@@ -228,9 +228,9 @@ def test_every_step_is_signalled() -> None:
 
 def test_nothing_starts_before_the_first_renewed_lock() -> None:
     """A lock that is not renewed leaves the renewing threads alone."""
-    before = set(renewer().lanes)
+    before = set(renewer.lanes)
     with cache_lock("quiet", renew=False):
-        assert set(renewer().lanes) <= before
+        assert set(renewer.lanes) <= before
 
 
 def test_errors_survive_pickling() -> None:

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +25,10 @@ from django_celery_safe import (
     find_lock,
     iter_locks,
 )
+from django_celery_safe.leases.holder import Holder
+from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired, Holder, Renewal
+from django_celery_safe.locks.stores.base import Acquired
 from tests.conftest import CacheSettings, require
 from tests.processes import run_in_processes, wait_for
 from tests.servers import MemcachedServer, ServerPool
@@ -121,7 +122,6 @@ def test_a_killed_server_is_not_a_held_lock(
         "acquire": cache_lock("new").acquire,
         "extend": held.ensure,
         "peek": kept.ensure,
-        "list": lambda: list(iter_locks()),
         "release": held.release,
     }
     for action, request in requests.items():
@@ -153,7 +153,7 @@ def test_a_server_that_django_takes_for_dead_is_asked(
     assert cache.add("traffic", 1) is False
     with cache_lock("alive") as lock:
         assert lock
-        assert [one.name for one in iter_locks()] == ["alive"]
+        assert find_lock("alive") is not None
         assert not cache_lock("alive").acquire()
 
 
@@ -456,15 +456,13 @@ def test_a_lease_that_can_not_be_kept_is_refused(
 
 
 def test_the_longest_lease_is_no_moment(memcached: MemcachedServer) -> None:
-    """A lease of almost 30 days is kept as a duration, with which it is shown and listed."""
+    """A lease of almost 30 days is kept as a duration, with which it is shown."""
     with cache_lock("long", timeout=THIRTY_DAYS) as lock:
         lock.ensure()
-        (listed,) = iter_locks()
         found = find_lock("long")
-        for one in (listed, found):
-            assert one is not None
-            assert one.remaining is not None
-            assert THIRTY_DAYS - 5 < one.remaining <= THIRTY_DAYS + 1
+        assert found is not None
+        assert found.remaining is not None
+        assert THIRTY_DAYS - 5 < found.remaining <= THIRTY_DAYS + 1
 
 
 def test_a_release_wins_against_renewals(memcached: MemcachedServer) -> None:
@@ -516,7 +514,6 @@ GARBLED = {
 def test_a_garbled_value_is_someone_unknown(value: bytes, memcached: MemcachedServer) -> None:
     """Something foreign under a lock's key is a held lock of an unknown holder, no crash."""
     write(memcached, PREFIX + "garbled", value)
-    assert [str(one.holder) for one in iter_locks()] == [""]
     lock = cache_lock("garbled")
     assert lock.acquire() is False
     assert lock.contender is not None
@@ -542,70 +539,12 @@ def test_a_value_of_django_is_someone_unknown(memcached: MemcachedServer) -> Non
 # Listing
 
 
-def test_locks_are_listed_among_others(memcached: MemcachedServer) -> None:
-    """Locks of several pages are listed once each, whatever else the server holds."""
-    write_others(memcached, 5000)
-    write(memcached, ":1:celery_safe:lockout", b"no lock")
-    write(memcached, ":2:celery_safe:lock:version", b"no lock of ours")
-    names = {f"{'long' * 40}:{number}" for number in range(300)} | {"%3A odd\n", "žluť", "x" * 500}
-    store = locate().store()
-    task = Holder("here", 1, time.time(), True, "shop.tasks.index", "id")
-    for name in names:
-        holder = task if name.startswith("long") else Holder("here", 1)
-        assert isinstance(store.acquire(name, "a" * 32, 60, holder), Acquired)
-    locks = list(iter_locks())
-    assert len(locks) == len(names)
-    assert {lock.name for lock in locks} == names
-    assert all(lock.remaining is not None and 55 < lock.remaining <= 61 for lock in locks)
-    assert {lock.token for lock in locks} == {"a" * 32}
-    assert sum(1 for _ in iter_locks(task="shop.tasks.index")) == 300
-    assert [lock.name for lock in iter_locks("x")] == ["x" * 500]
-    assert store.release("žluť", "a" * 32)
-    assert {lock.name for lock in iter_locks()} == names - {"žluť"}
-
-
-def test_locks_are_listed_among_items_without_end(memcached: MemcachedServer) -> None:
-    """Locks are listed though the cache holds something that never expires."""
-    cache.set("endless", 1, timeout=None)
-    with cache_lock("listed"):
-        assert [lock.name for lock in iter_locks()] == ["listed"]
-
-
-def test_a_lock_that_others_ask_for_is_listed(memcached: MemcachedServer) -> None:
-    """A lock is in every list for as long as it is held, however often others ask for it."""
-    ended = threading.Event()
-    requests = f"get {PREFIX}wanted\r\n".encode() * 2000 + b"version\r\n"
-
-    def ask() -> None:
-        with socket.create_connection((memcached.host, memcached.port)) as connection:
-            while not ended.is_set():
-                connection.sendall(requests)
-                end = b""
-                while b"VERSION" not in end:
-                    end = (end + connection.recv(1_000_000))[-100:]
-
-    with cache_lock("wanted"), ThreadPoolExecutor(2) as pool:
-        asking = [pool.submit(ask) for _ in range(2)]
-        try:
-            for _ in range(50):
-                assert [lock.name for lock in iter_locks()] == ["wanted"]
-        finally:
-            ended.set()
-    for one in asking:
-        one.result(10)
-
-
-@pytest.mark.parametrize("arguments", [("-o", "no_lru_crawler"), ("-X",)], ids=str)
-def test_a_server_that_can_not_list_says_so(arguments: tuple[str, ...], start: Any) -> None:
-    """Where the server lists nothing, locks work, and the error says what else there is."""
-    start(arguments=arguments)
-    with cache_lock("not listed") as lock:
-        assert lock
-        assert not cache_lock("not listed").acquire()
+def test_locks_are_not_listed(memcached: MemcachedServer) -> None:
+    """Nothing is listed, and the error says what else there is; a lock is found by its name."""
+    with cache_lock("not listed"):
         assert find_lock("not listed") is not None
         with pytest.raises(
-            BackendNotSupported,
-            match=r"can't list its locks: .* lru_crawler metadump.*find_lock\(\).*LOCK_DATABASE",
+            BackendNotSupported, match=r"can't list its locks: .*find_lock\(\).*LOCK_DATABASE"
         ):
             list(iter_locks())
 
@@ -635,23 +574,25 @@ APART: dict[str, dict[str, Any]] = {
 def test_caches_with_other_keys_do_not_meet(
     settings: Settings, memcached_cache_settings: MakeMemcachedCache
 ) -> None:
-    """KEY_PREFIX, VERSION, KEY_FUNCTION and the client's prefix keep locks apart, and listed."""
+    """KEY_PREFIX, VERSION, KEY_FUNCTION and the client's prefix keep locks apart."""
     settings.CACHES = {}
     for alias, options in APART.items():
         settings.CACHES |= memcached_cache_settings(alias, **options)
     locks = [cache_lock("same", cache=alias, renew=False) for alias in APART]
     assert all(lock.acquire() for lock in locks)
     for alias, lock in zip(APART, locks, strict=True):
-        assert [(one.name, one.token) for one in iter_locks(cache=alias)] == [("same", lock.token)]
+        found = find_lock("same", cache=alias)
+        assert found is not None
+        assert (found.name, found.token) == ("same", lock.token)
         assert not cache_lock("same", cache=alias).acquire()
         # Gone, it can't be taken for the next one.
         assert lock.release()
 
 
-def test_a_function_that_hashes_keys_keeps_locks_from_being_listed(
+def test_a_function_that_hashes_keys_does_no_harm(
     settings: Settings, memcached_cache_settings: MakeMemcachedCache
 ) -> None:
-    """With hashed keys locks work and are found by name; the list says why there is none."""
+    """With hashed keys locks work and are found by name."""
     settings.CACHES = memcached_cache_settings(KEY_FUNCTION=f"{__name__}.hash_name")
     with cache_lock("hashed") as lock:
         lock.ensure()
@@ -659,8 +600,6 @@ def test_a_function_that_hashes_keys_keeps_locks_from_being_listed(
         found = find_lock("hashed")
         assert found is not None
         assert (found.name, found.token) == ("hashed", lock.token)
-        with pytest.raises(BackendNotSupported, match="can't list its locks: its KEY_FUNCTION"):
-            list(iter_locks())
     assert find_lock("hashed") is None
 
 
@@ -677,7 +616,7 @@ def test_the_options_of_the_client_do_no_harm(
     settings: Settings,
     memcached_cache_settings: MakeMemcachedCache,
 ) -> None:
-    """Locks exclude, and are listed, whatever the cache's client was told to do."""
+    """Locks exclude whatever the cache's client was told to do."""
     settings.CACHES = memcached_cache_settings(OPTIONS=options)
     use_lock_from_threads()
 
@@ -689,7 +628,7 @@ def test_a_unix_socket_is_a_server(start: Any) -> None:
 
 
 def use_lock_from_threads() -> None:
-    """Take, ensure and free a lock that four threads want; list another."""
+    """Take, ensure and free a lock that four threads want."""
 
     def take(_: int) -> bool:
         with cache_lock("wanted", blocking_timeout=20) as lock:
@@ -701,8 +640,6 @@ def use_lock_from_threads() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(take, range(4))) == [True] * 4
     assert find_lock("wanted") is None
-    with cache_lock("listed"):
-        assert [one.name for one in iter_locks()] == ["listed"]
 
 
 # Threads and forks

@@ -24,7 +24,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
-        if record.levelno == logging.WARNING and record.name.endswith("locks.lease")
+        if record.levelno == logging.WARNING and record.name.endswith("leases.renewer")
     ]
 
 
@@ -139,10 +139,10 @@ def test_a_copy_is_not_held(make: Callable[[CacheLock], CacheLock]) -> None:
 
 def test_a_lock_whose_object_is_gone_is_renewed(caplog: pytest.LogCaptureFixture) -> None:
     """A lock that nobody keeps has one leader still, and one WARNING names it and what to do."""
-    assert cache_lock("leader", timeout=1.5).acquire()
+    assert cache_lock("leader", timeout=6).acquire()
     gc.collect()
     wait_for_renewal("leader")
-    wait_for(lambda: warnings_of(caplog), 10, "nobody was warned")
+    wait_for(lambda: warnings_of(caplog), 30, "nobody was warned")
     (warned,) = warnings_of(caplog)
     assert "'leader' is held, but the object that acquired it is gone" in warned
     assert "renewed until its thread ends" in warned
@@ -161,9 +161,9 @@ def test_renewal_ends_with_the_thread(caplog: pytest.LogCaptureFixture) -> None:
     thread.start()
     thread.join()
     wait_for(lambda: find_lock("left behind") is None, 10, "it is renewed still")
-    wait_for(lambda: warnings_of(caplog), 10, "nobody was warned")
+    wait_for(lambda: warnings_of(caplog), 30, "nobody was warned")
     (warned,) = warnings_of(caplog)
-    assert "'left behind' is renewed no more" in warned
+    assert "Stopped renewing 'left behind'" in warned
     assert "the thread that took it ended without releasing it" in warned
     assert locks[0].acquire()
     assert locks[0].release()
@@ -180,7 +180,7 @@ def test_renewal_of_a_forgotten_lock_ends_with_its_task(caplog: pytest.LogCaptur
 
     forget.apply(throw=True)
     wait_for(lambda: find_lock("forgotten") is None, 10, "it is renewed after its task")
-    wait_for(lambda: len(warnings_of(caplog)) == 2, 10, "nobody was warned")
+    wait_for(lambda: len(warnings_of(caplog)) == 2, 30, "nobody was warned")
     assert "the task that took it ended without releasing it" in warnings_of(caplog)[1]
 
 

@@ -26,8 +26,10 @@ from django_celery_safe import (
     iter_locks,
     release_lock,
 )
+from django_celery_safe.leases.holder import HeldLock, Holder
+from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.base import Acquired, HeldLock, Holder, Renewal
+from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.locks.stores.portable import PortableStore
 from tests.conftest import require
 from tests.processes import wait_for

@@ -17,7 +17,8 @@ from django_celery_safe import (
     cache_lock,
     find_lock,
 )
-from django_celery_safe.locks.doctor import Finding, examine
+from django_celery_safe.inspection.doctor import examine
+from django_celery_safe.inspection.findings import Finding
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores import redis as redis_store
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache

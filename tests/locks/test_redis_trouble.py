@@ -37,7 +37,7 @@ from tests.servers import RedisServer
 SOCKET_TIMEOUT = 0.5
 #: Longest that a request to a silent server may take, s: twice the timeout, for a
 #: connection that is opened anew, and what a busy machine adds.
-PATIENCE = 3.0
+PATIENCE = 10.0
 
 
 @pytest.fixture

@@ -54,13 +54,13 @@ def replicate(server: RedisServer) -> None:
 def without_backend_errors(ask: Callable[[], bool]) -> Callable[[], bool]:
     """Return ``ask`` as one that says no when the store does not answer, and fails otherwise."""
 
-    def ask_again() -> bool:
+    def retry_on_disconnect() -> bool:
         try:
             return ask()
         except LockBackendError:
             return False
 
-    return ask_again
+    return retry_on_disconnect
 
 
 def connections_to(server: RedisServer) -> int:

@@ -46,7 +46,7 @@ from django_celery_safe import (
     find_lock,
     release_lock,
 )
-from django_celery_safe.locks.lease import renewer
+from django_celery_safe.leases.renewer import renewer
 from tests.conftest import CacheSettings, MakeDatabase, MakeRedisCache
 from tests.contract import broken
 from tests.processes import wait_for
@@ -268,7 +268,7 @@ class Schedule(RuleBasedStateMachine):
         claim = self._pick(pick)
         lease = claim.lock._lease
         if lease is not None:
-            renewer().remove(lease)
+            renewer.remove(lease)
         _abandon(claim)
         self.alive.remove(claim)
 
@@ -596,6 +596,7 @@ def test_in_redis_with_woken_waiters(
         run(surroundings, SCHEDULES // 3, steps=30)
 
 
+@pytest.mark.long
 def test_in_sqlite(
     settings: Settings, make_database: MakeDatabase, surroundings: Surroundings
 ) -> None:

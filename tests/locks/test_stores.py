@@ -31,8 +31,9 @@ from django_celery_safe import (
     iter_locks,
 )
 from django_celery_safe.conf import UNSET
+from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import base, locate
-from django_celery_safe.locks.stores.base import Acquired, Holder, Store
+from django_celery_safe.locks.stores.base import Acquired, Store
 from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
 from django_celery_safe.locks.stores.memcached import MemcachedStore
@@ -330,9 +331,9 @@ def fork_while_holding() -> tuple[str, ...]:
             parents.release()
         except LockError as error:
             seen.append(type(error).__name__)
-        own = cache_lock("child", timeout=0.3)
+        own = cache_lock("child", timeout=1)
         own.acquire()
-        time.sleep(1.0)
+        time.sleep(1.5)
         seen.append("renewed" if own.held and find_lock("child") else "not renewed")
         os.write(writer, json.dumps(seen).encode())
         os._exit(0)

@@ -87,7 +87,8 @@ def test_a_connection_that_nobody_has_is_closed(redis_server: RedisServer) -> No
         del connection, connections
         gc.collect()
         assert connections_to(redis_server) == before
-    assert not warned
+    # Others are of what another test has left.
+    assert [one for one in warned if str(redis_server.port) in str(one.message)] == []
 
 
 def test_an_interrupted_connection_is_closed(redis_server: RedisServer) -> None:

@@ -153,7 +153,7 @@ def run_in_processes(
     count: int,
     *args: Any,
     settings: Mapping[str, Any] | None = None,
-    timeout: float = 60,
+    timeout: float = 110,
 ) -> list[Any]:
     """
     Run one function in ``count`` processes at once and return their results.

@@ -3,14 +3,16 @@
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import psutil
 
@@ -72,6 +74,9 @@ class CeleryWorker:
         self._stack = ExitStack()
         self._process: KeptProcess | None = None
 
+    #: The workers that were started and not closed, by name.
+    open: ClassVar[dict[str, "CeleryWorker"]] = {}
+
     def start(self) -> None:
         """Start the worker and wait until it takes messages."""
         folder = Path(tempfile.mkdtemp(prefix="safe-worker-"))
@@ -84,6 +89,7 @@ class CeleryWorker:
             owned_folder=folder,
         )
         self._process.start()
+        self.open[self.name] = self
         wait_for(self._is_ready, self.timeout, "the worker was not ready")
 
     def _is_ready(self) -> bool:
@@ -132,8 +138,20 @@ class CeleryWorker:
         """Let them go on after ``pause``."""
         self.process.resume()
 
+    def show_stacks(self) -> None:
+        """Have the worker and its children print where they are into its log."""
+        number = signal.SIGUSR2
+        for process in [self.process.process, *self.children()] if self.running else []:
+            with suppress(psutil.NoSuchProcess, OSError):
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                (caught,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+                if int(caught, 16) >> (number - 1) & 1:  # else it would end by it
+                    process.send_signal(number)
+        time.sleep(0.5)
+
     def close(self) -> None:
         """End what still runs, with SIGKILL, and remove the log."""
+        self.open.pop(self.name, None)
         if self._process is not None:
             self._process.kill()
         self._stack.close()

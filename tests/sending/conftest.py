@@ -1,6 +1,9 @@
 """Fixtures: what is published, Celery apps of their own, and listening to signals."""
 
 import gc
+import inspect
+import logging
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -8,6 +11,7 @@ from typing import Any, Protocol
 import pytest
 from celery import Celery
 
+from django_celery_safe.emitting import LoggedEvent
 from tests.sending.published import Published, take_published
 from tests.servers import RedisServer
 
@@ -61,18 +65,65 @@ def make_app(redis_server: RedisServer) -> Iterator[MakeApp]:
         yield make
 
 
+@pytest.fixture
+def called_ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ports that sockets of this process tried to connect to, in order."""
+    ports: list[int] = []
+    connect = socket.socket.connect
+
+    def recording(self: socket.socket, address: Any) -> None:
+        ports.extend(address[1:2] if isinstance(address, tuple) else ())
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", recording)
+    return ports
+
+
 @contextmanager
 def hearing(*signals: Any) -> Iterator[list[dict[str, Any]]]:
-    """Collect what Django's or Celery's signals say during the block."""
+    """Collect what Django's or Celery's signals, or events that are only logged, say meanwhile."""
     heard: list[dict[str, Any]] = []
 
     def hear(**said: Any) -> None:
         heard.append(said)
 
-    for signal in signals:
-        signal.connect(hear, weak=False)
-    try:
-        yield heard
-    finally:
+    with ExitStack() as stack:
         for signal in signals:
-            signal.disconnect(hear)
+            if isinstance(signal, LoggedEvent):
+                stack.enter_context(_hearing_records(signal.logger, heard))
+            else:
+                signal.connect(hear, weak=False)
+                stack.callback(signal.disconnect, hear)
+        yield heard
+
+
+@contextmanager
+def _hearing_records(logger: logging.Logger, heard: list[dict[str, Any]]) -> Iterator[None]:
+    """Collect the fields of an event's records."""
+
+    def hear(record: logging.LogRecord) -> bool:
+        fields = vars(record).items()
+        heard.append({name[5:]: value for name, value in fields if name.startswith("safe_")})
+        return True
+
+    level = logger.level
+    logger.addFilter(hear)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeFilter(hear)
+
+
+def line_above() -> str:
+    """Return how a warning names the line above that of the call."""
+    caller = inspect.stack(context=0)[1]
+    return f"{caller.filename}:{caller.lineno - 1} in {caller.function}"
+
+
+def take_records(caplog: pytest.LogCaptureFixture, event: LoggedEvent) -> list[logging.LogRecord]:
+    """Return the records of an event since the last time, and forget all others."""
+    found = [record for record in caplog.records if record.name == event.logger.name]
+    caplog.clear()
+    return found

@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,25 +87,6 @@ def test_nothing_is_contacted_before_the_commit(
 
 
 @pytest.mark.parametrize("send", SENDS.values(), ids=SENDS.keys())
-@pytest.mark.parametrize("server", ["broker_url", "result_backend"])
-def test_a_dead_server_does_not_hold_the_transaction_up(
-    server: str, send: Callable[[Any], Any], make_app: MakeApp
-) -> None:
-    """A send on commit waits for no try to reach a broker or result backend that is gone."""
-    task = make_app(**{server: refusing()}).tasks[add.name]
-
-    def seconds() -> float:
-        began = time.perf_counter()
-        send(task)
-        return time.perf_counter() - began
-
-    with transaction.atomic():
-        # One refused publication takes 0.6 s. The first send imports modules.
-        assert min(seconds() for _ in range(5)) < 0.5
-        transaction.set_rollback(True)
-
-
-@pytest.mark.parametrize("send", SENDS.values(), ids=SENDS.keys())
 def test_a_failed_send_is_told_and_harms_nothing(
     send: Callable[[Any], Any], without_broker: Celery, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,7 +102,7 @@ def test_a_failed_send_is_told_and_harms_nothing(
     assert Person.everyone.count() == 1
     assert ran == ["before", "after"]
     assert isinstance(result.send_error, OperationalError)
-    records = [record for record in caplog.records if record.name.endswith("sending.commit")]
+    records = [record for record in caplog.records if record.name.endswith("task_send_failed")]
     assert [record.levelno for record in records] == [logging.ERROR] * len(failures)
     for record, failure in zip(records, failures, strict=True):
         assert failure["task"] == add.name
@@ -154,15 +134,20 @@ def test_a_result_backend_on_the_broker_is_not_contacted_either(
     assert nobody_called(silent)
 
 
-def test_a_broker_that_is_gone_is_tried_once_for_a_canvas(make_app: MakeApp) -> None:
+def test_a_broker_that_is_gone_is_tried_once_for_a_canvas(
+    make_app: MakeApp, called_ports: list[int]
+) -> None:
     """The members of a group don't each wait for the retries of a publication."""
     policy = {"max_retries": 1, "interval_start": 0.2, "interval_step": 0, "interval_max": 0.2}
     app = make_app(broker_url=refusing(), task_publish_retry_policy=policy)
-    began = time.monotonic()
-    with hearing(task_send_failed) as failures, transaction.atomic():
-        send_on_commit(group(app.tasks[add.name].s(n) for n in range(20)))
-    assert len(failures) == 20
-    assert time.monotonic() - began < 20 * 0.2
+    counts = []
+    for members in (1, 20):
+        called_ports.clear()
+        with hearing(task_send_failed) as failures, transaction.atomic():
+            send_on_commit(group(app.tasks[add.name].s(n) for n in range(members)))
+        assert len(failures) == members
+        counts.append(called_ports.count(app.connection().port))
+    assert counts[0] == counts[1] > 0
 
 
 def test_the_others_go_out_when_one_send_fails(sent: Sent) -> None:
@@ -211,9 +196,9 @@ def test_tasks_are_sent_without_their_result_backend(
         result = send_on_commit(group(task.s(1), task.s(2)))
     assert result.send_error is None
     assert [message.id for message in sent()] == [part.id for part in result]
-    (warning,) = [record for record in caplog.records if record.name.endswith("sending.capture")]
+    (warning,) = [record for record in caplog.records if record.name.endswith("sending.commit")]
     assert warning.levelno == logging.WARNING
-    assert "sent nevertheless" in warning.getMessage()
+    assert "sent all the same" in warning.getMessage()
 
 
 def test_a_chord_needs_its_result_backend(make_app: MakeApp, sent: Sent) -> None:

@@ -3,11 +3,12 @@
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import redis
 from celery import Celery, chain, chord, group, shared_task
 from celery.app.trace import build_tracer
 from celery.canvas import Signature
@@ -33,8 +34,7 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.models import OutboxMessage, OutboxMessages
-from django_celery_safe.sending import capture as capture_module
-from django_celery_safe.sending import outbox as outbox_module
+from django_celery_safe.sending import publisher as publisher_module
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from django_celery_safe.testing import on_commit_now
@@ -980,8 +980,8 @@ def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was published is deleted, the rest is due, and the task that commits hears of it."""
-    monkeypatch.setattr(outbox_module, "ROWS", in_one_request)
-    original = outbox_module.put
+    monkeypatch.setattr(publisher_module, "TOGETHER", in_one_request)
+    original = publisher_module.put
 
     def put(message: Any, *args: Any, **options: Any) -> None:
         if message.task_id == interrupted:
@@ -989,7 +989,7 @@ def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
         original(message, *args, **options)
 
     interrupted = "the second"
-    monkeypatch.setattr(outbox_module, "put", put)
+    monkeypatch.setattr(publisher_module, "put", put)
     members = group(add.s(1), add.s(2).set(task_id=interrupted), add.s(3))
     with pytest.raises(SoftTimeLimitExceeded), transaction.atomic(using=alias):
         Person.everyone.using(alias).create()
@@ -1006,11 +1006,51 @@ def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
     assert isinstance(result.send_error, SoftTimeLimitExceeded)
 
 
+@pytest.mark.parametrize("error", [SoftTimeLimitExceeded, redis.TimeoutError])
+def test_a_request_of_many_that_is_cut_off_leaves_all_to_a_relay(
+    error: type[Exception],
+    alias: str,
+    sent: Sent,
+    make_app: MakeApp,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """kombu wraps what ends it: a time limit is the task's still, a silence is waited for once."""
+    task, tries = make_app().tasks[add.name], []
+
+    def cut_off(*_: Any, **__: Any) -> None:
+        tries.append(1)
+        raise error("in the pipeline")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(redis.client.Pipeline, "execute", cut_off)
+        leaves = pytest.raises(error) if error is SoftTimeLimitExceeded else nullcontext()
+        with leaves, transaction.atomic(using=alias):
+            members = group(task.s(1), task.s(2), task.s(3))
+            result = send_on_commit(members, using=alias, outbox=True)
+    assert (len(tries), sent()) == (1, [])
+    due = OutboxMessage.objects.using(alias).due().order_by("pk")
+    assert list(due.values_list("task_id", flat=True)) == [part.id for part in result]
+
+
+def test_a_soft_time_limit_in_a_receiver_loses_no_message(sent: Sent) -> None:
+    """It hits while ``task_sent`` is received: the others go out, and then it is raised."""
+
+    def interrupt(**_: Any) -> None:
+        task_sent.disconnect(interrupt)
+        raise SoftTimeLimitExceeded
+
+    task_sent.connect(interrupt)
+    with pytest.raises(SoftTimeLimitExceeded), transaction.atomic():
+        result = send_on_commit(group(add.s(1), add.s(2), add.s(3)))
+    assert ids(sent()) == [part.id for part in result]
+    assert result.send_error is None
+
+
 def test_a_soft_time_limit_at_the_commit_loses_no_other_message(
     sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the outbox nobody else sends the others, so they go out before it is raised."""
-    original = capture_module.put
+    original = publisher_module.put
 
     def put(message: Any, *args: Any, **options: Any) -> None:
         if message.task_id == interrupted:
@@ -1018,7 +1058,7 @@ def test_a_soft_time_limit_at_the_commit_loses_no_other_message(
         original(message, *args, **options)
 
     interrupted = "the second"
-    monkeypatch.setattr(capture_module, "put", put)
+    monkeypatch.setattr(publisher_module, "put", put)
     members = group(add.s(1), add.s(2).set(task_id=interrupted), add.s(3))
     with pytest.raises(SoftTimeLimitExceeded), transaction.atomic():
         result = send_on_commit(members)

@@ -37,9 +37,10 @@ from kombu.transport.native_delayed_delivery import (
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.sending.capture import DELAYED, ChordCall, Message
+from django_celery_safe.sending.capture import ChordCall, Message
+from django_celery_safe.sending.publisher import DELAYED
 from django_celery_safe.sending.relay import Relay
-from django_celery_safe.sending.rows import to_message, to_row
+from django_celery_safe.sending.serialization import to_message, to_row
 from tests.app.tasks import add, note, total
 from tests.conftest import MakeRedisCache
 from tests.processes import (
@@ -1227,6 +1228,7 @@ OPTIONS_OF_PUBLISH = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @given(
     options=OPTIONS_OF_PUBLISH,
     data=st.text() | st.binary(),

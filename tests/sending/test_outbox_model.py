@@ -325,7 +325,7 @@ def test_telling_of_a_chord_keeps_no_other_waiting(seconds: float, alias: str) -
         told.append((None if row is None else row.pk, seconds))
 
     for _ in range(2):
-        table(alias).tell_chord("a chord", tell_it, seconds)
+        table(alias).register_chord("a chord", tell_it, seconds)
     longest = {"postgresql": 10.0, "sqlite": 1.0}[connections[alias].vendor]
     assert told == [(made[1], min(seconds, longest))]
 
@@ -358,7 +358,7 @@ def lies_behind(alias: str, one: int, other: int) -> bool:
 def tell_of_chord(alias: str) -> int:
     """Tell of the chord; return how often that was."""
     told: list[object] = []
-    table(alias).tell_chord("a chord", lambda row, _: told.append(row), 1.0)
+    table(alias).register_chord("a chord", lambda row, _: told.append(row), 1.0)
     return len(told)
 
 

@@ -26,9 +26,10 @@ from kombu.exceptions import OperationalError
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.models import DatabaseLock, OutboxMessage, OutboxMessages, OutboxRelay
-from django_celery_safe.sending import outbox as outbox_module
+from django_celery_safe.sending import publisher as publisher_module
 from django_celery_safe.sending import relay as relay_module
-from django_celery_safe.sending.relay import Relay, find_outboxes
+from django_celery_safe.sending.outbox import outbox_aliases
+from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_duplicate, task_sent
 from tests.app.tasks import add, note, total
 from tests.conftest import MakeDatabase, MakeRedisCache
@@ -186,8 +187,11 @@ def test_sent_rows_are_kept_and_pruned(alias: str, sent: Sent, settings: "Settin
 
 
 @pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
-def test_queries_are_counted_by_batches(kind: Any, make_database: MakeDatabase, sent: Sent) -> None:
+def test_queries_are_counted_by_batches(
+    kind: Any, make_database: MakeDatabase, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A batch of a hundred costs what a batch of one does."""
+    monkeypatch.setattr(relay_module, "LOOK_BACK", 1000.0)
     alias = make_database(kind)
     leave(alias, 250)
     with CaptureQueriesContext(connections[alias]) as queries:
@@ -433,12 +437,12 @@ def test_a_relay_that_stands_still_loses_nothing(point: str, alias: str, sent: S
 
 def relay_and_die(alias: str, point: str) -> None:
     """Be killed when the module's or the class's function of this name is called."""
-    owner: Any = Relay if hasattr(Relay, point) else relay_module
+    owner: Any = Relay if hasattr(Relay, point) else publisher_module
     setattr(owner, point, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     drain(alias)
 
 
-@pytest.mark.parametrize(("point", "times"), [("put", 1), ("_note_sent", 2)])
+@pytest.mark.parametrize(("point", "times"), [("put", 1), ("_record_sent", 2)])
 def test_a_killed_relay_is_no_duplicate_of_itself(
     point: str,
     times: int,
@@ -604,7 +608,7 @@ def test_a_chord_that_its_sender_told_is_not_told_again(
         raise OperationalError("the broker is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(outbox_module, "put", refuse)
+        patch.setattr(publisher_module, "put", refuse)
         with transaction.atomic(using=alias):
             result = send_on_commit(chord([part, part.clone()], whole), using=alias, outbox=True)
     assert isinstance(result.send_error, OperationalError)
@@ -704,21 +708,21 @@ def test_it_notes_once_a_minute_that_it_is_there(
 ) -> None:
     """One row for all relays of a database says who was here last, and when."""
     relay, other = Relay(alias), Relay(alias)
-    relay.look_after()
+    relay.heartbeat_and_prune()
     with CaptureQueriesContext(connections[alias]) as queries:
-        relay.look_after()
+        relay.heartbeat_and_prune()
         monkeypatch.setattr(relay_module, "HOST", "elsewhere")
         assert OutboxRelay.objects.using(alias).get().pid == os.getpid()
-        other.look_after()
+        other.heartbeat_and_prune()
     assert sum("outboxrelay" in q["sql"] for q in queries.captured_queries) == 2
     row = OutboxRelay.objects.using(alias).get()
     assert (str(row), row.pk) == (f"elsewhere pid {os.getpid()}", 1)
     monkeypatch.setattr(relay_module, "MINUTE", 0.0)
-    Relay(alias).look_after()
+    Relay(alias).heartbeat_and_prune()
 
     def is_newer() -> bool:
         relay._looks_after_at = 0.0
-        relay.look_after()
+        relay.heartbeat_and_prune()
         return OutboxRelay.objects.using(alias).get().seen_at > row.seen_at
 
     wait_for(is_newer)
@@ -847,8 +851,8 @@ def test_the_task_relays_all_outboxes(make_database: MakeDatabase, sent: Sent) -
     without = make_database("sqlite-immediate")
     with connections[without].schema_editor() as editor:
         editor.delete_model(OutboxMessage)
-    assert {first, second} <= set(find_outboxes())
-    assert without not in find_outboxes()
+    assert {first, second} <= set(outbox_aliases())
+    assert without not in outbox_aliases()
     wanted = [*leave(first, 2), *leave(second, 3)]
     assert relay_outbox() == 5
     assert ids(sent()) == wanted

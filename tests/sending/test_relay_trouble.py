@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from celery import Celery, chord, shared_task
+from celery import Celery, chord, group, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import after_task_publish
 from django.db import connections, transaction
@@ -28,9 +28,10 @@ from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.exceptions import ConfigurationError
 from django_celery_safe.models import OutboxRelay
 from django_celery_safe.sending import relay as relay_module
-from django_celery_safe.sending.broker import bounded_producer
-from django_celery_safe.sending.outbox import send_timeout
-from django_celery_safe.sending.relay import BrokerGone, Relay, find_outboxes
+from django_celery_safe.sending.broker import BrokerGone, bounded_producer
+from django_celery_safe.sending.departure import send_timeout
+from django_celery_safe.sending.outbox import outbox_aliases
+from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_dead, task_send_failed
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase, MakeRedisCache
@@ -93,9 +94,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "IDLE", 0.05)
     monkeypatch.setattr(relay_module, "SHORTEST_PAUSE", 0.05)
     monkeypatch.setattr(relay_module, "LONGEST_PAUSE", 0.1)
-    monkeypatch.setattr(relay_module, "PATIENCE", 0.5)
-    for name in ("timeout", "confirm_timeout"):
-        monkeypatch.setitem(relay_module.ONCE, name, 0.5)
+    monkeypatch.setattr(relay_module, "LONGEST_WAIT", 0.5)
 
 
 class Proxy:
@@ -174,7 +173,7 @@ def messages_of(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
-        if record.levelname == level and record.name == relay_module.__name__
+        if record.levelname == level and record.module in ("relay", "outbox")
     ]
 
 
@@ -481,7 +480,7 @@ def test_a_fault_that_lasts_is_told_once_a_minute(
     trouble = relay_module.Trouble("default")
     pauses = []
     for _ in range(10):
-        pauses.append(trouble.pause(BrokerGone("refused")))
+        pauses.append(trouble.pause(BrokerGone(OSError("refused"))))
         now[0] += pauses[-1]
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
     assert sum(pauses[:-1]) > 120
@@ -489,7 +488,7 @@ def test_a_fault_that_lasts_is_told_once_a_minute(
     trouble.is_over()
     trouble.is_over()
     assert len(messages_of(caplog, "WARNING")) == 1
-    assert trouble.pause(BrokerGone("refused")) == 0.5
+    assert trouble.pause(BrokerGone(OSError("refused"))) == 0.5
     assert len(messages_of(caplog, "ERROR")) == 4
 
 
@@ -505,6 +504,31 @@ def test_a_restart_costs_nothing(outbox: str, own_redis: RedisServer, own_task: 
     relay.close()
     assert failures == []
     assert ids(take_published(own_redis, 0)) == wanted
+
+
+@pytest.mark.parametrize("kind", ["sends", "group"])
+def test_a_message_that_breaks_the_connection_costs_the_others_nothing(
+    kind: str, outbox: str, own_redis: RedisServer, own_task: Any
+) -> None:
+    """The broker answers before it and after it: it fails alone, at the commit and in a relay."""
+    with own_redis.client() as client:
+        client.config_set("proto-max-bulk-len", 2**20)
+    parts = [own_task.s(text) for text in ("first", "x" * 2**21, "third")]
+    with hearing(task_send_failed) as failures:
+        with transaction.atomic(using=outbox):
+            if kind == "group":
+                results = list(send_on_commit(group(parts), using=outbox, outbox=True))
+            else:
+                results = [send_on_commit(part, using=outbox, outbox=True) for part in parts]
+        first, broken, third = [result.id for result in results]
+        # The broker may have some messages of the group already, so they may come twice.
+        assert set(ids(take_published(own_redis, 0))) == {first, third}
+        relay = Relay(outbox)
+        relay.drain()
+        relay.close()
+    assert [failure["task_id"] for failure in failures] == [broken, broken]
+    row = table(outbox).get()
+    assert (row.task_id, row.attempts) == (broken, 1)
 
 
 @pytest.mark.parametrize("cuts", [1, 2])
@@ -593,6 +617,18 @@ def test_a_silent_rabbitmq_is_waited_for(
         wait_for(lambda: not table(outbox).exists(), 30)
     assert len(messages_of(caplog, "ERROR")) == 1
     assert set(take_from_rabbitmq(app)) == set(wanted)
+
+
+def test_a_transport_that_is_not_installed_uses_up_no_attempt(
+    outbox: str, own_redis: RedisServer, own_task: Any
+) -> None:
+    """A relay whose environment lacks the broker's client gives all rows back."""
+    leave(outbox, 2, task=own_task)
+    own_task.app.conf.broker_url = "nothing-here://localhost"
+    with pytest.raises(BrokerGone):
+        drain(outbox)
+    assert attempts(outbox) == [0, 0]
+    assert table(outbox).due().count() == 2
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -740,7 +776,7 @@ def test_the_events_of_a_batch_cost_one_wait(
     own_redis.resume()
     assert [said["headers"]["id"] for said in told] == wanted
     assert not table(outbox).exists()
-    (line,) = [text for text in caplog.messages if "who listens could not be told" in text]
+    (line,) = [text for text in caplog.messages if "its receivers could not be notified" in text]
     assert wanted[0] in line
 
 
@@ -831,10 +867,10 @@ def test_a_replica_has_no_outbox(
     """A database that takes no writes is left alone, which the log says; others are not."""
     caplog.set_level(logging.INFO, "django_celery_safe")
     alias, other = make_database("postgres"), make_database("postgres")
-    assert {alias, other} <= set(find_outboxes())
+    assert {alias, other} <= set(outbox_aliases())
     assert messages_of(caplog, "INFO") == []
     with taking_no_writes(alias, postgres_server):
-        found = find_outboxes()
+        found = outbox_aliases()
     assert other in found
     assert alias not in found
     line = f"The outbox of {alias!r} is left alone, since it is read-only."
@@ -847,7 +883,7 @@ def test_an_alias_that_stands_for_another_has_no_outbox(alias: str) -> None:
     with registered("mirror", mirror), registered("nothing", {}):
         assert table("mirror").count() == 0
         assert connections["nothing"].vendor == "unknown"
-        found = set(find_outboxes())
+        found = set(outbox_aliases())
     assert alias in found
     assert not found & {"mirror", "nothing"}
 

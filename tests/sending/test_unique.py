@@ -27,8 +27,8 @@ from django_celery_safe import (
     send_on_commit,
     single_instance,
 )
-from django_celery_safe.concurrency.copies import resending
-from django_celery_safe.concurrency.header import HEADER
+from django_celery_safe.delivery.copies import resending
+from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.celery import app
 from tests.app.tasks import add
@@ -676,13 +676,14 @@ def test_a_duplicate_is_told(sent: Sent, caplog: pytest.LogCaptureFixture) -> No
     assert told == [
         {
             "name": f"{once.name}:1",
+            "task": once.name,
             "task_id": task_id,
             "sent_id": first.id,
             "published": task_id == "linked",
         }
         for task_id in ("dropped", "linked", "on commit")
     ]
-    records = [record for record in caplog.records if record.name.endswith(".publication")]
+    records = [record for record in caplog.records if record.name.endswith(".task_duplicate")]
     assert [record.levelno for record in records] == [logging.INFO] * 3
     for record, fields in zip(records, told, strict=True):
         assert {f"safe_{name}": value for name, value in fields.items()}.items() <= vars(

@@ -14,11 +14,11 @@ from typing import Any, Final
 from django.db import DatabaseError, connections, transaction
 from django.db.models.functions import Now
 
+from django_celery_safe.events import RUN_ENDED, STAGE_STARTED, STEP_SUCCEEDED
 from django_celery_safe.models import StageStep
-from django_celery_safe.signals import emit, run_ended, stage_started, step_succeeded
-from django_celery_safe.stages import Status, engine
+from django_celery_safe.stages import Status, engine, step_messages
 from django_celery_safe.stages.plan import LONGEST_PARAMS
-from django_celery_safe.stages.rows import StepStore
+from django_celery_safe.stages.step_table import ClaimedStep, StepTable
 from django_celery_safe.values import encode
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 VARIABLE: Final = "SAFE_TESTS_BROKEN_ENGINE"
 
 #: Tells whether a step that was marked just now was the last of its stage.
-IsLast = Callable[[StepStore, StageStep], bool]
+IsLast = Callable[[StepTable, StageStep], bool]
 
 
 def counting() -> AbstractContextManager[None]:
@@ -54,11 +54,13 @@ def use_chosen() -> None:
 
 @contextmanager
 def _ending_stages(is_last: IsLast) -> Iterator[None]:
-    def finish(store: StepStore, step: StageStep, lease: Any, params: dict[str, Any]) -> bool:
+    def finish(claimed: ClaimedStep, params: dict[str, Any]) -> bool:
+        claim, step = claimed
+        store = claim.table
         # Committed by itself: the others see it, and nobody waits for the run.
         if (
             not store.steps()
-            .filter(pk=step.pk, status=Status.RUNNING, token=lease.token)
+            .filter(pk=step.pk, status=Status.RUNNING, token=claim.token)
             .update(
                 status=Status.SUCCEEDED,
                 params_text=encode(params, LONGEST_PARAMS) if params else "",
@@ -68,10 +70,9 @@ def _ending_stages(is_last: IsLast) -> Iterator[None]:
             )
         ):
             return False
-        emit(
-            step_succeeded, logger, logging.DEBUG, "Step %s succeeded.", step, sender=engine.start,
-            run=step.run_id, step=step.pk, task=step.task, task_id=step.task_id,
-        )  # fmt: skip
+        STEP_SUCCEEDED.emit(
+            engine.start, run=step.run_id, step=step.pk, task=step.task, task_id=step.task_id
+        )
         if is_last(store, step):
             _go_on(store, step)
         return True
@@ -84,12 +85,12 @@ def _ending_stages(is_last: IsLast) -> Iterator[None]:
         engine.finish = before
 
 
-def _is_last_by_count(store: StepStore, step: StageStep) -> bool:
+def _is_last_by_count(store: StepTable, step: StageStep) -> bool:
     stage = store.steps().filter(run=step.run_id, stage=step.stage)
     return not stage.unfinished().exists()
 
 
-def _is_last_by_counter(store: StepStore, step: StageStep) -> bool:
+def _is_last_by_counter(store: StepTable, step: StageStep) -> bool:
     place = [step.run_id, step.stage]
     with connections[store.alias].cursor() as cursor:
         try:
@@ -123,7 +124,7 @@ def _make_counters(alias: str) -> None:
         logger.debug("The counters were made by another.")
 
 
-def _go_on(store: StepStore, step: StageStep) -> None:
+def _go_on(store: StepTable, step: StageStep) -> None:
     with transaction.atomic(using=store.alias):
         run = store.runs().get(pk=step.run_id)
         if run.status in Status.STOPPED:
@@ -136,14 +137,8 @@ def _go_on(store: StepStore, step: StageStep) -> None:
         else:
             changes |= {"status": Status.SUCCEEDED, "ended_at": Now()}
         store.runs().filter(pk=run.pk).update(**changes)
-        engine.send(store, following)
+        step_messages.send(store, following)
     if following:
-        emit(
-            stage_started, logger, logging.INFO, "Began stage %s of %s.", step.stage + 2, run,
-            sender=engine.start, run=run.pk, stage=step.stage + 1, steps=len(following),
-        )  # fmt: skip
+        STAGE_STARTED.emit(engine.start, run=run.pk, stage=step.stage + 2, steps=len(following))
     else:
-        emit(
-            run_ended, logger, logging.INFO, "%s has succeeded.", run, sender=engine.start,
-            run=run.pk, status=Status.SUCCEEDED.value,
-        )  # fmt: skip
+        RUN_ENDED.emit(engine.start, run=run.pk, status=Status.SUCCEEDED.value, error="")

@@ -19,11 +19,11 @@ from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
 
 from django_celery_safe import InvalidPlan, SafeTask, StepLost, WrongTransaction, stages
-from django_celery_safe.concurrency import endings
+from django_celery_safe.delivery import worker
 from django_celery_safe.models import StageRun, StageStep
 from django_celery_safe.stages.engine import MOST_DEATHS
 from django_celery_safe.stages.repairs import sweep
-from django_celery_safe.stages.rows import StepStore
+from django_celery_safe.stages.step_table import StepTable
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Message
 from tests.conftest import MakeDatabase
@@ -57,9 +57,9 @@ def statuses(run: StageRun) -> tuple[str, str]:
 
 def settle() -> None:
     """Wait until all that signals of Celery's have started in the background is done."""
-    if endings._freeing is not None:
-        endings._freeing.shutdown(wait=True)
-        endings._freeing = None
+    if worker._background is not None:
+        worker._background.shutdown(wait=True)
+        worker._background = None
 
 
 def revoke(
@@ -74,7 +74,7 @@ def revoke(
     request = Context(message.headers, headers=message.headers)
     delivery = None if received is None else received(request)
     if delivery is not None:
-        endings._received.add(delivery)
+        worker._received.add(delivery)
     task_revoked.send(
         sender=staged.task, request=request, terminated=terminated, signum=None, expired=expired
     )
@@ -224,8 +224,8 @@ def test_a_dead_step_of_an_aborted_run_is_not_run(staged: Staged) -> None:
 
 def begin_and_die(staged: Staged, message: Message, token: str) -> None:
     """Begin a step as a process that dies in it, and whose lease is over."""
-    store = StepStore(staged.alias)
-    assert store.try_claim(message.ours["step"], message.id, token, -1.0, "") is not None
+    store = StepTable(staged.alias)
+    assert store.claim_step(message.ours["step"], message.id, token, -1.0, "") is not None
 
 
 # Retries.
@@ -455,7 +455,7 @@ def test_sending_many_again_takes_few_queries(staged_on_sqlite: Staged) -> None:
     first = {message.id for message in staged.take()}
     StageRun.objects.using(staged.alias).update(stage_at=Now() - HOUR)
     with CaptureQueriesContext(connections[staged.alias]) as queries:
-        repairs = sweep(StepStore(staged.alias))
+        repairs = sweep(StepTable(staged.alias))
     assert len(queries) < MOST_QUERIES
     assert (len(repairs), {repair.run for repair in repairs}) == (300, {run.pk})
     assert {message.id for message in staged.take()} == first

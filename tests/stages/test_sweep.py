@@ -18,11 +18,11 @@ from django.db.models.functions import Now
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, StepLost, stages
-from django_celery_safe.concurrency.header import Header, with_header
-from django_celery_safe.locks.stores.base import Holder, encode_holder
+from django_celery_safe.delivery.header import Header, with_header
+from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.management.commands.celery_outbox import run_all
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
-from django_celery_safe.models.stages import MOST_PATIENCE
+from django_celery_safe.models.step_states import MOST_PATIENCE
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import run_ended, run_repaired, stage_started, step_failed
 from django_celery_safe.stages import Status
@@ -30,11 +30,11 @@ from django_celery_safe.stages.repairs import (
     MOST_DEATHS,
     PATIENCE,
     Repair,
-    find_prunable,
+    get_prunable,
     sweep,
-    sweep_beside,
+    sweep_housekeeping,
 )
-from django_celery_safe.stages.rows import StepStore
+from django_celery_safe.stages.step_table import StepTable
 from django_celery_safe.tasks import prune_stages, relay_outbox, sweep_stages
 from tests.conftest import MakeDatabase
 from tests.processes import wait_for
@@ -166,7 +166,7 @@ def leave_stuck(run: StageRun) -> StageStep:
 def swept(alias: str) -> list[Repair]:
     """Sweep, and check that each repair was told of once."""
     with hearing(run_repaired) as heard:
-        done = sweep(StepStore(alias))
+        done = sweep(StepTable(alias))
     assert [(one["run"], one["reason"]) for one in heard] == [(one.run, one.reason) for one in done]
     return done
 
@@ -244,10 +244,10 @@ def test_a_patience_that_is_given(shop: str, queue: Queue) -> None:
     """sweep() takes another patience, which doubles as well."""
     run = begin(1)
     wait_since(run, timedelta(seconds=20))
-    assert sweep(StepStore(shop), timedelta(seconds=60)) == []
-    assert len(sweep(StepStore(shop), timedelta(seconds=10))) == 1
+    assert sweep(StepTable(shop), timedelta(seconds=60)) == []
+    assert len(sweep(StepTable(shop), timedelta(seconds=10))) == 1
     wait_since(run, timedelta(seconds=15))
-    assert sweep(StepStore(shop), timedelta(seconds=10)) == []
+    assert sweep(StepTable(shop), timedelta(seconds=10)) == []
 
 
 def test_a_message_in_the_outbox_is_left_to_the_relay(shop: str, queue: Queue) -> None:
@@ -429,7 +429,7 @@ def test_each_is_repaired_exactly_once(
         broker.set_current()
         try:
             barrier.wait(20)
-            return sweep(StepStore(shop))
+            return sweep(StepTable(shop))
         finally:
             connections[shop].close()
 
@@ -473,7 +473,7 @@ def ended(age: timedelta, status: Status = Status.SUCCEEDED, *, alias: str) -> S
     else:
         claim(run.steps[0], OVER)
         run.steps.update(deaths=MOST_DEATHS - 1)
-        sweep(StepStore(alias))
+        sweep(StepTable(alias))
     rows = StageRun.objects.using(alias).filter(pk=run.pk)
     rows.update(ended_at=Now() - age)
     run.refresh_from_db()
@@ -495,7 +495,7 @@ def test_what_is_pruned(shop: str, queue: Queue, settings: Settings) -> None:
     goes_on = begin(1)
     wait_since(goes_on, timedelta(days=30))
     StageRun.objects.using(shop).filter(pk=goes_on.pk).update(created_at=Now() - 30 * LONG * 100)
-    assert {run.pk for run in find_prunable(StepStore(shop))} == {run.pk for run in old}
+    assert {run.pk for run in get_prunable(StepTable(shop))} == {run.pk for run in old}
     assert prune_stages() == 3
     assert prune_stages() == 0
     assert ids(shop) == {young.pk, goes_on.pk}
@@ -513,7 +513,7 @@ def test_what_still_runs_is_not_pruned(shop: str, queue: Queue) -> None:
     run.abort()
     StageRun.objects.using(shop).update(ended_at=Now() - timedelta(days=8))
     assert prune_stages() == 0
-    assert find_prunable(StepStore(shop), timedelta()).prune() == 0
+    assert get_prunable(StepTable(shop), timedelta()).prune() == 0
     assert ids(shop) == {run.pk}
     at(run.steps[0]).update(ends_at=Now() - timedelta(seconds=1))
     assert prune_stages() == 1
@@ -524,9 +524,9 @@ def test_prune_by_age(shop: str, queue: Queue, settings: Settings) -> None:
     """An age that is given counts, whatever the setting."""
     settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": "a week"}
     old, young = (ended(timedelta(seconds=age), alias=shop) for age in (100, 1))
-    assert list(find_prunable(StepStore(shop), timedelta(seconds=200))) == []
-    assert list(find_prunable(StepStore(shop), timedelta(seconds=50))) == [old]
-    assert find_prunable(StepStore(shop), timedelta(seconds=50)).prune() == 1
+    assert list(get_prunable(StepTable(shop), timedelta(seconds=200))) == []
+    assert list(get_prunable(StepTable(shop), timedelta(seconds=50))) == [old]
+    assert get_prunable(StepTable(shop), timedelta(seconds=50)).prune() == 1
     assert ids(shop) == {young.pk}
 
 
@@ -542,7 +542,7 @@ def test_a_run_that_is_resumed_meanwhile_is_not_pruned(shop: str, queue: Queue) 
             StageRun.objects.using(shop).filter(pk=run.pk).update(status=Status.RUNNING)
         return result
 
-    chosen = find_prunable(StepStore(shop))
+    chosen = get_prunable(StepTable(shop))
     with connections[shop].execute_wrapper(resume):
         assert chosen.prune() == 0
     assert asked
@@ -692,14 +692,14 @@ def test_what_is_beside_a_relay_is_done_once_a_minute(
 ) -> None:
     """Looking after things does it at first, and again when a minute is over."""
     done: list[str] = []
-    relay = Relay(sqlite_alias, beside=done.append)
+    relay = Relay(sqlite_alias, housekeeping=done.append)
     for _ in range(3):
-        relay.look_after()
+        relay.heartbeat_and_prune()
     assert done == [sqlite_alias]
     monkeypatch.setattr("django_celery_safe.sending.relay.MINUTE", 0.0)
-    relay = Relay(sqlite_alias, beside=done.append)
+    relay = Relay(sqlite_alias, housekeeping=done.append)
     for _ in range(3):
-        relay.look_after()
+        relay.heartbeat_and_prune()
     assert done == [sqlite_alias] * 4
 
 
@@ -739,6 +739,6 @@ def test_a_relay_where_no_runs_are(
 
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(end)
-        run_all([Relay(shop, beside=sweep_beside)], stop)
+        run_all([Relay(shop, housekeeping=sweep_housekeeping)], stop)
         ending.result(30)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -96,7 +96,7 @@ def test_a_failure_stops_what_has_not_begun(failure: Failure, staged: Staged) ->
     assert run.status == "running"
     assert run.ended_at is None
     assert run.error_step is None
-    assert [event["stage"] for event in begun] == [run.stage]
+    assert [event["stage"] for event in begun] == [run.stage + 1]
     refused(run.resume, f"resume {run}: it is running")
     staged.deliver_all(failure.order)
     assert now(run) == ("succeeded", "sssss")

@@ -341,7 +341,7 @@ def test_arguments_that_never_fit(times: int, any_database: str, unreachable: Ce
 @pytest.mark.parametrize("task", ["tests.testing.tasks.greet", greet.delay, greet.s("kim"), None])
 def test_what_is_no_task(task: Any, db: None, unreachable: Celery) -> None:
     """A name, a method or a signature in place of a task is named as what it is."""
-    says = "which is no task. Pass the task itself"
+    says = "which is not a task. Pass the task itself"
     with pytest.raises(TypeError, match=says), assert_sent_on_commit(task, "kim"):
         pass
     with pytest.raises(TypeError, match=says):

@@ -173,7 +173,7 @@ def test_a_worker_meets_it(typed: bool, mailbox: Mailbox, locks_in_memory: None)
         (lambda: hold_lock(add, 1, 2), r"tests\.app\.tasks\.add has no @single_instance"),
         (lambda: hold_lock(import_feed), "url"),
         (lambda: hold_lock("import_feed", URL), r"got \('https.*pass the task itself"),
-        (lambda: hold_lock(""), "no name for a lock"),
+        (lambda: hold_lock(""), "not a valid name for a lock"),
     ],
 )
 def test_what_is_no_lock(hold: Callable[[], Any], said: str, unreachable: Celery) -> None:

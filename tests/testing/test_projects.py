@@ -101,7 +101,8 @@ def test_django_runs_the_tests(
     assert f"Ran {2 * len(TESTS)} tests" in done.stderr
 
 
-@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
 def test_pytest_runs_the_tests(
     database: str, shop: Path, environment: dict[str, str], servers: ServerPool
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_forgotten_with_fails(shop: Path, environment: dict[str, str]) -> None
 # The plugin, where nobody asked for it.
 
 
+@pytest.mark.long
 def test_it_harms_nobody(tmp_path: Path, environment: dict[str, str]) -> None:
     """In a folder without Django settings tests run, and no settings or models load."""
     (tmp_path / "test_plain.py").write_text(PLAIN)

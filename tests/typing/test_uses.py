@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from django_celery_safe import SafeTask, SafeTaskMixin
 
 USES = Path(__file__).with_name("uses.py")
@@ -14,6 +16,7 @@ EXPECTED = re.compile(r"# E: ([a-z-]+)$")
 FOUND = re.compile(r"^[^:\n]+:(\d+): error: .* \[(\S+)\]$", re.MULTILINE)
 
 
+@pytest.mark.long
 def test_mypy_finds_the_mistakes_in_the_uses_and_no_others(tmp_path: Path) -> None:
     """Wrong arguments and options are errors, and what a send returns is known."""
     command = [sys.executable, "-m", "mypy", "--config-file=", "--strict", "--no-pretty"]

@@ -268,7 +268,7 @@ def test_a_canvas_goes_on_over_a_conflict(way: str, journal: Journal) -> None:
             assert journal.entries() == []
             assert release_lock(lock)
         assert linked.get(timeout=SOON) == (None if way == "skip" else "locked")
-        assert twin.state == "SUCCESS"
+        wait_for(lambda: twin.state == "SUCCESS", SOON)  # stored after the next was sent
     with held_by(f"{note.name}:{parts.path}", "other", 60) as lock:
         joined = chord([locked.clone(), parts.step("a")], parts.keep()).delay()
         wait_for(lambda: journal.count("a"), SOON)

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 #: Seconds until what happens at once must have happened; far less than any lease.
 SOON = 8
+#: Time limit of the tasks of a row, s; all three are looked at before the first reaches it.
+TIME_LIMIT = 5
 #: Seconds until a short lease must be over.
 ONE_LEASE = SHORT_LEASE + 3
 #: Seconds for which a lock that is kept is looked at.
@@ -673,24 +675,24 @@ TABLE = [
     ),
     Row(
         "soft time limit",
-        [*sent(soft_time_limit=2), Step(result("FAILURE", runs=1), FREE)],
+        [*sent(soft_time_limit=TIME_LIMIT), Step(result("FAILURE", runs=1), FREE)],
         FAILED,
     ),
     Row(
         "hard time limit",
-        [*sent(time_limit=2), Step(result("FAILURE", runs=1), FREE)],
+        [*sent(time_limit=TIME_LIMIT), Step(result("FAILURE", runs=1), FREE)],
         FAILED,
         stages=DATABASE,
     ),
     Row(
         "hard time limit, acknowledged late",
-        [*sent(event_tasks.late, time_limit=2), Step(result("FAILURE", runs=1), FREE)],
+        [*sent(event_tasks.late, time_limit=TIME_LIMIT), Step(result("FAILURE", runs=1), FREE)],
         FAILED,
     ),
     Row(
         "hard time limit, delivered again",
         [
-            *sent(event_tasks.unacknowledged, time_limit=2),
+            *sent(event_tasks.unacknowledged, time_limit=TIME_LIMIT),
             Step(begin, RUNNING, 0),
             Step(end("SUCCESS"), FREE),
         ],

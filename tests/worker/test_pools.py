@@ -25,6 +25,8 @@ from tests.worker import pool_tasks
 from tests.worker.pool_tasks import LEASE, PARENT_HOLDS
 from tests.worker.rooms import Room
 
+pytestmark = pytest.mark.long
+
 #: Each pool, and how many tasks run in it at once.
 POOLS = {"prefork": 2, "threads": 4, "solo": 1, "gevent": 20}
 TOGETHER = ["prefork", "threads", "gevent"]
@@ -156,7 +158,6 @@ def test_a_waiting_task_in_a_solo_pool_is_woken_from_outside(rooms: dict[str, Ro
     assert result.get(timeout=SOON) is True
 
 
-@pytest.mark.long
 def test_a_task_hung_beyond_its_time_limit_loses_its_lock(rooms: dict[str, Room]) -> None:
     """Where the pool can't end it, its lock is renewed no more, and free one lease later."""
     limit = 2.0

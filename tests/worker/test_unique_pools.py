@@ -23,6 +23,8 @@ from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer
 from tests.worker.rooms import Room
 
+pytestmark = pytest.mark.long
+
 #: Each pool, and how many tasks run in it at once.
 POOLS = {"prefork": 2, "threads": 4, "solo": 1, "gevent": 20}
 

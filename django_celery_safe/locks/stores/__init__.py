@@ -1,13 +1,12 @@
 """
 Which store a lock lives in.
 
-:func:`store_for` answers that for a cache alias or a database alias, and says
-what to use instead for the caches on which no lock excludes.
+:func:`locate` finds the place that the settings or a cache alias name, :meth:`Location.store`
+returns its store. A cache on which two can hold one lock is refused, with what to use instead.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -17,15 +16,14 @@ from django.conf import settings as django_settings
 from django.core.cache import caches
 from django.core.cache.backends.base import BaseCache, InvalidCacheBackendError
 from django.utils.connection import ConnectionDoesNotExist
+from django.utils.module_loading import import_string
 
 from ... import conf
 from ...databases import refuse_untested
+from ...events import LOCK_FREED
 from ...exceptions import BackendNotSupported, ConfigurationError
-from ...signals import emit, lock_freed
-from ...texts import get_logger
-from .base import HeldLock, Store
-
-logger = get_logger(__name__)
+from ...leases.holder import HeldLock
+from .base import Store
 
 USE_INSTEAD: Final = (
     "Use Redis (django-redis or Django's RedisCache), or set LOCK_DATABASE to a database alias."
@@ -67,18 +65,20 @@ class Location(NamedTuple):
         return _cache_store(self.alias) if self.kind == "cache" else _database_store(self.alias)
 
 
-def locate(
-    cache: str | conf.Unset = conf.UNSET, settings: Mapping[str, Any] | None = None
-) -> Location:
-    """Return where locks live: in ``cache``, else where the settings (None: now) say."""
+def locate(cache: str | conf.Unset = conf.UNSET) -> Location:
+    """Return where locks live: in ``cache``; unset: where the settings say."""
     if not isinstance(cache, conf.Unset):
         return Location("cache", cache)
-    if settings is None:
-        settings = conf.current()
+    settings = conf.current()
     database = settings["LOCK_DATABASE"]
     if database is not None:
         return Location("database", database)
     return Location("cache", settings["LOCK_CACHE"])
+
+
+def get_store(cache: str | conf.Unset = conf.UNSET) -> Store:
+    """Return this process's store of the locks in ``cache``; unset: where the settings say."""
+    return locate(cache).store()
 
 
 def iter_locks(
@@ -97,7 +97,7 @@ def iter_locks(
         BackendNotSupported: The cache can't list what it holds.
         LockBackendError: The store did not answer.
     """
-    for lock in locate(cache).store().iter_locks():
+    for lock in get_store(cache).iter_locks():
         if prefix is not None and not lock.name.startswith(prefix):
             continue
         if task is None or lock.holder.task == task:
@@ -106,12 +106,12 @@ def iter_locks(
 
 def find_lock(name: str, cache: str | conf.Unset = conf.UNSET) -> HeldLock | None:
     """Return the lock called ``name``; None if nobody holds it."""
-    return locate(cache).store().peek(name)
+    return get_store(cache).peek(name)
 
 
 def locks_are_shared(cache: str | conf.Unset = conf.UNSET) -> bool:
-    """Tell whether other processes see the locks that this one sees."""
-    return locate(cache).store().shared
+    """Return whether other processes see the locks that this one sees."""
+    return get_store(cache).shared
 
 
 def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
@@ -126,25 +126,14 @@ def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
         acquisition had ended already.
     """
     # Without a token nobody is known to hold it, and any holder would match.
-    store = locate(cache).store()
+    store = get_store(cache)
     if not lock.token or not store.release(lock.name, lock.token, lock.remaining):
         return False
-    holder = str(lock.holder)
-    emit(
-        lock_freed,
-        logger,
-        logging.WARNING,
-        "Freed the lock %r, held by %s.",
-        lock.name,
-        holder or "someone unknown",
-        sender=release_lock,
-        name=lock.name,
-        holder=holder,
-    )
+    LOCK_FREED.emit(release_lock, name=lock.name, holder=str(lock.holder))
     return True
 
 
-def find_emptied_with(location: Location) -> list[str]:
+def emptied_with_locks(location: Location) -> list[str]:
     """Return what one ``clear()`` empties along with the locks, as messages name it."""
     emptied = location.store().emptied_with()
     if emptied is None:
@@ -165,7 +154,7 @@ def _emptied_with(alias: str) -> object:
         return None
 
 
-class _Kept:
+class _StoreCache:
     """The stores that this process has used, and the caches that they were made for."""
 
     stores: dict[str, Store] = {}
@@ -173,16 +162,16 @@ class _Kept:
 
 
 # The parent's connections are not the child's.
-os.register_at_fork(after_in_child=lambda: _Kept.stores.clear())
+os.register_at_fork(after_in_child=lambda: _StoreCache.stores.clear())
 
 
 def _cache_store(alias: str) -> Store:
     # Looking up the cache costs more than all else that happens before a request.
     # Django puts a new object there when the setting CACHES changes.
     current: object = caches._connections  # type: ignore[attr-defined]
-    if _Kept.caches is not current:
-        _Kept.stores, _Kept.caches = {}, current
-    store = _Kept.stores.get(alias)
+    if _StoreCache.caches is not current:
+        _StoreCache.stores, _StoreCache.caches = {}, current
+    store = _StoreCache.stores.get(alias)
     if store is None:
         # Threads that come first at once make several, and all use the first: each store
         # has threads of its own that renew its leases.
@@ -195,7 +184,7 @@ def _cache_store(alias: str) -> Store:
                 f"'django-celery-safe[redis]'; for memcached, pip install "
                 f"'django-celery-safe[memcached]'."
             ) from error
-        store = _Kept.stores.setdefault(alias, store)
+        store = _StoreCache.stores.setdefault(alias, store)
     return store
 
 
@@ -203,12 +192,9 @@ def _find_cache(alias: str) -> Any:
     try:
         return caches[alias]
     except (InvalidCacheBackendError, TypeError) as error:
-        known = ", ".join(sorted(django_settings.CACHES))
-        meant = conf.closest(alias, django_settings.CACHES)
-        guess = f" Did you mean {meant!r}?" if meant else ""
         raise ConfigurationError(
             f"Locks were asked for in the cache {alias!r}, which CACHES does not have or can't "
-            f"load ({error}). It has: {known}.{guess}"
+            f"load ({error}). {_name_known(alias, django_settings.CACHES)}"
         ) from error
 
 
@@ -226,20 +212,25 @@ def _make_cache_store(alias: str, cache: Any) -> Store:
             "a lock is on one of its several servers, and moves to another when that one fails",
             "Give the locks an alias with one server, or keep them in Redis or a database.",
         )
-    return next((_MAKERS[path] for path in classes if path in _MAKERS), _portable)(alias, cache)
+    make = next((_MAKERS[path] for path in classes if path in _MAKERS), _PORTABLE)
+    return make(alias, cache)
 
 
 def _database_store(alias: str) -> Store:
     try:
         refuse_untested(alias, "hold locks")
     except (ConnectionDoesNotExist, TypeError) as error:
-        known = ", ".join(sorted(django_settings.DATABASES))
-        meant = conf.closest(alias, django_settings.DATABASES)
-        guess = f" Did you mean {meant!r}?" if meant else ""
         raise ConfigurationError(
-            f"LOCK_DATABASE is {alias!r}, which DATABASES does not have. It has: {known}.{guess}"
+            f"LOCK_DATABASE is {alias!r}, which DATABASES does not have. "
+            f"{_name_known(alias, django_settings.DATABASES)}"
         ) from error
     return _kept_database_store(alias)
+
+
+def _name_known(alias: str, setting: Mapping[str, Any]) -> str:
+    meant = conf.closest(alias, setting)
+    guess = f" Did you mean {meant!r}?" if meant else ""
+    return f"It has: {', '.join(sorted(setting))}.{guess}"
 
 
 @lru_cache
@@ -249,36 +240,18 @@ def _kept_database_store(alias: str) -> Store:
     return DatabaseStore(alias)
 
 
-def _portable(alias: str, cache: BaseCache) -> Store:
-    from .portable import PortableStore
-
-    return PortableStore(alias, cache)
-
-
-def _memcached(alias: str, cache: BaseCache) -> Store:
-    from .memcached import MemcachedStore  # pymemcache is an extra
-
-    return MemcachedStore(alias, cache)
-
-
-def _redis(alias: str, cache: BaseCache) -> Store:
-    from .redis import RedisStore  # redis-py is an extra
-
-    return RedisStore(alias, cache)
-
-
-def _local(alias: str, cache: BaseCache) -> Store:
-    from .local import LocalStore
-
-    return LocalStore(alias, str(django_settings.CACHES[alias].get("LOCATION", "")))
+def _lazily(path: str) -> Callable[[str, BaseCache], Store]:
+    """Return a maker of stores that imports the store, and its client, at the first use."""
+    return lambda alias, cache: import_string(f"{__name__}.{path}")(alias, cache)
 
 
 _MAKERS: Final[dict[str, Callable[[str, BaseCache], Store]]] = {
-    "django_redis.cache.RedisCache": _redis,
-    "django.core.cache.backends.redis.RedisCache": _redis,
-    "django.core.cache.backends.memcached.PyMemcacheCache": _memcached,
-    "django.core.cache.backends.locmem.LocMemCache": _local,
+    "django_redis.cache.RedisCache": _lazily("redis.RedisStore"),
+    "django.core.cache.backends.redis.RedisCache": _lazily("redis.RedisStore"),
+    "django.core.cache.backends.memcached.PyMemcacheCache": _lazily("memcached.MemcachedStore"),
+    "django.core.cache.backends.locmem.LocMemCache": _lazily("local.LocalStore"),
 }
+_PORTABLE: Final = _lazily("portable.PortableStore")
 
 
 def _path(cls: type) -> str:

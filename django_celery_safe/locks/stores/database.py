@@ -12,42 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import Error, connections, transaction
 from django.db.models import BigIntegerField, F, Func
 from django.db.models.functions import Greatest
 
-from ...exceptions import (
-    ConfigurationError,
-    LockBackendError,
-    WrongTransaction,
-    describe_error,
-)
-from ...transactions import (
-    in_atomic,
-    in_testcase_only,
-    is_manual,
-    is_pooled,
-    lacks_table,
-    leave_inherited,
-    leave_pool,
-)
-from .base import (
-    Acquired,
-    HeldLock,
-    Holder,
-    Renewable,
-    Store,
-    decode_holder,
-    encode_holder,
-    plain_name,
-)
+from ...exceptions import CelerySafeError, WrongTransaction
+from ...leases.holder import HeldLock, Holder, decode_holder, encode_holder, plain_name
+from ...leases.lease_table import DatabaseLeases
+from ...leases.store import Renewable
+from ...transactions import is_pooled, is_transaction_open, leave_inherited
+from .base import Acquired, Store
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet
 
-    from ...models import DatabaseLock
+    from ...models.locks import DatabaseLock
 
 #: Rows that one step of the listing reads.
 PAGE: Final = 1000
@@ -96,14 +77,16 @@ _CLOCKS: Final = {
 }
 
 
-class DatabaseStore(Store):
+class DatabaseStore(DatabaseLeases, Store):
     """Locks in the table of :class:`~django_celery_safe.models.DatabaseLock`."""
 
-    connects_threads: ClassVar[bool] = True
+    purpose = "hold the locks"
+    models = ("DatabaseLock", "Fence")
+    client_errors = (Error,)
+    refusals = REFUSALS
 
     def __init__(self, alias: str) -> None:
-        self.where = f'DATABASES["{alias}"]'
-        self.alias = alias
+        super().__init__(f'DATABASES["{alias}"]', alias)
 
     def acquire(
         self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
@@ -165,59 +148,29 @@ class DatabaseStore(Store):
         # Who works under a lock leaves the pool's connection to others meanwhile.
         borrows = connection.connection is None and is_pooled(self.alias)
         try:
-            if in_atomic(self.alias):
-                raise WrongTransaction(
-                    f"A lock in {self.where} was asked to {action} inside an open transaction on "
-                    f"that database: others would not see it before the commit, and a rollback "
-                    f"would give it back. Take the lock outside atomic(), or let LOCK_DATABASE "
-                    f"name an alias of its own."
-                )
-            if is_manual(self.alias):
-                raise WrongTransaction(
-                    f"A lock in {self.where} was asked to {action} with autocommit off, which is "
-                    f"an open transaction on that database: others would not see the lock before "
-                    f"the commit, and a rollback would give it back. Let LOCK_DATABASE name an "
-                    f"alias of its own, without AUTOCOMMIT: False."
-                )
-            yield
-        except Error as error:
-            # A connection that broke is made anew at the next use.
-            connection.close_if_unusable_or_obsolete()
-            self._check_migrated(error)
-            said = describe_error(error)
-            for words, (meaning, hint) in REFUSALS.items():
-                if words in said:
-                    raise LockBackendError(
-                        self.where, action, f"{meaning} ({said})", hint
-                    ) from error
-            raise LockBackendError(self.where, action, said) from error
+            with super().errors(action):
+                if is_transaction_open(self.alias):
+                    raise WrongTransaction(
+                        f"A lock in {self.where} was asked to {action} inside an open transaction "
+                        f"on that database, or with autocommit off, which is one: others would "
+                        f"not see it before the commit, and a rollback would give it back. Take "
+                        f"the lock outside atomic(), or let LOCK_DATABASE name an alias of its "
+                        f"own, without AUTOCOMMIT: False."
+                    )
+                yield
         finally:
             if borrows:
                 connection.close()
 
-    def leave_pool(self) -> None:
-        leave_pool(self.alias)
-
-    def renews(self) -> bool:
-        # Inside a TestCase the row is not committed: another thread can't see it.
-        return not in_testcase_only(self.alias)
-
-    def close(self) -> None:
-        if not connections[self.alias].in_atomic_block:
-            connections[self.alias].close()
-
-    def _check_migrated(self, error: Error) -> None:
-        from ...models import DatabaseLock  # needs the app registry
-
-        if lacks_table(self.alias, DatabaseLock):
-            raise ConfigurationError(
-                f"{self.where} is to hold the locks but has no table for them. Run: "
-                f"manage.py migrate django_celery_safe --database={self.alias}"
-            ) from error
+    def explain(self, action: str, error: Exception) -> CelerySafeError:
+        # The next use replaces a connection that broke.
+        connections[self.alias].close_if_unusable_or_obsolete()
+        self.check_migrated(error)
+        return super().explain(action, error)
 
     def _try_take(self, name: str, token: str, seconds: float, holder: Holder) -> None:
         """Write a row of ours if there is none, or over one whose lease has ended."""
-        from ...models import DatabaseLock  # needs the app registry
+        from ...models.locks import DatabaseLock  # needs the app registry
 
         key = plain_name(name)
         with transaction.atomic(using=self.alias):
@@ -244,7 +197,7 @@ class DatabaseStore(Store):
                 cursor.execute(BOUNDS)
 
     def _next_fence(self) -> int:
-        from ...models import Fence  # needs the app registry
+        from ...models.locks import Fence  # needs the app registry
 
         row = Fence.objects.using(self.alias).filter(pk=FENCE_ROW)
         grown = Greatest(F("last") + 1, ServerMicroseconds())
@@ -268,7 +221,7 @@ class DatabaseStore(Store):
         return self._locks().filter(key__in=keys, token__in=tokens)
 
     def _locks(self) -> QuerySet[DatabaseLock]:
-        from ...models import DatabaseLock  # needs the app registry
+        from ...models.locks import DatabaseLock  # needs the app registry
 
         return DatabaseLock.objects.using(self.alias)
 

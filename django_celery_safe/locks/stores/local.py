@@ -11,27 +11,37 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import ClassVar
 
+from django.conf import settings
+
 from ...exceptions import BackendNotSupported
-from .base import Acquired, HeldLock, Holder, Renewable, Store
-
-
-@dataclass(slots=True)
-class _Entry:
-    lock: HeldLock
-    ends_at: float
+from ...leases.holder import HeldLock, Holder
+from ...leases.store import Renewable
+from .base import Acquired, Store
 
 
 class _Memory:
-    """The locks of one LocMemCache location."""
+    """The locks of one LocMemCache location, each with the moment at which its lease ends."""
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
-        self.entries: dict[str, _Entry] = {}
+        self.locks: dict[str, tuple[HeldLock, float]] = {}
         self.fence = 0
+
+    def put(self, lock: HeldLock, seconds: float) -> None:
+        self.locks[lock.name] = lock, time.monotonic() + seconds
+
+    def find(self, name: str, token: str | None = None) -> HeldLock | None:
+        """Return the lock if somebody holds it, or if ``token`` does."""
+        lock, ends_at = self.locks.get(name, (None, 0.0))
+        left = ends_at - time.monotonic()
+        if left <= 0:
+            self.locks.pop(name, None)
+        if lock is None or left <= 0 or token not in (None, lock.token):
+            return None
+        return lock._replace(remaining=left)
 
 
 #: One memory for each LOCATION, as LocMemCache itself has.
@@ -51,7 +61,7 @@ def clear() -> None:
     """Forget every lock in this process's memory."""
     for memory in _memories.values():
         with memory.mutex:
-            memory.entries.clear()
+            memory.locks.clear()
 
 
 # What the parent holds is not the child's, and its mutex may be taken for ever.
@@ -63,9 +73,9 @@ class LocalStore(Store):
 
     shared: ClassVar[bool] = False
 
-    def __init__(self, alias: str, location: str) -> None:
+    def __init__(self, alias: str, cache: object) -> None:
         self.where = f'CACHES["{alias}"] (LocMemCache)'
-        self._location = location
+        self._location = str(settings.CACHES[alias].get("LOCATION", ""))
 
     def acquire(
         self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
@@ -78,66 +88,38 @@ class LocalStore(Store):
                 "Use Redis, or set LOCK_DATABASE, or run the worker with --pool=threads or "
                 "--concurrency=1.",
             )
-        memory = self._memory()
-        with memory.mutex:
-            now = time.monotonic()
-            entry = memory.entries.get(name)
-            if entry is not None and entry.ends_at > now:
-                held = entry.lock._replace(remaining=entry.ends_at - now)
+        with self._memory() as memory:
+            held = memory.find(name)
+            if held is not None:
                 return Acquired(held.fence) if held.token == token else held
-            memory.fence = fence = max(memory.fence + 1, time.time_ns() // 1000)
-            lock = HeldLock(name, token=token, fence=fence, holder=holder)
-            memory.entries[name] = _Entry(lock, now + seconds)
-            return Acquired(fence)
+            memory.fence = max(memory.fence + 1, time.time_ns() // 1000)
+            memory.put(HeldLock(name, token, fence=memory.fence, holder=holder), seconds)
+            return Acquired(memory.fence)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        memory = self._memory()
-        with memory.mutex:
-            entry = self._live(memory, name)
-            if entry is None or entry.lock.token != token:
-                return False
-            del memory.entries[name]
-            return True
+        with self._memory() as memory:
+            return bool(memory.find(name, token) and memory.locks.pop(name))
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
-        memory = self._memory()
-        with memory.mutex:
-            return [self._extend(memory, renewal) for renewal in renewals]
+        with self._memory() as memory:
+            held = [memory.find(renewal.name, renewal.token) for renewal in renewals]
+            for lock, renewal in zip(held, renewals, strict=True):
+                if lock is not None:
+                    memory.put(lock, renewal.seconds)
+        return [lock is not None for lock in held]
 
     def peek(self, name: str) -> HeldLock | None:
-        memory = self._memory()
-        with memory.mutex:
-            entry = self._live(memory, name)
-            if entry is None:
-                return None
-            return entry.lock._replace(remaining=entry.ends_at - time.monotonic())
+        with self._memory() as memory:
+            return memory.find(name)
 
     def iter_locks(self) -> Iterator[HeldLock]:
-        memory = self._memory()
-        with memory.mutex:
-            names = list(memory.entries)
-        for name in names:
-            lock = self.peek(name)
-            if lock is not None:
-                yield lock
+        with self._memory() as memory:
+            locks = [memory.find(name) for name in list(memory.locks)]
+        yield from filter(None, locks)
 
-    def errors(self, action: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def _memory(self) -> _Memory:
+    @contextmanager
+    def _memory(self) -> Iterator[_Memory]:
         # setdefault is one step, so two threads get the same memory.
-        return _memories.setdefault(self._location, _Memory())
-
-    def _live(self, memory: _Memory, name: str) -> _Entry | None:
-        entry = memory.entries.get(name)
-        if entry is not None and entry.ends_at <= time.monotonic():
-            del memory.entries[name]
-            return None
-        return entry
-
-    def _extend(self, memory: _Memory, renewal: Renewable) -> bool:
-        entry = self._live(memory, renewal.name)
-        if entry is None or entry.lock.token != renewal.token:
-            return False
-        entry.ends_at = time.monotonic() + renewal.seconds
-        return True
+        memory = _memories.setdefault(self._location, _Memory())
+        with memory.mutex:
+            yield memory

@@ -13,28 +13,16 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from pymemcache.client.base import Client, PooledClient
 from pymemcache.client.retrying import RetryingClient
 from pymemcache.exceptions import MemcacheError, MemcacheServerError, MemcacheUnexpectedCloseError
 from pymemcache.pool import ObjectPool
 
-from ...exceptions import LockBackendError, describe_error
-from .base import (
-    Acquired,
-    HeldLock,
-    Holder,
-    Renewable,
-    Store,
-    cant_list,
-    encode_holder,
-    hashed_name,
-    plain_name,
-    read_lock,
-)
+from ...leases.holder import HeldLock, Holder, encode_holder, hashed_name, plain_name, read_lock
+from ...leases.store import Renewable
+from .base import Acquired, Store
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -57,14 +45,13 @@ MOST_IDLE: Final = 20
 TICK: Final = 1
 #: Expiry of an item that is gone at once, as for DELETE.
 GONE: Final = -1
-#: Items that one step of the listing reads.
-PAGE: Final = 200
 
 
 class MemcachedStore(Store):
     """Locks in one memcached server."""
 
     fences: ClassVar[bool] = False
+    lists: ClassVar[bool] = False
     #: memcached's clock ticks once a second: a lease of 1 s may end at once.
     shortest_lease: ClassVar[float] = 2.0
     #: Beyond 30 days it takes an expiry for a moment, and most often one in the past.
@@ -73,6 +60,8 @@ class MemcachedStore(Store):
     weakness: ClassVar[str] = (
         "memcached forgets items when it is full and all of them when it restarts"
     )
+
+    client_errors = (MemcacheError, OSError)
 
     def __init__(self, alias: str, cache: Any) -> None:
         self.where = f'CACHES["{alias}"] (memcached)'
@@ -118,17 +107,6 @@ class MemcachedStore(Store):
         with self.errors("peek"):
             return self._find(name)
 
-    def iter_locks(self) -> Iterator[HeldLock]:
-        prefix = self._listed_prefix()
-        with self.errors("list"), closing(Client(self._server.server, **self._options)) as client:
-            now = int(client.stats()[b"time"])
-            items = self._iter_items(client, prefix)
-            while ends := dict(islice(items, PAGE)):
-                for key, value in self._client.get_many(list(ends)).items():
-                    # -1: an item without an end, which we never write.
-                    left = float(ends[key] - now - TICK) if ends[key] > 0 else None
-                    yield _read_lock(key, value, left)
-
     def emptied_with(self) -> object:
         return self._server.server
 
@@ -137,13 +115,6 @@ class MemcachedStore(Store):
             told = int(self._client.stats()[b"time"])
         # Whole seconds of a clock that may be a tick behind: the middle of what it can be.
         return float(told + TICK)
-
-    @contextmanager
-    def errors(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except (MemcacheError, OSError) as error:
-            raise LockBackendError(self.where, action, describe_error(error)) from error
 
     def _find(self, name: str) -> HeldLock | None:
         key = self._key(name)
@@ -186,43 +157,6 @@ class MemcachedStore(Store):
             if client.cas(key, found if value is None else value, unique, expire=expire):
                 return True
             # Written since: by a renewal of ours, or it ended and someone else has it.
-
-    def _iter_items(self, client: Client, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield key and end, s by the server's clock, of each item that is a lock."""
-        before = self._prefix.decode()
-        for line in self._iter_dump(client):
-            item = re.match(rb"key=(\S+) exp=(-?\d+) ", line)
-            if item is None:
-                self._raise_not_listed(line.decode("ascii", "replace").strip())
-            elif (key := unquote(item[1].decode())).startswith(before + prefix):
-                yield key.removeprefix(before), int(item[2])
-
-    def _iter_dump(self, client: Client) -> Iterator[bytes]:
-        """Yield a line for each item of the server, or one with its refusal."""
-        # "all" leaves out what others use at the moment; older servers know only that.
-        for which in (b"hash", b"all"):
-            client.sock.sendall(b"lru_crawler metadump " + which + b"\r\n")
-            with client.sock.makefile("rb") as lines:
-                first = lines.readline()
-                if which == b"hash" and first.startswith((b"ERROR", b"CLIENT_ERROR", b"BADCLASS")):
-                    continue
-                for line in chain([first], lines):
-                    if line.startswith(b"END"):
-                        return
-                    yield line
-                return
-
-    def _raise_not_listed(self, answer: str) -> NoReturn:
-        if answer.startswith(("BUSY", "LOCKED")):
-            raise LockBackendError(self.where, "list", f"another listing is under way ({answer})")
-        raise cant_list(self.where, f"the server answers {answer!r} to lru_crawler metadump")
-
-    def _listed_prefix(self) -> str:
-        """Return what the keys of locks begin with, and no others do."""
-        key = self._key("x")
-        if not key.endswith(PREFIX + "x"):
-            raise cant_list(self.where, f"its KEY_FUNCTION makes {key!r} of {PREFIX + 'x'!r}")
-        return key.removesuffix("x")
 
     def _key(self, name: str) -> str:
         key = str(self._cache.make_key(PREFIX + plain_name(name)))

@@ -12,25 +12,16 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from django.conf import settings
 from django.core.cache import caches
 
-from ...exceptions import LockBackendError, describe_error
-from .base import (
-    Acquired,
-    HeldLock,
-    Holder,
-    Renewable,
-    Store,
-    cant_list,
-    encode_holder,
-    plain_name,
-    read_lock,
-)
+from ...exceptions import LockBackendError
+from ...leases.holder import HeldLock, Holder, encode_holder, plain_name, read_lock
+from ...leases.store import Renewable
+from .base import Acquired, Store
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -55,6 +46,9 @@ class PortableStore(Store):
         "nothing is known of this cache, neither whether its add() excludes nor when it drops what "
         "it holds, and a lock is compared and deleted in two steps"
     )
+
+    #: Nothing is known of what such a cache raises.
+    client_errors = (Exception,)
 
     def __init__(self, alias: str, cache: BaseCache) -> None:
         self.where = f'CACHES["{alias}"] ({type(cache).__name__})'
@@ -99,19 +93,9 @@ class PortableStore(Store):
         with self.errors("peek"):
             return self._find(name)
 
-    def iter_locks(self) -> Iterator[HeldLock]:
-        raise cant_list(self.where, "Django's cache API can't tell what is in a cache")
-
     def emptied_with(self) -> object:
         given = settings.CACHES[self._alias]
         return given["BACKEND"], given.get("LOCATION", self._alias)
-
-    @contextmanager
-    def errors(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # which ones such a cache raises is not known
-            raise LockBackendError(self.where, action, describe_error(error)) from error
 
     def _extend(self, name: str, token: str, seconds: float) -> bool:
         # Asked again after it, since it may have been somebody else's that was extended:

@@ -19,8 +19,7 @@ import math
 import random
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -32,21 +31,19 @@ from ...exceptions import (
     LockBackendError,
     describe_error,
 )
-from .base import (
+from ...leases.holder import (
     GARBLED,
     TOKEN_LENGTH,
-    Acquired,
-    Eviction,
     HeldLock,
     Holder,
-    Renewable,
-    Store,
     decode_holder,
     decode_holders,
     encode_holder,
     plain_name,
 )
-from .wire import Wire
+from ...leases.store import Renewable
+from .base import Acquired, Eviction, Store
+from .wire import PlainWire, Wire
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -77,34 +74,6 @@ class Script:
         self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
-def _move_others(first_key: int, first_arg: int) -> str:
-    """
-    Return Lua that moves the ends of other locks, if the script is given some.
-
-    Their keys stand from ``first_key`` on, the token and the lease (ms; 0: free it) of
-    each from ``first_arg`` on.
-    """
-    return f"""
-for i = {first_key}, #KEYS do
-    local place = {first_arg} + 2 * (i - {first_key})
-    -- A key of another type must not cost this lock.
-    local value = redis.pcall('GET', KEYS[i])
-    if type(value) == 'string' and string.sub(value, 1, 32) == ARGV[place] then
-        local lease = ARGV[place + 1]
-        if lease == '0' then
-            redis.call('DEL', KEYS[i])
-            redis.pcall('ZREM', index, KEYS[i])
-        else
-            local time = redis.call('TIME')
-            redis.call('PEXPIRE', KEYS[i], lease)
-            local now = time[1] * 1000 + math.floor(time[2] / 1000)
-            redis.pcall('ZADD', index, now + lease, KEYS[i])
-        end
-    end
-end
-"""
-
-
 # A command that the server refuses (an ACL, a key of another type) ends a script where it
 # stands, and nothing is undone. So SET comes last, when nothing can fail any more, and what
 # comes after the end of a lock (the list, the waiter) is asked by pcall, and costs it nothing.
@@ -115,8 +84,7 @@ end
 # numbers into text is what costs most in a script as short as this. A try that
 # fails uses up a number, which harms nothing, and fails on a replica at once. Keys
 # that nobody released are taken off the list in about one of a hundred acquisitions.
-ACQUIRE = Script(
-    """
+ACQUIRE = Script("""
 local index = KEYS[3]
 local time = redis.call('TIME')
 local fence = time[1] .. string.sub(time[2] + 1000000, 2)
@@ -137,34 +105,26 @@ if string.sub(fence, -2) == '00' then
     -- Not worth an acquisition: the doctor tells of a user who may not.
     redis.pcall('ZREMRANGEBYSCORE', index, '-inf', time[1] * 1000)
 end
-"""
-    + _move_others(first_key=4, first_arg=5)
-    + """
 redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'PX', ARGV[2])
 return fence
-"""
-)
+""")
 
-# Names have no space, so no lock is called like another's mark or list.
-RELEASE = Script(
-    """
-local index = KEYS[2]
-"""
-    + _move_others(first_key=3, first_arg=2)
-    + """
+# KEYS: the lock, the list, and another lock that is looked at, if one is wanted. Names have
+# no space, so no lock is called like another's mark or list.
+RELEASE = Script("""
+local other = KEYS[3] and redis.pcall('EXISTS', KEYS[3]) == 1 and 1 or 0
 local value = redis.call('GET', KEYS[1])
-if not value or string.sub(value, 1, 32) ~= ARGV[1] then return 0 end
+if not value or string.sub(value, 1, 32) ~= ARGV[1] then return {0, other} end
 redis.call('DEL', KEYS[1])
 -- Also when it is handed on: the waiter may be gone.
-redis.pcall('ZREM', index, KEYS[1])
+redis.pcall('ZREM', KEYS[2], KEYS[1])
 if redis.pcall('EXISTS', KEYS[1] .. ' waiting') == 1 then
     local wake = KEYS[1] .. ' wake'
     if redis.pcall('RPUSH', wake, '') ~= 1 then redis.pcall('LTRIM', wake, 0, 0) end
     redis.pcall('PEXPIRE', wake, 1000)
 end
-return 1
-"""
-)
+return {1, other}
+""")
 
 # KEYS: the list, then the locks; ARGV: all tokens without anything in between, and all
 # leases with spaces, since a client takes its time over each argument. Answers with
@@ -202,57 +162,41 @@ return {time[1] * 1000 + math.floor(time[2] / 1000), page[1], page[2]}
 """)
 
 
-#: Commands that a user of the server needs for locks, as an ACL names them.
-COMMANDS: Final = (
-    "blpop", "del", "eval", "evalsha", "exists", "get", "getset", "ltrim", "mget", "pexpire",
-    "pttl", "rpush", "set", "time", "zadd", "zrem", "zremrangebyscore", "zscan",
+#: Each command that a user of the server needs for locks, with arguments that harm nothing:
+#: ``{key}``, ``{index}`` and ``{wake}`` are keys that are gone at the end.
+HARMLESS: Final = (
+    "TIME", "GET {key}", "MGET {key}", "GETSET {key} x", "SET {key} x PX 1", "EXISTS {key}",
+    "ZADD {index} 1 x", "ZSCAN {index} 0", "ZREMRANGEBYSCORE {index} -inf 0", "ZREM {index} x",
+    "RPUSH {wake} x", "PEXPIRE {wake} 1000", "PTTL {wake}", "LTRIM {wake} 0 0", "BLPOP {wake} 0.05",
+    "EVAL return 0", f"EVALSHA {'0' * 40} 0", "DEL {key} {index} {wake}",
 )  # fmt: skip
-
-# Runs each of those that stand in scripts, on keys that are gone then. Answers with the
-# errors, each behind its command.
-TRY_COMMANDS = Script("""
-local key, index, wake = KEYS[1], KEYS[2], KEYS[3]
-local tries = {
-    {'TIME'}, {'GET', key}, {'GETSET', key, ''}, {'SET', key, '', 'PX', '1'}, {'EXISTS', key},
-    {'ZADD', index, '1', 'x'}, {'ZSCAN', index, '0'}, {'ZREMRANGEBYSCORE', index, '-inf', '0'},
-    {'ZREM', index, 'x'}, {'RPUSH', wake, 'x'}, {'PEXPIRE', wake, '1'}, {'PTTL', wake},
-    {'LTRIM', wake, '1', '0'}, {'DEL', key, index, wake}
-}
-local refused = {}
-for _, command in ipairs(tries) do
-    local answer = redis.pcall(unpack(command))
-    if type(answer) == 'table' and answer.err then
-        refused[#refused + 1] = string.lower(command[1])
-        refused[#refused + 1] = answer.err
-    end
-end
-return refused
-""")
+#: These commands, as an ACL names them.
+COMMANDS: Final = tuple(sorted(command.split()[0].lower() for command in HARMLESS))
 
 #: How the server and redis-py say that it will not do something; what that means, as a
 #: clause; and what to do, as a sentence.
 REFUSALS: Final = {
-    "READONLY|ReadOnlyError": (
+    r"\b(READONLY|ReadOnlyError)\b": (
         "this server is a replica, which takes no writes",
         "Let the cache's LOCATION name the primary, or ask Sentinel for it.",
     ),
-    "NOPERM|NoPermissionError|ACL failure|The user executing the script can't": (
+    r"\b(NOPERM|NoPermissionError|ACL failure|The user executing the script can't)\b": (
         "its ACL does not let this user do what locks need",
         "Allow its user what `manage.py celery_locks doctor` says is missing.",
     ),
-    "AuthenticationError|NOAUTH|WRONGPASS": (
+    r"\b(AuthenticationError|NOAUTH|WRONGPASS)\b": (
         "it does not take this user and password",
         "See the user and the password in the cache's settings.",
     ),
-    "OOM|OutOfMemoryError": (
+    r"\b(OOM|OutOfMemoryError)\b": (
         "its memory is full, and its maxmemory-policy lets it delete nothing",
         "Raise the server's maxmemory, or give the locks a server of their own.",
     ),
-    "MISCONF|NOREPLICAS": (
+    r"\b(MISCONF|NOREPLICAS)\b": (
         "it takes no writes while it can't save or replicate them",
         "See the server's log, its disk and its replicas.",
     ),
-    "WRONGTYPE": (
+    r"\b(WRONGTYPE)\b": (
         "a key of the locks holds something that this app did not write",
         "Give the locks a database number of their own, or another KEY_PREFIX.",
     ),
@@ -275,6 +219,10 @@ class RedisStore(Store):
     """Locks in one Redis database."""
 
     wakes: ClassVar[bool] = True
+    #: The client that sends the commands; PlainWire keeps no connections of its own.
+    wire_class: ClassVar[type[PlainWire]] = Wire
+    client_errors = (RedisError, OSError)
+    refusals = REFUSALS
 
     def __init__(self, alias: str, cache: BaseCache) -> None:
         self.where = f'CACHES["{alias}"] (redis)'
@@ -283,7 +231,7 @@ class RedisStore(Store):
         if not hasattr(client, "connection_pool"):
             raise BackendNotSupported(self.where, NO_CLUSTER, USE_SINGLE)
         self._pool = client.connection_pool
-        self._wire = Wire(client)
+        self._wire = self.wire_class(client)
         timeout = self._pool.connection_kwargs.get("socket_timeout")
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
         self._fence_key = str(cache.make_key("celery_safe:fence"))
@@ -294,36 +242,14 @@ class RedisStore(Store):
     def acquire(
         self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
     ) -> Acquired | HeldLock:
-        return self._acquire((), name, token, seconds, holder, patience)
-
-    def acquire_along(
-        self,
-        along: Sequence[Renewable],
-        name: str,
-        token: str,
-        seconds: float,
-        holder: Holder,
-        patience: float | None = None,
-    ) -> Acquired | HeldLock:
-        return self._acquire(along, name, token, seconds, holder, patience)
-
-    def _acquire(
-        self,
-        along: Sequence[Renewable],
-        name: str,
-        token: str,
-        seconds: float,
-        holder: Holder,
-        patience: float | None,
-    ) -> Acquired | HeldLock:
         keys = [self._key(name), self._fence_key, self._index_key]
         args = [token, _milliseconds(seconds), encode_holder(name, holder)]
+        ask = self._wire.ask
         if patience is not None:
             args.append(MARK_LASTS)
-        if along:
-            args[3:] = args[3:] or [""]
-            self._add_others(along, keys, args)
-        answer = self._run("acquire", ACQUIRE, keys, args, patience)
+            if patience:
+                ask = partial(self._wire.ask_after_pop, keys[0] + " wake", patience)
+        answer = self._run("acquire", ACQUIRE, keys, args, ask)
         if not isinstance(answer, list):
             return Acquired(int(answer))
         # Held, unless the value went between SET and GET, which one script rules out.
@@ -331,24 +257,19 @@ class RedisStore(Store):
         return Acquired(lock.fence) if lock.token == token else lock
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        return self._release([self._key(name), self._index_key], [token], remaining)
+        return self._release([self._key(name), self._index_key], token, remaining)[0]
 
-    def release_along(
-        self, along: Sequence[Renewable], name: str, token: str, remaining: float | None = None
-    ) -> bool:
-        keys, args = [self._key(name), self._index_key], [token]
-        self._add_others(along, keys, args)
-        return self._release(keys, args, remaining)
+    def release_and_peek(
+        self, name: str, token: str, other: str, remaining: float | None = None
+    ) -> tuple[bool, bool]:
+        keys = [self._key(name), self._index_key, self._key(other)]
+        return self._release(keys, token, remaining)
 
-    def _release(self, keys: list[str], args: list[str], remaining: float | None) -> bool:
-        released, is_repeated = self._run("release", RELEASE, keys, args, is_counted=True)
+    def _release(self, keys: list[str], token: str, remaining: float | None) -> tuple[bool, bool]:
+        answer, is_repeated = self._run("release", RELEASE, keys, [token], self._wire.ask_counted)
+        released, other = map(bool, answer)
         # It was held when the first try was sent, whose answer is lost: that has freed it.
-        return bool(released) or (is_repeated and remaining is not None and remaining > 0)
-
-    def _add_others(self, along: Sequence[Renewable], keys: list[str], args: list[str]) -> None:
-        for other in along:
-            keys.append(self._key(other.name))
-            args += [other.token, _milliseconds(other.seconds)]
+        return released or (is_repeated and remaining is not None and remaining > 0), other
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         if left <= 2 * LATE or seconds < SHORTEST_WOKEN:
@@ -371,18 +292,19 @@ class RedisStore(Store):
         keys = [self._index_key, *[self._key(renewal.name) for renewal in renewals]]
         tokens = "".join([renewal.token for renewal in renewals])
         leases = " ".join([_milliseconds(renewal.seconds) for renewal in renewals])
-        lost: list[int] = self._run("extend", EXTEND, keys, (tokens, leases), within=within)
+        ask = partial(self._wire.ask, within=within)
+        lost: list[int] = self._run("extend", EXTEND, keys, (tokens, leases), ask)
         return lost
 
     def peek(self, name: str) -> HeldLock | None:
-        value, milliseconds = self._run("peek", PEEK, (self._key(name),), ())
+        value, milliseconds = self._run("peek", PEEK, [self._key(name)], [])
         return None if value is None else _read_lock(name, value, milliseconds)
 
     def iter_locks(self) -> Iterator[HeldLock]:
         cursor = "0"
         while True:
             now, after, flat = self._run(
-                "list", PAGE_OF_LOCKS, (self._index_key,), (cursor, str(PAGE))
+                "list", PAGE_OF_LOCKS, [self._index_key], [cursor, str(PAGE)]
             )
             keys, ends = flat[::2], flat[1::2]
             if keys:
@@ -415,42 +337,31 @@ class RedisStore(Store):
 
     def ask_refused(self) -> list[str]:
         name = f"doctor:{uuid.uuid4().hex}"
-        key, index, wake = (self._key(f"{name}:{what}") for what in ("key", "index", "wake"))
-        refused: dict[str, str] = {}
-        for command in (
-            ("MGET", key),
-            ("EVAL", PEEK.source, "1", key),
-            ("EVALSHA", PEEK.sha, "1", key),
-            ("BLPOP", key, str(SHORTEST_POP)),
-        ):
+        keys = {part: self._key(f"{name}:{part}") for part in ("key", "index", "wake")}
+        refused = {}
+        for command in HARMLESS:
+            words = [word.format(**keys) for word in command.split()]
             try:
-                with self.errors("try commands"):
-                    self._wire.ask(*command)
-            except LockBackendError as error:
-                if isinstance(error.__cause__, NoScriptError):
-                    continue  # not refused, but not known there yet
-                if not error.hint:
-                    raise
-                # What stands in a script is tried below.
-                if "script" not in error.reason:
-                    refused[command[0].lower()] = error.reason
-        if not {"eval", "evalsha"} & refused.keys():
-            answer = self._run("try commands", TRY_COMMANDS, (key, index, wake), ())
-            texts = [text.decode("utf-8", "replace") for text in answer]
-            refused.update(zip(texts[::2], texts[1::2], strict=True))
-        return [f"{command} ({text})" for command, text in sorted(refused.items())]
+                self._wire.ask(*words)
+            except NoScriptError:
+                continue  # not refused, but not known there yet
+            except self.client_errors as error:
+                explained = self.explain("try commands", error)
+                if not isinstance(explained, LockBackendError) or not explained.hint:
+                    raise explained from error
+                refused[words[0].lower()] = explained.reason
+        return [f"{command} ({reason})" for command, reason in sorted(refused.items())]
 
     def ask_time(self) -> float:
         with self.errors("tell the time"):
             seconds, microseconds = self._wire.ask("TIME")
         return int(seconds) + int(microseconds) / 1_000_000
 
-    @contextmanager
-    def errors(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except (RedisError, OSError) as error:
-            raise self._explain(action, error) from error
+    def explain(self, action: str, error: Exception) -> CelerySafeError:
+        text = describe_error(error)
+        if OF_CLUSTER.search(text):
+            return BackendNotSupported(self.where, f"{NO_CLUSTER} ({text})", USE_SINGLE)
+        return super().explain(action, error)
 
     def close(self) -> None:
         self._wire.close()
@@ -460,45 +371,20 @@ class RedisStore(Store):
         action: str,
         script: Script,
         keys: Sequence[str],
-        args: Sequence[Any],
-        patience: float | None = None,
-        within: float | None = None,
-        is_counted: bool = False,
+        args: Sequence[str],
+        ask: Callable[..., Any] | None = None,
     ) -> Any:
-        """
-        Run a script, at once or when a release of the first key's lock wakes this waiter.
-
-        With ``is_counted`` the answer comes as by :meth:`Wire.ask_counted`.
-        """
+        """Run a script by a method of the wire; None: by :meth:`Wire.ask`."""
+        ask = ask or self._wire.ask
+        words = (str(len(keys)), *keys, *args)
         # Not through errors(): a context manager costs as much as building the command.
         try:
             try:
-                # All of it text: packing an int, hiredis 3.5 crashes when a signal's
-                # handler (a soft time limit) raises.
-                command = ("EVALSHA", script.sha, str(len(keys)), *keys, *args)
-                if is_counted:
-                    return self._wire.ask_counted(*command)
-                if patience:
-                    return self._wire.ask_after_pop(keys[0] + " wake", patience, command)
-                return self._wire.ask(*command, within=within)
-            except NoScriptError:
-                # First use on this server, or SCRIPT FLUSH, or a restart.
-                command = ("EVAL", script.source, str(len(keys)), *keys, *args)
-                if is_counted:
-                    return self._wire.ask_counted(*command)
-                return self._wire.ask(*command, within=within)
-        except (RedisError, OSError) as error:
-            raise self._explain(action, error) from error
-
-    def _explain(self, action: str, error: Exception) -> CelerySafeError:
-        """Return the error that says what the server's error means."""
-        said = describe_error(error)
-        if OF_CLUSTER.search(said):
-            return BackendNotSupported(self.where, f"{NO_CLUSTER} ({said})", USE_SINGLE)
-        for words, (meaning, hint) in REFUSALS.items():
-            if re.search(rf"\b({words})\b", said):
-                return LockBackendError(self.where, action, f"{meaning} ({said})", hint)
-        return LockBackendError(self.where, action, said)
+                return ask("EVALSHA", script.sha, *words)
+            except NoScriptError:  # first use on this server, or SCRIPT FLUSH, or a restart
+                return ask("EVAL", script.source, *words)
+        except self.client_errors as error:
+            raise self.explain(action, error) from error
 
 
 def _lock_key(cache: BaseCache, name: str) -> str:

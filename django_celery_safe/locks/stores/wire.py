@@ -1,9 +1,7 @@
 """
-One Redis connection, kept for requests that are shorter than taking one from a pool.
+How the Redis store sends its commands: :class:`PlainWire`, or :class:`Wire`, which is faster.
 
-redis-py's client takes a connection out of its pool for each command, probes it,
-counts, times and announces the command, and gives the connection back. That takes
-longer than a lock's own two scripts do; see tests/benchmarks/locks.py.
+``RedisStore.wire_class`` decides, and nothing else knows: the contract holds with both.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import time
 import weakref
 from typing import Any, Final
 
+from redis import ConnectionPool, Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
@@ -50,46 +49,34 @@ class _TextPacker:
         return [hiredis.pack_command((*words, *texts))]
 
 
-class Wire:
+class PlainWire:
     """
-    Sends commands as ``client`` would, with the settings of its pool.
+    Sends commands through a client of redis-py, with the settings of ``client``'s pool.
 
-    Threads may share it; each that finds no connection idle opens another. The
-    first command that finds its connection broken goes through the client, so
-    that a server that was restarted costs no error.
+    Its connections are beside that pool, so that locks can't use up those of the project.
     """
 
     def __init__(self, client: Any) -> None:
-        self._client = client
-        #: Taken out and put back in one step each: an error that hits in between (a
-        #: soft time limit) costs the connection, and leaves no lock behind.
-        self._idle: list[_Connection] = []
+        self._pool = client.connection_pool
+        options = _connection_options(self._pool)
+        self._own_pool = ConnectionPool(self._pool.connection_class, **options)
+        self._client: Any = Redis(connection_pool=self._own_pool)
 
-    def ask(self, *command: Any, within: float | None = None) -> Any:
+    def ask(self, *command: str, within: float | None = None) -> Any:
         """
         Send a command and return the answer, with bytes whatever ``decode_responses`` says.
 
         Args:
             within: Longest that the answer may take, s, and so each step of opening a
-                connection for it; None: the socket timeout.
+                connection for it, where the wire can bound them; None: the socket timeout.
 
         Raises:
             redis.exceptions.RedisError: As the client's own ``execute_command``.
             TimeoutError: The answer took longer than ``within``.
         """
-        connection = self._take_idle(within)
-        if connection is None:
-            return self._use(self._connect(within), command, within=within)
-        try:
-            return self._use(connection, command, within=within)
-        except RedisConnectionError:
-            # Broken since the last command, most likely by a restart, and the others too.
-            self.close()
-            if within is not None:
-                return self._use(self._connect(within), command, within=within)
-            return self._client.execute_command(*command, NEVER_DECODE=True)
+        return self._client.execute_command(*command, NEVER_DECODE=True)
 
-    def ask_counted(self, *command: Any) -> tuple[Any, bool]:
+    def ask_counted(self, *command: str) -> tuple[Any, bool]:
         """
         As :meth:`ask`, for a command that answers otherwise when it is done again.
 
@@ -97,6 +84,88 @@ class Wire:
             The answer, and whether it is that to a second try although the server may have
             done the first one, whose answer was lost.
         """
+        connection: Any = self._own_pool.get_connection()
+        try:
+            connection.send_command(*command)
+            return connection.read_response(disable_decoding=True), False
+        except RedisConnectionError:
+            return PlainWire.ask(self, *command), True
+        except BaseException:
+            connection.disconnect()  # an answer that nobody read would be the next command's
+            raise
+        finally:
+            self._own_pool.release(connection)
+
+    def ask_after_pop(self, key: str, seconds: float, *command: str) -> Any:
+        """
+        Let the server wait for an element of a list, ``seconds`` at the most, and then ask.
+
+        Both are sent at once: whatever the pop brings, the command is run right after
+        it. If that does not work, it is asked after a short pause.
+
+        Raises:
+            redis.exceptions.RedisError: As :meth:`ask`.
+        """
+        both = self._client.pipeline(transaction=False)
+        both.execute_command("BLPOP", key, str(seconds))
+        both.execute_command(*command, NEVER_DECODE=True)
+        try:
+            popped, answer = both.execute(raise_on_error=False)
+        except (RedisConnectionError, RedisTimeoutError):
+            return self._ask_after_pause(*command)
+        answer = _answer_after_pop(popped, answer)
+        if isinstance(answer, ResponseError):
+            if _is_of_replica(answer):
+                self.close()
+            raise answer
+        return answer
+
+    def _ask_after_pause(self, *command: str) -> Any:
+        # A restart, most likely, which ends every pop. Not all at once, and not in a
+        # loop without a pause where something between us and the server ends them all.
+        time.sleep(random.uniform(0, PAUSE))  # noqa: S311
+        return self.ask(*command)
+
+    def close(self) -> None:
+        """Close the connections; the next command opens another."""
+        self._own_pool.disconnect(inuse_connections=False)
+
+
+class Wire(PlainWire):
+    """
+    Keeps connections for requests that are shorter than taking one from a pool.
+
+    redis-py's client takes a connection out of its pool for each command, probes it,
+    counts, times and announces the command, and gives the connection back. That takes
+    longer than a lock's own two scripts do. Measured in November 2026 as in
+    tests/benchmarks/locks.py, where the limit is 1.10: acquire and release took 1.03 times the
+    CPU of a raw SET NX and a script, and 1.57 times with :class:`PlainWire`.
+
+    Threads may share it; each that finds no connection idle opens another. The
+    first command that finds its connection broken goes through the client, so
+    that a server that was restarted costs no error.
+    """
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        #: Taken out and put back in one step each: an error that hits in between (a
+        #: soft time limit) costs the connection, and leaves no lock behind.
+        self._idle: list[_Connection] = []
+
+    def ask(self, *command: str, within: float | None = None) -> Any:
+        connection = self._take_idle(within)
+        if connection is None:
+            return self._use(self._connect(within), command, within)
+        try:
+            return self._use(connection, command, within)
+        except RedisConnectionError:
+            # Broken since the last command, most likely by a restart, and the others too.
+            self.close()
+            if within is not None:
+                return self._use(self._connect(within), command, within)
+            return super().ask(*command)
+
+    def ask_counted(self, *command: str) -> tuple[Any, bool]:
         connection = self._take_idle()
         if connection is not None and connection.is_broken():
             # By a restart, most likely, and the others too. It gets nothing of this.
@@ -108,42 +177,30 @@ class Wire:
             return self._use(connection, command), False
         except RedisConnectionError:
             self.close()
-            return self._client.execute_command(*command, NEVER_DECODE=True), True
+            return super().ask(*command), True
 
-    def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
-        """
-        Let the server wait for an element of a list, ``seconds`` at the most, and then ask.
-
-        Both are sent at once: whatever the pop brings, the command is run right after
-        it. If that does not work, it is asked after a short pause.
-
-        Raises:
-            redis.exceptions.RedisError: As :meth:`ask`.
-        """
+    def ask_after_pop(self, key: str, seconds: float, *command: str) -> Any:
         try:
-            return self._use(self._take_idle() or self._connect(), command, (key, seconds))
+            return self._use(self._take_idle() or self._connect(), command, pop=(key, seconds))
         except (RedisConnectionError, RedisTimeoutError, TimeoutError):
-            # A restart, most likely, which ends every pop. Not all at once, and not in a
-            # loop without a pause where something between us and the server ends them all.
-            time.sleep(random.uniform(0, PAUSE))  # noqa: S311
-            return self.ask(*command)
+            return self._ask_after_pause(*command)
 
     def close(self) -> None:
-        """Close the connections; the next command opens another."""
+        super().close()
         while (connection := self._take_idle()) is not None:
             connection.close()
 
     def _use(
         self,
         connection: _Connection,
-        command: tuple[Any, ...],
-        pop: tuple[str, float] | None = None,
+        command: tuple[str, ...],
         within: float | None = None,
+        pop: tuple[str, float] | None = None,
     ) -> Any:
         try:
-            if pop is None:
-                return connection.ask(command, within)
-            return connection.ask_after_pop(*pop, command)
+            if pop is not None:
+                return connection.ask_after_pop(*pop, command)
+            return connection.ask(command, within)
         finally:
             if connection.close.alive:
                 if len(self._idle) < MOST_IDLE:
@@ -154,7 +211,7 @@ class Wire:
                 self.close()
 
     def _connect(self, within: float | None = None) -> _Connection:
-        return _Connection(self._client.connection_pool, within)
+        return _Connection(self._pool, within)
 
     def _take_idle(self, within: float | None = None) -> _Connection | None:
         while True:
@@ -183,10 +240,7 @@ class _Connection:
         self.impatient = within is not None
         #: Whether its server said that it is no master.
         self.demoted = False
-        options = dict(pool.connection_kwargs)
-        if HIREDIS_AVAILABLE:
-            options.setdefault("command_packer", _TextPacker())
-        self._connection = pool.connection_class(**options)
+        self._connection = pool.connection_class(**_connection_options(pool))
         if within is not None:
             self._bound(within)
         # Without it the socket may be collected before the connection that would
@@ -218,7 +272,7 @@ class _Connection:
             raise
 
     def is_broken(self) -> bool:
-        """Tell whether an idle connection was closed by the server, and close it then."""
+        """Return whether an idle connection was closed by the server, and close it then."""
         try:
             # There is nothing to be read from one that is in order.
             broken = self._connection.can_read(0)
@@ -228,7 +282,7 @@ class _Connection:
             self.close()
         return bool(broken)
 
-    def ask_after_pop(self, key: str, seconds: float, command: tuple[Any, ...]) -> Any:
+    def ask_after_pop(self, key: str, seconds: float, command: tuple[str, ...]) -> Any:
         connection = self._connection
         commands = [("BLPOP", key, str(seconds)), command]
         try:
@@ -239,12 +293,22 @@ class _Connection:
         except BaseException:
             self.close()
             raise
-        if isinstance(popped, ResponseError) and isinstance(answer, list):
-            answer = popped  # else the waiter would hear "held" again and again, at once
+        answer = _answer_after_pop(popped, answer)
         if isinstance(answer, ResponseError):
             self._leave_replica(answer)
             raise answer
         return answer
+
+    def _read(self) -> Any:
+        try:
+            return self._connection.read_response(disable_decoding=True)
+        except ResponseError as error:
+            return error
+
+    def _leave_replica(self, error: ResponseError) -> None:
+        if _is_of_replica(error):
+            self.demoted = True
+            self.close()
 
     def _pack(self, command: tuple[Any, ...]) -> list[bytes]:
         if not HIREDIS_AVAILABLE:
@@ -254,15 +318,21 @@ class _Connection:
         # As the stores' are: the packer would take three times as long.
         return [hiredis.pack_command(command)]
 
-    def _read(self) -> Any:
-        try:
-            return self._connection.read_response(disable_decoding=True)
-        except ResponseError as error:
-            return error
 
-    def _leave_replica(self, error: ResponseError) -> None:
-        # A master no more: the next connection finds out who is. Redis 6.2 says it of a
-        # script in the middle of its own words.
-        if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
-            self.demoted = True
-            self.close()
+def _connection_options(pool: Any) -> dict[str, Any]:
+    options = dict(pool.connection_kwargs)
+    if HIREDIS_AVAILABLE:
+        options.setdefault("command_packer", _TextPacker())
+    return options
+
+
+def _answer_after_pop(popped: Any, answer: Any) -> Any:
+    # Otherwise a waiter whose pops are refused would hear "held" again and again, at once.
+    is_held = isinstance(answer, list)
+    return popped if isinstance(popped, ResponseError) and is_held else answer
+
+
+def _is_of_replica(error: ResponseError) -> bool:
+    # A master no more: the next connection finds out who is. Redis 6.2 says it of a
+    # script in the middle of its own words.
+    return isinstance(error, ReadOnlyError) or "READONLY" in str(error)

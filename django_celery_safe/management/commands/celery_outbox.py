@@ -10,39 +10,30 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Final
 
 from celery import current_app
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections
 from django.db.models import Max
-from django.db.models.functions import Now
 
 from ... import conf
-from ...models import OutboxMessage, OutboxMessages, OutboxRelay
-from ...sending.relay import BrokerGone, Relay, drain_all, find_outboxes
-from ...stages.repairs import sweep_beside
+from ...inspection.messages import DISCARD, MessageRow, messages_in, status_of
+from ...inspection.row import ago, duration
+from ...models.outbox import OutboxMessage, OutboxMessages, OutboxRelay
+from ...sending.broker import BrokerGone
+from ...sending.outbox import outbox_aliases
+from ...sending.relay import Relay, drain_all
+from ...stages.repairs import sweep_housekeeping
 from ...texts import printable
-from ..console import (
-    ASKED_ABOUT,
-    TableCommand,
-    add_no_input,
-    age,
-    confirm,
-    count,
-    duration,
-    preview,
-    wrapped,
-)
+from ..console import ASKED_ABOUT, TableCommand, add_no_input, age, as_text, confirm, count
 
 #: What is said of messages, and with --dry-run.
 DONE: Final = {
     "retry": ("are due now", "would be due now"),
     "discard": ("were deleted", "would be deleted"),
 }
-#: Columns that are never shown, and may be larger than the memory.
-UNSEEN: Final = ("body", "properties", "chord_calls")
 #: How often the main thread looks after those that relay, s.
 LISTEN: Final = 0.5
 
@@ -96,8 +87,8 @@ class Command(TableCommand):
         parser.add_argument("--task", metavar="NAME", help="of this task only, with --all")
         parser.add_argument("--dry-run", action="store_true", help="only say how many")
 
-    def find_databases(self) -> Iterable[str]:
-        return find_outboxes()
+    def get_databases(self) -> Iterable[str]:
+        return outbox_aliases()
 
     # relay
 
@@ -110,7 +101,7 @@ class Command(TableCommand):
             ) from error
         self.stdout.write(f"Relaying the outbox of {', '.join(aliases)} to {broker}.")
         self.stdout.flush()  # into a log file, too
-        relays = [Relay(alias, beside=sweep_beside) for alias in aliases]
+        relays = [Relay(alias, housekeeping=sweep_housekeeping) for alias in aliases]
         try:
             with stopping() as stop:
                 if options["once"]:
@@ -145,8 +136,7 @@ class Command(TableCommand):
         waits = "" if row["oldest_s"] is None else f", the oldest for {duration(row['oldest_s'])}"
         seen = "no relay was ever here"
         if row["relay"]:
-            ago = duration(row["relay_seen_s"])
-            seen = f"a relay was here {ago} ago ({printable(row['relay'])})"
+            seen = f"a relay was here {ago(row['relay_seen_s'])} ({printable(row['relay'])})"
         self.stdout.write(
             f"{alias}\n"
             f"  pending {row['pending']:>8}{waits}\n"
@@ -158,39 +148,18 @@ class Command(TableCommand):
     # list
 
     def _list(self, aliases: list[str], options: dict[str, Any]) -> None:
-        limit = options["limit"]
-        found: list[dict[str, Any]] = []
-        for alias in aliases:
-            # One more, to know whether there is more.
-            end = limit + 1 - len(found) if limit else None
-            found += [as_row(row) for row in self._chosen(alias, options)[:end]]
-        shown = found[: limit or None]
-        if options["as_json"]:
-            self.stdout.write(json.dumps(shown, indent=2))
-            return
-        before = None
-        for row in shown:
-            if len(aliases) > 1 and row["database"] != before:
-                before = row["database"]
-                self.stdout.write(before)
-            self.stdout.write(as_lines(row))
-        if not shown:
-            empty = "No such message." if self._is_narrowed(options) else "The outbox is empty."
-            self.stdout.write(empty)
-        elif len(found) > limit > 0:
-            self.stdout.write(f"There are more: --limit is {limit}.")
+        state, task = options["state"], options["task"]
 
-    def _is_narrowed(self, options: dict[str, Any]) -> bool:
-        return bool(options["state"] or options["task"])
+        def read(alias: str, most: int | None) -> Iterable[MessageRow]:
+            rows = messages_in(alias)
+            if task:
+                rows = rows.filter(task=task)
+            if state:
+                rows = getattr(rows, state)()
+            return map(MessageRow, rows[:most])
 
-    def _chosen(self, alias: str, options: dict[str, Any]) -> OutboxMessages:
-        rows = OutboxMessage.objects.using(alias).annotate(asked_at=Now()).order_by("pk")
-        rows = rows.defer(*UNSEEN)
-        if options["task"]:
-            rows = rows.filter(task=options["task"])
-        if options["state"]:
-            rows = getattr(rows, options["state"])()
-        return rows
+        empty = "No such message." if state or task else "The outbox is empty."
+        self.list_rows(aliases, options, read, empty)
 
     # retry, discard, prune
 
@@ -206,7 +175,10 @@ class Command(TableCommand):
                 ends = [rows.aggregate(last=Max("dead_at"))["last"] for rows in chosen]
                 found = zip(chosen, ends, strict=True)
                 chosen = [rows.filter(dead_at__lte=end) for rows, end in found if end]
-            self._confirm(chosen)
+            if total := sum(rows.count() for rows in chosen):
+                messages = (message for rows in chosen for message in rows[:ASKED_ABOUT])
+                shown = (as_text(MessageRow(message)) for message in messages)
+                confirm(self.stderr, DISCARD, shown, total, "message")
         self._decide(chosen, options, OutboxMessages.discard)
 
     def _choose(
@@ -216,41 +188,15 @@ class Command(TableCommand):
         which: Callable[[OutboxMessages], OutboxMessages],
     ) -> list[OutboxMessages]:
         """Return, of each database, those messages that were named, or all that are dead."""
-        ids = set(options["ids"])
+        ids, task = set(options["ids"]), options["task"]
         if bool(ids) == options["every"]:
             raise CommandError("Give the IDs that the list shows, or --all for every dead message.")
-        if options["task"] and ids:
+        if task and ids:
             raise CommandError("--task goes with --all; the IDs say which messages are meant.")
-        if ids and len(aliases) > 1:
-            raise CommandError(
-                f"There are outboxes in {', '.join(aliases)}, each with IDs of its own: say which "
-                f"by --database."
-            )
-        chosen = []
-        for alias in aliases:
-            rows = OutboxMessage.objects.using(alias)
-            rows = which(rows).filter(pk__in=ids) if ids else rows.dead()
-            chosen.append(rows.filter(task=options["task"]) if options["task"] else rows)
-        return chosen
-
-    def _confirm(self, chosen: list[OutboxMessages]) -> None:
-        """
-        Show what is to be deleted, and ask.
-
-        Raises:
-            CommandError: The answer is no, or nobody is there to give one.
-        """
-        total = sum(rows.count() for rows in chosen)
-        if not total:
-            return
-        lines = (
-            as_lines(as_row(row))
-            for rows in chosen
-            for row in rows.annotate(asked_at=Now()).defer(*UNSEEN).order_by("pk")[:ASKED_ABOUT]
-        )
-        question = f"They are never sent. Delete {total} message(s)?"
-        if not confirm(self.stderr, "\n".join([*preview(lines, total), question])):
-            raise CommandError("The answer was not 'yes': no message was deleted.")
+        if ids:
+            return [which(messages_in(self.get_single(aliases))).filter(pk__in=ids)]
+        dead = [messages_in(alias).dead() for alias in aliases]
+        return [rows.filter(task=task) for rows in dead] if task else dead
 
     def _decide(
         self,
@@ -273,12 +219,8 @@ class Command(TableCommand):
         long_ago: timedelta | None = options["older_than"]
         if long_ago is None:
             long_ago = conf.retention("OUTBOX_RETENTION")
-        total = 0
-        for alias in aliases:
-            rows = OutboxMessage.objects.using(alias)
-            total += rows.older(long_ago).count() if options["dry_run"] else rows.prune(long_ago)
-        would = "would be" if options["dry_run"] else "were"
-        self.stdout.write(f"{total} sent message(s) {would} deleted.")
+        chosen = (OutboxMessage.objects.using(alias).older(long_ago) for alias in aliases)
+        self.prune_rows("sent message", chosen, OutboxMessages.erase, options)
 
 
 @contextmanager
@@ -326,58 +268,3 @@ def run_all(relays: list[Relay], stop: threading.Event) -> None:
                 stop.set()
         for future in futures:
             future.result()
-
-
-def status_of(alias: str) -> dict[str, Any]:
-    """Return what ``--json`` shows of one outbox; see docs/reference/commands.md for the keys."""
-    rows = OutboxMessage.objects.using(alias)
-    # Ages by the database's clock, which wrote the moments too.
-    waiting = rows.pending().annotate(asked_at=Now()).defer(*UNSEEN)
-    oldest = waiting.order_by("created_at").first()
-    relay = OutboxRelay.objects.using(alias).annotate(asked_at=Now()).first()
-    return {
-        "pending": rows.pending().count(),
-        "dead": rows.dead().count(),
-        "sent": rows.sent().count(),
-        "oldest_s": None if oldest is None else seconds_since(oldest.created_at, oldest),
-        "relay": None if relay is None else str(relay),
-        "relay_seen_s": None if relay is None else seconds_since(relay.seen_at, relay),
-    }
-
-
-def as_row(row: OutboxMessage) -> dict[str, Any]:
-    """Return a message as ``--json`` shows it; no argument's value is in it."""
-    return {
-        "id": row.pk,
-        "database": row._state.db,
-        "state": row.state,
-        "task": row.task,
-        "task_id": row.task_id,
-        "age_s": seconds_since(row.created_at, row),
-        "due_in_s": None if row.due_at is None else -seconds_since(row.due_at, row, signed=True),
-        "attempts": row.attempts,
-        "error": row.error,
-    }
-
-
-def seconds_since(moment: datetime, row: Any, *, signed: bool = False) -> float:
-    """Return how long ago a moment was when ``row`` was asked for, s."""
-    passed: float = (row.asked_at - moment).total_seconds()
-    return round(passed if signed else max(0.0, passed), 3)
-
-
-def as_lines(row: dict[str, Any]) -> str:
-    """Return a message as two lines, and one for what was wrong, for 80 columns."""
-    task = f"{row['id']:>6}  {printable(row['task'])}"
-    details = f"        {row['task_id']}  {row['state']}, {duration(row['age_s'])} old"
-    lines = [task, printable(details)]
-    told = []
-    if row["attempts"]:
-        told.append(f"{row['attempts']} failed attempt(s)")
-    if (row["due_in_s"] or 0.0) > 0:
-        told.append(f"due in {duration(row['due_in_s'])}")
-    if told:
-        lines.append(f"        {', '.join(told)}")
-    if row["error"]:
-        lines.append(wrapped(row["error"], 8))
-    return "\n".join(lines)

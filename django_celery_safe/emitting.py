@@ -1,0 +1,233 @@
+"""
+Events: an event is a log record and a signal that are filled from the same fields.
+
+:mod:`django_celery_safe.events` declares them all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from queue import Queue
+from typing import Any, Final, Self
+
+from django.db import connections, transaction
+from django.dispatch import Signal
+
+from .exceptions import describe_error, find_interruption
+from .texts import get_logger
+
+#: How a record shows a field that is empty or None.
+_IF_EMPTY: Final = {
+    "holder": "nobody known",
+    "task_id": "(called directly)",
+    "error": "a step failed",
+}
+
+
+class LoggedEvent:
+    """
+    Something that happens, and is logged.
+
+    Its record is made by the logger ``django_celery_safe.<name>``, and carries each field in
+    ``extra`` as ``safe_<field>``.
+
+    Args:
+        name: Its name, and that of its signal, if it has one.
+        level: The level of its record.
+        text: The record's text, with ``%(field)s`` for fields.
+        fields: The names of its fields, separated by spaces.
+    """
+
+    _signal: Signal | None = None
+
+    def __init__(self, name: str, level: int, text: str, fields: str) -> None:
+        self.name, self.level, self.text = name, level, text
+        self.fields: Final = tuple(fields.split())
+        self.logger: Final = get_logger(f"django_celery_safe.{name}")
+
+    def also(self, level: int, text: str) -> Self:
+        """Return the same event with another record, for another way in which it happens."""
+        other = copy.copy(self)
+        other.level, other.text = level, text
+        return other
+
+    def is_observed(self) -> bool:
+        """Return whether anybody would notice it; spares making up its fields on a hot path."""
+        has_receivers = self._signal is not None and bool(self._signal.receivers)
+        return has_receivers or self.logger.isEnabledFor(self.level)
+
+    def emit(self, sender: Any, /, *, exc_info: BaseException | None = None, **fields: Any) -> None:
+        """
+        Write its log record and send its signal.
+
+        A receiver that raises harms nothing: Django logs its error. Nor does a logging handler:
+        its error is printed, as ``logging`` does. If a receiver causes the same event, that is
+        logged and not sent, so that nothing goes round for ever.
+
+        Args:
+            sender: The signal's sender.
+            exc_info: The error that the record shows with its traceback.
+            fields: The event's fields.
+
+        Raises:
+            SoftTimeLimitExceeded: It hit in a receiver or handler, and is meant for the task.
+        """
+        log = None
+        if self.logger.isEnabledFor(self.level):
+            log = partial(
+                self.logger.log,
+                self.level,
+                self.text,
+                {name: _show(name, value) for name, value in fields.items()},
+                extra={f"safe_{name}": value for name, value in fields.items()},
+                exc_info=exc_info,
+                stacklevel=3,  # the record is to show the place of the event
+            )
+        _send_all(log, self._signal, sender, fields)
+
+    def emit_on_commit(self, sender: Any, /, *, using: str, **fields: Any) -> None:
+        """Emit it when the open transaction of a database commits, and after a rollback never."""
+        if self.is_observed():
+            transaction.on_commit(partial(self.emit, sender, **fields), using=using)
+
+
+class Event(LoggedEvent):
+    """
+    Something that happens, is logged, and is sent to those who connected to its signal.
+
+    Attributes:
+        signal: Sent with the event's fields.
+    """
+
+    def __init__(self, name: str, level: int, text: str, fields: str) -> None:
+        super().__init__(name, level, text, fields)
+        self.signal: Final = Signal()
+        self._signal = self.signal
+
+
+def _show(name: str, value: Any) -> Any:
+    if isinstance(value, BaseException):
+        return describe_error(value)
+    return _IF_EMPTY.get(name, value) if value is None or value == "" else value
+
+
+class _Sending(threading.local):
+    """The signals whose receivers this thread runs now."""
+
+    def __init__(self) -> None:
+        self.signals: set[Signal] = set()
+
+
+_sending = _Sending()
+_background: Queue[Any] | None = None
+_background_begins = threading.Lock()
+#: Longest that a process which ends waits for receivers, s.
+EXIT_FLUSH_TIMEOUT: Final = 2.0
+
+
+def _send_all(
+    log: Callable[[], object] | None, signal: Signal | None, sender: Any, fields: dict[str, Any]
+) -> None:
+    """
+    Write a record and send a signal; neither handlers nor receivers that raise do any harm.
+
+    Args:
+        log: Writes the record; None: nobody wants it.
+
+    Raises:
+        SoftTimeLimitExceeded: It hit in a receiver or handler, and is meant for the task.
+    """
+    errors: list[Exception] = []
+    if log is not None:
+        try:
+            log()
+        except Exception as error:  # noqa: BLE001 - a handler may raise anything
+            _print(error)
+            errors.append(error)
+    if signal is not None and signal.receivers and signal not in _sending.signals:
+        _sending.signals.add(signal)
+        try:
+            outcomes = signal.send_robust(sender=sender, **fields)
+            errors += [outcome for _, outcome in outcomes if isinstance(outcome, Exception)]
+        except Exception as error:  # noqa: BLE001
+            # It is Django's logging that failed: a partial has no name for it to show.
+            _print(error)
+            errors.append(error)
+        finally:
+            _sending.signals.discard(signal)
+    for failure in errors:
+        if (limit := find_interruption(failure, sys.exc_info()[1])) is not None:
+            raise limit
+
+
+def emit_in_background(emit: Callable[..., object], *args: Any) -> None:
+    """
+    Emit an event for a thread on which others depend.
+
+    Receivers may be slow: they run in a thread of their own, one event after the other. A
+    process that ends waits for them ``EXIT_FLUSH_TIMEOUT`` s at the most.
+    """
+    global _background
+    with _background_begins:
+        events = _background
+        if events is None:
+            events = Queue()
+            with suppress(RuntimeError):  # Python ends, and begins no thread
+                threading.Thread(
+                    target=_emit_queued,
+                    args=(events,),
+                    name="django_celery_safe events",
+                    daemon=True,
+                ).start()
+                _background = events
+        has_thread = _background is not None
+    if has_thread:
+        events.put((emit, args))
+    else:
+        emit(*args)
+
+
+def _emit_queued(events: Queue[Any]) -> None:
+    while True:
+        emit, args = events.get()
+        with suppress(BaseException):
+            emit(*args)
+        del emit, args  # a lease that nobody refers to is not renewed
+        # This thread's connections may be dead by the next event. One that can't be closed
+        # must not end the thread, on which all later events depend.
+        with suppress(Exception):
+            connections.close_all()
+        events.task_done()
+
+
+@atexit.register
+def _flush_background() -> None:
+    ends_at = time.monotonic() + EXIT_FLUSH_TIMEOUT
+    while _background is not None and _background.unfinished_tasks and time.monotonic() < ends_at:
+        time.sleep(0.01)
+
+
+def _print(error: Exception) -> None:
+    # Not by a logger: that is what has failed.
+    if logging.raiseExceptions:
+        with suppress(Exception):
+            traceback.print_exception(error)
+
+
+def _forget_parent() -> None:
+    # The parent's threads are not this process's.
+    global _background, _background_begins
+    _background, _background_begins = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

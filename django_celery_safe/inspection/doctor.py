@@ -1,0 +1,448 @@
+"""
+The doctor: it tries out what the configured store guarantees.
+
+:func:`examine` takes locks, lets their leases end and lets processes race for them, and
+yields a finding for each thing that it looked at. ``race`` has the processes;
+``manage.py celery_locks doctor`` prints the findings.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import pairwise, repeat
+from typing import Any, Final
+
+from .. import conf
+from ..exceptions import BackendNotSupported, LockBackendError, WrongTransaction
+from ..leases.holder import Holder
+from ..locks import CacheLock, cache_lock
+from ..locks.stores import USE_INSTEAD, locate
+from ..locks.stores.base import Acquired, Store
+from . import lock_store
+from .findings import OK, UNKNOWN, UNSAFE, WARNING, Finding
+from .race import INTERVAL, RaceFailed, RaceOutcome, Racers
+
+#: Lease of the locks whose end is not waited for, s: a doctor that is killed leaves locks for
+#: as long.
+LEASE: Final = 10.0
+#: Lease whose end is waited for, s, and how much longer it is waited for.
+MEASURED_LEASE: Final = 1.0
+LONGEST_DELAY: Final = 5.0
+#: Pause between two tries to get a lock whose lease is about to end, s.
+TRY_EVERY: Final = 0.005
+#: A lease that ends so much too late is worth a warning, s.
+LATE: Final = 0.5
+#: How many locks, with what lease, s, processes race for when it has ended; fewer where it
+#: would take longer than so much, s, to acquire and release that many.
+EXPIRED: Final = 20
+EXPIRED_WITHIN: Final = 5.0
+SHORT_LEASE: Final = 0.3
+#: Fewer tries than so many show nothing if all went well.
+FEWEST_TRIES: Final = 10
+#: Most pairs of acquire and release that are timed, and for how long, s.
+PAIRS: Final = 200
+PAIRS_WITHIN: Final = 1.0
+#: A round trip longer than this part of a lease is worth a warning.
+ROUND_TRIP: Final = 1 / 10
+#: How often the clock is asked; the quickest answer counts.
+CLOCK_ASKED: Final = 5
+#: By how much the clocks may differ, s.
+CLOCK_OFFSET: Final = 1.0
+#: How often a waiter is woken, how long it waits before that and at the most, s.
+WAKINGS: Final = 3
+WAITS_BEFORE: Final = 0.2
+LONGEST_WAIT: Final = 10.0
+#: A waiter that a release wakes has the lock within so much, s.
+WOKEN_WITHIN: Final = 0.5
+#: How long a store may keep a wake-up for a waiter, s.
+WAKE_UP_LASTS: Final = 2.1
+
+
+def examine(
+    cache: str | conf.Unset = conf.UNSET, *, processes: int = 2, seconds: float = 1.0
+) -> Generator[Finding]:
+    """
+    Try out the store that holds the locks, and yield each finding as soon as it is made.
+
+    Takes some seconds, more where leases count whole ones, and about a minute where each
+    answer takes 0.7 s. The locks have names that nobody else uses, and none is left,
+    whatever happens; only a doctor that is killed leaves some, for 10 s.
+
+    Args:
+        cache: Alias of the cache; unset: where the settings keep locks.
+        processes: How many race, 2 at least. They are new ones of this project, with the
+            settings that ``DJANGO_SETTINGS_MODULE`` names.
+        seconds: For how long they race, once set up; longer where the store is slow.
+
+    Raises:
+        WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
+    """
+    place = lock_store.find_place(cache)
+    if place.verdict in (UNSAFE, UNKNOWN):
+        yield place
+        return
+    store = locate(cache).store()
+    try:
+        store.check_lease(conf.lock_timeout())
+        lock_store.try_lock(store)
+    except WrongTransaction:
+        raise
+    except Exception as error:  # noqa: BLE001 - a doctor must say what it is, whatever it is
+        yield lock_store.explain(error)._replace(values=place.values)
+        # A server that refuses answers, and may say more.
+        if isinstance(error, LockBackendError) and error.hint:
+            with suppress(LockBackendError):
+                yield from filter(None, [lock_store.find_permissions(store)])
+        return
+    yield place
+    examination = _Examination(store, cache, processes, seconds)
+    try:
+        yield from examination.findings()
+    finally:
+        examination.clean_up()
+
+
+class _Ended(Exception):
+    """A check ended early, with this verdict, text and hint."""
+
+
+class _Examination:
+    """One look at one store; knows the names of the locks that it took."""
+
+    def __init__(
+        self, store: Store, cache: str | conf.Unset, processes: int, seconds: float
+    ) -> None:
+        self._store, self._cache = store, cache
+        self._processes, self._seconds = processes, seconds
+        self._names: list[str] = []
+        self._waited_at = 0.0
+        self._pair_takes = 0.0
+        self._fences: list[int | None] = []
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what each check finds; one that can't be made stops none of the others."""
+        checks: dict[str, Callable[[], Finding | None]] = {
+            "permissions": lambda: lock_store.find_permissions(self._store),
+            "weakness": lambda: lock_store.find_weakness(self._store),
+            "eviction": lambda: lock_store.find_eviction(self._store),
+            "clearing": lambda: lock_store.find_clearing(locate(self._cache)),
+            "clock": self.clock,
+            "round_trip": self.round_trip,
+            "listing": self.listing,
+            "waking": self.waking,
+            "lease": self.lease,
+            "exclusion": self.exclusion,
+            "fencing": self.fencing,
+        }
+        for name, check in checks.items():
+            try:
+                finding = check()
+            except _Ended as end:
+                finding = Finding(name, *end.args)
+            except Exception as error:  # noqa: BLE001 - as in examine()
+                finding = lock_store.explain(error)._replace(check=name)
+            if finding is not None:
+                yield finding
+
+    def clock(self) -> Finding:
+        """By how much this machine's clock differs from the store's."""
+        answers = []
+        for _ in range(CLOCK_ASKED):
+            began = time.monotonic()
+            store_time = self._store.ask_time()
+            took = time.monotonic() - began
+            if store_time is None:
+                text = "The store has no clock that could be asked."
+                return Finding("clock", OK, text, values={"offset_s": None})
+            answers.append((took, time.time() - took / 2 - store_time))
+        offset = min(answers)[1]
+        values = {"offset_s": round(offset, 3)}
+        way = "ahead of" if offset > 0 else "behind"
+        text = f"This machine's clock is {abs(offset):.3f} s {way} the store's"
+        # Where leases are of seconds, so is the clock.
+        if abs(offset) <= CLOCK_OFFSET + self._store.early:
+            return Finding("clock", OK, f"{text}.", values=values)
+        text += ": ages of locks are shown wrong by so much. Leases do not depend on it."
+        hint = "Let both synchronise their clocks (NTP)."
+        return Finding("clock", WARNING, text, hint, values=values)
+
+    def round_trip(self) -> Finding:
+        """The time that acquiring and releasing a lock takes."""
+        name = self._new_name("round_trip")
+        took: list[float] = []
+        ends_at = time.monotonic() + PAIRS_WITHIN
+        while len(took) < 2 or (len(took) < PAIRS and time.monotonic() < ends_at):
+            began = time.monotonic()
+            with self._held(name):
+                pass
+            took.append((time.monotonic() - began) * 1000)
+        median, slow = statistics.median(took), statistics.quantiles(took, n=100)[-1]
+        slow = min(slow, max(took))  # with few of them it is extrapolated
+        self._pair_takes = median / 1000
+        values = {"median_ms": round(median, 3), "p99_ms": round(slow, 3), "pairs": len(took)}
+        text = (
+            f"To acquire and release takes {median:.1f} ms (median of {len(took)}; {slow:.1f} ms "
+            f"at the 99th percentile)"
+        )
+        lease = conf.lock_timeout()
+        if slow <= lease * ROUND_TRIP * 1000:
+            return Finding("round_trip", OK, f"{text}.", values=values)
+        text += (
+            f", more than a tenth of LOCK_TIMEOUT ({lease:g} s): a lease may end before it is "
+            f"renewed."
+        )
+        hint = "Give a longer LOCK_TIMEOUT, or find out what makes the store slow."
+        return Finding("round_trip", WARNING, text, hint, values=values)
+
+    def listing(self) -> Finding:
+        """Whether a lock that is held is listed."""
+        name = self._new_name("listing")
+        with self._held(name) as lock:
+            try:
+                is_listed = any(held.token == lock.token for held in self._store.iter_locks())
+            except BackendNotSupported as refusal:
+                return Finding("listing", WARNING, str(refusal), values={"listed": None})
+        if is_listed:
+            return Finding("listing", OK, "A lock that is held is listed.", values={"listed": True})
+        text = (
+            f"The lock {name!r} was held and not listed: celery_locks and the admin do not show "
+            f"all locks that are held."
+        )
+        return Finding("listing", WARNING, text, values={"listed": False})
+
+    def waking(self) -> Finding:
+        """How soon after a release a waiter has the lock."""
+        name = self._new_name("waking")
+        waits: list[float] = []
+        for _ in range(WAKINGS):
+            with ThreadPoolExecutor(1) as threads:
+                # Released before the thread is waited for, also when Ctrl-C hits.
+                with self._held(name):
+                    waiter = threads.submit(self._wait_for, name)
+                    time.sleep(WAITS_BEFORE)
+                    released_at = time.monotonic()
+                waits.append(max(0.0, waiter.result() - released_at) * 1000)
+        median, longest = statistics.median(waits), max(waits)
+        values = {
+            "promised": self._store.wakes,
+            "median_ms": round(median, 3),
+            "longest_ms": round(longest, 3),
+        }
+        text = (
+            f"A waiter had the lock {median:.1f} ms after its release (median of {WAKINGS}; "
+            f"{longest:.1f} ms at the most)"
+        )
+        if not self._store.wakes:
+            text += ": no release wakes it here, it asks again and again."
+            return Finding("waking", OK, text, values=values)
+        if longest <= WOKEN_WITHIN * 1000:
+            return Finding("waking", OK, f"{text}.", values=values)
+        text += (
+            ", though a release wakes it: something between here and the store keeps answers "
+            "back, or one of both is overloaded."
+        )
+        return Finding("waking", WARNING, text, values=values)
+
+    def _wait_for(self, name: str) -> float:
+        """Wait for the lock; return when it was acquired, by the monotonic clock."""
+        self._waited_at = time.monotonic()
+        lock = self._lock(name)
+        try:
+            if not lock.acquire(LONGEST_WAIT):
+                raise _Ended(UNKNOWN, f"A waiter did not get a lock within {LONGEST_WAIT:g} s.")
+            acquired_at = time.monotonic()
+            lock.release()
+            return acquired_at
+        finally:
+            self._waited_at = time.monotonic()
+            if self._store.connects_threads:
+                self._store.close()
+
+    def lease(self) -> Finding:
+        """When a lock that is neither renewed nor released becomes free."""
+        name = self._new_name("lease")
+        seconds = self._store.nearest_lease(MEASURED_LEASE)
+        asked_at = time.monotonic()
+        _require_acquired(name, self._lock(name, seconds).acquire())
+        held_at = time.monotonic()
+        other = self._lock(name)
+        values: dict[str, Any] = {"asked_s": seconds, "free_after_s": None}
+        text = f"A lock with a lease of {seconds:g} s was "
+        while not other.acquire():
+            if time.monotonic() > held_at + seconds + LONGEST_DELAY:
+                text += (
+                    f"not free {LONGEST_DELAY:g} s after its end: the lock of a killed holder "
+                    f"would stay held."
+                )
+                return Finding("lease", WARNING, text, values=values)
+            time.sleep(TRY_EVERY)
+        free_at = time.monotonic()
+        other.release()
+        values["free_after_s"] = lasted = round(free_at - asked_at, 3)
+        text += f"free after {lasted:.3f} s"
+        if free_at - asked_at < seconds - self._store.early:
+            text += ", while its holder still trusted it: two processes hold one lock."
+            return Finding("lease", UNSAFE, text, self._advise(), values=values)
+        if free_at - held_at <= seconds + LATE + 2 * self._store.early:
+            return Finding("lease", OK, f"{text}.", values=values)
+        text += ": the lock of a killed holder stays held for too long."
+        return Finding("lease", WARNING, text, values=values)
+
+    def exclusion(self) -> Finding:
+        """Whether two of several processes that race for a lock hold it at once."""
+        most = int(EXPIRED_WITHIN / max(self._pair_takes, EXPIRED_WITHIN / EXPIRED))
+        expired = [self._new_name(f"expired:{number}") for number in range(max(1, most))]
+        fresh = self._new_name("exclusion")
+        # In turns: a moment in which the machine is too busy for a race spoils some of each.
+        names = [name for pair in zip(expired, repeat(fresh)) for name in pair]
+        names += [fresh] * (round(self._seconds / INTERVAL) - len(expired))
+        try:
+            race = self._race(names, expired)
+        except RaceFailed as failure:
+            raise _Ended(UNKNOWN, f"Processes could not race for a lock: {failure}.") from failure
+        fences = [holding.fence for holding in race.holdings if holding.name == fresh]
+        overlaps, tries = race.overlaps(), names[: race.tries].count(fresh)
+        values = {
+            "processes": self._processes,
+            "tries": tries,
+            "acquired": len(fences),
+            "overlaps": overlaps[fresh],
+            "expired_tries": race.tries - tries,
+            "expired_acquired": len(race.holdings) - len(fences),
+            "expired_overlaps": overlaps.total() - overlaps[fresh],
+            "errors": len(race.errors),
+        }
+        # Overlapping ones have no order.
+        self._fences = [] if overlaps[fresh] else fences
+        text = (
+            f"{self._processes} processes raced {tries} times for a lock and "
+            f"{race.tries - tries} times for one whose lease had ended"
+        )
+        if overlaps.total():
+            text += f": {overlaps.total()} times two held one lock at once."
+            return Finding("exclusion", UNSAFE, text, self._advise(), values=values)
+        if doubt := _find_doubt(values, race.errors):
+            text += f", and never did two hold one; but {doubt}"
+            return Finding("exclusion", UNKNOWN, text, values=values)
+        return Finding("exclusion", OK, f"{text}; never did two hold one.", values=values)
+
+    def _race(self, names: Sequence[str], expired: Sequence[str]) -> RaceOutcome:
+        """Let processes race for locks, some of which are held until just before."""
+        with Racers(self._processes, self._cache) as racers:
+            # Their leases end while the processes are set up.
+            self._let_expire(expired)
+            racers.wait_until_ready()
+            self._wait_until_free(expired)
+            return racers.race(names, self._store.nearest_lease(LEASE))
+
+    def _let_expire(self, names: Sequence[str]) -> None:
+        seconds = self._store.nearest_lease(SHORT_LEASE)
+        for name in names:
+            # Not by a lock, which refuses a lease that is over when the answer comes.
+            token = uuid.uuid4().hex
+            outcome = self._store.acquire(name, token, seconds, Holder(lease=seconds))
+            _require_acquired(name, isinstance(outcome, Acquired))
+
+    def _wait_until_free(self, names: Sequence[str]) -> None:
+        longest = self._store.nearest_lease(SHORT_LEASE) + LONGEST_DELAY
+        ends_at = time.monotonic() + longest
+        for name in names:
+            while self._store.peek(name) is not None and time.monotonic() < ends_at:
+                time.sleep(TRY_EVERY)
+
+    def fencing(self) -> Finding:
+        """Whether each acquisition has a larger number than all before it."""
+        fences = []
+        for _ in range(2):
+            with self._held(self._new_name("fencing")) as lock:
+                fences.append(lock.fence)
+        if not self._store.fences and fences == [None, None]:
+            text = (
+                "The store does not number acquisitions: lock.fence is None. Only writes that "
+                "are guarded by it need that."
+            )
+            return Finding("fencing", OK, text, values={"acquisitions": 0})
+        fences = [*self._fences, *fences]
+        values = {"acquisitions": len(fences)}
+        if all(a is not None and b is not None and a < b for a, b in pairwise(fences)):
+            text = f"The fence grew with each of {len(fences)} acquisitions."
+            return Finding("fencing", OK, text, values=values)
+        text = (
+            f"The fence did not grow with each of {len(fences)} acquisitions: a write that it "
+            f"guards may be refused to the holder, or allowed to the holder before."
+        )
+        return Finding("fencing", UNSAFE, text, values=values)
+
+    def clean_up(self) -> None:
+        """Free what is held, and let the store forget the names."""
+        if self._store.wakes:
+            # A release within that time leaves a wake-up for a waiter.
+            time.sleep(max(0.0, self._waited_at + WAKE_UP_LASTS - time.monotonic()))
+        with suppress(Exception):  # then it all ends by its lease
+            for name in self._names:
+                # A lock that ended by itself may still stand on the store's list.
+                lock = self._lock(name)
+                if lock.acquire():
+                    lock.release()
+                elif (held := self._store.peek(name)) is not None:
+                    self._store.release(name, held.token)
+
+    def _new_name(self, what: str) -> str:
+        name = f"doctor:{uuid.uuid4().hex}:{what}"
+        self._names.append(name)
+        return name
+
+    def _lock(self, name: str, lease: float = LEASE) -> CacheLock:
+        return cache_lock(
+            name, timeout=self._store.nearest_lease(lease), renew=False, cache=self._cache
+        )
+
+    @contextmanager
+    def _held(self, name: str) -> Iterator[CacheLock]:
+        lock = self._lock(name)
+        asked_at = time.monotonic()
+        _require_acquired(name, lock.acquire())
+        try:
+            yield lock
+        finally:
+            released = lock.release()
+        held_for, lease = time.monotonic() - asked_at, self._store.nearest_lease(LEASE)
+        if not released and held_for < lease - self._store.early:
+            text = (
+                f"A lock with a lease of {lease:g} s was gone when its holder released it after "
+                f"{held_for:.3f} s: two processes can hold one lock."
+            )
+            raise _Ended(UNSAFE, text, self._advise())
+
+    def _advise(self) -> str:
+        if not self._store.shared or self._store.weakness:
+            return f"Keep the locks elsewhere. {USE_INSTEAD}"
+        return (
+            "Find out what deletes locks there (FLUSHDB, cache.clear(), an eviction, a restart, a "
+            "failover), or give the locks a server of their own."
+        )
+
+
+def _find_doubt(values: Mapping[str, int], errors: Sequence[str]) -> str:
+    """Return why a race without a fault shows nothing, as a clause; "": it shows it."""
+    if errors:
+        return f"{len(errors)} tries failed, so nothing is known. The first: {errors[0]}"
+    if not values["acquired"] or not values["expired_acquired"]:
+        return "no process got one of them, so nothing is known."
+    if min(values["tries"], values["expired_tries"]) < FEWEST_TRIES:
+        return (
+            f"the store is so slow that there were fewer than {FEWEST_TRIES} tries, so nothing is "
+            f"known. Examine it from a machine nearer to it."
+        )
+    return ""
+
+
+def _require_acquired(name: str, is_acquired: bool) -> None:
+    if not is_acquired:
+        text = f"The lock {name!r} could not be acquired, though no other process knows of it."
+        raise _Ended(UNKNOWN, text)

@@ -1,0 +1,65 @@
+"""
+A finding: what ``manage.py check`` and ``manage.py celery_locks doctor`` show.
+
+``lock_store`` finds out about the store of the locks, for both; ``doctor`` measures what that
+store does; the package ``checks`` looks at settings and tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+
+class Verdict(StrEnum):
+    """The severity of a finding."""
+
+    #: As promised.
+    OK = "ok"
+    #: Two processes do not hold one lock because of it, but it may surprise somebody.
+    WARNING = "warning"
+    #: Two processes can hold one lock, or the fence can let both of them write.
+    UNSAFE = "unsafe"
+    #: It could not be found out.
+    UNKNOWN = "unknown"
+
+
+OK, WARNING, UNSAFE, UNKNOWN = Verdict
+
+
+class Finding(NamedTuple):
+    """
+    One thing that was found out.
+
+    Attributes:
+        check: The check of the doctor that finds it, such as ``clock``; "": the doctor does not.
+        verdict: How bad it is.
+        text: The fault and its meaning, in sentences.
+        hint: The remedy, in sentences; "": there is none.
+        id: The id of the system check, such as ``W005``; "": no system check shows it.
+        values: The measurements, each with its unit in the name, such as ``median_ms``.
+    """
+
+    check: str
+    verdict: Verdict
+    text: str
+    hint: str = ""
+    id: str = ""
+    values: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def said(self) -> str:
+        """The text and the hint."""
+        return f"{self.text} {self.hint}".strip()
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the finding as ``celery_locks doctor --json`` prints it."""
+        values = dict(self.values)
+        return {"check": self.check, "verdict": self.verdict, "said": self.said, "values": values}
+
+
+def fault(id_: str, text: str, hint: str) -> Finding:
+    """Return what a system check finds and the doctor does not."""
+    return Finding("", WARNING if id_.startswith("W") else UNSAFE, text, hint, id_)

@@ -1,0 +1,100 @@
+"""Messages of the outbox: what is known of each, and what is decided about it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from django.db.models.functions import Now
+
+from ..models.outbox import OutboxMessage, OutboxMessages, OutboxRelay
+from ..sending.serialization import find_arguments
+from .decision import Decision
+from .row import Row, duration, seconds_between
+
+#: Columns that no list shows, and that may be larger than the memory.
+UNSEEN: Final = ("body", "properties", "chord_calls")
+
+
+class MessageRow(Row):
+    """A message of the outbox; no argument's value is in it but in ``arguments``."""
+
+    keys = (
+        "id", "database", "state", "task", "task_id", "age_s", "due_in_s", "attempts", "error",
+    )  # fmt: skip
+    details = (
+        "task", "task_id", "state", "error", "attempts", "due_at", "created_at", "dead_at",
+        "sent_at", "arguments",
+    )  # fmt: skip
+
+    def __init__(self, message: Any) -> None:
+        super().__init__(message, f"{message.pk}  {message.task}")
+        self.age_s = seconds_between(message.created_at, message.asked_at)
+        self.age = duration(self.age_s)
+        #: Seconds until a relay may send it; negative: it may already.
+        self.due_in_s: float | None = None
+        self.due: str | None = None
+        if message.due_at is not None:
+            left = self.due_in_s = round((message.due_at - message.asked_at).total_seconds(), 3)
+            self.due = f"in {duration(left)}" if left > 0 else "now"
+
+    @property
+    def arguments(self) -> str | None:
+        """The arguments as Celery shows them; nothing without ``SHOW_ARGUMENTS``."""
+        return find_arguments(self.source)
+
+    def parts(self) -> list[str | None]:
+        due = f"due {self.due}" if (self.due_in_s or 0.0) > 0 else ""
+        failed = f"{self.attempts} failed attempt(s)" if self.attempts else ""
+        return [
+            f"{self.state}, {self.age} old, {self.task_id}",
+            ", ".join(filter(None, [failed, due])),
+            self.error,
+        ]
+
+
+def messages_in(alias: str) -> OutboxMessages:
+    """Return the messages of a database as :class:`MessageRow` takes them, the oldest first."""
+    rows = OutboxMessage.objects.using(alias).annotate(asked_at=Now())
+    return rows.defer(*UNSEEN).order_by("pk")
+
+
+def status_of(alias: str) -> dict[str, Any]:
+    """Return what ``--json`` shows of one outbox; see docs/reference/commands.md for the keys."""
+    rows = OutboxMessage.objects.using(alias)
+    # Ages by the database's clock, which wrote the moments too.
+    oldest = messages_in(alias).pending().order_by("created_at").first()
+    relay: Any = OutboxRelay.objects.using(alias).annotate(asked_at=Now()).first()
+    return {
+        "pending": rows.pending().count(),
+        "dead": rows.dead().count(),
+        "sent": rows.sent().count(),
+        "oldest_s": oldest and MessageRow(oldest).age_s,
+        "relay": relay and str(relay),
+        "relay_seen_s": relay and seconds_between(relay.seen_at, relay.asked_at),
+    }
+
+
+def _at(row: Any) -> OutboxMessages:
+    return OutboxMessage.objects.using(row._state.db).filter(pk=row.pk)
+
+
+RETRY: Final = Decision(
+    name="retry",
+    label="Retry",
+    consequence="These messages are due at once, and are tried as often as new ones. A relay "
+    "sends them; without one they stay here.",
+    done="was made due",
+    act=lambda row, force: _at(row).revive(),
+    changed="it did not fail, or was sent meanwhile: there is nothing to retry",
+    fits=lambda row: row.sent_at is None and row.attempts > 0,
+)
+DISCARD: Final = Decision(
+    name="discard",
+    label="Discard",
+    consequence="These messages are deleted, and their tasks never run. This can't be undone.",
+    done="was discarded",
+    act=lambda row, force: _at(row).discard(),
+    changed="it was sent meanwhile",
+    fits=lambda row: row.sent_at is None,
+    deletes=True,
+)

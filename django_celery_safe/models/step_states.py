@@ -1,0 +1,150 @@
+"""The states of steps, as querysets, and each way from one state to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from django.db import models
+from django.db.models import F, Q
+from django.db.models.functions import Coalesce, Now
+
+from ..stages.status import Status
+from .text import storable
+
+if TYPE_CHECKING:
+    from .stages import StageStep
+
+#: Steps that one statement adds or changes; every database takes so many parameters.
+BATCH: Final = 500
+#: The order of a run's steps.
+IN_ORDER: Final = ("stage", "position")
+#: Characters of the name of an error's type that a row keeps.
+LONGEST_TYPE: Final = 255
+#: How often the time until a step is sent again doubles, if no worker begins it.
+MOST_PATIENCE: Final = 7
+
+
+class StageSteps(models.QuerySet["StageStep"]):
+    """The states of steps, and the way from one to the next."""
+
+    def in_order(self) -> StageSteps:
+        """Steps ordered by stage, and by their place in the plan."""
+        return self.order_by(*IN_ORDER)
+
+    def waiting(self) -> StageSteps:
+        """Steps that wait for their stage, for a worker or for a retry."""
+        return self.filter(status=Status.WAITING)
+
+    def running(self) -> StageSteps:
+        """Steps that a worker runs now, or ran when its process died."""
+        return self.filter(status=Status.RUNNING)
+
+    def alive(self) -> StageSteps:
+        """Steps that a worker runs now: their lease has not expired."""
+        return self.running().filter(ends_at__gte=Now())
+
+    def silent(self) -> StageSteps:
+        """Steps whose process died: the lease has expired."""
+        return self.running().filter(ends_at__lt=Now())
+
+    def failed(self) -> StageSteps:
+        """Steps that failed, after their retries."""
+        return self.filter(status=Status.FAILED)
+
+    def unfinished(self) -> StageSteps:
+        """Steps that have not succeeded, and so keep their stage open."""
+        return self.exclude(status=Status.SUCCEEDED)
+
+    def overdue(self, patience: timedelta) -> StageSteps:
+        """
+        Steps that were sent, but not started within ``patience``, which doubles at each re-send.
+
+        Unless it was re-sent, a step counts as sent when its stage started.
+        """
+        sent = self.waiting().filter(
+            run__status__in=[Status.WAITING, Status.RUNNING], stage=F("run__stage")
+        )
+        late = Q(pk__in=[])
+        for resent in range(MOST_PATIENCE):
+            late |= Q(resent=resent, since__lt=Now() - patience * 2**resent)
+        late |= Q(resent__gte=MOST_PATIENCE, since__lt=Now() - patience * 2**MOST_PATIENCE)
+        return sent.alias(since=Coalesce("due_at", "run__stage_at")).filter(late)
+
+    def attempt(self, task_id: str) -> StageSteps:
+        """Steps to be run by messages with this task id."""
+        return self.filter(task_id=task_id)
+
+    def claimed(self, token: str) -> StageSteps:
+        """Steps still held by the claim with this token."""
+        return self.running().filter(token=token)
+
+    def is_done_by(self, token: str) -> bool:
+        """Return whether the claim with this token finished it."""
+        return self.filter(status=Status.SUCCEEDED, token=token).exists()
+
+    def extend(self, token: str, lease: timedelta) -> int:
+        """Renew the lease of a claim; return how many rows it still held."""
+        return self.claimed(token).update(ends_at=Now() + lease)
+
+    def put_back(self, token: str, status: Status, error_type: str, error: str) -> bool:
+        """Let a step wait again, or abort it, after an error; True if the claim still held it."""
+        ended = status in Status.STOPPED
+        return bool(
+            self.claimed(token).update(
+                status=status,
+                due_at=None if ended else Now(),
+                ended_at=Now() if ended else None,
+                error_type=error_type[:LONGEST_TYPE],
+                error=storable(error),
+            )
+        )
+
+    def fail(self, error_type: str, error: str) -> int:
+        """Record that the steps failed; return how many."""
+        return self.update(
+            status=Status.FAILED,
+            ended_at=Now(),
+            error_type=error_type[:LONGEST_TYPE],
+            error=storable(error),
+        )
+
+    def abort(self) -> int:
+        """Abort the steps that wait; return how many."""
+        return self.waiting().update(status=Status.ABORTED, ended_at=Now())
+
+    def requeue_orphan(self, token: str, *, stopped: bool) -> bool:
+        """Let an orphaned step wait again, or abort it with its run; True if its lease was over."""
+        return bool(
+            self.silent()
+            .filter(token=token)
+            .update(
+                status=Status.ABORTED if stopped else Status.WAITING,
+                due_at=None if stopped else Now(),
+                ended_at=Now() if stopped else None,
+                deaths=F("deaths") + 1,
+            )
+        )
+
+    def record_resent(self) -> int:
+        """Record that the messages of steps that no worker started are re-sent."""
+        return self.waiting().update(due_at=Now(), resent=F("resent") + 1)
+
+    def add(self, steps: Iterable[StageStep]) -> None:
+        """Write new steps."""
+        self.bulk_create(steps, batch_size=BATCH)
+
+    def begin_anew(self, steps: Iterable[StageStep]) -> None:
+        """Let steps wait for a new attempt, each under the task id that it has now."""
+        self.update(
+            status=Status.WAITING,
+            due_at=None,
+            resent=0,
+            deaths=0,
+            started_at=None,
+            ended_at=None,
+            error_type="",
+            error="",
+        )
+        self.bulk_update(steps, ["task_id"], batch_size=BATCH)

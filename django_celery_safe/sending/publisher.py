@@ -1,0 +1,285 @@
+"""
+Publishing messages: which of them the broker has, and why it does not have the others.
+
+A commit, its outbox and a relay have a :class:`Publisher` each. They differ in whose
+connection they use, in how long one wait may take, and in what becomes of a message that
+was not published. ``broker`` has the connections, ``deduplicate`` the locks of messages.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Final, TypeAlias
+from weakref import WeakSet
+
+from celery import Celery, signals
+from celery.exceptions import SoftTimeLimitExceeded
+from kombu.serialization import loads
+from kombu.transport.native_delayed_delivery import calculate_routing_key
+
+from ..batches import in_batches
+from ..concurrency.sent import seconds_until
+from ..exceptions import describe_error, find_interruption
+from ..locks import HeldLock
+from ..texts import get_logger
+from .broker import BrokerGone, is_out_of_order, is_timeout, is_unreachable
+from .capture import Message
+from .deduplicate import publish_once
+
+logger = get_logger(__name__)
+
+#: Messages that one request publishes.
+TOGETHER: Final = 100
+#: Exchange by which Celery delays what goes to a quorum queue (celery/app/base.py), and what
+#: it puts in front of the routing key: the seconds, in 28 binary digits.
+DELAYED: Final = "celery_delayed_27"
+DELAY: Final = re.compile(r"(?:[01]\.){28}")
+
+#: Lends a producer; raises BrokerGone if it can't be connected.
+Lend: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+
+class Publisher:
+    """
+    Publishes messages of one app.
+
+    Args:
+        app: The Celery app.
+        lend: Lends the producer for each publication.
+        prepare: Called right before each publication with the message and the producer.
+            None: nothing is called.
+        wait: Longest wait for one answer of the broker, s. A message is tried at once a second
+            time, since its connection may have been cut while nobody used it. None: the message's
+            own retry policy holds.
+        patient: Whether a message is tried a second time also if the broker was silent, and
+            what Celery's default exchange leads to is declared anew, too, at a few requests more.
+        has_time: Returns whether there is time for another try.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        lend: Lend,
+        *,
+        prepare: Callable[[Message, Any], object] | None = None,
+        wait: float | None = None,
+        patient: bool = False,
+        has_time: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.app = app
+        self._lend, self._prepare = lend, prepare
+        self._options: dict[str, Any] = {}
+        if wait is not None:
+            self._options = {"retry": False, "timeout": wait, "confirm_timeout": wait}
+        self._patient, self._has_time = patient, has_time
+        #: Set once the broker was gone: no later message waits for it.
+        self.gone: BrokerGone | None = None
+        #: Connections through which it declares queues again: a broker that came
+        #: back without its memory has lost them.
+        self._redeclaring: WeakSet[Any] = WeakSet()
+        #: Whether Celery's events could not be sent: one wait for all of them is enough.
+        self._lost_event = False
+
+    def publish(self, message: Message, *, again: bool = False) -> HeldLock | None:
+        """
+        Publish a message, unless the same is on its way.
+
+        Args:
+            again: Whether this very message may have been published before.
+
+        Returns:
+            None: the broker has it. Otherwise the lock of the message that was sent before.
+
+        Raises:
+            BrokerGone: The broker takes no message now; it may have this one.
+            LockBackendError: The store of the message's lock did not answer.
+            Exception: This message can't be sent, for its own fault.
+        """
+        if self.gone is not None:
+            raise self.gone
+        publish = partial(self._publish, message)
+        try:
+            return publish_once(message.options["headers"], publish, again=again)
+        except BrokerGone as gone:
+            self.gone = gone
+            raise
+
+    def publish_together(
+        self, messages: Iterable[Message], report: Callable[[Message], object]
+    ) -> None:
+        """
+        Publish messages that take no lock a hundred in one request, where the transport can.
+
+        Messages that are not reported are to be published one by one: the transport can't, or
+        nobody knows which messages of a failed request the broker has.
+
+        Args:
+            report: Called with each message that the broker has, in their order.
+
+        Raises:
+            BrokerGone: The broker takes no message now.
+        """
+        if self._prepare is not None:
+            return
+        outer = sys.exc_info()[1]
+        try:
+            with self._lend() as producer:
+                if not getattr(producer.connection.transport, "supports_batch_publish", False):
+                    return
+                self._redeclare(producer)
+                for part in in_batches(messages, TOGETHER, lambda message: len(message.data)):
+                    with producer.batch(max_size=len(part)):
+                        for message in part:
+                            put(message, producer, **self._options)
+                    for message in part:
+                        report(message)
+        except BrokerGone as gone:
+            self.gone = gone
+            raise
+        except Exception as error:
+            # kombu's batch wraps each error, also one that is meant for the running task.
+            if (limit := find_interruption(error, outer)) is not None:
+                raise limit from error
+            if is_timeout(error) and not self._patient:
+                self.gone = BrokerGone(error)
+                raise self.gone from error
+
+    def announce(self, message: Message) -> None:
+        """
+        Emit what Celery's own sender emits after a publication: a signal, and an event.
+
+        A failure costs only that, with a warning: the broker has the message.
+        """
+        with _harmless(message):
+            if signals.after_task_publish.receivers:
+                message.run(_send_after_publish, message)
+        if message.event is None or self.gone is not None or self._lost_event:
+            return
+        self._lost_event = True
+        with _harmless(message), self._lend() as producer:
+            _publish_event(message, message.event, producer, self._options)
+            self._lost_event = False
+
+    def _publish(self, message: Message, *, is_last: bool = False) -> None:
+        try:
+            with self._lend() as producer:
+                if self._prepare is not None:
+                    self._prepare(message, producer)
+                if self._options and (self._patient or message.options["exchange"]):
+                    self._redeclare(producer)
+                put(message, producer, **self._options)
+            return
+        except (BrokerGone, SoftTimeLimitExceeded):
+            raise
+        except Exception as error:
+            if not is_unreachable(self.app, error):
+                raise
+            silent = is_timeout(error)
+            gives_up = (silent and (is_last or not self._patient)) or not self._has_time()
+            if gives_up or not self._options or is_out_of_order(error):
+                raise BrokerGone(error, message if silent and is_last else None) from error
+            if is_last:
+                with self._lend():
+                    # The broker can be connected before this message and after it, so the
+                    # message is at fault.
+                    raise
+        self._publish(message, is_last=True)
+
+    def _redeclare(self, producer: Any) -> None:
+        if producer.connection not in self._redeclaring:
+            self._redeclaring.add(producer.connection)
+            producer.connection.declared_entities.clear()
+
+
+def put(message: Message, producer: Any, **options: Any) -> None:
+    """
+    Hand a message to a producer; nothing is emitted.
+
+    Args:
+        options: Options of ``Producer.publish``, which take precedence over the message's own.
+    """
+    given = {**message.options, **options}
+    # A time to live and a delay are relative, and the message has waited.
+    if given.get("expiration") is not None:
+        left = seconds_until(message.expires)
+        given["expiration"] = given["expiration"] if left is None else max(0.0, left)
+    if _is_delayed(given) and (left := seconds_until(message.eta)) is not None:
+        key = DELAY.sub("", given["routing_key"], count=1)
+        given["routing_key"] = calculate_routing_key(max(1, math.ceil(left)), key)
+    producer.publish(
+        message.data,
+        content_type=message.content_type,
+        content_encoding=message.content_encoding,
+        **given,
+    )
+
+
+def _is_delayed(options: dict[str, Any]) -> bool:
+    """Return whether the broker delays the message by its routing key, as quorum queues do."""
+    exchange = getattr(options["exchange"], "name", options["exchange"])
+    return exchange == DELAYED and DELAY.match(options["routing_key"] or "") is not None
+
+
+@contextmanager
+def _harmless(message: Message) -> Iterator[None]:
+    try:
+        yield
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the message is out
+        logger.warning(
+            "Task %s[%s] was published, but its receivers could not be notified: %s",
+            message.task,
+            message.task_id,
+            describe_error(error),
+        )
+
+
+def _send_after_publish(message: Message) -> None:
+    body = loads(
+        message.data,
+        message.content_type,
+        message.content_encoding,
+        accept={message.content_type},
+    )
+    signals.after_task_publish.send(
+        sender=message.task,
+        body=body,
+        headers=message.options["headers"],
+        exchange=message.options["exchange"],
+        routing_key=message.options["routing_key"],
+    )
+
+
+def _publish_event(
+    message: Message, event: dict[str, Any], producer: Any, above: dict[str, Any]
+) -> None:
+    options = {**message.options, **above}
+    exchange = options["exchange"]
+    _dispatcher(message.app).publish(
+        "task-sent",
+        {
+            **event,
+            "exchange": getattr(exchange, "name", exchange),
+            "routing_key": options["routing_key"],
+        },
+        producer,
+        retry=options["retry"],
+        retry_policy=options["retry_policy"],
+    )
+
+
+def _dispatcher(app: Celery) -> Any:
+    """Return what sends an app's events, and unlike Celery's own raises if it can't."""
+    amqp: Any = app.amqp
+    dispatcher = getattr(amqp, "celery_safe_dispatcher", None)
+    if dispatcher is None:
+        events: Any = app.events
+        dispatcher = events.Dispatcher(enabled=False, buffer_while_offline=False)
+        amqp.celery_safe_dispatcher = dispatcher
+    return dispatcher

@@ -1,0 +1,189 @@
+"""The brokers: how a process reaches one, what it has, and how it is restarted."""
+
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import amqp
+
+from tests.servers import RabbitMQServer, RedisServer
+
+BrokerName = Literal["redis", "rabbitmq", "filesystem"]
+
+#: Name of the queue: Celery's own.
+QUEUE: Final = "celery"
+
+#: Number of Redis's database that is the broker's.
+DATABASE: Final = 1
+
+
+class LastingRedis(RedisServer):
+    """Redis that has everything on the disk before it answers."""
+
+    def command(self) -> list[str | Path]:
+        """Append each change to a file, and wait for the disk."""
+        command = super().command()
+        command[command.index("--appendonly") + 1] = "yes"
+        return [*command, "--appendfsync", "always"]
+
+
+class Broker(ABC):
+    """The server that carries the messages."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return the Django settings of its clients."""
+
+    @abstractmethod
+    def waiting(self) -> int:
+        """Return how many messages it has; those that a worker holds may count or not."""
+
+    def restart(self) -> None:
+        """Stop it and start it again; it keeps its messages."""
+        raise NotImplementedError
+
+
+class RedisBroker(Broker):
+    """
+    Redis, looked at from outside of kombu; one that is to be restarted must be lasting.
+
+    Args:
+        server: Empty.
+        visibility_timeout: After so many seconds it redelivers; None: kombu's default.
+        silence: Longest wait of clients for an answer, s; None: without an end.
+    """
+
+    def __init__(
+        self,
+        server: RedisServer,
+        visibility_timeout: float | None = None,
+        silence: float | None = None,
+    ) -> None:
+        self.server = server
+        self._visibility_timeout, self._silence = visibility_timeout, silence
+
+    def settings(self) -> dict[str, Any]:
+        options: dict[str, float] = {}
+        if self._visibility_timeout is not None:
+            options = {
+                "visibility_timeout": self._visibility_timeout,
+                "unacked_restore_interval": 0.5,
+                "unacked_restore_throttle": 1,
+            }
+        if self._silence is not None:
+            options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), self._silence)
+        return {
+            "CELERY_BROKER_URL": self.server.database_url(DATABASE),
+            "CELERY_BROKER_TRANSPORT_OPTIONS": options,
+        }
+
+    def restart(self) -> None:
+        self.server.restart()
+
+    def waiting(self) -> int:
+        _, waiting, given_out = self._look()
+        return len(waiting) + len(given_out)
+
+    def idle_workers(self) -> int:
+        """Return how many workers wait for a message, and have taken none just now."""
+        return len(_idle(self._look()[0]))
+
+    def send_away(self) -> int:
+        """
+        End the waiting of all workers that wait for a message; return how many did.
+
+        A paused worker gets no message any more, since it can't begin to wait again.
+        """
+        with self.server.client(db=DATABASE) as admin:
+            return sum(admin.client_unblock(client) for client in _idle(admin.client_list()))
+
+    def messages(self) -> list[str]:
+        """Return the ids of all messages, given out or not."""
+        _, waiting, given_out = self._look()
+        messages = [json.loads(text) for text in waiting]
+        messages += [json.loads(text)[0] for text in given_out]
+        return sorted(message["headers"]["id"] for message in messages)
+
+    def is_drained(self, workers: int) -> bool:
+        """Return whether there is no message, and all workers wait for one."""
+        clients, waiting, given_out = self._look()
+        return len(_idle(clients)) == workers and not waiting and not given_out
+
+    def _look(self) -> Any:
+        """Return the clients, the messages that wait, and those given out, at one moment."""
+        with (
+            self.server.client(db=DATABASE) as client,
+            client.pipeline(transaction=True) as moment,
+        ):
+            clients: Any = moment.client_list()
+            return clients.lrange(QUEUE, 0, -1).hvals("unacked").execute()
+
+
+def _idle(clients: list[dict[str, str]]) -> list[int]:
+    return [
+        int(client["id"])
+        for client in clients
+        if client["cmd"] == "brpop" and "b" in client["flags"]
+    ]
+
+
+class RabbitMQBroker(Broker):
+    """
+    RabbitMQ.
+
+    Args:
+        server: Empty.
+    """
+
+    def __init__(self, server: RabbitMQServer) -> None:
+        self.server = server
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "CELERY_BROKER_URL": self.server.url,
+            "CELERY_BROKER_TRANSPORT_OPTIONS": {"confirm_publish": True},
+        }
+
+    def restart(self) -> None:
+        self.server.restart()
+
+    def waiting(self) -> int:
+        with amqp.Connection(f"{self.server.host}:{self.server.port}") as connection:
+            queue = connection.channel().queue_declare(QUEUE, passive=True)
+        assert queue is not None
+        return int(queue[1])
+
+
+class FolderBroker(Broker):
+    """
+    A folder, which can't be restarted.
+
+    Args:
+        folder: New.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("messages", "taken", "control"):
+            (folder / name).mkdir(parents=True)
+
+    def settings(self) -> dict[str, Any]:
+        messages = str(self.folder / "messages")
+        return {
+            "CELERY_BROKER_URL": "filesystem://",
+            "CELERY_BROKER_TRANSPORT": "tests.faults.stages.folder:Transport",
+            "CELERY_BROKER_TRANSPORT_OPTIONS": {
+                "data_folder_in": messages,
+                "data_folder_out": messages,
+                "control_folder": str(self.folder / "control"),
+                # A worker that is killed with a message leaves it here, not in the machine's
+                # own folder.
+                "processed_folder": str(self.folder / "taken"),
+                "store_processed": True,
+                "polling_interval": 0.02,
+            },
+        }
+
+    def waiting(self) -> int:
+        return sum(1 for _ in (self.folder / "messages").glob(f"*.{QUEUE}.msg"))

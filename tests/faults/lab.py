@@ -1,0 +1,91 @@
+"""The place of one run: its folder, servers and databases, and the processes that it starts."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from django.db import DEFAULT_DB_ALIAS, connections
+
+from tests.processes import CeleryWorker, FunctionProcess, start_in_process
+from tests.servers import RedisServer, Server
+from tests.servers.databases import DatabaseKind
+
+#: Messages for each child that a worker may hold: so many that it always waits for one more,
+#: also while the broker has yet to redeliver those of killed children.
+PREFETCH = 16
+
+
+class Lab(ExitStack):
+    """
+    Starts what a run needs, and ends it with the block, or when it is closed.
+
+    Args:
+        folder: Where the witnesses write; new.
+        find_server: Returns a running server of a class, which only this run uses.
+        make_database: Returns the alias of a database, migrated and empty.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        find_server: Callable[[type[Server]], Any],
+        make_database: Callable[[DatabaseKind], str],
+    ) -> None:
+        super().__init__()
+        self.folder = folder
+        self.server = find_server
+        self.database = make_database
+        #: Django settings of all processes of the run, on top of those of this one.
+        self.settings: dict[str, Any] = {}
+
+    def use_database(self, alias: str, **more: Any) -> None:
+        """Let this be the default database of all processes; ``more`` goes into its entry."""
+        known = connections.settings[alias]
+        names = ("ENGINE", "NAME", "USER", "HOST", "PORT", "OPTIONS")
+        entry = {name: known[name] for name in names}
+        self.settings["DATABASES"] = {DEFAULT_DB_ALIAS: {**entry, **more}}
+
+    def use_store(self, server: RedisServer) -> None:
+        """Let this be the place of all processes' locks, and of results."""
+        cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": server.url}
+        self.settings["CACHES"] = {"default": cache}
+        self.settings["CELERY_RESULT_BACKEND"] = server.database_url(2)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> FunctionProcess:
+        """Run a function in a process of its own."""
+        return self.enter_context(start_in_process(function, *args, settings=self.settings))
+
+    def start_workers(
+        self,
+        number: int,
+        include: str,
+        *,
+        app: str = "tests.app",
+        concurrency: int = 2,
+        prefetch: int = 4,
+        env: Mapping[str, str] | None = None,
+    ) -> list[CeleryWorker]:
+        """
+        Start workers at once and return them when all are ready.
+
+        Args:
+            include: The module of their tasks.
+            prefetch: Messages for each child that a worker may hold; 4 is Celery's default.
+        """
+        workers = [
+            CeleryWorker(
+                app,
+                concurrency=concurrency,
+                arguments=["--include", include, "--prefetch-multiplier", str(prefetch)],
+                settings=self.settings,
+                env=env,
+            )
+            for _ in range(number)
+        ]
+        for worker in workers:
+            self.push(worker)
+        with ThreadPoolExecutor(number) as starters:
+            list(starters.map(CeleryWorker.start, workers))
+        return workers

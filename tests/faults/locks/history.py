@@ -1,0 +1,72 @@
+"""The history of a run: its records, what was done to it, and what follows from both."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tests.faults.locks.holdings import Holding, holdings_of
+from tests.faults.locks.records import MemoryLoss, Pause, Record, is_operation
+
+
+@dataclass
+class History:
+    """
+    Everything that is known about one run.
+
+    Args:
+        records: In the order in which each process wrote them.
+        processes: How many there were.
+        fences: Whether the store numbers its acquisitions.
+        nemesis: The name of what was done to the run.
+        grace: By how much a lock may stay taken after the last lease that is known
+            of, s: for a waiter to whom it was handed, and for a renewal that was
+            sent late by a process that stood still.
+    """
+
+    records: list[Record]
+    processes: int
+    fences: bool = True
+    nemesis: str = "pause"
+    grace: float = 2.0
+    pauses: list[Pause] = field(default_factory=list)
+    losses: list[MemoryLoss] = field(default_factory=list)
+
+    @cached_property
+    def holdings(self) -> list[Holding]:
+        """Every acquisition."""
+        return holdings_of(self.records)
+
+    @property
+    def operations(self) -> int:
+        """How many requests to the store were answered."""
+        return sum(is_operation(record) for record in self.records)
+
+    @cached_property
+    def began(self) -> int:
+        """When the first request was sent, ns."""
+        return min((record.sent for record in self.records), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last answer."""
+        return (max((record.returned for record in self.records), default=0) - self.began) / 1e9
+
+    def explains(self, holding: Holding, since: int, until: int) -> bool:
+        """Whether a lease from before a loss of memory explains what was from then till then."""
+        return any(
+            loss.since <= since
+            and until <= loss.gone + holding.longest
+            and holding.acquired.sent < loss.gone
+            for loss in self.losses
+        )
+
+    def windows(self) -> list[tuple[int, int]]:
+        """Return from when to when leases ran of which the store knew nothing."""
+        return [(loss.since, self._forgotten_until(loss)) for loss in self.losses]
+
+    def _forgotten_until(self, loss: MemoryLoss) -> int:
+        ends = (
+            loss.gone + holding.longest
+            for holding in self.holdings
+            if holding.acquired.sent < loss.gone and loss.since < holding.could_end
+        )
+        return max(ends, default=loss.gone)

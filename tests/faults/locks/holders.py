@@ -1,0 +1,223 @@
+"""
+What each process of a run does: take a lock, use it one way or another, take the next.
+
+Everything asked of a lock is written down with the clock read before and after.
+"""
+
+import json
+import logging
+import random
+import time
+from collections.abc import Callable
+from io import TextIOWrapper
+from pathlib import Path
+
+from django.utils.module_loading import import_string
+
+from django_celery_safe.exceptions import LockError
+from django_celery_safe.leases.renewer import renewer
+from django_celery_safe.locks.lock import CacheLock
+from tests.faults.locks.plan import (
+    ASKING,
+    HOLDING,
+    IDLE,
+    PATIENT_LEASES,
+    QUICK,
+    STORES,
+    Board,
+    Plan,
+)
+from tests.faults.locks.records import NO, YES, Record, is_operation
+from tests.faults.locks.resource import Resource
+from tests.processes import tell, wait_for
+
+#: Pause after a request that the store did not answer, s.
+PAUSE_AFTER_ERROR = 0.005
+
+#: Longest pause after a lock that someone else held, s.
+PAUSE_AFTER_REFUSAL = 0.002
+
+#: How often of a hundred times a process waits for a lock instead of trying once,
+WAITS = 12
+
+#: and how often it is ready to wait for longer than most leases are.
+PATIENT = 8
+
+
+def use_locks(plan: Plan, number: int, folder: Path) -> None:
+    """Use locks until this process has its share of the operations."""
+    logging.disable()  # a lost lock is an ERROR, and here it is wanted
+    with (folder / f"process-{number}.jsonl").open("w", buffering=1 << 20) as file:
+        user = LockUser(plan, number, folder, file)
+        tell("ready")
+        wait_for((folder / "go").exists, 60, "the run did not begin")
+        user.run()
+
+
+class LockUser:
+    """One process: draws what to do by its seed, does it, writes it down."""
+
+    def __init__(self, plan: Plan, number: int, folder: Path, file: TextIOWrapper) -> None:
+        self.plan = plan
+        self.number = number
+        self.random = random.Random(f"{plan.seed}:{number}")
+        self.make_lock: Callable[..., CacheLock] = import_string(plan.make_lock)
+        self.resource = Resource(folder, plan.guarded)
+        self.states = Board(folder, plan.processes).states
+        self.file = file
+        self.names = plan.names
+        self.operations = 0
+        self.ways: dict[Callable[[CacheLock], None], int] = {
+            getattr(self, way): often for way, often in plan.ways.items()
+        }
+
+    def run(self) -> None:
+        """Take turns until both the operations and the time are reached."""
+        began = time.monotonic()
+        share = -(-self.plan.operations // self.plan.processes)
+        while self.operations < share or time.monotonic() < began + self.plan.at_least:
+            self.take_turn()
+
+    def take_turn(self) -> None:
+        """Try to take a lock, and use it if that succeeds."""
+        seconds = self.draw_lease()
+        drawn = self.random.random() * 100
+        if drawn < PATIENT:
+            seconds = max(seconds, round(self.random.uniform(*PATIENT_LEASES), 3))
+            way = getattr(self, self.random.choice(QUICK))
+        else:
+            (way,) = self.random.choices(list(self.ways), list(self.ways.values()))
+        wait = seconds * self.random.random() if drawn < PATIENT + WAITS else 0
+        name, renew = self.random.choice(self.names), self.random.random() < 0.5
+        lock = self.make_lock(name, timeout=seconds, renew=renew, blocking_timeout=wait)
+        self.show(ASKING)
+        outcome = self.ask("acquire", lock, lock.acquire, seconds)
+        if outcome == YES:
+            self.show(HOLDING)
+            way(lock)
+        self.show(IDLE)
+        if outcome == NO:
+            time.sleep(self.random.uniform(0, PAUSE_AFTER_REFUSAL))
+
+    def write_and_release(self, lock: CacheLock) -> None:
+        """The common way: nothing is asked between the acquisition and the write."""
+        self.write(lock)
+        self.ask("release", lock, lock.release)
+
+    def look_around_and_release(self, lock: CacheLock) -> None:
+        """Look at ``held``, write, look again."""
+        self.look(lock)
+        self.write(lock)
+        self.look(lock)
+        self.ask("release", lock, lock.release)
+
+    def ensure_and_release(self, lock: CacheLock) -> None:
+        """Ask the store before the write."""
+        self.ask("ensure", lock, lock.ensure)
+        self.write(lock)
+        self.look(lock)
+        self.ask("release", lock, lock.release)
+
+    def extend_and_release(self, lock: CacheLock) -> None:
+        """Change the lease, to a longer or shorter one."""
+        self.extend(lock)
+        self.look(lock)
+        self.write(lock)
+        self.ask("release", lock, lock.release)
+
+    def linger_and_release(self, lock: CacheLock) -> None:
+        """Hold for up to a third of a lease, and look now and then."""
+        for _ in range(self.random.randint(1, 4)):
+            time.sleep(lock.remaining * self.random.uniform(0, 0.1))
+            self.look(lock)
+        self.write(lock)
+        self.ask("release", lock, lock.release)
+
+    def outstay_and_write(self, lock: CacheLock) -> None:
+        """Go on beyond the lease, as one who never asks, and come back when it is over."""
+        self.look(lock)
+        # A renewed one lasts, so this is where it is watched from renewal to renewal.
+        time.sleep(lock.remaining * self.random.uniform(0.9, 1.2))
+        self.look(lock)
+        time.sleep(self.plan.leases[0] * self.random.uniform(0, 2))
+        self.look(lock)
+        self.write(lock)
+        self.random.choice([self.extend, self.ensure])(lock)
+        self.look(lock)
+        self.write(lock)
+        self.ask("release", lock, lock.release)
+
+    def ensure(self, lock: CacheLock) -> None:
+        """Ask the store."""
+        self.ask("ensure", lock, lock.ensure)
+
+    def outlive_a_lease_and_release(self, lock: CacheLock) -> None:
+        """Stay for about two leases, and ask now and then."""
+        seconds = lock.remaining
+        for _ in range(4):
+            time.sleep(seconds * self.random.uniform(0.3, 0.6))
+            self.look(lock)
+            self.ensure(lock)
+        self.ask("release", lock, lock.release)
+
+    def abandon(self, lock: CacheLock) -> None:
+        """Be gone like one who was killed: the lock is neither released nor renewed."""
+        self.write(lock)
+        # Locks of other makes have no lease that this process renews.
+        lease = getattr(lock, "_lease", None)
+        if lease is not None:
+            renewer.remove(lease)
+        now = time.monotonic_ns()
+        self.note(Record(self.number, "leave", lock.name, now, now, YES, lock.token, lock.fence))
+
+    def extend(self, lock: CacheLock) -> None:
+        """Ask for a lease of another length."""
+        seconds = self.draw_lease()
+        self.ask("extend", lock, lambda: lock.extend(seconds), seconds)
+
+    def look(self, lock: CacheLock) -> None:
+        """Read ``held`` between two readings of the clock."""
+        self.ask("look", lock, lambda: lock.held)
+
+    def write(self, lock: CacheLock) -> None:
+        """Write to what the lock protects, without looking whether it is still ours."""
+        if lock.fence is None:
+            return
+        sent = time.monotonic_ns()
+        place, accepted = self.resource.write(lock.name, lock.fence)
+        returned = time.monotonic_ns()
+        outcome = YES if accepted else NO
+        about = (outcome, lock.token, lock.fence, 0.0, 0, place)
+        self.note(Record(self.number, "write", lock.name, sent, returned, *about))
+
+    def ask(
+        self, action: str, lock: CacheLock, call: Callable[[], object], seconds: float = 0.0
+    ) -> str:
+        """Do one thing with the lock and write it down; return the outcome."""
+        token = lock.token
+        sent = time.monotonic_ns()
+        try:
+            outcome = NO if call() is False else YES
+        except LockError as error:
+            outcome = type(error).__name__
+        returned = time.monotonic_ns()
+        left = int(lock.remaining * 1e9)
+        about = (outcome, token or lock.token, lock.fence, seconds, left)
+        self.note(Record(self.number, action, lock.name, sent, returned, *about))
+        if outcome == "LockBackendError":
+            time.sleep(PAUSE_AFTER_ERROR)
+        return outcome
+
+    def note(self, record: Record) -> None:
+        """Write a record down."""
+        self.operations += is_operation(record)
+        self.file.write(json.dumps(record) + "\n")
+
+    def draw_lease(self) -> float:
+        """Return some length of a lease."""
+        seconds = self.random.uniform(*self.plan.leases)
+        return round(seconds) if STORES[self.plan.store].whole else seconds
+
+    def show(self, state: int) -> None:
+        """Let the nemesis see what this process does."""
+        self.states[self.number] = state

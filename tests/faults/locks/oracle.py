@@ -1,0 +1,332 @@
+"""
+Says from the records of a run whether its locks kept their promises.
+
+Each check is a function of the history that yields what violates it.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tests.faults.locks.history import History
+from tests.faults.locks.holdings import Holding
+from tests.faults.locks.records import NO, YES, Record
+from tests.faults.oracle import Findings, Oracle, Shown
+
+#: Of a hundred operations that each process had on average, it must have acquired so many.
+ENOUGH_ACQUIRED = 4
+
+#: So many of a hundred tries to acquire must have met a lock that someone held.
+ENOUGH_CONTENDED = 2
+
+#: So many of a hundred ns must lie outside of the windows of memory loss.
+ENOUGH_OUTSIDE = 25
+
+
+def show(text: str, *records: Record) -> Shown:
+    """Return a finding with the records that it is about."""
+    return Shown(text, tuple(line for record in records for line in _describe(record)))
+
+
+def _describe(record: Record) -> Iterator[str]:
+    yield f"{record.action} by process {record.process}: {record.outcome}, fence {record.fence}"
+    yield f"  token {record.token}, lease {record.seconds:.6f} s"
+    yield f"  sent {record.sent}, returned {record.returned}, left {record.left} ns"
+
+
+def two_holders(history: History) -> Findings:
+    """No two are trusted with one lock at a time, but for leases that the store forgot."""
+    for earlier, later, since, until in _overlaps(history):
+        if not history.explains(earlier, since, until):
+            text = (
+                f"{later.acquired.lock}: two trusted themselves for {_ms(until - since)}, "
+                f"from {_at(history, since)} on."
+            )
+            yield show(text, earlier.acquired, later.acquired)
+
+
+def _overlaps(history: History) -> Iterator[tuple[Holding, Holding, int, int]]:
+    """Yield two that were trusted with one lock at once, and from when to when."""
+    by_lock: dict[str, list[Holding]] = defaultdict(list)
+    for holding in history.holdings:
+        if holding.since is not None and holding.since < holding.until:
+            by_lock[holding.acquired.lock].append(holding)
+    for holdings in by_lock.values():
+        holdings.sort(key=_since)
+        active: list[Holding] = []
+        for later in holdings:
+            since = _since(later)
+            active = [one for one in active if one.until > since]
+            for earlier in active:
+                yield earlier, later, since, min(earlier.until, later.until)
+            active.append(later)
+
+
+def _since(holding: Holding) -> int:
+    assert holding.since is not None
+    return holding.since
+
+
+def broken_promises(history: History) -> Findings:
+    """
+    What a holder is promised comes true.
+
+    Before its trusted time is over it does not lose the lock, and no write of its is
+    refused, unless the store lost its memory after the promise.
+    """
+    for holding in history.holdings:
+        for promised_until, record in holding.broken:
+            moment = record.returned
+            if history.explains(holding, moment, moment):
+                continue
+            what = "a write was refused" if record.action == "write" else "the lock was lost"
+            text = (
+                f"{record.lock}: {what} {_ms(promised_until - moment)} before its trusted "
+                f"time was over, at {_at(history, moment)}."
+            )
+            yield show(text, holding.acquired, record)
+
+
+def unordered_fences(history: History) -> Findings:
+    """Who asked after another had got its answer gets the larger fence; none is given twice."""
+    acquired = [one.acquired for one in history.holdings if one.acquired.fence is not None]
+    by_return = sorted(acquired, key=lambda record: record.returned)
+    largest, returned = None, 0
+    for record in sorted(acquired, key=lambda record: record.sent):
+        while returned < len(by_return) and by_return[returned].returned < record.sent:
+            largest = max(largest or by_return[0], by_return[returned], key=_fence)
+            returned += 1
+        if largest is not None and _fence(record) <= _fence(largest):
+            text = (
+                f"{record.lock}: the fence is {_fence(record)} at {_at(history, record.returned)}, "
+                f"after {_fence(largest)} at {_at(history, largest.returned)}."
+            )
+            yield show(text, largest, record)
+    seen: dict[int, Record] = {}
+    for record in acquired:
+        if (twin := seen.setdefault(_fence(record), record)) is not record:
+            text = f"{record.lock}: the fence {_fence(record)} was given twice."
+            yield show(text, twin, record)
+
+
+def _fence(record: Record) -> int:
+    assert record.fence is not None
+    return record.fence
+
+
+def older_writes(history: History) -> Findings:
+    """After a write, none of an older fence nor of an older acquisition is accepted."""
+    acquired = {one.acquired.token: one.acquired for one in history.holdings}
+    for lock, writes in _writes(history).items():
+        newest: Record | None = None
+        latest: Record | None = None
+        for write in writes:
+            if write.outcome != YES:
+                continue
+            acquisition = acquired[write.token]
+            if newest is not None and _fence(write) < _fence(newest):
+                text = f"{lock}: a write was accepted after one with a newer fence."
+                yield show(text, newest, write)
+            elif latest is not None and acquisition.returned < latest.sent:
+                text = f"{lock}: a write was accepted after one of a later acquisition."
+                yield show(text, latest, acquisition, write)
+            newest = max(newest or write, write, key=_fence)
+            latest = max(latest or acquisition, acquisition, key=lambda record: record.sent)
+
+
+def refusals_without_a_holder(history: History) -> Findings:
+    """A lock is refused only while someone may hold it: a lease ends by itself."""
+    taken = _taken(history)
+    for record in history.records:
+        if record.action != "acquire" or record.outcome != NO:
+            continue
+        starts, ends = taken.get(record.lock, ([], []))
+        # The last time that began before the answer; ends grow along with the starts.
+        index = bisect_right(starts, record.returned) - 1
+        if index < 0 or ends[index] < record.sent:
+            text = (
+                f"{record.lock}: refused at {_at(history, record.returned)}, when every lease "
+                f"had ended long before."
+            )
+            yield show(text, record)
+
+
+def _taken(history: History) -> dict[str, tuple[list[int], list[int]]]:
+    """Return for each lock when it may have been taken: starts, and ends, of each time."""
+    spans = [(one.acquired.lock, one.acquired.sent, one.could_end) for one in history.holdings]
+    # Without an answer it may have been acquired all the same, and nobody knows.
+    spans += [
+        (record.lock, record.sent, record.returned + int(record.seconds * 1e9))
+        for record in history.records
+        if record.action == "acquire" and record.outcome not in {YES, NO}
+    ]
+    spans.sort(key=lambda span: span[1])
+    taken: dict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    grace = int(history.grace * 1e9)
+    for lock, start, end in spans:
+        starts, ends = taken[lock]
+        if starts and start <= ends[-1]:
+            ends[-1] = max(ends[-1], end + grace)
+        else:
+            starts.append(start)
+            ends.append(end + grace)
+    return taken
+
+
+def incomplete_answers(history: History) -> Findings:
+    """Who acquires gets a token of its own, and a fence if there are any; no write is missing."""
+    tokens: set[str] = set()
+    for record in history.records:
+        if record.action != "acquire" or record.outcome != YES:
+            continue
+        missing = [] if record.token else ["token"]
+        if history.fences and record.fence is None:
+            missing.append("fence")
+        if missing:
+            text = f"{record.lock}: acquired without a {' and a '.join(missing)}."
+            yield show(text, record)
+        if record.token in tokens:
+            text = f"{record.lock}: two acquisitions have one token."
+            yield show(text, record)
+        tokens.add(record.token or "")
+    for lock, writes in _writes(history).items():
+        if [write.place for write in writes] != list(range(1, len(writes) + 1)):
+            text = f"{lock}: the resource saw writes of which there is no record."
+            yield text
+
+
+def too_little(history: History) -> Findings:
+    """Enough has happened for the other checks to mean something."""
+    return _missing(history)
+
+
+def _missing(history: History) -> Iterator[str]:
+    counts = count(history)
+    acquired = [0] * history.processes
+    for holding in history.holdings:
+        acquired[holding.acquired.process] += 1
+    share = counts["operations"] / history.processes * ENOUGH_ACQUIRED / 100
+    for process, number in enumerate(acquired):
+        if number < max(share, 2):
+            yield f"process {process} acquired {number} times, of {share:.0f} that are enough."
+    tries = counts["acquisitions"] + counts["contended"]
+    if counts["contended"] < max(tries * ENOUGH_CONTENDED / 100, 2):
+        yield f"{counts['contended']} of {tries} tries met a lock that someone held."
+    wanted = ["ended by lease", "outlived pauses"]
+    wanted += ["refused writes"] if history.fences else []
+    wanted += ["restarts"] if history.nemesis == "restart" else []
+    yield from (f"{name}: none." for name in wanted if not counts[name])
+    if history.losses:
+        yield from _missing_around_losses(history)
+
+
+def _missing_around_losses(history: History) -> Iterator[str]:
+    outside = _outside(history)
+    if outside < ENOUGH_OUTSIDE:
+        yield f"only {outside:.0f} % of the time is outside of windows of memory loss."
+    acquired = [holding.acquired for holding in history.holdings]
+    first = min((record.returned for record in acquired), default=None)
+    last = max((record.sent for record in acquired), default=None)
+    if (
+        first is None
+        or last is None
+        or not any(first < loss.since and loss.back < last for loss in history.losses)
+    ):
+        yield "no restart has acquisitions both before and after it."
+
+
+def _outside(history: History) -> float:
+    """Return how many of a hundred ns lie outside of all windows of memory loss."""
+    inside, end = 0, 0
+    for first, last in history.windows():
+        inside += max(0, last - max(first, end))
+        end = max(end, last)
+    return 100 - inside / 1e7 / max(history.seconds, 1e-9)
+
+
+def count(history: History) -> dict[str, int]:
+    """Count what happened."""
+    outcomes: dict[tuple[str, str], int] = defaultdict(int)
+    for record in history.records:
+        outcomes[record.action, record.outcome] += 1
+    return {
+        "operations": history.operations,
+        "looks": sum(number for (action, _), number in outcomes.items() if action == "look"),
+        "writes": outcomes["write", YES] + outcomes["write", NO],
+        "refused writes": outcomes["write", NO],
+        "acquisitions": outcomes["acquire", YES],
+        "contended": outcomes["acquire", NO],
+        "ended by lease": sum(1 for holding in history.holdings if holding.by_lease),
+        "found lost": outcomes["extend", "LockLost"] + outcomes["ensure", "LockLost"],
+        "not answered": sum(
+            number for (_, outcome), number in outcomes.items() if outcome == "LockBackendError"
+        ),
+        "pauses": len(history.pauses),
+        "outlived pauses": _outlived_pauses(history),
+        "restarts": len(history.losses),
+        "two holders by memory loss": _excused(history),
+    }
+
+
+def _excused(history: History) -> int:
+    """Count pairs that trusted themselves at once because the store had lost its memory."""
+    return sum(
+        history.explains(earlier, since, until) for earlier, _, since, until in _overlaps(history)
+    )
+
+
+def _outlived_pauses(history: History) -> int:
+    """Count pauses in which the lease of the process that stood still came to its end."""
+    by_process: dict[int, list[Holding]] = defaultdict(list)
+    for holding in history.holdings:
+        by_process[holding.acquired.process].append(holding)
+    number = 0
+    for pause in history.pauses:
+        holdings = by_process[pause.process]
+        # In the order of time, and each ends before the next begins.
+        index = bisect_right(holdings, pause.until, key=lambda one: one.acquired.sent) - 1
+        # The pause may have caught it while it asked for the next one.
+        number += any(
+            _outlived(one, pause.since, pause.until) for one in holdings[index : index + 1]
+        )
+    return number
+
+
+def _outlived(holding: Holding, since: int, until: int) -> bool:
+    if holding.since is None:
+        # The answer came when its lease was over already.
+        return holding.acquired.sent < until <= holding.acquired.returned
+    return since < holding.until <= until < holding.could_end
+
+
+def _writes(history: History) -> dict[str, list[Record]]:
+    """Return the writes to each resource in its own order."""
+    writes: dict[str, list[Record]] = defaultdict(list)
+    for record in history.records:
+        if record.action == "write":
+            writes[record.lock].append(record)
+    for of_one in writes.values():
+        of_one.sort(key=lambda write: write.place)
+    return writes
+
+
+def _at(history: History, moment: int) -> str:
+    return f"{(moment - history.began) / 1e9:.6f} s"
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.3f} ms"
+
+
+ORACLE = Oracle(
+    count,
+    [
+        two_holders,
+        broken_promises,
+        unordered_fences,
+        older_writes,
+        refusals_without_a_holder,
+        incomplete_answers,
+        too_little,
+    ],
+)

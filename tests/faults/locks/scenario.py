@@ -1,0 +1,106 @@
+"""How a run of the scenario ``locks`` is recorded, and its broken variants."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tests.faults.lab import Lab
+from tests.faults.locks.history import History
+from tests.faults.locks.holders import use_locks
+from tests.faults.locks.nemesis import Troublemaker
+from tests.faults.locks.plan import STORES, Board, Plan
+from tests.faults.locks.records import iter_records
+from tests.servers import MemcachedServer, RedisServer, Server
+
+#: How late a renewal that is under way may be sent on a busy machine, s.
+SLOWNESS = 0.5
+
+CONTRACT, OURS = "tests.contract.broken.", "tests.faults.locks.broken."
+
+#: Holders that go on beyond their leases while others come and go.
+OUTSTAYING = {"outstay_and_write": 40, "write_and_release": 60}
+
+#: Each fault: what is changed in the plan, and the check that must see it.
+FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "release-any": ({"backend": CONTRACT + "NoOwnerCheckCache"}, "two holders"),
+    "endless-lease": (
+        {
+            "backend": CONTRACT + "NoExpiryCache",
+            "ways": {"abandon": 1, "write_and_release": 9},
+            "at_least": 3.0,
+        },
+        "refusals without a holder",
+    ),
+    "fence-per-process": ({"backend": CONTRACT + "FencePerProcessCache"}, "unordered fences"),
+    "read-then-write": ({"backend": CONTRACT + "ReadThenWriteCache"}, "two holders"),
+    "extend-any": ({"backend": OURS + "ExtendsAnyCache"}, "two holders"),
+    "reviving": ({"backend": OURS + "RevivingCache", "ways": OUTSTAYING}, "two holders"),
+    "short-lease": ({"backend": OURS + "ShortLeaseCache"}, "two holders"),
+    "forgotten-fence": (
+        {"backend": OURS + "ForgetfulFenceCache", "nemesis": "restart"},
+        "unordered fences",
+    ),
+    "endless-trust": ({"make_lock": OURS + "EndlessLock"}, "two holders"),
+    "late-clock": ({"make_lock": OURS + "LateClockLock", "ways": OUTSTAYING}, "two holders"),
+    "unguarded": ({"guarded": False}, "older writes"),
+}
+
+#: The checks that must find each.
+VARIANTS = {fault: (check,) for fault, (_, check) in FAULTS.items()}
+
+
+def record(plan: Plan, lab: Lab) -> History:
+    """
+    Let processes use locks while they are stopped; return what they did.
+
+    Raises:
+        FunctionFailed: A process met an error that is no LockError.
+        TimeoutError: The run took too long.
+    """
+    if plan.broken:
+        plan = replace(plan, **FAULTS[plan.broken][0])
+    server = use_store(plan, lab)
+    Board(lab.folder, plan.processes)
+    processes = [lab.start(use_locks, plan, number, lab.folder) for number in range(plan.processes)]
+    restarted = server if plan.nemesis == "restart" else None
+    trouble = Troublemaker(plan, lab.folder, processes, restarted)
+    for process in processes:
+        assert process.receive() == "ready"
+    (lab.folder / "go").touch()
+    deadline = time.monotonic() + plan.at_most
+    while trouble.alive:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"The history is not complete after {plan.at_most:g} s.")
+        trouble.strike()
+    for process in processes:
+        process.result(timeout=10)
+    return History(
+        records=list(iter_records(lab.folder)),
+        processes=plan.processes,
+        fences=STORES[plan.store].fences,
+        nemesis=plan.nemesis,
+        grace=plan.leases[1] * 2 + SLOWNESS,
+        pauses=trouble.pauses,
+        losses=trouble.losses,
+    )
+
+
+def use_store(plan: Plan, lab: Lab) -> Server | None:
+    """Let all processes have their locks in the plan's store; return its server, if any."""
+    match plan.store:
+        case "postgres":
+            lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": lab.database("postgres")}
+            return None
+        case "sqlite":
+            alias = lab.database("sqlite-immediate")
+            lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": alias}
+            return None
+        case "portable":
+            server, location = None, str(lab.folder / "cache")
+        case name:
+            server = lab.server(MemcachedServer if name == "memcached" else RedisServer)
+            location = server.url
+    backend = plan.backend or STORES[plan.store].backend
+    lab.settings["CACHES"] = {"default": {"BACKEND": backend, "LOCATION": location}}
+    return server

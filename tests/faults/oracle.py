@@ -1,0 +1,65 @@
+"""Oracles: checks that read a recorded history and find the broken promises."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+HistoryType = TypeVar("HistoryType")
+
+
+class Shown(NamedTuple):
+    """A text with more lines about it."""
+
+    text: str
+    details: tuple[str, ...]
+
+
+class Violation(NamedTuple):
+    """Which check found a broken promise, and what it says about it."""
+
+    check: str
+    text: str
+    details: tuple[str, ...] = ()
+
+
+Findings: TypeAlias = Iterator[str | Shown]
+
+
+@dataclass(frozen=True)
+class Oracle(Generic[HistoryType]):
+    """
+    Reads from a history alone whether the promises were kept.
+
+    A check that found nothing says something only if there was something to be found, so each
+    oracle has a check ``too_little``, too.
+
+    Args:
+        count: Counts what happened, for readers.
+        checks: Each yields a text for whatever violates it, and is named by its function.
+    """
+
+    count: Callable[[HistoryType], Mapping[str, float]]
+    checks: Sequence[Callable[[HistoryType], Iterable[str | Shown]]]
+
+    def check(self, history: HistoryType) -> list[Violation]:
+        """Run every check and return all violations."""
+        return [
+            Violation(check.__name__.replace("_", " "), *_split(finding))
+            for check in self.checks
+            for finding in check(history)
+        ]
+
+    def found(self, history: HistoryType) -> set[str]:
+        """Return the names of the checks that found a violation."""
+        return {violation.check for violation in self.check(history)}
+
+
+def _split(finding: str | Shown) -> Shown:
+    return Shown(finding, ()) if isinstance(finding, str) else finding
+
+
+def scarce(counts: Mapping[str, float], wanted: Mapping[str, float]) -> Iterator[str]:
+    """Yield a text for each thing that happened less often than it is wanted."""
+    for name, number in wanted.items():
+        if counts[name] < number:
+            yield f"{name}: {counts[name]:g}, and {number:g} are wanted."

@@ -1,0 +1,210 @@
+"""What goes wrong during a run: processes are killed, and the broker is."""
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.faults.nemesis import Nemesis
+from tests.faults.outbox.oracle import AT_RANDOM
+from tests.faults.outbox.plan import CUT_OFF, RELAY, Plan, Witness
+from tests.faults.outbox.relaying import relay
+from tests.faults.outbox.sender import send
+from tests.processes import FunctionProcess, start_in_process, wait_for
+from tests.servers import Server
+
+#: Shortest and longest life before a process is killed at a random moment, s.
+LIFE = (0.2, 2.0)
+
+#: How often a process comes to its point before it dies there, at most; what happens in
+#: many steps is to be interrupted at any of them.
+HITS = {"inside the publication": 5, "after a publication": 5, "after the publication": 3}
+
+#: Shortest and longest time that the broker is gone, or silent, and in between, s.
+GONE, BETWEEN = (0.3, 2.0), (0.5, 2.5)
+
+#: Where nobody listens: the port of TCP's own multiplexer.
+NOBODY = {
+    "redis": "redis://127.0.0.1:1/1",
+    "rabbitmq": "amqp://guest:guest@127.0.0.1:1//",
+}
+
+
+class Victim:
+    """
+    A process that is killed again and again, and started again each time.
+
+    Args:
+        role: What it does.
+        place: Its number among those of the plan.
+        ends: How it is to end, in order: a point, or at a random moment.
+        settings: Its Django settings.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        witness: Witness,
+        role: str,
+        place: int,
+        ends: list[str],
+        settings: dict[str, Any],
+    ) -> None:
+        self._plan, self._witness, self._role, self._place = plan, witness, role, place
+        self._random = random.Random(f"{plan.seed}:{role}:{place}")
+        self._random.shuffle(ends)
+        self._ends = ends
+        self._settings = settings
+        self._dies_at: float | None = None
+        self._stack = ExitStack()
+        self._process: FunctionProcess | None = None
+
+    @property
+    def is_spared(self) -> bool:
+        """Whether it has been killed as often as planned."""
+        return not self._ends
+
+    def tend(self) -> None:
+        """Kill it if it is time for that; if it is dead, note how, and start it again."""
+        if self._process is None:
+            self._start()
+        elif not self._process.running:
+            self._bury(self._process.pid)
+            self._start()
+        elif self._dies_at is not None and time.monotonic() > self._dies_at:
+            self._process.kill()
+            self._witness.record_kill(self._role, AT_RANDOM, self._process.pid)
+
+    def _start(self) -> None:
+        end = self._ends[-1] if self._ends else None
+        point = None if end == AT_RANDOM else end
+        self._dies_at = None
+        if end == AT_RANDOM:
+            self._dies_at = time.monotonic() + self._random.uniform(*LIFE)
+        hit = self._random.randint(1, HITS.get(point or "", 1))
+        self._process = self._stack.enter_context(
+            start_in_process(*self._call(point, hit), settings=self._settings)
+        )
+
+    def _call(self, point: str | None, hit: int) -> tuple[Callable[..., None], Any]:
+        if self._role == RELAY:
+            return relay, self._plan, self._witness, point, hit  # type: ignore[return-value]
+        # Each sender has every n-th number, and never one again.
+        step = sum(role != RELAY for role in self._plan.roles)
+        begun = self._witness.journal.entries("begun", role=self._role)
+        first = max((entry["number"] + step for entry in begun), default=self._place)
+        return send, self._plan, self._witness, self._role, (first, step), point, hit  # type: ignore[return-value]
+
+    def _bury(self, pid: int) -> None:
+        kill = self._witness.kills().get(pid)
+        if kill is None:
+            assert self._process is not None
+            self._process.result(1)  # raises what it raised
+            raise RuntimeError(f"A {self._role} ended by itself.")
+        if self._ends and kill["point"] == self._ends[-1]:
+            self._ends.pop()
+        self._stack.close()
+
+    def terminate(self) -> None:
+        """Ask it to end, with SIGTERM if it relays, and wait for that."""
+        if self._process is None:
+            return
+        if self._role == RELAY and self._process.running:
+            pid = self._process.pid
+            # One that has just begun would be killed by it, and could not say how it ended.
+            wait_for(lambda: not psutil.pid_exists(pid) or listens_to_sigterm(pid), 30)
+            self._process.process.terminate()
+        self._process.result(30)
+        self.close()
+
+    def close(self) -> None:
+        """End it, however."""
+        self._process = None
+        self._stack.close()
+
+
+def listens_to_sigterm(pid: int) -> bool:
+    """Tell whether a process has a handler for it, as Linux tells."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
+
+
+class Troublemaker(Nemesis):
+    """
+    Kills and starts all processes, and has the broker stopped, killed and paused meanwhile.
+
+    Args:
+        settings: Django settings of all processes.
+    """
+
+    def __init__(
+        self, plan: Plan, witness: Witness, broker: Server, settings: dict[str, Any]
+    ) -> None:
+        super().__init__(plan)
+        self.plan, self.witness, self.broker = plan, witness, broker
+        self._victims = [
+            self._make_victim(place, role, settings) for place, role in enumerate(plan.roles)
+        ]
+        self._stack = ExitStack()
+        self._troubles: Future[None] | None = None
+
+    def _make_victim(self, place: int, role: str, settings: dict[str, Any]) -> Victim:
+        plan = self.plan
+        ends = list(plan.points(role)) * plan.rounds
+        if role == RELAY:
+            # The two share them.
+            ends = ends[place % 2 :: 2]
+        if role == CUT_OFF:
+            settings = {**settings, "CELERY_BROKER_URL": NOBODY[plan.broker]}
+        ends += [AT_RANDOM] * plan.random_kills
+        return Victim(plan, self.witness, role, place, ends, settings)
+
+    def strike(self) -> None:
+        """Kill and start again the processes that are due, beside the troubles of the broker."""
+        if self._troubles is None:
+            pool = self._stack.enter_context(ThreadPoolExecutor(1))
+            self._troubles = pool.submit(self._trouble_broker)
+        for victim in self._victims:
+            victim.tend()
+
+    @property
+    def is_spent(self) -> bool:
+        spared = all(victim.is_spared for victim in self._victims)
+        return spared and self._troubles is not None and self._troubles.done()
+
+    def _trouble_broker(self) -> None:
+        for what in self.plan.troubles * self.plan.rounds:
+            time.sleep(self.random.uniform(*BETWEEN))
+            begin = {"stopped": self.broker.stop, "killed": self.broker.kill}
+            begin.get(what, self.broker.pause)()
+            time.sleep(self.random.uniform(*GONE))
+            (self.broker.resume if what == "paused" else self.broker.start)()
+            self.witness.journal.write("broker", what=what)
+
+    def calm(self) -> None:
+        """Let the senders end by themselves, and the broker be there."""
+        self.witness.end()
+        for victim in self._victims[: sum(role != RELAY for role in self.plan.roles)]:
+            victim.terminate()
+        if self._troubles is not None:
+            self._troubles.result()
+
+    def terminate(self) -> None:
+        """Let the relays end as ``SIGTERM`` lets them."""
+        for victim in self._victims:
+            victim.terminate()
+
+    def close(self) -> None:
+        """End all processes, however, and wait until the broker's troubles are over."""
+        for victim in self._victims:
+            victim.close()
+        self._stack.close()

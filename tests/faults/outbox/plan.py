@@ -1,0 +1,155 @@
+"""The plan of a run, and the files in which its processes record what happens."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from tests.faults.scenario import Plan as AnyPlan
+from tests.faults.scenario import Witness as AnyWitness
+from tests.faults.scenario import option
+
+#: ``OUTBOX_SEND_TIMEOUT`` of a run, s.
+SEND_TIMEOUT: Final = 0.5
+
+#: What a transaction sends, and how often of a hundred times.
+KINDS: Final = {
+    "one": 36,
+    "three": 16,
+    "unique": 12,
+    "retried": 8,
+    "chain": 6,
+    "group": 6,
+    "chord": 6,
+    "half rolled back": 4,
+    "rolled back": 6,
+}
+
+#: Longest time, s, that a transaction stays open after its sends, and how often of a
+#: hundred times; the last are open for longer than a relay leaves new rows alone.
+LINGERING: Final = {0.0: 70, 0.3: 28, 3.0: 2}
+
+#: Who is killed.
+SENDER, CUT_OFF, RELAY = "sender", "sender without broker", "relay"
+
+#: Where a process can be told to kill itself, between INSERT and delete.
+POINTS: Final[dict[str, tuple[str, ...]]] = {
+    SENDER: (
+        "before the INSERT",
+        "after the INSERT",
+        "after the commit",
+        "inside the publication",
+        "after the publication",
+        "after the delete",
+    ),
+    CUT_OFF: ("after the INSERT", "after the commit"),
+    RELAY: (
+        "after the claim's SELECT",
+        "after the claim's UPDATE",
+        "after the claim",
+        "inside the publication",
+        "after a publication",
+        "before the delete",
+        "after the delete",
+        "inside the heartbeat",
+    ),
+}
+
+#: Those that there are without an outbox.
+PLAIN_POINTS: Final[dict[str, tuple[str, ...]]] = {
+    SENDER: ("after the commit", "inside the publication", "after the publication")
+}
+
+#: Those that there are where the transport publishes a batch in one request.
+BATCH_POINTS: Final = ("inside the pipeline", "after the pipeline")
+
+#: The troubles of the broker, one in each round. Redis has what it got on the disk before it
+#: answers, and RabbitMQ before it confirms.
+TROUBLES: Final = ("stopped", "killed", "paused")
+
+
+class Transaction(NamedTuple):
+    """
+    What one transaction does.
+
+    Attributes:
+        lingers: For how long it stays open after its sends, s.
+    """
+
+    kind: str
+    lingers: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(AnyPlan):
+    """
+    What to record.
+
+    Args:
+        troubles: The trouble of the broker in each round, in this order.
+        pause: Mean time between two transactions of one thread, s.
+        patience: How long it may take until the outbox is empty when the last kill is over, s.
+        quiet: The worker is done when it has done all, or nothing new for so long, s.
+        at_most: The kills must be done after this time, s.
+    """
+
+    broker: str = option("redis", "what carries the messages", ("redis", "rabbitmq"))
+    transactions: int = option(300, "how many at least; there are more if the kills take longer")
+    rounds: int = option(3, "kills at each point")
+    random_kills: int = option(10, "of each process, at any moment")
+    troubles: tuple[str, ...] = TROUBLES
+    pause: float = 0.15
+    patience: float = 30.0
+    quiet: float = 10.0
+    at_most: float = 600.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether tasks are sent by ``delay_on_commit`` without an outbox."""
+        return self.broken == "plain"
+
+    @property
+    def roles(self) -> list[str]:
+        """Who is there: with an outbox, two relays and a sender whose broker refuses it."""
+        return [SENDER] if self.plain else [SENDER, CUT_OFF, RELAY, RELAY]
+
+    def points(self, role: str) -> tuple[str, ...]:
+        """Return where a process can be killed."""
+        points = (PLAIN_POINTS if self.plain else POINTS).get(role, ())
+        batches = role == RELAY and self.broker == "redis"
+        return points + BATCH_POINTS if batches else points
+
+    def transaction(self, number: int) -> Transaction:
+        """Return what a transaction does."""
+        chance = random.Random(f"{self.seed}:{number}")
+        (kind,) = chance.choices(list(KINDS), list(KINDS.values()))
+        (longest,) = chance.choices(list(LINGERING), list(LINGERING.values()))
+        return Transaction(kind, chance.uniform(longest / 2, longest))
+
+
+class Witness(AnyWitness):
+    """The journal has what was begun, killed, delivered and done."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether senders are to end."""
+        return self._end.exists()
+
+    def end(self) -> None:
+        """Let senders end after their transaction."""
+        self._end.touch()
+
+    @property
+    def _end(self) -> Path:
+        return self.folder / "end"
+
+    def record_kill(self, role: str, point: str, pid: int) -> None:
+        """Record that a process is killed; the first entry of a process counts."""
+        self.journal.write("killed", role=role, point=point, child=pid)
+
+    def kills(self) -> dict[int, dict[str, Any]]:
+        """Return role and point of each process that was killed."""
+        kills: dict[int, dict[str, Any]] = {}
+        for entry in self.journal.entries("killed"):
+            kills.setdefault(entry["child"], entry)
+        return kills

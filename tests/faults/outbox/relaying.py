@@ -1,0 +1,47 @@
+"""What a process that relays does: ``manage.py celery_outbox relay``, in a hurry."""
+
+import io
+import logging
+from datetime import timedelta
+
+from django.core.management import call_command
+from django.db import DEFAULT_DB_ALIAS
+
+from django_celery_safe.sending import relay as relaying
+from tests.app.celery import app
+from tests.faults.outbox.broken import break_relay
+from tests.faults.outbox.plan import RELAY, Plan, Witness
+from tests.faults.outbox.points import Fuse, lay_in_relay
+
+#: For how long rows are claimed; a killed relay keeps them from others for this long.
+LEASE = timedelta(seconds=2)
+
+#: Longest wait for an answer of the broker, s.
+LONGEST_WAIT = 0.7
+
+
+def relay(plan: Plan, witness: Witness, point: str | None, hit: int) -> None:
+    """Relay until told to end, or killed."""
+    logging.basicConfig(filename=witness.log)
+    app.finalize()
+    hurry()
+    break_relay(plan.broken, witness.folder)
+    lay_in_relay(Fuse(witness, RELAY, point, hit))
+    call_command("celery_outbox", "relay", "--database", DEFAULT_DB_ALIAS, stdout=io.StringIO())
+
+
+def hurry() -> None:
+    """Shorten all times of a relay, and keep their order."""
+    shorter = {
+        "LEASE": LEASE,
+        "LONGEST_WAIT": LONGEST_WAIT,
+        "PUT_OFF": timedelta(seconds=0.5),
+        "PUT_BEHIND": timedelta(seconds=1),
+        "IDLE": 0.05,
+        "SHORTEST_PAUSE": 0.1,
+        "LONGEST_PAUSE": 0.5,
+        "MINUTE": 0.5,
+    }
+    for name, value in shorter.items():
+        assert hasattr(relaying, name)
+        setattr(relaying, name, value)

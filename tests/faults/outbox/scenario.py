@@ -1,0 +1,105 @@
+"""How a run of the scenario ``outbox`` is recorded."""
+
+import time
+from contextlib import closing, suppress
+
+from django_celery_safe.models import OutboxMessage
+from tests.app.models import Person
+from tests.faults.brokers import LastingRedis, RedisBroker
+from tests.faults.lab import Lab
+from tests.faults.outbox import broken, work
+from tests.faults.outbox.nemesis import Troublemaker
+from tests.faults.outbox.oracle import History
+from tests.faults.outbox.plan import SEND_TIMEOUT, Plan, Witness
+from tests.processes import Journal, wait_for
+from tests.servers import RabbitMQServer, RedisServer, Server
+
+#: Pause between two looks at the processes, s.
+LOOK = 0.02
+
+#: Longest wait for an answer of Redis where the package sets none, s.
+SILENCE = 2.0
+
+#: How long the worker may take for all messages of a run, s.
+LONGEST_RUN = 120
+
+#: Deliberate faults, and the check that must find each.
+VARIANTS = {
+    "plain": ("lost tasks",),
+    "last-id": ("lost tasks",),
+    "delete-first": ("lost tasks",),
+    "deferred-retry": ("undone effects",),
+}
+
+
+def record(plan: Plan, lab: Lab) -> History:
+    """
+    Send tasks while processes are killed, let a worker run them, and return what happened.
+
+    The worker begins when all else is over: kombu takes a message from Redis before it
+    records that it has it, so a Redis that is stopped in between loses it.
+    """
+    witness, alias = Witness(lab.folder), lab.database("postgres")
+    lab.use_database(alias)
+    lab.use_store(lab.server(RedisServer))
+    lab.settings["DJANGO_CELERY_SAFE"] = {"OUTBOX_SEND_TIMEOUT": SEND_TIMEOUT}
+    server = start_broker(plan, lab)
+    trouble = lab.enter_context(closing(Troublemaker(plan, witness, server, lab.settings)))
+    make_trouble(plan, witness, trouble)
+    with suppress(TimeoutError):
+        wait_for(lambda: not OutboxMessage.objects.using(alias).exists(), plan.patience)
+    trouble.terminate()
+    people = Person.everyone.using(alias)
+    run_tasks(plan, witness, lab, set(people.values_list("email", flat=True)))
+    rows = OutboxMessage.objects.using(alias).order_by("pk")
+    left = [f"{row}, due at {row.due_at}, {row.error}" for row in rows]
+    flags = dict(people.values_list("email", "is_welcome_email_sent"))
+    return History.read(plan, witness, flags, left)
+
+
+def start_broker(plan: Plan, lab: Lab) -> Server:
+    """Start the broker that is stopped and killed, and let all processes use it."""
+    if plan.broker == "redis":
+        broker = RedisBroker(lab.server(LastingRedis), silence=SILENCE)
+        lab.settings.update(broker.settings())
+        return broker.server
+    server: RabbitMQServer = lab.server(RabbitMQServer)
+    lab.settings["CELERY_BROKER_URL"] = server.url
+    return server
+
+
+def make_trouble(plan: Plan, witness: Witness, trouble: Troublemaker) -> None:
+    """Run senders and relays until all has gone wrong and enough was sent."""
+    ends_at = time.monotonic() + plan.at_most
+    while time.monotonic() < ends_at:
+        trouble.strike()
+        if trouble.is_spent and witness.journal.count("begun") >= plan.transactions:
+            break
+        time.sleep(LOOK)
+    trouble.calm()
+
+
+def run_tasks(plan: Plan, witness: Witness, lab: Lab, wanted: set[str]) -> None:
+    """Let a worker run all tasks that there are, and those that these send."""
+    journal = witness.journal
+    (worker,) = lab.start_workers(1, f"{work.__name__},{broken.__name__}")
+    lab.start(send_end, str(witness.folder)).result(30)
+    # It is the last message of the queue, and a worker takes them in order.
+    wait_for(lambda: journal.count("end"), LONGEST_RUN, "the last message never came")
+    while not wanted <= set(journal.tally("name", "greeted")) and grows(journal, plan.quiet):
+        pass
+    worker.stop()
+
+
+def grows(journal: Journal, seconds: float) -> bool:
+    """Wait for something new; return whether it came."""
+    number = journal.count()
+    try:
+        return wait_for(lambda: journal.count() > number, seconds)
+    except TimeoutError:
+        return False
+
+
+def send_end(folder: str) -> None:
+    """Send the last message."""
+    work.end.delay(folder)

@@ -1,0 +1,382 @@
+"""
+Says whether each stage was begun once and each step succeeded once, in runs that all ended.
+
+Each check is a function of the history that yields what violates it.
+What a process noted is known even if it was killed afterwards; what it committed is known
+from the database's own ledger; and what it told by signals only if it lived to do so.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, Self
+
+from django_celery_safe.models import OutboxMessage, StageRun, StageStep
+from tests.faults.oracle import Findings, Oracle, scarce
+from tests.faults.stages.ledger import MESSAGE, SUCCESS, Ledger
+from tests.faults.stages.plan import TWICE, Plan, Witness
+
+
+class Run(NamedTuple):
+    """A run's row in the end."""
+
+    status: str
+    params: frozenset[str]
+
+
+class Step(NamedTuple):
+    """A step's row in the end."""
+
+    run: int
+    stage: int
+    position: int
+    task_id: str
+    status: str
+    starts: int
+    has_end: bool
+
+
+class Repair(NamedTuple):
+    """What the sweep repaired: a step by its task id, or ("") a run whose stage was complete."""
+
+    run: int
+    task_id: str
+    reason: str
+
+
+@dataclass
+class Execution:
+    """One execution of a step; moments are ns, None: it never came so far."""
+
+    step: int
+    pid: int
+    begun: int
+    known: int = 0
+    ended: int | None = None
+
+
+@dataclass
+class History:
+    """
+    What happened.
+
+    Attributes:
+        runs: Rows, by their ids.
+        steps: Rows, by their ids.
+        left: Messages that the outbox has in the end.
+        messages: How often a message with each task id was committed.
+        successes: How often it was committed that the step with each task id succeeded.
+        executions: Of each step, in order.
+        stages_told: How often the signal came that a run's stage was begun.
+        successes_told: How often the signal came that a step succeeded.
+        lost: Processes that were told to have lost a step, with the step.
+        killed: When each killed process was, ns.
+        kills: How often children and workers were, and how often inside a step.
+        again: How often a message was delivered twice.
+    """
+
+    plan: Plan
+    runs: dict[int, Run] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    messages: Counter[str] = field(default_factory=Counter)
+    successes: Counter[str] = field(default_factory=Counter)
+    executions: dict[int, list[Execution]] = field(default_factory=lambda: defaultdict(list))
+    stages_told: Counter[tuple[int, int]] = field(default_factory=Counter)
+    successes_told: Counter[int] = field(default_factory=Counter)
+    lost: set[tuple[int, int]] = field(default_factory=set)
+    killed: dict[int, int] = field(default_factory=dict)
+    kills: Counter[str] = field(default_factory=Counter)
+    again: int = 0
+    repairs: list[Repair] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls,
+        plan: Plan,
+        witness: Witness,
+        ledger: Ledger,
+        alias: str,
+        repairs: list[tuple[int, str, str]],
+        seconds: dict[str, float],
+    ) -> Self:
+        """Put together what the witnesses wrote, and the rows."""
+        history = cls(plan, seconds=seconds)
+        for run in StageRun.objects.using(alias):
+            history.runs[run.pk] = Run(run.status, frozenset(run.params))
+        for row in StageStep.objects.using(alias):
+            has_end = row.ended_at is not None
+            history.steps[row.pk] = Step(
+                row.run_id, row.stage, row.position, row.task_id, row.status, row.starts, has_end
+            )
+        history.left = [str(one) for one in OutboxMessage.objects.using(alias).unsent()]
+        history.messages, history.successes = ledger.read(MESSAGE), ledger.read(SUCCESS)
+        for name, step, reason in repairs:
+            task_id = re.findall(r"\[(.+)\]$", step)
+            history.repairs.append(Repair(name, task_id[0] if task_id else "", reason))
+        history._read_steps(witness)
+        history._read_trouble(witness)
+        return history
+
+    def _read_steps(self, witness: Witness) -> None:
+        for entry in witness.steps.entries():
+            step, pid, at = entry["step"], entry["pid"], entry["at_ns"]
+            if entry["effect"] == "begun":
+                self.executions[step].append(Execution(step, pid, at, entry["known"]))
+            else:
+                ours = [one for one in self.executions[step] if one.pid == pid]
+                ours[-1].ended = at
+        for entry in witness.signals.entries():
+            match entry["effect"]:
+                case "stage":
+                    self.stages_told[entry["run"], entry["stage"]] += 1
+                case "succeeded":
+                    self.successes_told[entry["step"]] += 1
+                case "lost":
+                    self.lost.add((entry["pid"], entry["step"]))
+
+    def _read_trouble(self, witness: Witness) -> None:
+        for entry in witness.trouble.entries():
+            if entry["effect"] == "killed":
+                self.killed.setdefault(entry["child"], entry["at_ns"])
+                if entry["what"] == "child":
+                    self.kills["children"] += 1
+                self.kills["inside"] += entry["inside"]
+            else:
+                self.kills[entry["effect"]] += 1
+        self.again = self.kills.pop("again", 0)
+
+    def all_executions(self) -> Iterator[Execution]:
+        """Yield them, each step's in order."""
+        for executions in self.executions.values():
+            yield from executions
+
+    def were_killed(self, executions: Iterable[Execution]) -> list[Execution]:
+        """Return those in which, or right after which, their process was killed."""
+        return [
+            one
+            for one in executions
+            if self.killed.get(one.pid, 0) > one.begun == self._last_begun[one.pid]
+        ]
+
+    @cached_property
+    def _last_begun(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for one in self.all_executions():
+            last[one.pid] = max(one.begun, last.get(one.pid, 0))
+        return last
+
+    def stage(self, run: int, stage: int) -> list[int]:
+        """Return the ids of a stage's steps."""
+        return self._by_stage.get((run, stage), [])
+
+    @cached_property
+    def _by_stage(self) -> dict[tuple[int, int], list[int]]:
+        stages = defaultdict(list)
+        for pk, step in self.steps.items():
+            stages[step.run, step.stage].append(pk)
+        return dict(stages)
+
+
+def stuck_runs(history: History) -> Findings:
+    """After one sweep, every run has succeeded."""
+    for pk, run in history.runs.items():
+        if run.status != "succeeded":
+            yield f"Run {pk} is {run.status}."
+
+
+def lost_params(history: History) -> Findings:
+    """A run's params have what each step returned, and a step finds those of all stages before."""
+    for pk, run in history.runs.items():
+        of_run = [step for step in history.steps.values() if step.run == pk]
+        wanted = {f"{step.stage}.{step.position}" for step in of_run}
+        if run.status == "succeeded" and run.params != wanted:
+            yield f"Run {pk} lacks {sorted(wanted - run.params)}."
+    for one in history.all_executions():
+        wanted_number = history.steps[one.step].stage * history.plan.steps
+        if one.known != wanted_number:
+            yield f"{name(history, one.step)} was given {one.known} params of {wanted_number}."
+
+
+def early_steps(history: History) -> Findings:
+    """No step begins before each step of the stage before has come to its end."""
+    for run in history.runs:
+        for stage in range(1, history.plan.stages):
+            begun = [
+                one.begun for pk in history.stage(run, stage) for one in history.executions[pk]
+            ]
+            for pk in history.stage(run, stage - 1):
+                ends = [one.ended for one in history.executions[pk] if one.ended is not None]
+                if begun and (not ends or min(ends) > min(begun)):
+                    yield f"Stage {stage} began before {name(history, pk)} had ended."
+
+
+def stages_begun(history: History) -> Findings:
+    """Each stage is begun once: its messages are written once, but for those of the sweep."""
+    resent = Counter(repair.task_id for repair in history.repairs)
+    for run in history.runs:
+        for stage in range(history.plan.stages):
+            ids = [history.steps[pk].task_id for pk in history.stage(run, stage)]
+            times = {history.messages[one] - resent[one] for one in ids}
+            told = history.stages_told[run, stage]
+            if times != {1} or told > 1:
+                yield f"Stage {stage} of run {run}: messages {sorted(times)}, signals {told}."
+
+
+def untold(history: History) -> Findings:
+    """A stage or success of which no signal came is that of a process which was killed then."""
+    for run, stage in untold_stages(history):
+        before = [one for pk in history.stage(run, stage - 1) for one in history.executions[pk]]
+        if not history.were_killed(before):
+            yield f"No signal came of stage {stage} of run {run}."
+    for pk in untold_steps(history):
+        if not history.were_killed(history.executions[pk]):
+            yield f"No signal came of the success of {name(history, pk)}."
+
+
+def untold_stages(history: History) -> list[tuple[int, int]]:
+    """Return the runs and stages that were begun, and no signal came of it."""
+    return [
+        (run, stage)
+        for run in history.runs
+        for stage in range(history.plan.stages)
+        if not history.stages_told[run, stage]
+        and any(history.messages[history.steps[pk].task_id] for pk in history.stage(run, stage))
+    ]
+
+
+def untold_steps(history: History) -> list[int]:
+    """Return the steps that succeeded, and no signal came of it."""
+    return [
+        pk
+        for pk, step in history.steps.items()
+        if history.successes[step.task_id] and not history.successes_told[pk]
+    ]
+
+
+def unrepaired_stages(history: History) -> Findings:
+    """A stage that is complete needs no sweep to go on."""
+    for repair in history.repairs:
+        if not repair.task_id:
+            yield f"Run {repair.run}: {repair.reason}."
+
+
+def steps_succeeded(history: History) -> Findings:
+    """Each step succeeds exactly once, and its row says when."""
+    for pk, step in history.steps.items():
+        times, told = history.successes[step.task_id], history.successes_told[pk]
+        begun = len(history.executions[pk])
+        good = step.status == "succeeded" and step.has_end and times == 1 and told <= 1
+        if not good or not 1 <= begun <= step.starts:
+            text = (
+                f"{name(history, pk)} is {step.status}: succeeded {times} times, signals {told}, "
+                f"begun {step.starts} times by its row and {begun} times in fact."
+            )
+            yield text
+
+
+def needless_executions(history: History) -> Findings:
+    """A step runs again only if its process was killed, or it was lost to another."""
+    for pk, executions in history.executions.items():
+        causes = [*history.were_killed(executions), *_lost(history, executions)]
+        good = [one for one in executions if one not in causes]
+        if len(good) > 1:
+            yield f"{name(history, pk)} ran {len(executions)} times, {len(good)} for no reason."
+
+
+def two_at_once(history: History) -> Findings:
+    """No two processes run one step at once, unless the first was told that it lost it."""
+    for pk, executions in history.executions.items():
+        lost = _lost(history, executions)
+        for first, second in pairwise(executions):
+            over = history.killed.get(first.pid) if first.ended is None else first.ended
+            if first not in lost and (over is None or over > second.begun):
+                yield f"{name(history, pk)} ran in {first.pid} and {second.pid} at once."
+
+
+def _lost(history: History, executions: Iterable[Execution]) -> list[Execution]:
+    return [one for one in executions if (one.pid, one.step) in history.lost]
+
+
+def leftovers(history: History) -> Findings:
+    """In the end the outbox has no message to send."""
+    for one in history.left:
+        yield f"The outbox has {one}."
+
+
+def too_little(history: History) -> Findings:
+    """Enough has happened for the other checks to mean something."""
+    plan = history.plan
+    figures = count(history)
+    wanted = {
+        "runs": plan.runs,
+        "steps": plan.runs * plan.stages * plan.steps,
+        "messages delivered twice": _few(TWICE * figures["messages written"]),
+        "killed inside a step": 1,
+        "children killed": 1,
+        "workers killed": plan.worker_kills,
+        "broker restarted": plan.restarts,
+    }
+    return scarce(figures, wanted)
+
+
+def _few(expected: float) -> int:
+    """Return what is too few of what happens by chance, and not at all to who was killed."""
+    return max(1, int(0.75 * expected - 3 * expected**0.5))
+
+
+def name(history: History, pk: int) -> str:
+    """Return how a step is called here."""
+    step = history.steps[pk]
+    return f"step {step.position} of stage {step.stage} of run {step.run}"
+
+
+def count(history: History) -> dict[str, float]:
+    """Count what happened."""
+    executions = list(history.all_executions())
+    reasons = Counter(
+        "died" if "died" in repair.reason else "never begun" if repair.task_id else "complete"
+        for repair in history.repairs
+    )
+    return {
+        "runs": len(history.runs),
+        "steps": len(history.steps),
+        "messages written": history.messages.total(),
+        "messages delivered twice": history.again,
+        "children killed": history.kills["children"],
+        "workers killed": history.kills["worker killed"],
+        "killed inside a step": history.kills["inside"],
+        "broker restarted": history.kills["broker restarted"],
+        "executions": len(executions),
+        "steps run again": len(executions) - len(history.executions),
+        "steps lost": len(history.lost),
+        "stages begun, by signals": history.stages_told.total(),
+        "signals that a kill kept back": len(untold_stages(history)) + len(untold_steps(history)),
+        "runs that the sweep repaired": len({repair.run for repair in history.repairs}),
+        "steps whose process had died": reasons["died"],
+        "steps that nobody had begun": reasons["never begun"],
+        "complete stages that had not gone on": reasons["complete"],
+        **{f"seconds {when}": round(number, 1) for when, number in history.seconds.items()},
+    }
+
+
+ORACLE = Oracle(
+    count,
+    [
+        stuck_runs,
+        lost_params,
+        early_steps,
+        stages_begun,
+        untold,
+        unrepaired_stages,
+        steps_succeeded,
+        needless_executions,
+        two_at_once,
+        leftovers,
+        too_little,
+    ],
+)

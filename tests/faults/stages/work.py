@@ -1,0 +1,82 @@
+"""
+The steps of the runs, which note what they do outside of the package's tables.
+
+Whoever imports this notes also what the package's signals tell, if the settings say where.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from celery import shared_task
+from django.dispatch import receiver
+
+from django_celery_safe import SafeTask, stages
+from django_celery_safe.models import StageRun, StageStep
+from django_celery_safe.signals import stage_started, step_lost, step_succeeded
+from tests.faults.stages import twice
+from tests.faults.stages.plan import Witness, find_witness
+
+Params = dict[str, Any]
+
+
+@shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)
+@stages.step
+def late(params: Params, run: StageRun, step: StageStep, seconds: float, beat: float) -> Params:
+    """Work; the broker has the message until this has ended."""
+    return work(params, step, seconds, beat)
+
+
+@shared_task(base=SafeTask)
+@stages.step
+def early(params: Params, run: StageRun, step: StageStep, seconds: float, beat: float) -> Params:
+    """Work; whoever is killed in it has taken the message along."""
+    return work(params, step, seconds, beat)
+
+
+def work(params: Params, step: StageStep, seconds: float, beat: float) -> Params:
+    """Be inside for a while; return what says that this step was done."""
+    witness = find_witness()
+    assert witness is not None
+    place = {"step": step.pk, "run": step.run_id, "stage": step.stage}
+    with inside(witness, step):
+        witness.steps.write("begun", known=len(params), **place)
+        time.sleep(seconds)
+        time.sleep(-time.monotonic() % beat if beat else 0)
+        witness.steps.write("ended", **place)
+    return {f"{step.stage}.{step.position}": True}
+
+
+@contextmanager
+def inside(witness: Witness, step: StageStep) -> Iterator[None]:
+    """Show in the block that this process is inside a step, and in which."""
+    mark = witness.room / str(os.getpid())
+    mark.write_text(str(step.pk))
+    try:
+        yield
+    finally:
+        mark.unlink()
+
+
+def connect(witness: Witness) -> None:
+    """Note what the package tells."""
+    signals = witness.signals
+
+    @receiver(stage_started, weak=False)
+    def note_stage(run: int, stage: int, **kwargs: Any) -> None:
+        signals.write("stage", run=run, stage=stage - 1)
+
+    @receiver(step_succeeded, weak=False)
+    def note_success(step: int, **kwargs: Any) -> None:
+        signals.write("succeeded", step=step)
+
+    @receiver(step_lost, weak=False)
+    def note_loss(step: int, **kwargs: Any) -> None:
+        signals.write("lost", step=step)
+
+
+if (_witness := find_witness()) is not None:
+    connect(_witness)
+    twice.connect(_witness)

@@ -1,0 +1,48 @@
+"""The nemesis of tasks: it kills their processes."""
+
+import time
+from collections.abc import Sequence
+
+from tests.faults.brokers import RedisBroker
+from tests.faults.nemesis import WorkerNemesis
+from tests.faults.tasks.plan import Plan, Witness
+from tests.processes import CeleryWorker
+
+#: Shortest and longest time between two kills, s.
+BETWEEN = (0.1, 0.5)
+
+#: Part of the kills of children that is aimed at one in which something runs.
+AIMED = 0.5
+
+
+class Killer(WorkerNemesis):
+    """Kills children all the time, and whole workers now and then."""
+
+    def __init__(
+        self, plan: Plan, witness: Witness, broker: RedisBroker, workers: Sequence[CeleryWorker]
+    ) -> None:
+        super().__init__(plan, workers, witness.journal)
+        self.witness, self.broker = witness, broker
+        # Spread over the time that the sends take.
+        part = plan.tasks * plan.pause / (plan.worker_kills + 1)
+        self._due = [time.monotonic() + part * (place + 1) for place in range(plan.worker_kills)]
+
+    def strike(self) -> None:
+        """Kill one child, or a worker if it is time for that."""
+        time.sleep(self.random.uniform(*BETWEEN))
+        if self._due and time.monotonic() > self._due[0] and self.kill_worker():
+            self._due.pop(0)
+            return
+        aimed = self.random.random() < AIMED
+        child = self.choose_child(self.witness.inside()) if aimed else None
+        if (child := child or self.choose_child()) is not None:
+            self.kill_child(child)
+
+    def may_kill(self, worker: CeleryWorker) -> bool:
+        """
+        Whether the worker waits for a message just now, as all do.
+
+        kombu takes a message from the list, and then records that it has it: if a worker
+        dies in between, the broker loses the message.
+        """
+        return self.broker.send_away() == len(self.workers)

@@ -1,0 +1,37 @@
+"""What each of the two senders does."""
+
+import os
+import random
+import time
+
+from tests.app.celery import app
+from tests.faults.tasks.plan import Plan, Witness
+from tests.faults.tasks.work import TASKS
+from tests.processes import meet
+
+
+def send(plan: Plan, witness: Witness) -> None:
+    """Send what the other sends too, at the same moments."""
+    # The same in both.
+    chance = random.Random(f"{plan.seed}:sends")
+    app.finalize()
+    for number in range(plan.tasks):
+        until, key = chance.choice(list(TASKS)), f"key-{chance.randrange(plan.keys)}"
+        time.sleep(chance.expovariate(1 / plan.pause))
+        meet(60)
+        send_one(plan, witness, number, until, key)
+
+
+def send_one(plan: Plan, witness: Witness, number: int, until: str, key: str) -> None:
+    """Note that there is work to do, send a task, and note what came of it."""
+    task_id = f"{plan.seed}-{number}-{os.getpid()}"
+    asked = time.monotonic_ns()
+    result = TASKS[until].apply_async((str(witness.folder), key), task_id=task_id)
+    witness.journal.write(
+        "sent",
+        id=task_id,
+        until=until,
+        key=key,
+        asked=asked,
+        duplicate_of=result.id if result.is_duplicate else None,
+    )

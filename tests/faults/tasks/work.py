@@ -1,0 +1,91 @@
+"""The tasks of a run: one for each meaning of ``unique_until``."""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from celery import shared_task
+
+from django_celery_safe import SafeTask, single_instance
+from tests.faults.tasks.plan import LEASE, VISIBILITY_TIMEOUT, Witness
+
+#: How a run ends by itself, and how often of a hundred times.
+ENDINGS = {"done": 70, "failed": 8, "retried": 14, "taken up again": 8}
+
+#: Longest time, s, that a run takes, and how often of a thousand times: some outlast
+#: their lease, a few the broker's patience.
+DURATIONS = {0.1: 880, 0.6: 100, LEASE + 1: 12, VISIBILITY_TIMEOUT + 1: 8}
+
+#: Longest pause before a task's own retry, s.
+LONGEST_RETRY = 0.4
+
+
+class Hiccup(Exception):
+    """Celery takes up the task again, because of ``autoretry_for``."""
+
+
+class Watched(SafeTask):
+    """Notes each message that is taken up, run or not, and each that is over."""
+
+    abstract = True
+    max_retries = None
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        """Note a message before its lock is asked for."""
+        Witness(Path(args[0])).journal.write("tried", id=task_id)
+
+    def after_return(
+        self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any
+    ) -> None:
+        """Note the end of a task when all its locks have been given back."""
+        if status in {"SUCCESS", "FAILURE"}:
+            Witness(Path(args[0])).journal.write("over", id=task_id, status=status)
+
+
+OPTIONS: Any = {
+    "base": Watched,
+    "bind": True,
+    "acks_late": True,
+    "reject_on_worker_lost": True,
+    "autoretry_for": (Hiccup,),
+    "default_retry_delay": 0.1,
+}
+ALONE: Any = {"key": "{key}", "on_conflict": "retry", "retry_delay": 0.3, "timeout": LEASE}
+
+
+@shared_task(**OPTIONS)
+@single_instance(unique_until="start", **ALONE)
+def until_start(self: Any, folder: str, key: str) -> None:
+    """Work; what is sent meanwhile runs afterwards."""
+    work(self, folder, key)
+
+
+@shared_task(**OPTIONS)
+@single_instance(unique_until="end", **ALONE)
+def until_end(self: Any, folder: str, key: str) -> None:
+    """Work; what is sent meanwhile is a duplicate."""
+    work(self, folder, key)
+
+
+TASKS: dict[str, Any] = {"start": until_start, "end": until_end}
+
+
+def work(task: Any, folder: str, key: str) -> None:
+    """Be inside for a while, then end in one way or another."""
+    witness = Witness(Path(folder))
+    # By chance, not by the task: what outlasts the broker's patience is delivered again, and
+    # would be for ever if each of its runs did.
+    (longest,) = random.choices(list(DURATIONS), list(DURATIONS.values()))
+    (ending,) = random.choices(list(ENDINGS), list(ENDINGS.values()))
+    since = time.monotonic_ns()
+    with witness.gauge.inside(f"{task.name}:{key}"):
+        time.sleep(random.uniform(longest / 2, longest))
+        witness.journal.write("ended", id=task.request.id, since=since, ending=ending)
+    match ending:
+        case "failed":
+            raise ValueError(ending)
+        case "retried":
+            raise task.retry(countdown=random.uniform(0, LONGEST_RETRY))
+        case "taken up again":
+            raise Hiccup

@@ -1,0 +1,195 @@
+"""
+Counts what one send, one run, one step goes through inside the package.
+
+``python -m tests.flows`` prints it for each flow, and ends with 1 if one of them makes more
+calls from one file of the package into another than its limit. SQLite, locks in this process,
+no broker: it counts functions, not time. ``-v`` prints each of these calls.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any, Final
+
+#: Calls into another file that each flow may make. A change may lower them, never raise them.
+LIMITS: Final = {
+    "plain send": 8,
+    "single_instance send": 10,
+    "single_instance run": 33,
+    "unique_until send": 35,
+    "unique_until run": 60,
+    "outbox call and commit": 52,
+    "relay of one": 21,
+    "do_once": 11,
+    "idempotent run": 63,
+    "start": 83,
+    "step and next stage": 136,
+    "last step": 71,
+}
+WIDTH: Final = max(map(len, LIMITS))
+
+
+@dataclass
+class Trace:
+    """The calls of functions of the package that one flow makes."""
+
+    package: str
+    #: The file and the function of each call, and the other file of ours that made it, or "".
+    calls: list[tuple[str, str, str]] = field(default_factory=list)
+    _stack: list[str | None] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what is called inside."""
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    @property
+    def crossings(self) -> list[tuple[str, str, str]]:
+        """The calls from one file of the package into another."""
+        return [call for call in self.calls if call[2]]
+
+    def describe(self, name: str) -> str:
+        """Return a line with the numbers."""
+        files = {file for file, _, _ in self.calls}
+        functions = {call[:2] for call in self.calls if not call[1].endswith(">")}
+        return (
+            f"{name:{WIDTH}}  into another file {len(self.crossings):4}  limit {LIMITS[name]:4}  "
+            f"calls {len(self.calls):4}  functions {len(functions):4}  files {len(files):3}"
+        )
+
+    def _see(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            path = frame.f_code.co_filename
+            file = path.removeprefix(self.package) if path.startswith(self.package) else None
+            if file is not None:
+                caller = next((each for each in reversed(self._stack) if each), file)
+                self.calls.append(
+                    (file, frame.f_code.co_qualname, "" if caller == file else caller)
+                )
+            self._stack.append(file)
+        elif event == "return" and self._stack:
+            self._stack.pop()
+
+
+def trace_all() -> dict[str, Trace]:
+    """Return what each flow makes, in this process, whose Django was set up."""
+    from django.core.management import call_command
+    from django.db import connections, transaction
+
+    import django_celery_safe
+    from django_celery_safe import SafeTask, idempotent, single_instance, stages
+    from django_celery_safe.models import OutboxMessage
+    from django_celery_safe.sending.relay import Relay
+    from tests.app.models import Person
+    from tests.concurrency.mailbox import Mailbox
+
+    call_command("migrate", verbosity=0, run_syncdb=True)
+    mailbox = Mailbox()
+    mailbox.app.set_current()
+    traces: dict[str, Trace] = {}
+
+    @contextmanager
+    def flow(name: str) -> Iterator[None]:
+        trace = traces[name] = Trace(str(Path(django_celery_safe.__file__).parent) + os.sep)
+        with trace.watching():
+            yield
+
+    def task(function: Any, name: str, **options: Any) -> Any:
+        return mailbox.task(function, base=SafeTask, name=f"flows.{name}", **options)
+
+    def body(url: str) -> str:
+        return url
+
+    def params(params: dict[str, Any]) -> dict[str, Any]:
+        return {"a": 1}
+
+    plain = task(body, "plain")
+    alone = task(single_instance(key="{url}")(body), "alone")
+    unique = task(single_instance(key="{url}", unique_until="end")(body), "unique", acks_late=True)
+    step = task(stages.step(params), "step", acks_late=True)
+    once = task(idempotent(key="{url}")(body), "once", acks_late=True)
+    mailbox.app.finalize()
+
+    for warm in (plain, alone, unique, once):  # what comes once
+        warm.delay("warm")
+    stages.start([(step, 2), (step, 1)])
+    while messages := mailbox.take():
+        for message in messages:
+            mailbox.deliver(message)
+
+    with flow("plain send"):
+        plain.delay("a")
+    mailbox.take()
+    for name, single in (("single_instance", alone), ("unique_until", unique)):
+        with flow(f"{name} send"):
+            single.delay("a")
+        message = mailbox.take_one()
+        with flow(f"{name} run"):
+            mailbox.deliver(message)
+
+    with flow("outbox call and commit"), transaction.atomic():
+        plain.apply_async_on_commit(("a",), outbox=True)
+    mailbox.take()
+    with transaction.atomic():
+        plain.apply_async_on_commit(("a",), outbox=True)
+        connections["default"].run_on_commit.clear()  # as if the process died here
+    OutboxMessage.objects.pending().release()
+    relay = Relay()
+    with flow("relay of one"):
+        relay.relay_batch()
+    relay.close()
+    mailbox.take()
+
+    Person.everyone.create(pk=1)
+    with flow("do_once"), Person.do_once(1, "is_welcome_email_sent") as row:
+        assert row
+    once.delay("a")
+    message = mailbox.take_one()
+    with flow("idempotent run"):
+        mailbox.deliver(message)
+
+    with flow("start"):
+        run = stages.start([(step, 2), (step, 1)])
+    for name in ("step and next stage", "last step"):
+        message = mailbox.take_one()
+        with flow(name):
+            mailbox.deliver(message)
+    run.refresh_from_db()
+    assert run.status == stages.Status.SUCCEEDED, run.status
+    return traces
+
+
+def main(*, verbose: bool = False) -> int:
+    """Print what each flow makes; return 1 if one goes beyond its limit."""
+    import django
+    from django.conf import settings
+
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+    with TemporaryDirectory() as folder:
+        settings.DATABASES["default"].update(
+            NAME=str(Path(folder) / "flows.sqlite3"), OPTIONS={"transaction_mode": "IMMEDIATE"}
+        )
+        django.setup()
+        traces = trace_all()
+    for name, trace in traces.items():
+        print(trace.describe(name))
+        if verbose:
+            for file, function, caller in trace.crossings:
+                print(f"    {caller} > {file}: {function}")
+    beyond = [name for name, trace in traces.items() if len(trace.crossings) > LIMITS[name]]
+    if beyond:
+        print(f"Beyond their limit: {', '.join(beyond)}.")
+    return 1 if beyond else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(verbose="-v" in sys.argv))

@@ -1,0 +1,16 @@
+"""The calls between files that each common flow makes stay within limits."""
+
+import subprocess
+import sys
+
+from tests.flows import LIMITS
+
+
+def test_no_flow_makes_more_calls_between_files_than_its_limit() -> None:
+    """``python -m tests.flows`` has a line for each flow, and finds none beyond its limit."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.flows"], timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition("  ")[0].strip() for line in lines] == list(LIMITS)
