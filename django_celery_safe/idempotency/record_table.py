@@ -54,7 +54,7 @@ class RecordTable(LeaseTable):
         self, key: str, token: str, lease: timedelta, *, holder: str, digest: str
     ) -> bool:
         """Add a record that this claim has; return False if somebody was first."""
-        return _ADD.insert(
+        return _ADD.execute(
             self.alias,
             key=plain_name(key),
             token=token,

@@ -1,9 +1,12 @@
 """
-What happens to a run, from its start to its end: each change is one transaction.
+What happens to a run, from its start to its end.
 
-It locks the run's row first and what it changes of the steps after that, and writes the
-messages of the next steps into the outbox along with it. So of steps that end at the same
-time one begins the next stage, whatever dies; and nothing here asks a result backend.
+A step that succeeds is recorded by one statement, and committed; then its process looks
+whether the stage is complete. The last step to be recorded sees all the others, so at least
+one process begins the next stage; the lock of the run's row lets one do it. Every other
+change is one transaction that locks the run's row first, and the steps that it changes after
+that. The messages of the next steps are written into the outbox in the same transaction, and
+no result backend is asked.
 """
 
 from __future__ import annotations
@@ -142,7 +145,7 @@ def _write(store: StepTable, plan: Plan) -> StageRun:
 
 
 def record_begun(store: StepTable, run: StageRun) -> None:
-    """Note that a run's first step has begun."""
+    """Record that a run's first step has begun."""
     with losing_a_race():
         store.runs().filter(pk=run.pk, status=Status.WAITING).update(status=Status.RUNNING)
     run.status = Status.RUNNING
@@ -150,7 +153,7 @@ def record_begun(store: StepTable, run: StageRun) -> None:
 
 def finish(claimed: ClaimedStep, params: dict[str, Any]) -> bool:
     """
-    Note that a step succeeded, and begin the next stage if it was the last of its own.
+    Record that a step succeeded, and begin the next stage if its own is complete.
 
     Tried again for as long as nobody else can have begun the step.
 
@@ -158,10 +161,10 @@ def finish(claimed: ClaimedStep, params: dict[str, Any]) -> bool:
         params: What the next stages get.
 
     Returns:
-        Whether the claim still had the step.
+        Whether the claim still held the step.
 
     Raises:
-        InvalidResult: The params can't be kept; nothing was noted.
+        InvalidResult: The params can't be kept; nothing was recorded.
     """
     try:
         text = encode(params, LONGEST_PARAMS) if params else ""
@@ -169,20 +172,42 @@ def finish(claimed: ClaimedStep, params: dict[str, Any]) -> bool:
         raise InvalidResult(claimed.step.task, str(error)) from error
 
     claim, step = claimed
-    store = claim.table
+    store, is_recorded = claim.table, False
 
-    def ask() -> bool:
-        with store.runs().locked(step.run_id) as run:
-            complete = store.finish(step.pk, claim.token, text)
-            if complete is None:
+    def record_and_leave() -> None:
+        nonlocal is_recorded
+        if not is_recorded:
+            is_recorded = store.finish(step.pk, claim.token, text) or (
                 # The answer to the one before may have got lost.
-                return store.at(claim.name).is_done_by(claim.token)
+                store.at(claim.name).is_done_by(claim.token)
+            )
+            if not is_recorded:
+                return
             _emit_of_step(store, STEP_SUCCEEDED, step)
-            if complete and run is not None and run.status not in Status.STOPPED:
-                _go_on(store, run)
-        return True
+        leave_stage(store, step)
 
-    return claim.ask(ask, f"the step {step}")
+    try:
+        claim.ask(record_and_leave, f"step {step.pk} of run {step.run_id}")
+    except DatabaseError as error:
+        if not is_recorded:
+            raise
+        logger.warning(
+            "Stage %s of run %s may be complete, and can't be asked about; a sweep begins the next "
+            "one: %s",
+            step.stage + 1,
+            step.run_id,
+            describe_error(error),
+        )
+    return is_recorded
+
+
+def leave_stage(store: StepTable, step: StageStep) -> None:
+    """Let the run of a step that has succeeded go on, if the step's stage is complete."""
+    if not store.is_complete(step.run_id, step.stage):
+        return
+    with store.runs().locked(step.run_id) as run:
+        if run is not None and run.status not in Status.STOPPED:
+            _go_on(store, run)
 
 
 def fail(claimed: ClaimedStep, fault: StepError) -> bool:
@@ -304,7 +329,7 @@ def _begin_stage(store: StepTable, run: StageRun, steps: list[StageStep]) -> Non
 def _go_on(store: StepTable, run: StageRun) -> bool:
     """Begin the next stage of a locked run, or end it, if its stage is complete."""
     stages = run.steps.filter(stage__in=[run.stage, run.stage + 1])
-    left = store.steps().filter(run=run.pk, stage=run.stage).unfinished()
+    left = stages.filter(stage=run.stage).unfinished()
     rows = list(stages.filter(~Exists(left)))
     if not rows:
         return False

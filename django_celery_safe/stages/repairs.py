@@ -38,6 +38,9 @@ logger = get_logger(__name__)
 #: For how long a step that was sent may wait to be begun before it is sent again. It doubles
 #: each time: a long queue is no loss, and the same message once more does no harm.
 PATIENCE: Final = timedelta(minutes=5)
+#: For how long a complete stage is left to the process of its last step, which begins the
+#: next one right after it has recorded that step.
+SETTLING: Final = timedelta(seconds=5)
 #: Steps that are looked at in one go.
 BATCH: Final = 500
 
@@ -196,6 +199,8 @@ def _emit_repair(store: StepTable, step: StageStep, reason: str) -> Repair:
 
 
 def _let_go_on(store: StepTable, pk: int) -> list[Repair]:
+    if store.steps().filter(run=pk, ended_at__gt=Now() - SETTLING).exists():
+        return []
     with transaction.atomic(using=store.alias):
         if not engine.go_on(store, pk):
             return []

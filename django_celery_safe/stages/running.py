@@ -179,6 +179,9 @@ def _find_contender(store: StepTable, pk: str, task: Any, request: Context) -> H
     """Return who runs the step now; None: it is not to run."""
     step: Any = store.find(pk)
     if step is None or step.task_id != request.id or step.status in Status.STOPPED:
+        if step is not None and step.status == Status.SUCCEEDED:
+            # Its process may have died before it looked whether the stage is complete.
+            engine.leave_stage(store, step)
         event = STEP_GONE if step is None else STEP_SKIPPED
         event.emit(
             run_step,

@@ -73,15 +73,13 @@ class StepTable(LeaseTable):
         )
         return step
 
-    def finish(self, pk: int, token: str, params: str) -> bool | None:
-        """
-        Note that a claimed step succeeded.
+    def finish(self, pk: int, token: str, params: str) -> bool:
+        """Record that a step succeeded; return whether the claim still held it."""
+        return _FINISH.execute(self.alias, pk=pk, token=token, params=params)
 
-        Returns:
-            Whether all of its stage have, if its run is locked; None: the claim had it no more.
-        """
-        row = _FINISH.update_returning(self.alias, pk=pk, token=token, params=params)
-        return None if row is None else bool(row[0])
+    def is_complete(self, run: int, stage: int) -> bool:
+        """Return whether all steps of a stage have succeeded."""
+        return _FIND_UNFINISHED.find(self.alias, run=run, stage=stage) is None
 
 
 class ClaimedStep(NamedTuple):
@@ -92,16 +90,20 @@ class ClaimedStep(NamedTuple):
 
 
 def _steps(alias: str) -> StageSteps:
-    return _cached_table(alias).steps().filter(pk=Param("pk"))
+    return _cached_table(alias).steps()
+
+
+def _step(alias: str) -> StageSteps:
+    return _steps(alias).filter(pk=Param("pk"))
 
 
 _FIND: Final = Statement(
-    lambda alias: (_steps(alias).select_related("run").annotate(asked_at=Now()), None)
+    lambda alias: (_step(alias).select_related("run").annotate(asked_at=Now()), None)
 )
 
 _CLAIM: Final = Statement(
     lambda alias: (
-        _steps(alias)
+        _step(alias)
         .filter(task_id=Param("task_id"))
         .filter(Q(status=Status.WAITING) | Q(status=Status.RUNNING, ends_at__lt=Now())),
         {
@@ -125,7 +127,7 @@ _CLAIM: Final = Statement(
 
 _FINISH: Final = Statement(
     lambda alias: (
-        _steps(alias).filter(status=Status.RUNNING, token=Param("token")),
+        _step(alias).filter(status=Status.RUNNING, token=Param("token")),
         {
             "status": Status.SUCCEEDED,
             "params_text": Param("params"),
@@ -134,7 +136,13 @@ _FINISH: Final = Statement(
             "error": "",
         },
     ),
-    lambda quote: _no_other_is_left(quote),
+)
+
+_FIND_UNFINISHED: Final = Statement(
+    lambda alias: (
+        _steps(alias).filter(run=Param("run"), stage=Param("stage")).unfinished().only("pk")[:1],
+        None,
+    )
 )
 
 
@@ -145,17 +153,6 @@ def _of_run(quote: Callable[[str], str], *columns: str) -> tuple[str, list[Param
     run, step = quote(StageRun._meta.db_table), quote(StageStep._meta.db_table)
     found = [f"(SELECT {name} FROM {run} r WHERE r.id = {step}.run_id)" for name in columns]  # noqa: S608
     return ", ".join(found), []
-
-
-def _no_other_is_left(quote: Callable[[str], str]) -> tuple[str, list[Param]]:
-    """Return what tells that no other step of the stage is unfinished, in the same statement."""
-    from ..models.stages import StageStep  # needs the app registry
-
-    table = quote(StageStep._meta.db_table)
-    # Itself left out: what a RETURNING sees of its own row differs between databases.
-    others = f"o.run_id = {table}.run_id AND o.stage = {table}.stage AND o.id <> %s"
-    left = f"SELECT 1 FROM {table} o WHERE {others} AND o.status <> 'succeeded'"  # noqa: S608
-    return f"NOT EXISTS ({left})", [Param("pk")]
 
 
 def step_table() -> StepTable:

@@ -87,6 +87,8 @@ def worker_settings(alias: str, redis: RedisServer) -> dict[str, Any]:
         "DATABASES": {"default": {**database, "CONN_MAX_AGE": None}},
         "CELERY_BROKER_URL": redis.database_url(1),
         "CELERY_RESULT_BACKEND": redis.database_url(2),
+        # Without it Celery closes the connection after each task, whatever CONN_MAX_AGE is.
+        "CELERY_DB_REUSE_MAX": 1_000_000,
     }
 
 

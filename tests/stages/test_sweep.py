@@ -17,7 +17,7 @@ from django.db.models import F
 from django.db.models.functions import Now
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, StepLost, stages
+from django_celery_safe import SafeTask, stages
 from django_celery_safe.delivery.header import Header, with_header
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.management.commands.celery_outbox import run_all
@@ -29,6 +29,7 @@ from django_celery_safe.stages import Status
 from django_celery_safe.stages.repairs import (
     MOST_DEATHS,
     PATIENCE,
+    SETTLING,
     Repair,
     get_prunable,
     sweep,
@@ -159,7 +160,7 @@ def leave_stuck(run: StageRun) -> StageStep:
     """Let the first stage of a run, of one step, be complete, and the run not go on."""
     step = run.steps[0]
     claim(step)
-    at(step).update(status=Status.SUCCEEDED, ended_at=Now())
+    at(step).update(status=Status.SUCCEEDED, ended_at=Now() - 2 * SETTLING)
     return step
 
 
@@ -358,6 +359,16 @@ def test_a_complete_stage_goes_on(
     assert [one["signal"] for one in heard] == [run_ended if last else stage_started]
     assert len(queue()) == (1 if last else 3)
     assert swept(shop) == []
+
+
+def test_a_stage_that_is_complete_just_now_is_left_to_its_last_step(
+    shop: str, queue: Queue
+) -> None:
+    """Its process is about to begin the next stage, and nothing needs a repair."""
+    step = leave_stuck(begin(1, 1))
+    at(step).update(ended_at=Now())
+    assert swept(shop) == []
+    assert len(queue()) == 1
 
 
 def test_the_task_sweeps_and_counts(shop: str, queue: Queue) -> None:
@@ -602,10 +613,10 @@ DELETIONS: Final = pytest.mark.parametrize("delete", [delete_run, delete_rows, e
 
 
 @DELETIONS
-def test_a_deletion_waits_for_a_step_that_ends(
+def test_a_deletion_waits_for_a_stage_that_begins(
     postgres: str, queue: Queue, broker: Celery, delete: Callable[[StageRun], None]
 ) -> None:
-    """While a step ends in its transaction, a deletion waits for the run, and holds no step."""
+    """While a step begins the next stage, a deletion waits for the run, and holds no step."""
     run = begin(1, 1)
     step, is_ending = run.steps[0], threading.Event()
 
@@ -616,7 +627,7 @@ def test_a_deletion_waits_for_a_step_that_ends(
     def end() -> None:
         broker.set_current()
         try:
-            with before(postgres, 'UPDATE "django_celery_safe_stagestep"', until_somebody_waits):
+            with before(postgres, "INSERT INTO", until_somebody_waits):
                 deliver(step)
         finally:
             connections[postgres].close()
@@ -633,7 +644,7 @@ def test_a_deletion_waits_for_a_step_that_ends(
 def test_a_step_that_ends_waits_for_a_deletion(
     postgres: str, queue: Queue, broker: Celery, delete: Callable[[StageRun], None]
 ) -> None:
-    """While a run is being deleted, a step that ends waits for that, and is lost then."""
+    """While a run is being deleted, who ends its stage waits for that, and begins nothing then."""
     run = stages.start([(wait_to_go_on, 2), (note, 1)])
     go_on.clear()
 
@@ -653,9 +664,9 @@ def test_a_step_that_ends_waits_for_a_deletion(
         wait_for(lambda: run.steps.running().exists(), 30)
         with before(postgres, 'DELETE FROM "django_celery_safe_stagestep"', let_it_end):
             delete(run)
-        with pytest.raises(StepLost):
-            ending.result(30)
+        ending.result(30)
     assert ids(postgres) == set()
+    assert len(queue()) == 1
 
 
 # Beside the outbox

@@ -259,9 +259,11 @@ def untold_steps(history: History) -> list[int]:
 
 
 def unrepaired_stages(history: History) -> Findings:
-    """A stage that is complete needs no sweep to go on."""
+    """A stage that is complete needs no sweep to go on, unless a process of its was killed."""
     for repair in history.repairs:
-        if not repair.task_id:
+        steps = [pk for pk, step in history.steps.items() if step.run == repair.run]
+        ours = [one for pk in steps for one in history.executions[pk]]
+        if not repair.task_id and not history.were_killed(ours):
             yield f"Run {repair.run}: {repair.reason}."
 
 
