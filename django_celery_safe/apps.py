@@ -16,10 +16,13 @@ class DjangoCelerySafeConfig(AppConfig):
         from . import checks
         from .concurrency import message_endings
         from .models.stages import RunRoom, StageRun
+        from .sending import carried, carried_endings
         from .stages import engine, progress, worker_signals
 
         checks.connect()
         message_endings.connect()
+        carried.connect()
+        carried_endings.connect()
         worker_signals.connect()
         StageRun.room = RunRoom(
             progress.progress,

@@ -56,12 +56,21 @@ DEFAULTS: Final[dict[str, Any]] = {
     "SEND_ON_COMMIT": False,
     #: Log every plain ``.delay()`` of a SafeTask inside ``atomic()``.
     "WARN_IN_ATOMIC": False,
-    #: Keep what is sent on commit in the outbox until the broker has it.
+    #: Keep what is sent on commit in the outbox until the broker has it; "until_done": until
+    #: its task has ended.
     "OUTBOX": False,
     #: Longest that a publication right after the commit may take with the outbox, s.
     "OUTBOX_SEND_TIMEOUT": 2,
     #: How long sent messages stay in the outbox, s; 0: not at all.
     "OUTBOX_RETENTION": 0,
+    #: How long a task that is carried until done may wait for a worker until its message is
+    #: sent again, s; it doubles each time.
+    "OUTBOX_RESEND_AFTER": 600,
+    #: How long messages of tasks that failed stay in the outbox, s; 0: not at all.
+    "OUTBOX_FAILED_RETENTION": timedelta(days=30),
+    #: How often a process may die in a task that is carried until done before the task fails;
+    #: None: as often as it likes.
+    "MAX_DEATHS": 3,
     #: How long a record of ``idempotent`` keeps a thing from being done again; None: for ever.
     "IDEMPOTENCY_RETENTION": timedelta(days=7),
     #: How long runs of stages are kept after their end, s.
@@ -154,6 +163,37 @@ def send_timeout(name: str) -> float:
             f"seconds above 0, {LONGEST_SEND:g} at most, or a timedelta."
         )
     return seconds
+
+
+def resend_after() -> timedelta:
+    """
+    Return the setting ``OUTBOX_RESEND_AFTER``.
+
+    Raises:
+        ConfigurationError: It is no duration above 0.
+    """
+    seconds = _as_seconds(get("OUTBOX_RESEND_AFTER"))
+    if seconds is None or not 0 < seconds <= LONGEST_LEASE:
+        raise ConfigurationError(
+            f"OUTBOX_RESEND_AFTER={get('OUTBOX_RESEND_AFTER')!r} is not a valid time to wait for a "
+            f"worker: give a number of seconds above 0, or a timedelta."
+        )
+    return timedelta(seconds=seconds)
+
+
+def max_deaths(value: Any, what: str) -> int | None:
+    """
+    Return how often a process may die in a task; None: as often as it likes.
+
+    Raises:
+        ConfigurationError: It is neither None nor a whole number of at least 1.
+    """
+    if value is None or (type(value) is int and value >= 1):
+        return value
+    raise ConfigurationError(
+        f"{what}={value!r} is not a valid number of deaths: give a whole number of at least 1, or "
+        f"None for no limit."
+    )
 
 
 def retention(name: str) -> timedelta:

@@ -201,6 +201,49 @@ MESSAGE_DEAD = Event(
     "task task_id error kept attempts",
 )
 
+#: A task that is [carried until done](../how-to/carry-a-task-until-it-is-done.md) ended in an
+#: error, after its retries.
+#: The error stays in the outbox until the task is retried or discarded, or for
+#: `OUTBOX_FAILED_RETENTION`.
+MESSAGE_FAILED = Event(
+    "message_failed",
+    WARNING,
+    "Task %(task)s[%(task_id)s] failed, and is kept; see manage.py celery_outbox list: %(error)s",
+    "task task_id error",
+)
+
+#: A task that is carried until done is not run any more, since so many processes died in it.
+TASK_POISONED = Event(
+    "task_poisoned", ERROR, "Task %(task)s[%(task_id)s] is not run again: %(error)s",
+    "task task_id error",
+)  # fmt: skip
+
+#: A message of a task that is carried until done does nothing, since the task has ended, or
+#: another process runs it.
+MESSAGE_NOT_RUN = LoggedEvent(
+    "message_not_run", INFO, "Task %(task)s[%(task_id)s] is not run: %(reason)s.",
+    "task task_id reason",
+)  # fmt: skip
+
+#: A relay sends a message again of a task that is carried until done.
+#: `reason` says why: its process died, or no worker began it.
+MESSAGE_BROUGHT_BACK = Event(
+    "message_brought_back",
+    WARNING,
+    "Task %(task)s[%(task_id)s] is sent again: %(reason)s.",
+    "task task_id reason",
+)
+
+#: A task that is carried until done was ours and is no longer: its lease ended, and another run has
+#: it, or had it.
+#: `holder` is who runs it now, empty if nobody is known.
+MESSAGE_LOST = Event(
+    "message_lost",
+    ERROR,
+    "The message %(attempt)s was lost while this process ran its task; holder now: %(holder)s.",
+    "attempt holder",
+)
+
 #: An operator let a message that failed be tried again, by `celery_outbox retry`, the admin or
 #: `revive()`.
 MESSAGE_RETRIED = Event(

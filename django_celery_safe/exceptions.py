@@ -379,6 +379,49 @@ class StepLost(StageError):
         )
 
 
+class MessageLost(CelerySafeError):
+    """
+    A task was ours and is no longer: its lease ended, and another run has it now.
+
+    Args:
+        task: Which task, as ``<name>[<id>]``.
+        holder: Who has it now; empty if nobody does.
+    """
+
+    def __init__(self, task: str, holder: str = "") -> None:
+        super().__init__(task, holder)
+        self.task, self.holder = task, holder
+
+    def __str__(self) -> str:
+        now = f"{self.holder} runs it now" if self.holder else "nobody is known to run it now"
+        return (
+            f"The task {self.task} is no longer this process's: {now}. Its end counts for nothing "
+            f"here, and what it did may be done twice."
+        )
+
+
+class TaskPoisoned(CelerySafeError):
+    """
+    A task is not run again, since so many processes died in it.
+
+    Args:
+        task: Which task, as ``<name>[<id>]``.
+        deaths: How many they were.
+        last: The last of them; empty if it is not known.
+    """
+
+    def __init__(self, task: str, deaths: int, last: str = "") -> None:
+        super().__init__(task, deaths, last)
+        self.task, self.deaths, self.last = task, deaths, last
+
+    def __str__(self) -> str:
+        last = f", the last one {self.last}" if self.last else ""
+        return (
+            f"{self.deaths} process(es) died in {self.task}{last}. Find out why before you let it "
+            f"run again, by manage.py celery_outbox retry; max_deaths says how many may die."
+        )
+
+
 def describe_error(error: BaseException) -> str:
     """Say an error of someone else's library in one line."""
     text: Any = str(error).strip() or "no message"

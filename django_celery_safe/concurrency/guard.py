@@ -71,6 +71,8 @@ def _run_as_asked(
     kwargs: dict[str, Any],
 ) -> Any:
     """Run a task without ``@single_instance`` alone, since the call asked for it."""
+    if find_guarded(task) is not None:
+        return run(*args, **kwargs)
     return _run(Guarded(run, DEFAULTS, False), task, request, args, kwargs)
 
 

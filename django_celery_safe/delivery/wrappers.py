@@ -24,14 +24,13 @@ class _Entry(NamedTuple):
     wrapper: Wrapper
 
 
-#: The outermost first: ``options`` (concurrency), then ``step`` (stages), as the imports of the
-#: package's folders have it.
+#: The outermost first: ``attempt`` (sending), ``options`` (concurrency), then ``step`` (stages).
 _wrappers: Final[list[_Entry]] = []
 
 
-def add_wrapper(field: str, wrapper: Wrapper) -> None:
+def add_wrapper(field: str, wrapper: Wrapper, *, outermost: bool = False) -> None:
     """Add a wrapper for messages with ``field`` in their header, inside the existing ones."""
-    _wrappers.append(_Entry(field, wrapper))
+    _wrappers.insert(0 if outermost else len(_wrappers), _Entry(field, wrapper))
 
 
 def wrap_run(task: Any) -> Callable[..., Any]:

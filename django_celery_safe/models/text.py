@@ -8,7 +8,7 @@ from typing import Final
 LONGEST_ERROR: Final = 1000
 
 
-def storable(text: str) -> str:
-    """Return a text that every database can keep, cut to a sensible length."""
-    cut = text[:LONGEST_ERROR].replace("\0", "\N{REPLACEMENT CHARACTER}")
+def storable(text: str, longest: int = LONGEST_ERROR) -> str:
+    """Return a text that every database can keep, cut to so many characters."""
+    cut = text[:longest].replace("\0", "\N{REPLACEMENT CHARACTER}")
     return cut.encode("utf-8", "replace").decode("utf-8")

@@ -14,6 +14,7 @@ from celery.canvas import Signature
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS, transaction
 
+from ..delivery.header import read_header
 from ..events import TASK_KEPT, TASK_LOST, TASK_SENT
 from ..exceptions import WrongTransaction, describe_error, find_interruption
 from ..locks import HeldLock
@@ -24,7 +25,16 @@ from .capture import Captured, Message, capture
 from .deduplicate import is_claiming, is_marked
 from .departure import Departure
 from .eager import run_on_commit
-from .outbox import OutboxBatch, bounded_publisher, keep, wants_outbox
+from .outbox import (
+    UNTIL_DONE,
+    Outbox,
+    OutboxBatch,
+    bounded_publisher,
+    checked_outbox,
+    keep,
+    rewrite,
+    wants_outbox,
+)
 from .publisher import Publisher
 
 if TYPE_CHECKING:
@@ -41,7 +51,7 @@ def send_on_commit(
     signature: Signature[Any],
     *,
     using: str | None = None,
-    outbox: bool | None = None,
+    outbox: Outbox | None = None,
     **options: Any,
 ) -> Any:
     """
@@ -55,8 +65,8 @@ def send_on_commit(
         signature: What to send, such as ``chain(fetch.si(1), parse.si(2))``.
         using: Database alias whose commit to wait for; unset: ``"default"``.
         outbox: Whether to keep its messages in the outbox until the broker has
-            them, also outside a transaction; None: if one of its tasks says so, or
-            ``OUTBOX``.
+            them, also outside a transaction; ``"until_done"``: until their tasks have
+            ended; None: if one of its tasks says so, or ``OUTBOX``.
         options: As for ``apply_async``.
 
     Returns:
@@ -75,7 +85,7 @@ def send_on_commit(
             f"chain(...), group(...) or chord(...); for one task, task.delay_on_commit(...)."
         )
     app = signature.app
-    outbox = wants_outbox(app, signature) if outbox is None else outbox
+    outbox = wants_outbox(app, signature) if outbox is None else checked_outbox(outbox)
     if not must_wait(using) and (not outbox or app.conf.task_always_eager):
         return note_result(signature.apply_async(**options))
     if app.conf.task_always_eager:
@@ -132,7 +142,7 @@ def hold(
     using: str | None,
     options: dict[str, Any],
     *,
-    outbox: bool,
+    outbox: Outbox,
     canvas: bool = False,
 ) -> Any:
     """
@@ -151,7 +161,7 @@ def hold(
     """
     if outbox and (canvas or not transaction.get_connection(using).in_atomic_block):
         with transaction.atomic(using=using):
-            return hold(app, send, using, options, outbox=True)
+            return hold(app, send, using, options, outbox=outbox)
     options = dict(options)
     producer = _lasting_producer(app, options)
     if outbox and producer is not None:
@@ -163,10 +173,35 @@ def hold(
     with capture(app) as captured:
         result = note_result(send(options))
     departure = Departure.join(using)
-    kept = keep(captured, departure) if outbox and captured.messages else None
+    kept = None
+    if outbox and captured.messages:
+        kept = keep(captured, departure, until_done=outbox == UNTIL_DONE)
     held = Held(departure, app, captured, result, producer, kept)
     transaction.on_commit(held, using=using)
     return result
+
+
+def publish_again(using: str, rows: Any, captured: Captured) -> bool:
+    """
+    Write the message by which a carried task goes on into its row, and publish it.
+
+    Args:
+        rows: The row, if the claim of the run still holds it.
+
+    Returns:
+        Whether it did.
+    """
+    (message,) = captured.messages
+    with transaction.atomic(using=using):
+        departure = Departure.join(using)
+        kept = rewrite(captured, departure, rows)
+        if kept is None:
+            # The answer to the commit before may have got lost.
+            attempt = read_header(message.options["headers"], message.task)["attempt"]
+            return bool(rows.model.objects.using(using).filter(attempt=attempt).exists())
+        held = Held(departure, message.app, captured, None, None, kept)
+        transaction.on_commit(held, using=using)
+    return True
 
 
 @dataclass

@@ -8,15 +8,17 @@ send, or dies before it sends, ``relay`` finds.
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from celery import Celery
 from celery.backends.rpc import RPCBackend
 from celery.canvas import Signature
+from celery.utils.time import maybe_make_aware
 from django.db import Error as DatabaseError
 from django.db import connections, router
 from django.db.models.functions import Now
@@ -25,7 +27,9 @@ from kombu.common import maybe_declare
 from .. import conf
 from ..batches import in_batches
 from ..databases import is_tested, refuse_untested
+from ..delivery.header import HEADER, read_header
 from ..exceptions import ConfigurationError, describe_error
+from ..statements import change_returning
 from ..texts import get_logger
 from ..transactions import lacks_table
 from .broker import ONE_WAIT, bounded_backend, bounded_producer
@@ -36,8 +40,17 @@ from .serialization import Row, to_row
 
 logger = get_logger(__name__)
 
+#: How something goes through the outbox: not at all, until a broker has it, or until it is done.
+Outbox: TypeAlias = bool | Literal["until_done"]
+UNTIL_DONE: Final = "until_done"
+
 #: Rows that one statement inserts.
 ROWS: Final = 100
+#: What else a new row has, as SQL.
+_EMPTY: Final = {
+    **dict.fromkeys(("attempts", "starts", "deaths", "resent"), "0"),
+    **dict.fromkeys(("error", "error_type", "traceback", "token", "holder", "last_death"), "''"),
+}
 
 
 class OutboxBatch:
@@ -48,10 +61,18 @@ class OutboxBatch:
         departure: What all sends of that commit share.
         rows: Keys and task ids of the rows, in the order of the messages.
         chord: What they have in common if the result backend has to know of a chord; else "".
+        waits: For each, in how many seconds the task is to begin; None: the row ends with
+            the sending.
     """
 
-    def __init__(self, departure: Departure, rows: list[tuple[int, str]], chord: str) -> None:
-        self._departure, self._chord = departure, chord
+    def __init__(
+        self,
+        departure: Departure,
+        rows: list[tuple[int, str]],
+        chord: str,
+        waits: Sequence[float | None],
+    ) -> None:
+        self._departure, self._chord, self._waits = departure, chord, waits
         self._ids = [pk for pk, _ in rows]
         self._start = departure.rows.add(rows)
 
@@ -76,13 +97,11 @@ class OutboxBatch:
 
     def end(self, sent: Sequence[int]) -> None:
         """Record which messages, by their numbers, were sent, and leave the others to a relay."""
-        done = [self._ids[number] for number in sent]
-        published = {*done}
-        left = [pk for pk in self._ids if pk not in published]
+        done = {self._ids[number]: self._waits[number] for number in sent}
+        left = [pk for pk in self._ids if pk not in done]
         rows = _rows(self._departure.using)
         try:
-            for part in in_parts(done):
-                rows.filter(pk__in=part).settle(keep=keeps_sent())
+            settle_rows(rows, done)
             if left and self._departure.timeout_error() is not None:
                 self._departure.rows.release(self._start)  # with all that come after them
                 return
@@ -101,9 +120,12 @@ class OutboxBatch:
         )
 
 
-def keep(captured: Captured, departure: Departure) -> OutboxBatch:
+def keep(captured: Captured, departure: Departure, *, until_done: bool = False) -> OutboxBatch:
     """
     Write what was captured into the outbox, in the open transaction of the departure.
+
+    Args:
+        until_done: Whether the rows stay until their tasks have ended.
 
     Raises:
         NotSerializable: Something can't be kept in a row.
@@ -114,6 +136,9 @@ def keep(captured: Captured, departure: Departure) -> OutboxBatch:
     alias = departure.using
     seconds = departure.rows.sender_time
     messages, calls = captured.messages, captured.chord_calls
+    if until_done:
+        for message in messages:
+            name_attempt(message, alias)
     chord = uuid.uuid4().hex if calls else ""
     rows = [
         to_row(message, [] if number else calls, chord) for number, message in enumerate(messages)
@@ -129,9 +154,79 @@ def keep(captured: Captured, departure: Departure) -> OutboxBatch:
             f"The database {alias!r} has no outbox, or one of another release: {said}. Run "
             f"manage.py migrate django_celery_safe --database={alias}."
         ) from error
-    return OutboxBatch(
-        departure, [(pk, row.task_id) for pk, row in zip(ids, rows, strict=True)], chord
-    )
+    written = [(pk, row.task_id) for pk, row in zip(ids, rows, strict=True)]
+    return OutboxBatch(departure, written, chord, [seconds_until_eta(one) for one in messages])
+
+
+def name_attempt(message: Message, using: str) -> None:
+    """
+    Give a message an attempt of its own, so that its row stays until its task has ended.
+
+    Raises:
+        ConfigurationError: The task has not the base that ends its row.
+    """
+    task = message.app.tasks.get(message.task)
+    if task is not None and not hasattr(task, "apply_async_on_commit"):
+        raise ConfigurationError(
+            f'{message.task} is sent with outbox="until_done", and is no SafeTask, which would '
+            f"end its row. Write @shared_task(base=SafeTask), or outbox=True."
+        )
+    headers = message.options["headers"]
+    given = read_header(headers, message.task)
+    ours = {"task": message.task, "attempt": os.urandom(16).hex(), "using": using}
+    headers[HEADER] = {**given, **ours}
+
+
+def rewrite(captured: Captured, departure: Departure, rows: Any) -> OutboxBatch | None:
+    """
+    Write the message by which a carried task goes on into its row, in the open transaction.
+
+    Args:
+        rows: The row, if the claim still holds it.
+
+    Returns:
+        None: It holds it no more.
+    """
+    (message,) = captured.messages
+    row = to_row(message)
+    due_at = Now() + timedelta(seconds=departure.rows.sender_time)
+    message_of_row = {name: getattr(row, name) for name in ("body", "properties", "attempt")}
+    sets = {**message_of_row, "due_at": due_at, "token": "", "sent_at": None, "attempts": 0}
+    written = [(pk, row.task_id) for (pk,) in change_returning(rows, sets, "id")]
+    if not written:
+        return None
+    return OutboxBatch(departure, written, "", [seconds_until_eta(message)])
+
+
+def seconds_until_eta(message: Message) -> float | None:
+    """Return in how many seconds a carried message's task is to begin; None: it is not carried."""
+    if "attempt" not in read_header(message.options["headers"], message.task):
+        return None
+    if message.eta is None:
+        return 0.0
+    eta = maybe_make_aware(datetime.fromisoformat(message.eta))
+    return max(0.0, (eta - datetime.now(UTC)).total_seconds())
+
+
+def settle_rows(rows: Any, waits: Mapping[int, float | None]) -> None:
+    """
+    Record that messages were sent.
+
+    Args:
+        rows: The outbox of a database.
+        waits: For each row's key, in how many seconds its task is to begin; None: the row
+            ends with the sending.
+    """
+    by_wait: dict[float | None, list[int]] = {}
+    for pk, wait in waits.items():
+        by_wait.setdefault(wait, []).append(pk)
+    for wait, ids in by_wait.items():
+        for part in in_parts(ids):
+            sent = rows.filter(pk__in=part)
+            if wait is None:
+                sent.settle(keep=keeps_sent())
+            else:
+                sent.carry(timedelta(seconds=wait), conf.resend_after())
 
 
 def _insert(alias: str, table: str, rows: Sequence[Row], seconds: float) -> list[int]:
@@ -172,8 +267,8 @@ def _insertion(vendor: str, alias: str, table: str, seconds: float) -> tuple[str
     moments = ", ".join(sql for sql, _ in compiled)
     given = ", ".join(Row._fields)
     places = ", ".join(["%s"] * len(Row._fields))
-    columns = f"{given}, created_at, due_at, attempts, error"
-    values = f"({places}, {moments}, 0, '')"
+    columns = f"{given}, created_at, due_at, {', '.join(_EMPTY)}"
+    values = f"({places}, {moments}, {', '.join(_EMPTY.values())})"
     params = [param for _, params in compiled for param in params]
     name = connections[alias].ops.quote_name(table)
     return f"INSERT INTO {name} ({columns}) VALUES", values, params
@@ -243,21 +338,37 @@ def _is_read_only(connection: Any) -> bool:
         return bool(cursor.fetchone()[0] == "on")
 
 
-def wants_outbox(app: Celery, signature: Signature[Any]) -> bool:
-    """Return whether a task of the canvas goes through the outbox if nothing else is said."""
+def wants_outbox(app: Celery, signature: Signature[Any]) -> Outbox:
+    """Return how a canvas goes through the outbox if nothing else is said: as its parts ask."""
     if (wanted := signature.options.get("outbox")) is not None:
-        return bool(wanted)
+        return checked_outbox(wanted)
+    asked: list[Outbox] = []
     for part in _parts(signature):
         wanted = part.options.get("outbox")
-        if task_wants_outbox(app.tasks.get(part.task)) if wanted is None else wanted:
-            return True
-    return False
+        task = app.tasks.get(part.task)
+        asked.append(task_wants_outbox(task) if wanted is None else checked_outbox(wanted))
+    return UNTIL_DONE if UNTIL_DONE in asked else any(asked)
 
 
-def task_wants_outbox(task: Any) -> bool:
-    """Return whether a task, or one that is not known here, goes through the outbox."""
+def task_wants_outbox(task: Any) -> Outbox:
+    """Return how a task, or one that is not known here, goes through the outbox."""
     wanted = getattr(task, "outbox", None)
-    return bool(conf.get("OUTBOX") if wanted is None else wanted)
+    return checked_outbox(conf.get("OUTBOX") if wanted is None else wanted)
+
+
+def checked_outbox(wanted: Any) -> Outbox:
+    """
+    Return how something is to go through the outbox.
+
+    Raises:
+        ConfigurationError: It is none of True, False and "until_done".
+    """
+    if wanted is True or wanted is False or wanted == UNTIL_DONE:
+        return cast("Outbox", wanted)
+    raise ConfigurationError(
+        f"outbox={wanted!r} means nothing. Give True (until a broker has the message), "
+        f'"until_done" (until its task has ended), or False.'
+    )
 
 
 def keeps_sent() -> bool:

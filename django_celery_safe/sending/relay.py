@@ -34,13 +34,13 @@ from django.db.models.functions import Now
 from .. import conf
 from ..databases import refuse_untested
 from ..delivery.header import read_header
-from ..events import MESSAGE_DEAD, TASK_NOT_RELAYED, TASK_RELAYED
+from ..events import MESSAGE_BROUGHT_BACK, MESSAGE_DEAD, TASK_NOT_RELAYED, TASK_RELAYED
 from ..exceptions import ConfigurationError, LockBackendError, describe_error
 from ..leases.holder import HOST
 from ..texts import get_logger
 from .broker import BrokerGone, OwnConnection, is_backend_gone
 from .capture import Message
-from .outbox import keeps_sent, register_all
+from .outbox import register_all, seconds_until_eta, settle_rows
 from .publisher import Publisher
 from .serialization import AppNotLoaded, to_message
 
@@ -139,8 +139,9 @@ class Relay:
         self._publishers: dict[Celery, Publisher] = {}
         #: Rows of the batch that nothing was decided about yet.
         self._left: set[int] = set()
-        #: Rows that were sent, and are to be deleted.
-        self._sent: list[int] = []
+        #: Rows that were sent, and in how many seconds their tasks are to begin; None: the row
+        #: ends with the sending.
+        self._sent: dict[int, float | None] = {}
         #: Messages that were sent, and that receivers do not know of yet.
         self._unannounced: list[Message] = []
         self._looks_after_at = 0.0
@@ -228,6 +229,7 @@ class Relay:
             relays.bulk_create([OutboxRelay(pk=1, **seen)], ignore_conflicts=True)
         self._rows().recall()
         self._rows().prune(conf.retention("OUTBOX_RETENTION"))
+        self._rows().failed_before(conf.retention("OUTBOX_FAILED_RETENTION")).erase()
         self._looks_after_at = time.monotonic() + MINUTE
         if self._housekeeping is not None:
             self._housekeeping(self.using)
@@ -352,8 +354,12 @@ class Relay:
 
     def _record_sent(self, one: ClaimedMessage, *, was_emitted: bool = False) -> None:
         self._left.discard(one.row.pk)
-        self._sent.append(one.row.pk)
+        self._sent[one.row.pk] = seconds_until_eta(one.message)
         self.count += 1
+        if one.row.why_again:
+            MESSAGE_BROUGHT_BACK.emit(
+                Relay, task=one.message.task, task_id=one.message.task_id, reason=one.row.why_again
+            )
         if not was_emitted:  # otherwise publish_once has reported a duplicate
             self._unannounced.append(one.message)
 
@@ -366,8 +372,8 @@ class Relay:
 
     def _settle(self) -> None:
         if self._sent:
-            self._rows().filter(pk__in=self._sent).settle(keep=keeps_sent())
-            self._sent = []
+            settle_rows(self._rows(), self._sent)
+            self._sent = {}
 
     def _give_back(self) -> None:
         """Let what was not reached be due at once, rather than when the lease is over."""

@@ -16,6 +16,7 @@ from celery.result import result_from_tuple
 from kombu import Exchange, Queue, binding
 from kombu.utils.json import dumps, loads
 
+from ..delivery.header import declare_field, is_token, read_header
 from ..exceptions import NotSerializable
 from ..leases.holder import describe_arguments
 from .capture import ChordCall, Message
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from ..models.outbox import OutboxMessage
 
 
+#: Which attempt of a task this message is: the name of the row that carries it until the task
+#: is done. Without it the row ends with the sending.
+declare_field("attempt", is_token)
 #: Characters of the columns with names and ids.
 LONGEST_NAME: Final = 255
 
@@ -41,6 +45,7 @@ class Row(NamedTuple):
     body: bytes
     chord: str
     chord_calls: str
+    attempt: str
 
     @property
     def size(self) -> int:
@@ -86,7 +91,8 @@ def to_row(message: Message, chord_calls: list[ChordCall] | None = None, chord: 
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
         raise NotSerializable(message.task, "an option or header", "no JSON", hint) from error
     body = data.encode("utf-8") if isinstance(data, str) else bytes(data)
-    return Row(message.task, message.task_id, text, body, chord, calls)
+    attempt = read_header(message.options["headers"], message.task).get("attempt", "")
+    return Row(message.task, message.task_id, text, body, chord, calls, attempt)
 
 
 def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:

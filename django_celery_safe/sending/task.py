@@ -22,10 +22,11 @@ from ..locks import HeldLock
 from .arguments import check_arguments
 from .beyond_visibility import warn_if_beyond_visibility
 from .capture import is_capturing, publishing_through
+from .carried import find_run
 from .commit import hold, must_wait, note_result, settle
 from .deduplicate import publish_once
 from .eager import is_running, run_on_commit
-from .outbox import task_wants_outbox
+from .outbox import UNTIL_DONE, Outbox, checked_outbox, task_wants_outbox
 from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
 
@@ -43,12 +44,16 @@ class SafeTaskMixin(Task[P, R]):
         send_on_commit: Whether plain ``.delay()`` and ``.apply_async()`` inside
             ``atomic()`` wait for the commit; None: as ``SEND_ON_COMMIT`` says.
         outbox: Whether what is sent on commit stays in the outbox until the broker
-            has it; None: as ``OUTBOX`` says.
+            has it; ``"until_done"``: whatever is sent, until it is done; None: as ``OUTBOX``
+            says.
+        max_deaths: How many processes may die in the task, if it is carried until done, before
+            it fails with TaskPoisoned; None: any number; unset: as ``MAX_DEATHS`` says.
     """
 
     abstract = True
     send_on_commit: bool | None = None
-    outbox: bool | None = None
+    outbox: Outbox | None = None
+    max_deaths: int | conf.Unset | None = conf.UNSET
 
     if TYPE_CHECKING:
         # Not at run time, where it would stand before that of a project's own task class.
@@ -64,7 +69,7 @@ class SafeTaskMixin(Task[P, R]):
         kwargs: Any = None,
         *,
         using: str | None = None,
-        outbox: bool | None = None,
+        outbox: Outbox | None = None,
         **options: Any,
     ) -> SentResult[R]:
         """
@@ -78,8 +83,8 @@ class SafeTaskMixin(Task[P, R]):
         Args:
             using: Database alias whose commit to wait for; unset: ``"default"``.
             outbox: Whether to keep the message in the outbox, a table of that database,
-                until the broker has it, also outside a transaction; None: as the task
-                or ``OUTBOX`` says.
+                until the broker has it, also outside a transaction; ``"until_done"``: until
+                the task has ended; None: as the task or ``OUTBOX`` says.
             options: As for ``apply_async``.
 
         Returns:
@@ -96,7 +101,7 @@ class SafeTaskMixin(Task[P, R]):
         _name_by_text(options)
         if is_capturing() or find_resent(options.get("task_id")) is not None:
             return self._send(args, kwargs, options)
-        outbox = task_wants_outbox(self) if outbox is None else outbox
+        outbox = task_wants_outbox(self) if outbox is None else checked_outbox(outbox)
         eager = self.app.conf.task_always_eager
         if not must_wait(using) and (eager or not outbox):
             return self._send(args, kwargs, options)
@@ -114,9 +119,8 @@ class SafeTaskMixin(Task[P, R]):
         """Let a call ask for what ``@single_instance`` does, also where that does not stand."""
         task = super().__new__(cls)
         watch(runs=True)  # a call can ask for unique_until
-        if find_guarded(task) is None:
-            # On the instance: a class' run may call that of its parent.
-            task.run = wrap_run(task)  # type: ignore[method-assign]
+        # On the instance: a class' run may call that of its parent.
+        task.run = wrap_run(task)  # type: ignore[method-assign]
         return task
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
@@ -173,6 +177,8 @@ class SafeTaskMixin(Task[P, R]):
     def _waits_for_commit(self, options: dict[str, Any]) -> bool:
         if any(options.get(name) for name in _OURS):
             return True
+        if "outbox" not in options and task_wants_outbox(self) == UNTIL_DONE:
+            return True  # so is the next link of a chain, which Celery sends
         wanted = self.send_on_commit
         return bool(conf.get("SEND_ON_COMMIT") if wanted is None else wanted)
 
@@ -186,6 +192,10 @@ class SafeTaskMixin(Task[P, R]):
             warn_if_beyond_visibility(self.app, self.name, options)
         # A retry of a killed run is sent by the worker's main process, as any send is.
         resent = find_resent(options.get("task_id"))
+        run = find_run(options.get("task_id")) if resent is not None else None
+        if run is not None and not is_capturing():
+            with run.keeping():
+                return self._send(args, kwargs, options)
         again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried

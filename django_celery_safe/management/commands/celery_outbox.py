@@ -164,11 +164,11 @@ class Command(TableCommand):
     # retry, discard, prune
 
     def _retry(self, aliases: list[str], options: dict[str, Any]) -> None:
-        chosen = self._choose(aliases, options, OutboxMessages.failed)
+        chosen = self._choose(aliases, options, OutboxMessages.retryable)
         self._decide(chosen, options, OutboxMessages.revive)
 
     def _discard(self, aliases: list[str], options: dict[str, Any]) -> None:
-        chosen = self._choose(aliases, options, OutboxMessages.unsent)
+        chosen = self._choose(aliases, options, OutboxMessages.discardable)
         if options["interactive"] and not options["dry_run"]:
             if options["every"]:
                 # Those that die while the question stands are not part of it.

@@ -1,0 +1,449 @@
+"""Tasks that are carried until done: what happens to their row at each event, by real tracers."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery import Task, chain
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from django.db import connections, transaction
+from django.db.models import F
+from django.db.models.functions import Now
+from django.test.utils import CaptureQueriesContext
+
+from django_celery_safe import (
+    ConfigurationError,
+    MessageLost,
+    SafeTask,
+    TaskPoisoned,
+    send_on_commit,
+)
+from django_celery_safe.models import OutboxMessage
+from django_celery_safe.sending.relay import Relay
+from django_celery_safe.signals import (
+    message_brought_back,
+    message_failed,
+    message_lost,
+    task_poisoned,
+)
+from tests.concurrency.mailbox import Mailbox, Message, Outcome
+from tests.conftest import MakeDatabase
+from tests.sending.conftest import hearing
+
+if TYPE_CHECKING:
+    from pytest_django import Settings
+
+Body = Callable[..., Any]
+#: Statements that open and close transactions.
+BRACKETS = ("BEGIN", "COMMIT", "SAVEPOINT", "RELEASE")
+
+
+class Carried:
+    """
+    A carried task in a mailbox, whose body each test gives; its messages are delivered by hand.
+
+    Args:
+        alias: Where the rows are.
+    """
+
+    def __init__(self, mailbox: Mailbox, alias: str) -> None:
+        self.mailbox, self.alias = mailbox, alias
+        self.calls: list[Any] = []
+        self.body: Body = lambda task, *args: args[0] if args else None
+        self.task = self.make_task("tests.carried")
+
+    def make_task(self, name: str, decorate: Any = None, **options: Any) -> Any:
+        """Make a task that does what ``body`` does, with a base that carries it."""
+
+        def work(task: Any, *args: Any) -> Any:
+            self.calls.append(args[0] if args else None)
+            return self.body(task, *args)
+
+        function = work if decorate is None else decorate(work)
+        options = {"base": SafeTask, "outbox": "until_done", **options}
+        return self.mailbox.task(function, name=name, bind=True, **options)
+
+    def send(self, *args: Any, task: Any = None, **options: Any) -> Message:
+        """Send the task; return its message, which left at once."""
+        (task or self.task).apply_async_on_commit(args, using=self.alias, **options)
+        return self.mailbox.take_one()
+
+    def relay(self) -> list[Message]:
+        """Send what is due, as a relay does; return it."""
+        relay = Relay(self.alias)
+        with closing(relay):
+            while relay.relay_batch():
+                pass
+        return self.mailbox.take()
+
+    def deliver_elsewhere(self, message: Message) -> Outcome:
+        """Run a message as another process does, while this one is inside a task."""
+
+        def deliver() -> Outcome:
+            self.mailbox.app.set_current()
+            with closing(connections[self.alias]):
+                return self.mailbox.deliver(message)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(deliver).result()
+
+    def make_due(self) -> None:
+        """Let the time come at which a relay looks at the rows: leases expire, too."""
+        self.rows.filter(due_at__isnull=False).update(due_at=Now() - timedelta(seconds=1))
+
+    @property
+    def rows(self) -> Any:
+        """The outbox."""
+        return OutboxMessage.objects.using(self.alias)
+
+    @property
+    def row(self) -> Any:
+        """The only row of the outbox."""
+        return self.rows.get()
+
+    @property
+    def waits(self) -> float:
+        """In how many seconds a relay looks at the only row."""
+        row = self.rows.annotate(left=F("due_at") - Now()).get()
+        seconds: float = row.left.total_seconds()
+        return seconds
+
+
+@pytest.fixture
+def mailbox(locks_in_memory: None) -> Iterator[Mailbox]:
+    """A mailbox whose locks are in memory."""
+    with closing(Mailbox()) as mailbox:
+        yield mailbox
+
+
+@pytest.fixture(params=["sqlite-immediate", "postgres"])
+def carried(
+    request: pytest.FixtureRequest, mailbox: Mailbox, make_database: MakeDatabase
+) -> Carried:
+    """A carried task, with its rows in one database after the other."""
+    return Carried(mailbox, make_database(request.param))
+
+
+def test_the_row_stays_until_the_task_is_done(carried: Carried) -> None:
+    """It is sent, then running, then gone; a send costs one query, a run two."""
+    with transaction.atomic(using=carried.alias):
+        with CaptureQueriesContext(connections[carried.alias]) as sending:
+            carried.task.apply_async_on_commit((7,), using=carried.alias)
+        assert carried.row.state == "pending"
+    message = carried.mailbox.take_one()
+    assert carried.row.state == "sent"
+    assert 590 < carried.waits <= 600
+    seen: list[Any] = []
+
+    def look(task: Any, number: int) -> int:
+        seen.append((carried.row.state, carried.row.starts, 25 < carried.waits <= 30))
+        return number
+
+    carried.body = look
+    assert carried.mailbox.deliver(message) == ("SUCCESS", 7)
+    assert seen == [("running", 1, True)]
+    assert not carried.rows.exists()
+    carried.body = lambda task, number: number
+    again = carried.send(8)
+    with CaptureQueriesContext(connections[carried.alias]) as running:
+        carried.mailbox.deliver(again)
+    counts = [
+        sum(not query["sql"].startswith(BRACKETS) for query in queries)
+        for queries in (sending, running)
+    ]
+    assert counts == [1, 2]
+
+
+def test_a_message_of_what_is_done_or_discarded_does_nothing(carried: Carried) -> None:
+    """Its result in the backend stays as it was."""
+    message = carried.send(1)
+    assert [carried.mailbox.deliver(message).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
+    other = carried.send(2)
+    assert carried.rows.discard() == 1
+    assert carried.mailbox.deliver(other).state == "IGNORED"
+    assert carried.calls == [1]
+
+
+def test_done_rows_stay_for_their_retention(carried: Carried, settings: "Settings") -> None:
+    """With OUTBOX_RETENTION they are listed as done, do not run again, and are pruned."""
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": 60}
+    message = carried.send(1)
+    assert [carried.mailbox.deliver(message).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
+    assert (carried.row.state, carried.row.due_at) == ("done", None)
+    assert list(carried.rows.done()) == [carried.row]
+    assert not carried.rows.retryable().exists()
+    assert carried.rows.prune(timedelta(minutes=1)) == 0
+    carried.rows.update(ended_at=Now() - timedelta(minutes=2))
+    assert carried.rows.prune(timedelta(minutes=1)) == 1
+
+
+def test_a_message_that_meets_a_live_run_is_forgotten(carried: Carried) -> None:
+    """No copy of it is sent: the row is what brings the task back."""
+    message = carried.send(1)
+    met: list[Outcome] = []
+
+    def work(task: Any, number: int) -> None:
+        met.append(carried.deliver_elsewhere(message))
+
+    carried.body = work
+    assert carried.mailbox.deliver(message).state == "SUCCESS"
+    assert [one.state for one in met] == ["IGNORED"]
+    assert (carried.calls, carried.mailbox.take()) == ([1], [])
+
+
+def leave_dead(carried: Carried, message: Message) -> None:
+    """Begin the task of a message as a process that dies in it, and whose lease is over."""
+
+    class Death(BaseException):
+        """The end of a process, after which nothing of it is done."""
+
+    def die(task: Any, *args: Any) -> None:
+        row = carried.row
+        before.update({name: getattr(row, name) for name in ("token", "holder")})
+        raise Death
+
+    before: dict[str, Any] = {}
+    body, carried.body = carried.body, die
+    with pytest.raises(Death):
+        carried.mailbox.deliver(message)
+    carried.body = body
+    carried.rows.update(sent_at=Now(), error="", **before)
+    carried.make_due()
+
+
+def test_what_died_is_sent_again_by_a_relay(carried: Carried) -> None:
+    """Under the same id, with one death more, which is told of; it is done once more."""
+    message = carried.send(1)
+    leave_dead(carried, message)
+    with hearing(message_brought_back) as heard:
+        (again,) = carried.relay()
+    assert again.id == message.id
+    assert (carried.row.state, carried.row.deaths) == ("sent", 1)
+    assert [event["task_id"] for event in heard] == [message.id]
+    assert "its process died" in heard[0]["reason"]
+    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+    assert carried.mailbox.deliver(message).state == "IGNORED"
+    assert not carried.rows.exists()
+
+
+def test_a_redelivered_message_takes_over_when_the_lease_is_over(carried: Carried) -> None:
+    """With acks_late the broker may be faster than a relay; the death counts all the same."""
+    message = carried.send(1)
+    leave_dead(carried, message)
+    deaths: list[int] = []
+    carried.body = lambda task, number: deaths.append(carried.row.deaths)
+    assert carried.mailbox.deliver(message).state == "SUCCESS"
+    assert deaths == [1]
+
+
+def test_what_no_worker_began_is_sent_again_later_and_later(carried: Carried) -> None:
+    """After OUTBOX_RESEND_AFTER, then twice that, and so on; it still runs once."""
+    messages = [carried.send(1)]
+    waits = [carried.waits]
+    for _ in range(9):
+        carried.make_due()
+        messages += carried.relay()
+        waits.append(carried.waits)
+    assert [round(wait / 600, 1) for wait in waits] == [1, 2, 4, 8, 16, 32, 64, 128, 128, 128]
+    assert carried.row.deaths == 0
+    states = [carried.mailbox.deliver(message).state for message in messages]
+    assert states == ["SUCCESS"] + 9 * ["IGNORED"]
+
+
+def test_the_wait_for_a_worker_begins_with_the_eta(carried: Carried) -> None:
+    """A task that is to begin in an hour is not sent again before that."""
+    carried.send(1, countdown=3600)
+    assert 4190 < carried.waits <= 4200
+
+
+def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried) -> None:
+    """Another process has begun it: MessageLost, and that one alone ends the row."""
+
+    def lose(task: Any, number: int) -> Any:
+        carried.body = lambda task, number: "the second"
+        carried.make_due()
+        (again,) = carried.relay()
+        return carried.deliver_elsewhere(again)
+
+    carried.body = lose
+    with hearing(message_lost) as heard:
+        state, error = carried.mailbox.deliver(carried.send(1))
+    assert (state, type(error)) == ("FAILURE", MessageLost)
+    assert len(heard) == 1
+    assert not carried.rows.exists()
+    assert carried.calls == [1, 1]
+
+
+def test_a_retry_keeps_its_row(carried: Carried) -> None:
+    """The next attempt's message is in the row; those of earlier attempts do nothing."""
+
+    def retry(task: Any, number: int) -> int:
+        if task.request.retries < 2:
+            raise task.retry(args=(number + 1,), countdown=60)
+        return number
+
+    carried.body = retry
+    first = carried.send(1)
+    assert carried.mailbox.deliver(first).state == "RETRY"
+    second = carried.mailbox.take_one()
+    assert (second.id, second.headers["retries"], second.args) == (first.id, 1, [2])
+    assert (carried.row.state, 650 < carried.waits <= 660) == ("sent", True)
+    assert carried.mailbox.deliver(first).state == "IGNORED"
+    # Its message got lost: a relay sends that of the retry again, not the first one.
+    carried.make_due()
+    (again,) = carried.relay()
+    assert (again.headers["retries"], again.args) == (1, [2])
+    assert carried.mailbox.deliver(again).state == "RETRY"
+    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", 3)
+    assert carried.mailbox.deliver(second).state == "IGNORED"
+    assert (carried.calls, carried.rows.count()) == ([1, 2, 3], 0)
+
+
+@pytest.mark.parametrize("how", ["inside atomic()", "without throw", "by autoretry"])
+def test_a_retry_is_sent_however_it_is_written(carried: Carried, how: str) -> None:
+    """Also where its transaction is rolled back, and where the function goes on after it."""
+
+    def retry(task: Any, number: int) -> None:
+        if task.request.retries:
+            return
+        if how == "by autoretry":
+            raise OSError("once")
+        with transaction.atomic(using=carried.alias):
+            if how == "without throw":
+                task.retry(countdown=0, throw=False)
+            else:
+                raise task.retry(countdown=0)
+
+    task = carried.make_task("tests.other", autoretry_for=(OSError,), retry_backoff=0)
+    carried.body = retry
+    carried.mailbox.deliver(carried.send(1, task=task))
+    assert (carried.row.state, carried.row.deaths) == ("sent", 0)
+    assert carried.mailbox.deliver(carried.mailbox.take_one()).state == "SUCCESS"
+    assert (len(carried.calls), carried.rows.count()) == (2, 0)
+
+
+def test_a_failed_task_is_kept(carried: Carried) -> None:
+    """With type, text and the end of the traceback; retry runs it again under its id."""
+
+    def fail(task: Any, number: int) -> None:
+        raise ValueError("no such order " + 1000 * "more ")
+
+    carried.body = fail
+    message = carried.send(1)
+    with hearing(message_failed) as heard:
+        assert carried.mailbox.deliver(message).state == "FAILURE"
+    row = carried.row
+    assert (row.state, row.error_type, row.error[:13]) == ("failed", "ValueError", "no such order")
+    assert len(row.traceback) == 4000
+    assert row.traceback.rstrip().endswith("more more")
+    assert [event["task_id"] for event in heard] == [message.id]
+    assert carried.mailbox.deliver(message).state == "IGNORED"
+    assert carried.relay() == []
+    carried.body = lambda task, number: "mended"
+    assert carried.rows.revive() == 1
+    (again,) = carried.relay()
+    assert again.id == message.id
+    assert carried.mailbox.deliver(again) == ("SUCCESS", "mended")
+    assert not carried.rows.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (Ignore(), "gone"),
+        (Reject("not ours"), "failed"),
+        (Reject("later", requeue=True), "pending"),
+        (SoftTimeLimitExceeded(), "failed"),
+    ],
+)
+def test_how_other_ends_leave_the_row(carried: Carried, error: Exception, state: str) -> None:
+    """Ignore ends it well, Reject fails it or leaves it to its message, a time limit fails it."""
+
+    def end(task: Any) -> None:
+        raise error
+
+    carried.body = end
+    carried.mailbox.deliver(carried.send())
+    rows = [row.state for row in carried.rows.all()]
+    assert rows == ([] if state == "gone" else [state])
+
+
+def test_a_process_that_is_told_to_end_gives_its_task_back(carried: Carried) -> None:
+    """It is due at once, and no death is counted."""
+
+    def end(task: Any) -> None:
+        raise SystemExit
+
+    carried.body = end
+    with pytest.raises(SystemExit):
+        carried.mailbox.deliver(carried.send())
+    assert (carried.row.state, carried.row.deaths) == ("pending", 0)
+    (again,) = carried.relay()
+    carried.body = lambda task: None
+    assert carried.mailbox.deliver(again).state == "SUCCESS"
+
+
+def test_poison_is_not_run_for_ever(carried: Carried) -> None:
+    """After max_deaths it fails with TaskPoisoned, which names the last process."""
+    task = carried.make_task("tests.poison", max_deaths=2)
+    message = carried.send(1, task=task)
+    for _ in range(2):
+        leave_dead(carried, message)
+        (message,) = carried.relay()
+    with hearing(task_poisoned) as heard:
+        state, error = carried.mailbox.deliver(message)
+    assert (state, type(error), error.deaths) == ("FAILURE", TaskPoisoned, 2)
+    assert f"process {os.getpid()} on " in error.last
+    assert (carried.row.state, carried.row.error_type) == ("failed", "TaskPoisoned")
+    assert len(heard) == 1
+    assert carried.rows.revive() == 1
+    assert carried.row.deaths == 0
+
+
+def test_links_of_a_chain_are_sent_before_the_row_is_done(carried: Carried) -> None:
+    """Each is carried itself."""
+    states: list[list[str]] = []
+    first = carried.make_task("tests.first")
+    second = carried.make_task("tests.second")
+    send_on_commit(chain(first.s(1), second.s().set(using=carried.alias)), using=carried.alias)
+    carried.body = lambda task, *args: states.append([row.state for row in carried.rows.all()])
+    assert carried.mailbox.deliver(carried.mailbox.take_one()).state == "SUCCESS"
+    following = carried.mailbox.take_one()
+    assert following.headers["task"] == "tests.second"
+    assert [row.task for row in carried.rows.all()] == ["tests.second"]
+    assert carried.mailbox.deliver(following).state == "SUCCESS"
+    assert not carried.rows.exists()
+
+
+def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
+    """The task before it comes again, instead of being done without it."""
+    first, second = (carried.make_task(f"tests.{name}") for name in ("first", "second"))
+    send_on_commit(chain(first.s(1), second.s().set(using="nowhere")), using=carried.alias)
+    with pytest.warns(RuntimeWarning, match="outside body"):
+        carried.mailbox.deliver(carried.mailbox.take_one())
+    assert (carried.row.task, carried.row.state) == ("tests.first", "pending")
+    assert carried.row.error.startswith("Its result could not be stored, or what follows it")
+
+
+def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: "Settings") -> None:
+    """outbox="until_done" is understood wherever outbox=True is; anything else is an error."""
+    task = carried.make_task("tests.plain", outbox=None)
+    carried.send(1, task=task, outbox="until_done")
+    assert carried.row.attempt
+    carried.rows.all().erase()
+    send_on_commit(task.si(1), using=carried.alias, outbox="until_done")
+    assert carried.row.attempt
+    carried.rows.all().erase()
+    carried.mailbox.take()
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX": "until_done"}
+    carried.send(1, task=task)
+    assert carried.row.attempt
+    with pytest.raises(ConfigurationError, match="'forever' means nothing"):
+        carried.send(1, task=task, outbox="forever")
+    plain = carried.make_task("tests.celery", base=Task)
+    with pytest.raises(ConfigurationError, match="is no SafeTask"):
+        send_on_commit(plain.si(1), using=carried.alias, outbox="until_done")
