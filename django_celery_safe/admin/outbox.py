@@ -9,7 +9,7 @@ from django.contrib.admin import SimpleListFilter
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.http import HttpRequest
 
-from ..inspection.messages import DISCARD, RETRY, UNSEEN, MessageRow
+from ..inspection.messages import DISCARD, RETRY, STATES, UNSEEN, MessageRow
 from ..models.outbox import OutboxMessage
 from .pages import ReadOnlyAdmin, columns
 
@@ -21,22 +21,20 @@ class StateFilter(SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("pending", "Pending"), ("dead", "Dead"), ("sent", "Sent")]
+        return [(state, state.capitalize()) for state in STATES]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        # By name, and not by what the request calls: a method may also delete.
-        states = {"pending": queryset.pending, "dead": queryset.dead, "sent": queryset.sent}
         state = self.value()
         if state is None:
             return queryset
-        if state not in states:
+        if state not in STATES:  # a method may also delete
             raise IncorrectLookupParameters
-        return states[state]()
+        return getattr(queryset, state)()
 
 
 @admin.register(OutboxMessage)
 class OutboxMessageAdmin(ReadOnlyAdmin):
-    """The messages that wait to be sent, could not be sent, or were sent."""
+    """The messages of the outbox, in every state."""
 
     kind = MessageRow
     decisions = (RETRY, DISCARD)

@@ -6,24 +6,31 @@ from typing import Any, Final
 
 from django.db.models.functions import Now
 
+from ..leases.holder import HeldLock, decode_holder
 from ..models.outbox import OutboxMessage, OutboxMessages, OutboxRelay
 from ..sending.serialization import find_arguments
 from .decision import Decision
 from .row import Row, duration, seconds_between
 
 #: Columns that no list shows, and that may be larger than the memory.
-UNSEEN: Final = ("body", "properties", "chord_calls")
+UNSEEN: Final = ("body", "properties", "chord_calls", "traceback")
+
+
+#: The states of messages, each a method of their queryset.
+STATES: Final = ("pending", "sent", "running", "done", "failed", "dead")
 
 
 class MessageRow(Row):
     """A message of the outbox; no argument's value is in it but in ``arguments``."""
 
     keys = (
-        "id", "database", "state", "task", "task_id", "age_s", "due_in_s", "attempts", "error",
+        "id", "database", "state", "task", "task_id", "age_s", "due_in_s", "attempts", "starts",
+        "deaths", "error_type", "error",
     )  # fmt: skip
     details = (
-        "task", "task_id", "state", "error", "attempts", "due_at", "created_at", "dead_at",
-        "sent_at", "arguments",
+        "task", "task_id", "state", "error_type", "error", "traceback", "attempts", "starts",
+        "deaths", "resent", "due_at", "created_at", "sent_at", "started_at", "ended_at", "dead_at",
+        "process", "arguments",
     )  # fmt: skip
 
     def __init__(self, message: Any) -> None:
@@ -42,13 +49,25 @@ class MessageRow(Row):
         """The arguments as Celery shows them; nothing without ``SHOW_ARGUMENTS``."""
         return find_arguments(self.source)
 
+    @property
+    def process(self) -> str:
+        """Who runs its task, or ran it last; "": nobody, as far as the row knows."""
+        if not self.source.holder:
+            return ""
+        return str(decode_holder(self.source.holder, HeldLock("")).holder._replace(task_id=None))
+
     def parts(self) -> list[str | None]:
-        due = f"due {self.due}" if (self.due_in_s or 0.0) > 0 else ""
+        # What the due time of a carried task means depends on its state.
+        when = {"sent": "sent again", "running": "lease ends"}.get(self.state, "due")
+        due = f"{when} {self.due}" if (self.due_in_s or 0.0) > 0 else ""
         failed = f"{self.attempts} failed attempt(s)" if self.attempts else ""
+        died = f"{self.deaths} death(s)" if self.deaths else ""
+        process = self.process if self.state == "running" else ""
         return [
             f"{self.state}, {self.age} old, {self.task_id}",
-            ", ".join(filter(None, [failed, due])),
-            self.error,
+            ", ".join(filter(None, [failed, died, due])),
+            process,
+            ": ".join(filter(None, [self.error_type, self.error])),
         ]
 
 
@@ -65,9 +84,7 @@ def status_of(alias: str) -> dict[str, Any]:
     oldest = messages_in(alias).pending().order_by("created_at").first()
     relay: Any = OutboxRelay.objects.using(alias).annotate(asked_at=Now()).first()
     return {
-        "pending": rows.pending().count(),
-        "dead": rows.dead().count(),
-        "sent": rows.sent().count(),
+        **{state: getattr(rows, state)().count() for state in STATES},
         "oldest_s": oldest and MessageRow(oldest).age_s,
         "relay": relay and str(relay),
         "relay_seen_s": relay and seconds_between(relay.seen_at, relay.asked_at),
@@ -86,15 +103,21 @@ RETRY: Final = Decision(
     done="was made due",
     act=lambda row, force: _at(row).revive(),
     changed="it did not fail, or was sent meanwhile: there is nothing to retry",
-    fits=lambda row: row.sent_at is None and row.attempts > 0,
+    fits=lambda row: (
+        row.state == "failed" or (row.state in ("pending", "dead") and row.attempts > 0)
+    ),
 )
 DISCARD: Final = Decision(
     name="discard",
     label="Discard",
-    consequence="These messages are deleted, and their tasks never run. This can't be undone.",
+    consequence="These messages are deleted, and their tasks never run, or never again. This "
+    "can't be undone.",
     done="was discarded",
     act=lambda row, force: _at(row).discard(),
-    changed="it was sent meanwhile",
-    fits=lambda row: row.sent_at is None,
+    changed="it was sent meanwhile, or runs now",
+    fits=lambda row: (
+        row.state in ("pending", "failed", "dead")
+        or (row.state == "sent" and row.due_at is not None)
+    ),
     deletes=True,
 )

@@ -88,6 +88,11 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Messages whose task ended in an error."""
         return self.filter(ended_at__isnull=False).exclude(error_type="")
 
+    def given_up(self) -> OutboxMessages:
+        """Messages that wait for an operator: they could not be sent, or their task failed."""
+        failed = Q(ended_at__isnull=False) & ~Q(error_type="")
+        return self.filter(failed | Q(dead_at__isnull=False))
+
     def retryable(self) -> OutboxMessages:
         """Messages that could not be sent at least once, dead or not, or whose task failed."""
         unsent = Q(sent_at__isnull=True, attempts__gt=0, token="")

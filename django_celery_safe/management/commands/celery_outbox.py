@@ -16,10 +16,11 @@ from typing import Any, Final
 from celery import current_app
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections
-from django.db.models import Max
+from django.db.models import Max, Q
+from django.db.models.functions import Coalesce
 
 from ... import conf
-from ...inspection.messages import DISCARD, MessageRow, messages_in, status_of
+from ...inspection.messages import DISCARD, STATES, MessageRow, messages_in, status_of
 from ...inspection.row import ago, duration
 from ...models.outbox import OutboxMessage, OutboxMessages, OutboxRelay
 from ...sending.broker import BrokerGone
@@ -34,6 +35,8 @@ DONE: Final = {
     "retry": ("are due now", "would be due now"),
     "discard": ("were deleted", "would be deleted"),
 }
+#: When the last of some messages failed, or died.
+LAST_END: Final = Max(Coalesce("ended_at", "dead_at"))
 #: How often the main thread looks after those that relay, s.
 LISTEN: Final = 0.5
 
@@ -66,15 +69,13 @@ class Command(TableCommand):
         )
         listing = self.add_action(actions, "list", "show the messages, the oldest first")
         self.add_json(listing)
-        listing.add_argument(
-            "--state", choices=["pending", "dead", "sent"], help="only those in this state"
-        )
+        listing.add_argument("--state", choices=STATES, help="only those in this state")
         listing.add_argument("--task", metavar="NAME", help="only those of this task")
         self.add_limit(listing)
         retrying = self.add_action(actions, "retry", "let messages that failed be tried again now")
-        self._add_choice(retrying, "every dead message")
-        discarding = self.add_action(actions, "discard", "delete messages; they are never sent")
-        self._add_choice(discarding, "every dead message")
+        self._add_choice(retrying, "every message that is dead or failed")
+        discarding = self.add_action(actions, "discard", "delete messages; their tasks never run")
+        self._add_choice(discarding, "every message that is dead or failed")
         add_no_input(discarding)
         pruning = self.add_action(actions, "prune", "delete messages that were sent long ago")
         self.add_pruning(
@@ -134,16 +135,12 @@ class Command(TableCommand):
 
     def _show_status(self, alias: str, row: dict[str, Any]) -> None:
         waits = "" if row["oldest_s"] is None else f", the oldest for {duration(row['oldest_s'])}"
+        notes = {"pending": waits}
+        counts = "\n".join(f"  {one:<7} {row[one]:>8}{notes.get(one, '')}" for one in STATES)
         seen = "no relay was ever here"
         if row["relay"]:
             seen = f"a relay was here {ago(row['relay_seen_s'])} ({printable(row['relay'])})"
-        self.stdout.write(
-            f"{alias}\n"
-            f"  pending {row['pending']:>8}{waits}\n"
-            f"  dead    {row['dead']:>8}\n"
-            f"  sent    {row['sent']:>8}\n"
-            f"  {seen}"
-        )
+        self.stdout.write(f"{alias}\n{counts}\n  {seen}")
 
     # list
 
@@ -171,10 +168,14 @@ class Command(TableCommand):
         chosen = self._choose(aliases, options, OutboxMessages.discardable)
         if options["interactive"] and not options["dry_run"]:
             if options["every"]:
-                # Those that die while the question stands are not part of it.
-                ends = [rows.aggregate(last=Max("dead_at"))["last"] for rows in chosen]
+                # Those that die or fail while the question stands are not part of it.
+                ends = [rows.aggregate(last=LAST_END)["last"] for rows in chosen]
                 found = zip(chosen, ends, strict=True)
-                chosen = [rows.filter(dead_at__lte=end) for rows, end in found if end]
+                chosen = [
+                    rows.filter(Q(ended_at__lte=end) | Q(dead_at__lte=end))
+                    for rows, end in found
+                    if end
+                ]
             if total := sum(rows.count() for rows in chosen):
                 messages = (message for rows in chosen for message in rows[:ASKED_ABOUT])
                 shown = (as_text(MessageRow(message)) for message in messages)
@@ -187,16 +188,18 @@ class Command(TableCommand):
         options: dict[str, Any],
         which: Callable[[OutboxMessages], OutboxMessages],
     ) -> list[OutboxMessages]:
-        """Return, of each database, those messages that were named, or all that are dead."""
+        """Return, of each database, those messages that were named, or all that were given up."""
         ids, task = set(options["ids"]), options["task"]
         if bool(ids) == options["every"]:
-            raise CommandError("Give the IDs that the list shows, or --all for every dead message.")
+            raise CommandError(
+                "Give the IDs that the list shows, or --all for every dead or failed message."
+            )
         if task and ids:
             raise CommandError("--task goes with --all; the IDs say which messages are meant.")
         if ids:
             return [which(messages_in(self.get_single(aliases))).filter(pk__in=ids)]
-        dead = [messages_in(alias).dead() for alias in aliases]
-        return [rows.filter(task=task) for rows in dead] if task else dead
+        found = [messages_in(alias).given_up() for alias in aliases]
+        return [rows.filter(task=task) for rows in found] if task else found
 
     def _decide(
         self,
