@@ -153,17 +153,12 @@ def test_status_of_an_empty_outbox(alias: str) -> None:
     """An outbox without messages, where no relay ever was, says so in both forms."""
     lines = run("status").splitlines()
     assert lines[0] == "shop"
-    assert [line.split() for line in lines[1:4]] == [
-        ["pending", "0"],
-        ["dead", "0"],
-        ["sent", "0"],
-    ]
-    assert lines[4] == "  no relay was ever here"
+    states = ["pending", "sent", "running", "done", "failed", "dead"]
+    assert [line.split() for line in lines[1:7]] == [[state, "0"] for state in states]
+    assert lines[7] == "  no relay was ever here"
     assert json.loads(run("status", "--json")) == {
         "shop": {
-            "pending": 0,
-            "dead": 0,
-            "sent": 0,
+            **dict.fromkeys(states, 0),
             "oldest_s": None,
             "relay": None,
             "relay_seen_s": None,
@@ -179,7 +174,7 @@ def test_status_counts_by_state(alias: str, broker: Celery) -> None:
     OutboxMessage.objects.using(alias).dead().update(created_at=Now() - timedelta(days=9))
     for _ in range(3):
         leave_sent(alias)
-    pending, died, sent = run("status").splitlines()[1:4]
+    pending, sent, _, _, _, died = run("status").splitlines()[1:7]
     assert pending.split() == ["pending", "2,", "the", "oldest", "for", pending.split()[-1]]
     assert re.fullmatch(r"(9|1\d)\d\.\ds", pending.split()[-1])
     assert died.split() == ["dead", "1"]
@@ -300,6 +295,9 @@ def test_list_as_json(alias: str, broker: Celery) -> None:
         "age_s": rows[1]["age_s"],
         "due_in_s": None,
         "attempts": 1,
+        "starts": 0,
+        "deaths": 0,
+        "error_type": "",
         "error": "refused",
     }
 

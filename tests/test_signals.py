@@ -57,6 +57,7 @@ from tests.locks.conftest import fragile_redis
 from tests.processes import free_port, wait_for
 from tests.routing import routed_by
 from tests.sending.conftest import ONE_TRY, MakeApp, make_app
+from tests.sending.test_carried import Carried
 from tests.servers import RedisServer
 from tests.stages.test_messages import NAME, Staged, refuse
 
@@ -447,6 +448,65 @@ def discard_message(get: Get) -> None:
     assert OutboxMessage.objects.all().discard() == 1
 
 
+def carried(get: Get, body: Callable[..., Any], **options: Any) -> Carried:
+    """Return a carried task in a mailbox."""
+    box: Mailbox = get("mailbox")
+    box.app.tasks.pop("tests.carried", None)  # of the act before
+    found = Carried(box, "default", **options)
+    found.body = body
+    return found
+
+
+def fail_carried(get: Get) -> None:
+    """Let a carried task end in an error."""
+
+    def refuse(task: Any) -> None:
+        raise ValueError("no")
+
+    tasks = carried(get, refuse)
+    tasks.mailbox.deliver(tasks.send())
+
+
+def poison(get: Get) -> None:
+    """Run a task in which a process has died already."""
+    tasks = carried(get, lambda task: None, max_deaths=1)
+    message = tasks.send()
+    OutboxMessage.objects.update(deaths=1, last_death=encode_holder("task", OTHER))
+    tasks.mailbox.deliver(message)
+
+
+def deliver_what_is_done(get: Get) -> None:
+    """Deliver the message of a carried task twice."""
+    tasks = carried(get, lambda task: None)
+    message = tasks.send()
+    for _ in range(2):
+        tasks.mailbox.deliver(message)
+
+
+def bring_back(get: Get) -> None:
+    """Send again what no worker began."""
+    tasks = carried(get, lambda task: None)
+    tasks.send()
+    tasks.make_due()
+    assert len(tasks.relay()) == 1
+
+
+def lose_carried(get: Get) -> None:
+    """Lose a carried task to nobody."""
+    tasks = carried(get, lambda task: OutboxMessage.objects.all().erase())
+    tasks.mailbox.deliver(tasks.send())
+
+
+def lose_carried_to_another(get: Get) -> None:
+    """Lose a carried task to who runs it now."""
+
+    def lose(task: Any) -> None:
+        OutboxMessage.objects.update(token=TOKEN, holder=encode_holder("task", OTHER))
+
+    tasks = carried(get, lose)
+    tasks.mailbox.deliver(tasks.send())
+
+
 def send_in_atomic(get: Get) -> None:
     """Send before the commit."""
     get("settings").DJANGO_CELERY_SAFE = {"WARN_IN_ATOMIC": True}
@@ -661,6 +721,11 @@ PROVOKED: Final[dict[LoggedEvent, list[Provoke]]] = {
     events.TASK_KEPT: [keep_without_a_broker],
     events.TASK_NOT_RELAYED: [partial(relay_what_is_damaged, attempts=2)],
     events.MESSAGE_DEAD: [partial(relay_what_is_damaged, attempts=1)],
+    events.MESSAGE_FAILED: [fail_carried],
+    events.TASK_POISONED: [poison],
+    events.MESSAGE_NOT_RUN: [deliver_what_is_done],
+    events.MESSAGE_BROUGHT_BACK: [bring_back],
+    events.MESSAGE_LOST: [lose_carried, lose_carried_to_another],
     events.MESSAGE_RETRIED: [retry_message],
     events.MESSAGE_DISCARDED: [discard_message],
     events.SENT_IN_ATOMIC: [send_in_atomic],

@@ -15,8 +15,7 @@ from celery.app.task import Context
 
 from .. import conf
 from ..delivery.call import (
-    find_request,
-    find_task,
+    find_call,
     layers,
     name_of,
     run_for,
@@ -59,8 +58,7 @@ def run_alone(
 ) -> Any:
     """Call ``function`` under its lock; if that is held, do what ``on_conflict`` says."""
     guarded = Guarded(function, options, bool(args) and isinstance(args[0], Task))
-    task = find_task(decorated, args)
-    return _run(guarded, task, find_request(task, function), args, kwargs)
+    return _run(guarded, *find_call(decorated, function, args), args, kwargs)
 
 
 def _run_as_asked(

@@ -45,8 +45,21 @@ def load_tasks(app: Any) -> None:
             os.environ[SKIP_CHECKS] = before
 
 
-def find_task(decorated: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the task that runs ``decorated`` now; None if it was made into none."""
+def find_call(
+    decorated: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Any, Context | None]:
+    """
+    Return what calls ``decorated`` with ``args`` now, which is to call ``function``.
+
+    Returns:
+        The task, None if it was made into none; and the request of its message, None for a
+        direct call.
+    """
+    task = _find_task(decorated, args)
+    return task, find_request(task, function)
+
+
+def _find_task(decorated: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     # A bound task stands first, and so does one that is handed to a function of its own.
     if (
         args

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery.app.task import Context
 
 from .call import find_request
-from .header import get_header
+from .header import HEADER, get_header
 
 #: Called with a task, its request, the function to run, and its arguments; may run it or not.
 Wrapper: TypeAlias = Callable[
@@ -39,7 +39,10 @@ def wrap_run(task: Any) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not task.request.headers or (request := find_request(task, run)) is None:
+        found = (task.request.headers or {}).get(HEADER)
+        if not isinstance(found, Mapping) or not any(field in found for field, _ in _wrappers):
+            return run(*args, **kwargs)
+        if (request := find_request(task, run)) is None:
             return run(*args, **kwargs)
         header, inner = get_header(request), run
         for field, wrapper in reversed(_wrappers):

@@ -19,8 +19,7 @@ from ..concurrency.decorator import refuse_misplaced
 from ..concurrency.keys import call_key
 from ..concurrency.options import Key, check_key_names, checked_key
 from ..delivery.call import (
-    find_request,
-    find_task,
+    find_call,
     name_of,
     run_for,
     sent_arguments,
@@ -123,8 +122,7 @@ class Idempotent:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        task = find_task(decorated, args)
-        request = find_request(task, function)
+        task, request = find_call(decorated, function, args)
         message = _message_of(request)
         claim = self._claim_of_call(function, task, message, args, kwargs)
         self._begin(claim, task, message)

@@ -110,8 +110,7 @@ RETRY: Final = Decision(
 DISCARD: Final = Decision(
     name="discard",
     label="Discard",
-    consequence="These messages are deleted, and their tasks never run, or never again. This "
-    "can't be undone.",
+    consequence="These messages are deleted, and their tasks never run. This can't be undone.",
     done="was discarded",
     act=lambda row, force: _at(row).discard(),
     changed="it was sent meanwhile, or runs now",

@@ -204,11 +204,10 @@ class Run:
     def _go_on(self, captured: Captured) -> bool:
         """Write the message by which the task goes on into the row, and publish it."""
         (message,) = captured.messages
-        name_attempt(message, self.claim.table.alias)
+        alias = self.claim.table.alias
+        attempt = name_attempt(message, alias)
         ours = self.claim.table.at(self.claim.name).filter(token=self.claim.token)
-        return self.claim.ask(
-            lambda: publish_again(self.claim.table.alias, ours, captured), self._what
-        )
+        return self.claim.ask(lambda: publish_again(alias, ours, captured, attempt), self._what)
 
     def _end(self, ours: bool) -> None:
         if not ours:

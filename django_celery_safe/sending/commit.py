@@ -14,7 +14,6 @@ from celery.canvas import Signature
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS, transaction
 
-from ..delivery.header import read_header
 from ..events import TASK_KEPT, TASK_LOST, TASK_SENT
 from ..exceptions import WrongTransaction, describe_error, find_interruption
 from ..locks import HeldLock
@@ -26,11 +25,9 @@ from .deduplicate import is_claiming, is_marked
 from .departure import Departure
 from .eager import run_on_commit
 from .outbox import (
-    UNTIL_DONE,
     Outbox,
     OutboxBatch,
     bounded_publisher,
-    checked_outbox,
     keep,
     rewrite,
     wants_outbox,
@@ -85,7 +82,7 @@ def send_on_commit(
             f"chain(...), group(...) or chord(...); for one task, task.delay_on_commit(...)."
         )
     app = signature.app
-    outbox = wants_outbox(app, signature) if outbox is None else checked_outbox(outbox)
+    outbox = wants_outbox(app, signature) if outbox is None else outbox
     if not must_wait(using) and (not outbox or app.conf.task_always_eager):
         return note_result(signature.apply_async(**options))
     if app.conf.task_always_eager:
@@ -175,18 +172,19 @@ def hold(
     departure = Departure.join(using)
     kept = None
     if outbox and captured.messages:
-        kept = keep(captured, departure, until_done=outbox == UNTIL_DONE)
+        kept = keep(captured, departure, outbox)
     held = Held(departure, app, captured, result, producer, kept)
     transaction.on_commit(held, using=using)
     return result
 
 
-def publish_again(using: str, rows: Any, captured: Captured) -> bool:
+def publish_again(using: str, rows: Any, captured: Captured, attempt: str) -> bool:
     """
     Write the message by which a carried task goes on into its row, and publish it.
 
     Args:
         rows: The row, if the claim of the run still holds it.
+        attempt: Which attempt the message is.
 
     Returns:
         Whether it did.
@@ -194,10 +192,9 @@ def publish_again(using: str, rows: Any, captured: Captured) -> bool:
     (message,) = captured.messages
     with transaction.atomic(using=using):
         departure = Departure.join(using)
-        kept = rewrite(captured, departure, rows)
+        kept = rewrite(captured, departure, rows, attempt)
         if kept is None:
             # The answer to the commit before may have got lost.
-            attempt = read_header(message.options["headers"], message.task)["attempt"]
             return bool(rows.model.objects.using(using).filter(attempt=attempt).exists())
         held = Held(departure, message.app, captured, None, None, kept)
         transaction.on_commit(held, using=using)

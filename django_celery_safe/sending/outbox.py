@@ -101,7 +101,8 @@ class OutboxBatch:
         left = [pk for pk in self._ids if pk not in done]
         rows = _rows(self._departure.using)
         try:
-            settle_rows(rows, done)
+            for batch in in_parts(list(done.items())):
+                settle_rows(rows, dict(batch))
             if left and self._departure.timeout_error() is not None:
                 self._departure.rows.release(self._start)  # with all that come after them
                 return
@@ -120,12 +121,12 @@ class OutboxBatch:
         )
 
 
-def keep(captured: Captured, departure: Departure, *, until_done: bool = False) -> OutboxBatch:
+def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> OutboxBatch:
     """
     Write what was captured into the outbox, in the open transaction of the departure.
 
     Args:
-        until_done: Whether the rows stay until their tasks have ended.
+        outbox: Until when the rows stay.
 
     Raises:
         NotSerializable: Something can't be kept in a row.
@@ -133,15 +134,14 @@ def keep(captured: Captured, departure: Departure, *, until_done: bool = False) 
     """
     from ..models.outbox import OutboxMessage  # needs the app registry
 
-    alias = departure.using
+    alias, until_done = departure.using, checked_outbox(outbox) == UNTIL_DONE
     seconds = departure.rows.sender_time
     messages, calls = captured.messages, captured.chord_calls
-    if until_done:
-        for message in messages:
-            name_attempt(message, alias)
     chord = uuid.uuid4().hex if calls else ""
+    attempts = [name_attempt(message, alias) if until_done else "" for message in messages]
     rows = [
-        to_row(message, [] if number else calls, chord) for number, message in enumerate(messages)
+        to_row(message, [] if number else calls, chord, attempts[number])
+        for number, message in enumerate(messages)
     ]
     table = OutboxMessage._meta.db_table
     try:
@@ -155,12 +155,16 @@ def keep(captured: Captured, departure: Departure, *, until_done: bool = False) 
             f"manage.py migrate django_celery_safe --database={alias}."
         ) from error
     written = [(pk, row.task_id) for pk, row in zip(ids, rows, strict=True)]
-    return OutboxBatch(departure, written, chord, [seconds_until_eta(one) for one in messages])
+    waits = [seconds_until_eta(one) if until_done else None for one in messages]
+    return OutboxBatch(departure, written, chord, waits)
 
 
-def name_attempt(message: Message, using: str) -> None:
+def name_attempt(message: Message, using: str) -> str:
     """
     Give a message an attempt of its own, so that its row stays until its task has ended.
+
+    Returns:
+        The attempt.
 
     Raises:
         ConfigurationError: The task has not the base that ends its row.
@@ -173,11 +177,14 @@ def name_attempt(message: Message, using: str) -> None:
         )
     headers = message.options["headers"]
     given = read_header(headers, message.task)
-    ours = {"task": message.task, "attempt": os.urandom(16).hex(), "using": using}
-    headers[HEADER] = {**given, **ours}
+    attempt = os.urandom(16).hex()
+    headers[HEADER] = {**given, "task": message.task, "attempt": attempt, "using": using}
+    return attempt
 
 
-def rewrite(captured: Captured, departure: Departure, rows: Any) -> OutboxBatch | None:
+def rewrite(
+    captured: Captured, departure: Departure, rows: Any, attempt: str
+) -> OutboxBatch | None:
     """
     Write the message by which a carried task goes on into its row, in the open transaction.
 
@@ -188,7 +195,7 @@ def rewrite(captured: Captured, departure: Departure, rows: Any) -> OutboxBatch 
         None: It holds it no more.
     """
     (message,) = captured.messages
-    row = to_row(message)
+    row = to_row(message, attempt=attempt)
     due_at = Now() + timedelta(seconds=departure.rows.sender_time)
     message_of_row = {name: getattr(row, name) for name in ("body", "properties", "attempt")}
     sets = {**message_of_row, "due_at": due_at, "token": "", "sent_at": None, "attempts": 0}
@@ -198,10 +205,8 @@ def rewrite(captured: Captured, departure: Departure, rows: Any) -> OutboxBatch 
     return OutboxBatch(departure, written, "", [seconds_until_eta(message)])
 
 
-def seconds_until_eta(message: Message) -> float | None:
-    """Return in how many seconds a carried message's task is to begin; None: it is not carried."""
-    if "attempt" not in read_header(message.options["headers"], message.task):
-        return None
+def seconds_until_eta(message: Message) -> float:
+    """Return in how many seconds the task of a message is to begin."""
     if message.eta is None:
         return 0.0
     eta = maybe_make_aware(datetime.fromisoformat(message.eta))
@@ -221,12 +226,11 @@ def settle_rows(rows: Any, waits: Mapping[int, float | None]) -> None:
     for pk, wait in waits.items():
         by_wait.setdefault(wait, []).append(pk)
     for wait, ids in by_wait.items():
-        for part in in_parts(ids):
-            sent = rows.filter(pk__in=part)
-            if wait is None:
-                sent.settle(keep=keeps_sent())
-            else:
-                sent.carry(timedelta(seconds=wait), conf.resend_after())
+        sent = rows.filter(pk__in=ids)
+        if wait is None:
+            sent.settle(keep=keeps_sent())
+        else:
+            sent.carry(timedelta(seconds=wait), conf.resend_after())
 
 
 def _insert(alias: str, table: str, rows: Sequence[Row], seconds: float) -> list[int]:

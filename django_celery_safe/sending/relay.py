@@ -354,7 +354,7 @@ class Relay:
 
     def _record_sent(self, one: ClaimedMessage, *, was_emitted: bool = False) -> None:
         self._left.discard(one.row.pk)
-        self._sent[one.row.pk] = seconds_until_eta(one.message)
+        self._sent[one.row.pk] = seconds_until_eta(one.message) if one.row.attempt else None
         self.count += 1
         if one.row.why_again:
             MESSAGE_BROUGHT_BACK.emit(

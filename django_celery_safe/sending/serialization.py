@@ -16,7 +16,7 @@ from celery.result import result_from_tuple
 from kombu import Exchange, Queue, binding
 from kombu.utils.json import dumps, loads
 
-from ..delivery.header import declare_field, is_token, read_header
+from ..delivery.header import declare_field, is_token
 from ..exceptions import NotSerializable
 from ..leases.holder import describe_arguments
 from .capture import ChordCall, Message
@@ -53,7 +53,12 @@ class Row(NamedTuple):
         return len(self.body) + len(self.properties) + len(self.chord_calls)
 
 
-def to_row(message: Message, chord_calls: list[ChordCall] | None = None, chord: str = "") -> Row:
+def to_row(
+    message: Message,
+    chord_calls: list[ChordCall] | None = None,
+    chord: str = "",
+    attempt: str = "",
+) -> Row:
     """
     Return the row of a message.
 
@@ -61,6 +66,8 @@ def to_row(message: Message, chord_calls: list[ChordCall] | None = None, chord: 
         chord_calls: What the result backend has to know before any of them is published;
             one of their rows has it.
         chord: What the messages have in common for which it has to know that.
+        attempt: Which attempt the message is, as its header says; "": the row ends with the
+            sending.
 
     Raises:
         NotSerializable: One of its headers or options is no plain data.
@@ -91,7 +98,6 @@ def to_row(message: Message, chord_calls: list[ChordCall] | None = None, chord: 
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
         raise NotSerializable(message.task, "an option or header", "no JSON", hint) from error
     body = data.encode("utf-8") if isinstance(data, str) else bytes(data)
-    attempt = read_header(message.options["headers"], message.task).get("attempt", "")
     return Row(message.task, message.task_id, text, body, chord, calls, attempt)
 
 

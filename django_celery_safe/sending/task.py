@@ -26,7 +26,7 @@ from .carried import find_run
 from .commit import hold, must_wait, note_result, settle
 from .deduplicate import publish_once
 from .eager import is_running, run_on_commit
-from .outbox import UNTIL_DONE, Outbox, checked_outbox, task_wants_outbox
+from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
 
@@ -101,7 +101,7 @@ class SafeTaskMixin(Task[P, R]):
         _name_by_text(options)
         if is_capturing() or find_resent(options.get("task_id")) is not None:
             return self._send(args, kwargs, options)
-        outbox = task_wants_outbox(self) if outbox is None else checked_outbox(outbox)
+        outbox = task_wants_outbox(self) if outbox is None else outbox
         eager = self.app.conf.task_always_eager
         if not must_wait(using) and (eager or not outbox):
             return self._send(args, kwargs, options)
@@ -141,10 +141,11 @@ class SafeTaskMixin(Task[P, R]):
         """
         options.update(zip(_POSITIONAL, more, strict=False))
         _name_by_text(options)
-        if self._waits_for_commit(options) and not is_running(options.get("task_id")):
+        settings = conf.current()
+        if self._waits_for_commit(options, settings) and not is_running(options.get("task_id")):
             return self.apply_async_on_commit(args, kwargs, **options)
         options = {name: options[name] for name in options if name not in _OURS}
-        if conf.get("WARN_IN_ATOMIC") and not self._leaves_rightly(options.get("task_id")):
+        if settings["WARN_IN_ATOMIC"] and not self._leaves_rightly(options.get("task_id")):
             warn_if_in_atomic(self.name)
         return self._send(args, kwargs, options)
 
@@ -174,13 +175,14 @@ class SafeTaskMixin(Task[P, R]):
         with resending(None):
             return super().on_replace(sig)
 
-    def _waits_for_commit(self, options: dict[str, Any]) -> bool:
+    def _waits_for_commit(self, options: dict[str, Any], settings: dict[str, Any]) -> bool:
         if any(options.get(name) for name in _OURS):
             return True
-        if "outbox" not in options and task_wants_outbox(self) == UNTIL_DONE:
+        outbox = settings["OUTBOX"] if self.outbox is None else self.outbox
+        if outbox == UNTIL_DONE and "outbox" not in options:
             return True  # so is the next link of a chain, which Celery sends
         wanted = self.send_on_commit
-        return bool(conf.get("SEND_ON_COMMIT") if wanted is None else wanted)
+        return bool(settings["SEND_ON_COMMIT"] if wanted is None else wanted)
 
     def _leaves_rightly(self, task_id: str | None) -> bool:
         """Return whether a send waits for its commit already, or must not wait."""

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from celery import Task
 
 from ..concurrency.decorator import refuse_misplaced
-from ..delivery.call import find_request, find_task, run_for
+from ..delivery.call import find_call, run_for
 from ..delivery.header import declare_field, get_header, is_id
 from ..delivery.wrappers import add_wrapper
 from ..exceptions import InvalidResult
@@ -65,8 +65,7 @@ def step(function: F) -> F:
 
     @functools.wraps(function)
     def stepped(*args: Any, **kwargs: Any) -> Any:
-        task = find_task(stepped, args)
-        request = find_request(task, function)
+        task, request = find_call(stepped, function, args)
         pk = get_header(request).get("step")
         if request is None or pk is None:
             missing = {name: None for name in asked if name not in kwargs}

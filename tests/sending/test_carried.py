@@ -48,13 +48,14 @@ class Carried:
 
     Args:
         alias: Where the rows are.
+        options: Of the task.
     """
 
-    def __init__(self, mailbox: Mailbox, alias: str) -> None:
+    def __init__(self, mailbox: Mailbox, alias: str, **options: Any) -> None:
         self.mailbox, self.alias = mailbox, alias
         self.calls: list[Any] = []
         self.body: Body = lambda task, *args: args[0] if args else None
-        self.task = self.make_task("tests.carried")
+        self.task = self.make_task("tests.carried", **options)
 
     def make_task(self, name: str, decorate: Any = None, **options: Any) -> Any:
         """Make a task that does what ``body`` does, with a base that carries it."""

@@ -65,20 +65,39 @@ def one_of_each(alias: str) -> dict[str, int]:
     return {"late": late, "early": early, "waiting": waiting, "dead": dead, "sent": sent}
 
 
+def one_carried_of_each(alias: str) -> dict[str, int]:
+    """Make a row of a carried task in each of the states that only such have; return their keys."""
+    (carried,), (running,) = (make(alias, sent_at=-MINUTE, due_at=MINUTE) for _ in range(2))
+    (done,), (failed,) = (make(alias, sent_at=-MINUTE, ended_at=-MINUTE) for _ in range(2))
+    table(alias).filter(pk=running).update(token="t")
+    table(alias).filter(pk=failed).update(error_type="ValueError")
+    return {"carried": carried, "running": running, "done": done, "failed": failed}
+
+
 # States.
 
 
 def test_each_row_is_in_one_state(alias: str) -> None:
-    """Pending, dead or sent; due are the pending ones whose time has come, longest wait first."""
-    row = one_of_each(alias)
+    """Due are those whose time has come, whatever their state, with the longest wait first."""
+    row = {**one_of_each(alias), **one_carried_of_each(alias)}
     rows = table(alias)
-    assert set(keys(rows.pending())) == {row["late"], row["early"], row["waiting"]}
+    states = {
+        "pending": {"late", "early", "waiting"},
+        "sent": {"sent", "carried"},
+        **{state: {state} for state in ("running", "done", "failed", "dead")},
+    }
+    for state, names in states.items():
+        found = list(getattr(rows, state)())
+        assert {one.pk for one in found} == {row[name] for name in names}
+        assert {one.state for one in found} == {state}
     assert keys(rows.due()) == [row["early"], row["late"]]
-    assert keys(rows.dead()) == [row["dead"]]
-    assert keys(rows.sent()) == [row["sent"]]
-    assert set(keys(rows.unsent())) == set(row.values()) - {row["sent"]}
-    assert keys(rows.older(SECOND)) == [row["sent"]]
+    assert set(keys(rows.given_up())) == {row["dead"], row["failed"]}
+    kept = {row["sent"], row["running"], row["done"]}
+    assert set(keys(rows.discardable())) == set(row.values()) - kept
+    assert set(keys(rows.older(SECOND))) == {row["sent"], row["done"]}
     assert keys(rows.older(2 * MINUTE)) == []
+    assert keys(rows.failed_before(SECOND)) == [row["failed"]]
+    assert keys(rows.failed_before(2 * MINUTE)) == []
 
 
 def test_states_go_with_other_conditions(alias: str) -> None:

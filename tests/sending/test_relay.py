@@ -306,14 +306,14 @@ def an_old_snapshot(alias: str) -> Iterator[None]:
 def fill(alias: str, rows: int) -> None:
     """Let the outbox have so many copies of a message, due one after another."""
     leave(alias)
-    row = (
-        table(alias).values("task", "task_id", "properties", "chord", "chord_calls", "error").get()
-    )
+    row = {name: value for name, value in table(alias).values().get().items() if value is not None}
+    for other in ("id", "body", "created_at", "due_at"):
+        del row[other]
     table(alias).all().delete()
     with connections[alias].cursor() as cursor:
         cursor.execute(
-            f"INSERT INTO {TABLE} ({', '.join(row)}, body, attempts, created_at, due_at) "
-            f"SELECT {', '.join(['%s'] * len(row))}, repeat(' ', 1000)::bytea, 0, "
+            f"INSERT INTO {TABLE} ({', '.join(row)}, body, created_at, due_at) "
+            f"SELECT {', '.join(['%s'] * len(row))}, repeat(' ', 1000)::bytea, "
             f"now(), now() - interval '1 hour' + number * interval '1 ms' "
             f"FROM generate_series(1, {rows}) AS number",
             list(row.values()),
