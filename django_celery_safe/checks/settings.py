@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 from .. import conf
 from ..exceptions import ConfigurationError
 from ..inspection import lock_store
 from ..inspection.findings import Finding, fault
 from ..locks.stores import locate
+from ..sending.outbox import checked_outbox
 
 #: Settings that are durations, each with what reads and refuses it.
 DURATIONS: Final[dict[str, Callable[[str], object]]] = {
@@ -18,10 +19,17 @@ DURATIONS: Final[dict[str, Callable[[str], object]]] = {
     "SENT_TIMEOUT": lambda name: conf.lease_seconds(conf.get(name), name),
     "OUTBOX_SEND_TIMEOUT": conf.send_timeout,
     "OUTBOX_RETENTION": conf.retention,
+    "OUTBOX_FAILED_RETENTION": conf.retention,
+    "OUTBOX_RESEND_AFTER": lambda name: conf.resend_after(),
     "STAGES_RETENTION": conf.retention,
     "IDEMPOTENCY_RETENTION": lambda name: conf.ttl(conf.get(name), name),
 }
-SWITCHES: Final = ("SEND_ON_COMMIT", "OUTBOX", "WARN_IN_ATOMIC", "SHOW_ARGUMENTS")
+#: Other settings of one kind each, with what reads and refuses them.
+OTHERS: Final[dict[str, Callable[[Any, str], object]]] = {
+    "OUTBOX": checked_outbox,
+    "MAX_DEATHS": conf.max_deaths,
+}
+SWITCHES: Final = ("SEND_ON_COMMIT", "WARN_IN_ATOMIC", "SHOW_ARGUMENTS")
 
 
 def find_setting_faults() -> Iterator[Finding]:
@@ -38,6 +46,11 @@ def find_setting_faults() -> Iterator[Finding]:
                 f"{default.days} days" if isinstance(default, timedelta) else f"{default} seconds"
             )
             yield fault("E001", str(error), f"The default is {unit}.")
+    for name, check in OTHERS.items():
+        try:
+            check(conf.get(name), name)
+        except ConfigurationError as error:
+            yield fault("E001", str(error), f"The default is {conf.DEFAULTS[name]}.")
     for name in SWITCHES:
         if not isinstance(value := conf.get(name), bool):
             text = f"{name}={value!r} is neither True nor False."

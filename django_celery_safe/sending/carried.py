@@ -118,19 +118,21 @@ class Run:
         Raises:
             MessageLost: Another run has it by now.
         """
-        if self.resent is not None:
-            ours = self._go_on(self.resent)
-        else:
-            ours = self.claim.ask(self._ending(), self._what)
-        self._end(ours)
+        try:
+            if self.resent is not None:
+                ours = self._go_on(self.resent)
+            else:
+                ours = self.claim.ask(self._ending(), self._what)
+        finally:
+            self.claim.end()
+        if not ours:
+            raise MessageLost(self._what, self.claim.find_new_holder())
 
     def fail(self, error: BaseException) -> None:
         """Record what becomes of a task whose run ended in an error, and end its claim."""
         if self.claim.is_of_parent():
             return  # after a bare os.fork() the child leaves the run too
         self.claim.end()
-        if isinstance(error, MessageLost):
-            return
         try:
             ours = self._record(error)
         except DatabaseError as failure:
@@ -209,11 +211,6 @@ class Run:
         ours = self.claim.table.at(self.claim.name).filter(token=self.claim.token)
         return self.claim.ask(lambda: publish_again(alias, ours, captured, attempt), self._what)
 
-    def _end(self, ours: bool) -> None:
-        if not ours:
-            raise MessageLost(self._what, self.claim.find_new_holder())
-        self.claim.end()
-
 
 #: The run of each message of a carried task, for as long as Celery keeps its request.
 _runs: Final[WeakKeyDictionary[Context, Run]] = WeakKeyDictionary()
@@ -256,12 +253,13 @@ def run_carried(
             last = decode_holder(deaths.last, HeldLock("")).holder._replace(task_id=None)
             raise TaskPoisoned(f"{task.name}[{request.id}]", deaths.number, str(last))
         result = function(*args, **kwargs)
-        if not run.has_followers or run.resent is not None:
-            run.succeed()
     except BaseException as error:
         if not _is_for_autoretry(task, error):
             run.fail(error)
         raise
+    # After a bare os.fork() the child leaves the function too, and must not end the claim.
+    if not claim.is_of_parent() and (not run.has_followers or run.resent is not None):
+        run.succeed()
     return result
 
 
@@ -341,10 +339,10 @@ def _emit_lost(attempt: str, holder: str) -> None:
 
 
 def _most_deaths(task: Any) -> int | None:
-    given = getattr(task, "max_deaths", conf.UNSET)
-    if given is conf.UNSET:
+    given: int | conf.Unset | None = getattr(task, "max_deaths", conf.UNSET)
+    if isinstance(given, conf.Unset):
         return conf.max_deaths(conf.get("MAX_DEATHS"), "MAX_DEATHS")
-    return conf.max_deaths(given, f"max_deaths of {task.name}")
+    return given
 
 
 def _rows(alias: str) -> Any:

@@ -357,10 +357,12 @@ def wants_outbox(app: Celery, signature: Signature[Any]) -> Outbox:
 def task_wants_outbox(task: Any) -> Outbox:
     """Return how a task, or one that is not known here, goes through the outbox."""
     wanted = getattr(task, "outbox", None)
-    return checked_outbox(conf.get("OUTBOX") if wanted is None else wanted)
+    if wanted is None:
+        wanted = conf.get("OUTBOX")
+    return UNTIL_DONE if wanted == UNTIL_DONE else bool(wanted)
 
 
-def checked_outbox(wanted: Any) -> Outbox:
+def checked_outbox(wanted: Any, what: str = "outbox") -> Outbox:
     """
     Return how something is to go through the outbox.
 
@@ -370,7 +372,7 @@ def checked_outbox(wanted: Any) -> Outbox:
     if wanted is True or wanted is False or wanted == UNTIL_DONE:
         return cast("Outbox", wanted)
     raise ConfigurationError(
-        f"outbox={wanted!r} means nothing. Give True (until a broker has the message), "
+        f"{what}={wanted!r} means nothing. Give True (until a broker has the message), "
         f'"until_done" (until its task has ended), or False.'
     )
 

@@ -26,7 +26,7 @@ from .carried import find_run
 from .commit import hold, must_wait, note_result, settle
 from .deduplicate import publish_once
 from .eager import is_running, run_on_commit
-from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
+from .outbox import UNTIL_DONE, Outbox, checked_outbox, task_wants_outbox
 from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
 
@@ -118,6 +118,10 @@ class SafeTaskMixin(Task[P, R]):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Let a call ask for what ``@single_instance`` does, also where that does not stand."""
         task = super().__new__(cls)
+        if task.outbox is not None:
+            checked_outbox(task.outbox, f"outbox of {task.name}")
+        if task.max_deaths is not conf.UNSET:
+            conf.max_deaths(task.max_deaths, f"max_deaths of {task.name}")
         watch(runs=True)  # a call can ask for unique_until
         # On the instance: a class' run may call that of its parent.
         task.run = wrap_run(task)  # type: ignore[method-assign]

@@ -133,7 +133,8 @@ def take(rows: Any) -> tuple[Celery, Sent] | None:
         for call in chord_calls:
             call.register()
         published = _publish(message)
-        rows.filter(pk=row.pk).settle(keep=outbox.keeps_sent())
+        wait = outbox.seconds_until_eta(message) if row.attempt else None
+        outbox.settle_rows(rows, {row.pk: wait})
         if published is not None:
             return message.app, published
     return None

@@ -3,14 +3,14 @@
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import Task, chain
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from django.db import connections, transaction
+from django.db import DataError, connections, transaction
 from django.db.models import F
 from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
@@ -428,6 +428,87 @@ def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
         carried.mailbox.deliver(carried.mailbox.take_one())
     assert (carried.row.task, carried.row.state) == ("tests.first", "pending")
     assert carried.row.error.startswith("Its result could not be stored, or what follows it")
+
+
+@contextmanager
+def refusing(carried: Carried, begin_of_sql: str) -> Iterator[None]:
+    """Let the database refuse the statements that begin so."""
+
+    def refuse(execute: Any, sql: str, *args: Any) -> Any:
+        if sql.startswith(begin_of_sql):
+            raise DataError("refused")
+        return execute(sql, *args)
+
+    with connections[carried.alias].execute_wrapper(refuse):
+        yield
+
+
+def test_an_end_that_can_not_be_recorded(carried: Carried) -> None:
+    """What was done is no failure: its row is not ended, and a relay sends it again."""
+    message = carried.send(1)
+    with refusing(carried, "DELETE"):
+        state, error = carried.mailbox.deliver(message)
+    assert (state, type(error)) == ("FAILURE", DataError)
+    assert (carried.row.state, carried.row.error) == ("running", "")
+    carried.make_due()
+    (again,) = carried.relay()
+    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+
+
+def test_a_failure_that_can_not_be_recorded(
+    carried: Carried, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning says so, with the error of the task, and a relay sends it again."""
+
+    def fail(task: Any) -> None:
+        refused.enter_context(refusing(carried, "UPDATE"))
+        raise ValueError("no such order")
+
+    carried.body = fail
+    with ExitStack() as refused:
+        state, error = carried.mailbox.deliver(carried.send())
+    assert (state, type(error)) == ("FAILURE", ValueError)
+    assert "(ValueError: no such order) can't be recorded; a relay sends it again" in caplog.text
+    assert carried.row.state == "running"
+
+
+def test_a_claim_that_can_not_be_asked_for_comes_later(carried: Carried) -> None:
+    """Its message is sent again, under the same attempt, and the row waits."""
+    message = carried.send(1)
+    with refusing(carried, "UPDATE"):
+        assert carried.mailbox.deliver(message).state == "RETRY"
+    again = carried.mailbox.take_one()
+    assert (again.id, again.ours["attempt"]) == (message.id, message.ours["attempt"])
+    assert (carried.row.state, carried.calls) == ("sent", [])
+    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+
+
+@pytest.mark.parametrize("carried", ["postgres"], indirect=True)
+def test_a_forked_child_does_not_end_its_parent_s_task(carried: Carried) -> None:
+    """It leaves the function as the parent does, and the row is the parent's alone."""
+
+    def fork(task: Any) -> str:
+        child = os.fork()
+        if not child:
+            return "child"
+        os.waitpid(child, 0)
+        return carried.row.state
+
+    carried.body = fork
+    message = carried.send()
+    before = os.getpid()
+    outcome = carried.mailbox.deliver(message)
+    if os.getpid() != before:
+        os._exit(0)
+    assert outcome == ("SUCCESS", "running")
+    assert not carried.rows.exists()
+
+
+@pytest.mark.parametrize("options", [{"outbox": "forever"}, {"max_deaths": 0}])
+def test_an_option_that_means_nothing(carried: Carried, options: dict[str, Any]) -> None:
+    """It shows where the task is made, with its name."""
+    with pytest.raises(ConfigurationError, match=f"{next(iter(options))} of tests.wrong="):
+        carried.make_task("tests.wrong", **options).name  # noqa: B018 - it is made when it is used
 
 
 def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: "Settings") -> None:
