@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from celery import Celery, _state, current_app, signature
+from django.core.management import CommandError
 from django.db import connections, transaction
 from django.db.models.functions import Now
 from django.test import override_settings
@@ -23,6 +24,7 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from django_celery_safe import send_on_commit
+from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.management.commands.celery_outbox import run_all
 from django_celery_safe.models import OutboxMessage, OutboxRelay
 from django_celery_safe.sending.relay import BATCH, Relay
@@ -300,6 +302,29 @@ def test_list_as_json(alias: str, broker: Celery) -> None:
         "error_type": "",
         "error": "refused",
     }
+
+
+def test_show_has_all_of_a_message(alias: str, broker: Celery) -> None:
+    """Its error, its process and the lines of its traceback, which may steer no terminal."""
+    message = leave(alias)
+    OutboxMessage.objects.using(alias).update(
+        due_at=None,
+        ended_at=Now(),
+        error_type="ValueError",
+        error="no such order",
+        traceback="Traceback:\n  in \x1b[1mcharge\nValueError: no such order\n",
+        holder=encode_holder("task", Holder(host="web1", pid=42, task=add.name)),
+    )
+    printed = run("show", str(message.pk))
+    lines = dict(line.strip().split(maxsplit=1) for line in printed.split("\n\n")[0].splitlines())
+    assert (lines["state"], lines["process"]) == ("failed", "process 42 on web1")
+    assert lines["error"].endswith("no such order")
+    assert printed.endswith("\nTraceback:\n  in \\x1b[1mcharge\nValueError: no such order\n")
+    found = json.loads(run("show", str(message.pk), "--json"))
+    assert (found["state"], found["error_type"], found["deaths"]) == ("failed", "ValueError", 0)
+    assert found["traceback"].splitlines()[1] == "  in \x1b[1mcharge"
+    with pytest.raises(CommandError, match="There is no message 99 in the outbox of 'shop'"):
+        run("show", "99")
 
 
 @pytest.mark.parametrize("state", ["pending", "dead", "sent"])
@@ -756,7 +781,7 @@ def test_help_reads_well(capsys: pytest.CaptureFixture[str], action: str) -> Non
     assert status_of_program(*action.split(), "--help") == 0
     text = capsys.readouterr().out
     assert "--database ALIAS" in text
-    assert "{relay,status,list,retry,discard,prune}" in text or action
+    assert "{relay,status,list,show,retry,discard,prune}" in text or action
     assert status_of_program("nonsense") == 2
 
 

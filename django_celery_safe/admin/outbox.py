@@ -52,7 +52,7 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
     search_fields = ("^task", "=task_id")
     search_help_text = "The beginning of a task's name, or a whole task ID."
     ordering = ("pk",)
-    fields = readonly_fields = columns(MessageRow, *MessageRow.details)
+    fields = readonly_fields = columns(MessageRow, *MessageRow.details, "trace")
 
     def get_queryset(self, request: HttpRequest) -> Any:
         # Arguments may be large, and no list shows them.

@@ -9,6 +9,7 @@ from django.db.models.functions import Now
 from ..leases.holder import HeldLock, decode_holder
 from ..models.outbox import OutboxMessage, OutboxMessages, OutboxRelay
 from ..sending.serialization import find_arguments
+from ..texts import printable
 from .decision import Decision
 from .row import Row, duration, seconds_between
 
@@ -28,10 +29,12 @@ class MessageRow(Row):
         "deaths", "error_type", "error",
     )  # fmt: skip
     details = (
-        "task", "task_id", "state", "error_type", "error", "traceback", "attempts", "starts",
+        "task", "task_id", "state", "error_type", "error", "attempts", "starts",
         "deaths", "resent", "due_at", "created_at", "sent_at", "started_at", "ended_at", "dead_at",
         "process", "arguments",
     )  # fmt: skip
+
+    headings = {**Row.headings, "trace": "traceback"}
 
     def __init__(self, message: Any) -> None:
         super().__init__(message, f"{message.pk}  {message.task}")
@@ -55,6 +58,11 @@ class MessageRow(Row):
         if not self.source.holder:
             return ""
         return str(decode_holder(self.source.holder, HeldLock("")).holder._replace(task_id=None))
+
+    @property
+    def trace(self) -> str:
+        """The end of the traceback of its task, a line for each of its lines."""
+        return "\n".join(map(printable, self.source.traceback.splitlines()))
 
     def parts(self) -> list[str | None]:
         # What the due time of a carried task means depends on its state.

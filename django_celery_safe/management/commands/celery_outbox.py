@@ -17,7 +17,7 @@ from celery import current_app
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections
 from django.db.models import Max, Q
-from django.db.models.functions import Coalesce
+from django.db.models.functions import Coalesce, Now
 
 from ... import conf
 from ...inspection.messages import DISCARD, STATES, MessageRow, messages_in, status_of
@@ -28,7 +28,7 @@ from ...sending.outbox import outbox_aliases
 from ...sending.relay import Relay, drain_all
 from ...stages.repairs import sweep_housekeeping
 from ...texts import printable
-from ..console import ASKED_ABOUT, TableCommand, add_no_input, age, as_text, confirm, count
+from ..console import ASKED_ABOUT, TableCommand, add_no_input, age, as_page, as_text, confirm, count
 
 #: What is said of messages, and with --dry-run.
 DONE: Final = {
@@ -54,7 +54,7 @@ class Command(TableCommand):
         actions = parser.add_subparsers(
             dest="action",
             title="actions",
-            metavar="{relay,status,list,retry,discard,prune}",
+            metavar="{relay,status,list,show,retry,discard,prune}",
             required=True,
         )
         relaying = self.add_action(actions, "relay", "send what is due, until stopped")
@@ -72,6 +72,9 @@ class Command(TableCommand):
         listing.add_argument("--state", choices=STATES, help="only those in this state")
         listing.add_argument("--task", metavar="NAME", help="only those of this task")
         self.add_limit(listing)
+        showing = self.add_action(actions, "show", "show all of one message, its traceback too")
+        self.add_json(showing)
+        showing.add_argument("id", type=count, metavar="ID", help="as the list shows it")
         retrying = self.add_action(actions, "retry", "let messages that failed be tried again now")
         self._add_choice(retrying, "every message that is dead or failed")
         discarding = self.add_action(actions, "discard", "delete messages; their tasks never run")
@@ -157,6 +160,19 @@ class Command(TableCommand):
 
         empty = "No such message." if state or task else "The outbox is empty."
         self.list_rows(aliases, options, read, empty)
+
+    def _show(self, aliases: list[str], options: dict[str, Any]) -> None:
+        alias = self.get_single(aliases)
+        message = OutboxMessage.objects.using(alias).filter(pk=options["id"])
+        found = message.annotate(asked_at=Now()).first()
+        if found is None:
+            raise CommandError(f"There is no message {options['id']} in the outbox of {alias!r}.")
+        row = MessageRow(found)
+        if options["as_json"]:
+            shown = {**row.as_json(), "process": row.process, "traceback": row.traceback}
+            self.stdout.write(json.dumps(shown, indent=2))
+        else:
+            self.stdout.write("\n\n".join(filter(None, [as_page(row), row.trace])))
 
     # retry, discard, prune
 
