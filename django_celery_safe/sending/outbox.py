@@ -72,7 +72,7 @@ class OutboxBatch:
         chord: str,
         waits: Sequence[float | None],
     ) -> None:
-        self._departure, self._chord, self._waits = departure, chord, waits
+        self._departure, self._chord, self._waits = departure, chord, list(waits)
         self._ids = [pk for pk, _ in rows]
         self._start = departure.rows.add(rows)
 
@@ -94,6 +94,10 @@ class OutboxBatch:
                 lambda row, seconds: register_all(calls, seconds),
                 self._departure.timeout,
             )
+
+    def drop(self, number: int) -> None:
+        """Let the row of a message end with the sending: it is a duplicate that is not sent."""
+        self._waits[number] = None
 
     def end(self, sent: Sequence[int]) -> None:
         """Record which messages, by their numbers, were sent, and leave the others to a relay."""

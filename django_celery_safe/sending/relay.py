@@ -330,7 +330,7 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - it is kept with the row
             self._fail(one.row, error)
         else:
-            self._record_sent(one, was_emitted=duplicate is not None)
+            self._record_sent(one, is_duplicate=duplicate is not None)
 
     def _register_chord(self, one: ClaimedMessage) -> None:
         if not one.row.chord:
@@ -352,16 +352,17 @@ class Relay:
                 ) from error
             raise
 
-    def _record_sent(self, one: ClaimedMessage, *, was_emitted: bool = False) -> None:
+    def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         self._left.discard(one.row.pk)
-        self._sent[one.row.pk] = seconds_until_eta(one.message)
+        self._sent[one.row.pk] = None if is_duplicate else seconds_until_eta(one.message)
         self.count += 1
+        if is_duplicate:
+            return  # publish_once has reported it
         if one.row.why_again:
             MESSAGE_BROUGHT_BACK.emit(
                 Relay, task=one.message.task, task_id=one.message.task_id, reason=one.row.why_again
             )
-        if not was_emitted:  # otherwise publish_once has reported a duplicate
-            self._unannounced.append(one.message)
+        self._unannounced.append(one.message)
 
     def _announce(self) -> None:
         """Send ``task_sent`` for the batch after its rows are updated: receivers may be slow."""
