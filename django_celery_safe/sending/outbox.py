@@ -44,6 +44,8 @@ logger = get_logger(__name__)
 Outbox: TypeAlias = bool | Literal["until_done"]
 UNTIL_DONE: Final = "until_done"
 
+#: What is wrong with a carried task that is never run since it is too late.
+EXPIRED: Final = "The task expired before it was begun."
 #: Rows that one statement inserts.
 ROWS: Final = 100
 #: What else a new row has, as SQL.

@@ -51,6 +51,7 @@ class SafeTaskMixin(Task[P, R]):
     """
 
     abstract = True
+    Request: str = "django_celery_safe.sending.carried_request:SafeRequest"
     send_on_commit: bool | None = None
     outbox: Outbox | None = None
     max_deaths: int | conf.Unset | None = conf.UNSET

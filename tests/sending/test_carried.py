@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -504,3 +504,18 @@ def test_a_unique_task_that_waits_for_a_lock_is_sent_again(carried: Carried) -> 
     assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
     assert not carried.rows.exists()
     assert not find_lock(f"sent:{task.lock_name(1)}")
+
+
+def test_what_expired_is_not_sent_again(carried: Carried) -> None:
+    """It fails, since a broker that drops what expired would let no worker say so."""
+    carried.send(1, expires=datetime.now(UTC) + timedelta(hours=1))
+    carried.make_due()
+    assert len(carried.relay()) == 1
+    carried.send(2, expires=datetime.now(UTC) - timedelta(seconds=1))
+    carried.make_due()
+    with hearing(message_failed) as heard:
+        assert [message.args for message in carried.relay()] == [[1]]
+    (failed,) = carried.rows.failed()
+    assert failed.error == "The task expired before it was begun."
+    assert [event["task_id"] for event in heard] == [failed.task_id]
+    assert carried.relay() == []

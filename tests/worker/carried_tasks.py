@@ -97,3 +97,10 @@ def alone(self: Any, room: str, alias: str) -> None:
 def unique(self: Any, room: str, alias: str) -> None:
     """Stay in the room; no other message is sent meanwhile."""
     wait(enter(self, room, alias))
+
+
+@shared_task(**CARRIED)
+def fail(self: Any, room: str, alias: str) -> None:
+    """Fail."""
+    enter(self, room, alias)
+    raise ValueError("no such order")

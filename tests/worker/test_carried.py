@@ -215,10 +215,25 @@ def test_a_killed_child_is_followed_by_one_more_run(scene: Scene, room: Room, ta
     """When the lease is over a relay sends it again, and its row is gone in the end."""
     task_id = scene.send(task, room)
     kill_run(room)
+    room.until(lambda: len(room.runs()) == 2, "it is not run again", PATIENCE)
     room.open()
     scene.until(task_id, "gone", room)
     assert deaths(room) == [0, 1]
     wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
+
+
+def test_a_death_is_no_failure(scene: Scene, room: Room, worker: CeleryWorker) -> None:
+    """While a row brings the task back its result is open, and no errback is called."""
+    errback = scene.signature(tasks.note, room).set(immutable=True)
+    task_id = scene.send(tasks.stay, room, link_error=errback)
+    kill_run(room)
+    wait_for(lambda: f"{task_id}] died" in worker.log, PATIENCE)
+    assert result_state(task_id) == "PENDING"
+    with scene.relaying():
+        room.until(lambda: len(room.runs()) == 2, "it is not run again", PATIENCE)
+    room.open()
+    wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
+    assert {run["id"] for run in room.runs()} == {task_id}
 
 
 @pytest.mark.usefixtures("worker", "relay")
@@ -303,6 +318,18 @@ def test_a_hard_time_limit_fails_it(scene: Scene, room: Room) -> None:
     assert result_state(task_id) == "FAILURE"
 
 
+@pytest.mark.usefixtures("worker", "relay")
+def test_an_error_fails_it(scene: Scene, room: Room) -> None:
+    """Its row and its result say so, its errback is called, and it is not run again."""
+    errback = scene.signature(tasks.note, room).set(immutable=True)
+    task_id = scene.send(tasks.fail, room, link_error=errback)
+    row = scene.until(task_id, "failed", room)
+    assert (row.error_type, row.error, row.due_at) == ("ValueError", "no such order", None)
+    room.until(lambda: len(room.runs()) == 2, "the errback is not called", PATIENCE)
+    room.until(lambda: scene.rows.count() == 1, "the errback is not done", PATIENCE)
+    assert result_state(task_id) == "FAILURE"
+
+
 @pytest.mark.usefixtures("worker")
 def test_a_task_that_is_revoked_before_it_begins(scene: Scene, room: Room) -> None:
     """Its row says so, and it never runs."""
@@ -322,6 +349,16 @@ def test_a_task_that_is_revoked_while_it_runs(scene: Scene, room: Room) -> None:
     row = scene.until(task_id, "failed", room)
     assert (row.error, row.due_at) == ("The task was revoked.", None)
     assert deaths(room) == [0]
+
+
+def test_a_task_that_expires_before_there_is_a_worker(scene: Scene, room: Room) -> None:
+    """The relay fails it instead of sending it again: RabbitMQ would drop it each time."""
+    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT):
+        task_id = scene.send(tasks.note, room, queue="expiring", expires=0.2)
+        wait_for(lambda: scene.rows.due().exists(), PATIENCE)
+        with scene.relaying():
+            room.until(lambda: scene.state(task_id) == "failed", "it is not failed", PATIENCE)
+    assert scene.row(task_id).error == "The task expired before it was begun."
 
 
 @pytest.mark.usefixtures("worker")
