@@ -21,6 +21,7 @@ from ..exceptions import describe_error
 from ..leases.holder import HOST, decode_holder
 from ..locks import HeldLock
 from .carried import message_table
+from .outbox import EXPIRED
 
 #: Name under which the receivers are connected, once in each process.
 UID: Final = "django_celery_safe.carried"
@@ -49,10 +50,9 @@ def _on_revoked(
     sender: Any, request: Context, terminated: bool, expired: bool, **kwargs: Any
 ) -> None:
     """Fail a task that is never run, or whose run was ended."""
-    how = "expired before it was begun" if expired else "was revoked"
     # Another delivery of a message that ran nowhere may run nevertheless.
     is_running = terminated and not was_put_back(request)
-    error = RuntimeError(f"The task {how}.")
+    error = RuntimeError(EXPIRED if expired else "The task was revoked.")
     _fail(get_header(request), sender.name, request.id or "", error, is_running=is_running)
 
 

@@ -196,7 +196,7 @@ def publish_again(using: str, rows: Any, captured: Captured, attempt: str) -> bo
         if kept is None:
             # The answer to the commit before may have got lost.
             return bool(rows.model.objects.using(using).filter(attempt=attempt).exists())
-        held = Held(departure, message.app, captured, None, None, kept)
+        held = Held(departure, message.app, captured, None, None, kept, goes_on=True)
         transaction.on_commit(held, using=using)
     return True
 
@@ -210,6 +210,8 @@ class Held:
         departure: What it has in common with the other sends of that commit.
         producer: The caller's own; None: one of the app's.
         kept: Its rows in the outbox, if it has any.
+        goes_on: Whether its message is that by which a running task goes on, and no duplicate
+            of it.
     """
 
     departure: Departure
@@ -218,6 +220,7 @@ class Held:
     result: Any
     producer: Any
     kept: OutboxBatch | None
+    goes_on: bool = False
 
     def __call__(self) -> None:
         """Publish all of it."""
@@ -322,6 +325,8 @@ def _publish_all(held: Held, sent: list[int]) -> None:
             sent.append(number)
         if held.result is not None and held.result.id == message.task_id:
             settle(held.result, message.options["headers"], duplicate)
+        if duplicate is not None and held.kept is not None:
+            held.kept.drop(number)
         if duplicate is None:
             interruption = _announce(held, message) or interruption
             stopped = stopped or (interruption if held.kept is not None else None)
@@ -360,7 +365,7 @@ def _publish_together(held: Held, sent: list[int]) -> Exception | None:
 def _publish(held: Held, message: Message) -> tuple[Exception | None, HeldLock | None]:
     """Publish a message; return why that failed, and the lock that makes it a duplicate."""
     try:
-        return None, held.publisher(message.app).publish(message)
+        return None, held.publisher(message.app).publish(message, again=held.goes_on)
     except BrokerGone as gone:
         return gone.error, None
     except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run

@@ -44,6 +44,8 @@ logger = get_logger(__name__)
 Outbox: TypeAlias = bool | Literal["until_done"]
 UNTIL_DONE: Final = "until_done"
 
+#: What is wrong with a carried task that is never run since it is too late.
+EXPIRED: Final = "The task expired before it was begun."
 #: Rows that one statement inserts.
 ROWS: Final = 100
 #: What else a new row has, as SQL.
@@ -72,7 +74,7 @@ class OutboxBatch:
         chord: str,
         waits: Sequence[float | None],
     ) -> None:
-        self._departure, self._chord, self._waits = departure, chord, waits
+        self._departure, self._chord, self._waits = departure, chord, list(waits)
         self._ids = [pk for pk, _ in rows]
         self._start = departure.rows.add(rows)
 
@@ -94,6 +96,10 @@ class OutboxBatch:
                 lambda row, seconds: register_all(calls, seconds),
                 self._departure.timeout,
             )
+
+    def drop(self, number: int) -> None:
+        """Let the row of a message end with the sending: it is a duplicate that is not sent."""
+        self._waits[number] = None
 
     def end(self, sent: Sequence[int]) -> None:
         """Record which messages, by their numbers, were sent, and leave the others to a relay."""

@@ -32,15 +32,22 @@ from django.db import Error as DatabaseError
 from django.db.models.functions import Now
 
 from .. import conf
+from ..concurrency.sent import seconds_until
 from ..databases import refuse_untested
 from ..delivery.header import read_header
-from ..events import MESSAGE_BROUGHT_BACK, MESSAGE_DEAD, TASK_NOT_RELAYED, TASK_RELAYED
+from ..events import (
+    MESSAGE_BROUGHT_BACK,
+    MESSAGE_DEAD,
+    MESSAGE_FAILED,
+    TASK_NOT_RELAYED,
+    TASK_RELAYED,
+)
 from ..exceptions import ConfigurationError, LockBackendError, describe_error
 from ..leases.holder import HOST
 from ..texts import get_logger
 from .broker import BrokerGone, OwnConnection, is_backend_gone
 from .capture import Message
-from .outbox import register_all, seconds_until_eta, settle_rows
+from .outbox import EXPIRED, register_all, seconds_until_eta, settle_rows
 from .publisher import Publisher
 from .serialization import AppNotLoaded, to_message
 
@@ -101,6 +108,12 @@ class ClaimedMessage(NamedTuple):
         if "sent" in header:
             needed.append(f"the store of its lock {header.get('cache', '')}")
         return cls(row, message, " and ".join(needed))
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether it is to be sent again although its task is not to begin any more."""
+        left = seconds_until(self.message.expires) if self.row.why_again else None
+        return left is not None and left <= 0
 
 
 class Relay:
@@ -267,7 +280,11 @@ class Relay:
         strange: dict[str, list[int]] = {}
         for row in rows:
             try:
-                claimed.append(ClaimedMessage.of(row))
+                one = ClaimedMessage.of(row)
+                if one.is_expired:
+                    self._end_expired(one)
+                else:
+                    claimed.append(one)
             except AppNotLoaded as error:
                 strange.setdefault(str(error), []).append(row.pk)
             except ValueError as error:
@@ -330,7 +347,7 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - it is kept with the row
             self._fail(one.row, error)
         else:
-            self._record_sent(one, was_emitted=duplicate is not None)
+            self._record_sent(one, is_duplicate=duplicate is not None)
 
     def _register_chord(self, one: ClaimedMessage) -> None:
         if not one.row.chord:
@@ -352,16 +369,26 @@ class Relay:
                 ) from error
             raise
 
-    def _record_sent(self, one: ClaimedMessage, *, was_emitted: bool = False) -> None:
+    def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         self._left.discard(one.row.pk)
-        self._sent[one.row.pk] = seconds_until_eta(one.message) if one.row.attempt else None
+        is_carried = one.row.attempt and not is_duplicate
+        self._sent[one.row.pk] = seconds_until_eta(one.message) if is_carried else None
         self.count += 1
+        if is_duplicate:
+            return  # publish_once has reported it
         if one.row.why_again:
             MESSAGE_BROUGHT_BACK.emit(
                 Relay, task=one.message.task, task_id=one.message.task_id, reason=one.row.why_again
             )
-        if not was_emitted:  # otherwise publish_once has reported a duplicate
-            self._unannounced.append(one.message)
+        self._unannounced.append(one.message)
+
+    def _end_expired(self, one: ClaimedMessage) -> None:
+        """Fail a task that expired: some brokers drop its message, so that no worker does."""
+        self._left.discard(one.row.pk)
+        rows = self._rows().pending().filter(pk=one.row.pk)
+        if rows.fail_task("", "RuntimeError", EXPIRED, ""):
+            task, task_id = one.message.task, one.message.task_id
+            MESSAGE_FAILED.emit(Relay, task=task, task_id=task_id, error=EXPIRED)
 
     def _announce(self) -> None:
         """Send ``task_sent`` for the batch after its rows are updated: receivers may be slow."""

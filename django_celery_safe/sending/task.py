@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
+from celery import Task as CeleryTask
 from celery._state import get_current_task
 
 from .. import conf
@@ -122,6 +123,8 @@ class SafeTaskMixin(Task[P, R]):
             checked_outbox(task.outbox, f"outbox of {task.name}")
         if task.max_deaths is not conf.UNSET:
             conf.max_deaths(task.max_deaths, f"max_deaths of {task.name}")
+        if task.Request == CeleryTask.Request:  # a project's own is left alone
+            task.Request = "django_celery_safe.sending.carried_request:SafeRequest"
         watch(runs=True)  # a call can ask for unique_until
         # On the instance: a class' run may call that of its parent.
         task.run = wrap_run(task)  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +20,10 @@ from django_celery_safe import (
     MessageLost,
     SafeTask,
     TaskPoisoned,
+    cache_lock,
+    find_lock,
     send_on_commit,
+    single_instance,
 )
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import Relay
@@ -529,3 +532,72 @@ def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: "Sett
     plain = carried.make_task("tests.celery", base=Task)
     with pytest.raises(ConfigurationError, match="is no SafeTask"):
         send_on_commit(plain.si(1), using=carried.alias, outbox="until_done")
+
+
+def make_unique(carried: Carried, name: str, **options: Any) -> Any:
+    """Make a carried task whose message is unique until its run has ended."""
+    return carried.make_task(name, single_instance(key=[], unique_until="end", **options))
+
+
+def test_a_duplicate_leaves_no_row(carried: Carried) -> None:
+    """Whether the sender or a relay finds out: it would be run once the first is done."""
+    task = make_unique(carried, "tests.unique")
+    first = carried.send(1, task=task)
+    second = task.apply_async_on_commit((2,), using=carried.alias)
+    assert (second.id, second.is_duplicate) == (first.id, True)
+    assert [row.task_id for row in carried.rows.all()] == [first.id]
+    with transaction.atomic(using=carried.alias):
+        third = task.apply_async_on_commit((3,), using=carried.alias)
+        transaction.get_connection(carried.alias).run_on_commit.clear()
+    carried.rows.filter(task_id=third.id).update(due_at=Now() - timedelta(seconds=1))
+    assert carried.relay() == []
+    assert [row.task_id for row in carried.rows.all()] == [first.id]
+    assert carried.mailbox.deliver(first).state == "SUCCESS"
+    assert (carried.calls, carried.rows.count()) == ([1], 0)
+
+
+def test_the_retry_of_a_unique_task_is_sent(carried: Carried) -> None:
+    """It goes on with the lock of its message, and is no duplicate of itself."""
+    task = make_unique(carried, "tests.unique")
+
+    def retry(task: Any, number: int) -> int:
+        if not task.request.retries:
+            raise task.retry(countdown=0)
+        return number
+
+    carried.body = retry
+    assert carried.mailbox.deliver(carried.send(1, task=task)).state == "RETRY"
+    second = carried.mailbox.take_one()
+    assert carried.row.state == "sent"
+    assert task.apply_async_on_commit((2,), using=carried.alias).is_duplicate
+    assert carried.mailbox.deliver(second) == ("SUCCESS", 1)
+    assert not carried.rows.exists()
+    assert carried.mailbox.deliver(carried.send(3, task=task)).state == "RETRY"
+
+
+def test_a_unique_task_that_waits_for_a_lock_is_sent_again(carried: Carried) -> None:
+    """With on_conflict="retry" its message comes back, with the lock of its message."""
+    task = make_unique(carried, "tests.unique", on_conflict="retry")
+    message = carried.send(1, task=task)
+    with cache_lock(task.lock_name(1)):
+        assert carried.mailbox.deliver(message).state == "RETRY"
+    again = carried.mailbox.take_one()
+    assert (carried.row.state, again.id) == ("sent", message.id)
+    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+    assert not carried.rows.exists()
+    assert not find_lock(f"sent:{task.lock_name(1)}")
+
+
+def test_what_expired_is_not_sent_again(carried: Carried) -> None:
+    """It fails, since a broker that drops what expired would let no worker say so."""
+    carried.send(1, expires=datetime.now(UTC) + timedelta(hours=1))
+    carried.make_due()
+    assert len(carried.relay()) == 1
+    carried.send(2, expires=datetime.now(UTC) - timedelta(seconds=1))
+    carried.make_due()
+    with hearing(message_failed) as heard:
+        assert [message.args for message in carried.relay()] == [[1]]
+    (failed,) = carried.rows.failed()
+    assert failed.error == "The task expired before it was begun."
+    assert [event["task_id"] for event in heard] == [failed.task_id]
+    assert carried.relay() == []

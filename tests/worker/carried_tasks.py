@@ -1,0 +1,106 @@
+"""Tasks that are carried until done, for the workers of ``test_carried``."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from celery import shared_task
+
+from django_celery_safe import SafeTask, single_instance
+from django_celery_safe.models import OutboxMessage
+from tests.processes import wait_for
+from tests.worker.rooms import Room
+
+CARRIED: dict[str, Any] = {"base": SafeTask, "bind": True, "outbox": "until_done"}
+
+
+def enter(task: Any, room: str, alias: str) -> Room:
+    """Note a run, and how many processes have died in its task; return the room."""
+    place = Room(Path(room))
+    rows = OutboxMessage.objects.using(alias)
+    place.note("started", task, deaths=rows.get(task_id=task.request.id).deaths)
+    return place
+
+
+def wait(place: Room) -> None:
+    """Wait until the gate of a room opens."""
+    wait_for((place.folder / "gate").exists, 60)
+
+
+@shared_task(**CARRIED)
+def stay(self: Any, room: str, alias: str) -> None:
+    """Stay in the room until its gate opens."""
+    wait(enter(self, room, alias))
+
+
+@shared_task(**CARRIED, acks_late=True, reject_on_worker_lost=True)
+def stay_late(self: Any, room: str, alias: str) -> None:
+    """Stay as ``stay`` does, with a message that the broker delivers again."""
+    wait(enter(self, room, alias))
+
+
+@shared_task(**CARRIED, time_limit=1)
+def stay_too_long(self: Any, room: str, alias: str) -> None:
+    """Stay until the worker kills the process at the hard time limit."""
+    wait(enter(self, room, alias))
+
+
+@shared_task(**CARRIED, max_deaths=2)
+def poison(self: Any, room: str, alias: str) -> None:
+    """Kill its own process."""
+    enter(self, room, alias)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@shared_task(**CARRIED)
+def note(self: Any, room: str, alias: str, *parts: Any) -> str:
+    """Note that it ran."""
+    enter(self, room, alias)
+    return "noted"
+
+
+@shared_task(**CARRIED)
+def gather(self: Any, results: list[str], room: str, alias: str) -> list[str]:
+    """Note that it ran with these results."""
+    enter(self, room, alias)
+    return results
+
+
+@shared_task(**CARRIED)
+def follow(self: Any, result: str, room: str, alias: str) -> str:
+    """Note that it ran after what gave this result."""
+    enter(self, room, alias)
+    return f"{result} twice"
+
+
+@shared_task(**CARRIED)
+def try_again(self: Any, room: str, alias: str, retries: int) -> int:
+    """Be retried so many times, after a moment each."""
+    enter(self, room, alias)
+    if self.request.retries < retries:
+        raise self.retry(countdown=0.5)
+    return retries
+
+
+@shared_task(**CARRIED)
+@single_instance(key="{room}", on_conflict="retry", retry_delay=0.3, timeout=10)
+def alone(self: Any, room: str, alias: str) -> None:
+    """Be the only one in the room until its gate opens."""
+    place = enter(self, room, alias)
+    with place.gauge.inside():
+        wait(place)
+
+
+@shared_task(**CARRIED)
+@single_instance(key="{room}", unique_until="end", timeout=10)
+def unique(self: Any, room: str, alias: str) -> None:
+    """Stay in the room; no other message is sent meanwhile."""
+    wait(enter(self, room, alias))
+
+
+@shared_task(**CARRIED)
+def fail(self: Any, room: str, alias: str) -> None:
+    """Fail."""
+    enter(self, room, alias)
+    raise ValueError("no such order")

@@ -1,0 +1,442 @@
+"""
+Tasks that are carried until done, on real workers: what their rows say, and what ran how often.
+
+The rows are in PostgreSQL, and a relay runs in a process of its own. Leases are 2 s.
+"""
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery import chain, chord, shared_task
+from celery.canvas import Signature
+from django.test import override_settings
+
+from django_celery_safe import SafeTask, iter_locks, send_on_commit
+from django_celery_safe.models import OutboxMessage
+from django_celery_safe.sending.relay import Relay
+from tests.app.celery import app, tell_workers
+from tests.conftest import REDIS_BACKENDS, _forget_first_use
+from tests.processes import CeleryWorker, start_in_process, wait_for
+from tests.servers import RabbitMQServer, RedisServer, Server
+from tests.servers.databases import Databases
+from tests.worker import carried_tasks as tasks
+from tests.worker.rooms import Room
+
+if TYPE_CHECKING:
+    from pytest_django import DjangoDbBlocker
+
+#: Seconds until something must have happened for which a lease of 2 s has to be over.
+PATIENCE = 40
+LEASE = {"LOCK_TIMEOUT": 2}
+#: The same where a message that no worker takes up is sent again at once.
+IMPATIENT = {**LEASE, "OUTBOX_RESEND_AFTER": 1}
+
+
+@shared_task(base=SafeTask, outbox="until_done")
+def unknown(room: str, alias: str) -> None:
+    """Be known to this process only."""
+
+
+def run_relay(alias: str) -> None:
+    """Relay until the process is killed."""
+    app.set_current()
+    with closing(Relay(alias)) as relay:
+        relay.run(threading.Event())
+
+
+@dataclass
+class Scene:
+    """
+    Where the tests of one broker play.
+
+    Attributes:
+        alias: The database with the outbox.
+        broker: The server of the broker.
+    """
+
+    alias: str
+    broker: Server
+
+    @property
+    def rows(self) -> Any:
+        """The outbox."""
+        return OutboxMessage.objects.using(self.alias)
+
+    def row(self, task_id: str) -> Any:
+        """Return the row of a task; None: it is gone."""
+        return self.rows.filter(task_id=task_id).first()
+
+    def state(self, task_id: str) -> str:
+        """Return what the row of a task says; "gone": there is none."""
+        row = self.row(task_id)
+        return "gone" if row is None else row.state
+
+    def send(self, task: Any, room: Room, *args: Any, **options: Any) -> str:
+        """Send a task to a room; return its id."""
+        sent = task.apply_async_on_commit(
+            (room.path, self.alias, *args), using=self.alias, **options
+        )
+        assert sent.send_error is None
+        task_id: str = sent.id
+        return task_id
+
+    def signature(self, task: Any, room: Room) -> Signature[Any]:
+        """Return a part of a canvas that goes to a room."""
+        signature: Signature[Any] = task.s(room.path, self.alias).set(using=self.alias)
+        return signature
+
+    def until(self, task_id: str, state: str, room: Room) -> Any:
+        """Wait until the row of a task says something; return it."""
+        room.until(
+            lambda: self.state(task_id) == state,
+            f"the row is not {state}, but {self.rows.values()}",
+            PATIENCE,
+        )
+        return self.row(task_id)
+
+    def purge(self, queue: str) -> None:
+        """Let the broker lose all that waits in a queue, on Redis in its whole database."""
+        if isinstance(self.broker, RedisServer):
+            with self.broker.client(db=1) as client:
+                assert client.llen(queue) == 1
+                client.flushdb()
+            return
+        with app.connection_for_write() as connection:
+            assert connection.default_channel.queue_purge(queue) == 1
+
+    @contextmanager
+    def relaying(self, **settings: Any) -> Iterator[None]:
+        """Have a relay in a process of its own during the block."""
+        changes = {"DJANGO_CELERY_SAFE": settings} if settings else {}
+        with start_in_process(run_relay, self.alias, settings=changes):
+            yield
+
+    def worker(self, queue: str = "celery", pool: str = "prefork", size: int = 2) -> CeleryWorker:
+        """Return a worker, not yet started, that knows the tasks but the unknown one."""
+        return CeleryWorker(
+            "tests.app",
+            pool=pool,
+            concurrency=size,
+            arguments=["--include", tasks.__name__, "--queues", queue],
+        )
+
+
+@pytest.fixture(scope="module", params=["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
+def scene(
+    request: pytest.FixtureRequest,
+    redis_server: RedisServer,
+    postgres_server: object,
+    _databases: Databases,
+    tmp_path_factory: pytest.TempPathFactory,
+    django_db_blocker: "DjangoDbBlocker",
+) -> Iterator[Scene]:
+    """An outbox in PostgreSQL, either broker, and results and locks in the private Redis."""
+    redis_server.flush()
+    broker: Server = request.getfixturevalue(f"{request.param}_server")
+    url = redis_server.database_url(1)
+    if isinstance(broker, RabbitMQServer):
+        url = broker.url
+    chosen = {"broker_url": url, "result_backend": redis_server.database_url(2)}
+    settings: dict[str, Any] = {f"CELERY_{name.upper()}": chosen[name] for name in chosen}
+    backend = REDIS_BACKENDS["django-redis"]
+    settings["CACHES"] = {"default": {"BACKEND": backend, "LOCATION": redis_server.url}}
+    settings["DJANGO_CELERY_SAFE"] = LEASE
+    with ExitStack() as stack:
+        stack.enter_context(override_settings(**settings))
+        stack.enter_context(django_db_blocker.unblock())
+        folder = tmp_path_factory.mktemp("carried")
+        alias = stack.enter_context(_databases.alias("postgres", folder))
+        _forget_first_use()
+        app.conf.update(chosen)
+        yield Scene(alias, broker)
+        gc.collect()  # Results unsubscribe when they go.
+        _forget_first_use()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(scene: Scene) -> None:
+    """Begin each test with an empty outbox."""
+    scene.rows.all().delete()
+
+
+@pytest.fixture(scope="module")
+def worker(scene: Scene) -> Iterator[CeleryWorker]:
+    """A worker with four children, for what leaves the worker itself alive."""
+    with scene.worker(size=4) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def relay(scene: Scene) -> Iterator[None]:
+    """A relay for all tests that need no other."""
+    with scene.relaying():
+        yield
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Room]:
+    """A room for this test alone, open in the end."""
+    room = Room(tmp_path)
+    yield room
+    room.open()
+
+
+def deaths(room: Room, task_id: str | None = None) -> list[int]:
+    """Return how many processes had died in a task when each of its runs began."""
+    return [run["deaths"] for run in room.runs(task_id)]
+
+
+def kill_run(room: Room) -> None:
+    """Wait for a run in the room, and end its process."""
+    room.until(room.runs, "it does not run", PATIENCE)
+    os.kill(room.runs()[-1]["pid"], signal.SIGKILL)
+
+
+def result_state(task_id: str) -> str:
+    """Return what the result backend says of a task."""
+    state: str = app.AsyncResult(task_id).state
+    return state
+
+
+# Processes that die.
+
+
+@pytest.mark.parametrize("task", [tasks.stay, tasks.stay_late], ids=["early", "late"])
+@pytest.mark.usefixtures("worker", "relay")
+def test_a_killed_child_is_followed_by_one_more_run(scene: Scene, room: Room, task: Any) -> None:
+    """When the lease is over a relay sends it again, and its row is gone in the end."""
+    task_id = scene.send(task, room)
+    kill_run(room)
+    room.until(lambda: len(room.runs()) == 2, "it is not run again", PATIENCE)
+    room.open()
+    scene.until(task_id, "gone", room)
+    assert deaths(room) == [0, 1]
+    wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
+
+
+def test_a_death_is_no_failure(scene: Scene, room: Room, worker: CeleryWorker) -> None:
+    """While a row brings the task back its result is open, and no errback is called."""
+    errback = scene.signature(tasks.note, room).set(immutable=True)
+    task_id = scene.send(tasks.stay, room, link_error=errback)
+    kill_run(room)
+    wait_for(lambda: f"{task_id}] died" in worker.log, PATIENCE)
+    assert result_state(task_id) == "PENDING"
+    with scene.relaying():
+        room.until(lambda: len(room.runs()) == 2, "it is not run again", PATIENCE)
+    room.open()
+    wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
+    assert {run["id"] for run in room.runs()} == {task_id}
+
+
+@pytest.mark.usefixtures("worker", "relay")
+def test_poison_ends_and_harms_no_other_task(scene: Scene, room: Room, tmp_path: Path) -> None:
+    """After two deaths it is TaskPoisoned in its row and its result; the others are done."""
+    other = Room(tmp_path / "other")
+    other.folder.mkdir()
+    task_id = scene.send(tasks.poison, room)
+    others = [scene.send(tasks.note, other) for _ in range(10)]
+    row = scene.until(task_id, "failed", room)
+    assert (row.error_type, row.deaths) == ("TaskPoisoned", 2)
+    assert deaths(room) == [0, 1]
+    wait_for(lambda: result_state(task_id) == "FAILURE", PATIENCE)
+    for one in others:
+        scene.until(one, "gone", other)
+        assert len(other.runs(one)) == 1
+
+
+@pytest.mark.parametrize(
+    ("pool", "size"),
+    [
+        ("solo", 1),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in [("threads", 4), ("prefork", 2)]),
+    ],
+)
+@pytest.mark.usefixtures("relay")
+def test_a_killed_worker_is_followed_by_another(
+    scene: Scene, room: Room, pool: str, size: int
+) -> None:
+    """What it ran is run once more by a worker that was started later; what waited, once."""
+    queue = f"killed-{pool}"
+    with scene.worker(queue, pool, size) as first:
+        begun = scene.send(tasks.stay, room, queue=queue)
+        room.until(room.runs, "it does not run", PATIENCE)
+        waiting = scene.send(tasks.note, room, queue=queue, countdown=1)
+        first.kill()
+    room.open()
+    with scene.worker(queue, pool, size):
+        scene.until(begun, "gone", room)
+    assert deaths(room, begun) == [0, 1]
+    assert scene.state(waiting) in ("sent", "gone")
+
+
+# Messages that get lost.
+
+
+def test_a_message_that_the_broker_lost_is_sent_again(scene: Scene, room: Room) -> None:
+    """After OUTBOX_RESEND_AFTER, until a worker takes it up; it is done once."""
+    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT):
+        task_id = scene.send(tasks.note, room, queue="lossy")
+        assert scene.state(task_id) == "sent"
+        scene.purge("lossy")
+        with scene.relaying(), scene.worker("lossy", "solo", 1):
+            scene.until(task_id, "gone", room)
+    assert deaths(room) == [0]
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_task_that_the_worker_does_not_know(scene: Scene, room: Room) -> None:
+    """Its row says so, and waits for a worker that does."""
+    task_id = scene.send(unknown, room)
+
+    def error() -> str:
+        text: str = scene.row(task_id).error
+        return text
+
+    said = wait_for(error, PATIENCE)
+    assert f"does not know the task {unknown.name}" in said
+    assert scene.state(task_id) == "sent"
+
+
+# Tasks that are ended.
+
+
+@pytest.mark.usefixtures("worker", "relay")
+def test_a_hard_time_limit_fails_it(scene: Scene, room: Room) -> None:
+    """It is not run again, though its process was killed."""
+    task_id = scene.send(tasks.stay_too_long, room)
+    row = scene.until(task_id, "failed", room)
+    assert (row.error_type, row.due_at) == ("TimeLimitExceeded", None)
+    assert deaths(room) == [0]
+    assert result_state(task_id) == "FAILURE"
+
+
+@pytest.mark.usefixtures("worker", "relay")
+def test_an_error_fails_it(scene: Scene, room: Room) -> None:
+    """Its row and its result say so, its errback is called, and it is not run again."""
+    errback = scene.signature(tasks.note, room).set(immutable=True)
+    task_id = scene.send(tasks.fail, room, link_error=errback)
+    row = scene.until(task_id, "failed", room)
+    assert (row.error_type, row.error, row.due_at) == ("ValueError", "no such order", None)
+    room.until(lambda: len(room.runs()) == 2, "the errback is not called", PATIENCE)
+    room.until(lambda: scene.rows.count() == 1, "the errback is not done", PATIENCE)
+    assert result_state(task_id) == "FAILURE"
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_task_that_is_revoked_before_it_begins(scene: Scene, room: Room) -> None:
+    """Its row says so, and it never runs."""
+    task_id = "00000000-revoked-" + os.urandom(8).hex()
+    tell_workers("revoke", task_id, reply=True, limit=1)
+    scene.send(tasks.note, room, task_id=task_id)
+    row = scene.until(task_id, "failed", room)
+    assert (row.error, room.runs()) == ("The task was revoked.", [])
+
+
+@pytest.mark.usefixtures("worker", "relay")
+def test_a_task_that_is_revoked_while_it_runs(scene: Scene, room: Room) -> None:
+    """Its process is killed, which is no death that it would be run again after."""
+    task_id = scene.send(tasks.stay, room)
+    room.until(room.runs, "it does not run", PATIENCE)
+    tell_workers("revoke", task_id, terminate=True, signal="SIGKILL", reply=True, limit=1)
+    row = scene.until(task_id, "failed", room)
+    assert (row.error, row.due_at) == ("The task was revoked.", None)
+    assert deaths(room) == [0]
+
+
+def test_a_task_that_expires_before_there_is_a_worker(scene: Scene, room: Room) -> None:
+    """The relay fails it instead of sending it again: RabbitMQ would drop it each time."""
+    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT):
+        task_id = scene.send(tasks.note, room, queue="expiring", expires=0.2)
+        wait_for(lambda: scene.rows.due().exists(), PATIENCE)
+        with scene.relaying():
+            room.until(lambda: scene.state(task_id) == "failed", "it is not failed", PATIENCE)
+    assert scene.row(task_id).error == "The task expired before it was begun."
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_task_that_expires(scene: Scene, room: Room) -> None:
+    """Whether the worker or the broker drops its message, its row says so."""
+    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT), scene.relaying():
+        task_id = scene.send(tasks.note, room, expires=0.001)
+        row = scene.until(task_id, "failed", room)
+    assert (row.error, room.runs()) == ("The task expired before it was begun.", [])
+
+
+# Tasks that go on.
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_chain_is_done(scene: Scene, room: Room) -> None:
+    """Each link runs once, and no row is left."""
+    links = [scene.signature(one, room) for one in (tasks.note, tasks.follow, tasks.follow)]
+    result = send_on_commit(chain(*links), using=scene.alias)
+    assert result.get(timeout=PATIENCE) == "noted twice twice"
+    room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
+    assert deaths(room) == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_chord_is_done(scene: Scene, room: Room) -> None:
+    """Its header and its body run once each, and no row is left."""
+    parts = [scene.signature(tasks.note, room) for _ in range(3)]
+    result = send_on_commit(chord(parts, scene.signature(tasks.gather, room)), using=scene.alias)
+    assert result.get(timeout=PATIENCE) == ["noted"] * 3
+    room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
+    assert deaths(room) == [0, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("worker", "relay")
+def test_a_chord_whose_part_died_is_done(scene: Scene, room: Room) -> None:
+    """The part is run once more, and the body gets the results of all."""
+    parts = [scene.signature(one, room) for one in (tasks.note, tasks.stay)]
+    result = send_on_commit(chord(parts, scene.signature(tasks.gather, room)), using=scene.alias)
+    stays = result.parent.results[1].id
+    room.until(lambda: room.runs(stays), "it does not run", PATIENCE)
+    os.kill(room.runs(stays)[0]["pid"], signal.SIGKILL)
+    room.open()
+    assert result.get(timeout=PATIENCE) == ["noted", None]
+    room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
+    assert (deaths(room, stays), len(room.runs())) == ([0, 1], 4)
+
+
+@pytest.mark.usefixtures("worker")
+def test_retries_are_done(scene: Scene, room: Room) -> None:
+    """Each with the row of the first attempt."""
+    task_id = scene.send(tasks.try_again, room, 2)
+    scene.until(task_id, "gone", room)
+    assert [run["retries"] for run in room.runs()] == [0, 1, 2]
+    assert deaths(room) == [0, 0, 0]
+    assert result_state(task_id) == "SUCCESS"
+
+
+@pytest.mark.usefixtures("worker")
+def test_runs_that_wait_for_a_lock_are_done(scene: Scene, room: Room) -> None:
+    """One after the other, each once, and no row is left."""
+    ids = [scene.send(tasks.alone, room) for _ in range(2)]
+    room.until(lambda: scene.rows.filter(task_id__in=ids, starts__gt=1).exists(), "none comes back")
+    room.open()
+    for task_id in ids:
+        scene.until(task_id, "gone", room)
+    assert room.gauge.violations() == []
+    assert sorted(run["id"] for run in room.runs()) == sorted(ids)
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_unique_message_is_done(scene: Scene, room: Room) -> None:
+    """A second send is its duplicate, without a row, and its locks are free in the end."""
+    task_id = scene.send(tasks.unique, room)
+    room.until(room.runs, "it does not run", PATIENCE)
+    assert scene.send(tasks.unique, room) == task_id
+    assert scene.rows.count() == 1
+    room.open()
+    scene.until(task_id, "gone", room)
+    room.until(lambda: not [one for one in iter_locks() if room.path in one.name], "locked")
+    assert deaths(room) == [0]
