@@ -7,7 +7,7 @@ import inspect
 import math
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from .. import conf
@@ -158,6 +158,8 @@ def options_of_call(options: Options, given: Any) -> Options:
         "key": options.key,
         "lock": options.lock,
         "timeout": options.timeout,
+        "renew": options.renew,
+        "cache": options.cache,
         "on_conflict": way,
         "unique_until": until,
     }
@@ -168,19 +170,7 @@ def options_of_call(options: Options, given: Any) -> Options:
     if until is not None:
         as_task["sent_timeout"] = options.sent_timeout
         as_task["on_duplicate"] = options.on_duplicate
-    made = make_options(**{**as_task, **given})
-    return replace(
-        options,
-        key=made.key,
-        lock=made.lock,
-        on_conflict=made.on_conflict,
-        timeout=made.timeout,
-        retry_delay=made.retry_delay,
-        blocking_timeout=made.blocking_timeout,
-        unique_until=made.unique_until,
-        sent_timeout=made.sent_timeout,
-        on_duplicate=made.on_duplicate,
-    )
+    return make_options(**{**as_task, **given})
 
 
 def check_key_names(
