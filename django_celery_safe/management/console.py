@@ -72,6 +72,11 @@ class TableCommand(SafeCommand):
     #: What ``--database`` says of itself.
     database_help: str
 
+    def add_actions(self, parser: ArgumentParser, names: str) -> Any:
+        """Add ``--database`` and the place of the actions, of which one must be given."""
+        self.add_database(parser)
+        return parser.add_subparsers(dest="action", title="actions", metavar=names, required=True)
+
     def add_action(self, actions: Any, name: str, text: str) -> ArgumentParser:
         """Add an action, which takes ``--database`` too."""
         parser: ArgumentParser = actions.add_parser(name, help=text, description=sentence(text))

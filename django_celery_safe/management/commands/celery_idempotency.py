@@ -30,10 +30,7 @@ class Command(TableCommand):
     database_help = "the records in this database (default: where the router writes them)"
 
     def add_arguments(self, parser: CommandParser) -> None:
-        self.add_database(parser)
-        actions = parser.add_subparsers(
-            dest="action", title="actions", metavar="{list,show,forget,prune}", required=True
-        )
+        actions = self.add_actions(parser, "{list,show,forget,prune}")
         listing = self.add_action(actions, "list", "show the records, the newest first")
         self.add_json(listing)
         listing.add_argument(
