@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import TextIOWrapper
@@ -82,6 +82,13 @@ class TableCommand(SafeCommand):
         parser: ArgumentParser = actions.add_parser(name, help=text, description=sentence(text))
         self.add_database(parser, default=SUPPRESS)
         return parser
+
+    def add_listing(self, actions: Any, text: str, states: Sequence[str]) -> ArgumentParser:
+        """Add the action ``list`` with ``--json`` and ``--state``."""
+        listing = self.add_action(actions, "list", text)
+        self.add_json(listing)
+        listing.add_argument("--state", choices=states, help="only those in this state")
+        return listing
 
     def add_json(self, parser: Any) -> None:
         """Add ``--json``, which is ``options["as_json"]``."""

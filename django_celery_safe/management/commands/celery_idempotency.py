@@ -31,11 +31,8 @@ class Command(TableCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         actions = self.add_actions(parser, "{list,show,forget,prune}")
-        listing = self.add_action(actions, "list", "show the records, the newest first")
-        self.add_json(listing)
-        listing.add_argument(
-            "--state", choices=IdempotencyRecord.State.values, help="only those in this state"
-        )
+        states = IdempotencyRecord.State.values
+        listing = self.add_listing(actions, "show the records, the newest first", states)
         listing.add_argument(
             "--prefix", type=typed, metavar="TEXT", help="only keys that begin with this"
         )
