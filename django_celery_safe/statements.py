@@ -13,13 +13,15 @@ to 2.9 times an INSERT and an UPDATE instead of 1.6 to 1.9, and the limit is 2.5
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from django.core.exceptions import EmptyResultSet
 from django.db import connections
 from django.db.models import Expression, Field, Model, QuerySet
 from django.db.models.constants import OnConflict
 from django.db.models.sql import DeleteQuery, InsertQuery, UpdateQuery
+
+M = TypeVar("M", bound=Model)
 
 
 class Param(Expression):
@@ -117,7 +119,7 @@ def change_returning(
         return list(cursor.fetchall())  # SQLite has not done it before it was read
 
 
-class Statement:
+class Statement(Generic[M]):
     """
     A statement, compiled once for each database.
 
@@ -131,7 +133,7 @@ class Statement:
 
     def __init__(
         self,
-        make: Callable[[str], tuple[QuerySet[Any] | Model, dict[str, Any] | None]],
+        make: Callable[[str], tuple[QuerySet[M] | M, dict[str, Any] | None]],
         returning: Callable[[Callable[[str], str]], tuple[str, Sequence[Param]]] | None = None,
         *,
         whole: bool = False,
@@ -158,7 +160,7 @@ class Statement:
             self._execute(cursor, alias, values)
             return bool(cursor.rowcount)
 
-    def find(self, alias: str, **values: Any) -> Any:
+    def find(self, alias: str, **values: Any) -> M | None:
         """Execute a SELECT; return its first row, as the ORM would; None: there is none."""
         with connections[alias].cursor() as cursor:
             reading = self._execute(cursor, alias, values)

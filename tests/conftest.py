@@ -11,7 +11,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,6 +19,7 @@ import pytest
 from celery import Celery
 from celery.backends.base import DisabledBackend
 from django.core.management.commands import flush
+from django.test import override_settings
 
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.leases.store import LeaseStore
@@ -50,6 +51,9 @@ NOT_RUN = "not run: "
 
 CacheSettings = dict[str, dict[str, Any]]
 RedisCacheKind = Literal["django-redis", "django"]
+
+#: Has a broker look twice a second for messages that were not acknowledged in time.
+LOOKING_OFTEN = {"unacked_restore_interval": 0.5, "unacked_restore_throttle": 1}
 
 REDIS_BACKENDS = {
     "django-redis": "django_redis.cache.RedisCache",
@@ -278,19 +282,45 @@ def use_broker(redis_server: RedisServer, settings: "Settings") -> Iterator[UseB
     redis_server.flush()
 
     def use(**transport_options: Any) -> Celery:
-        chosen = {
-            "broker_url": redis_server.database_url(1),
-            "result_backend": redis_server.database_url(2),
-            "broker_transport_options": transport_options,
-        }
-        _forget_first_use()
-        app.conf.update(chosen)
-        for name, value in chosen.items():
-            setattr(settings, f"CELERY_{name.upper()}", value)
+        for name, value in _connect_app(redis_server, transport_options).items():
+            setattr(settings, name, value)
         return app
 
     yield use
     app.conf.update(broker_transport_options={}, task_always_eager=False)
+
+
+@contextmanager
+def app_on_redis(
+    server: RedisServer, locks: RedisCacheKind = "django-redis", **transport_options: Any
+) -> Iterator[None]:
+    """
+    Have locks, broker (database 1) and results (2) of our app and of its workers in a Redis.
+
+    Args:
+        server: The Redis, which is emptied before.
+        locks: The backend of the cache that holds the locks.
+        transport_options: Those of kombu, such as ``visibility_timeout``.
+    """
+    server.flush()
+    caches = {"default": {"BACKEND": REDIS_BACKENDS[locks], "LOCATION": server.url}}
+    with override_settings(CACHES=caches, **_connect_app(server, transport_options)):
+        try:
+            yield
+        finally:
+            app.conf.update(broker_transport_options={})
+
+
+def _connect_app(server: RedisServer, transport_options: dict[str, Any]) -> dict[str, Any]:
+    """Let our app use a Redis; return the settings by which a worker uses it too."""
+    chosen = {
+        "broker_url": server.database_url(1),
+        "result_backend": server.database_url(2),
+        "broker_transport_options": transport_options,
+    }
+    _forget_first_use()
+    app.conf.update(chosen)
+    return {f"CELERY_{name.upper()}": value for name, value in chosen.items()}
 
 
 def _forget_first_use() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from celery import Task
 from celery.local import Proxy
@@ -16,6 +16,7 @@ from ..exceptions import ConfigurationError
 from .guard import run_alone
 from .message_endings import watch
 from .options import (
+    GivenOptions,
     Key,
     OnConflict,
     OnDuplicate,
@@ -32,18 +33,7 @@ T = TypeVar("T")
 def single_instance(function: Callable[P, T], /) -> Callable[P, T | None]: ...
 @overload
 def single_instance(
-    *,
-    key: Key | conf.Unset = conf.UNSET,
-    lock: str | conf.Unset = conf.UNSET,
-    on_conflict: OnConflict = "skip",
-    timeout: conf.Duration | conf.Unset = conf.UNSET,
-    retry_delay: conf.Duration | conf.Unset = conf.UNSET,
-    blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    renew: bool = True,
-    cache: str | conf.Unset = conf.UNSET,
-    unique_until: UniqueUntil | None = None,
-    sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    on_duplicate: OnDuplicate | conf.Unset = conf.UNSET,
+    **options: Unpack[GivenOptions],
 ) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
 def single_instance(
     function: Callable[..., Any] | None = None,

@@ -7,8 +7,8 @@ import inspect
 import math
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from .. import conf
 from ..exceptions import ConfigurationError
@@ -65,47 +65,55 @@ class Options:
         return self.timeout
 
 
-def make_options(
-    *,
-    key: Key | conf.Unset = conf.UNSET,
-    lock: str | conf.Unset = conf.UNSET,
-    on_conflict: str = "skip",
-    timeout: conf.Duration | conf.Unset = conf.UNSET,
-    retry_delay: conf.Duration | conf.Unset = conf.UNSET,
-    blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    renew: bool = True,
-    cache: str | conf.Unset = conf.UNSET,
-    unique_until: str | None = None,
-    sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    on_duplicate: str | conf.Unset = conf.UNSET,
-) -> Options:
+class GivenOptions(TypedDict, total=False):
+    """What ``@single_instance`` can be told; what is left out has its default."""
+
+    key: Key | conf.Unset
+    lock: str | conf.Unset
+    on_conflict: OnConflict
+    timeout: conf.Duration | conf.Unset
+    retry_delay: conf.Duration | conf.Unset
+    blocking_timeout: conf.Duration | conf.Unset
+    renew: bool
+    cache: str | conf.Unset
+    unique_until: UniqueUntil | None
+    sent_timeout: conf.Duration | conf.Unset
+    on_duplicate: OnDuplicate | conf.Unset
+
+
+def make_options(**given: Unpack[GivenOptions]) -> Options:
     """
     Return the options, or say which of them mean nothing.
 
     Raises:
         ConfigurationError: An option is unknown, or two contradict each other.
     """
+    on_conflict = given.get("on_conflict", "skip")
+    retry_delay = given.get("retry_delay", conf.UNSET)
+    unique_until = given.get("unique_until")
+    sent_timeout = given.get("sent_timeout", conf.UNSET)
+    on_duplicate = given.get("on_duplicate", conf.UNSET)
     _check_choice("on_conflict", on_conflict, get_args(OnConflict))
     if not isinstance(retry_delay, conf.Unset) and on_conflict != "retry":
         raise ConfigurationError(
             f"retry_delay={retry_delay!r} has no meaning with on_conflict={on_conflict!r}, which "
             f'never retries. Leave it out, or set on_conflict="retry".'
         )
-    patience = _checked_patience(blocking_timeout, on_conflict)
+    patience = _checked_patience(given.get("blocking_timeout", conf.UNSET), on_conflict)
     delay = RETRY_DELAY if isinstance(retry_delay, conf.Unset) else retry_delay
     _check_unique(unique_until, sent_timeout, on_duplicate)
     return Options(
-        key=checked_key(key),
-        lock=_checked_lock(lock),
-        on_conflict=on_conflict,  # type: ignore[arg-type]
-        timeout=_seconds_or_unset(timeout, "timeout"),
+        key=checked_key(given.get("key", conf.UNSET)),
+        lock=_checked_lock(given.get("lock", conf.UNSET)),
+        on_conflict=on_conflict,
+        timeout=_seconds_or_unset(given.get("timeout", conf.UNSET), "timeout"),
         retry_delay=conf.lease_seconds(delay, "retry_delay"),
         blocking_timeout=patience,
-        renew=renew,
-        cache=cache,
-        unique_until=unique_until,  # type: ignore[arg-type]
+        renew=given.get("renew", True),
+        cache=given.get("cache", conf.UNSET),
+        unique_until=unique_until,
         sent_timeout=_seconds_or_unset(sent_timeout, "sent_timeout"),
-        on_duplicate="existing" if isinstance(on_duplicate, conf.Unset) else on_duplicate,  # type: ignore[arg-type]
+        on_duplicate="existing" if isinstance(on_duplicate, conf.Unset) else on_duplicate,
     )
 
 
@@ -158,6 +166,8 @@ def options_of_call(options: Options, given: Any) -> Options:
         "key": options.key,
         "lock": options.lock,
         "timeout": options.timeout,
+        "renew": options.renew,
+        "cache": options.cache,
         "on_conflict": way,
         "unique_until": until,
     }
@@ -168,19 +178,7 @@ def options_of_call(options: Options, given: Any) -> Options:
     if until is not None:
         as_task["sent_timeout"] = options.sent_timeout
         as_task["on_duplicate"] = options.on_duplicate
-    made = make_options(**{**as_task, **given})
-    return replace(
-        options,
-        key=made.key,
-        lock=made.lock,
-        on_conflict=made.on_conflict,
-        timeout=made.timeout,
-        retry_delay=made.retry_delay,
-        blocking_timeout=made.blocking_timeout,
-        unique_until=made.unique_until,
-        sent_timeout=made.sent_timeout,
-        on_duplicate=made.on_duplicate,
-    )
+    return make_options(**{**as_task, **given})
 
 
 def check_key_names(

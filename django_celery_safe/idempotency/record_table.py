@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from ..models.idempotency import IdempotencyRecord, IdempotencyRecords
 
 
+def _record_model() -> type[IdempotencyRecord]:
+    """Return the model of the records, once there is a registry to import it."""
+    from ..models.idempotency import IdempotencyRecord  # needs the app registry
+
+    return IdempotencyRecord
+
+
 class RecordTable(LeaseTable):
     """The records in one database."""
 
@@ -37,9 +44,7 @@ class RecordTable(LeaseTable):
 
     def all(self) -> IdempotencyRecords:
         """Return the records."""
-        from ..models.idempotency import IdempotencyRecord  # needs the app registry
-
-        return IdempotencyRecord.objects.using(self.alias)
+        return _record_model().objects.using(self.alias)
 
     def at(self, name: str) -> IdempotencyRecords:
         """Return the record of a key, one or none."""
@@ -47,8 +52,7 @@ class RecordTable(LeaseTable):
 
     def find(self, name: str) -> IdempotencyRecord | None:
         """Return the record of a key, with the server's time as ``asked_at``; None: none."""
-        found: IdempotencyRecord | None = _FIND.find(self.alias, key=plain_name(name))
-        return found
+        return _FIND.find(self.alias, key=plain_name(name))
 
     def add_if_absent(
         self, key: str, token: str, lease: timedelta, *, holder: str, digest: str
@@ -74,11 +78,10 @@ _ADD: Final = Statement(lambda alias: (_make_new_record(), None))
 
 
 def _make_new_record() -> IdempotencyRecord:
-    from ..models.idempotency import IdempotencyRecord  # needs the app registry
-
     values = {name: Param(name) for name in ("key", "token", "holder", "digest")}
-    return IdempotencyRecord(
-        state=IdempotencyRecord.State.RUNNING,
+    model = _record_model()
+    return model(
+        state=model.State.RUNNING,
         ends_at=Now() + Param("lease", DurationField()),
         claimed_at=Now(),
         **values,
@@ -87,9 +90,7 @@ def _make_new_record() -> IdempotencyRecord:
 
 def record_table(using: str | None = None) -> RecordTable:
     """Return the records in the database ``using``; None: in the one the router writes to."""
-    from ..models.idempotency import IdempotencyRecord  # needs the app registry
-
-    return _cached_table(router.db_for_write(IdempotencyRecord) if using is None else using)
+    return _cached_table(router.db_for_write(_record_model()) if using is None else using)
 
 
 def read_claim(row: Any) -> HeldLock:

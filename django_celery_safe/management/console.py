@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from io import TextIOWrapper
@@ -72,11 +72,23 @@ class TableCommand(SafeCommand):
     #: What ``--database`` says of itself.
     database_help: str
 
+    def add_actions(self, parser: ArgumentParser, names: str) -> Any:
+        """Add ``--database`` and the place of the actions, of which one must be given."""
+        self.add_database(parser)
+        return parser.add_subparsers(dest="action", title="actions", metavar=names, required=True)
+
     def add_action(self, actions: Any, name: str, text: str) -> ArgumentParser:
         """Add an action, which takes ``--database`` too."""
         parser: ArgumentParser = actions.add_parser(name, help=text, description=sentence(text))
         self.add_database(parser, default=SUPPRESS)
         return parser
+
+    def add_listing(self, actions: Any, text: str, states: Sequence[str]) -> ArgumentParser:
+        """Add the action ``list`` with ``--json`` and ``--state``."""
+        listing = self.add_action(actions, "list", text)
+        self.add_json(listing)
+        listing.add_argument("--state", choices=states, help="only those in this state")
+        return listing
 
     def add_json(self, parser: Any) -> None:
         """Add ``--json``, which is ``options["as_json"]``."""

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-from types import TracebackType
 from typing import Self
 
 
@@ -62,12 +61,7 @@ class Gateway:
         self._start(self._accept)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _cut(self._listener)
         self._listener.close()
         for one in self._sockets:

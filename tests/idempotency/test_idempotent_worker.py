@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections
-from django.test import override_settings
 
 from django_celery_safe.conf import DEFAULTS
 from django_celery_safe.models import DatabaseLock, IdempotencyRecord
 from tests.app.celery import app
 from tests.app.models import Person
-from tests.conftest import REDIS_BACKENDS, _forget_first_use, require
+from tests.conftest import LOOKING_OFTEN, app_on_redis, require
 from tests.idempotency import tasks
 from tests.processes import CeleryWorker
 from tests.sending.conftest import connections_of_this_module
@@ -80,33 +79,19 @@ def shop(
 @pytest.fixture(scope="module")
 def worker(redis_server: RedisServer, shop: str) -> Iterator[CeleryWorker]:
     """A worker whose broker looks for unacknowledged messages twice a second."""
-    redis_server.flush()
     database = connections.settings[shop]
-    broker = {
-        "broker_url": redis_server.database_url(1),
-        "result_backend": redis_server.database_url(2),
-        "broker_transport_options": {
-            "visibility_timeout": VISIBILITY_TIMEOUT,
-            "unacked_restore_interval": 0.5,
-            "unacked_restore_throttle": 1,
-        },
-    }
-    caches = {"default": {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": redis_server.url}}
-    settings = {
-        "CACHES": caches,
-        "DATABASES": {
-            "default": {name: database[name] for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")}
-        },
-        **{f"CELERY_{name.upper()}": value for name, value in broker.items()},
-    }
-    with override_settings(CACHES=caches):
-        _forget_first_use()
-        app.conf.update(broker)
-        with CeleryWorker(
-            "tests.idempotency.worker_app", concurrency=6, settings=settings
-        ) as worker:
-            yield worker
-        app.conf.update(broker_transport_options={})
+    kept = {name: database[name] for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")}
+    with (
+        app_on_redis(
+            redis_server, "django", visibility_timeout=VISIBILITY_TIMEOUT, **LOOKING_OFTEN
+        ),
+        CeleryWorker(
+            "tests.idempotency.worker_app",
+            concurrency=6,
+            settings={"DATABASES": {"default": kept}},
+        ) as worker,
+    ):
+        yield worker
 
 
 @pytest.fixture(scope="module")

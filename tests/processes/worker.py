@@ -11,13 +11,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import psutil
 
 from tests.processes.kept import KeptProcess
 from tests.processes.settings import settings_environment
+from tests.processes.started import Started
 from tests.processes.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 READY = re.compile(r"\S+@\S+ ready\.")
 
 
-class CeleryWorker:
+class CeleryWorker(Started):
     """
     ``python -m celery -A <app> worker``, running while the block runs.
 
@@ -156,20 +156,7 @@ class CeleryWorker:
             self._process.kill()
         self._stack.close()
 
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
             print(f"--- log of {self.name} ---\n{self.log}")
-        self.close()
+        super().__exit__(*error)

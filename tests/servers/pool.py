@@ -1,7 +1,6 @@
 """Servers that start on first use and end together."""
 
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self, TypeVar
 
 from tests.servers.memcached import MemcachedServer
@@ -56,10 +55,5 @@ class ServerPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()

@@ -3,18 +3,18 @@
 import os
 import shutil
 import signal
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from tests.processes.kept import KeptProcess
+from tests.processes.started import Started
 from tests.processes.waiting import free_port, port_is_free, wait_for
 from tests.servers.programs import find_programs_folder, identity, make_folder
 
 
-class Server(ABC):
+class Server(Started):
     """
     A private server of 127.0.0.1, used as a context manager or started and closed.
 
@@ -59,7 +59,7 @@ class Server(ABC):
     def is_ready(self) -> bool:
         """Whether it answers; may raise while it does not."""
 
-    def prepare(self) -> None:  # noqa: B027 - most servers need nothing here
+    def prepare(self) -> None:
         """Do what must be done once, before the first start."""
 
     def environment(self) -> dict[str, str]:
@@ -159,19 +159,3 @@ class Server(ABC):
             return self.is_ready()
         except Exception:
             return False
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.test import override_settings
 
-from tests.app.celery import app
-from tests.conftest import REDIS_BACKENDS, RedisCacheKind, _forget_first_use
+from tests.conftest import REDIS_BACKENDS, RedisCacheKind, app_on_redis
 from tests.processes import CeleryWorker, free_port
 from tests.servers import RedisServer
+from tests.worker.pools import POOLS
 from tests.worker.rooms import Room
 
 StartWorker = Callable[..., AbstractContextManager[CeleryWorker]]
@@ -25,28 +26,29 @@ def start_worker(redis_server: RedisServer) -> StartWorker:
     def start(
         locks: RedisCacheKind, concurrency: int, **transport_options: Any
     ) -> Iterator[CeleryWorker]:
-        redis_server.flush()
-        broker = {
-            "broker_url": redis_server.database_url(1),
-            "result_backend": redis_server.database_url(2),
-            "broker_transport_options": transport_options,
+        gone = {
+            "BACKEND": REDIS_BACKENDS["django"],
+            "LOCATION": f"redis://127.0.0.1:{free_port()}",
         }
-        caches = {
-            "default": {"BACKEND": REDIS_BACKENDS[locks], "LOCATION": redis_server.url},
-            "gone": {
-                "BACKEND": REDIS_BACKENDS["django"],
-                "LOCATION": f"redis://127.0.0.1:{free_port()}",
-            },
-        }
-        settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
-        with override_settings(CACHES=caches, **settings):
-            _forget_first_use()
-            app.conf.update(broker)
-            with CeleryWorker("tests.app", concurrency=concurrency) as worker:
-                yield worker
-            app.conf.update(broker_transport_options={})
+        with (
+            app_on_redis(redis_server, locks, **transport_options),
+            override_settings(CACHES={**settings.CACHES, "gone": gone}),
+            CeleryWorker("tests.app", concurrency=concurrency) as worker,
+        ):
+            yield worker
 
     return start
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Iterator[dict[str, Room]]:
+    """A room for the tasks of each pool, open in the end."""
+    rooms = {pool: Room(tmp_path / pool) for pool in POOLS}
+    for room in rooms.values():
+        room.folder.mkdir()
+    yield rooms
+    for room in rooms.values():
+        room.open()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from django.test import override_settings
 
 from django_celery_safe import HeldLock, iter_locks
 from tests.app.celery import app
-from tests.conftest import REDIS_BACKENDS, _forget_first_use
+from tests.conftest import app_on_redis
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
 from tests.worker import complaint_tasks, tasks
@@ -21,17 +21,13 @@ HIDDEN: dict[str, Any] = {"argsrepr": "('***',)", "kwargsrepr": "{}"}
 @contextmanager
 def working(server: RedisServer, **ours: Any) -> Iterator[None]:
     """Run a worker whose locks, broker and results are in Redis, with these settings of ours."""
-    server.flush()
-    broker = {"broker_url": server.database_url(1), "result_backend": server.database_url(2)}
-    settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
-    caches = {"default": {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": server.url}}
-    with override_settings(CACHES=caches, DJANGO_CELERY_SAFE=ours, **settings):
-        _forget_first_use()
-        app.conf.update(broker)
-        with CeleryWorker(
-            "tests.app", concurrency=3, arguments=["--include", complaint_tasks.__name__]
-        ):
-            yield
+    include = ["--include", complaint_tasks.__name__]
+    with (
+        app_on_redis(server),
+        override_settings(DJANGO_CELERY_SAFE=ours),
+        CeleryWorker("tests.app", concurrency=3, arguments=include),
+    ):
+        yield
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from celery import chain, chord, group, shared_task
 from celery.canvas import Signature
 from celery.exceptions import ChordError, Reject
 from django.db import transaction
-from django.test import override_settings
 
 from django_celery_safe import (
     AlreadyRunning,
@@ -28,7 +27,7 @@ from django_celery_safe import (
 from tests.app.celery import app
 from tests.app.tasks import add, note
 from tests.concurrency.holders import held_by
-from tests.conftest import REDIS_BACKENDS, _forget_first_use
+from tests.conftest import app_on_redis
 from tests.processes import CeleryWorker, Journal, wait_for
 from tests.servers import RedisServer
 
@@ -73,18 +72,11 @@ def fail(journal: str) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def worker(redis_server: RedisServer) -> Iterator[CeleryWorker]:
     """One worker with two children for the module; locks, broker and results are in Redis."""
-    redis_server.flush()
-    broker = {
-        "broker_url": redis_server.database_url(1),
-        "result_backend": redis_server.database_url(2),
-    }
-    caches = {"default": {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": redis_server.url}}
-    settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
-    with override_settings(CACHES=caches, **settings):
-        _forget_first_use()
-        app.conf.update(broker)
-        with CeleryWorker("tests.app", arguments=["--include", __name__]) as worker:
-            yield worker
+    with (
+        app_on_redis(redis_server),
+        CeleryWorker("tests.app", arguments=["--include", __name__]) as worker,
+    ):
+        yield worker
 
 
 @pytest.fixture

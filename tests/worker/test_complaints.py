@@ -24,14 +24,13 @@ from celery import chain, chord
 from celery.exceptions import Reject
 from django.core.management import call_command
 from django.db import connections
-from django.test import override_settings
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from django_celery_safe import find_lock
 from django_celery_safe.signals import task_duplicate
 from tests.app.celery import app
-from tests.conftest import REDIS_BACKENDS, _forget_first_use
+from tests.conftest import LOOKING_OFTEN, app_on_redis
 from tests.processes import CeleryWorker, KeptProcess, free_port, wait_for
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
@@ -63,26 +62,13 @@ def site(
     django_db_blocker: "DjangoDbBlocker",
 ) -> Iterator[dict[str, Any]]:
     """Locks, broker and results in Redis; gives the setting for the workers' database."""
-    redis_server.flush()
-    broker = {
-        "broker_url": redis_server.database_url(1),
-        "result_backend": redis_server.database_url(2),
-        "broker_transport_options": {
-            "visibility_timeout": VISIBILITY_TIMEOUT,
-            "unacked_restore_interval": 0.5,
-            "unacked_restore_throttle": 1,
-        },
-    }
-    caches = {"default": {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": redis_server.url}}
-    settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
     with ExitStack() as stack:
         stack.enter_context(django_db_blocker.unblock())
         folder = tmp_path_factory.mktemp("database")
         alias = stack.enter_context(_databases.alias("sqlite-immediate", folder))
-        stack.enter_context(override_settings(CACHES=caches, **settings))
-        _forget_first_use()
-        app.conf.update(broker)
-        stack.callback(app.conf.update, broker_transport_options={})
+        stack.enter_context(
+            app_on_redis(redis_server, visibility_timeout=VISIBILITY_TIMEOUT, **LOOKING_OFTEN)
+        )
         database = connections.settings[alias]
         kept = {name: database[name] for name in ("ENGINE", "NAME", "OPTIONS")}
         yield {"DATABASES": {"default": kept}}

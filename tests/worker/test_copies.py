@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 from billiard.exceptions import TimeLimitExceeded
-from django.test import override_settings
 
 from django_celery_safe import find_lock
-from tests.app.celery import app, tell_workers
-from tests.conftest import REDIS_BACKENDS, _forget_first_use
+from tests.app.celery import tell_workers
+from tests.conftest import LOOKING_OFTEN, app_on_redis
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
 from tests.worker import copy_tasks
@@ -102,25 +101,14 @@ class Story:
 @pytest.fixture(scope="module")
 def worker(redis_server: RedisServer) -> Iterator[CeleryWorker]:
     """A worker for the module, whose broker looks for late messages twice a second."""
-    redis_server.flush()
-    broker = {
-        "broker_url": redis_server.database_url(1),
-        "result_backend": redis_server.database_url(2),
-        "broker_transport_options": {
-            "visibility_timeout": VISIBILITY_TIMEOUT,
-            "unacked_restore_interval": 0.5,
-            "unacked_restore_throttle": 1,
-        },
-    }
-    caches = {"default": {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": redis_server.url}}
-    settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
     include = ["--include", copy_tasks.__name__]
-    with override_settings(CACHES=caches, **settings):
-        _forget_first_use()
-        app.conf.update(broker)
-        with CeleryWorker("tests.app", concurrency=4, arguments=include) as worker:
-            yield worker
-        app.conf.update(broker_transport_options={})
+    with (
+        app_on_redis(
+            redis_server, "django", visibility_timeout=VISIBILITY_TIMEOUT, **LOOKING_OFTEN
+        ),
+        CeleryWorker("tests.app", concurrency=4, arguments=include) as worker,
+    ):
+        yield worker
 
 
 @pytest.fixture

@@ -17,13 +17,12 @@ import pytest
 from celery import shared_task
 from celery.signals import worker_process_shutdown
 from django.db import connections
-from django.test import override_settings
 from pytest_django import Settings
 
 from django_celery_safe import HeldLock, SafeTask, find_lock, iter_locks, single_instance
 from django_celery_safe.delivery.header import HEADER
 from tests.app.celery import app, tell_workers
-from tests.conftest import REDIS_BACKENDS, _forget_first_use
+from tests.conftest import LOOKING_OFTEN, app_on_redis
 from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer
 from tests.settings import INSTALLED_APPS
@@ -76,16 +75,7 @@ unknown = make_task("unknown")
 @pytest.fixture(scope="module", autouse=True)
 def services(redis_server: RedisServer) -> Iterator[None]:
     """Locks, broker (database 1) and results (2) are in the private Redis."""
-    redis_server.flush()
-    broker = {
-        "broker_url": redis_server.database_url(1),
-        "result_backend": redis_server.database_url(2),
-    }
-    caches = {"default": {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": redis_server.url}}
-    settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
-    with override_settings(CACHES=caches, **settings):
-        _forget_first_use()
-        app.conf.update(broker)
+    with app_on_redis(redis_server):
         yield
         gc.collect()  # Results unsubscribe when they go.
 
@@ -289,11 +279,7 @@ class Impatient:
 @pytest.fixture(scope="module")
 def impatient(services: None, redis_server: RedisServer) -> Iterator[Impatient]:
     """A worker with a broker of its own, which looks for what is late twice a second."""
-    options = {
-        "visibility_timeout": VISIBILITY_TIMEOUT,
-        "unacked_restore_interval": 0.5,
-        "unacked_restore_throttle": 1,
-    }
+    options = {"visibility_timeout": VISIBILITY_TIMEOUT, **LOOKING_OFTEN}
     with ExitStack() as stack:
         worker = start(
             stack,

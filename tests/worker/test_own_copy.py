@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import LOOKING_OFTEN
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
 from tests.worker import tasks
@@ -77,8 +78,7 @@ def worker(start_worker: StartWorker) -> Iterator[CeleryWorker]:
         "django",
         concurrency=4,
         visibility_timeout=VISIBILITY_TIMEOUT,
-        unacked_restore_interval=0.5,
-        unacked_restore_throttle=1,
+        **LOOKING_OFTEN,
     ) as worker:
         yield worker
 

@@ -8,27 +8,21 @@ all of them do the same at the same time.
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
-from django.test import override_settings
 
 from django_celery_safe import cache_lock, find_lock
-from tests.app.celery import app
-from tests.conftest import REDIS_BACKENDS, _forget_first_use
-from tests.processes import CeleryWorker, wait_for
+from tests.conftest import app_on_redis
+from tests.processes import wait_for
 from tests.servers import RedisServer
 from tests.worker import pool_tasks
 from tests.worker.pool_tasks import LEASE, PARENT_HOLDS
+from tests.worker.pools import POOLS, Workers, workers_of_all_pools
 from tests.worker.rooms import Room
 
 pytestmark = pytest.mark.long
 
-#: Each pool, and how many tasks run in it at once.
-POOLS = {"prefork": 2, "threads": 4, "solo": 1, "gevent": 20}
 TOGETHER = ["prefork", "threads", "gevent"]
 
 PARENTS_LOCK = "the parent's"
@@ -36,49 +30,16 @@ PARENTS_LOCK = "the parent's"
 #: Seconds until a result must be there.
 SOON = 20
 
-Workers = dict[str, CeleryWorker]
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def workers(redis_server: RedisServer) -> Iterator[Workers]:
     """A worker of each pool; the parent of the prefork pool holds a lock of its own."""
-    redis_server.flush()
-    broker = {
-        "broker_url": redis_server.database_url(1),
-        "result_backend": redis_server.database_url(2),
-    }
-    caches = {"default": {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": redis_server.url}}
-    settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
-    with ExitStack() as stack:
-        stack.enter_context(override_settings(CACHES=caches, **settings))
-        _forget_first_use()
-        app.conf.update(broker)
-        workers = {
-            pool: CeleryWorker(
-                "tests.app",
-                pool=pool,
-                concurrency=size,
-                arguments=["--include", pool_tasks.__name__, "--queues", pool],
-                env={PARENT_HOLDS: PARENTS_LOCK} if pool == "prefork" else {},
-            )
-            for pool, size in POOLS.items()
-        }
-        for worker in workers.values():
-            stack.push(worker)
-        with ThreadPoolExecutor(len(workers)) as starters:
-            list(starters.map(CeleryWorker.start, workers.values()))
+    env = {PARENT_HOLDS: PARENTS_LOCK}
+    with (
+        app_on_redis(redis_server),
+        workers_of_all_pools(pool_tasks.__name__, prefork_env=env) as workers,
+    ):
         yield workers
-
-
-@pytest.fixture
-def rooms(workers: Workers, tmp_path: Path) -> Iterator[dict[str, Room]]:
-    """A room for the tasks of each pool, open in the end."""
-    rooms = {pool: Room(tmp_path / pool) for pool in workers}
-    for room in rooms.values():
-        room.folder.mkdir()
-    yield rooms
-    for room in rooms.values():
-        room.open()
 
 
 def send(task: Any, pool: str, *args: Any, **options: Any) -> Any:

@@ -6,27 +6,21 @@ all of them do the same at the same time.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import shared_task
 from celery.exceptions import Ignore, Reject
-from django.test import override_settings
 
 from django_celery_safe import HeldLock, SafeTask, find_lock, single_instance
-from tests.app.celery import app
-from tests.conftest import REDIS_BACKENDS, _forget_first_use
-from tests.processes import CeleryWorker, wait_for
+from tests.conftest import app_on_redis
+from tests.processes import wait_for
 from tests.servers import RedisServer
+from tests.worker.pools import POOLS, workers_of_all_pools
 from tests.worker.rooms import Room
 
 pytestmark = pytest.mark.long
-
-#: Each pool, and how many tasks run in it at once.
-POOLS = {"prefork": 2, "threads": 4, "solo": 1, "gevent": 20}
 
 #: Seconds until a result must be there; far less than any lease, so that what waits for
 #: a lease to end is too late.
@@ -80,42 +74,8 @@ TASKS = {until: make_task(until) for until in ("start", "end")}
 @pytest.fixture(scope="module", autouse=True)
 def workers(redis_server: RedisServer) -> Iterator[None]:
     """A worker of each pool."""
-    redis_server.flush()
-    broker = {
-        "broker_url": redis_server.database_url(1),
-        "result_backend": redis_server.database_url(2),
-    }
-    caches = {"default": {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": redis_server.url}}
-    settings = {f"CELERY_{name.upper()}": value for name, value in broker.items()}
-    with ExitStack() as stack:
-        stack.enter_context(override_settings(CACHES=caches, **settings))
-        _forget_first_use()
-        app.conf.update(broker)
-        workers = [
-            CeleryWorker(
-                "tests.app",
-                pool=pool,
-                concurrency=size,
-                arguments=["--include", __name__, "--queues", pool],
-            )
-            for pool, size in POOLS.items()
-        ]
-        for worker in workers:
-            stack.push(worker)
-        with ThreadPoolExecutor(len(workers)) as starters:
-            list(starters.map(CeleryWorker.start, workers))
+    with app_on_redis(redis_server), workers_of_all_pools(__name__):
         yield
-
-
-@pytest.fixture
-def rooms(tmp_path: Path) -> Iterator[dict[str, Room]]:
-    """A room for the tasks of each pool, open in the end."""
-    rooms = {pool: Room(tmp_path / pool) for pool in POOLS}
-    for room in rooms.values():
-        room.folder.mkdir()
-    yield rooms
-    for room in rooms.values():
-        room.open()
 
 
 @pytest.fixture(params=TASKS)

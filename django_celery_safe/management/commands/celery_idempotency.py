@@ -30,15 +30,9 @@ class Command(TableCommand):
     database_help = "the records in this database (default: where the router writes them)"
 
     def add_arguments(self, parser: CommandParser) -> None:
-        self.add_database(parser)
-        actions = parser.add_subparsers(
-            dest="action", title="actions", metavar="{list,show,forget,prune}", required=True
-        )
-        listing = self.add_action(actions, "list", "show the records, the newest first")
-        self.add_json(listing)
-        listing.add_argument(
-            "--state", choices=IdempotencyRecord.State.values, help="only those in this state"
-        )
+        actions = self.add_actions(parser, "{list,show,forget,prune}")
+        states = IdempotencyRecord.State.values
+        listing = self.add_listing(actions, "show the records, the newest first", states)
         listing.add_argument(
             "--prefix", type=typed, metavar="TEXT", help="only keys that begin with this"
         )

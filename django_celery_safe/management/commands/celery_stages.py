@@ -44,16 +44,8 @@ class Command(TableCommand):
     database_help = "the runs in this database (default: where the router writes them)"
 
     def add_arguments(self, parser: CommandParser) -> None:
-        self.add_database(parser)
-        actions = parser.add_subparsers(
-            dest="action",
-            title="actions",
-            metavar="{list,show,resume,abort,sweep,prune}",
-            required=True,
-        )
-        listing = self.add_action(actions, "list", "show the runs, the newest first")
-        self.add_json(listing)
-        listing.add_argument("--state", choices=Status.values, help="only those in this state")
+        actions = self.add_actions(parser, "{list,show,resume,abort,sweep,prune}")
+        listing = self.add_listing(actions, "show the runs, the newest first", Status.values)
         self.add_limit(listing)
         showing = self.add_action(
             actions, "show", "show a run, its stages, and the steps to be looked at"
