@@ -11,14 +11,13 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Final, Literal, TypeAlias, cast
 
 from celery import Celery
 from celery.backends.rpc import RPCBackend
 from celery.canvas import Signature
-from celery.utils.time import maybe_make_aware
 from django.db import Error as DatabaseError
 from django.db import connections, router
 from django.db.models.functions import Now
@@ -26,6 +25,7 @@ from kombu.common import maybe_declare
 
 from .. import conf
 from ..batches import in_batches
+from ..concurrency.sent import seconds_until
 from ..databases import is_tested, refuse_untested
 from ..delivery.header import HEADER, read_header
 from ..exceptions import ConfigurationError, describe_error
@@ -213,10 +213,7 @@ def rewrite(
 
 def seconds_until_eta(message: Message) -> float:
     """Return in how many seconds the task of a message is to begin."""
-    if message.eta is None:
-        return 0.0
-    eta = maybe_make_aware(datetime.fromisoformat(message.eta))
-    return max(0.0, (eta - datetime.now(UTC)).total_seconds())
+    return max(0.0, seconds_until(message.eta) or 0.0)
 
 
 def settle_rows(rows: Any, waits: Mapping[int, float | None]) -> None:
