@@ -44,6 +44,8 @@ from .outbox import keeps_sent, name_attempt
 
 logger = get_logger(__name__)
 
+#: Errors after which a task is not retried, whatever its ``autoretry_for`` says.
+FINAL: Final = (TaskPoisoned, MessageLost)
 #: When a message comes back whose row could not be asked about, s.
 DATABASE_AWAY: Final = 5.0
 
@@ -300,7 +302,7 @@ def _find_open(task: Any) -> Run | None:
 
 def _is_for_autoretry(task: Any, error: BaseException) -> bool:
     """Return whether Celery's ``autoretry_for``, which wraps the run, may retry after an error."""
-    is_error = isinstance(error, Exception) and not isinstance(error, TaskPredicate)
+    is_error = isinstance(error, Exception) and not isinstance(error, (TaskPredicate, *FINAL))
     return is_error and hasattr(task, "_orig_run")
 
 

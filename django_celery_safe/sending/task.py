@@ -23,7 +23,7 @@ from ..locks import HeldLock
 from .arguments import check_arguments
 from .beyond_visibility import warn_if_beyond_visibility
 from .capture import is_capturing, publishing_through
-from .carried import find_run
+from .carried import FINAL, find_run
 from .commit import hold, must_wait, note_result, settle
 from .deduplicate import publish_once
 from .eager import is_running, run_on_commit
@@ -170,6 +170,8 @@ class SafeTaskMixin(Task[P, R]):
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Send the running task again, as Celery's; never held back, since Retry rolls back."""
+        if isinstance(error := kwargs.get("exc"), FINAL):
+            raise error  # autoretry_for would send again what is not to run
         if self.request.is_eager:
             return super().retry(*args, **kwargs)
         with resending(self.request.id):

@@ -392,8 +392,8 @@ def test_a_process_that_is_told_to_end_gives_its_task_back(carried: Carried) -> 
 
 
 def test_poison_is_not_run_for_ever(carried: Carried) -> None:
-    """After max_deaths it fails with TaskPoisoned, which names the last process."""
-    task = carried.make_task("tests.poison", max_deaths=2)
+    """After max_deaths it fails with TaskPoisoned, which no autoretry_for retries."""
+    task = carried.make_task("tests.poison", max_deaths=2, autoretry_for=(Exception,))
     message = carried.send(1, task=task)
     for _ in range(2):
         leave_dead(carried, message)
