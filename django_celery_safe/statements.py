@@ -129,6 +129,7 @@ class Statement(Generic[M]):
         returning: Gets what quotes a name; returns what an UPDATE returns of its rows, as
             SQL, and the Slots where it has %s.
         whole: Whether it returns the whole of the changed row before that.
+        deletes: Whether it deletes the rows of the queryset, and sends no signals of Django.
     """
 
     def __init__(
@@ -137,8 +138,9 @@ class Statement(Generic[M]):
         returning: Callable[[Callable[[str], str]], tuple[str, Sequence[Param]]] | None = None,
         *,
         whole: bool = False,
+        deletes: bool = False,
     ) -> None:
-        self._make, self._returning, self._whole = make, returning, whole
+        self._make, self._returning, self._whole, self._deletes = make, returning, whole, deletes
         self._compiled: dict[tuple[str, str], tuple[str, tuple[Any, ...], RowMapper | None]] = {}
 
     def update_returning(self, alias: str, **values: Any) -> Sequence[Any] | None:
@@ -155,7 +157,7 @@ class Statement(Generic[M]):
         return (reading.read(alias, rows[0]), *rows[0][len(reading.columns) :])
 
     def execute(self, alias: str, **values: Any) -> bool:
-        """Execute an INSERT or UPDATE; return whether it added or changed a row."""
+        """Execute an INSERT, UPDATE or DELETE; return whether it affected a row."""
         with connections[alias].cursor() as cursor:
             self._execute(cursor, alias, values)
             return bool(cursor.rowcount)
@@ -186,12 +188,14 @@ class Statement(Generic[M]):
         if sets is not None:
             query = query.chain(UpdateQuery)
             query.add_update_values(sets)
+        elif self._deletes:
+            query = query.chain(DeleteQuery)
         compiler = query.get_compiler(alias)
         sql, params = compiler.as_sql()
         if self._returning is not None:
             more, slots = self._returning(connections[alias].ops.quote_name)
             sql, params = f"{sql} RETURNING {more}", (*params, *slots)
-        if sets is not None and not self._whole:
+        if self._deletes or (sets is not None and not self._whole):
             return sql, tuple(params), None
         if self._whole:
             compiler = queryset.query.get_compiler(alias)

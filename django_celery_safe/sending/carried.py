@@ -91,6 +91,10 @@ class MessageTable(LeaseTable):
         row = _CLAIM.update_returning(self.alias, lease=timedelta(seconds=seconds), **values)
         return None if row is None else Deaths(*row)
 
+    def delete(self, name: str, token: str) -> bool:
+        """End a message that nobody keeps; return whether the claim still held it."""
+        return _DELETE.execute(self.alias, attempt=name, token=token)
+
 
 class Run:
     """
@@ -184,7 +188,7 @@ class Run:
         def end() -> bool:
             nonlocal tries
             tries += 1
-            ours = row.end(token) if keep else bool(row.filter(token=token).erase())
+            ours = row.end(token) if keep else self.claim.table.delete(self.claim.name, token)
             # The answer to the one before may have got lost.
             return ours or (tries > 1 and not row.filter(ended_at__isnull=True).exists())
 
@@ -359,6 +363,10 @@ def _message(alias: str) -> Any:
 
 _FIND: Final = Statement(
     lambda alias: (_message(alias).defer("body", "properties").annotate(asked_at=Now()), None)
+)
+
+_DELETE: Final = Statement(
+    lambda alias: (_message(alias).filter(token=Param("token")), None), deletes=True
 )
 
 
