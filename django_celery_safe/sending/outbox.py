@@ -183,7 +183,7 @@ def name_attempt(message: Message, using: str) -> None:
     headers[HEADER] = {**given, **ours}
 
 
-def rewrite(captured: Captured, departure: Departure, rows: Any) -> OutboxBatch | None:
+def rewrite(message: Message, departure: Departure, rows: Any) -> OutboxBatch | None:
     """
     Write the message by which a carried task goes on into its row, in the open transaction.
 
@@ -193,10 +193,11 @@ def rewrite(captured: Captured, departure: Departure, rows: Any) -> OutboxBatch 
     Returns:
         None: It holds it no more.
     """
-    (message,) = captured.messages
     row = to_row(message)
     due_at = Now() + timedelta(seconds=departure.rows.sender_time)
-    message_of_row = {name: getattr(row, name) for name in ("body", "properties", "attempt")}
+    message_of_row = {
+        name: getattr(row, name) for name in ("task", "body", "properties", "attempt")
+    }
     sets = {**message_of_row, "due_at": due_at, "token": "", "sent_at": None, "attempts": 0}
     written = [(pk, row.task_id) for (pk,) in change_returning(rows, sets, "id")]
     if not written:
