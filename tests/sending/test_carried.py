@@ -616,3 +616,18 @@ def test_what_replaces_a_task_is_carried(carried: Carried, kind: str) -> None:
         assert carried.mailbox.deliver(waiting.pop()).state == "SUCCESS"
         waiting += carried.mailbox.take()
     assert not carried.rows.exists()
+
+
+@pytest.mark.parametrize("carried", ["postgres"], indirect=True)
+@pytest.mark.parametrize("state", ["SUCCESS", "FAILURE"])
+def test_a_connection_that_ended_during_the_task(carried: Carried, state: str) -> None:
+    """Its end is recorded by a new one."""
+
+    def lose_connection(task: Any) -> None:
+        connections[carried.alias].connection.close()
+        if state == "FAILURE":
+            raise ValueError("no such order")
+
+    carried.body = lose_connection
+    assert carried.mailbox.deliver(carried.send()).state == state
+    assert [row.state for row in carried.rows.all()] == (["failed"] if state == "FAILURE" else [])
