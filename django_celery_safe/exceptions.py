@@ -8,7 +8,7 @@ sends them between processes); the sentence for people is built in ``__str__``.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.core.exceptions import ImproperlyConfigured
@@ -424,8 +424,15 @@ class TaskPoisoned(CelerySafeError):
 
 def describe_error(error: BaseException) -> str:
     """Say an error of someone else's library in one line."""
-    text: Any = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text_of(error) or 'no message'}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says of itself; "" if that fails."""
+    try:
+        return str(error).strip()
+    except Exception:  # noqa: BLE001 - it is someone else's
+        return ""
 
 
 def find_soft_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | None:

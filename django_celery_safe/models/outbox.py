@@ -224,6 +224,10 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         ours = self.filter(token=token)
         return bool(ours.update(ended_at=Now(), due_at=None, token="", error="", error_type=""))
 
+    def end_or_erase(self, token: str, *, keep: bool) -> bool:
+        """Record that a task ended well, in the row or without it; True if it was the claim's."""
+        return self.end(token) if keep else bool(self.filter(token=token).erase())
+
     def fail_task(self, token: str, error_type: str, error: str, traceback: str) -> bool:
         """Record that a task ended in an error; True if the claim still held the message."""
         return bool(

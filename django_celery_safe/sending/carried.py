@@ -31,7 +31,7 @@ from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, res
 from ..delivery.header import declare_field, get_header, is_text
 from ..delivery.wrappers import add_wrapper
 from ..events import MESSAGE_FAILED, MESSAGE_LOST, MESSAGE_NOT_RUN, TASK_POISONED
-from ..exceptions import MessageLost, TaskPoisoned, describe_error, find_soft_time_limit
+from ..exceptions import MessageLost, TaskPoisoned, describe_error, find_soft_time_limit, text_of
 from ..leases.holder import HeldLock, decode_holder
 from ..leases.lease_table import LeaseTable
 from ..leases.row_claim import RowClaim
@@ -101,7 +101,7 @@ class Run:
     The run of a carried task in this process.
 
     Attributes:
-        resent: The message by which the task is to go on, such as that of a retry; None: none.
+        resent: The messages by which the task is to go on, such as that of a retry; None: none.
         has_followers: Whether other messages wait for its end, which Celery sends after it.
     """
 
@@ -112,9 +112,13 @@ class Run:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep the message that is sent in the block, to be published when the run has ended."""
+        """Keep what is sent in the block, to be published when the run has ended."""
         with capture(self._task.app) as captured:
-            yield
+            try:
+                yield
+            except Ignore:  # the task was replaced
+                self.resent = captured
+                raise
         self.resent = captured
 
     def succeed(self) -> None:
@@ -156,7 +160,7 @@ class Run:
     def record_failure(self, error: BaseException) -> bool:
         """Keep the error with the row; return whether the claim still held it."""
         error = find_soft_time_limit(error) or error
-        text = str(error).strip()
+        text = text_of(error)
         trace = "".join(traceback.format_exception(error))
         row, token = self.claim.table.at(self.claim.name), self.claim.token
         name = type(error).__name__
@@ -210,12 +214,15 @@ class Run:
         return self.put_back(0.0, describe_error(error))  # the process is told to end
 
     def _go_on(self, captured: Captured) -> bool:
-        """Write the message by which the task goes on into the row, and publish it."""
-        (message,) = captured.messages
-        alias = self.claim.table.alias
-        attempt = name_attempt(message, alias)
-        ours = self.claim.table.at(self.claim.name).filter(token=self.claim.token)
-        return self.claim.ask(lambda: publish_again(alias, ours, captured, attempt), self._what)
+        """Write the messages by which the task goes on into its row, or rows, and publish them."""
+        alias, token, task_id = self.claim.table.alias, self.claim.token, self._request.id or ""
+        for message in captured.messages:
+            if hasattr(message.app.tasks.get(message.task), "apply_async_on_commit"):
+                name_attempt(message, alias)
+        row = self.claim.table.at(self.claim.name)
+        return self.claim.ask(
+            lambda: publish_again(alias, row, token, task_id, captured), self._what
+        )
 
 
 #: The run of each message of a carried task, for as long as Celery keeps its request.
@@ -287,8 +294,9 @@ def _on_failure(sender: Any, exception: BaseException, **kwargs: Any) -> None:
         run.fail(exception)
 
 
-def _on_retry(sender: Any, reason: BaseException, **kwargs: Any) -> None:
-    if (run := _find_open(sender)) is not None:
+def _on_retry(sender: Any, reason: BaseException | None = None, **kwargs: Any) -> None:
+    # The main process of a worker that cancels a run gives no reason.
+    if reason is not None and (run := _find_open(sender)) is not None:
         run.fail(reason)
 
 
@@ -315,8 +323,6 @@ def _begin(task: Any, request: Context) -> tuple[RowClaim[MessageTable], Deaths]
     header = get_header(request)
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
     claim = RowClaim(table, header["attempt"], conf.lock_timeout(), _emit_lost)
-    claim.prepare(f"The task {task.name}", "Put atomic() inside the function.")
-    holder = claim.describe_holder(f"{task.name}[{request.id}]", task, request)
 
     def ask() -> Any:
         claim.asked_at = time.monotonic()
@@ -327,6 +333,8 @@ def _begin(task: Any, request: Context) -> tuple[RowClaim[MessageTable], Deaths]
         return table.find(claim.name)
 
     try:
+        claim.prepare(f"The task {task.name}", "Put atomic() inside the function.")
+        holder = claim.describe_holder(f"{task.name}[{request.id}]", task, request)
         found = claim.ask(ask, "a message")
     except DatabaseError as error:
         table.check_migrated(error)

@@ -144,7 +144,9 @@ def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> Out
     seconds = departure.rows.sender_time
     messages, calls = captured.messages, captured.chord_calls
     chord = uuid.uuid4().hex if calls else ""
-    attempts = [name_attempt(message, alias) if until_done else "" for message in messages]
+    for message in messages if until_done else ():
+        name_attempt(message, alias)
+    attempts = list(map(attempt_of, messages))
     rows = [
         to_row(message, [] if number else calls, chord, attempts[number])
         for number, message in enumerate(messages)
@@ -161,16 +163,16 @@ def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> Out
             f"manage.py migrate django_celery_safe --database={alias}."
         ) from error
     written = [(pk, row.task_id) for pk, row in zip(ids, rows, strict=True)]
-    waits = [seconds_until_eta(one) if until_done else None for one in messages]
+    waits = [
+        seconds_until_eta(message) if attempt else None
+        for message, attempt in zip(messages, attempts, strict=True)
+    ]
     return OutboxBatch(departure, written, chord, waits)
 
 
-def name_attempt(message: Message, using: str) -> str:
+def name_attempt(message: Message, using: str) -> None:
     """
     Give a message an attempt of its own, so that its row stays until its task has ended.
-
-    Returns:
-        The attempt.
 
     Raises:
         ConfigurationError: The task has not the base that ends its row.
@@ -183,14 +185,17 @@ def name_attempt(message: Message, using: str) -> str:
         )
     headers = message.options["headers"]
     given = read_header(headers, message.task)
-    attempt = os.urandom(16).hex()
-    headers[HEADER] = {**given, "task": message.task, "attempt": attempt, "using": using}
-    return attempt
+    ours = {"task": message.task, "attempt": os.urandom(16).hex(), "using": using}
+    headers[HEADER] = {**given, **ours}
 
 
-def rewrite(
-    captured: Captured, departure: Departure, rows: Any, attempt: str
-) -> OutboxBatch | None:
+def attempt_of(message: Message) -> str:
+    """Return which attempt of its task a message is; "": its row ends with the sending."""
+    ours = message.options["headers"].get(HEADER)
+    return str(ours.get("attempt", "")) if isinstance(ours, Mapping) else ""
+
+
+def rewrite(message: Message, departure: Departure, rows: Any) -> OutboxBatch | None:
     """
     Write the message by which a carried task goes on into its row, in the open transaction.
 
@@ -200,10 +205,11 @@ def rewrite(
     Returns:
         None: It holds it no more.
     """
-    (message,) = captured.messages
-    row = to_row(message, attempt=attempt)
+    row = to_row(message, attempt=attempt_of(message))
     due_at = Now() + timedelta(seconds=departure.rows.sender_time)
-    message_of_row = {name: getattr(row, name) for name in ("body", "properties", "attempt")}
+    message_of_row = {
+        name: getattr(row, name) for name in ("task", "body", "properties", "attempt")
+    }
     sets = {**message_of_row, "due_at": due_at, "token": "", "sent_at": None, "attempts": 0}
     written = [(pk, row.task_id) for (pk,) in change_returning(rows, sets, "id")]
     if not written:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from celery import Task as CeleryTask
@@ -181,7 +182,8 @@ class SafeTaskMixin(Task[P, R]):
         """Send what replaces the running task, as Celery's; never held back."""
         if self.request.is_eager:
             return super().on_replace(sig)
-        with resending(None):
+        run = find_run(self.request.id)
+        with resending(None), nullcontext() if run is None else run.keeping():
             return super().on_replace(sig)
 
     def _waits_for_commit(self, options: dict[str, Any], settings: dict[str, Any]) -> bool:

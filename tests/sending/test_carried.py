@@ -8,8 +8,9 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import Task, chain
+from celery import Task, chain, chord
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.signals import before_task_publish, task_retry
 from django.db import DataError, connections, transaction
 from django.db.models import F
 from django.db.models.functions import Now
@@ -35,6 +36,7 @@ from django_celery_safe.signals import (
 )
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.conftest import MakeDatabase
+from tests.processes import free_port
 from tests.sending.conftest import hearing
 
 if TYPE_CHECKING:
@@ -601,3 +603,113 @@ def test_what_expired_is_not_sent_again(carried: Carried) -> None:
     assert failed.error == "The task expired before it was begun."
     assert [event["task_id"] for event in heard] == [failed.task_id]
     assert carried.relay() == []
+
+
+def test_what_receivers_send_with_a_retry_goes_out(carried: Carried) -> None:
+    """A receiver of Celery's signals that sends another task does not keep the retry back."""
+    other = carried.make_task("tests.other", outbox=None)
+
+    def send_other(sender: str, **kwargs: Any) -> None:
+        if sender == carried.task.name:
+            other.delay("other")
+
+    def retry(task: Any, number: Any) -> Any:
+        if task.name == carried.task.name and not task.request.retries:
+            before_task_publish.connect(send_other)
+            try:
+                raise task.retry(countdown=0)
+            finally:
+                before_task_publish.disconnect(send_other)
+        return number
+
+    carried.body = retry
+    assert carried.mailbox.deliver(carried.send(1)).state == "RETRY"
+    sent = {message.headers["task"]: message for message in carried.mailbox.take()}
+    assert set(sent) == {"tests.carried", "tests.other"}
+    for message in sent.values():
+        assert carried.mailbox.deliver(message).state == "SUCCESS"
+    assert not carried.rows.exists()
+
+
+class Unspeakable(Exception):
+    """An error that can't be told."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_error_without_words_fails_the_row(carried: Carried) -> None:
+    """Otherwise the task would be run again as if its process had died."""
+
+    def fail(task: Any) -> None:
+        raise Unspeakable
+
+    carried.body = fail
+    carried.mailbox.deliver(carried.send())
+    assert (carried.row.state, carried.row.error_type) == ("failed", "Unspeakable")
+
+
+def test_a_run_that_a_worker_cancels(carried: Carried) -> None:
+    """Celery sends task_retry without a reason then, in the main process: nothing is changed."""
+    carried.send(1)
+    answers = task_retry.send(sender=carried.task, request=carried.task.request, einfo=None)
+    assert [answer for _, answer in answers if isinstance(answer, Exception)] == []
+    assert carried.row.state == "sent"
+
+
+def test_a_message_whose_database_is_away_comes_back(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the same message, a moment later."""
+    message = carried.send(1)
+    connections[carried.alias].close()
+    with monkeypatch.context() as patch:
+        patch.setitem(connections[carried.alias].settings_dict, "PORT", str(free_port()))
+        patch.setitem(connections[carried.alias].settings_dict, "NAME", "/nowhere/at all")
+        assert carried.mailbox.deliver(message).state == "RETRY"
+    connections[carried.alias].close()
+    again = carried.mailbox.take_one()
+    assert (again.id, again.ours) == (message.id, message.ours)
+    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+    assert carried.mailbox.deliver(message).state == "IGNORED"
+    assert (carried.calls, carried.rows.count()) == ([1], 0)
+
+
+@pytest.mark.parametrize("kind", ["task", "chain", "chord"])
+def test_what_replaces_a_task_is_carried(carried: Carried, kind: str) -> None:
+    """Each part has a row, and none is left in the end."""
+    note, gather = (carried.make_task(f"tests.{name}") for name in ("note", "gather"))
+    last = gather.s().set(using=carried.alias)
+    parts = [note.s(number).set(using=carried.alias) for number in (2, 3)]
+    by = {"task": parts[0], "chain": chain(parts[0], last), "chord": chord(parts, last)}[kind]
+
+    def replace(task: Any, *args: Any) -> Any:
+        if task.name == carried.task.name:
+            return task.replace(by)
+        return args[0]
+
+    carried.body = replace
+    message = carried.send(1)
+    assert carried.mailbox.deliver(message).state == "IGNORED"
+    waiting = carried.mailbox.take()
+    assert len(waiting) == {"task": 1, "chain": 1, "chord": 2}[kind]
+    assert {row.task_id for row in carried.rows.all()} == {one.id for one in waiting}
+    while waiting:
+        assert carried.mailbox.deliver(waiting.pop()).state == "SUCCESS"
+        waiting += carried.mailbox.take()
+    assert not carried.rows.exists()
+
+
+@pytest.mark.parametrize("carried", ["postgres"], indirect=True)
+@pytest.mark.parametrize("state", ["SUCCESS", "FAILURE"])
+def test_a_connection_that_ended_during_the_task(carried: Carried, state: str) -> None:
+    """Its end is recorded by a new one."""
+
+    def lose_connection(task: Any) -> None:
+        connections[carried.alias].connection.close()
+        if state == "FAILURE":
+            raise ValueError("no such order")
+
+    carried.body = lose_connection
+    assert carried.mailbox.deliver(carried.send()).state == state
+    assert [row.state for row in carried.rows.all()] == (["failed"] if state == "FAILURE" else [])

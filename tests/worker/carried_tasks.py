@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from celery import shared_task
+from celery import chord, shared_task
 
 from django_celery_safe import SafeTask, single_instance
 from django_celery_safe.models import OutboxMessage
@@ -104,3 +104,11 @@ def fail(self: Any, room: str, alias: str) -> None:
     """Fail."""
     enter(self, room, alias)
     raise ValueError("no such order")
+
+
+@shared_task(**CARRIED)
+def give_way(self: Any, room: str, alias: str) -> None:
+    """Be replaced by a chord of carried tasks."""
+    enter(self, room, alias)
+    parts = [note.s(room, alias).set(using=alias) for _ in range(2)]
+    raise self.replace(chord(parts, gather.s(room, alias).set(using=alias)))

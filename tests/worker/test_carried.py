@@ -209,7 +209,11 @@ def result_state(task_id: str) -> str:
 # Processes that die.
 
 
-@pytest.mark.parametrize("task", [tasks.stay, tasks.stay_late], ids=["early", "late"])
+@pytest.mark.parametrize(
+    "task",
+    [tasks.stay, pytest.param(tasks.stay_late, marks=pytest.mark.long)],
+    ids=["early", "late"],
+)
 @pytest.mark.usefixtures("worker", "relay")
 def test_a_killed_child_is_followed_by_one_more_run(scene: Scene, room: Room, task: Any) -> None:
     """When the lease is over a relay sends it again, and its row is gone in the end."""
@@ -294,15 +298,14 @@ def test_a_message_that_the_broker_lost_is_sent_again(scene: Scene, room: Room) 
 @pytest.mark.usefixtures("worker")
 def test_a_task_that_the_worker_does_not_know(scene: Scene, room: Room) -> None:
     """Its row says so, and waits for a worker that does."""
-    task_id = scene.send(unknown, room)
 
-    def error() -> str:
-        text: str = scene.row(task_id).error
-        return text
+    def is_told() -> bool:
+        row = scene.row(task_id)
+        return row.state == "sent" and f"does not know the task {unknown.name}" in row.error
 
-    said = wait_for(error, PATIENCE)
-    assert f"does not know the task {unknown.name}" in said
-    assert scene.state(task_id) == "sent"
+    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT), scene.relaying():
+        task_id = scene.send(unknown, room)
+        room.until(is_told, "its row does not say so", PATIENCE)
 
 
 # Tasks that are ended.
@@ -351,6 +354,7 @@ def test_a_task_that_is_revoked_while_it_runs(scene: Scene, room: Room) -> None:
     assert deaths(room) == [0]
 
 
+@pytest.mark.long
 def test_a_task_that_expires_before_there_is_a_worker(scene: Scene, room: Room) -> None:
     """The relay fails it instead of sending it again: RabbitMQ would drop it each time."""
     with override_settings(DJANGO_CELERY_SAFE=IMPATIENT):
@@ -361,12 +365,12 @@ def test_a_task_that_expires_before_there_is_a_worker(scene: Scene, room: Room) 
     assert scene.row(task_id).error == "The task expired before it was begun."
 
 
-@pytest.mark.usefixtures("worker")
+@pytest.mark.usefixtures("worker", "relay")
 def test_a_task_that_expires(scene: Scene, room: Room) -> None:
     """Whether the worker or the broker drops its message, its row says so."""
-    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT), scene.relaying():
+    with override_settings(DJANGO_CELERY_SAFE=IMPATIENT):
         task_id = scene.send(tasks.note, room, expires=0.001)
-        row = scene.until(task_id, "failed", room)
+    row = scene.until(task_id, "failed", room)
     assert (row.error, room.runs()) == ("The task expired before it was begun.", [])
 
 
@@ -405,6 +409,16 @@ def test_a_chord_whose_part_died_is_done(scene: Scene, room: Room) -> None:
     assert result.get(timeout=PATIENCE) == ["noted", None]
     room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
     assert (deaths(room, stays), len(room.runs())) == ([0, 1], 4)
+
+
+@pytest.mark.usefixtures("worker")
+def test_what_replaces_a_task_is_done(scene: Scene, room: Room) -> None:
+    """Its parts run once each, its result is that of the last, and no row is left."""
+    task_id = scene.send(tasks.give_way, room)
+    room.until(lambda: len(room.runs()) == 4, "the parts do not run", PATIENCE)
+    room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
+    assert app.AsyncResult(task_id).get(timeout=PATIENCE) == ["noted"] * 2
+    assert deaths(room) == [0, 0, 0, 0]
 
 
 @pytest.mark.usefixtures("worker")
