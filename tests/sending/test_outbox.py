@@ -880,19 +880,20 @@ def test_another_broker_is_an_error(option: str, broker: Celery, make_app: MakeA
     assert rows() == []
 
 
-def test_a_producer_of_the_apps_own_broker_is_fine(broker: Celery, sent: Sent) -> None:
-    """It is left aside, since it may be someone else's by the time of the commit."""
-    with broker.producer_or_acquire() as producer, transaction.atomic():
-        result = keep(1, producer=producer)
-        assert row_ids() == [result.id]
-    assert ids(sent()) == [result.id]
-    assert rows() == []
+@pytest.mark.parametrize(
+    ("option", "take"),
+    [("producer", Celery.producer_or_acquire), ("connection", Celery.connection_for_write)],
+)
+def test_what_belongs_to_the_apps_own_broker_is_fine(
+    option: str, take: Callable[[Celery], Any], broker: Celery, sent: Sent
+) -> None:
+    """
+    A producer is left aside, since it may be someone else's by the time of the commit.
 
-
-def test_a_connection_of_the_apps_own_broker_is_fine(broker: Celery, sent: Sent) -> None:
-    """As with a producer: the message goes where a relay would send it."""
-    with broker.connection_for_write() as connection, transaction.atomic():
-        result = keep(1, connection=connection)
+    So is a connection: the message goes where a relay would send it.
+    """
+    with take(broker) as given, transaction.atomic():
+        result = keep(1, **{option: given})
         assert row_ids() == [result.id]
     assert ids(sent()) == [result.id]
     assert rows() == []
