@@ -24,6 +24,7 @@ from tests.conftest import MakeDatabase
 from tests.interruption import Interruption
 from tests.processes import Journal, run_in_processes, start_in_process, tell, wait_for
 from tests.servers import PostgresServer
+from tests.servers.databases import waits_for_a_lock
 
 ROWS = 20
 #: Databases, processes and rows of a race; SQLite lets its writers in one by one.
@@ -304,7 +305,7 @@ def test_stricter_isolation_makes_no_error_of_a_wait(
         with Person.do_once(1, "is_welcome_email_sent", using=postgres_alias) as person:
             assert person is not None
             second = pool.submit(is_ours, postgres_alias, guarantee)
-            wait_for(lambda: waits(postgres_server, postgres_alias), 30, "nobody waits")
+            wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "nobody waits")
         assert second.result() is False
 
 
@@ -361,16 +362,6 @@ def is_ours(alias: str, guarantee: Any) -> bool:
             return person is not None
     finally:
         connections[alias].close()
-
-
-def waits(server: PostgresServer, alias: str) -> bool:
-    """Tell whether somebody waits for a lock in a database."""
-    with server.connect() as connection:
-        found = connection.execute(
-            "SELECT 1 FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'",
-            [connections.settings[alias]["NAME"]],
-        )
-        return found.fetchone() is not None
 
 
 @pytest.mark.parametrize("nowait", [False, True])
