@@ -39,6 +39,17 @@ def gone_settings() -> dict[str, Any]:
     }
 
 
+@contextmanager
+def without_autocommit(alias: str) -> Iterator[None]:
+    """Have autocommit off in a database, and roll back in the end."""
+    connections[alias].set_autocommit(False)
+    try:
+        yield
+    finally:
+        connections[alias].rollback()
+        connections[alias].set_autocommit(True)
+
+
 def waits_for_a_lock(server: PostgresServer, alias: str) -> bool:
     """Tell whether somebody waits for a lock in a database."""
     with server.connect() as connection:
