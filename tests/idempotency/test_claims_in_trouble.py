@@ -97,15 +97,20 @@ def _pass(gate: Path) -> None:
     wait_for(gate.exists, 60)
 
 
+def kill_holder(alias: str, gate: Path, way: str) -> None:
+    """Kill a process inside its claim, before what it does at the gate."""
+    with start_in_process(hold, alias, gate, way) as process:
+        process.receive()
+        process.kill()
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_a_killed_holder_is_followed_after_its_lease(
     kind: Any, make_database: MakeDatabase, tmp_path: Path
 ) -> None:
     """What a killed process was doing is free when its lease is over, and not before."""
     alias = make_database(kind)
-    with start_in_process(hold, alias, tmp_path / "gate", "finish") as process:
-        process.receive()
-        process.kill()
+    kill_holder(alias, tmp_path / "gate", "finish")
     ends_at: datetime = record_of(alias).ends_at
     wait_for(lambda: try_once(alias, "of the second"), 30, "it was not freed")
     record = record_of(alias)
@@ -120,9 +125,7 @@ def test_a_holder_killed_in_its_transaction_leaves_nothing(
 ) -> None:
     """Between finish() and the commit neither is there; the next one does both."""
     alias = make_database(kind)
-    with start_in_process(hold, alias, tmp_path / "gate", "commit") as process:
-        process.receive()
-        process.kill()
+    kill_holder(alias, tmp_path / "gate", "commit")
     assert not Person.everyone.using(alias).exists()
     wait_for(lambda: try_once(alias, "of the second"), 30, "it was not freed")
     assert result_of_repeat(alias) == "of the second"
