@@ -1,6 +1,8 @@
 """Running a management command as a person does, in this process."""
 
 import io
+import json
+from typing import Any
 
 import pytest
 from django.core.management import CommandError, ManagementUtility, call_command
@@ -18,6 +20,12 @@ def run_in_80_columns(command: str, *arguments: str) -> str:
     text = run(command, *arguments)
     assert "--json" in arguments or max(map(len, text.splitlines())) <= 80
     return text
+
+
+def listed(command: str, *arguments: str) -> list[dict[str, Any]]:
+    """Return the rows that ``list --json`` shows."""
+    rows: list[dict[str, Any]] = json.loads(run(command, "list", "--json", *arguments))
+    return rows
 
 
 def refused(command: str, *arguments: str) -> tuple[str, str]:

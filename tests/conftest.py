@@ -210,14 +210,35 @@ def make_database(
     The test needs no mark ``django_db`` unless it uses the default alias too. A
     connection to PostgreSQL that is open after the test is an error.
     """
+    with django_db_blocker.unblock(), _making(request, _databases, tmp_path) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_module_database(
+    request: pytest.FixtureRequest,
+    _databases: Databases,
+    tmp_path_factory: pytest.TempPathFactory,
+    django_db_blocker: "DjangoDbBlocker",
+) -> Iterator[MakeDatabase]:
+    """Make migrated databases as ``make_database`` does, that exist until the module ends."""
+    folder = tmp_path_factory.mktemp("databases")
+    with django_db_blocker.unblock(), _making(request, _databases, folder) as make:
+        yield make
+
+
+@contextmanager
+def _making(
+    request: pytest.FixtureRequest, databases: Databases, folder: Path
+) -> Iterator[MakeDatabase]:
+    """Make databases that exist until the block ends."""
     with ExitStack() as stack:
 
         def make(kind: DatabaseKind, alias: str | None = None) -> str:
             if kind == "postgres":
                 request.getfixturevalue("postgres_server")
-            return stack.enter_context(_databases.alias(kind, tmp_path, alias))
+            return stack.enter_context(databases.alias(kind, folder, alias))
 
-        stack.enter_context(django_db_blocker.unblock())
         yield make
 
 

@@ -7,6 +7,25 @@ from typing import Any
 from django.db import router
 
 
+class AllIn:
+    """A database router: every table is in one database, and read from ``replica`` if given."""
+
+    def __init__(self, alias: str, replica: str | None = None) -> None:
+        self.alias, self.replica = alias, replica
+
+    def db_for_read(self, model: Any, **hints: Any) -> str:
+        """Return where rows are read."""
+        return self.replica or self.alias
+
+    def db_for_write(self, model: Any, **hints: Any) -> str:
+        """Return where rows are written."""
+        return self.alias
+
+    def allow_relation(self, one: Any, other: Any, **hints: Any) -> bool:
+        """Return True: the replica has the same rows."""
+        return True
+
+
 class ToRuns:
     """A database router: the tables of runs are in ``alias``, all others anywhere."""
 

@@ -29,9 +29,9 @@ from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.tasks import prune_idempotency
 from tests import commands
 from tests.conftest import MakeDatabase
-from tests.processes import CeleryWorker, free_port, wait_for
+from tests.processes import CeleryWorker, wait_for
 from tests.servers import PostgresServer
-from tests.servers.databases import registered, sqlite_settings
+from tests.servers.databases import gone_settings, registered, sqlite_settings
 from tests.terminal import answer, on_terminal
 
 KINDS: Final = ("sqlite-immediate", "postgres")
@@ -51,6 +51,7 @@ BROKEN_KEY: Final = "mail:\ud800"
 
 
 run = partial(commands.run, "celery_idempotency")
+listed = partial(commands.listed, "celery_idempotency")
 refused = partial(commands.refused, "celery_idempotency")
 status_of_program = partial(commands.status_of_program, "celery_idempotency")
 
@@ -68,12 +69,6 @@ def shop(request: pytest.FixtureRequest, make_database: MakeDatabase, settings: 
     """The database with the records, of each kind in turn; its clock and ours are the same."""
     settings.DATABASE_ROUTERS = [f"{__name__}.InShop"]
     return make_database(request.param, "shop")
-
-
-def listed(*arguments: str) -> list[dict[str, Any]]:
-    """Return the records that ``list --json`` shows."""
-    rows: list[dict[str, Any]] = json.loads(run("list", "--json", *arguments))
-    return rows
 
 
 def shown(key: str, *arguments: str) -> dict[str, Any]:
@@ -932,13 +927,7 @@ def test_a_database_that_is_gone(
 ) -> None:
     """A database that does not answer fails each action with one sentence, not with migrate."""
     assert make_database
-    gone = {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": "gone",
-        "HOST": "127.0.0.1",
-        "PORT": str(free_port()),
-    }
-    with registered("gone", gone):
+    with registered("gone", gone_settings()):
         assert status_of_program(*action.split(), "--database", "gone") == 1
     out, err = capsys.readouterr()
     assert err.startswith("CommandError: The database ")

@@ -82,14 +82,9 @@ def store(request: pytest.FixtureRequest, settings: Settings) -> str:
 
 
 run = partial(commands.run_in_80_columns, "celery_locks")
+listed = partial(commands.listed, "celery_locks")
 refused = partial(commands.refused, "celery_locks")
 status_of_program = partial(commands.status_of_program, "celery_locks")
-
-
-def listed(*arguments: str) -> list[dict[str, Any]]:
-    """Return the locks that ``list --json`` shows."""
-    rows: list[dict[str, Any]] = json.loads(run("list", "--json", *arguments))
-    return rows
 
 
 def names(*arguments: str) -> list[str]:

@@ -33,10 +33,16 @@ from tests import commands
 from tests.app.celery import app as app_of_tests
 from tests.app.tasks import add, note
 from tests.conftest import MakeDatabase, UseBroker, require
-from tests.processes import KeptProcess, free_port, wait_for
+from tests.processes import KeptProcess, wait_for
 from tests.processes.settings import settings_environment
 from tests.servers import PostgresServer, RedisServer, ServerPool
-from tests.servers.databases import DatabaseKind, Databases, registered, sqlite_settings
+from tests.servers.databases import (
+    DatabaseKind,
+    Databases,
+    gone_settings,
+    registered,
+    sqlite_settings,
+)
 from tests.terminal import answer, on_terminal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -720,13 +726,7 @@ def test_a_database_that_is_gone(
 ) -> None:
     """A database that does not answer fails each action, and is no empty outbox."""
     assert make_database
-    gone = {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": "gone",
-        "HOST": "127.0.0.1",
-        "PORT": str(free_port()),
-    }
-    with registered("gone", gone):
+    with registered("gone", gone_settings()):
         assert status_of_program(*action.split()) == 1
     out, err = capsys.readouterr()
     assert err.startswith("CommandError: The database can't be asked, of gone: OperationalError: ")

@@ -22,7 +22,6 @@ from pytest_django import Settings
 from django_celery_safe import SafeTask, SafeTaskMixin, idempotent, single_instance
 from django_celery_safe.delivery.copies import visibility_timeout
 from tests.app.models import Person
-from tests.processes import CeleryWorker
 from tests.servers import RedisServer
 from tests.test_checks import REDIS, TRANSPORT_OPTIONS
 from tests.test_task_checks import (
@@ -31,8 +30,8 @@ from tests.test_task_checks import (
     RABBITMQ_BROKER,
     REDIS_BROKER,
     MakeApp,
+    log_of_worker_with,
     make_app,
-    write_files,
 )
 
 __all__ = ["make_app"]
@@ -741,15 +740,7 @@ def test_a_worker_logs_them(settings: Settings, tmp_path: Path, redis_server: Re
     redis_server.flush()
     settings.CELERY_BROKER_URL = redis_server.database_url(1)
     settings.CELERY_BROKER_TRANSPORT_OPTIONS = {**TRANSPORT_OPTIONS, "visibility_timeout": 60}
-    write_files(tmp_path, {"once_shop_tasks.py": ONCE_TASKS})
-    with CeleryWorker(
-        "tests.app",
-        pool="solo",
-        concurrency=1,
-        arguments=["--include", "once_shop_tasks"],
-        env={"PYTHONPATH": str(tmp_path)},
-    ) as worker:
-        lines = worker.log.splitlines()
+    lines = log_of_worker_with(tmp_path, "once_shop_tasks", ONCE_TASKS)
     for number, text in {
         "W018": "Task once_shop_tasks.early does its work once",
         "W019": "Task once_shop_tasks.late acknowledges late",

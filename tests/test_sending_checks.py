@@ -17,8 +17,7 @@ from django_celery_safe.models import OutboxRelay
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.tasks import relay_outbox
 from tests.conftest import MakeDatabase
-from tests.processes import free_port
-from tests.servers.databases import registered, sqlite_settings
+from tests.servers.databases import gone_settings, registered, sqlite_settings
 from tests.test_checks import REDIS, TRANSPORT_OPTIONS, app_without_tasks
 from tests.test_task_checks import NAME, RABBITMQ_BROKER, REDIS_BROKER, add_task
 
@@ -274,15 +273,9 @@ def test_the_only_outbox_needs_a_relay_though_locks_live_there(
 def test_a_database_that_is_gone(app: Celery, make_database: MakeDatabase) -> None:
     """W016 says that a database could not be asked, and the check goes on."""
     add_task(app, outbox=True)
-    gone = {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": "gone",
-        "HOST": "127.0.0.1",
-        "PORT": str(free_port()),
-    }
     alias = make_database("sqlite")
     note_relay(alias, timedelta())
-    with registered("gone", gone):
+    with registered("gone", gone_settings()):
         assert_said("W016", "outbox of 'gone' can't be asked (OperationalError", deploy=True)
 
 

@@ -53,6 +53,7 @@ from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.docs.events import declared
+from tests.listening import handling, receiving
 from tests.locks.conftest import fragile_redis
 from tests.processes import free_port, wait_for
 from tests.routing import routed_by
@@ -883,30 +884,6 @@ class Exploding(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Fail."""
         raise RuntimeError("a handler")
-
-
-@contextmanager
-def receiving(signal: Signal, receive: Callable[..., Any]) -> Iterator[None]:
-    """Connect a receiver."""
-    signal.connect(receive, weak=False)
-    try:
-        yield
-    finally:
-        signal.disconnect(receive)
-
-
-@contextmanager
-def handling(handler: logging.Handler, name: str = "django_celery_safe") -> Iterator[None]:
-    """Add a handler for all levels."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
 
 
 @hot

@@ -2,45 +2,32 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
-from django.core import checks
 from django.db import connections
-from pytest_django import Settings
 
 from django_celery_safe import SafeTask, single_instance, stages
 from django_celery_safe.checks.project import RELAY_TASK
 from django_celery_safe.models import OutboxMessage, OutboxRelay, StageStep
+from tests import test_sending_checks as sending_checks
 from tests.conftest import MakeDatabase
-from tests.processes import free_port
 from tests.routing import runs_in
-from tests.servers.databases import registered, sqlite_settings
-from tests.test_checks import REDIS, app_without_tasks
-from tests.test_sending_checks import NotInDefault, note_relay
-from tests.test_task_checks import NAME, REDIS_BROKER, add_task
+from tests.servers.databases import gone_settings, registered, sqlite_settings
+from tests.test_sending_checks import _no_faults, app, note_relay
+from tests.test_task_checks import NAME, add_task
+
+__all__ = ["_no_faults", "app"]
 
 SWEEP_TASK = "django_celery_safe.tasks.sweep_stages"
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding setting DATABASES")
 
-
-@pytest.fixture(autouse=True)
-def _no_faults(settings: Settings) -> None:
-    """Begin with settings that no check complains of."""
-    settings.CACHES = {"default": REDIS}
-    settings.DATABASES = {"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "data"}}
-    settings.DATABASE_ROUTERS = [f"{NotInDefault.__module__}.NotInDefault"]
-    settings.DJANGO_CELERY_SAFE = {}
-
-
-@pytest.fixture
-def app() -> Iterator[Celery]:
-    """An app without tasks, on a Redis that nobody is asked for."""
-    with app_without_tasks(REDIS_BROKER) as app:
-        yield app
+found = partial(sending_checks.found, deploy=True)
+assert_said = partial(sending_checks.assert_said, deploy=True)
 
 
 @pytest.fixture
@@ -59,24 +46,6 @@ def add_step(app: Celery, name: str = NAME) -> None:
     @stages.step
     def resize(params: dict[str, Any]) -> None:
         """Do nothing."""
-
-
-def found(*, deploy: bool = True) -> dict[str, checks.CheckMessage]:
-    """Return what our checks say, but of locks in the default cache, by id."""
-    messages = checks.run_checks(tags=["django_celery_safe"], include_deployment_checks=deploy)
-    by_id = {str(one.id).removeprefix("django_celery_safe."): one for one in messages}
-    return {number: one for number, one in by_id.items() if number not in {"W005", "W006"}}
-
-
-def assert_said(number: str, *parts: str) -> None:
-    """Assert that the checks say only this, with all of these parts and a hint."""
-    messages = found()
-    assert set(messages) == {number}
-    message = messages[number]
-    for part in parts:
-        assert part in message.msg
-    assert message.hint
-    assert message.level == (checks.ERROR if number[0] == "E" else checks.WARNING)
 
 
 def test_only_check_deploy_asks_a_database(app: Celery) -> None:
@@ -181,13 +150,7 @@ def test_a_database_that_is_gone(app: Celery, make_database: MakeDatabase) -> No
     """W022 says that a database could not be asked, and the check goes on."""
     assert make_database
     add_step(app)
-    gone = {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": "gone",
-        "HOST": "127.0.0.1",
-        "PORT": str(free_port()),
-    }
-    with registered("gone", gone), runs_in("gone"):
+    with registered("gone", gone_settings()), runs_in("gone"):
         assert_said("W022", "swept in 'gone' can't be asked (OperationalError")
 
 

@@ -23,10 +23,9 @@ from tests import commands
 from tests.conftest import MakeDatabase
 from tests.docs.pages import names_in, page
 from tests.docs.test_docs import own_arguments
-from tests.processes import free_port
 from tests.routing import runs_in
 from tests.sending.conftest import hearing
-from tests.servers.databases import registered, sqlite_settings
+from tests.servers.databases import gone_settings, registered, sqlite_settings
 from tests.stages.tasks import note
 from tests.stages.test_sweep import (
     LONG,
@@ -70,14 +69,9 @@ def lite(make_database: MakeDatabase, queue: Queue) -> Iterator[str]:
 
 
 run = partial(commands.run_in_80_columns, "celery_stages")
+listed = partial(commands.listed, "celery_stages")
 refused = partial(commands.refused, "celery_stages")
 status_of_program = partial(commands.status_of_program, "celery_stages")
-
-
-def listed(*arguments: str) -> list[dict[str, Any]]:
-    """Return the runs that ``list --json`` shows."""
-    rows: list[dict[str, Any]] = json.loads(run("list", "--json", *arguments))
-    return rows
 
 
 def shown(pk: int, *arguments: str) -> dict[str, Any]:
@@ -484,13 +478,7 @@ def test_a_database_that_is_gone(
 ) -> None:
     """A database that does not answer fails each action with one sentence, not with migrate."""
     assert make_database
-    gone = {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": "gone",
-        "HOST": "127.0.0.1",
-        "PORT": str(free_port()),
-    }
-    with registered("gone", gone):
+    with registered("gone", gone_settings()):
         for action in ACTIONS:
             assert status_of_program(*action.split(), "--database", "gone") == 1
             out, err = capsys.readouterr()

@@ -484,6 +484,19 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
+def log_of_worker_with(folder: Path, name: str, text: str) -> list[str]:
+    """Return what a worker printed until it was ready that has a module with this text."""
+    write_files(folder, {f"{name}.py": text})
+    with CeleryWorker(
+        "tests.app",
+        pool="solo",
+        concurrency=1,
+        arguments=["--include", name],
+        env={"PYTHONPATH": str(folder)},
+    ) as worker:
+        return worker.log.splitlines()
+
+
 def check_project(folder: Path) -> tuple[int, str]:
     """Run ``manage.py check`` of the project in a folder; return its status and output."""
     environment = {
@@ -534,15 +547,7 @@ def test_a_worker_logs_what_is_said_of_its_tasks(settings: Settings, tmp_path: P
     text = PROJECT["shop/tasks.py"] + (
         "@shared_task(base=SafeTask)\n@single_instance(renew=False)\ndef sweep(): ...\n"
     )
-    write_files(tmp_path, {"faulty_shop_tasks.py": text})
-    with CeleryWorker(
-        "tests.app",
-        pool="solo",
-        concurrency=1,
-        arguments=["--include", "faulty_shop_tasks"],
-        env={"PYTHONPATH": str(tmp_path)},
-    ) as worker:
-        lines = worker.log.splitlines()
+    lines = log_of_worker_with(tmp_path, "faulty_shop_tasks", text)
     for level, number, name in [("ERROR", "E005", "reindex"), ("WARNING", "W009", "sweep")]:
         (line,) = [each for each in lines if f"django_celery_safe.{number}" in each]
         assert level in line

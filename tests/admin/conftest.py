@@ -18,26 +18,7 @@ from pytest_django import Settings
 from django_celery_safe.locks.stores import local
 from tests.admin.pages import Visitor
 from tests.conftest import MakeDatabase
-from tests.routing import routed_by
-
-
-class AllIn:
-    """A database router: every table is in one database, and read from ``replica`` if given."""
-
-    def __init__(self, alias: str, replica: str | None = None) -> None:
-        self.alias, self.replica = alias, replica
-
-    def db_for_read(self, model: Any, **hints: Any) -> str:
-        """Return where rows are read."""
-        return self.replica or self.alias
-
-    def db_for_write(self, model: Any, **hints: Any) -> str:
-        """Return where rows are written."""
-        return self.alias
-
-    def allow_relation(self, one: Any, other: Any, **hints: Any) -> bool:
-        """Return True: the replica has the same rows."""
-        return True
+from tests.routing import AllIn, routed_by
 
 
 def serve_from(alias: str) -> Iterator[str]:

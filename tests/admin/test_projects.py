@@ -28,13 +28,13 @@ from django_celery_safe.models import (
 )
 from django_celery_safe.stages import Status
 from tests.admin import rows
-from tests.admin.conftest import AllIn, every_page, make_visitor
+from tests.admin.conftest import every_page, make_visitor
 from tests.admin.pages import Visitor
 from tests.admin.rows import HOLDER, hold
 from tests.admin.test_lock_pages import LIST as LOCKS
 from tests.admin.test_table_pages import OUTBOX, RECORDS, RUNS, STEPS
 from tests.conftest import MakeDatabase
-from tests.routing import routed_by
+from tests.routing import AllIn, routed_by
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 MODELS: Final = (Lock, OutboxMessage, IdempotencyRecord, StageRun, StageStep)

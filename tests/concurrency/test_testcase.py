@@ -1,6 +1,5 @@
 """Eager single-instance tasks in a plain Django ``TestCase``, on every store that can list."""
 
-import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
 from tests.contract.conftest import COARSE_STORES, SHARED_STORES
+from tests.testcases import run_testcase
 
 #: Those that can say which locks are held.
 LISTING = [name for name in SHARED_STORES if name not in COARSE_STORES]
@@ -33,14 +33,6 @@ def aliases(
         use_store(request.param)
     alias = settings.DJANGO_CELERY_SAFE.get("LOCK_DATABASE")
     return {"default"} | ({alias} if alias else set())
-
-
-def run(case: type[unittest.TestCase]) -> None:
-    """Run all tests of a TestCase; raise what the first one raised."""
-    result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
-    assert result.wasSuccessful(), (result.errors + result.failures)[0][1]
-    assert result.testsRun
 
 
 # Not in a transaction of its own, but with the tables.
@@ -94,6 +86,6 @@ def test_eager_tasks_run_in_a_testcase(aliases: set[str], mailbox: Mailbox) -> N
                 assert sent.state == "PENDING"
             assert sent.get() == ["tests.sign_up:cleo"]
 
-    run(Plain)
+    run_testcase(Plain)
     assert held_names() == []
     assert not Person.everyone.exists()

@@ -26,7 +26,9 @@ from django_celery_safe.signals import claim_failed, claim_finished, claim_lost
 from tests.app.models import Person
 from tests.conftest import MakeDatabase
 from tests.processes import wait_for
+from tests.routing import AllIn
 from tests.sending.conftest import hearing
+from tests.servers.databases import without_autocommit
 
 KEY: Final = "invoice:1"
 #: A lease that a test can outwait, s.
@@ -181,17 +183,12 @@ def test_inside_a_transaction_it_is_refused(alias: str) -> None:
 
 def test_without_autocommit_it_is_refused(postgres_alias: str) -> None:
     """With autocommit off the claim would not be committed either."""
-    connection = connections[postgres_alias]
-    connection.set_autocommit(False)
-    try:
-        with (
-            pytest.raises(WrongTransaction, match="autocommit is off"),
-            idempotent(KEY, using=postgres_alias),
-        ):
-            pytest.fail("the block ran")
-    finally:
-        connection.rollback()
-        connection.set_autocommit(True)
+    with (
+        without_autocommit(postgres_alias),
+        pytest.raises(WrongTransaction, match="autocommit is off"),
+        idempotent(KEY, using=postgres_alias),
+    ):
+        pytest.fail("the block ran")
 
 
 # What is asked of the database.
@@ -230,15 +227,7 @@ def test_records_are_where_the_router_writes(
 ) -> None:
     """With a router that reads from a replica, claims look at the writer, and ``using`` wins."""
     writer, replica = make_database("sqlite"), make_database("sqlite")
-
-    class Router:
-        def db_for_read(self, model: object, **hints: object) -> str:
-            return replica
-
-        def db_for_write(self, model: object, **hints: object) -> str:
-            return writer
-
-    settings.DATABASE_ROUTERS = [Router()]
+    settings.DATABASE_ROUTERS = [AllIn(writer, replica)]
     with idempotent(KEY) as claim:
         claim.finish(1)
     with idempotent(KEY) as claim:

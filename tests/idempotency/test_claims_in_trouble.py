@@ -28,7 +28,7 @@ from tests.idempotency.test_flags_race import end_sessions
 from tests.processes import start_in_process, tell, wait_for
 from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
-from tests.servers.databases import registered
+from tests.servers.databases import registered, waits_for_a_lock
 
 KEY: Final = "invoice:1"
 #: A lease that a test can outwait, s.
@@ -97,15 +97,20 @@ def _pass(gate: Path) -> None:
     wait_for(gate.exists, 60)
 
 
+def kill_holder(alias: str, gate: Path, way: str) -> None:
+    """Kill a process inside its claim, before what it does at the gate."""
+    with start_in_process(hold, alias, gate, way) as process:
+        process.receive()
+        process.kill()
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_a_killed_holder_is_followed_after_its_lease(
     kind: Any, make_database: MakeDatabase, tmp_path: Path
 ) -> None:
     """What a killed process was doing is free when its lease is over, and not before."""
     alias = make_database(kind)
-    with start_in_process(hold, alias, tmp_path / "gate", "finish") as process:
-        process.receive()
-        process.kill()
+    kill_holder(alias, tmp_path / "gate", "finish")
     ends_at: datetime = record_of(alias).ends_at
     wait_for(lambda: try_once(alias, "of the second"), 30, "it was not freed")
     record = record_of(alias)
@@ -120,9 +125,7 @@ def test_a_holder_killed_in_its_transaction_leaves_nothing(
 ) -> None:
     """Between finish() and the commit neither is there; the next one does both."""
     alias = make_database(kind)
-    with start_in_process(hold, alias, tmp_path / "gate", "commit") as process:
-        process.receive()
-        process.kill()
+    kill_holder(alias, tmp_path / "gate", "commit")
     assert not Person.everyone.using(alias).exists()
     wait_for(lambda: try_once(alias, "of the second"), 30, "it was not freed")
     assert result_of_repeat(alias) == "of the second"
@@ -172,20 +175,39 @@ def test_a_holder_that_nobody_followed_finishes(
     assert result_of_repeat(alias) == "of the first"
 
 
-def test_who_comes_between_finish_and_commit_waits_for_it(
-    postgres_alias: str, postgres_server: PostgresServer, tmp_path: Path
+@pytest.mark.parametrize(
+    ("way", "ends", "is_done_by"),
+    [
+        ("commit", {"done finished"}, "first"),
+        ("roll back", {"ValueError lost", "ValueError failed"}, "second"),
+    ],
+)
+def test_who_comes_after_finish_waits_for_the_end_of_the_transaction(
+    way: str,
+    ends: set[str],
+    is_done_by: str,
+    postgres_alias: str,
+    postgres_server: PostgresServer,
+    tmp_path: Path,
 ) -> None:
-    """However long the transaction stays open after finish(), its commit decides for others."""
+    """
+    However long it stays open after finish(), its commit decides for others.
+
+    After a rollback one that waited at the row has it at once, and the first is told what
+    became of it.
+    """
     gate = tmp_path / "gate"
-    with start_in_process(hold, postgres_alias, gate, "commit") as process:
+    with start_in_process(hold, postgres_alias, gate, way) as process:
         process.receive()
         wait_for(lambda: record_of(postgres_alias).now > record_of(postgres_alias).ends_at, 30)
         with start_in_process(try_once, postgres_alias, "of the second") as second:
-            wait_for(lambda: _waits(postgres_server, postgres_alias), 30, "it did not wait")
+            wait_for(
+                lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "it did not wait"
+            )
             gate.touch()
-            assert process.result() == "done finished"
-            assert second.result() is False
-    assert result_of_repeat(postgres_alias) == "of the first"
+            assert process.result() in ends
+            assert second.result() is (is_done_by == "second")
+    assert result_of_repeat(postgres_alias) == f"of the {is_done_by}"
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
@@ -209,7 +231,9 @@ def test_stricter_isolation_makes_no_other_errors(
             with transaction.atomic(using=postgres_alias):
                 step(records)
                 inside.set()
-                wait_for(lambda: _waits(postgres_server, postgres_alias), 30, "nobody waits")
+                wait_for(
+                    lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "nobody waits"
+                )
         finally:
             connections[postgres_alias].close()
 
@@ -234,31 +258,6 @@ def set_default(server: PostgresServer, alias: str, parameter: str, value: str) 
                 sql.Literal(value),
             )
         )
-
-
-def _waits(server: PostgresServer, alias: str) -> bool:
-    with server.connect() as connection:
-        found = connection.execute(
-            "SELECT 1 FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'",
-            [connections.settings[alias]["NAME"]],
-        )
-        return found.fetchone() is not None
-
-
-def test_what_was_rolled_back_is_not_told_as_done(
-    postgres_alias: str, postgres_server: PostgresServer, tmp_path: Path
-) -> None:
-    """Another that waited at the row has it at once, and the first is told what became of it."""
-    gate = tmp_path / "gate"
-    with start_in_process(hold, postgres_alias, gate, "roll back") as process:
-        process.receive()
-        wait_for(lambda: record_of(postgres_alias).now > record_of(postgres_alias).ends_at, 30)
-        with start_in_process(try_once, postgres_alias, "of the second") as second:
-            wait_for(lambda: _waits(postgres_server, postgres_alias), 30, "it did not wait")
-            gate.touch()
-            assert process.result() in ("ValueError lost", "ValueError failed")
-            assert second.result() is True
-    assert result_of_repeat(postgres_alias) == "of the second"
 
 
 @pytest.mark.parametrize("way", ["end", "raise", "exit", "finish"])

@@ -23,6 +23,7 @@ from django_celery_safe import (
 from django_celery_safe.signals import already_done, done_once, once_failed
 from tests.app.models import Account, Customer, Guest, Person, Ticket, Voucher
 from tests.conftest import MakeDatabase
+from tests.routing import AllIn
 from tests.sending.conftest import hearing
 
 FLAG_LOGGERS: Final = {
@@ -249,15 +250,7 @@ def two_databases(make_database: MakeDatabase, settings: Settings) -> tuple[str,
     writer, replica = make_database("sqlite"), make_database("sqlite")
     for alias in (writer, replica):
         Person.everyone.using(alias).create(pk=1)
-
-    class Router:
-        def db_for_read(self, model: object, **hints: object) -> str:
-            return replica
-
-        def db_for_write(self, model: object, **hints: object) -> str:
-            return writer
-
-    settings.DATABASE_ROUTERS = [Router()]
+    settings.DATABASE_ROUTERS = [AllIn(writer, replica)]
     return writer, replica
 
 

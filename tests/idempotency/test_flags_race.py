@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,8 +22,16 @@ from django_celery_safe.idempotency.flags import _Once
 from tests.app.models import Account, Customer, Meter, Person
 from tests.conftest import MakeDatabase
 from tests.interruption import Interruption
-from tests.processes import Journal, run_in_processes, start_in_process, tell, wait_for
+from tests.processes import (
+    FunctionProcess,
+    Journal,
+    run_in_processes,
+    start_in_process,
+    tell,
+    wait_for,
+)
 from tests.servers import PostgresServer
+from tests.servers.databases import waits_for_a_lock, without_autocommit
 
 ROWS = 20
 #: Databases, processes and rows of a race; SQLite lets its writers in one by one.
@@ -88,9 +96,7 @@ def test_a_killed_block_is_done_again(
 ) -> None:
     """A process killed inside its block leaves the row undone and free."""
     alias = make_database(kind)  # type: ignore[arg-type]
-    Person.everyone.using(alias).create(pk=1)
-    with start_in_process(stay_inside, alias) as process:
-        process.receive()
+    with staying_inside(alias) as process:
         os.kill(process.pid, signal.SIGKILL)
         with Person.do_once(1, "is_welcome_email_sent", using=alias) as person:
             assert person is not None
@@ -100,9 +106,7 @@ def test_a_killed_block_is_done_again(
 def test_nowait_says_at_once_that_the_row_is_taken(kind: str, make_database: MakeDatabase) -> None:
     """With nowait, a row that someone else has raises LockNotAcquired instead of waiting."""
     alias = make_patient(make_database, kind)
-    Person.everyone.using(alias).create(pk=1)
-    with start_in_process(stay_inside, alias) as process:
-        process.receive()
+    with staying_inside(alias):
         asked_at = time.monotonic()
         with (
             pytest.raises(LockNotAcquired, match="held by someone else"),
@@ -128,17 +132,12 @@ def test_nowait_mixes_up_no_other_error(postgres_alias: str) -> None:
 
 def test_without_autocommit_it_is_refused(postgres_alias: str) -> None:
     """With autocommit off the flag would not be committed when do_once ends."""
-    connection = connections[postgres_alias]
-    connection.set_autocommit(False)
-    try:
-        with (
-            pytest.raises(WrongTransaction, match="autocommit is off"),
-            Person.do_once(1, "is_welcome_email_sent", using=postgres_alias),
-        ):
-            pytest.fail("the block ran")
-    finally:
-        connection.rollback()
-        connection.set_autocommit(True)
+    with (
+        without_autocommit(postgres_alias),
+        pytest.raises(WrongTransaction, match="autocommit is off"),
+        Person.do_once(1, "is_welcome_email_sent", using=postgres_alias),
+    ):
+        pytest.fail("the block ran")
 
 
 def _is_free(alias: str) -> bool:
@@ -154,6 +153,15 @@ def stay_inside(alias: str, guarantee: Any = "at_least_once") -> None:
     with Person.do_once(1, "is_welcome_email_sent", using=alias, guarantee=guarantee) as person:
         tell(person is not None)
         signal.pause()
+
+
+@contextmanager
+def staying_inside(alias: str, guarantee: Any = "at_least_once") -> Iterator[FunctionProcess]:
+    """Have another process inside the block for person 1."""
+    Person.everyone.using(alias).create(pk=1)
+    with start_in_process(stay_inside, alias, guarantee) as process:
+        process.receive()
+        yield process
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
@@ -209,9 +217,7 @@ def test_a_killed_block_is_not_done_again_under_at_most_once(
 ) -> None:
     """A process killed inside its block leaves the flag that was committed before."""
     alias = make_database(kind)  # type: ignore[arg-type]
-    Person.everyone.using(alias).create(pk=1)
-    with start_in_process(stay_inside, alias, "at_most_once") as process:
-        process.receive()
+    with staying_inside(alias, "at_most_once") as process:
         process.kill()
         with Person.do_once(1, "is_welcome_email_sent", using=alias) as person:
             assert person is None
@@ -223,23 +229,21 @@ def test_at_most_once_locks_nothing_while_its_block_runs(
 ) -> None:
     """The row, and on SQLite the database, is free for others while the block runs."""
     alias = make_database(kind)  # type: ignore[arg-type]
-    Person.everyone.using(alias).create(pk=1)
-    with start_in_process(stay_inside, alias, "at_most_once") as process:
-        process.receive()
-        with Person.do_once(1, "is_badge_printed", using=alias, nowait=True) as person:
-            assert person is not None
+    with (
+        staying_inside(alias, "at_most_once"),
+        Person.do_once(1, "is_badge_printed", using=alias, nowait=True) as person,
+    ):
+        assert person is not None
 
 
 def test_flags_of_one_row_wait_for_each_other(postgres_alias: str) -> None:
     """Two flags of one row are apart, but its lock is one: with nowait the second says so."""
-    Person.everyone.using(postgres_alias).create(pk=1)
-    with start_in_process(stay_inside, postgres_alias) as process:
-        process.receive()
-        with (
-            pytest.raises(LockNotAcquired),
-            Person.do_once(1, "is_badge_printed", using=postgres_alias, nowait=True),
-        ):
-            pytest.fail("the block ran")
+    with (
+        staying_inside(postgres_alias),
+        pytest.raises(LockNotAcquired),
+        Person.do_once(1, "is_badge_printed", using=postgres_alias, nowait=True),
+    ):
+        pytest.fail("the block ran")
 
 
 def test_a_connection_that_breaks_in_the_block_leaves_it_undone(
@@ -304,7 +308,7 @@ def test_stricter_isolation_makes_no_error_of_a_wait(
         with Person.do_once(1, "is_welcome_email_sent", using=postgres_alias) as person:
             assert person is not None
             second = pool.submit(is_ours, postgres_alias, guarantee)
-            wait_for(lambda: waits(postgres_server, postgres_alias), 30, "nobody waits")
+            wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "nobody waits")
         assert second.result() is False
 
 
@@ -361,16 +365,6 @@ def is_ours(alias: str, guarantee: Any) -> bool:
             return person is not None
     finally:
         connections[alias].close()
-
-
-def waits(server: PostgresServer, alias: str) -> bool:
-    """Tell whether somebody waits for a lock in a database."""
-    with server.connect() as connection:
-        found = connection.execute(
-            "SELECT 1 FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'",
-            [connections.settings[alias]["NAME"]],
-        )
-        return found.fetchone() is not None
 
 
 @pytest.mark.parametrize("nowait", [False, True])

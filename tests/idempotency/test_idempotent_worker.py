@@ -18,12 +18,11 @@ from django_celery_safe.conf import DEFAULTS
 from django_celery_safe.models import DatabaseLock, IdempotencyRecord
 from tests.app.celery import app
 from tests.app.models import Person
-from tests.conftest import LOOKING_OFTEN, app_on_redis, require
+from tests.conftest import LOOKING_OFTEN, MakeDatabase, app_on_redis
 from tests.idempotency import tasks
 from tests.processes import CeleryWorker
 from tests.sending.conftest import connections_of_this_module
-from tests.servers import PostgresServer, RedisServer, ServerPool
-from tests.servers.databases import Databases
+from tests.servers import RedisServer
 from tests.worker.rooms import Room
 from tests.worker.test_own_copy import PATIENCE, VISIBILITY_TIMEOUT, Broker
 
@@ -32,7 +31,7 @@ __all__ = ["connections_of_this_module"]
 LOCK_TIMEOUT = DEFAULTS["LOCK_TIMEOUT"]
 
 if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
+    pass
 
 
 class Delivery:
@@ -55,25 +54,23 @@ class Delivery:
         return int(self.room.runs()[0]["pid"])
 
 
+def killed(task: Any, folder: Path) -> Delivery:
+    """Return the delivery of a task whose process was killed, and whose room is open since."""
+    delivery = Delivery(task, folder)
+    os.kill(delivery.until_it_runs(), signal.SIGKILL)
+    delivery.room.open()
+    return delivery
+
+
 def result_of(task_id: str) -> Any:
     """Wait for the end of a task and return its result."""
     return app.AsyncResult(task_id).get(timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")
-def shop(
-    servers: ServerPool,
-    _databases: Databases,
-    tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
-) -> Iterator[str]:
+def shop(make_module_database: MakeDatabase) -> str:
     """The alias, here, of what is the worker's default database."""
-    require(servers, PostgresServer)
-    with (
-        django_db_blocker.unblock(),
-        _databases.alias("postgres", tmp_path_factory.mktemp("shop")) as alias,
-    ):
-        yield alias
+    return make_module_database("postgres")
 
 
 @pytest.fixture(scope="module")
@@ -112,19 +109,13 @@ def live(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> tuple[Deli
 @pytest.fixture(scope="module")
 def dead(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Delivery:
     """A task whose process is killed while it runs."""
-    delivery = Delivery(tasks.staying, tmp_path_factory.mktemp("dead") / "room")
-    os.kill(delivery.until_it_runs(), signal.SIGKILL)
-    delivery.room.open()
-    return delivery
+    return killed(tasks.staying, tmp_path_factory.mktemp("dead") / "room")
 
 
 @pytest.fixture(scope="module")
 def open_end(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Delivery:
     """A task that is killed between finish() and the commit of its transaction."""
-    delivery = Delivery(tasks.writing, tmp_path_factory.mktemp("open_end") / "room")
-    os.kill(delivery.until_it_runs(), signal.SIGKILL)
-    delivery.room.open()
-    return delivery
+    return killed(tasks.writing, tmp_path_factory.mktemp("open_end") / "room")
 
 
 @pytest.fixture(autouse=True)

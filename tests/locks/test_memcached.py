@@ -1,7 +1,6 @@
 """Locks in memcached: a server in trouble, odd values, listing, leases of whole seconds."""
 
 import hashlib
-import logging
 import os
 import re
 import threading
@@ -30,6 +29,7 @@ from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from tests.conftest import CacheSettings, require
+from tests.locks.restarts import restart_and_lose
 from tests.processes import run_in_processes, wait_for
 from tests.servers import MemcachedServer, ServerPool
 
@@ -161,23 +161,7 @@ def test_a_restart_is_noticed_by_holders(
     fragile: MemcachedServer, losses: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that lost its memory is a loss: for ensure(), and for the renewing thread."""
-    with (
-        cache_lock("asked", renew=False) as asked,
-        cache_lock("renewed", timeout=2) as renewed,
-    ):
-        fragile.restart()
-        with pytest.raises(LockLost):
-            asked.ensure()
-        assert not asked.held
-        wait_for(lambda: "renewed" in losses, 5, "the loss was not told")
-        assert not renewed.held
-        with pytest.raises(LockLost):
-            renewed.ensure()
-        assert renewed.release() is False
-    assert sorted(losses) == ["asked", "renewed"]
-    errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
-    for name in losses:
-        assert sum(f"The lock '{name}' was lost" in error for error in errors) == 1
+    restart_and_lose(fragile, 2, losses, caplog)
 
 
 def test_the_first_command_after_a_restart_costs_no_error(fragile: MemcachedServer) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.locks.stores import locate
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
+from tests.locks.restarts import restart_and_lose
 from tests.processes import free_port, wait_for
 from tests.servers import RedisServer
 
@@ -153,24 +153,7 @@ def test_a_restart_is_noticed_by_holders(
     fragile_redis: RedisServer, losses: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that lost its memory is a loss: for ensure(), and for the renewing thread."""
-    with (
-        cache_lock("asked", renew=False) as asked,
-        cache_lock("renewed", timeout=0.9) as renewed,
-    ):
-        fragile_redis.restart()
-        with pytest.raises(LockLost):
-            asked.ensure()
-        assert not asked.held
-        wait_for(lambda: not renewed.held, 3, "the loss was not noticed")
-        wait_for(lambda: "renewed" in losses, 3, "the loss was not told")
-        with pytest.raises(LockLost):
-            renewed.ensure()
-        assert asked.release() is False
-        assert renewed.release() is False
-    assert sorted(losses) == ["asked", "renewed"]
-    errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
-    for name in losses:
-        assert sum(f"The lock '{name}' was lost" in error for error in errors) == 1
+    restart_and_lose(fragile_redis, 0.9, losses, caplog)
 
 
 def test_a_restart_is_outlived_by_waiters(fragile_redis: RedisServer) -> None:
@@ -241,16 +224,6 @@ def test_a_restart_leaves_no_connection_behind(fragile_redis: RedisServer) -> No
 
 
 @contextlib.contextmanager
-def stopped(server: RedisServer) -> Iterator[None]:
-    """Have the server stopped, by SIGSTOP, during the block."""
-    server.pause()
-    try:
-        yield
-    finally:
-        server.resume()
-
-
-@contextlib.contextmanager
 def client_pause(server: RedisServer) -> Iterator[None]:
     """Have the server answer nobody for two seconds, by CLIENT PAUSE."""
     with server.client() as admin:
@@ -261,7 +234,11 @@ def client_pause(server: RedisServer) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("impatient", "silence"),
-    [("django-redis", stopped), ("django", stopped), ("django-redis", client_pause)],
+    [
+        ("django-redis", RedisServer.silence),
+        ("django", RedisServer.silence),
+        ("django-redis", client_pause),
+    ],
     indirect=["impatient"],
 )
 def test_a_silent_server_is_an_error_and_costs_no_lock(
@@ -357,7 +334,7 @@ def test_a_silent_server_does_not_cost_locks_elsewhere(
             if cut:
                 with server.client() as admin:
                     admin.client_kill_filter(_type="normal", skipme=True)
-            with stopped(server):
+            with server.silence():
                 # Held now because it was renewed since: twice its lease.
                 ends_at = time.monotonic() + 2.4
                 wait_for(lambda: not kept.held or time.monotonic() > ends_at, 10)

@@ -43,7 +43,7 @@ from tests.conftest import CacheSettings, MakeDatabase, MakeRedisCache, require
 from tests.locks.test_portable import DictCache
 from tests.processes import run_in_processes, start_in_process, tell, wait_for
 from tests.servers import MemcachedServer, PostgresServer, RedisServer, ServerPool
-from tests.servers.databases import migrate, postgres_settings, registered
+from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
 
 REFUSED = {
     "django.core.cache.backends.filebased.FileBasedCache": "a read and then a write",
@@ -167,14 +167,8 @@ def test_a_lock_inside_atomic_on_its_own_database_is_refused(
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": sqlite_alias}
     with transaction.atomic(using=sqlite_alias), pytest.raises(WrongTransaction, match="atomic"):
         cache_lock("x").acquire()
-    connection = connections[sqlite_alias]
-    connection.set_autocommit(False)
-    try:
-        with pytest.raises(WrongTransaction):
-            cache_lock("x").acquire()
-    finally:
-        connection.rollback()
-        connection.set_autocommit(True)
+    with without_autocommit(sqlite_alias), pytest.raises(WrongTransaction):
+        cache_lock("x").acquire()
     with cache_lock("x") as lock:
         assert lock
 

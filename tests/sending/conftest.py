@@ -12,6 +12,7 @@ import pytest
 from celery import Celery
 
 from django_celery_safe.emitting import LoggedEvent
+from tests.listening import handling
 from tests.sending.published import Published, take_published
 from tests.servers import RedisServer
 
@@ -79,6 +80,14 @@ def called_ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ports
 
 
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """A server that accepts, and answers nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
 @contextmanager
 def hearing(*signals: Any) -> Iterator[list[dict[str, Any]]]:
     """Collect what Django's or Celery's signals, or events that are only logged, say meanwhile."""
@@ -90,30 +99,23 @@ def hearing(*signals: Any) -> Iterator[list[dict[str, Any]]]:
     with ExitStack() as stack:
         for signal in signals:
             if isinstance(signal, LoggedEvent):
-                stack.enter_context(_hearing_records(signal.logger, heard))
+                stack.enter_context(handling(_FieldsHandler(heard), signal.logger.name))
             else:
                 signal.connect(hear, weak=False)
                 stack.callback(signal.disconnect, hear)
         yield heard
 
 
-@contextmanager
-def _hearing_records(logger: logging.Logger, heard: list[dict[str, Any]]) -> Iterator[None]:
-    """Collect the fields of an event's records."""
+class _FieldsHandler(logging.Handler):
+    """Collects the fields of an event's records."""
 
-    def hear(record: logging.LogRecord) -> bool:
+    def __init__(self, heard: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
         fields = vars(record).items()
-        heard.append({name[5:]: value for name, value in fields if name.startswith("safe_")})
-        return True
-
-    level = logger.level
-    logger.addFilter(hear)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeFilter(hear)
+        self.heard.append({name[5:]: value for name, value in fields if name.startswith("safe_")})
 
 
 def line_above() -> str:

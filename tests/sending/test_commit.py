@@ -16,6 +16,7 @@ from tests.processes import run_in_processes
 from tests.sending.conftest import MakeApp
 from tests.sending.published import Published, ids_in
 from tests.servers import RedisServer
+from tests.servers.databases import without_autocommit
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -167,15 +168,11 @@ def test_waiting_for_the_wrong_database_is_an_error(
 
 def test_a_connection_without_autocommit_is_an_error(sent: Sent) -> None:
     """Django does not know when a transaction ends that it did not begin."""
-    transaction.set_autocommit(False)
-    try:
+    with without_autocommit("default"):
         with pytest.raises(WrongTransaction, match="autocommit is off"):
             add.delay_on_commit(1)
         with transaction.atomic():
             add.delay_on_commit(2)
-    finally:
-        transaction.rollback()
-        transaction.set_autocommit(True)
     assert sent() == []
 
 

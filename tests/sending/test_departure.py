@@ -245,14 +245,6 @@ def test_the_outbox_sends_of_a_commit_share_its_time(
     assert words == ["SELECT"] + ["DELETE"] * went + ["UPDATE"]
 
 
-@pytest.fixture
-def silent() -> Iterator[socket.socket]:
-    """A server that accepts, and answers nobody."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.setblocking(False)
-        yield server
-
-
 def calls(server: socket.socket) -> int:
     """Return how often somebody connected to a listening socket."""
     number = 0

@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,6 @@ def refusing() -> str:
 def without_broker(make_app: MakeApp) -> Celery:
     """An app whose broker refuses connections."""
     return make_app(broker_url=refusing(), task_publish_retry_policy=ONE_TRY)
-
-
-@pytest.fixture
-def silent() -> Iterator[socket.socket]:
-    """A server that listens, and answers nobody."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.setblocking(False)
-        yield server
 
 
 def nobody_called(server: socket.socket) -> bool:

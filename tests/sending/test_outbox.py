@@ -880,19 +880,20 @@ def test_another_broker_is_an_error(option: str, broker: Celery, make_app: MakeA
     assert rows() == []
 
 
-def test_a_producer_of_the_apps_own_broker_is_fine(broker: Celery, sent: Sent) -> None:
-    """It is left aside, since it may be someone else's by the time of the commit."""
-    with broker.producer_or_acquire() as producer, transaction.atomic():
-        result = keep(1, producer=producer)
-        assert row_ids() == [result.id]
-    assert ids(sent()) == [result.id]
-    assert rows() == []
+@pytest.mark.parametrize(
+    ("option", "take"),
+    [("producer", Celery.producer_or_acquire), ("connection", Celery.connection_for_write)],
+)
+def test_what_belongs_to_the_apps_own_broker_is_fine(
+    option: str, take: Callable[[Celery], Any], broker: Celery, sent: Sent
+) -> None:
+    """
+    A producer is left aside, since it may be someone else's by the time of the commit.
 
-
-def test_a_connection_of_the_apps_own_broker_is_fine(broker: Celery, sent: Sent) -> None:
-    """As with a producer: the message goes where a relay would send it."""
-    with broker.connection_for_write() as connection, transaction.atomic():
-        result = keep(1, connection=connection)
+    So is a connection: the message goes where a relay would send it.
+    """
+    with take(broker) as given, transaction.atomic():
+        result = keep(1, **{option: given})
         assert row_ids() == [result.id]
     assert ids(sent()) == [result.id]
     assert rows() == []
@@ -971,6 +972,19 @@ def test_others_receivers_do_not_matter(alias: str, sent: Sent) -> None:
     assert heard == []
 
 
+def group_interrupted_at_its_second(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a group of three; when its second is published, a soft time limit hits."""
+    original, interrupted = publisher_module.put, "the second"
+
+    def put(message: Any, *args: Any, **options: Any) -> None:
+        if message.task_id == interrupted:
+            raise SoftTimeLimitExceeded
+        original(message, *args, **options)
+
+    monkeypatch.setattr(publisher_module, "put", put)
+    return group(add.s(1), add.s(2).set(task_id=interrupted), add.s(3))
+
+
 @pytest.mark.parametrize(("in_one_request", "published"), [(1, 1), (2, 0), (100, 0)])
 def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
     in_one_request: int,
@@ -981,16 +995,7 @@ def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
 ) -> None:
     """What was published is deleted, the rest is due, and the task that commits hears of it."""
     monkeypatch.setattr(publisher_module, "TOGETHER", in_one_request)
-    original = publisher_module.put
-
-    def put(message: Any, *args: Any, **options: Any) -> None:
-        if message.task_id == interrupted:
-            raise SoftTimeLimitExceeded
-        original(message, *args, **options)
-
-    interrupted = "the second"
-    monkeypatch.setattr(publisher_module, "put", put)
-    members = group(add.s(1), add.s(2).set(task_id=interrupted), add.s(3))
+    members = group_interrupted_at_its_second(monkeypatch)
     with pytest.raises(SoftTimeLimitExceeded), transaction.atomic(using=alias):
         Person.everyone.using(alias).create()
         result = send_on_commit(members, using=alias, outbox=True)
@@ -1050,16 +1055,7 @@ def test_a_soft_time_limit_at_the_commit_loses_no_other_message(
     sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the outbox nobody else sends the others, so they go out before it is raised."""
-    original = publisher_module.put
-
-    def put(message: Any, *args: Any, **options: Any) -> None:
-        if message.task_id == interrupted:
-            raise SoftTimeLimitExceeded
-        original(message, *args, **options)
-
-    interrupted = "the second"
-    monkeypatch.setattr(publisher_module, "put", put)
-    members = group(add.s(1), add.s(2).set(task_id=interrupted), add.s(3))
+    members = group_interrupted_at_its_second(monkeypatch)
     with pytest.raises(SoftTimeLimitExceeded), transaction.atomic():
         result = send_on_commit(members)
     first, _, third = [part.id for part in result]

@@ -42,7 +42,8 @@ from django_celery_safe.sending.publisher import DELAYED
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.sending.serialization import to_message, to_row
 from tests.app.tasks import add, note, total
-from tests.conftest import MakeRedisCache
+from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.listening import receiving
 from tests.processes import (
     CeleryWorker,
     Journal,
@@ -58,10 +59,9 @@ from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable
 from tests.sending.relaying import meet_once_claimed
 from tests.sending.test_messages import CANVASES, OPTIONS, stamped
 from tests.servers import RedisServer
-from tests.servers.databases import Databases
 
 if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker, Settings
+    from pytest_django import Settings
 
 #: Seconds until a result must be there.
 PATIENCE = 60
@@ -632,16 +632,6 @@ def run_command(*arguments: str) -> str:
     return done.stdout
 
 
-@contextmanager
-def receiving(signal: Any, receive: Callable[..., None]) -> Iterator[None]:
-    """Connect a receiver during the block."""
-    signal.connect(receive, weak=False)
-    try:
-        yield
-    finally:
-        signal.disconnect(receive)
-
-
 def test_what_receivers_change_before_the_publication_is_kept(make_line: MakeLine) -> None:
     """A before_task_publish receiver runs at the send, once, and what it changes is relayed."""
     line = make_line()
@@ -965,15 +955,9 @@ def test_a_quorum_queue_gets_at_once_what_has_no_eta(delaying: Line) -> None:
 
 
 @pytest.fixture(scope="module")
-def worked(
-    _databases: Databases,
-    tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
-) -> Iterator[str]:
+def worked(make_module_database: MakeDatabase) -> str:
     """The alias, here, of the SQLite file that is the workers' default database."""
-    folder = tmp_path_factory.mktemp("worked")
-    with django_db_blocker.unblock(), _databases.alias("sqlite-immediate", folder) as alias:
-        yield alias
+    return make_module_database("sqlite-immediate")
 
 
 #: The queue of the workers, apart from those that the other tests read.

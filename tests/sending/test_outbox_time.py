@@ -9,7 +9,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,16 +127,6 @@ def silent() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-@contextmanager
-def paused(server: Server) -> Iterator[None]:
-    """Let a server be silent during the block."""
-    server.pause()
-    try:
-        yield
-    finally:
-        server.resume()
-
-
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])
 def test_a_broker_that_refuses_costs_next_to_nothing(
     scheme: str, alias: str, make_app: MakeApp, called_ports: list[int]
@@ -196,7 +185,7 @@ def test_a_broker_that_falls_silent_is_given_up_in_time(
     _, first = commit_time(send, alias)
     assert (first.send_error, row_ids(alias)) == (None, [])
     bound = TIMEOUT + plain_time(alias) + NOISE
-    with paused(server):
+    with server.silence():
         # What is connected waits for a confirmation, what is not for a connection.
         connected, unconnected = commit_time(send, alias), best_time(send, alias, bound)
     assert connected[0] <= bound
@@ -233,7 +222,7 @@ def test_after_a_silence_nobody_waits_again(
     def send() -> Any:
         return SENDS["task"](app.tasks[add.name], alias)
 
-    with paused(server):
+    with server.silence():
         first = send()
         until = _silent_until[app]
         assert 0 < until - time.monotonic() <= pause
@@ -267,7 +256,7 @@ def test_a_large_message_to_a_silent_broker_is_given_up_in_time(
 
     with_broker = statistics.median(commit_time(send, alias)[0] for _ in range(3))
     bound = TIMEOUT + with_broker + NOISE
-    with paused(redis_server):
+    with redis_server.silence():
         taken, result = best_time(send, alias, bound)
     assert taken <= bound
     assert isinstance(result.send_error, OperationalError)

@@ -12,28 +12,22 @@ from django.db import connections, transaction
 from django_celery_safe import send_on_commit
 from tests.app.models import Person
 from tests.app.tasks import add, total
+from tests.conftest import MakeDatabase
 from tests.processes import CeleryWorker, Journal, wait_for
 from tests.sending import tasks
 from tests.servers import RedisServer
-from tests.servers.databases import Databases
 
 if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
+    pass
 
 #: Seconds until a result must be there.
 PATIENCE = 20
 
 
 @pytest.fixture(scope="module")
-def shop(
-    _databases: Databases,
-    tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
-) -> Iterator[str]:
+def shop(make_module_database: MakeDatabase) -> str:
     """The alias, here, of the SQLite file that is the worker's default database."""
-    folder = tmp_path_factory.mktemp("shop")
-    with django_db_blocker.unblock(), _databases.alias("sqlite-immediate", folder) as alias:
-        yield alias
+    return make_module_database("sqlite-immediate")
 
 
 @pytest.fixture(scope="module")

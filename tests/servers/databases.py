@@ -16,6 +16,7 @@ from typing import Any, Literal
 from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS, connections
 
+from tests.processes.waiting import free_port
 from tests.servers.pool import ServerPool
 from tests.servers.postgres import PostgresServer
 
@@ -26,6 +27,37 @@ IMMEDIATE = {
     "transaction_mode": "IMMEDIATE",
     "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
 }
+
+
+def gone_settings() -> dict[str, Any]:
+    """Return the settings of a PostgreSQL that is not there."""
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": "gone",
+        "HOST": "127.0.0.1",
+        "PORT": str(free_port()),
+    }
+
+
+@contextmanager
+def without_autocommit(alias: str) -> Iterator[None]:
+    """Have autocommit off in a database, and roll back in the end."""
+    connections[alias].set_autocommit(False)
+    try:
+        yield
+    finally:
+        connections[alias].rollback()
+        connections[alias].set_autocommit(True)
+
+
+def waits_for_a_lock(server: PostgresServer, alias: str) -> bool:
+    """Tell whether somebody waits for a lock in a database."""
+    with server.connect() as connection:
+        found = connection.execute(
+            "SELECT 1 FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'",
+            [connections.settings[alias]["NAME"]],
+        )
+        return found.fetchone() is not None
 
 
 class Databases:

@@ -4,7 +4,8 @@ import os
 import shutil
 import signal
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -112,6 +113,15 @@ class Server(Started):
     def resume(self) -> None:
         """Let it answer again after ``pause``."""
         self.process.resume()
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Have it silent during the block."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def close(self) -> None:
         """End it and remove its folder."""

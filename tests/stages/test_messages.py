@@ -33,12 +33,10 @@ from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.conftest import MakeDatabase
 from tests.routing import runs_in
 from tests.sending.conftest import hearing
-from tests.servers import PostgresServer
-from tests.servers.databases import Databases
 from tests.stages import broken
 
 if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
+    pass
 
 __all__ = ["mailbox", "postgres_of_module", "staged", "staged_on_sqlite"]
 
@@ -145,16 +143,9 @@ def shown(run: StageRun) -> str:
 
 
 @pytest.fixture(scope="module")
-def postgres_of_module(
-    postgres_server: PostgresServer,
-    _databases: Databases,
-    tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
-) -> Iterator[str]:
+def postgres_of_module(make_module_database: MakeDatabase) -> str:
     """The alias of a PostgreSQL database of a module, since one for each test takes its time."""
-    folder = tmp_path_factory.mktemp("postgres")
-    with django_db_blocker.unblock(), _databases.alias("postgres", folder) as alias:
-        yield alias
+    return make_module_database("postgres")
 
 
 @pytest.fixture(params=["sqlite-immediate", "postgres"])

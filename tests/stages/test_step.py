@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.stages.test_messages import (
     staged,
     staged_on_sqlite,
 )
+from tests.testcases import run_testcase
 
 __all__ = ["mailbox", "postgres_of_module", "staged", "staged_on_sqlite"]
 
@@ -596,14 +596,6 @@ def test_eagerly_an_error_may_propagate(eager: Staged) -> None:
 # In a project's own tests.
 
 
-def run_case(case: type[unittest.TestCase]) -> None:
-    """Run all tests of a TestCase; raise what the first one raised."""
-    result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
-    assert result.wasSuccessful(), (result.errors + result.failures)[0][1]
-    assert result.testsRun
-
-
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_it_works_in_a_testcase(is_eager: bool, mailbox: Mailbox) -> None:
@@ -629,4 +621,4 @@ def test_it_works_in_a_testcase(is_eager: bool, mailbox: Mailbox) -> None:
             run.abort()
             assert run.status == "aborted"
 
-    run_case(Albums)
+    run_testcase(Albums)

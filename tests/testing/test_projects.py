@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,29 +90,33 @@ def by_pytest(folder: Path, environment: dict[str, str], *options: str) -> Any:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("run_tests", "output", "said"),
+    [
+        (by_django, "stderr", f"Ran {2 * len(TESTS)} tests"),
+        (by_pytest, "stdout", f"{2 * len(TESTS) + 2} passed"),
+    ],
+)
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
-def test_django_runs_the_tests(
-    database: str, shop: Path, environment: dict[str, str], servers: ServerPool
+def test_the_tests_pass(
+    run_tests: Callable[[Path, dict[str, str]], Any],
+    output: str,
+    said: str,
+    database: str,
+    shop: Path,
+    environment: dict[str, str],
+    servers: ServerPool,
 ) -> None:
-    """``manage.py test`` passes, in TestCase and TransactionTestCase."""
+    """
+    They pass in TestCase and TransactionTestCase, by ``manage.py test`` and by pytest.
+
+    Pytest needs the fixtures alone, which no ``conftest.py`` names.
+    """
     if database == "postgres":
         environment.update(on_postgres(servers))
-    done = by_django(shop, environment)
-    assert done.returncode == 0, done.stderr
-    assert f"Ran {2 * len(TESTS)} tests" in done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("database", ["sqlite", "postgres"])
-def test_pytest_runs_the_tests(
-    database: str, shop: Path, environment: dict[str, str], servers: ServerPool
-) -> None:
-    """Pytest passes with the fixtures alone, which no ``conftest.py`` names."""
-    if database == "postgres":
-        environment.update(on_postgres(servers))
-    done = by_pytest(shop, environment)
-    assert done.returncode == 0, done.stdout
-    assert f"{2 * len(TESTS) + 2} passed" in done.stdout
+    done = run_tests(shop, environment)
+    assert done.returncode == 0, getattr(done, output)
+    assert said in getattr(done, output)
 
 
 @pytest.mark.long

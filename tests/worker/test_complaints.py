@@ -30,18 +30,17 @@ from kombu.exceptions import OperationalError
 from django_celery_safe import find_lock
 from django_celery_safe.signals import task_duplicate
 from tests.app.celery import app
-from tests.conftest import LOOKING_OFTEN, app_on_redis
+from tests.conftest import LOOKING_OFTEN, MakeDatabase, app_on_redis
 from tests.processes import CeleryWorker, KeptProcess, free_port, wait_for
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
 from tests.servers import RedisServer
-from tests.servers.databases import Databases
 from tests.worker import complaint_tasks as tasks
 from tests.worker.complaint_tasks import SHORT_LEASE
 from tests.worker.rooms import Room
 
 if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
+    pass
 
 #: Seconds until what has to happen must have happened; less than what a killed run's
 #: lease still has, 20 s at least.
@@ -55,22 +54,11 @@ StartOther = Callable[[str], CeleryWorker]
 
 
 @pytest.fixture(scope="module")
-def site(
-    redis_server: RedisServer,
-    _databases: Databases,
-    tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
-) -> Iterator[dict[str, Any]]:
+def site(redis_server: RedisServer, make_module_database: MakeDatabase) -> Iterator[dict[str, Any]]:
     """Locks, broker and results in Redis; gives the setting for the workers' database."""
-    with ExitStack() as stack:
-        stack.enter_context(django_db_blocker.unblock())
-        folder = tmp_path_factory.mktemp("database")
-        alias = stack.enter_context(_databases.alias("sqlite-immediate", folder))
-        stack.enter_context(
-            app_on_redis(redis_server, visibility_timeout=VISIBILITY_TIMEOUT, **LOOKING_OFTEN)
-        )
-        database = connections.settings[alias]
-        kept = {name: database[name] for name in ("ENGINE", "NAME", "OPTIONS")}
+    database = connections.settings[make_module_database("sqlite-immediate")]
+    kept = {name: database[name] for name in ("ENGINE", "NAME", "OPTIONS")}
+    with app_on_redis(redis_server, visibility_timeout=VISIBILITY_TIMEOUT, **LOOKING_OFTEN):
         yield {"DATABASES": {"default": kept}}
 
 

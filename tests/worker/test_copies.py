@@ -119,24 +119,23 @@ def begin(worker: CeleryWorker, redis_server: RedisServer, tmp_path: Path) -> It
         (tmp_path / gate).touch()
 
 
-def test_a_retry_meets_the_slow_end_of_its_run(begin: Any) -> None:
-    """The retry's copy is another message than the run that ends well: it is not dropped."""
-    story = begin(copy_tasks.ending_slowly)
+@pytest.mark.parametrize(
+    ("task", "retries"),
+    [(copy_tasks.ending_slowly, [0, 1]), (copy_tasks.replacing_slowly, [0, 0])],
+    ids=["retry", "replacement"],
+)
+def test_what_follows_a_run_meets_its_slow_end(task: Any, retries: list[int], begin: Any) -> None:
+    """
+    Its copy is not dropped when the run before it ends well.
+
+    A retry's copy is another message than that run; that of what replaces a run has its id.
+    """
+    story = begin(task)
     story.until_copies(1)
     story.take_turn()
     assert story.result.get(timeout=PATIENCE) == 1
     story.until_over()
-    assert story.retries() == [0, 1]
-
-
-def test_what_replaces_a_run_meets_its_slow_end(begin: Any) -> None:
-    """The copy of what replaces a run has its id, and is not dropped when that run ends."""
-    story = begin(copy_tasks.replacing_slowly)
-    story.until_copies(1)
-    story.take_turn()
-    assert story.result.get(timeout=PATIENCE) == 1
-    story.until_over()
-    assert story.retries() == [0, 0]
+    assert story.retries() == retries
 
 
 def test_a_retry_is_killed_while_an_old_copy_is_under_way(begin: Any) -> None:
