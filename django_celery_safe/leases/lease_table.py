@@ -110,5 +110,5 @@ class LeaseTable(DatabaseLeases):
 
 def read_holder(name: str, row: Any) -> HeldLock:
     """Return who has a row that was read at ``asked_at``, or had it last, and its lease."""
-    left = max(0.0, (row.ends_at - row.asked_at).total_seconds())
+    left = 0.0 if row.ends_at is None else max(0.0, (row.ends_at - row.asked_at).total_seconds())
     return decode_holder(row.holder, HeldLock(name, row.token, left))

@@ -32,7 +32,7 @@ LONGEST_TRACEBACK: Final = 4000
 #: Columns of a claimed row, in their order: what a relay needs of it.
 CLAIMED: Final = (
     "id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts", "attempt",
-    "deaths", "resent",
+    "deaths", "resent", "starts",
 )  # fmt: skip
 #: Bytes of a row: its texts are JSON, of ASCII.
 SIZE: Final = Length("body") + Length("properties") + Length("chord_calls")
@@ -95,7 +95,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def retryable(self) -> OutboxMessages:
         """Messages that could not be sent at least once, dead or not, or whose task failed."""
-        unsent = Q(sent_at__isnull=True, attempts__gt=0, token="")
+        unsent = Q(sent_at__isnull=True, ended_at__isnull=True, attempts__gt=0, token="")
         return self.filter(unsent | (Q(ended_at__isnull=False) & ~Q(error_type="")))
 
     def discardable(self) -> OutboxMessages:
@@ -213,7 +213,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             for number in range(MOST_DOUBLINGS)
         ]
         due_at = Case(*again, default=Now() + delay + wait * 2**MOST_DOUBLINGS)
-        return self.pending().update(due_at=due_at, sent_at=Now(), error="", attempts=0)
+        return self.pending().update(due_at=due_at, sent_at=Now(), attempts=0)
 
     def extend(self, token: str, lease: timedelta) -> int:
         """Renew the lease of a claim; return how many rows it still held."""
@@ -241,14 +241,13 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             )
         )
 
-    def put_back(self, token: str, delay: timedelta, error: str) -> bool:
+    def put_back(self, token: str, delay: timedelta, error: str, *, died: bool = False) -> bool:
         """Let a task wait for its message, which is to be sent again after ``delay``."""
-        due_at = Now() + delay if delay else Now()
-        return bool(
-            self.filter(token=token).update(
-                token="", sent_at=None, due_at=due_at, error=storable(error)
-            )
-        )
+        sets: dict[str, Any] = {"due_at": Now() + delay if delay else Now()}
+        if died:
+            sets |= {"deaths": F("deaths") + 1, "last_death": F("holder")}
+        ours = self.filter(token=token)
+        return bool(ours.update(token="", sent_at=None, error=storable(error), **sets))
 
     def erase(self) -> int:
         """Delete them, without the signals that others' receivers could make fail."""
@@ -367,7 +366,7 @@ class OutboxMessage(models.Model):
             models.Index("dead_at", name="safe_outbox_dead", condition=Q(dead_at__isnull=False)),
             models.Index("chord", name="safe_outbox_chord", condition=~Q(chord="")),
             models.Index("sent_at", name="safe_outbox_sent", condition=Q(sent_at__isnull=False)),
-            models.Index("attempt", name="safe_outbox_attempt", condition=~Q(attempt="")),
+            models.Index("attempt", name="safe_outbox_attempt"),
             models.Index("ended_at", name="safe_outbox_ended", condition=Q(ended_at__isnull=False)),
         )
 

@@ -40,12 +40,12 @@ from ..texts import get_logger
 from ..transactions import losing_a_race
 from .capture import Captured, capture
 from .commit import publish_again
-from .outbox import keeps_sent, name_attempt
+from .outbox import can_carry, keeps_sent, name_attempt
 
 logger = get_logger(__name__)
 
-#: Errors after which a task is not retried, whatever its ``autoretry_for`` says.
-FINAL: Final = (TaskPoisoned, MessageLost)
+#: How often a claim looks again after it lost a race; each time somebody else moved on.
+TRIES: Final = 20
 #: When a message comes back whose row could not be asked about, s.
 DATABASE_AWAY: Final = 5.0
 
@@ -106,7 +106,8 @@ class Run:
     """
 
     def __init__(self, claim: RowClaim[MessageTable], task: Any, request: Context) -> None:
-        self.claim, self._task, self._request = claim, task, request
+        # Not the request, which is the key of this run and would be kept by it.
+        self.claim, self._task, self._task_id = claim, task, request.id or ""
         self.resent: Captured | None = None
         self.has_followers = bool(request.chain or request.callbacks or request.chord)
 
@@ -164,26 +165,38 @@ class Run:
         trace = "".join(traceback.format_exception(error))
         row, token = self.claim.table.at(self.claim.name), self.claim.token
         name = type(error).__name__
-        ours = self.claim.ask(lambda: row.fail_task(token, name, text, trace), self._what)
+        tries = 0
+
+        def fail() -> bool:
+            nonlocal tries
+            tries += 1
+            # The answer to the one before may have got lost.
+            return row.fail_task(token, name, text, trace) or (
+                tries > 1 and row.failed().filter(error_type=name).exists()
+            )
+
+        ours = self.claim.ask(fail, self._what)
         if ours:
             event = TASK_POISONED if isinstance(error, TaskPoisoned) else MESSAGE_FAILED
             event.emit(
                 run_carried,
                 task=self._task.name,
-                task_id=self._request.id,
+                task_id=self._task_id,
                 error=describe_error(error),
             )
         return bool(ours)
 
-    def put_back(self, delay: float, reason: str) -> bool:
+    def put_back(self, delay: float, reason: str, *, died: bool = False) -> bool:
         """Let a relay send the message again after ``delay``; return whether it was still ours."""
         row, token = self.claim.table.at(self.claim.name), self.claim.token
         wait = timedelta(seconds=delay)
-        return bool(self.claim.ask(lambda: row.put_back(token, wait, reason), self._what))
+        return bool(
+            self.claim.ask(lambda: row.put_back(token, wait, reason, died=died), self._what)
+        )
 
     @property
     def _what(self) -> str:
-        return f"{self._task.name}[{self._request.id}]"
+        return f"{self._task.name}[{self._task_id}]"
 
     def _ending(self) -> Callable[[], bool]:
         row, token, keep = self.claim.table.at(self.claim.name), self.claim.token, keeps_sent()
@@ -211,17 +224,18 @@ class Run:
                 return self.claim.ask(self._ending(), self._what)
             case Exception():
                 return self.record_failure(error)
-        return self.put_back(0.0, describe_error(error))  # the process is told to end
+        # The process ends: it was told to, or the task did that by itself.
+        return self.put_back(0.0, describe_error(error), died=not _is_told_to_end(error))
 
     def _go_on(self, captured: Captured) -> bool:
         """Write the messages by which the task goes on into its row, or rows, and publish them."""
-        alias, token, task_id = self.claim.table.alias, self.claim.token, self._request.id or ""
+        alias, token = self.claim.table.alias, self.claim.token
         for message in captured.messages:
-            if hasattr(message.app.tasks.get(message.task), "apply_async_on_commit"):
+            if can_carry(message):
                 name_attempt(message, alias)
         row = self.claim.table.at(self.claim.name)
         return self.claim.ask(
-            lambda: publish_again(alias, row, token, task_id, captured), self._what
+            lambda: publish_again(alias, row, token, self._task_id, captured), self._what
         )
 
 
@@ -234,6 +248,12 @@ def find_run(task_id: str | None) -> Run | None:
     task = get_current_task()
     run = None if task is None else _runs.get(task.request)
     return run if run is not None and run.claim.is_held and task.request.id == task_id else None
+
+
+def has_ended(request: Context) -> bool:
+    """Return whether the row of a carried task says by now what becomes of it."""
+    run = _runs.get(request)
+    return run is not None and not run.claim.is_held
 
 
 def run_carried(
@@ -303,7 +323,8 @@ def _on_retry(sender: Any, reason: BaseException | None = None, **kwargs: Any) -
 def _on_postrun(task: Any, **kwargs: Any) -> None:
     if (run := _find_open(task)) is not None:
         run.claim.end()
-        run.put_back(0.0, "Its result could not be stored, or what follows it not be sent.")
+        run.record_failure(RuntimeError("Its result can't be stored, or what follows it be sent."))
+    _runs.pop(task.request, None)
 
 
 def _find_open(task: Any) -> Run | None:
@@ -312,9 +333,15 @@ def _find_open(task: Any) -> Run | None:
     return None if run is None or not run.claim.is_held or run.claim.is_of_parent() else run
 
 
+def _is_told_to_end(error: BaseException) -> bool:
+    """Return whether a process ends because somebody told it to, and not by its task."""
+    # A pool that ends its children by a signal lets them exit with a negative code.
+    return not isinstance(error, SystemExit) or (isinstance(error.code, int) and error.code < 0)
+
+
 def _is_for_autoretry(task: Any, error: BaseException) -> bool:
     """Return whether Celery's ``autoretry_for``, which wraps the run, may retry after an error."""
-    is_error = isinstance(error, Exception) and not isinstance(error, (TaskPredicate, *FINAL))
+    is_error = isinstance(error, Exception) and not isinstance(error, (TaskPredicate, TaskPoisoned))
     return is_error and hasattr(task, "_orig_run")
 
 
@@ -325,12 +352,17 @@ def _begin(task: Any, request: Context) -> tuple[RowClaim[MessageTable], Deaths]
     claim = RowClaim(table, header["attempt"], conf.lock_timeout(), _emit_lost)
 
     def ask() -> Any:
-        claim.asked_at = time.monotonic()
-        with losing_a_race():
-            deaths = table.claim(claim.name, claim.token, claim.seconds, holder)
-            if deaths is not None:
-                return deaths
-        return table.find(claim.name)
+        for _ in range(TRIES):
+            claim.asked_at = time.monotonic()
+            with losing_a_race():
+                deaths = table.claim(claim.name, claim.token, claim.seconds, holder)
+                if deaths is not None:
+                    return deaths
+            found = table.find(claim.name)
+            if found is None or found.token or found.due_at is None:
+                break
+            # Stricter isolation refused the claim, since its sender changed the row meanwhile.
+        return found
 
     try:
         claim.prepare(f"The task {task.name}", "Put atomic() inside the function.")

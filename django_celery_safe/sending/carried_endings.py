@@ -64,7 +64,9 @@ def _on_unknown(name: str, message: Any, **kwargs: Any) -> None:
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
     text = f"A worker on {HOST} does not know the task {name}."
     in_background(
-        lambda: table.at(header["attempt"]).sent().update(error=text), table.close, FAILURE
+        lambda: table.at(header["attempt"]).filter(token="").update(error=text),
+        table.close,
+        FAILURE,
     )
 
 

@@ -145,7 +145,14 @@ def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> Out
     messages, calls = captured.messages, captured.chord_calls
     chord = uuid.uuid4().hex if calls else ""
     for message in messages if until_done else ():
-        name_attempt(message, alias)
+        if can_carry(message):
+            name_attempt(message, alias)
+        elif len(messages) == 1:
+            raise ConfigurationError(
+                f'{message.task} is sent with outbox="until_done", and is no SafeTask that is '
+                f"known here, so nothing would end its row. Write @shared_task(base=SafeTask), or "
+                f"outbox=True."
+            )
     attempts = list(map(attempt_of, messages))
     rows = [
         to_row(message, [] if number else calls, chord, attempts[number])
@@ -170,19 +177,13 @@ def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> Out
     return OutboxBatch(departure, written, chord, waits)
 
 
-def name_attempt(message: Message, using: str) -> None:
-    """
-    Give a message an attempt of its own, so that its row stays until its task has ended.
+def can_carry(message: Message) -> bool:
+    """Return whether a message's task ends its row; Celery's own, as of a chord, do not."""
+    return getattr(message.app.tasks.get(message.task), "_ends_rows", False)
 
-    Raises:
-        ConfigurationError: The task has not the base that ends its row.
-    """
-    task = message.app.tasks.get(message.task)
-    if task is not None and not hasattr(task, "apply_async_on_commit"):
-        raise ConfigurationError(
-            f'{message.task} is sent with outbox="until_done", and is no SafeTask, which would '
-            f"end its row. Write @shared_task(base=SafeTask), or outbox=True."
-        )
+
+def name_attempt(message: Message, using: str) -> None:
+    """Give a message an attempt of its own, so that its row stays until its task has ended."""
     headers = message.options["headers"]
     given = read_header(headers, message.task)
     ours = {"task": message.task, "attempt": os.urandom(16).hex(), "using": using}

@@ -347,6 +347,10 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - it is kept with the row
             self._fail(one.row, error)
         else:
+            row = one.row
+            if duplicate is not None and (row.starts or row.resent or row.deaths):
+                # It was sent before, so that it is none; the lock of its send was freed since.
+                raise PutOff(f"{duplicate} of another message is in its way")
             self._record_sent(one, is_duplicate=duplicate is not None)
 
     def _register_chord(self, one: ClaimedMessage) -> None:

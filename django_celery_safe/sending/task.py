@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Self
@@ -24,7 +25,7 @@ from ..locks import HeldLock
 from .arguments import check_arguments
 from .beyond_visibility import warn_if_beyond_visibility
 from .capture import is_capturing, publishing_through
-from .carried import FINAL, find_run
+from .carried import find_run, has_ended
 from .commit import hold, must_wait, note_result, settle
 from .deduplicate import publish_once
 from .eager import is_running, run_on_commit
@@ -53,6 +54,8 @@ class SafeTaskMixin(Task[P, R]):
     """
 
     abstract = True
+    #: Its runs end the rows of their messages.
+    _ends_rows = True
     send_on_commit: bool | None = None
     outbox: Outbox | None = None
     max_deaths: int | conf.Unset | None = conf.UNSET
@@ -171,8 +174,9 @@ class SafeTaskMixin(Task[P, R]):
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Send the running task again, as Celery's; never held back, since Retry rolls back."""
-        if isinstance(error := kwargs.get("exc"), FINAL):
-            raise error  # autoretry_for would send again what is not to run
+        error = kwargs.get("exc") or sys.exc_info()[1]
+        if error is not None and has_ended(self.request):
+            raise error  # a row tells by now what becomes of the task
         if self.request.is_eager:
             return super().retry(*args, **kwargs)
         with resending(self.request.id):

@@ -1,6 +1,7 @@
 """Tasks that are carried until done: what happens to their row at each event, by real tracers."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -8,7 +9,8 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import Task, chain, chord
+from celery import chain, chord, group
+from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import before_task_publish, task_retry
 from django.db import DataError, connections, transaction
@@ -23,10 +25,13 @@ from django_celery_safe import (
     TaskPoisoned,
     cache_lock,
     find_lock,
+    iter_locks,
+    release_lock,
     send_on_commit,
     single_instance,
 )
 from django_celery_safe.models import OutboxMessage
+from django_celery_safe.sending import carried as carried_module
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import (
     message_brought_back,
@@ -382,7 +387,7 @@ def test_a_process_that_is_told_to_end_gives_its_task_back(carried: Carried) -> 
     """It is due at once, and no death is counted."""
 
     def end(task: Any) -> None:
-        raise SystemExit
+        raise SystemExit(-241)  # as billiard's children leave at SIGTERM
 
     carried.body = end
     with pytest.raises(SystemExit):
@@ -426,13 +431,82 @@ def test_links_of_a_chain_are_sent_before_the_row_is_done(carried: Carried) -> N
 
 
 def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
-    """The task before it comes again, instead of being done without it."""
+    """The task before it is failed, instead of being done without it or for ever again."""
     first, second = (carried.make_task(f"tests.{name}") for name in ("first", "second"))
     send_on_commit(chain(first.s(1), second.s().set(using="nowhere")), using=carried.alias)
     with pytest.warns(RuntimeWarning, match="outside body"):
         carried.mailbox.deliver(carried.mailbox.take_one())
-    assert (carried.row.task, carried.row.state) == ("tests.first", "pending")
-    assert carried.row.error.startswith("Its result could not be stored, or what follows it")
+    assert (carried.row.task, carried.row.state) == ("tests.first", "failed")
+    assert carried.row.error == "Its result can't be stored, or what follows it be sent."
+
+
+def test_parts_of_a_canvas_that_can_not_be_carried(carried: Carried) -> None:
+    """They are ordinary rows, which end with the sending; the others are carried."""
+    plain = carried.make_task("tests.celery", base=DjangoTask)
+    send_on_commit(group(carried.task.si(1), plain.si(2)), using=carried.alias)
+    assert [row.task for row in carried.rows.all()] == ["tests.carried"]
+    assert len(carried.mailbox.take()) == 2
+    with pytest.raises(ConfigurationError, match="is no SafeTask that is known here"):
+        send_on_commit(plain.si(1), using=carried.alias, outbox="until_done")
+
+
+def test_nothing_of_a_run_is_left_in_the_process(carried: Carried) -> None:
+    """What is known of a run goes with its request."""
+    for _ in range(3):
+        carried.mailbox.deliver(carried.send(1))
+    assert not carried_module._runs
+
+
+@pytest.mark.parametrize("requeue", [False, True])
+def test_a_task_whose_row_has_ended_is_not_retried(carried: Carried, requeue: bool) -> None:
+    """autoretry_for takes a Reject for an error: the row says what becomes of the task."""
+
+    def refuse(task: Any) -> None:
+        raise Reject("no", requeue=requeue)
+
+    carried.body = refuse
+    task = carried.make_task("tests.retrying", autoretry_for=(Exception,))
+    assert carried.mailbox.deliver(carried.send(task=task)).state == "REJECTED"
+    assert carried.mailbox.take() == []
+    assert carried.row.state == ("pending" if requeue else "failed")
+
+
+def test_a_task_that_exits_dies(carried: Carried) -> None:
+    """sys.exit() counts as a death, so that it is not run for ever."""
+
+    def leave(task: Any) -> None:
+        sys.exit(1)
+
+    carried.body = leave
+    with pytest.raises(SystemExit):
+        carried.mailbox.deliver(carried.send())
+    assert (carried.row.state, carried.row.deaths) == ("pending", 1)
+    assert carried.row.last_death == carried.row.holder
+
+
+def test_what_is_done_is_not_retryable(carried: Carried, settings: "Settings") -> None:
+    """Also where its sender was told that it had failed."""
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": 60}
+    carried.mailbox.deliver(carried.send(1))
+    carried.rows.update(sent_at=None, attempts=1)
+    assert carried.rows.revive() == 0
+
+
+def test_a_begun_task_is_no_duplicate(carried: Carried) -> None:
+    """Another message took the lock of its send meanwhile: it waits, and is not dropped."""
+    task = make_unique(carried, "tests.unique")
+    first = carried.send(1, task=task)
+    leave_dead(carried, first)
+    (held,) = iter_locks()
+    assert release_lock(held)
+    second = carried.send(2, task=task)
+    carried.rows.filter(task_id=first.id).update(due_at=Now() - timedelta(seconds=1))
+    assert carried.relay() == []
+    assert {row.task_id for row in carried.rows.all()} == {first.id, second.id}
+    carried.mailbox.deliver(second)
+    carried.rows.filter(task_id=first.id).update(due_at=Now() - timedelta(seconds=1))
+    (again,) = carried.relay()
+    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
 
 
 @contextmanager
@@ -531,9 +605,6 @@ def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: "Sett
     assert carried.row.attempt
     with pytest.raises(ConfigurationError, match="'forever' means nothing"):
         carried.send(1, task=task, outbox="forever")
-    plain = carried.make_task("tests.celery", base=Task)
-    with pytest.raises(ConfigurationError, match="is no SafeTask"):
-        send_on_commit(plain.si(1), using=carried.alias, outbox="until_done")
 
 
 def make_unique(carried: Carried, name: str, **options: Any) -> Any:
