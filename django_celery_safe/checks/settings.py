@@ -11,6 +11,7 @@ from ..exceptions import ConfigurationError
 from ..inspection import lock_store
 from ..inspection.findings import Finding, fault
 from ..locks.stores import locate
+from ..sending.outbox import checked_outbox
 
 #: Settings that are durations, each with what reads and refuses it.
 DURATIONS: Final[dict[str, Callable[[str], object]]] = {
@@ -21,7 +22,7 @@ DURATIONS: Final[dict[str, Callable[[str], object]]] = {
     "STAGES_RETENTION": conf.retention,
     "IDEMPOTENCY_RETENTION": lambda name: conf.ttl(conf.get(name), name),
 }
-SWITCHES: Final = ("SEND_ON_COMMIT", "OUTBOX", "WARN_IN_ATOMIC", "SHOW_ARGUMENTS")
+SWITCHES: Final = ("SEND_ON_COMMIT", "WARN_IN_ATOMIC", "SHOW_ARGUMENTS")
 
 
 def find_setting_faults() -> Iterator[Finding]:
@@ -42,6 +43,12 @@ def find_setting_faults() -> Iterator[Finding]:
         if not isinstance(value := conf.get(name), bool):
             text = f"{name}={value!r} is neither True nor False."
             yield fault("E001", text, f"The default is {conf.DEFAULTS[name]}.")
+    try:
+        checked_outbox(conf.get("OUTBOX"))
+    except ConfigurationError as error:
+        yield fault(
+            "E001", f"The setting OUTBOX: {error}", f"The default is {conf.DEFAULTS['OUTBOX']}."
+        )
 
 
 def find_store_faults() -> Iterator[Finding]:
