@@ -37,6 +37,6 @@ def break_relay(fault: str) -> None:
 
 
 def due_or_running(rows: Any) -> Any:
-    """Return what is due, and what a worker runs just now."""
-    found = rows.filter(Q(due_at__lte=Now()) | (Q(due_at__isnull=False) & ~Q(token="")))
-    return found.order_by("due_at", "pk")
+    """Return what is due, and what a worker runs just now; once, or no task would ever end."""
+    running = Q(due_at__isnull=False, deaths=0) & ~Q(token="")
+    return rows.filter(Q(due_at__lte=Now()) | running).order_by("due_at", "pk")

@@ -14,11 +14,13 @@ from django.db import connections
 from django_celery_safe.models import OutboxMessage
 
 #: What is noted of a task's row: that it was written, that it went, that it says that its task
-#: failed, and that a process is said to have died in it.
+#: failed, that a process is said to have died in it, and that it is sent again since no worker
+#: began it.
 WRITTEN: Final = "written"
 GONE: Final = "gone"
 FAILED: Final = "failed"
 DEATH: Final = "death"
+RESENT: Final = "resent"
 
 _TABLE: Final = """
 CREATE TABLE carried_ledger (
@@ -32,6 +34,10 @@ _TRIGGERS: Final = {
     WRITTEN: ("AFTER INSERT ON {table} FOR EACH ROW", "NEW"),
     GONE: ("AFTER DELETE ON {table} FOR EACH ROW", "OLD"),
     FAILED: ("AFTER UPDATE OF ended_at ON {table} FOR EACH ROW WHEN (OLD.ended_at IS NULL)", "OLD"),
+    RESENT: (
+        "AFTER UPDATE OF resent ON {table} FOR EACH ROW WHEN (NEW.resent > OLD.resent)",
+        "OLD",
+    ),
     DEATH: (
         "AFTER UPDATE OF deaths ON {table} FOR EACH ROW WHEN (NEW.deaths > OLD.deaths)",
         "OLD",

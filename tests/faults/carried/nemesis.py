@@ -16,6 +16,10 @@ from tests.processes import CeleryWorker, wait_for
 #: Part of the kills of children that is aimed at one inside a task.
 AIMED: Final = 0.6
 
+#: What is a task that a child may be paused in, s: so long that another run of it, which lets
+#: the child go on, goes on itself then.
+LONG_TASK: Final = 0.2
+
 #: How long a child is paused at most, s, if nobody begins its task meanwhile.
 LONGEST_PAUSE: Final = 3 * LEASE
 
@@ -61,6 +65,8 @@ class Troublemaker(WorkerNemesis):
             for place in range(number)
         )
         self._paused: list[Paused] = []
+        tasks = (task for each in plan.transactions() for task in each.tasks)
+        self._long = {task.id for task in tasks if task.seconds > LONG_TASK}
 
     @property
     def is_spent(self) -> bool:
@@ -125,11 +131,11 @@ class Troublemaker(WorkerNemesis):
         if child is None:
             return False
         with contextlib.suppress(psutil.NoSuchProcess, TimeoutError):
-            self.witness.trouble.write("paused", child=child.pid)
             child.suspend()
             wait_for(lambda: child.status() == psutil.STATUS_STOPPED, 1)
-            if task_id := self.witness.room.what(child.pid):
+            if (task_id := self.witness.room.what(child.pid)) in self._long:
                 runs = self.witness.runs.count("begun", id=task_id)
+                self.witness.trouble.write("paused", child=child.pid)
                 self._paused.append(Paused(child, task_id, runs))
                 return True
         self._resume(child)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 from django_celery_safe.leases.holder import decode_holder
 from django_celery_safe.locks import HeldLock
 from django_celery_safe.models import OutboxMessage
-from tests.faults.carried.ledger import DEATH, FAILED, GONE, WRITTEN, Ledger
+from tests.faults.carried.ledger import DEATH, FAILED, GONE, RESENT, WRITTEN, Ledger
 from tests.faults.carried.plan import Plan, Witness
 from tests.faults.oracle import Findings, Oracle, scarce
 
@@ -75,6 +75,7 @@ class History:
         ended: Workers that ended by themselves, with their children, and when that was seen.
         stood_still: When processes were paused, or noted that they had stood still.
         left: Rows, by the ids of their tasks.
+        resent: How often a message was sent again since no worker had begun its task.
         harms: How often what was done to the run, by its names in the plan.
         inside: How many processes were killed inside a task.
     """
@@ -88,6 +89,7 @@ class History:
     ended: dict[int, int] = field(default_factory=dict)
     stood_still: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     left: dict[str, Row] = field(default_factory=dict)
+    resent: int = 0
     harms: Counter[str] = field(default_factory=Counter)
     inside: int = 0
     seconds: float = 0.0
@@ -110,6 +112,8 @@ class History:
                     self.committed.add(note.task_id)
                 case what if what in (GONE, FAILED):
                     self.ends.setdefault(note.task_id, note.at)
+                case what if what == RESENT:
+                    self.resent += 1
                 case what if what == DEATH:
                     pid = decode_holder(note.holder, HeldLock("")).holder.pid
                     self.deaths.append(Death(note.task_id, pid, note.at, note.lease))
@@ -256,9 +260,9 @@ def ends_by_others(history: History) -> Findings:
 def needless_runs(history: History) -> Findings:
     """An attempt is run again only if its process was killed, or interrupted."""
     for runs in attempts(history).values():
-        good = [run for run in runs if not is_explained(history, run)]
-        if len(good) > 1:
-            yield f"{runs[0].id} ran {len(runs)} times, {len(good)} of them for no reason."
+        for run in runs[:-1]:
+            if not is_explained(history, run):
+                yield f"{run.id} ran in {run.pid}, which lived, and was run again."
 
 
 def attempts(history: History) -> dict[tuple[str, int], list[Run]]:
@@ -328,6 +332,7 @@ def count(history: History) -> dict[str, float]:
         "runs": len(runs),
         "runs again": len(runs) - len(attempts(history)),
         "deaths counted": len(history.deaths),
+        "messages that no worker began in time": history.resent,
         "tasks begun again after a kill": len(seconds),
         "seconds from a kill to that, p50": percentile(seconds, 0.5),
         "seconds from a kill to that, p99": percentile(seconds, 0.99),
