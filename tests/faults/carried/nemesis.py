@@ -118,16 +118,14 @@ class Troublemaker(WorkerNemesis):
 
     def _kill_one(self) -> bool:
         aimed = self.random.random() < AIMED
-        child = self.choose_child(self.witness.room.pids() if aimed else None)
-        if child is None:
+        child = self.choose_child(self._moving() if aimed else None)
+        if child is None or self._is_paused(child.pid):
             return False
         self.kill_child(child)
         return True
 
     def _pause_one(self) -> bool:
-        child = self.choose_child(
-            self.witness.room.pids() - {one.child.pid for one in self._paused}
-        )
+        child = self.choose_child(self._moving())
         if child is None:
             return False
         with contextlib.suppress(psutil.NoSuchProcess, TimeoutError):
@@ -140,6 +138,13 @@ class Troublemaker(WorkerNemesis):
                 return True
         self._resume(child)
         return False
+
+    def _moving(self) -> set[int]:
+        """Return the processes that are inside a task and not paused."""
+        return {pid for pid in self.witness.room.pids() if not self._is_paused(pid)}
+
+    def _is_paused(self, pid: int) -> bool:
+        return any(one.child.pid == pid for one in self._paused)
 
     def _resume(self, child: psutil.Process) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
