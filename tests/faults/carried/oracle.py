@@ -107,16 +107,15 @@ class History:
 
     def _read_ledger(self, ledger: Ledger) -> None:
         for note in ledger.read():
-            match note.what:
-                case what if what == WRITTEN:
-                    self.committed.add(note.task_id)
-                case what if what in (GONE, FAILED):
-                    self.ends.setdefault(note.task_id, note.at)
-                case what if what == RESENT:
-                    self.resent += 1
-                case what if what == DEATH:
-                    pid = decode_holder(note.holder, HeldLock("")).holder.pid
-                    self.deaths.append(Death(note.task_id, pid, note.at, note.lease))
+            if note.what == WRITTEN:
+                self.committed.add(note.task_id)
+            elif note.what in (GONE, FAILED):
+                self.ends.setdefault(note.task_id, note.at)
+            elif note.what == RESENT:
+                self.resent += 1
+            elif note.what == DEATH:
+                pid = decode_holder(note.holder, HeldLock("")).holder.pid
+                self.deaths.append(Death(note.task_id, pid, note.at, note.lease))
 
     def _read_runs(self, witness: Witness) -> None:
         for entry in sorted(witness.runs.entries(), key=lambda entry: entry["at_ns"]):
