@@ -105,6 +105,16 @@ def test_good_settings_are_silent() -> None:
     assert found() == {}
 
 
+def test_each_way_through_the_outbox_is_valid(settings: Settings) -> None:
+    """The setting OUTBOX may say how long rows stay."""
+    for value in (True, False, "until_done"):
+        settings.DJANGO_CELERY_SAFE = {"OUTBOX": value}
+        assert "E001" not in found()
+    for wrong in ({"OUTBOX": "forever"}, {"MAX_DEATHS": 0}, {"OUTBOX_RESEND_AFTER": 0}):
+        settings.DJANGO_CELERY_SAFE = wrong
+        assert f"{next(iter(wrong))}=" in found()["E001"].msg
+
+
 def test_an_unknown_setting_is_guessed(settings: Settings) -> None:
     """W001 names a setting that does not exist and what was probably meant."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_TIMOUT": 60, "COLOUR": "blue"}

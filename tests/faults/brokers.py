@@ -40,13 +40,17 @@ class Broker(ABC):
         """Return how many messages it has; those that a worker holds may count or not."""
 
     def restart(self) -> None:
-        """Stop it and start it again; it keeps its messages."""
+        """Stop it and start it again; it keeps its messages, if its server does."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Let it lose what waits in it."""
         raise NotImplementedError
 
 
 class RedisBroker(Broker):
     """
-    Redis, looked at from outside of kombu; one that is to be restarted must be lasting.
+    Redis, looked at from outside of kombu; only a lasting one keeps messages over a restart.
 
     Args:
         server: Empty.
@@ -80,6 +84,9 @@ class RedisBroker(Broker):
 
     def restart(self) -> None:
         self.server.restart()
+
+    def flush(self) -> None:
+        self.server.flush()
 
     def waiting(self) -> int:
         _, waiting, given_out = self._look()
@@ -147,6 +154,10 @@ class RabbitMQBroker(Broker):
 
     def restart(self) -> None:
         self.server.restart()
+
+    def flush(self) -> None:
+        with amqp.Connection(f"{self.server.host}:{self.server.port}") as connection:
+            connection.channel().queue_purge(QUEUE)
 
     def waiting(self) -> int:
         with amqp.Connection(f"{self.server.host}:{self.server.port}") as connection:

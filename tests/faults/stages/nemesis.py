@@ -76,13 +76,13 @@ class Troublemaker(WorkerNemesis):
         # In a folder's worker all children share a lock, and who waits for a task has it:
         # with that one killed, none gets a task any more.
         aimed = self.random.random() < AIMED or self.plan.broker == "filesystem"
-        child = self.choose_child(self.witness.inside() if aimed else None)
+        child = self.choose_child(self.witness.room.pids() if aimed else None)
         if child is None:
             return False
         with contextlib.suppress(psutil.NoSuchProcess, TimeoutError):
             child.suspend()
             wait_for(lambda: child.status() == psutil.STATUS_STOPPED, 1)
-            step = self.witness.step_of(child.pid)
+            step = self.witness.room.what(child.pid)
             # The last step of all would be hit again and again, until it fails as one that
             # kills its process does.
             if (aimed and step is None) or self._hits[step] >= MOST_HITS:
@@ -95,6 +95,5 @@ class Troublemaker(WorkerNemesis):
 
     def record_kill(self, pid: int, what: str) -> None:
         """Record a kill, and whether it was inside a step."""
-        inside = self.witness.room / str(pid)
-        self.witness.trouble.write("killed", child=pid, what=what, inside=inside.exists())
-        inside.unlink(missing_ok=True)
+        inside = self.witness.room.clear(pid)
+        self.witness.trouble.write("killed", child=pid, what=what, inside=inside)

@@ -8,6 +8,7 @@ from typing import Any, Final, get_args
 from django.conf import settings
 
 from tests.faults.brokers import BrokerName
+from tests.faults.rooms import Room
 from tests.faults.scenario import Plan as AnyPlan
 from tests.faults.scenario import Witness as AnyWitness
 from tests.faults.scenario import option
@@ -93,7 +94,7 @@ class Plan(AnyPlan):
 
 
 class Witness(AnyWitness):
-    """Three journals, and a folder that shows what goes on just now."""
+    """Three journals, and a room that shows what goes on just now."""
 
     @property
     def steps(self) -> Journal:
@@ -117,22 +118,9 @@ class Witness(AnyWitness):
         return path.stat().st_size if path.exists() else 0
 
     @property
-    def room(self) -> Path:
-        """A folder with one file for each process that is inside a step, or died there."""
-        room = self.folder / "inside"
-        room.mkdir(exist_ok=True)
-        return room
-
-    def inside(self) -> set[int]:
-        """Return the processes that are inside a step, or died there."""
-        return {int(path.name) for path in self.room.iterdir()}
-
-    def step_of(self, pid: int) -> str | None:
-        """Return in which step a process is, or died; None: in none."""
-        try:
-            return (self.room / str(pid)).read_text()
-        except FileNotFoundError:
-            return None
+    def room(self) -> Room:
+        """Which process is inside a step."""
+        return Room(self.folder / "inside")
 
 
 def find_witness() -> Witness | None:

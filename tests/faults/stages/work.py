@@ -4,10 +4,7 @@ The steps of the runs, which note what they do outside of the package's tables.
 Whoever imports this notes also what the package's signals tell, if the settings say where.
 """
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from celery import shared_task
@@ -41,23 +38,12 @@ def work(params: Params, step: StageStep, seconds: float, beat: float) -> Params
     witness = find_witness()
     assert witness is not None
     place = {"step": step.pk, "run": step.run_id, "stage": step.stage}
-    with inside(witness, step):
+    with witness.room.inside(str(step.pk)):
         witness.steps.write("begun", known=len(params), **place)
         time.sleep(seconds)
         time.sleep(-time.monotonic() % beat if beat else 0)
         witness.steps.write("ended", **place)
     return {f"{step.stage}.{step.position}": True}
-
-
-@contextmanager
-def inside(witness: Witness, step: StageStep) -> Iterator[None]:
-    """Show in the block that this process is inside a step, and in which."""
-    mark = witness.room / str(os.getpid())
-    mark.write_text(str(step.pk))
-    try:
-        yield
-    finally:
-        mark.unlink()
 
 
 def connect(witness: Witness) -> None:

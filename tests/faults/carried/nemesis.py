@@ -1,0 +1,156 @@
+"""The nemesis of carried tasks: it kills and pauses processes, and takes the broker's memory."""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import psutil
+
+from tests.faults.brokers import Broker
+from tests.faults.carried.plan import LEASE, Plan, Witness
+from tests.faults.nemesis import WorkerNemesis
+from tests.processes import CeleryWorker, wait_for
+
+#: Part of the kills of children that is aimed at one inside a task.
+AIMED: Final = 0.6
+
+#: What is a task that a child may be paused in, s: so long that another run of it, which lets
+#: the child go on, goes on itself then.
+LONG_TASK: Final = 0.2
+
+#: How long a child is paused at most, s, if nobody begins its task meanwhile.
+LONGEST_PAUSE: Final = 3 * LEASE
+
+
+class Paused:
+    """
+    A child that stands still inside a task.
+
+    Attributes:
+        runs: How often its task had been begun by then.
+    """
+
+    def __init__(self, child: psutil.Process, task_id: str, runs: int) -> None:
+        self.child, self.task_id, self.runs = child, task_id, runs
+        self.ends_at = time.monotonic() + LONGEST_PAUSE
+
+
+class Troublemaker(WorkerNemesis):
+    """
+    Does each harm of the plan when its part of the tasks was committed.
+
+    Args:
+        count_tasks: Returns how many were.
+        kill_relay: Kills the relay and starts it again.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        witness: Witness,
+        broker: Broker,
+        workers: Sequence[CeleryWorker],
+        count_tasks: Callable[[], int],
+        kill_relay: Callable[[], None],
+    ) -> None:
+        super().__init__(plan, workers, witness.trouble)
+        self.witness, self.broker = witness, broker
+        self._count_tasks, self._kill_relay = count_tasks, kill_relay
+        # Spread over the whole, and at no even distances.
+        self._due = sorted(
+            (plan.tasks * (place + self.random.random()) / number, what)
+            for what, number in plan.harms.items()
+            for place in range(number)
+        )
+        self._paused: list[Paused] = []
+        tasks = (task for each in plan.transactions() for task in each.tasks)
+        self._long = {task.id for task in tasks if task.seconds > LONG_TASK}
+
+    @property
+    def is_spent(self) -> bool:
+        return not self._due and not self._paused
+
+    def supervise(self) -> None:
+        """
+        Start workers again that ended by themselves, as a supervisor does.
+
+        One ends that loses a Redis from which it has messages (kombu 5.7: its connection is
+        restored to after it was forgotten).
+        """
+        ended = [worker for worker in self.workers if not worker.running]
+        for worker in ended:
+            self.witness.trouble.write("worker ended", worker=worker.pid)
+            worker.kill()
+        if ended:
+            with ThreadPoolExecutor(len(ended)) as starters:
+                list(starters.map(CeleryWorker.start, ended))
+
+    def strike(self) -> None:
+        """Do what is due, and let a paused child go on when another process has its task."""
+        self.supervise()
+        for paused in self._paused[:]:
+            begun = self.witness.runs.count("begun", id=paused.task_id)
+            if begun > paused.runs or time.monotonic() > paused.ends_at:
+                self._paused.remove(paused)
+                self._resume(paused.child)
+        if self._due and self._count_tasks() >= self._due[0][0] and self._do(self._due[0][1]):
+            _, what = self._due.pop(0)
+            self.witness.trouble.write(what)
+
+    def _do(self, what: str) -> bool:
+        """Do a harm; return whether it was possible."""
+        match what:
+            case "children killed":
+                return self._kill_one()
+            case "workers killed":
+                return self.kill_worker()
+            case "relays killed":
+                self._kill_relay()
+            case "children paused":
+                return self._pause_one()
+            case "broker restarted":
+                self.broker.restart()
+            case "broker flushed":
+                self.broker.flush()
+        return True
+
+    def _kill_one(self) -> bool:
+        aimed = self.random.random() < AIMED
+        child = self.choose_child(self._moving() if aimed else None)
+        if child is None or self._is_paused(child.pid):
+            return False
+        self.kill_child(child)
+        return True
+
+    def _pause_one(self) -> bool:
+        child = self.choose_child(self._moving())
+        if child is None:
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess, TimeoutError):
+            child.suspend()
+            wait_for(lambda: child.status() == psutil.STATUS_STOPPED, 1)
+            if (task_id := self.witness.room.what(child.pid)) in self._long:
+                runs = self.witness.runs.count("begun", id=task_id)
+                self.witness.trouble.write("paused", child=child.pid)
+                self._paused.append(Paused(child, task_id, runs))
+                return True
+        self._resume(child)
+        return False
+
+    def _moving(self) -> set[int]:
+        """Return the processes that are inside a task and not paused."""
+        return {pid for pid in self.witness.room.pids() if not self._is_paused(pid)}
+
+    def _is_paused(self, pid: int) -> bool:
+        return any(one.child.pid == pid for one in self._paused)
+
+    def _resume(self, child: psutil.Process) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.resume()
+
+    def record_kill(self, pid: int, what: str) -> None:
+        """Record a kill, and whether it was inside a task."""
+        inside = self.witness.room.clear(pid)
+        self.witness.trouble.write("killed", child=pid, what=what, inside=inside)
