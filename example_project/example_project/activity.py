@@ -120,7 +120,7 @@ def _shown_lock(lock: HeldLock) -> ShownLock:
 
 def _unsent_messages() -> Listing:
     columns = ("task", "task_id", "created_at", "dead_at")
-    unsent = OutboxMessage.objects.unsent().order_by("pk").only(*columns)
+    unsent = OutboxMessage.objects.filter(sent_at__isnull=True).order_by("pk").only(*columns)
     found = list(unsent[: COUNTED + 1])
     rows = [ShownMessage(each, _since(each.created_at)) for each in found[:ROWS]]
     return _listing(found, rows)

@@ -113,7 +113,9 @@ class History:
             history.steps[row.pk] = Step(
                 row.run_id, row.stage, row.position, row.task_id, row.status, row.starts, has_end
             )
-        history.left = [str(one) for one in OutboxMessage.objects.using(alias).unsent()]
+        history.left = [
+            str(one) for one in OutboxMessage.objects.using(alias).filter(sent_at__isnull=True)
+        ]
         history.messages, history.successes = ledger.read(MESSAGE), ledger.read(SUCCESS)
         for name, step, reason in repairs:
             task_id = re.findall(r"\[(.+)\]$", step)
