@@ -13,10 +13,11 @@ from django_celery_safe.models import StageRun
 from django_celery_safe.signals import run_ended, stage_started
 from django_celery_safe.stages.status import Status
 from tests.concurrency.conftest import mailbox
-from tests.idempotency.test_flags_race import isolate, waits
+from tests.idempotency.test_flags_race import isolate
 from tests.processes import wait_for
 from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
+from tests.servers.databases import waits_for_a_lock
 from tests.stages.test_messages import Staged, impatient, postgres_of_module, refuse, shown, staged
 
 __all__ = ["impatient", "mailbox", "postgres_of_module", "staged"]
@@ -398,7 +399,7 @@ def test_a_change_waits_for_another_at_every_isolation_level(
         with runs.locked(run.pk):
             runs.update(status=Status.RUNNING)
             second = pool.submit(abort)
-            wait_for(lambda: waits(postgres_server, postgres_alias), 30, "nobody waits")
+            wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "nobody waits")
         second.result()
     assert runs.get().status == Status.ABORTED
 
