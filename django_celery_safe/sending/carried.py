@@ -39,7 +39,7 @@ from ..statements import Param, Statement
 from ..texts import get_logger
 from ..transactions import losing_a_race
 from .capture import Captured, capture
-from .commit import publish_again
+from .going_on import publish_again
 from .outbox import can_carry, keeps_sent, name_attempt
 
 logger = get_logger(__name__)

@@ -10,7 +10,6 @@ end, never in the way of others.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -50,6 +49,7 @@ from .capture import Message
 from .outbox import EXPIRED, register_all, seconds_until_eta, settle_rows
 from .publisher import Publisher
 from .serialization import AppNotLoaded, to_message
+from .trouble import Trouble
 
 if TYPE_CHECKING:
     from ..models.outbox import OutboxMessage
@@ -74,10 +74,7 @@ PUT_BEHIND: Final = timedelta(seconds=60)
 LOOK_BACK: Final = 1.0
 #: Pause when nothing is due, s.
 IDLE: Final = 1.0
-#: Shortest and longest pause while the broker or the database is gone, s; it doubles.
-SHORTEST_PAUSE: Final = 0.5
-LONGEST_PAUSE: Final = 30.0
-#: How often a fault that lasts is logged, and a relay notes that it is there, s.
+#: How often a relay notes that it is there, s.
 MINUTE: Final = 60.0
 
 
@@ -90,8 +87,7 @@ class ClaimedMessage(NamedTuple):
     A row that was claimed, and its message.
 
     Attributes:
-        needs: The servers that must answer before it is published, as names for the log;
-            empty: none.
+        needs: The servers that must answer before it is published, by names; empty: none.
     """
 
     row: OutboxMessage
@@ -391,8 +387,7 @@ class Relay:
         self._left.discard(one.row.pk)
         rows = self._rows().pending().filter(pk=one.row.pk)
         if rows.fail_task("", "RuntimeError", EXPIRED, ""):
-            task, task_id = one.message.task, one.message.task_id
-            MESSAGE_FAILED.emit(Relay, task=task, task_id=task_id, error=EXPIRED)
+            MESSAGE_FAILED.emit(Relay, task=one.row.task, task_id=one.row.task_id, error=EXPIRED)
 
     def _announce(self) -> None:
         """Send ``task_sent`` for the batch after its rows are updated: receivers may be slow."""
@@ -453,35 +448,3 @@ def drain_all(relays: list[Relay], until: Callable[[], bool]) -> None:
             relay.close()
     if errors:
         raise errors[0]
-
-
-class Trouble:
-    """
-    A broker or database that is gone: for how long to wait, and when to say so.
-
-    Args:
-        using: Alias of the database with the outbox.
-    """
-
-    def __init__(self, using: str) -> None:
-        self._using = using
-        #: The last one, s; 0: all is well.
-        self._pause = 0.0
-        self._reports_at = -math.inf
-
-    def pause(self, error: Exception) -> float:
-        """Return how long to wait now, s; tell of the error, once a minute."""
-        self._pause = min(max(2 * self._pause, SHORTEST_PAUSE), LONGEST_PAUSE)
-        if time.monotonic() >= self._reports_at:
-            self._reports_at = time.monotonic() + MINUTE
-            what = "broker" if isinstance(error, BrokerGone) else "database"
-            logger.error(
-                "The %s can't be reached, so the outbox of %r waits: %s", what, self._using, error
-            )
-        return self._pause
-
-    def is_over(self) -> None:
-        """Log that the broker answers again, if it had not."""
-        if self._pause:
-            logger.warning("The outbox of %r is relayed again.", self._using)
-        self._pause, self._reports_at = 0.0, -math.inf

@@ -28,6 +28,7 @@ from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.exceptions import ConfigurationError
 from django_celery_safe.models import OutboxRelay
 from django_celery_safe.sending import relay as relay_module
+from django_celery_safe.sending import trouble as trouble_module
 from django_celery_safe.sending.broker import BrokerGone, bounded_producer
 from django_celery_safe.sending.departure import send_timeout
 from django_celery_safe.sending.outbox import outbox_aliases
@@ -92,8 +93,8 @@ def own_task(own_redis: RedisServer, make_app: MakeApp) -> Any:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a relay wait for a tenth of a second where it would wait for many."""
     monkeypatch.setattr(relay_module, "IDLE", 0.05)
-    monkeypatch.setattr(relay_module, "SHORTEST_PAUSE", 0.05)
-    monkeypatch.setattr(relay_module, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(trouble_module, "SHORTEST_PAUSE", 0.05)
+    monkeypatch.setattr(trouble_module, "LONGEST_PAUSE", 0.1)
     monkeypatch.setattr(relay_module, "LONGEST_WAIT", 0.5)
 
 
@@ -173,7 +174,7 @@ def messages_of(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
-        if record.levelname == level and record.module in ("relay", "outbox")
+        if record.levelname == level and record.module in ("relay", "outbox", "trouble")
     ]
 
 
@@ -408,13 +409,13 @@ def test_a_broker_that_is_gone_is_waited_for(
 ) -> None:
     """No attempt is used, the rows are given back, it is told once; then everything is sent."""
     pauses: list[float] = []
-    original = relay_module.Trouble.pause
+    original = trouble_module.Trouble.pause
 
     def pause(self: Any, error: Exception) -> float:
         pauses.append(original(self, error))
         return pauses[-1]
 
-    monkeypatch.setattr(relay_module.Trouble, "pause", pause)
+    monkeypatch.setattr(trouble_module.Trouble, "pause", pause)
     with ExitStack() as stack:
         if was_connected:
             stack.enter_context(relaying(outbox))
@@ -477,7 +478,7 @@ def test_a_fault_that_lasts_is_told_once_a_minute(
     """The pause doubles up to half a minute; a new fault after a good time is told at once."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    trouble = relay_module.Trouble("default")
+    trouble = trouble_module.Trouble("default")
     pauses = []
     for _ in range(10):
         pauses.append(trouble.pause(BrokerGone(OSError("refused"))))
