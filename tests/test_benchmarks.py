@@ -409,7 +409,7 @@ def test_queries_of_a_step_are_counted(
     alias = make_database("postgres")
     settings = stages.worker_settings(alias, redis_server)
     with start_in_process(queries_of_stages, alias, settings) as counting:
-        assert counting.result(60) == [5, 5]
+        assert counting.result(60) == [3, 3]
 
 
 def queries_of_stages(alias: str, settings: dict[str, Any]) -> list[int]:

@@ -8,6 +8,7 @@ from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS
 
 from django_celery_safe.sending import relay as relaying
+from django_celery_safe.sending import trouble
 from tests.app.celery import app
 from tests.faults.outbox.broken import break_relay
 from tests.faults.outbox.plan import RELAY, Plan, Witness
@@ -38,10 +39,10 @@ def hurry() -> None:
         "PUT_OFF": timedelta(seconds=0.5),
         "PUT_BEHIND": timedelta(seconds=1),
         "IDLE": 0.05,
-        "SHORTEST_PAUSE": 0.1,
-        "LONGEST_PAUSE": 0.5,
         "MINUTE": 0.5,
     }
-    for name, value in shorter.items():
-        assert hasattr(relaying, name)
-        setattr(relaying, name, value)
+    pauses = {"SHORTEST_PAUSE": 0.1, "LONGEST_PAUSE": 0.5, "MINUTE": 0.5}
+    for module, values in ((relaying, shorter), (trouble, pauses)):
+        for name, value in values.items():
+            assert hasattr(module, name)
+            setattr(module, name, value)
