@@ -661,7 +661,9 @@ def test_a_step_that_ends_waits_for_a_deletion(
 
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(end)
-        wait_for(lambda: run.steps.running().exists(), 30)
+        # Its process notes that in the run's row, too, right after it has claimed the step.
+        begun = StageRun.objects.using(postgres).filter(pk=run.pk, status=Status.RUNNING)
+        wait_for(begun.exists, 30)
         with before(postgres, 'DELETE FROM "django_celery_safe_stagestep"', let_it_end):
             delete(run)
         ending.result(30)
