@@ -614,7 +614,7 @@ def test_show_where_the_store_can_not_tell_what_is_left() -> None:
         page = run("show", "feed:42")
     assert "    lease left  ? left of 60.0s, renewed\n" in page
     assert "    holder      lives if the lease begins anew from time to time: look again\n" in page
-    assert "when its lease ends, of which this store can't tell what is left" in page
+    assert "when its lease ends; this store can't tell when that is" in page
 
 
 # release

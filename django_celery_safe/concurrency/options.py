@@ -66,7 +66,7 @@ class Options:
 
 
 class GivenOptions(TypedDict, total=False):
-    """What ``@single_instance`` can be told; what is left out has its default."""
+    """The options of ``@single_instance``; each has a default."""
 
     key: Key | conf.Unset
     lock: str | conf.Unset

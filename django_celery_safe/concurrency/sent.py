@@ -48,7 +48,7 @@ def _is_lease(value: object) -> bool:
 
 #: Token of the lock that the message holds since it was sent.
 declare_field("sent", is_token)
-#: That lock's lease while the message waits, s.
+#: The lease of that lock while the message waits, s.
 declare_field("sent_timeout", _is_lease)
 #: Alias of the cache that holds the locks, if the task names one.
 declare_field("cache", is_text)

@@ -84,7 +84,7 @@ class LockRow(LeasedRow):
     def free(self) -> str:
         """When it will be free by itself."""
         if self.remaining_s is None:
-            return "when its lease ends, of which this store can't tell what is left"
+            return "when its lease ends; this store can't tell when that is"
         if self.renewed:
             return f"in {duration(self.remaining_s)} if the holder is dead, or when it is done"
         return f"in {duration(self.remaining_s)} at the latest"

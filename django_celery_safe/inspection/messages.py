@@ -54,7 +54,7 @@ class MessageRow(Row):
 
     @property
     def process(self) -> str:
-        """Who runs its task, or ran it last; "": nobody, as far as the row knows."""
+        """The process that runs its task, or ran it last; "": the row names none."""
         if not self.source.holder:
             return ""
         return str(decode_holder(self.source.holder, HeldLock("")).holder._replace(task_id=None))

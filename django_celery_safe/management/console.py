@@ -295,7 +295,7 @@ def write_array(out: Any, values: Iterable[dict[str, Any]]) -> None:
     """
     Write objects as one JSON array, each in a line of its own, as they come.
 
-    If one can't be read the array stays open, so that nobody takes it for all.
+    If one can't be read, the array stays unclosed: a reader then sees that it is incomplete.
     """
     before = "["
     for value in values:

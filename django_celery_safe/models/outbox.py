@@ -334,24 +334,24 @@ class OutboxMessage(models.Model):
     attempt = models.CharField(max_length=32, default="")
     #: The claim of the run; "": no worker runs the task.
     token = models.CharField(max_length=32, default="")
-    #: Who runs it, or ran it last, as JSON; see ``encode_holder``.
+    #: The process that runs it, or ran it last, as JSON; see ``encode_holder``.
     holder = models.TextField(default="")
     #: How often the task was begun, how often its process died, and how often the message was
     #: sent again since no worker had begun the task.
     starts = models.PositiveIntegerField(default=0)
     deaths = models.PositiveIntegerField(default=0)
     resent = models.PositiveIntegerField(default=0)
-    #: Who ran it when its process died last, as ``holder``.
+    #: The last process that died in it, as JSON like ``holder``.
     last_death = models.TextField(default="")
     started_at = models.DateTimeField(null=True)
     ended_at = models.DateTimeField(null=True)
-    #: What the task failed with, and the end of its traceback; "": it did not.
+    #: The type of the error that the task failed with, and the end of the traceback; "": none.
     error_type = models.CharField(max_length=LONGEST_TYPE, default="")
     traceback = models.TextField(default="")
 
     objects = OutboxMessages.as_manager()
 
-    #: Of a row that a relay has claimed: why it is sent again; "": it is not.
+    #: The reason why a relay that has claimed the row sends it again; "": it is the first time.
     why_again: str = ""
 
     class Meta:

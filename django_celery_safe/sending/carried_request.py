@@ -30,7 +30,7 @@ class SafeRequest(Request):
     that it is part of.
     """
 
-    #: What the task sees of it.
+    #: The request as the task sees it.
     _context: Context
 
     def on_failure(self, exc_info: Any, *args: Any, **options: Any) -> Any:

@@ -44,11 +44,11 @@ logger = get_logger(__name__)
 Outbox: TypeAlias = bool | Literal["until_done"]
 UNTIL_DONE: Final = "until_done"
 
-#: What is wrong with a carried task that is never run since it is too late.
+#: The error of a carried task that expired before it was run.
 EXPIRED: Final = "The task expired before it was begun."
 #: Rows that one statement inserts.
 ROWS: Final = 100
-#: What else a new row has, as SQL.
+#: The values of the other columns of a new row, as SQL.
 _EMPTY: Final = {
     **dict.fromkeys(("attempts", "starts", "deaths", "resent"), "0"),
     **dict.fromkeys(("error", "error_type", "traceback", "token", "holder", "last_death"), "''"),

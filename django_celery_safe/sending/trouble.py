@@ -1,4 +1,4 @@
-"""What a relay does while its broker or its database is gone: it waits, and says so."""
+"""The pauses and log messages of a relay whose broker or database is gone."""
 
 from __future__ import annotations
 

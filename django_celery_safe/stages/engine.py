@@ -1,5 +1,5 @@
 """
-What happens to a run, from its start to its end.
+The changes of a run, from its start to its end.
 
 A step that succeeds is recorded by one statement, and committed; then its process looks
 whether the stage is complete. The last step to be recorded sees all the others, so at least

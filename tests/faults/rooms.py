@@ -1,4 +1,4 @@
-"""What the processes of a run are inside of just now."""
+"""The tasks and steps that processes of a run are inside of just now."""
 
 import os
 from collections.abc import Iterator

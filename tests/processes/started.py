@@ -1,4 +1,4 @@
-"""What runs while a block runs."""
+"""The base of servers and workers that run while a block runs."""
 
 from abc import ABC, abstractmethod
 from typing import Self

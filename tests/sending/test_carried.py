@@ -58,7 +58,7 @@ class Carried:
 
     Args:
         alias: Where the rows are.
-        options: Of the task.
+        options: Options of the task.
     """
 
     def __init__(self, mailbox: Mailbox, alias: str, **options: Any) -> None:
@@ -451,7 +451,7 @@ def test_parts_of_a_canvas_that_can_not_be_carried(carried: Carried) -> None:
 
 
 def test_nothing_of_a_run_is_left_in_the_process(carried: Carried) -> None:
-    """What is known of a run goes with its request."""
+    """Nothing is remembered of a run when it has ended."""
     for _ in range(3):
         carried.mailbox.deliver(carried.send(1))
     assert not carried_module._runs
@@ -523,7 +523,7 @@ def refusing(carried: Carried, begin_of_sql: str) -> Iterator[None]:
 
 
 def test_an_end_that_can_not_be_recorded(carried: Carried) -> None:
-    """What was done is no failure: its row is not ended, and a relay sends it again."""
+    """The task is not recorded as failed: its row stays, and a relay sends it again."""
     message = carried.send(1)
     with refusing(carried, "DELETE"):
         state, error = carried.mailbox.deliver(message)

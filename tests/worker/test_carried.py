@@ -267,7 +267,7 @@ def test_poison_ends_and_harms_no_other_task(scene: Scene, room: Room, tmp_path:
 def test_a_killed_worker_is_followed_by_another(
     scene: Scene, room: Room, pool: str, size: int
 ) -> None:
-    """What it ran is run once more by a worker that was started later; what waited, once."""
+    """A later worker runs the interrupted task once more, and the waiting one once."""
     queue = f"killed-{pool}"
     with scene.worker(queue, pool, size) as first:
         begun = scene.send(tasks.stay, room, queue=queue)

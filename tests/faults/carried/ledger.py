@@ -13,9 +13,8 @@ from django.db import connections
 
 from django_celery_safe.models import OutboxMessage
 
-#: What is noted of a task's row: that it was written, that it went, that it says that its task
-#: failed, that a process is said to have died in it, and that it is sent again since no worker
-#: began it.
+#: The notes about a task's row: it was written, it is gone, its task failed, a process died in
+#: its task, and it is sent again since no worker began its task.
 WRITTEN: Final = "written"
 GONE: Final = "gone"
 FAILED: Final = "failed"
@@ -47,7 +46,7 @@ _TRIGGERS: Final = {
 
 class Note(NamedTuple):
     """
-    What was noted.
+    One note of the ledger.
 
     Attributes:
         at: When, on the clock of the journals, ns.
@@ -67,7 +66,7 @@ class Ledger:
     The table.
 
     Args:
-        alias: Of the PostgreSQL database with the outbox.
+        alias: Alias of the PostgreSQL database with the outbox.
     """
 
     def __init__(self, alias: str) -> None:

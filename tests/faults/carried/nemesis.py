@@ -16,8 +16,8 @@ from tests.processes import CeleryWorker, wait_for
 #: Part of the kills of children that is aimed at one inside a task.
 AIMED: Final = 0.6
 
-#: What is a task that a child may be paused in, s: so long that another run of it, which lets
-#: the child go on, goes on itself then.
+#: A child is paused in tasks of at least this length, s. Another run of the same task lets the
+#: child go on, and still runs itself then.
 LONG_TASK: Final = 0.2
 
 #: How long a child is paused at most, s, if nobody begins its task meanwhile.

@@ -41,7 +41,7 @@ class Run:
 
 class Death(NamedTuple):
     """
-    That a row says that one more process died in its task.
+    The record that one more process died in the task of a row.
 
     Attributes:
         pid: The process.
@@ -64,13 +64,13 @@ class Row(NamedTuple):
 @dataclass
 class History:
     """
-    What happened; moments are ns.
+    The events of one recording; moments are in ns.
 
     Attributes:
         committed: Ids of the tasks whose rows were committed.
         runs: Of each task, in the order in which they began.
         ends: When each row went, or said that its task failed.
-        deaths: What rows say of them.
+        deaths: The deaths of processes that the rows have counted.
         killed: When each killed process was.
         ended: Workers that ended by themselves, with their children, and when that was seen.
         stood_still: When processes were paused, or noted that they had stood still.
@@ -223,7 +223,7 @@ def wrong_failures(history: History) -> Findings:
 
 
 def wrong_retries(history: History) -> Findings:
-    """What is to retry ends in its second attempt, and all else in its first."""
+    """A task that is to retry ends in its second attempt, and every other one in its first."""
     for task_id, ending in history.endings.items():
         wanted = int(ending == "retried")
         for run in history.runs.get(task_id, []):
@@ -295,7 +295,7 @@ def leases_cut_short(history: History) -> Findings:
 
 
 def needless_deaths(history: History) -> Findings:
-    """Who is taken for dead was killed, or stood still, or its worker has ended."""
+    """A process that is taken for dead was killed or paused, or its worker has ended."""
     gone = {run.pid for run in history.all_runs() if run.worker in history.ended}
     for death in history.deaths:
         if death.pid in gone:

@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
 class Transaction(NamedTuple):
     """
-    What one transaction sends.
+    The tasks that one transaction sends.
 
     Attributes:
         tasks: What it commits; empty: all is rolled back.
@@ -61,7 +61,7 @@ class Transaction(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Plan(AnyPlan):
     """
-    What to record.
+    The plan of one recording.
 
     Args:
         pause: Mean time between two transactions, s.
@@ -91,7 +91,7 @@ class Plan(AnyPlan):
 
     @property
     def harms(self) -> dict[str, int]:
-        """What is done to the run, and how often."""
+        """The faults of the run, and how often each happens."""
         return {
             "children killed": self.child_kills,
             "workers killed": self.worker_kills,
@@ -129,12 +129,12 @@ class Witness(AnyWitness):
 
     @property
     def runs(self) -> Journal:
-        """What runs of tasks began and ended, and which process stood still in one."""
+        """The runs of tasks that began and ended, and the processes that were paused in one."""
         return self.open("runs")
 
     @property
     def trouble(self) -> Journal:
-        """What was killed, paused, restarted and flushed."""
+        """The kills and pauses of processes, and the restarts and flushes of servers."""
         return self.open("trouble")
 
     @property

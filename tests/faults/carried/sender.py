@@ -1,4 +1,4 @@
-"""What a process of its own does: commit transactions that send, or relay the outbox."""
+"""The processes of the scenario that commit transactions with sends, or relay the outbox."""
 
 import io
 import logging

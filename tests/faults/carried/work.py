@@ -20,7 +20,7 @@ RETRY_DELAY: Final = 0.3
 
 
 class PlannedFailure(Exception):
-    """What a task that is to fail ends in."""
+    """The error of a task that is to fail."""
 
 
 @shared_task(base=SafeTask, bind=True, max_retries=5)

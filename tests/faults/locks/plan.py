@@ -88,7 +88,7 @@ STORES = {
 @dataclass(frozen=True, kw_only=True)
 class Plan(AnyPlan):
     """
-    What to record.
+    The plan of one recording.
 
     Args:
         locks: Number of names; None: three for each four processes.

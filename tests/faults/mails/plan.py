@@ -52,7 +52,7 @@ DECK: Final = {
 @dataclass(frozen=True, kw_only=True)
 class Plan(AnyPlan):
     """
-    What to record.
+    The plan of one recording.
 
     Args:
         pause: Mean time between the sends for two users, s.

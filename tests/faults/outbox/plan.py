@@ -83,7 +83,7 @@ class Transaction(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Plan(AnyPlan):
     """
-    What to record.
+    The plan of one recording.
 
     Args:
         troubles: The trouble of the broker in each round, in this order.

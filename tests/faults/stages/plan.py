@@ -40,7 +40,7 @@ TASKS: Final = ("tests.faults.stages.work.late", "tests.faults.stages.work.early
 @dataclass(frozen=True, kw_only=True)
 class Plan(AnyPlan):
     """
-    What to record.
+    The plan of one recording.
 
     Args:
         durations: Longest time that a step takes, s, and how often of so many times.
