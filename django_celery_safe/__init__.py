@@ -13,6 +13,7 @@ from .exceptions import (
     AlreadyClaimed,
     AlreadyRunning,
     AlreadySent,
+    AlreadyStarted,
     BackendNotSupported,
     CelerySafeError,
     ClaimLost,
@@ -35,7 +36,8 @@ from .exceptions import (
     TaskPoisoned,
     WrongTransaction,
 )
-from .idempotency import Claim, IdempotentMixin, current_claim, idempotent
+from .idempotency import IdempotentMixin, idempotent
+from .leases.claim import Claim, current_claim
 from .locks import CacheLock, HeldLock, cache_lock, find_lock, iter_locks, release_lock
 from .sending import SafeTask, SafeTaskMixin, send_on_commit
 
@@ -43,6 +45,7 @@ __all__ = [
     "AlreadyClaimed",
     "AlreadyRunning",
     "AlreadySent",
+    "AlreadyStarted",
     "BackendNotSupported",
     "CacheLock",
     "CelerySafeError",

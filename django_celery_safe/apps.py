@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import django
+from celery import signals
 from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
 
 
 class DjangoCelerySafeConfig(AppConfig):
     """Configuration of ``django_celery_safe``."""
 
     name = "django_celery_safe"
-    verbose_name = "Celery safe"
+    verbose_name = _("Celery safe")
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks
+        from . import checks, transactions
         from .concurrency import message_endings
+        from .idempotency import record_table
         from .models.stages import RunRoom, StageRun
-        from .sending import carried, carried_endings
-        from .stages import engine, progress, worker_signals
+        from .sending import carried, carried_endings, housekeeping
+        from .stages import decisions, progress, repairs, worker_signals
 
         checks.connect()
+        transactions.connect()
+        if django.VERSION >= (6, 0):
+            signals.celeryd_init.connect(_on_worker_init, dispatch_uid=self.name)
         message_endings.connect()
         carried.connect()
         carried_endings.connect()
         worker_signals.connect()
+        # Relays do the chores in this order.
+        housekeeping.connect()
+        repairs.connect()
+        record_table.connect()
         StageRun.room = RunRoom(
             progress.progress,
             progress.progress_by_stage,
             progress.wait,
-            engine.resume,
-            engine.abort,
+            decisions.resume,
+            decisions.abort,
         )
+
+
+def _on_worker_init(instance: Any, **kwargs: Any) -> None:
+    """Prepare a worker to run Django tasks, including tasks in modules that it does not import."""
+    from django.tasks import task_backends
+
+    for backend in task_backends.all():
+        if prepare := getattr(backend, "prepare_worker", None):
+            prepare(instance.app)

@@ -12,20 +12,24 @@ T = TypeVar("T")
 BATCH_BYTES: Final = 16 * 1024 * 1024
 
 
-def in_batches(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+def in_batches(
+    items: Iterable[T], most: int, size: Callable[[T], int], most_bytes: int | None = None
+) -> Iterator[list[T]]:
     """
     Yield all items in their order, a batch at a time.
 
     Args:
-        most: How many items a batch has at most. A batch has ``BATCH_BYTES`` at most, too,
-            unless it is a single item.
+        most: How many items a batch has at most.
         size: Returns the bytes of an item.
+        most_bytes: How many bytes a batch has at most, unless it is a single item; None:
+            ``BATCH_BYTES``.
     """
+    limit = BATCH_BYTES if most_bytes is None else most_bytes
     batch: list[T] = []
     total = 0
     for item in items:
         added = size(item)
-        if batch and (len(batch) == most or total + added > BATCH_BYTES):
+        if batch and (len(batch) == most or total + added > limit):
             yield batch
             batch, total = [], 0
         batch.append(item)

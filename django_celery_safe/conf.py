@@ -22,7 +22,7 @@ Duration: TypeAlias = float | timedelta
 
 
 class Unset(Enum):
-    """The type of :data:`UNSET`: "not given", where None has a meaning of its own."""
+    """The type of :data:`UNSET`, which means "not given" where None has another meaning."""
 
     UNSET = "UNSET"
 
@@ -36,11 +36,13 @@ NAME: Final = "DJANGO_CELERY_SAFE"
 
 #: Shortest lease, s.
 SHORTEST_LEASE: Final = 0.001
-#: Longest lease, s: a year. Beyond some centuries servers overflow.
+#: Longest lease, s: a year. Servers overflow at some centuries.
 LONGEST_LEASE: Final = 366 * 24 * 3600.0
+#: Most holders of one lock: each acquisition reads all of them.
+LARGEST_LIMIT: Final = 1000
 #: Longest time for a publication right after a commit, s: half of a relay's lease.
 LONGEST_SEND: Final = 30.0
-#: Longest time to keep something, s: a century, since dates end.
+#: Longest retention, s: a century, because dates have a maximum.
 LONGEST_RETENTION: Final = 100 * LONGEST_LEASE
 
 DEFAULTS: Final[dict[str, Any]] = {
@@ -50,38 +52,38 @@ DEFAULTS: Final[dict[str, Any]] = {
     "LOCK_DATABASE": None,
     #: Lease of a lock, s.
     "LOCK_TIMEOUT": 30,
-    #: How long a task that was sent keeps the same from being sent again, s.
+    #: How long a message that was sent prevents sending the same task again, s.
     "SENT_TIMEOUT": 3600,
     #: Defer every ``.delay()`` of a SafeTask made inside ``atomic()`` to its commit.
     "SEND_ON_COMMIT": False,
     #: Log every plain ``.delay()`` of a SafeTask inside ``atomic()``.
     "WARN_IN_ATOMIC": False,
-    #: Keep what is sent on commit in the outbox until the broker has it; "until_done": until
-    #: its task has ended.
+    #: Keep messages that are sent on commit in the outbox until the broker has them;
+    #: "until_done": until their task has ended.
     "OUTBOX": False,
-    #: Longest that a publication right after the commit may take with the outbox, s.
+    #: Longest time for a publication right after the commit, with the outbox, s.
     "OUTBOX_SEND_TIMEOUT": 2,
-    #: How long sent messages stay in the outbox, s; 0: not at all.
+    #: How long sent messages stay in the outbox, s; 0: not at all; None: for ever.
     "OUTBOX_RETENTION": 0,
-    #: How long a task that is carried until done may wait for a worker until its message is
-    #: sent again, s; it doubles each time.
+    #: How long a task that is carried until done may wait for a worker before its message is
+    #: re-sent, s; the time doubles with each re-send.
     "OUTBOX_RESEND_AFTER": 600,
-    #: How long messages of tasks that failed stay in the outbox, s; 0: not at all.
+    #: How long messages of tasks that failed stay in the outbox; 0: not at all; None: for ever.
     "OUTBOX_FAILED_RETENTION": timedelta(days=30),
-    #: How often a process may die in a task that is carried until done before the task fails;
-    #: None: as often as it likes.
+    #: How many processes may die in a task, which runs again after each death, before it fails;
+    #: None: any number.
     "MAX_DEATHS": 3,
-    #: How long a record of ``idempotent`` keeps a thing from being done again; None: for ever.
+    #: How long a record of ``idempotent`` keeps work from being done again; None: for ever.
     "IDEMPOTENCY_RETENTION": timedelta(days=7),
-    #: How long runs of stages are kept after their end, s.
+    #: How long runs of stages are kept after their end; 0: not at all; None: for ever.
     "STAGES_RETENTION": timedelta(days=7),
-    #: Keep with a lock, and show, the arguments of the task that holds it.
+    #: Store and show the arguments of the task that holds a lock.
     "SHOW_ARGUMENTS": True,
 }
 
 
 def given() -> dict[str, Any]:
-    """Return what the project set, as it stands there."""
+    """Return the project's settings dict, unchanged."""
     value = getattr(settings, NAME, {})
     if not isinstance(value, dict):
         raise ConfigurationError(f"{NAME} is {value!r}; it has to be a dict of settings.")
@@ -95,19 +97,33 @@ def get(name: str) -> Any:
 
 
 def current() -> dict[str, Any]:
-    """Return all settings, the project's over the defaults."""
+    """Return all settings: the project's values, and the defaults for the rest."""
     return {**DEFAULTS, **given()}
 
 
-def unknown() -> dict[str, str | None]:
-    """Return each setting that does not exist, with the name that was probably meant."""
-    return {name: closest(name, DEFAULTS) for name in given() if name not in DEFAULTS}
+def misnamed() -> list[str]:
+    """Return project settings that resemble :data:`NAME` and hold settings of this app."""
+    return [
+        name
+        for name in dir(settings)
+        if name != NAME
+        and closest(name, [NAME], 0.7)
+        and isinstance(value := getattr(settings, name), dict)
+        and not DEFAULTS.keys().isdisjoint(value)
+    ]
 
 
-def closest(name: str, known: Any) -> str | None:
-    """Return the known name that looks most like ``name``; None if none does."""
-    matches = difflib.get_close_matches(str(name).upper(), [str(k).upper() for k in known], n=1)
+def closest(name: str, known: Any, likeness: float = 0.6) -> str | None:
+    """Return the known name that is most similar to ``name``; None: no name is similar."""
+    names = [str(k).upper() for k in known]
+    matches = difflib.get_close_matches(str(name).upper(), names, n=1, cutoff=likeness)
     return next((str(k) for k in known if str(k).upper() == matches[0]), None) if matches else None
+
+
+def did_you_mean(name: object, known: Any) -> str:
+    """Return the end of an error about a name, such as " Did you mean 'x'?"; "": no guess."""
+    meant = closest(str(name), known)
+    return "" if meant is None else f" Did you mean {meant!r}?"
 
 
 def lease_seconds(value: Any, what: str) -> float:
@@ -116,17 +132,17 @@ def lease_seconds(value: Any, what: str) -> float:
 
     Args:
         value: Seconds or a timedelta, at least 1 ms and at most a year.
-        what: What the value is, for the message, such as ``timeout``.
+        what: The value's name in the error, such as ``timeout``.
 
     Raises:
-        ConfigurationError: It is no such duration. None is refused because a
-            lock without end would stay held for ever after a crash.
+        ConfigurationError: The value is not such a duration. None is refused, because the lock
+            would stay held for ever after a crash.
     """
     if type(value) is int and 0 < value <= LONGEST_LEASE:
         return float(value)
     if value is None:
         raise ConfigurationError(
-            f"{what}=None would be a lock without end, never free again after a crash. Give "
+            f"{what}=None would be a lock that never expires, not even after a crash. Give "
             f"seconds; with renew=True the lease is renewed for as long as the work takes."
         )
     seconds = _as_seconds(value)
@@ -143,26 +159,35 @@ def lock_timeout() -> float:
     Return the setting ``LOCK_TIMEOUT``, the usual lease, in seconds.
 
     Raises:
-        ConfigurationError: It is no such duration.
+        ConfigurationError: It is not such a duration.
     """
     return lease_seconds(get("LOCK_TIMEOUT"), "LOCK_TIMEOUT")
 
 
-def send_timeout(name: str) -> float:
+def sent_timeout() -> float:
     """
-    Return the setting ``name``, the longest time for a publication, in seconds.
+    Return the setting ``SENT_TIMEOUT``, the lease of a waiting message's lock, in seconds.
 
     Raises:
-        ConfigurationError: It is not a duration above 0, or so long that a relay would
-            take what is just being sent.
+        ConfigurationError: It is not such a duration.
     """
-    seconds = _as_seconds(get(name))
-    if seconds is None or not 0 < seconds <= LONGEST_SEND:
-        raise ConfigurationError(
-            f"{name}={get(name)!r} is not a valid time to wait for a broker: give a number of "
-            f"seconds above 0, {LONGEST_SEND:g} at most, or a timedelta."
-        )
-    return seconds
+    return lease_seconds(get("SENT_TIMEOUT"), "SENT_TIMEOUT")
+
+
+def send_timeout() -> float:
+    """
+    Return the setting ``OUTBOX_SEND_TIMEOUT``, the longest time for a publication, in seconds.
+
+    Raises:
+        ConfigurationError: It is not a duration above 0, or it is so long that a relay could
+            claim a message while it is being sent.
+    """
+    name = "OUTBOX_SEND_TIMEOUT"
+    means = (
+        f"time to wait for a broker: give a number of seconds above 0, {LONGEST_SEND:g} at most, "
+        f"or a timedelta"
+    )
+    return _seconds_above_0(get(name), name, LONGEST_SEND, means)
 
 
 def resend_after() -> timedelta:
@@ -170,64 +195,99 @@ def resend_after() -> timedelta:
     Return the setting ``OUTBOX_RESEND_AFTER``.
 
     Raises:
-        ConfigurationError: It is no duration above 0.
+        ConfigurationError: It is not a duration above 0.
     """
-    seconds = _as_seconds(get("OUTBOX_RESEND_AFTER"))
-    if seconds is None or not 0 < seconds <= LONGEST_LEASE:
-        raise ConfigurationError(
-            f"OUTBOX_RESEND_AFTER={get('OUTBOX_RESEND_AFTER')!r} is not a valid time to wait for a "
-            f"worker: give a number of seconds above 0, or a timedelta."
-        )
-    return timedelta(seconds=seconds)
+    name = "OUTBOX_RESEND_AFTER"
+    means = "time to wait for a worker: give a number of seconds above 0, or a timedelta"
+    return timedelta(seconds=_seconds_above_0(get(name), name, LONGEST_LEASE, means))
 
 
 def max_deaths(value: Any, what: str) -> int | None:
     """
-    Return how often a process may die in a task; None: as often as it likes.
+    Return how many processes may die in a task before it fails; None: any number.
 
     Raises:
         ConfigurationError: It is neither None nor a whole number of at least 1.
     """
     if value is None or (type(value) is int and value >= 1):
         return value
+    guess = f" Did you mean {int(value)}?" if isinstance(value, str) and value.isdigit() else ""
     raise ConfigurationError(
         f"{what}={value!r} is not a valid number of deaths: give a whole number of at least 1, or "
-        f"None for no limit."
+        f"None for no limit.{guess}"
     )
 
 
-def retention(name: str) -> timedelta:
+def switch(value: Any, what: str) -> bool:
     """
-    Return the setting ``name``, for how long something is kept; 0: not at all.
+    Return whether something is on.
 
     Raises:
-        ConfigurationError: It is no such duration.
+        ConfigurationError: The value is neither True nor False. Other values could surprise:
+            the text "no" would count as True.
     """
+    if isinstance(value, bool):
+        return value
+    raise ConfigurationError(f"{what}={value!r} is neither True nor False. Give one of them.")
+
+
+def lock_limit(value: Any) -> int:
+    """
+    Return how many holders a lock may have at once.
+
+    Raises:
+        ConfigurationError: It is not a whole number from 1 to LARGEST_LIMIT.
+    """
+    if type(value) is int and 1 <= value <= LARGEST_LIMIT:
+        return value
+    raise ConfigurationError(
+        f"limit={value!r} can't say how many may hold a lock at once: give a whole number from 1 "
+        f"to {LARGEST_LIMIT}."
+    )
+
+
+def retention(name: str) -> timedelta | None:
+    """
+    Return the retention in the setting ``name``; 0: keep nothing; None: keep for ever.
+
+    Raises:
+        ConfigurationError: It is neither None nor such a duration.
+    """
+    if get(name) is None:
+        return None
     seconds = _as_seconds(get(name))
     if seconds is None or not 0 <= seconds <= LONGEST_RETENTION:
         raise ConfigurationError(
             f"{name}={get(name)!r} is not a valid time to keep something: give a number of seconds "
-            f"or a timedelta, 0 to keep nothing."
+            f"or a timedelta, 0 to keep nothing, None to keep it for ever."
         )
     return timedelta(seconds=seconds)
 
 
 def ttl(value: Any, what: str) -> timedelta | None:
     """
-    Return for how long a record counts; None: for ever.
+    Return how long a record is valid; None: for ever.
 
     Raises:
         ConfigurationError: It is neither None nor a duration above 0.
     """
     if value is None:
         return None
-    seconds = _as_seconds(value)
-    if seconds is None or not 0 < seconds <= LONGEST_RETENTION:
-        raise ConfigurationError(
-            f"{what}={value!r} is not a valid time for which work stays done: give a number "
-            f"of seconds above 0 or a timedelta, or None for ever."
-        )
-    return timedelta(seconds=seconds)
+    means = (
+        "time for which work stays done: give a number of seconds above 0 or a timedelta, or None "
+        "for ever"
+    )
+    return timedelta(seconds=_seconds_above_0(value, what, LONGEST_RETENTION, means))
+
+
+def idempotency_retention() -> timedelta | None:
+    """
+    Return the setting ``IDEMPOTENCY_RETENTION``, how long a record is valid; None: for ever.
+
+    Raises:
+        ConfigurationError: It is neither None nor a duration above 0.
+    """
+    return ttl(get("IDEMPOTENCY_RETENTION"), "IDEMPOTENCY_RETENTION")
 
 
 def wait_seconds(value: Any, what: str) -> float | None:
@@ -247,6 +307,14 @@ def wait_seconds(value: Any, what: str) -> float | None:
             f"{what}={value!r} is not a valid time to wait: give seconds or a timedelta, 0 to "
             f"try once, None to wait for ever."
         )
+    return seconds
+
+
+def _seconds_above_0(value: Any, what: str, longest: float, means: str) -> float:
+    """Return a duration in seconds; the error for a wrong value says what to give instead."""
+    seconds = _as_seconds(value)
+    if seconds is None or not 0 < seconds <= longest:
+        raise ConfigurationError(f"{what}={value!r} is not a valid {means}.")
     return seconds
 
 

@@ -1,46 +1,232 @@
 """
-Which database servers this app works on; it refuses all others.
+The supported database servers and the differences between them; other servers are refused.
 
-On a server on which it was never tested a statement may be an error, or worse, do something
-else without a word. :func:`refuse_untested` is asked wherever something is about to be kept.
+On an untested server a statement may fail or, worse, silently do something else. All code
+that stores something calls :func:`refuse_untested` first. Django uses the same engine for
+MySQL and MariaDB.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any, Final
 
-from django.db import connections
+from django.db import Error, connections
+from django.db.models import BigIntegerField, Func, functions
+from django.utils import timezone
 
 from .exceptions import BackendNotSupported
 
-#: What ``connection.vendor`` is on the servers on which all tests run.
-TESTED: Final = frozenset({"postgresql", "sqlite"})
-#: The vendor of a project without a database, whose first query raises an error.
+#: ``connection.vendor`` of MariaDB and MySQL.
+MYSQL: Final = "mysql"
+#: ``connection.vendor`` of the servers on which all tests run.
+TESTED: Final = frozenset({"postgresql", "sqlite", MYSQL})
+#: The vendor in a project without a database; there the first query raises an error.
 NO_DATABASE: Final = "unknown"
+#: The oldest releases of MariaDB and MySQL with SKIP LOCKED, and with collations that compare
+#: byte by byte, including trailing spaces.
+OLDEST_MARIADB: Final = (10, 6)
+OLDEST_MYSQL: Final = (8, 0, 17)
+#: MySQL error numbers: deadlock, lock wait timeout, and a row that was changed since the
+#: transaction started (MariaDB, with innodb_snapshot_isolation).
+LOST_RACES: Final = frozenset({1213, 1205, 1020})
+#: Error numbers of a failed NOWAIT: MySQL has its own, MariaDB uses the timeout's.
+TAKEN: Final = frozenset({3572, 1205})
+#: Most bytes of one INSERT. MariaDB accepts 16 MB by default, and each byte may be escaped.
+PACKET_BYTES: Final = 4 * 1024 * 1024
+
+#: Databases that passed :func:`refuse_unfit`: alias, name and table.
+_fit: set[tuple[str, str, str]] = set()
+
+
+class Now(functions.Now):
+    """
+    The database server's time, like Django's; on MySQL in UTC, as Django writes moments there.
+
+    In a MySQL session's own time zone, every lease would end when summer time starts.
+    """
+
+    def as_mysql(self, compiler: Any, connection: Any, **extra: Any) -> Any:
+        return "UTC_TIMESTAMP(6)", []
+
+
+def now_as_written(alias: str) -> datetime:
+    """
+    Return this process's time as Django reads it from a column that :class:`Now` has written.
+
+    SQLite and MySQL store UTC. With ``USE_TZ = False`` Django reads it without conversion;
+    otherwise it reads it in the ``TIME_ZONE`` of the entry in ``DATABASES``.
+    """
+    connection = connections[alias]
+    if connection.vendor == "postgresql":
+        return timezone.now()
+    moment = datetime.now(UTC).replace(tzinfo=None)
+    return moment if connection.timezone is None else moment.replace(tzinfo=connection.timezone)
+
+
+class ServerMicroseconds(Func):
+    """The database server's clock, µs since the epoch; not frozen inside a transaction."""
+
+    output_field = BigIntegerField()
+
+    def as_sql(self, compiler: Any, connection: Any, *args: Any, **extra: Any) -> Any:
+        return CLOCKS[connection.vendor], []
+
+
+CLOCKS: Final = {
+    "postgresql": "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS bigint)",
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000000 AS integer)",
+    MYSQL: "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
+}
+
+
+def exact_collation(connection: Any) -> str | None:
+    """Return the collation that compares bytes; None: the database does so by default."""
+    if connection.vendor != MYSQL:
+        return None
+    # Both are NO PAD: with PAD SPACE, "a" would equal "a ".
+    return "utf8mb4_nopad_bin" if connection.mysql_is_mariadb else "utf8mb4_0900_bin"
+
+
+@contextmanager
+def bounded_session(alias: str, idle: float, wait: float) -> Iterator[None]:
+    """
+    Limit a MySQL session for the block, so that its transactions can't take too long.
+
+    Args:
+        idle: How long a transaction may be idle, s; only MariaDB can enforce this.
+        wait: How long a statement may wait for a row, s.
+    """
+    connection: Any = connections[alias]
+    bounds = {"innodb_lock_wait_timeout": wait}
+    connection.ensure_connection()
+    if connection.mysql_is_mariadb:
+        bounds["idle_write_transaction_timeout"] = idle
+    keep = [f"@safe_{name} = @@SESSION.{name}, SESSION {name} = {bounds[name]}" for name in bounds]
+    restore = [f"SESSION {name} = @safe_{name}" for name in bounds]
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET {', '.join(keep)}")
+    session = connection.connection
+    try:
+        yield
+    finally:
+        # A broken session has been replaced, or will be at its next use.
+        if connection.connection is session:
+            with suppress(Error), connection.cursor() as cursor:
+                cursor.execute(f"SET {', '.join(restore)}")
+
+
+def is_lost_race(error: BaseException) -> bool:
+    """Return whether a database refused a statement because another transaction was faster."""
+    cause: Any = error.__cause__
+    # PostgreSQL: serialization_failure.
+    states = getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None)
+    return "40001" in states or _number(cause) in LOST_RACES
+
+
+def says_taken(error: BaseException) -> bool:
+    """Return whether the error means that another transaction has the row locked."""
+    cause: Any = error.__cause__
+    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    # PostgreSQL: lock_not_available. SQLite: SQLITE_BUSY, SQLITE_LOCKED.
+    return (
+        state == "55P03"
+        or getattr(cause, "sqlite_errorcode", 0) & 0xFF in (5, 6)
+        or _number(cause) in TAKEN
+    )
+
+
+def is_read_only(alias: str) -> bool:
+    """Return whether the database is a read-only replica."""
+    asked = {"postgresql": "SHOW transaction_read_only", MYSQL: "SELECT @@global.read_only"}
+    connection = connections[alias]
+    if connection.vendor not in asked:
+        return False
+    with connection.cursor() as cursor:
+        cursor.execute(asked[connection.vendor])
+        return str(cursor.fetchone()[0]) not in {"off", "0", "OFF"}
 
 
 def is_tested(alias: str) -> bool:
-    """Return whether the database is of a kind on which this app was tested."""
+    """Return whether this app was tested on this kind of database."""
     return connections[alias].vendor in TESTED
 
 
 def refuse_untested(alias: str, what: str) -> None:
     """
-    Refuse a database of a kind on which this app was never tested.
+    Refuse a kind of database on which this app was never tested, without querying a server.
 
     Args:
-        what: What it was to do, such as "hold locks".
+        what: The database's purpose, such as "hold locks".
 
     Raises:
-        BackendNotSupported: It is neither PostgreSQL nor SQLite.
+        BackendNotSupported: It is not PostgreSQL, MariaDB, MySQL or SQLite.
     """
-    vendor = connections[alias].vendor
-    if vendor in TESTED or vendor == NO_DATABASE:
+    connection = connections[alias]
+    if connection.vendor in TESTED or connection.vendor == NO_DATABASE:
         return
     raise BackendNotSupported(
-        f'DATABASES["{alias}"] ({vendor})',
-        "django_celery_safe was tested on PostgreSQL and SQLite alone, and on other databases "
-        "its statements fail, or do something else without a word",
-        "Let an alias on PostgreSQL or SQLite do it.",
+        f'DATABASES["{alias}"] ({connection.vendor})',
+        "django_celery_safe was tested on PostgreSQL, MariaDB and SQLite alone, and on other "
+        "databases its statements fail, or do something else without a word",
+        "Let an alias on PostgreSQL, MariaDB, MySQL or SQLite do it.",
         what,
     )
+
+
+def refuse_unfit(alias: str, what: str, table: str = "") -> None:
+    """
+    Refuse what ``refuse_untested`` refuses, and a MySQL or MariaDB that lacks features.
+
+    The server is queried only at its first use in this process.
+
+    Args:
+        what: The database's purpose, such as "hold locks".
+        table: A table of the project that also needs transactions.
+
+    Raises:
+        BackendNotSupported: The database is of another kind or too old, or a table has no
+            transactions.
+    """
+    refuse_untested(alias, what)
+    connection = connections[alias]
+    if connection.vendor != MYSQL:
+        return
+    key = alias, str(connection.settings_dict["NAME"]), table
+    if key in _fit:
+        return
+    if fault := find_unfit(alias, table):
+        raise BackendNotSupported(f'DATABASES["{alias}"]', *fault, what)
+    _fit.add(key)
+
+
+def find_unfit(alias: str, table: str = "") -> tuple[str, str] | None:
+    """Return why a MySQL or MariaDB can't be used, and advice; None: it can be used."""
+    connection: Any = connections[alias]
+    if connection.vendor != MYSQL:
+        return None
+    mariadb = connection.mysql_is_mariadb
+    oldest = OLDEST_MARIADB if mariadb else OLDEST_MYSQL
+    if connection.mysql_version < oldest:
+        name, least = "MariaDB" if mariadb else "MySQL", ".".join(map(str, oldest))
+        return f"it is {name} before {least}, which can't skip locked rows", f"Run {name} {least}."
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT table_name, engine FROM information_schema.tables WHERE table_schema = "
+            "DATABASE() AND (table_name LIKE %s OR table_name = %s) AND engine <> 'InnoDB'",
+            ["django\\_celery\\_safe\\_%", table],
+        )
+        found = cursor.fetchall()
+    if not found:
+        return None
+    names = ", ".join(f"{one} ({engine})" for one, engine in sorted(found))
+    alters = " ".join(f"ALTER TABLE {one} ENGINE=InnoDB;" for one, _ in sorted(found))
+    return f"tables there have no transactions: {names}", f"Run in the database: {alters}"
+
+
+def _number(cause: Any) -> object:
+    """Return the number of a MySQL error; None: it has no number."""
+    args = getattr(cause, "args", ())
+    return args[0] if args and isinstance(args[0], int) else None

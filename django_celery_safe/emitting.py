@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 from django.db import connections, transaction
 from django.dispatch import Signal
 
-from .exceptions import describe_error, find_interruption
+from .foreign_errors import describe_error, find_interruption
 from .texts import get_logger
 
 #: How a record shows a field that is empty or None.
@@ -31,21 +31,22 @@ _IF_EMPTY: Final = {
     "holder": "nobody known",
     "task_id": "(called directly)",
     "error": "a step failed",
+    "name": "unnamed",
 }
 
 
 class LoggedEvent:
     """
-    Something that happens, and is logged.
+    An event that is logged.
 
-    Its record is made by the logger ``django_celery_safe.<name>``, and carries each field in
+    The logger ``django_celery_safe.<name>`` writes its record, which carries each field in
     ``extra`` as ``safe_<field>``.
 
     Args:
-        name: Its name, and that of its signal, if it has one.
-        level: The level of its record.
-        text: The record's text, with ``%(field)s`` for fields.
-        fields: The names of its fields, separated by spaces.
+        name: The name of the event, and of its signal if it has one.
+        level: The level of the log record.
+        text: The text of the log record, with ``%(field)s`` for fields.
+        fields: The names of the event's fields, separated by spaces.
     """
 
     _signal: Signal | None = None
@@ -56,23 +57,23 @@ class LoggedEvent:
         self.logger: Final = get_logger(f"django_celery_safe.{name}")
 
     def also(self, level: int, text: str) -> Self:
-        """Return the same event with another record, for another way in which it happens."""
+        """Return the same event with another level and text, for another cause of the event."""
         other = copy.copy(self)
         other.level, other.text = level, text
         return other
 
     def is_observed(self) -> bool:
-        """Return whether anybody would notice it; spares making up its fields on a hot path."""
+        """Return whether it has receivers or is logged; if not, a hot path can skip its fields."""
         has_receivers = self._signal is not None and bool(self._signal.receivers)
         return has_receivers or self.logger.isEnabledFor(self.level)
 
     def emit(self, sender: Any, /, *, exc_info: BaseException | None = None, **fields: Any) -> None:
         """
-        Write its log record and send its signal.
+        Write the event's log record and send its signal.
 
-        A receiver that raises harms nothing: Django logs its error. Nor does a logging handler:
-        its error is printed, as ``logging`` does. If a receiver causes the same event, that is
-        logged and not sent, so that nothing goes round for ever.
+        If a receiver raises, Django logs the error. If a logging handler raises, the error is
+        printed, as ``logging`` does. Neither affects the caller. If a receiver causes the same
+        event, that event is logged but not sent, which prevents an endless loop.
 
         Args:
             sender: The signal's sender.
@@ -80,7 +81,7 @@ class LoggedEvent:
             fields: The event's fields.
 
         Raises:
-            SoftTimeLimitExceeded: It hit in a receiver or handler, and is meant for the task.
+            SoftTimeLimitExceeded: The task's limit was reached inside a receiver or handler.
         """
         log = None
         if self.logger.isEnabledFor(self.level):
@@ -91,22 +92,22 @@ class LoggedEvent:
                 {name: _show(name, value) for name, value in fields.items()},
                 extra={f"safe_{name}": value for name, value in fields.items()},
                 exc_info=exc_info,
-                stacklevel=3,  # the record is to show the place of the event
+                stacklevel=3,  # the record shows the place where the event was emitted
             )
         _send_all(log, self._signal, sender, fields)
 
     def emit_on_commit(self, sender: Any, /, *, using: str, **fields: Any) -> None:
-        """Emit it when the open transaction of a database commits, and after a rollback never."""
+        """Emit the event when the database's open transaction commits; not after a rollback."""
         if self.is_observed():
             transaction.on_commit(partial(self.emit, sender, **fields), using=using)
 
 
 class Event(LoggedEvent):
     """
-    Something that happens, is logged, and is sent to those who connected to its signal.
+    An event that is logged and sent as a signal.
 
     Attributes:
-        signal: Sent with the event's fields.
+        signal: The signal, sent with the event's fields.
     """
 
     def __init__(self, name: str, level: int, text: str, fields: str) -> None:
@@ -131,7 +132,7 @@ class _Sending(threading.local):
 _sending = _Sending()
 _background: Queue[Any] | None = None
 _background_begins = threading.Lock()
-#: Longest that a process which ends waits for receivers, s.
+#: Longest time that a process waits for receivers when it exits, s.
 EXIT_FLUSH_TIMEOUT: Final = 2.0
 
 
@@ -139,13 +140,13 @@ def _send_all(
     log: Callable[[], object] | None, signal: Signal | None, sender: Any, fields: dict[str, Any]
 ) -> None:
     """
-    Write a record and send a signal; neither handlers nor receivers that raise do any harm.
+    Write a record and send a signal; errors of handlers and receivers do not propagate.
 
     Args:
-        log: Writes the record; None: nobody wants it.
+        log: Writes the record; None: its level is disabled.
 
     Raises:
-        SoftTimeLimitExceeded: It hit in a receiver or handler, and is meant for the task.
+        SoftTimeLimitExceeded: The task's limit was reached inside a receiver or handler.
     """
     errors: list[Exception] = []
     if log is not None:
@@ -160,7 +161,7 @@ def _send_all(
             outcomes = signal.send_robust(sender=sender, **fields)
             errors += [outcome for _, outcome in outcomes if isinstance(outcome, Exception)]
         except Exception as error:  # noqa: BLE001
-            # It is Django's logging that failed: a partial has no name for it to show.
+            # Django's own logging failed: it wants a receiver's name, and a partial has none.
             _print(error)
             errors.append(error)
         finally:
@@ -172,17 +173,17 @@ def _send_all(
 
 def emit_in_background(emit: Callable[..., object], *args: Any) -> None:
     """
-    Emit an event for a thread on which others depend.
+    Emit an event for a thread that must not be delayed.
 
-    Receivers may be slow: they run in a thread of their own, one event after the other. A
-    process that ends waits for them ``EXIT_FLUSH_TIMEOUT`` s at the most.
+    Receivers may be slow, so they run in a separate thread, one event after the other. An
+    exiting process waits for them at most ``EXIT_FLUSH_TIMEOUT`` s.
     """
     global _background
     with _background_begins:
         events = _background
         if events is None:
             events = Queue()
-            with suppress(RuntimeError):  # Python ends, and begins no thread
+            with suppress(RuntimeError):  # Python is shutting down and can't start a thread
                 threading.Thread(
                     target=_emit_queued,
                     args=(events,),
@@ -202,9 +203,9 @@ def _emit_queued(events: Queue[Any]) -> None:
         emit, args = events.get()
         with suppress(BaseException):
             emit(*args)
-        del emit, args  # a lease that nobody refers to is not renewed
-        # This thread's connections may be dead by the next event. One that can't be closed
-        # must not end the thread, on which all later events depend.
+        del emit, args  # a reference would keep the renewal of a lease running
+        # This thread's connections may be dead by the next event. A connection that can't be
+        # closed must not end the thread, because all later events need it.
         with suppress(Exception):
             connections.close_all()
         events.task_done()
@@ -218,14 +219,14 @@ def _flush_background() -> None:
 
 
 def _print(error: Exception) -> None:
-    # Not by a logger: that is what has failed.
+    # Not with a logger, because logging has just failed.
     if logging.raiseExceptions:
         with suppress(Exception):
             traceback.print_exception(error)
 
 
 def _forget_parent() -> None:
-    # The parent's threads are not this process's.
+    # The parent's threads do not exist in this process.
     global _background, _background_begins
     _background, _background_begins = None, threading.Lock()
 

@@ -13,21 +13,22 @@ from .emitting import Event, LoggedEvent
 
 # Locks.
 
-#: A lock was acquired: a `cache_lock`, or that of a run of a task.
-#: `fence` is `None` where the store has none.
+#: A lock was acquired: a `cache_lock`, or the lock of a run of a task.
+#: `fence` is `None` in a store without fences.
 LOCK_ACQUIRED = Event("lock_acquired", DEBUG, "Acquired the lock %(name)r.", "name fence")
 
-#: A lock was wanted and someone else holds it; sent for each try, so a waiter sends it many times.
-#: `holder` is a text that says who, here and below, and empty if that is not known.
+#: An attempt to acquire a lock failed, because another holder has it.
+#: A caller that waits for the lock makes many attempts, and emits this event for each failed one.
+#: Here and below, `holder` is a text that names the holder; it is empty if the holder is unknown.
 LOCK_CONTENDED = Event(
     "lock_contended", DEBUG, "The lock %(name)r is held by %(holder)s.", "name holder"
 )
 
-#: A lock was given back by its holder.
+#: A holder released its lock.
 LOCK_RELEASED = Event("lock_released", DEBUG, "Released the lock %(name)r.", "name")
 
-#: A lock was ours and is no longer: its lease ended, or it was freed or forgotten by the store.
-#: `holder` is who holds it now, empty if nobody does or it is not known.
+#: This process held a lock, and lost it: its lease ended, or an operator or the store freed it.
+#: `holder` is the new holder; it is empty if none is known.
 LOCK_LOST = Event(
     "lock_lost",
     ERROR,
@@ -35,13 +36,15 @@ LOCK_LOST = Event(
     "name holder",
 )
 
-#: A lock could not be given back or renewed, because its store did not answer; a renewal is tried
-#: again.
-#: Claims of `idempotent` and steps of stages are among what is renewed.
-#: Also when a `with` block ends inside a transaction on the lock database, so that its lock can't
-#: be given back.
-#: Where several leases failed together, `leases` is their number and `name` one of them; at ERROR
-#: it is an error that nobody foresaw.
+#: A lock could not be released or renewed, because its store did not answer; a failed
+#: renewal is tried again.
+#: It is also emitted if the lease of an `idempotent` claim, of a carried task or of a step of
+#: stages could not be renewed.
+#: It is also emitted if a `with` block ends inside a transaction on the lock database, because the
+#: block's lock can't be released there.
+#: If several renewals failed together, `leases` is their number and `name` is the name of one of
+#: them.
+#: The record is at ERROR if the cause was an unexpected error.
 LOCK_NOT_RELEASED = Event(
     "lock_backend_failed",
     WARNING,
@@ -62,29 +65,29 @@ LEASES_NOT_RENEWED_BY_A_BUG = LOCK_NOT_RELEASED.also(
     "%(reason)s",
 )
 
-#: An operator freed a lock that was held, by `celery_locks release`, the admin or `release_lock()`.
-#: `holder` is who had it, whose own process emits `lock_lost`.
+#: An operator freed a held lock, with `celery_locks release`, the admin or `release_lock()`.
+#: `holder` is its former holder, whose own process emits `lock_lost`.
 LOCK_FREED = Event(
     "lock_freed", WARNING, "Freed the lock %(name)r, held by %(holder)s.", "name holder"
 )
 
 # Single instances.
 
-#: The lock that a message holds since it was sent, of a task with `unique_until="end"`, ended while
-#: the task ran, so that the same may be sent again.
-#: `holder` is who holds it now, empty if nobody does or it is not known.
+#: While a task with `unique_until="end"` was running, it lost the lock that was taken when its
+#: message was sent, so the same task may be sent again.
+#: `holder` is the new holder; it is empty if none is known.
 SENT_LOCK_LOST = LoggedEvent(
     "sent_lock_lost",
     INFO,
-    "The lock %(name)r ended while its task runs, so the same may be sent again; holder now: "
+    "The lock %(name)r ended while its task was running, so a duplicate may be sent; holder now: "
     "%(holder)s.",
     "name holder",
 )
 
-#: A run of a task met another run that holds its lock, and does what `on_conflict` says, such as
-#: `skip`.
-#: With `wait` it is emitted when the wait begins.
-#: `task_id` is the id of the run that steps aside, `None` for a direct call.
+#: A run of a task found its lock held by another run, and now does what its `on_conflict` says, for
+#: example `skip`.
+#: With `wait`, the event is emitted when the wait begins.
+#: `task_id` is the id of the run that found the lock held; it is `None` for a direct call.
 TASK_CONFLICT = Event(
     "task_conflict",
     INFO,
@@ -92,20 +95,24 @@ TASK_CONFLICT = Event(
     "name task_id holder on_conflict",
 )
 
-#: A message met the lock of its own task id, anybody's claim of the
-#: [`idempotent`](../how-to/do-once-by-key.md) work that it is for, or another run of its own
-#: [step of stages](../how-to/run-tasks-in-stages.md); `name` is the lock, the key or the step.
-#: `delay` is the number of seconds until its copy comes; `None`: it was dropped, because another
-#: copy is on its way.
-#: [Why](../explanation/its-own-copy.md).
+#: A message arrived, but another run stood in its way: a run with the same task id held the task's
+#: lock, another run held the claim of the message's [`idempotent`](../how-to/do-once-by-key.md)
+#: work, or another run of the same [step of stages](../how-to/run-tasks-in-stages.md) had not
+#: ended.
+#: `name` is that lock, key or step.
+#: The message is sent again as a copy, and `delay` is the number of seconds until that copy
+#: arrives.
+#: `delay` is `None` if the message was dropped instead, because another copy is already waiting.
+#: See [its own copy](../explanation/its-own-copy.md).
 #:
-#: With Redis and RabbitMQ, which mark what they deliver again, the WARNING is for a message without
-#: that mark: two sends under one id of your own count as one message, and the second does not run.
+#: Redis and RabbitMQ mark redelivered messages; the WARNING is for a message without that mark.
+#: In that case your code has given the same id to two sends: they count as one message, and the
+#: second one does not run.
 TASK_OWN_COPY = LoggedEvent(
     "task_own_copy",
     INFO,
-    "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy comes "
-    "back in %(delay).3g s.",
+    "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy "
+    "arrives in %(delay).3g s.",
     "name task task_id holder delay",
 )
 TASK_OWN_COPY_DROPPED = TASK_OWN_COPY.also(
@@ -115,14 +122,14 @@ TASK_OWN_COPY_DROPPED = TASK_OWN_COPY.also(
 )
 TASK_OWN_COPY_OR_SECOND_SEND = TASK_OWN_COPY.also(
     WARNING,
-    "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy comes "
-    "back in %(delay).3g s. The broker does not say that it delivered the message again. If this "
-    "id was given to two sends, they count as one message, and the second does not run: let "
-    "Celery make the ids, or give each send its own.",
+    "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy arrives "
+    "in %(delay).3g s. The broker did not mark the message as redelivered. If your code gave this "
+    "id to two sends, they count as one message, and the second does not run: let Celery "
+    "generate the ids, or give each send its own.",
 )
 
-#: The copy of a message came, and did nothing, because the run for which it waited has ended by
-#: itself.
+#: The copy of a message arrived and did nothing, because the run that it waited for has ended
+#: in the meantime, with or without an error.
 COPY_DROPPED = LoggedEvent(
     "copy_dropped",
     INFO,
@@ -131,9 +138,11 @@ COPY_DROPPED = LoggedEvent(
     "task task_id",
 )
 
-#: A task with `unique_until` was sent while the one before it had not started, or not ended.
-#: `task_id` is the id of this send, `sent_id` that of the one before; `published` says whether it
-#: was sent all the same, because a canvas waits for it.
+#: A task with `unique_until` was sent while an earlier send still counted: with `"start"`, the
+#: earlier task had not started; with `"end"`, it had not ended; with a period, the period was not
+#: over.
+#: `task_id` is the id of this send, and `sent_id` is the id of the earlier one; `published` says
+#: whether this send was published nevertheless, because a canvas waits for it.
 TASK_DUPLICATE = Event(
     "task_duplicate",
     INFO,
@@ -147,8 +156,8 @@ TASK_DUPLICATE_PUBLISHED = TASK_DUPLICATE.also(
     "published all the same, since a canvas waits for it.",
 )
 
-#: A message that was a duplicate when it was sent, and was published for its canvas, returned
-#: `None`.
+#: A duplicate, which was published only because a canvas waits for it, reached a worker and
+#: returned `None` at once, without running the task's function.
 DUPLICATE_SKIPPED = LoggedEvent(
     "duplicate_skipped",
     INFO,
@@ -159,18 +168,22 @@ DUPLICATE_SKIPPED = LoggedEvent(
 # Sending.
 
 #: A message that waited for a commit was published.
-#: `relayed` is False if its sender did it, right after the commit, and True if a relay did it
-#: later; a relay emits it once the row is recorded as sent.
+#: `relayed` is False if the sender published the message, right after the commit, and True if a
+#: relay published it later.
+#: A relay emits this event after it has recorded the row as sent.
 TASK_SENT = Event(
     "task_sent", DEBUG, "Sent task %(task)s[%(task_id)s] on commit.", "task task_id relayed"
 )
 TASK_RELAYED = TASK_SENT.also(DEBUG, "Sent task %(task)s[%(task_id)s] from the outbox.")
 
 #: A message that waited for a commit could not be published.
-#: `kept` says whether [the outbox](../how-to/send-through-the-outbox.md) has it, so that a relay
-#: tries again; if not, it is lost.
-#: A relay sends it too, for each attempt that failed, `attempts` so far (0: no relay tried); what
-#: it puts off or gives back uses no attempt, and is only logged.
+#: `kept` says whether [the outbox](../how-to/send-through-the-outbox.md) has the message; if it
+#: does, a relay tries again; if not, the message is lost.
+#: A relay also sends this signal after each failed attempt, except the last one, which sends
+#: `message_dead`.
+#: `attempts` is the number of attempts that relays have made so far; 0: no relay has tried yet.
+#: Two things are not attempts, and are only logged: a relay postpones a message, or makes it due
+#: again at once because the broker is unavailable.
 #: `error` is the exception.
 TASK_LOST = Event(
     "task_send_failed",
@@ -190,8 +203,9 @@ TASK_NOT_RELAYED = TASK_LOST.also(
     "%(error)s",
 )
 
-#: A message of the outbox failed 20 times while the broker was there, and is set aside until
-#: somebody [decides](../how-to/send-through-the-outbox.md#decide-about-a-message-that-fails).
+#: A message of the outbox could not be sent in 20 attempts although the broker was available, and
+#: now waits until you
+#: [decide](../how-to/send-through-the-outbox.md#decide-about-a-message-that-fails).
 #: `error` is the exception, and `kept` is always True.
 MESSAGE_DEAD = Event(
     "message_dead",
@@ -201,9 +215,13 @@ MESSAGE_DEAD = Event(
     "task task_id error kept attempts",
 )
 
-#: A task that is [carried until done](../how-to/carry-a-task-until-it-is-done.md) ended in an
-#: error, after its retries.
-#: The error stays in the outbox until the task is retried or discarded, or for
+#: A [carried task](../how-to/carry-a-task-until-it-is-done.md) succeeded, and its row now says so,
+#: or has been deleted.
+MESSAGE_DONE = Event("message_done", DEBUG, "Task %(task)s[%(task_id)s] is done.", "task task_id")
+
+#: A [carried task](../how-to/carry-a-task-until-it-is-done.md) ended in an error, after its
+#: retries.
+#: The error stays in the outbox until the task is retried or discarded, but no longer than
 #: `OUTBOX_FAILED_RETENTION`.
 MESSAGE_FAILED = Event(
     "message_failed",
@@ -212,21 +230,21 @@ MESSAGE_FAILED = Event(
     "task task_id error",
 )
 
-#: A task that is carried until done is not run any more, since so many processes died in it.
+#: A task is not run any more, because [the maximum number of processes](settings.md#max_deaths) has
+#: died in it.
 TASK_POISONED = Event(
     "task_poisoned", ERROR, "Task %(task)s[%(task_id)s] is not run again: %(error)s",
     "task task_id error",
 )  # fmt: skip
 
-#: A message of a task that is carried until done does nothing, since the task has ended, or
-#: another process runs it.
+#: A message of a carried task does nothing, because the task has ended, or another process runs it.
 MESSAGE_NOT_RUN = LoggedEvent(
     "message_not_run", INFO, "Task %(task)s[%(task_id)s] is not run: %(reason)s.",
     "task task_id reason",
 )  # fmt: skip
 
-#: A relay sends a message again of a task that is carried until done.
-#: `reason` says why: its process died, or no worker began it.
+#: A relay re-sends a message of a carried task.
+#: `reason` says why: the task's process died, or no worker started the task.
 MESSAGE_BROUGHT_BACK = Event(
     "message_brought_back",
     WARNING,
@@ -234,9 +252,9 @@ MESSAGE_BROUGHT_BACK = Event(
     "task task_id reason",
 )
 
-#: A task that is carried until done was ours and is no longer: its lease ended, and another run has
-#: it, or had it.
-#: `holder` is who runs it now, empty if nobody is known.
+#: This process was running a carried task, and lost it: its lease ended, and another run took over
+#: the task and may already have ended.
+#: `holder` is the process that runs the task now; it is empty if none is known.
 MESSAGE_LOST = Event(
     "message_lost",
     ERROR,
@@ -244,7 +262,7 @@ MESSAGE_LOST = Event(
     "attempt holder",
 )
 
-#: An operator let a message that failed be tried again, by `celery_outbox retry`, the admin or
+#: An operator let a relay try a failed message again, with `celery_outbox retry`, the admin or
 #: `revive()`.
 MESSAGE_RETRIED = Event(
     "message_retried",
@@ -253,8 +271,8 @@ MESSAGE_RETRIED = Event(
     "task task_id",
 )
 
-#: An operator deleted a message that was not sent, by `celery_outbox discard`, the admin or
-#: `discard()`; its task never runs.
+#: An operator deleted a message, with `celery_outbox discard`, the admin or `discard()`; its task
+#: does not run, or does not run again.
 MESSAGE_DISCARDED = Event(
     "message_discarded",
     WARNING,
@@ -264,8 +282,8 @@ MESSAGE_DISCARDED = Event(
 
 #: A `SafeTask` was sent inside `atomic()` without waiting for its commit, while
 #: [`WARN_IN_ATOMIC`](settings.md#warn_in_atomic) is on.
-#: `using` is the alias of the database in `atomic()`, `place` is where in the code, such as
-#: `/srv/shop/accounts/views.py:44 in sign_up`.
+#: `using` is the alias of that `atomic()`'s database; `place` is the place in the code, for
+#: example `/srv/shop/accounts/views.py:44 in sign_up`.
 SENT_IN_ATOMIC = Event(
     "sent_in_atomic",
     WARNING,
@@ -274,12 +292,25 @@ SENT_IN_ATOMIC = Event(
     "task using place",
 )
 
+#: A `SafeTask` was sent in a process that has not loaded the project's Celery app, so Celery's own
+#: default app sends it, to a broker that no setting names.
+#: This is logged at the first send of the process; the task is still sent.
+#: `broker` is the address of that broker, and `place` is the place in the code.
+SENT_WITHOUT_APP = LoggedEvent(
+    "sent_without_app",
+    ERROR,
+    "Task %(task)s is sent by %(place)s to %(broker)s, the broker of Celery's default app, because "
+    "this process has not loaded the project's app: none of your workers will get the task. Import "
+    "the app in the project's __init__.py: from .celery import app as celery_app.",
+    "task broker place",
+)
+
 #: A `SafeTask` was sent with an `eta` or `countdown` beyond the broker's `visibility_timeout`, so
-#: that [it will run several times](../explanation/redelivery.md#the-visibility-timeout).
-#: It is sent all the same.
-#: `delay` and `visibility_timeout` are seconds, `place` is where in the code, or `Celery itself` if
-#: no code of the project sends it: a retry by `autoretry_for`, the next task of a chain, an entry
-#: of beat.
+#: [it will run several times](../explanation/redelivery.md#the-visibility-timeout).
+#: The task is still sent.
+#: `delay` and `visibility_timeout` are in seconds.
+#: `place` is the place in the code, or `Celery itself` if no code of the project sends the task, as
+#: in a retry by `autoretry_for`, the next task of a chain, or an entry of beat.
 SENT_BEYOND_VISIBILITY = LoggedEvent(
     "sent_beyond_visibility",
     WARNING,
@@ -292,19 +323,21 @@ SENT_BEYOND_VISIBILITY = LoggedEvent(
 
 # Once.
 
-#: `do_once` did it; under `"at_most_once"` when the block ended well, and with `durable=False` when
-#: the outer transaction is committed.
+#: `do_once` did its work.
+#: The signal is sent after the commit, with `durable=False` after that of the outer transaction;
+#: under `"at_most_once"` it is sent when the block has ended without an error.
 #: `model` is a label such as `accounts.User`.
 DONE_ONCE = Event("done_once", INFO, "%(flag)s of %(model)s pk=%(pk)s was done.", "model pk flag")
 
-#: `do_once` found it done, and yielded `None`.
+#: `do_once` found that its work was already done, and yielded `None`.
 ALREADY_DONE = Event(
     "already_done", INFO, "%(flag)s of %(model)s pk=%(pk)s was done already.", "model pk flag"
 )
 
-#: A block of `do_once` failed under `"at_most_once"`: its flag is set, and it is not done again.
+#: A block of `do_once` failed under `"at_most_once"`: its flag is set, so the work is not done
+#: again.
 #: `error` is the exception.
-#: Nothing is sent if the process was killed.
+#: A killed process can't send this signal.
 ONCE_FAILED = Event(
     "once_failed",
     ERROR,
@@ -313,23 +346,23 @@ ONCE_FAILED = Event(
     "model pk flag error",
 )
 
-#: The work that `idempotent` guards was done, and its record says so.
-#: `task_id` is `None` outside tasks.
+#: Work that is guarded by `idempotent` was done, and its record says so.
+#: `task_id` is `None` outside of tasks.
 CLAIM_FINISHED = Event("claim_finished", INFO, "%(key)r was done.", "key task_id")
 
-#: The work that `idempotent` guards was done before, and the repeat got its result.
+#: Work that is guarded by `idempotent` had been done before, and the repeat got the stored result.
 CLAIM_REPEATED = Event("claim_repeated", INFO, "%(key)r was done before.", "key task_id")
 
-#: The work that `idempotent` guards failed, and the next caller may do it; `error` is a text.
-#: At INFO it is a retry, `Ignore` or `Reject`.
+#: Work that is guarded by `idempotent` failed, and the next caller may do it; `error` is a text.
+#: The record is at INFO if the work ended with `Retry`, `Ignore` or `Reject`.
 CLAIM_FAILED = Event(
     "claim_failed", WARNING, "%(key)r was not done (%(error)s).", "key task_id error"
 )
 CLAIM_PUT_BACK = CLAIM_FAILED.also(INFO, "%(key)r was not done (%(error)s).")
 
-#: A claim was ours and is no longer: its lease ended and somebody else claimed it, or its record
-#: was forgotten or changed.
-#: `holder` is who has it now, empty if nobody is known.
+#: This process held a claim, and lost it: its lease ended and another process claimed the work, or
+#: its record was deleted or changed.
+#: `holder` is the new holder; it is empty if none is known.
 CLAIM_LOST = Event(
     "claim_lost",
     ERROR,
@@ -337,9 +370,9 @@ CLAIM_LOST = Event(
     "key holder",
 )
 
-#: An operator forgot a record of `idempotent`, by `celery_idempotency forget`, the admin or
-#: `forget()`: the work is done again by the next who comes.
-#: `state` is what the record said, `running`, `done` or `failed`.
+#: An operator deleted a record of `idempotent`, with `celery_idempotency forget`, the admin or
+#: `forget()`: the next caller does the work again.
+#: `state` is the former state of the record, `running`, `done` or `failed`.
 RECORD_FORGOTTEN = Event(
     "record_forgotten",
     WARNING,
@@ -349,22 +382,30 @@ RECORD_FORGOTTEN = Event(
 
 # Runs of stages.
 
-#: A [run of stages](../how-to/run-tasks-in-stages.md) was started, and is committed.
-#: `run` is its id, here and below; `stages` is how many it has.
-#: This signal and those below, `step_lost` apart, are sent when what they are about is committed,
-#: by the process that committed it; one that is killed right then sends nothing.
+#: A [run of stages](../how-to/run-tasks-in-stages.md) was started, and its transaction has
+#: committed.
+#: `run` is the run's id, here and below; `key` is its key; `name` is its name, or its key if it has
+#: no name; `stages` is the number of its stages.
+#: All signals of stages except `step_lost` are sent right after the commit of the change that they
+#: report, by the process that committed it; if the process is killed between the commit and the
+#: signal, no signal is sent.
 RUN_STARTED = Event(
-    "run_started", INFO, "Started run %(run)s of %(stages)s stage(s).", "run stages"
+    "run_started",
+    INFO,
+    "Started run %(run)s (%(name)s) of %(stages)s stage(s).",
+    "run key name stages",
 )
 
-#: A run that had failed or was aborted goes on, by `celery_stages resume`, the admin or
+#: A failed or aborted run was resumed, with `celery_stages resume`, the admin or
 #: `run.resume()`.
-#: `steps` is how many are done again or for the first time, in this stage and those after it.
-RUN_RESUMED = Event("run_resumed", INFO, "Resumed run %(run)s, %(steps)s step(s).", "run steps")
+#: `steps` is the number of steps that will run, in this stage and the later ones.
+RUN_RESUMED = Event(
+    "run_resumed", INFO, "Resumed run %(run)s (%(name)s), %(steps)s step(s).", "run key name steps"
+)
 
-#: A run's stage was begun, at its start, when the one before had ended, or by `resume()`: its steps
-#: are sent.
-#: `stage` is its number, from 1 on; `steps` is how many are sent.
+#: A stage of a run began and its steps are sent, because the run started, because the previous
+#: stage ended, or because the run was resumed.
+#: `stage` is its number, from 1; `steps` is the number of steps that are sent.
 STAGE_STARTED = Event(
     "stage_started",
     INFO,
@@ -373,7 +414,7 @@ STAGE_STARTED = Event(
 )
 
 #: A step of a run succeeded.
-#: `step` is its id, `task_id` that of the message that ran it.
+#: `step` is its id, `task_id` is the id of the message that ran it.
 STEP_SUCCEEDED = Event(
     "step_succeeded",
     DEBUG,
@@ -389,9 +430,9 @@ STEP_FAILED = Event(
     "run step task task_id error",
 )
 
-#: A message of a step did nothing: its step has ended, belongs to another message by now, as after
-#: `resume()`, or is gone.
-#: `status` is that of the step, empty if it is gone.
+#: A message of a step did nothing: its step has ended, has been deleted, or now belongs to another
+#: message, for example after `resume()`.
+#: `status` is the status of the step; it is empty if the step has been deleted.
 STEP_SKIPPED = LoggedEvent(
     "step_skipped",
     INFO,
@@ -400,9 +441,9 @@ STEP_SKIPPED = LoggedEvent(
 )
 STEP_GONE = STEP_SKIPPED.also(INFO, "Task %(task)s[%(task_id)s] does nothing: its step is gone.")
 
-#: A step was ours and is no longer: its lease ended, and another delivery of its message, a sweep
-#: or a resumed run has it, or had it.
-#: `holder` is who runs it now, empty if nobody is known.
+#: This process was running a step, and lost it: its lease ended, and the step was taken over by
+#: another delivery of its message, by a sweep or by a resumed run, and may already have ended.
+#: `holder` is the process that runs the step now; it is empty if none is known.
 STEP_LOST = Event(
     "step_lost",
     ERROR,
@@ -410,15 +451,18 @@ STEP_LOST = Event(
     "step holder",
 )
 
-#: [A sweep](../how-to/run-tasks-in-stages.md#sweep) found that a run did not go on, and repaired
-#: it.
-#: `reason` says what it found and what it did; `task` and `task_id` are empty if it was about a
-#: whole stage.
+#: [A sweep](../how-to/run-tasks-in-stages.md#sweep) found that a run had stopped before its end,
+#: and repaired it.
+#: `reason` says what the sweep found and did; `task` and `task_id` are empty if it repaired a whole
+#: stage.
 RUN_REPAIRED = Event("run_repaired", WARNING, "Run %(run)s: %(reason)s.", "run task task_id reason")
 STEP_REPAIRED = RUN_REPAIRED.also(WARNING, "Run %(run)s, step %(task)s[%(task_id)s]: %(reason)s.")
 
 #: A run of stages ended; `status` is `succeeded`, `failed` or `aborted`.
-#: `error` says why it failed, and is empty if a step did, of which `step_failed` says more.
-#: A run that is resumed ends again.
-RUN_ENDED = Event("run_ended", INFO, "Run %(run)s ended: %(status)s.", "run status error")
-RUN_FAILED = RUN_ENDED.also(WARNING, "Run %(run)s ended: %(status)s, %(error)s")
+#: `error` says why the run failed.
+#: It is empty if the cause was a failed step; then `step_failed` has the error.
+#: If a run is resumed, this event happens again when the run ends again.
+RUN_ENDED = Event(
+    "run_ended", INFO, "Run %(run)s (%(name)s) ended: %(status)s.", "run key name status error"
+)
+RUN_FAILED = RUN_ENDED.also(WARNING, "Run %(run)s (%(name)s) ended: %(status)s, %(error)s")

@@ -19,6 +19,7 @@ task_duplicate = events.TASK_DUPLICATE.signal
 task_sent = events.TASK_SENT.signal
 task_send_failed = events.TASK_LOST.signal
 message_brought_back = events.MESSAGE_BROUGHT_BACK.signal
+message_done = events.MESSAGE_DONE.signal
 message_failed = events.MESSAGE_FAILED.signal
 message_lost = events.MESSAGE_LOST.signal
 task_poisoned = events.TASK_POISONED.signal

@@ -1,8 +1,8 @@
 """
-Text of others in what this app prints and logs: it is shown, and steers nothing.
+Escaping of foreign text in this app's output and logs.
 
-An error, a task's name or a holder may hold a newline, which would begin a line of its own
-in a log, or an escape sequence, which a terminal would obey.
+An error, a task's name or a holder may contain a newline, which would start a new line in
+a log, or an escape sequence, which a terminal would obey.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-#: What can't hold text of others.
+#: Types that can't hold text from outside.
 _PLAIN = (int, float, bool, type(None))
 
 
@@ -24,14 +24,14 @@ def printable(text: str) -> str:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return a logger whose records show what they are given in one line."""
+    """Return a logger whose records show their arguments in one line."""
     logger = logging.getLogger(name)
     logger.addFilter(_escape_arguments)
     return logger
 
 
 class _Escaped:
-    """An argument of a record, whose text is shown with escapes."""
+    """An argument of a record whose text is shown with escapes."""
 
     def __init__(self, given: Any, text: str) -> None:
         self._given, self._text = given, text

@@ -1,8 +1,8 @@
 """
-What is known about the open transactions of this thread, and of their databases.
+The open transactions of this thread, and facts about their databases.
 
-Django's ``TestCase`` wraps each test in ``atomic()`` blocks of its own; they
-stand for "no transaction" and do not count here.
+Django's ``TestCase`` wraps each test in ``atomic()`` blocks; these blocks do not count
+as transactions here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from django.db import Error, InterfaceError, InternalError, OperationalError, connections
+from django.db.backends.signals import connection_created
 
-from .exceptions import ExcInfo, describe_error
+from .databases import MYSQL, is_lost_race
+from .foreign_errors import ExcInfo, describe_error
 from .texts import get_logger
 
 if TYPE_CHECKING:
@@ -26,25 +29,30 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 
-#: Shortest and longest pause before a database that was away is asked again, s.
+#: Shortest and longest pause before a database that was unavailable is tried again, s.
 SHORTEST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
-#: How often a transaction that was refused begins again; each time somebody else moved on.
+#: How many times a refused transaction is tried; each time, another transaction succeeded.
 TRIES: Final = 20
+#: The prefix of our tables' names.
+OUR_TABLES: Final = "django_celery_safe_"
+#: Time after which there is no further try, s: each may have waited for a lock until the
+#: database's timeout.
+LONGEST_RACE: Final = 20.0
 
 
-#: Connections, and pools of them, that the parent had open when it forked this process.
-#: Kept, since a client may end the session of a connection that nobody refers to.
+#: Connections and connection pools that the parent had open when it forked this process.
+#: The reference stays, because a client may end the session of an unreferenced connection.
 _inherited: list[Any] = []
 _leaving = threading.Lock()
 
 
 def leave_inherited(alias: str) -> None:
     """
-    Let this process connect to ``alias`` on its own if its parent had a connection open.
+    Drop a connection to ``alias`` inherited from the parent process, so that a new one is made.
 
-    Two processes on one connection read each other's answers. The parent's is not closed,
-    because that would end the parent's session. One with a transaction open is left alone.
+    Two processes on one connection would read each other's answers. The parent's connection is
+    not closed, because that would end its session. A connection in ``atomic()`` is left alone.
     """
     if not _inherited:
         return
@@ -63,7 +71,7 @@ def _remember_inherited() -> None:
     global _leaving
     _leaving = threading.Lock()
     if "settings" not in vars(connections):
-        return  # nobody has connected yet
+        return  # this process has not connected yet
     connection: Any
     for connection in connections.all(initialized_only=True):
         # A database in memory is this process's own copy.
@@ -83,10 +91,10 @@ def is_pooled(alias: str) -> bool:
 
 def leave_pool(alias: str) -> None:
     """
-    Let this thread connect to ``alias`` on its own, outside of psycopg's pool.
+    Give this thread its own connection to ``alias``, outside of psycopg's pool.
 
-    For a thread of ours on which others depend: they may have all connections of the pool,
-    and would wait for the thread with them.
+    It is for our threads that other threads wait for: the waiting threads may hold all the
+    connections of the pool, and that would be a deadlock.
     """
     connection: Any = connections[alias]
     if not is_pooled(alias) or connection.in_atomic_block:
@@ -98,16 +106,16 @@ def leave_pool(alias: str) -> None:
 
 
 def in_atomic(alias: str) -> bool:
-    """Return whether ``alias`` is inside an ``atomic()`` block that is not TestCase's."""
+    """Return whether ``alias`` is inside an ``atomic()`` block other than TestCase's."""
     connection = connections[alias]
     return any(not _is_of_testcase(block) for block in connection.atomic_blocks)
 
 
 def is_manual(alias: str) -> bool:
     """
-    Return whether the project commits on ``alias`` itself: autocommit is off, without ``atomic()``.
+    Return whether the project itself commits on ``alias``: no autocommit and no ``atomic()``.
 
-    May connect, and raises the database's error if it can't.
+    May connect; raises the database's error if that fails.
     """
     connection = connections[alias]
     return not connection.in_atomic_block and not connection.get_autocommit()
@@ -117,8 +125,8 @@ def is_transaction_open(alias: str) -> bool:
     """
     Return whether the project has a transaction open here, which hides writes from others.
 
-    A connection that was inherited from a parent process is left to the parent first. May
-    connect, as :func:`is_manual`.
+    A connection inherited from a parent process is dropped first. May connect, like
+    :func:`is_manual`.
     """
     leave_inherited(alias)
     return in_atomic(alias) or is_manual(alias)
@@ -131,32 +139,32 @@ def in_testcase_only(alias: str) -> bool:
 
 
 def aliases_in_atomic() -> list[str]:
-    """Return the aliases that are inside an ``atomic()`` block that is not TestCase's."""
+    """Return the aliases that are inside an ``atomic()`` block other than TestCase's."""
     opened = [connection.alias for connection in connections.all(initialized_only=True)]
     return [alias for alias in opened if in_atomic(alias)]
 
 
 @contextmanager
 def losing_a_race() -> Iterator[None]:
-    """Take it as no more than a lost race if stricter isolation refuses a single statement."""
+    """Suppress the error if stricter isolation refuses a single statement: a lost race."""
     try:
         yield
     except OperationalError as error:
-        if not _is_lost_race(error):
+        if not is_lost_race(error):
             raise
 
 
-class Attempt:
+class TransactionTry:
     """One try of :func:`attempts`: a context manager that suppresses the error of a lost race."""
 
     def __init__(self, alias: str, what: str, *, last: bool) -> None:
         self._alias, self._what, self._last = alias, what, last
-        #: Whether others were faster, and the next one is to be begun.
+        #: Whether another transaction was faster, so that the next try should start.
         self.is_lost = False
         self._is_won = False
 
     def win(self) -> None:
-        """From here on an error is the caller's own: the block below has begun."""
+        """Record that the lock is held: from here on an error is the caller's own."""
         self._is_won = True
 
     def __enter__(self) -> Self:
@@ -164,28 +172,30 @@ class Attempt:
 
     def __exit__(self, *exc_info: *ExcInfo) -> bool:
         error = exc_info[1]
-        if self._is_won or not (isinstance(error, OperationalError) and _is_lost_race(error)):
+        if self._is_won or not (isinstance(error, OperationalError) and is_lost_race(error)):
             return False
         if self._last:
-            # Under the same class and cause, which say that it is worth another try.
+            # The class and the cause stay, so callers see that another try is worthwhile.
             raise OperationalError(
                 f"{self._what} was refused: another transaction changed the row after this one "
-                f"began, and the isolation level of {self._alias!r} hides that change. Nothing was "
-                f"done. Roll the outer atomic() back and run all of it again, call this outside "
-                f"of it, or use READ COMMITTED ({describe_error(error)})"
+                f"began, and the isolation level of {self._alias!r} hides that change, or each "
+                f"waits for the other. Nothing was done. Roll the outer atomic() back and run all "
+                f"of it again, call this outside of it, or use READ COMMITTED "
+                f"({describe_error(error)})"
             ) from error.__cause__
         self.is_lost = True
         return True
 
 
-def attempts(alias: str, what: str) -> Iterator[Attempt]:
+def attempts(alias: str, what: str) -> Iterator[TransactionTry]:
     """
-    Begin a transaction that locks a row, again and again while stricter isolation refuses it.
+    Yield tries of a transaction that locks a row, until stricter isolation does not refuse it.
 
-    Under REPEATABLE READ and SERIALIZABLE, PostgreSQL refuses to lock a row that others
-    changed since the transaction began, which they did if it waited for them. A transaction
-    that begins after that sees what they committed. Inside ``atomic()`` there is one
-    attempt, since only who opened that can begin again.
+    Under REPEATABLE READ and SERIALIZABLE, PostgreSQL refuses to lock a row that another
+    transaction changed since this one started, as it did if this one waited for it. A new
+    transaction sees those changes. MySQL ends one of two deadlocked transactions, and any
+    that waits for too long. Inside ``atomic()`` there is one attempt, because only the code
+    that opened the block can start it again.
 
     Example::
 
@@ -199,35 +209,72 @@ def attempts(alias: str, what: str) -> Iterator[Attempt]:
         what: Describes the transaction, for the error.
 
     Raises:
-        OperationalError: From the last attempt, if that is lost too.
+        OperationalError: The last attempt lost the race, too.
     """
     tries = 1 if connections[alias].in_atomic_block else TRIES
+    give_up_at = time.monotonic() + LONGEST_RACE
     for number in range(1, tries + 1):
-        attempt = Attempt(alias, what, last=number == tries)
+        last = number == tries or time.monotonic() > give_up_at
+        attempt = TransactionTry(alias, what, last=last)
         yield attempt
         if not attempt.is_lost:
             return
 
 
-def _is_lost_race(error: OperationalError) -> bool:
-    cause = error.__cause__
-    # PostgreSQL: serialization_failure.
-    return "40001" in (getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None))
+def repeat_lost_races(alias: str, ask: Callable[[], T]) -> T:
+    """
+    Execute a statement, repeat it while other transactions are faster, and return its answer.
+
+    Inside ``atomic()`` it is executed once, because a deadlock ends the whole transaction.
+
+    Raises:
+        OperationalError: The last execution lost the race, too.
+    """
+    if connections[alias].in_atomic_block:
+        return ask()
+    give_up_at = time.monotonic() + LONGEST_RACE
+    for _ in range(TRIES - 1):
+        try:
+            return ask()
+        except OperationalError as error:
+            if not is_lost_race(error) or time.monotonic() > give_up_at:
+                raise
+    return ask()
+
+
+def connect() -> None:
+    """Register the repetition of single statements on our tables that MySQL deadlocks end."""
+    connection_created.connect(_repeat_statements, dispatch_uid=__name__)
+
+
+def _repeat_statements(connection: Any, **kwargs: Any) -> None:
+    wrappers = connection.execute_wrappers
+    if connection.vendor == MYSQL and _execute_repeatedly not in wrappers:
+        wrappers.append(_execute_repeatedly)
+
+
+def _execute_repeatedly(
+    execute: Callable[..., T], sql: str, params: Any, many: bool, context: Any
+) -> T:
+    # Two statements may deadlock if one locks an index first and the other its row.
+    ask = partial(execute, sql, params, many, context)
+    is_ours = OUR_TABLES in sql and not context["connection"].in_atomic_block
+    return repeat_lost_races(context["connection"].alias, ask) if is_ours else ask()
 
 
 @contextmanager
 def busy_timeout(alias: str, seconds: float | None) -> Iterator[None]:
     """
-    Let SQLite wait for so long for a database that somebody has locked; 0: not at all.
+    Set how long SQLite waits for a locked database in the block; 0: it does not wait.
 
-    Of other databases, and with None, nothing is changed.
+    On other databases, and with None, nothing changes.
     """
     connection = connections[alias]
     if connection.vendor != "sqlite" or seconds is None:
         yield
         return
     connection.ensure_connection()
-    # Not by Django's cursor, which refuses to put it back in a broken transaction.
+    # Not through Django's cursor, which could not restore the value in a broken transaction.
     execute = connection.connection.execute
     before = execute("PRAGMA busy_timeout").fetchone()[0]
     execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
@@ -241,16 +288,16 @@ def retry_on_disconnect(
     alias: str, ask: Callable[[], T], left: Callable[[], float], what: str
 ) -> T:
     """
-    Ask a database that may have ended the connection, or be away for a moment.
+    Call ``ask``, and retry it if the database closed the connection or is unavailable.
 
     Args:
-        ask: May be called again after its answer got lost.
-        left: Tells for how many seconds it may be asked again; 0: once more, at once, by
-            a new connection.
-        what: What can't be noted meanwhile, for the log.
+        ask: Queries the database; may be called again after its answer was lost.
+        left: Returns for how many seconds ``ask`` may be retried; 0: once more, at once, on a
+            new connection.
+        what: What can't be recorded until then, for the log.
 
     Raises:
-        django.db.Error: It does not answer, or a transaction is open, which is lost.
+        django.db.Error: The database does not answer, or an open transaction was lost.
     """
     connection, pause, tries = connections[alias], SHORTEST_PAUSE, 0
     while True:
@@ -261,7 +308,7 @@ def retry_on_disconnect(
             if connection.in_atomic_block or (tries and over):
                 raise
             failure = describe_error(error)
-        # It may be dead, or to a server that takes no more writes.
+        # The connection may be dead, or its server may not accept writes any more.
         connection.close()
         if tries:
             logger.warning("Could not record the outcome of %s; retrying: %s", what, failure)
@@ -271,7 +318,7 @@ def retry_on_disconnect(
 
 
 def lacks_table(alias: str, *models: type[Model]) -> bool:
-    """Return whether the database is there and has not the tables of these models."""
+    """Return whether the database answers but lacks the tables of these models."""
     try:
         tables = connections[alias].introspection.table_names()
     except Error:
@@ -280,5 +327,5 @@ def lacks_table(alias: str, *models: type[Model]) -> bool:
 
 
 def _is_of_testcase(block: object) -> bool:
-    # Django marks them itself, for atomic(durable=True); see TestCase._enter_atomics.
+    # Django marks these blocks for atomic(durable=True); see TestCase._enter_atomics.
     return bool(getattr(block, "_from_testcase", False))

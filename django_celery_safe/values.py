@@ -7,25 +7,26 @@ from typing import Any
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.utils import json
 
-from .exceptions import describe_error
+from .foreign_errors import describe_error
 
 
 class NotPlain(Exception):
     """A value can't be kept; the text says why, as a clause."""
 
 
-def encode(value: Any, longest: int) -> str:
+def encode(value: Any, longest: int, *, strict: bool = False) -> str:
     """
     Return a value as JSON, with what kombu adds to it, such as dates and Decimals.
 
     Args:
         longest: How many characters it may have.
+        strict: Whether NaN and infinity are refused, which JSON of others can't have.
 
     Raises:
         NotPlain: JSON can't take it, or it is too long.
     """
     try:
-        text: str = json.dumps(value)
+        text: str = json.dumps(value, allow_nan=not strict)
         if len(text) <= longest:
             json.loads(text)
             return text

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,23 +20,30 @@ import pytest
 from celery import Celery
 from celery.backends.base import DisabledBackend
 from django.core.management.commands import flush
+from django.db import connections
 from django.test import override_settings
+from model_bakery import baker
+from model_bakery.random_gen import gen_string
 
+from django_celery_safe.databases import refuse_unfit
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.leases.store import LeaseStore
 from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
 from tests.processes import CeleryWorker
 from tests.servers import (
+    MariaDBServer,
     MemcachedServer,
+    PgBouncerServer,
     PostgresServer,
     ProgramNotFound,
     RabbitMQServer,
+    RedisClusterServer,
     RedisServer,
     Server,
     ServerPool,
 )
-from tests.servers.databases import DatabaseKind, Databases
+from tests.servers.databases import DatabaseKind, Databases, pgbouncer_settings, registered
 from tests.shared_tasks import only_of
 
 if TYPE_CHECKING:
@@ -46,7 +54,7 @@ if TYPE_CHECKING:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-#: What a skip for want of a server begins with; the summary counts these.
+#: Beginning of the reason of a skip without a server; the summary counts these.
 NOT_RUN = "not run: "
 
 CacheSettings = dict[str, dict[str, Any]]
@@ -70,6 +78,8 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     """Spare the garbage collector all that is imported: it stays until the end."""
     app.finalize()  # with the shared tasks of all modules
+    baker.generators.add("django_celery_safe.models.columns.ExactCharField", gen_string)
+    baker.generators.add("django_celery_safe.models.columns.ExactTextField", gen_string)
     gc.collect()
     gc.freeze()
 
@@ -103,40 +113,64 @@ def servers() -> Iterator[ServerPool]:
 
 def require(servers: ServerPool, kind: type[Server]) -> Any:
     """Return a running server, or skip the test; under CI fail it."""
-    try:
+    with requiring(kind):
         return servers.get(kind)
+
+
+@contextmanager
+def requiring(kind: type[Server]) -> Iterator[None]:
+    """Skip the test if this machine does not have the server of the block; under CI fail it."""
+    try:
+        yield
     except ProgramNotFound as error:
         if os.environ.get("CI", "").lower() in {"1", "true"}:
             pytest.fail(f"{NOT_RUN}{kind.name} ({error}), and CI must run everything.")
         pytest.skip(f"{NOT_RUN}{kind.name} ({error})")
 
 
-@pytest.fixture(scope="session")
-def redis_server(servers: ServerPool) -> RedisServer:
-    """A private Redis."""
-    server: RedisServer = require(servers, RedisServer)
-    return server
+def private(kind: type[Server]) -> Any:
+    """Return a fixture that is a private server for the whole session."""
+
+    def server(servers: ServerPool) -> Any:
+        return require(servers, kind)
+
+    return pytest.fixture(server, scope="session")
 
 
-@pytest.fixture(scope="session")
-def memcached_server(servers: ServerPool) -> MemcachedServer:
-    """A private memcached."""
-    server: MemcachedServer = require(servers, MemcachedServer)
-    return server
+redis_server = private(RedisServer)
+#: Three nodes.
+redis_cluster = private(RedisClusterServer)
+memcached_server = private(MemcachedServer)
+postgres_server = private(PostgresServer)
+mariadb_server = private(MariaDBServer)
+#: Its first use takes several seconds.
+rabbitmq_server = private(RabbitMQServer)
 
 
-@pytest.fixture(scope="session")
-def postgres_server(servers: ServerPool) -> PostgresServer:
-    """A private PostgreSQL."""
-    server: PostgresServer = require(servers, PostgresServer)
-    return server
+@pytest.fixture
+def pgbouncer_alias(postgres_alias: str, postgres_server: PostgresServer) -> Iterator[str]:
+    """The alias of a PostgreSQL database of this test, behind a PgBouncer of its own."""
+    with requiring(PgBouncerServer):
+        bouncer = PgBouncerServer(postgres_server)
+    with bouncer, behind(bouncer, postgres_alias) as alias:
+        yield alias
 
 
-@pytest.fixture(scope="session")
-def rabbitmq_server(servers: ServerPool) -> RabbitMQServer:
-    """A private RabbitMQ; its first use takes several seconds."""
-    server: RabbitMQServer = require(servers, RabbitMQServer)
-    return server
+@contextmanager
+def behind(bouncer: PgBouncerServer, alias: str, pool: str | None = None) -> Iterator[str]:
+    """
+    Have a second alias for a database during the block, behind PgBouncer; gives that alias.
+
+    Args:
+        pool: The name by which PgBouncer knows the database; None: its own name.
+    """
+    database = pgbouncer_settings(bouncer, pool or connections.settings[alias]["NAME"])
+    # With fewer sessions a lone client would meet its own again in the next transaction.
+    with bouncer.all_sessions(str(database["NAME"])):
+        pass
+    name = f"pgbouncer-{pool or alias}"
+    with registered(name, database):
+        yield name
 
 
 class MakeRedisCache(Protocol):
@@ -167,6 +201,35 @@ def redis_cache_settings(redis_server: RedisServer) -> MakeRedisCache:
 
 
 @pytest.fixture
+def cluster_cache_settings(redis_cluster: RedisClusterServer) -> Callable[..., CacheSettings]:
+    """Make CACHES for the private cluster, by django-redis; it is emptied before the test."""
+    redis_cluster.flush()
+    return partial(caches_of_cluster, redis_cluster)
+
+
+def caches_of_cluster(server: RedisClusterServer, **options: Any) -> CacheSettings:
+    """Return CACHES with django-redis and redis-py's client for clusters, as the docs show it."""
+    client = {
+        "CONNECTION_FACTORY": "tests.cluster_caches.ClusterConnectionFactory",
+        "REDIS_CLIENT_KWARGS": {"socket_timeout": 5, **options},
+    }
+    backend = REDIS_BACKENDS["django-redis"]
+    return {"default": {"BACKEND": backend, "LOCATION": server.url, "OPTIONS": client}}
+
+
+@pytest.fixture
+def valkey_cache_settings(redis_server: RedisServer) -> Callable[..., CacheSettings]:
+    """Make CACHES for django-valkey, whose client here speaks to the private Redis, emptied."""
+    redis_server.flush()
+    url = redis_server.url.replace("redis://", "valkey://")
+
+    def make(alias: str = "default", **options: Any) -> CacheSettings:
+        return {alias: {"BACKEND": "django_valkey.cache.ValkeyCache", "LOCATION": url, **options}}
+
+    return make
+
+
+@pytest.fixture
 def memcached_cache_settings(memcached_server: MemcachedServer) -> Callable[..., CacheSettings]:
     """Make CACHES for the private memcached, which is emptied before the test."""
     memcached_server.flush()
@@ -191,7 +254,8 @@ class MakeDatabase(Protocol):
         Make one.
 
         Args:
-            kind: postgres, sqlite (Django's default mode) or sqlite-immediate (with WAL).
+            kind: postgres, mariadb, mariadb-repeatable (with REPEATABLE READ), sqlite (Django's
+                default mode) or sqlite-immediate (with WAL).
             alias: The alias in DATABASES; None: a new one.
         """
 
@@ -208,7 +272,7 @@ def make_database(
 
     They are real: commits are commits, and other processes and threads see them.
     The test needs no mark ``django_db`` unless it uses the default alias too. A
-    connection to PostgreSQL that is open after the test is an error.
+    connection to PostgreSQL or MariaDB that is open after the test is an error.
     """
     with django_db_blocker.unblock(), _making(request, _databases, tmp_path) as make:
         yield make
@@ -235,9 +299,14 @@ def _making(
     with ExitStack() as stack:
 
         def make(kind: DatabaseKind, alias: str | None = None) -> str:
-            if kind == "postgres":
+            if kind in {"postgres", "pgbouncer"}:
                 request.getfixturevalue("postgres_server")
-            return stack.enter_context(databases.alias(kind, folder, alias))
+            if kind.startswith("mariadb"):
+                request.getfixturevalue("mariadb_server")
+            with requiring(PgBouncerServer):  # the others have fixtures
+                made = stack.enter_context(databases.alias(kind, folder, alias))
+            refuse_unfit(made, "be tested")  # no test counts what is asked once in a process
+            return made
 
         yield make
 
@@ -246,6 +315,12 @@ def _making(
 def postgres_alias(make_database: MakeDatabase) -> str:
     """The alias of a PostgreSQL database of this test."""
     return make_database("postgres")
+
+
+@pytest.fixture
+def mariadb_alias(make_database: MakeDatabase) -> str:
+    """The alias of a MariaDB database of this test, in Django's default (READ COMMITTED)."""
+    return make_database("mariadb")
 
 
 @pytest.fixture
@@ -339,13 +414,13 @@ def _connect_app(server: RedisServer, transport_options: dict[str, Any]) -> dict
         "result_backend": server.database_url(2),
         "broker_transport_options": transport_options,
     }
-    _forget_first_use()
+    forget_first_use()
     app.conf.update(chosen)
     return {f"CELERY_{name.upper()}": value for name, value in chosen.items()}
 
 
-def _forget_first_use() -> None:
-    """Let the app connect anew: what it used before may be another server, or another database."""
+def forget_first_use() -> None:
+    """Let the app connect again: it may have used another server or database before."""
     app._pool = None  # kombu has one for each address, and keeps it
     app.amqp._producer_pool = None
     bounded._pools.pop(app, None)

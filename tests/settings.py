@@ -64,3 +64,8 @@ CELERY_BROKER_URL = "memory://"
 DJANGO_CELERY_SAFE: dict[str, Any] = {}
 
 read_settings(into=globals())
+
+if any(database["ENGINE"].endswith(".mysql") for database in DATABASES.values()):
+    from tests.mysql_driver import load_driver
+
+    load_driver()

@@ -59,7 +59,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What it has shown so far."""
+        """The text that it has shown so far."""
         return b"".join(self._seen).decode().replace("\r\n", "\n")
 
     def wait_for(self, text: str, times: int = 1) -> None:

@@ -13,6 +13,8 @@ from django_celery_safe import cache_lock
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage
 from tests.benchmarks import __main__ as command
 from tests.benchmarks import (
+    carried,
+    imports,
     inspection,
     listing,
     once,
@@ -123,6 +125,15 @@ def test_a_fight_is_read_in_the_order_of_its_turns() -> None:
     assert waiting.owner_changes(fight) == 2 / 4
     assert waiting.overlaps(fight) == 0
     assert waiting.overlaps([turns_of(0, 2), turns_of(1.9)]) == 1
+    assert waiting.overlaps([turns_of(0, 2), turns_of(1.9)], 2) == 0
+    assert waiting.overlaps([turns_of(0), turns_of(0.4), turns_of(0.8)], 2) == 1
+
+
+def test_idle_is_what_fewer_hold_than_may_while_others_wait() -> None:
+    """A time counts if fewer than the limit had the baton, and somebody waited for it."""
+    fight = [turns_of(0), turns_of(1.25, waited=1.25)]
+    assert waiting.idle_times(fight) == [0.5, 0.25]
+    assert waiting.idle_times(fight, 2) == [1.75]
 
 
 def test_every_candidate_is_handed_over(redis_server: RedisServer) -> None:
@@ -137,13 +148,16 @@ def test_every_candidate_is_handed_over(redis_server: RedisServer) -> None:
     assert min(map(min, samples.values())) > 0
 
 
-def test_a_lock_that_is_fought_for_has_one_holder(redis_server: RedisServer) -> None:
+@pytest.mark.parametrize(("name", "limit"), [(waiting.OURS, 1), (waiting.PLACES, waiting.LIMIT)])
+def test_a_lock_that_is_fought_for_has_its_holders(
+    redis_server: RedisServer, name: str, limit: int
+) -> None:
     """Processes that never pause have the lock in turn, and their turns are recorded."""
     with caches_on(redis_server):
-        fight = waiting.fight(redis_server, next(iter(BACKENDS)), 2, 0.3)
-    assert len(fight) == 2
+        fight = waiting.fight(redis_server, name, limit + 1, 0.3)
+    assert len(fight) == limit + 1
     assert min(map(len, fight)) > 0
-    assert waiting.overlaps(fight) == 0
+    assert waiting.overlaps(fight, limit) == 0
 
 
 def test_renewals_are_counted_where_they_arrive(redis_server: RedisServer) -> None:
@@ -158,7 +172,7 @@ def test_renewals_are_counted_where_they_arrive(redis_server: RedisServer) -> No
 
 
 def test_only_locks_that_the_server_has_are_held(redis_server: RedisServer) -> None:
-    """What its holder still believes in, but the server has no more, counts as lost."""
+    """A lock that its holder still relies on, but the server has no more, counts as lost."""
     with caches_on(redis_server):
         kept, gone = cache_lock("kept", renew=False), cache_lock("gone", renew=False)
         assert kept.acquire()
@@ -185,7 +199,7 @@ def test_what_is_listed_is_compared_with_what_was_acquired(redis_server: RedisSe
 
 @pytest.mark.django_db
 def test_rows_that_a_list_leaves_out_are_counted(redis_server: RedisServer) -> None:
-    """The command is measured plain and as JSON, and the admin's page; what is missing is told."""
+    """The command is measured plain and as JSON, and the admin's page; missing figures show."""
     redis_server.flush()
     with caches_on(redis_server):
         listing.fill(redis_server, 20, 0)
@@ -212,7 +226,7 @@ def test_round_trips_of_tasks_are_counted_where_they_arrive() -> None:
 
 
 def test_tasks_are_compared_with_the_floor_of_their_round() -> None:
-    """Ratios are of CPU and within rounds; of round trips the mean counts, of speed the median."""
+    """Ratios are of CPU and within rounds; round trips are means, speeds are medians."""
     slow = Batch(400, 200, 0, 2000, 1000, 0)
     floors = [Batch(*(value * times for value in slow)) for times in (0.5, 1, 3)]
     ours = [Batch(one.send, one.send_cpu * 3, 1, 4000, one.run_cpu * 2, 2) for one in floors]
@@ -246,6 +260,56 @@ def test_relays_and_sends_of_the_outbox_are_measured(
     assert queries == 1
     assert len(sends) == 2
     assert min(map(min, sends)) > 0
+
+
+def test_carried_tasks_run_beside_plain_ones(make_database: MakeDatabase) -> None:
+    """Each candidate is sent and run, the peer too if it is installed, and leaves no row."""
+    alias, of_peer = make_database("postgres"), make_database("postgres")
+    with start_in_process(carried.measure, alias, of_peer, 1) as measuring:
+        batches = measuring.result(carried.LONGEST)
+    peers = [carried.PEER] if carried.HAS_PEER else []
+    assert list(batches) == [carried.PLAIN, carried.CARRIED, *peers]
+    assert all(min(one.send, one.run, one.run_cpu) > 0 for (one,) in batches.values())
+    assert not OutboxMessage.objects.using(alias).exists()
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures say so, and nothing is set against it."""
+    monkeypatch.setattr(carried, "HAS_PEER", False)
+    batch = Batch(400, 200, 0, 2000, 1000, 0)
+    figures = carried.figures_of({carried.PLAIN: [batch], carried.CARRIED: [batch]})
+    notes = {figure.name: figure.note for figure in figures}
+    assert notes["plain: tasks/s"] == "not installed: procrastinate"
+    assert not any(name.startswith(carried.PEER) for name in notes)
+
+
+def test_carried_tasks_are_compared_with_plain_ones_of_their_round() -> None:
+    """Ratios are within rounds; speed is that of the median."""
+    plain = [Batch(100 * slow, 0, 0, 2000 * slow, 1000 * slow, 0) for slow in (1, 3, 2)]
+    ours = [Batch(one.send * 3, 0, 0, one.run * 2, one.run_cpu * 1.5, 0) for one in plain]
+    figures = carried.figures_of({carried.PLAIN: plain, carried.CARRIED: ours, carried.PEER: plain})
+    values = {figure.name: figure.value for figure in figures}
+    assert values["carried / plain"] == 1.5
+    assert values["carried send / plain"] == 3
+    assert values["procrastinate / plain"] == 1
+    assert (values["plain: tasks/s"], values["carried: tasks/s"]) == (250, 125)
+
+
+def test_queries_of_a_carried_task_are_counted(make_database: MakeDatabase) -> None:
+    """A send is one and a run two; looks find what is due among rows like the one that it wrote."""
+    alias, other = make_database("postgres"), make_database("postgres")
+    with start_in_process(carried.count_queries, alias) as counting:
+        queries, row = counting.result()
+    figures = {figure.name: figure.value for figure in carried.figures_of_queries(queries)}
+    assert figures == {"queries of a send": 1, "queries of a run": 2}
+    assert row["attempt"]
+    for name, due_at in carried.SENT.items():
+        for each in (alias, other):
+            outbox.fill(each, row, 300, due_at)
+        due = 0 if name == "nothing due" else carried.RELAYED
+        samples = outbox.measure_looks(alias, other, 2, due=due)
+        assert [len(times) for times in samples.values()] == [2] * 4
+        assert OutboxMessage.objects.using(alias).sent().count() == 300
 
 
 def test_what_an_outage_adds_to_a_commit_is_measured(postgres_alias: str) -> None:
@@ -336,7 +400,7 @@ def test_a_row_that_was_not_done_is_noticed(
 
 
 def test_a_task_runs_for_a_message_outside_of_a_worker(make_database: MakeDatabase) -> None:
-    """What is delivered counts as a message, whose id the record has, and not as a direct call."""
+    """A delivery counts as a message, whose id the record has, and not as a direct call."""
     alias = make_database("postgres", once.ALIAS)
     task_id = once.deliver(7)
     record = IdempotencyRecord.objects.using(alias).get()
@@ -402,6 +466,16 @@ def test_the_cpu_of_another_process_is_what_it_says_itself() -> None:
         assert told <= tasks.cpu_of_process(other.pid) < told + 0.1
 
 
+def test_an_import_is_measured_by_the_shortest_time_of_each_module() -> None:
+    """Other work of the machine counts only where it met a module in each process."""
+    measured = [
+        {"celery": 9.0, "django_celery_safe": 1.0, "django_celery_safe.conf": 5.0},
+        {"celery": 4.0, "django_celery_safe": 3.0, "django_celery_safe.conf": 1.0},
+    ]
+    assert [figure.value for figure in imports.figures_of(measured)] == [4, 2, 0.5]
+    assert imports.measure().keys() > {"celery", "django.db.models", "django_celery_safe.conf"}
+
+
 def test_queries_of_a_step_are_counted(
     make_database: MakeDatabase, redis_server: RedisServer
 ) -> None:
@@ -430,7 +504,12 @@ def test_stages_are_compared_with_the_canvas_of_their_round() -> None:
                 stages.CHORD: floor,
                 stages.ONE: [3.0, 9.0, 6.0],
             },
-            growth={stages.ONE: floor, stages.LARGE: [4.0, 12.0, 8.0]},
+            growth={
+                stages.one_stage(10): floor,
+                stages.one_stage(100): floor,
+                stages.ONE: floor,
+                stages.one_stage(4000): [4.0, 12.0, 8.0],
+            },
             queries={10: 5, 1000: 5},
         )
     )
@@ -441,6 +520,9 @@ def test_stages_are_compared_with_the_canvas_of_their_round() -> None:
         "chord of 1,000, s": 2,
         "1 stage x 1,000 steps, s": 6,
         "1 stage x 1,000 steps / chord of 1,000": 3,
+        "1 stage x 10 steps, s": 2,
+        "1 stage x 100 steps, s": 2,
+        "1 stage x 4,000 steps, s": 8,
         "1 stage x 4,000 steps / 1,000": 4,
         "queries of a step, 1 of 10": 5,
         "queries of a step, 1 of 1,000": 5,

@@ -1,49 +1,77 @@
-"""Databases on which nothing was tested are refused wherever something would be kept there."""
+"""Databases that are not fit are refused wherever something would be kept there."""
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
 from io import StringIO
 from typing import Any
 
-import pymysql
 import pytest
-from celery import Celery
+from celery import Celery, group
 from django.core import checks
 from django.core.management import CommandError, call_command
+from django.db import connections, transaction
+from django.utils import timezone
 from pytest_django import Settings
 
-from django_celery_safe import BackendNotSupported, cache_lock, idempotent, stages
+from django_celery_safe import (
+    BackendNotSupported,
+    LockNotAcquired,
+    cache_lock,
+    databases,
+    idempotent,
+    send_on_commit,
+    stages,
+)
+from django_celery_safe.checks import check_deployment
+from django_celery_safe.databases import Now
+from django_celery_safe.models import (
+    DatabaseLock,
+    IdempotencyRecord,
+    OutboxMessage,
+    StageRun,
+    StageStep,
+)
 from django_celery_safe.sending.capture import Captured
 from django_celery_safe.sending.departure import Departure
+from django_celery_safe.sending.message_table import message_table
 from django_celery_safe.sending.outbox import keep, outbox_aliases
 from django_celery_safe.sending.relay import Relay
+from django_celery_safe.transactions import attempts
+from tests import checking
 from tests.app.models import Person
+from tests.app.tasks import add
+from tests.checking import TRANSPORT_OPTIONS, app_without_tasks
+from tests.conftest import MakeDatabase
+from tests.processes import wait_for
+from tests.routing import AllIn, runs_in
+from tests.servers import MariaDBServer
 from tests.servers.databases import registered
-from tests.test_checks import REDIS, TRANSPORT_OPTIONS, app_without_tasks
+from tests.test_checks import REDIS
 
-MYSQL = "mysql"
+ORACLE = "oracle"
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding setting DATABASES")
 
 
-class AllInMySQL:
-    """Has everything of this app, and the models of its tests, in the database ``mysql``."""
+class AllInOracle:
+    """Has everything of this app, and the models of its tests, in the database ``oracle``."""
 
     def db_for_write(self, model: Any, **hints: Any) -> str:
         """Return the alias."""
-        return MYSQL
+        return ORACLE
 
 
 @pytest.fixture
-def mysql(settings: Settings) -> Iterator[str]:
-    """A database of Django's MySQL engine; no server is asked."""
-    pymysql.install_as_MySQLdb()
-    settings.DATABASE_ROUTERS = [f"{__name__}.AllInMySQL"]
+def oracle(settings: Settings) -> Iterator[str]:
+    """A database that says to be Oracle; no server is asked."""
+    settings.DATABASE_ROUTERS = [f"{__name__}.AllInOracle"]
     settings.CACHES = {"default": REDIS}
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": MYSQL}
-    with registered(
-        MYSQL, {"ENGINE": "django.db.backends.mysql", "HOST": "127.0.0.1", "PORT": "1"}
-    ):
-        yield MYSQL
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": ORACLE}
+    with registered(ORACLE, {"ENGINE": "tests.untested_database", "NAME": "/nowhere/at/all"}):
+        yield ORACLE
 
 
 def claim() -> None:
@@ -59,8 +87,8 @@ def once() -> None:
 #: Calls that would keep rows in that database.
 USES: dict[str, Callable[[], object]] = {
     "hold locks": lambda: cache_lock("x").acquire(),
-    "hold an outbox": lambda: keep(Captured(), Departure(MYSQL)),
-    "hold an outbox (relay)": lambda: Relay(MYSQL),
+    "hold an outbox": lambda: keep(Captured(), Departure(ORACLE)),
+    "hold an outbox (relay)": lambda: Relay(ORACLE),
     "record what is done once": claim,
     "do a thing once for a row": once,
     "hold runs of stages": lambda: stages.start([("tests.app.tasks.add", 1)]),
@@ -68,42 +96,42 @@ USES: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("what", USES)
-def test_an_untested_database_is_refused_at_first_use(what: str, mysql: str) -> None:
-    """Whatever would be kept in MySQL is refused before the database is asked."""
+def test_an_untested_database_is_refused_at_first_use(what: str, oracle: str) -> None:
+    """Every use of another server is refused before the database is asked."""
     with pytest.raises(BackendNotSupported) as caught:
         USES[what]()
     assert str(caught.value).startswith(
-        f'DATABASES["mysql"] (mysql) can\'t {what.removesuffix(" (relay)")}: django_celery_safe '
-        f"was tested on PostgreSQL and SQLite alone"
+        f'DATABASES["oracle"] (oracle) can\'t {what.removesuffix(" (relay)")}: django_celery_safe '
+        f"was tested on PostgreSQL, MariaDB and SQLite alone"
     )
 
 
 @pytest.mark.parametrize(
     "command",
-    ["celery_outbox status --database mysql", "celery_idempotency list", "celery_stages list"],
+    ["celery_outbox status --database oracle", "celery_idempotency list", "celery_stages list"],
 )
-def test_commands_refuse_an_untested_database(command: str, mysql: str) -> None:
-    """A command that would look into MySQL, named or not, says that it can't, and asks nothing."""
-    with pytest.raises(CommandError, match=r"\(mysql\) can't .* PostgreSQL and SQLite"):
+def test_commands_refuse_an_untested_database(command: str, oracle: str) -> None:
+    """A command that would look there, named or not, says that it can't, and asks nothing."""
+    with pytest.raises(CommandError, match=r"\(oracle\) can't .* PostgreSQL, MariaDB and SQLite"):
         call_command(*command.split(), stdout=StringIO())
 
 
-def test_a_relay_leaves_an_untested_database_alone(mysql: str, sqlite_alias: str) -> None:
+def test_a_relay_leaves_an_untested_database_alone(oracle: str, sqlite_alias: str) -> None:
     """A relay of all databases goes by those that can have an outbox."""
     found = outbox_aliases()
     assert sqlite_alias in found
-    assert mysql not in found
+    assert oracle not in found
 
 
-def test_an_untested_database_is_an_error(mysql: str) -> None:
+def test_an_untested_database_is_an_error(oracle: str) -> None:
     """E008 names the database and what would use it; E002 says it of locks."""
     with app_without_tasks("redis://127.0.0.1:1/0") as app:
         app.conf.broker_transport_options = TRANSPORT_OPTIONS
         add_idempotent_task(app)
-        messages = checks.run_checks(tags=["django_celery_safe"])
+        messages = checking.find_messages()
     said = {str(one.id).removeprefix("django_celery_safe."): one for one in messages}
-    assert 'DATABASES["mysql"] (mysql) can\'t hold locks' in said["E002"].msg
-    assert 'DATABASES["mysql"] is mysql' in said["E008"].msg
+    assert 'DATABASES["oracle"] (oracle) can\'t hold locks' in said["E002"].msg
+    assert 'DATABASES["oracle"] is oracle' in said["E008"].msg
     assert "do_once of" in said["E008"].msg
     assert "more would keep rows there" in said["E008"].msg
 
@@ -115,8 +143,8 @@ def test_a_database_that_is_not_there_is_an_error() -> None:
         messages = [one for one in checks.run_checks() if one.id == "django_celery_safe.E008"]
     (message,) = messages
     assert message.msg == (
-        "DATABASES has no 'ordres', and idempotent shop.charge would keep rows there: each use is "
-        "a ConnectionDoesNotExist."
+        "DATABASES has no 'ordres', but idempotent shop.charge would keep rows there: any use "
+        "raises ConnectionDoesNotExist."
     )
     assert "'default'" in str(message.hint)
 
@@ -128,3 +156,187 @@ def add_idempotent_task(app: Celery, using: str | None = None) -> None:
     @idempotent(using=using)
     def charge(order: int) -> None:
         """Do nothing."""
+
+
+@pytest.fixture
+def on_aria(mariadb_alias: str, settings: Settings) -> str:
+    """A MariaDB whose tables of this app, and of a model, have no transactions."""
+    settings.DATABASE_ROUTERS = [AllIn(mariadb_alias)]
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": mariadb_alias}
+    databases._fit.clear()
+    with connections[mariadb_alias].cursor() as cursor:
+        cursor.execute("SET foreign_key_checks = 0")
+        for model in (DatabaseLock, IdempotencyRecord, OutboxMessage, Person):
+            cursor.execute(f"ALTER TABLE {model._meta.db_table} ENGINE=Aria")
+    return mariadb_alias
+
+
+@pytest.mark.parametrize("what", set(USES) - {"hold an outbox (relay)"})
+def test_tables_without_transactions_are_refused(what: str, on_aria: str) -> None:
+    """The first use says which tables they are, and what to run."""
+    uses = {
+        **USES,
+        "hold an outbox": lambda: add.apply_async_on_commit((1,), using=on_aria, outbox=True),
+    }
+    with pytest.raises(BackendNotSupported) as caught:
+        uses[what]()
+    text = str(caught.value)
+    assert f"can't {what}: tables there have no transactions: " in text
+    assert "django_celery_safe_outboxmessage (Aria)" in text
+    assert "ALTER TABLE django_celery_safe_outboxmessage ENGINE=InnoDB;" in text
+
+
+def test_tables_without_transactions_are_an_error(on_aria: str) -> None:
+    """E011 names them where databases may be asked; other checks ask no server."""
+    with app_without_tasks("redis://127.0.0.1:1/0"):
+        assert not [one for one in checks.run_checks() if str(one.id).endswith("E011")]
+        (found,) = [one for one in check_deployment() if str(one.id).endswith("E011")]
+    assert "django_celery_safe_databaselock (Aria)" in found.msg
+    assert "ENGINE=InnoDB" in str(found.hint)
+    with connections[on_aria].cursor() as cursor:
+        for model in (DatabaseLock, IdempotencyRecord, OutboxMessage):
+            cursor.execute(f"ALTER TABLE {model._meta.db_table} ENGINE=InnoDB")
+    with app_without_tasks("redis://127.0.0.1:1/0"):
+        (found,) = [one for one in check_deployment() if str(one.id).endswith("E011")]
+    assert "app_person (Aria)" in found.msg
+
+
+def test_an_old_server_is_refused(
+    mariadb_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MariaDB 10.5 can't skip locked rows: a lock there, and the check, say what to run."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": mariadb_alias}
+    monkeypatch.setattr(databases, "OLDEST_MARIADB", (99, 1))
+    databases._fit.clear()
+    with pytest.raises(BackendNotSupported, match=r"MariaDB before 99\.1, .* Run MariaDB 99\.1"):
+        cache_lock("x").acquire()
+
+
+def test_moments_are_in_utc(mariadb_alias: str) -> None:
+    """Whatever the time zone of the server, here three hours off, leases go by UTC."""
+    with idempotent("some", using=mariadb_alias) as claim:
+        assert claim
+    record = IdempotencyRecord.objects.using(mariadb_alias).get()
+    assert abs(timezone.now() - record.claimed_at) < timedelta(minutes=5)
+    assert record.claimed_at.microsecond or record.ended_at.microsecond
+
+
+def test_an_update_reads_before_it_writes(mariadb_alias: str) -> None:
+    """MySQL assigns from left to right; a claim counts a death by what the row was before."""
+    rows = OutboxMessage.objects.using(mariadb_alias)
+    with transaction.atomic(using=mariadb_alias):
+        add.apply_async_on_commit((1,), using=mariadb_alias, outbox=True)
+        connections[mariadb_alias].run_on_commit.clear()
+    rows.update(attempt="a", due_at=Now() + timedelta(minutes=1))
+    table = message_table(mariadb_alias)
+    first = table.claim("a", "token 1", 0.001, "first")
+    assert first is not None
+    assert first.deaths == 0
+    wait_for(lambda: rows.filter(due_at__lt=Now()).exists(), 5)
+    second = table.claim("a", "token 2", 60, "second")
+    assert second is not None
+    assert (second.deaths, second.last_death) == (1, "first")
+
+
+def test_an_outbox_without_returning(mariadb_alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an INSERT returns nothing, as in MySQL, each row is found by its task's id."""
+    features: Any = type(connections[mariadb_alias].features)
+    monkeypatch.setattr(features, "can_return_rows_from_bulk_insert", False)
+    tasks = group(add.s(n) for n in range(5))
+    with runs_in(mariadb_alias), transaction.atomic(using=mariadb_alias):
+        results = send_on_commit(tasks, using=mariadb_alias, outbox=True).results
+        stages.start([("tests.app.tasks.note", 1)] * 2)
+        connections[mariadb_alias].run_on_commit.clear()
+    assert len(results) == 5
+    rows = OutboxMessage.objects.using(mariadb_alias)
+    steps = StageStep.objects.using(mariadb_alias).values_list("task_id", flat=True)
+    wanted = {*(result.id for result in results), *steps}
+    assert set(rows.values_list("task_id", flat=True)) == wanted
+    assert len(wanted) == 7
+
+
+@pytest.mark.parametrize("kind", ["mariadb", "mariadb-repeatable"])
+def test_a_deadlock_is_a_lost_race(
+    kind: Any, make_database: MakeDatabase, mariadb_server: MariaDBServer
+) -> None:
+    """The one that the server ends is repeated, and both have done their work."""
+    alias = make_database(kind)
+    Person.everyone.using(alias).bulk_create([Person(pk=1), Person(pk=2)])
+    met = threading.Barrier(2)
+    tries: list[int] = []
+
+    def change(first: int) -> None:
+        for attempt in attempts(alias, "A change"):
+            with attempt, transaction.atomic(using=alias):
+                tries.append(first)
+                rows = Person.everyone.using(alias)
+                rows.filter(pk=first).update(is_badge_printed=True)
+                if tries.count(first) == 1:
+                    met.wait(30)
+                rows.filter(pk=3 - first).update(email=f"{first}@example.org")
+        connections[alias].close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(change, (1, 2)))
+    assert len(tries) == 3
+    assert Person.everyone.using(alias).filter(is_badge_printed=True).count() == 2
+
+
+def test_a_statement_that_waits_too_long_is_repeated(
+    mariadb_alias: str, mariadb_server: MariaDBServer
+) -> None:
+    """A lock wait timeout is no error, as long as it is not the last of some."""
+    record = IdempotencyRecord.objects.using(mariadb_alias)
+    with idempotent("some", using=mariadb_alias) as claim:
+        assert claim
+    held = mariadb_server.connect(connections.settings[mariadb_alias]["NAME"])
+    with closing(held), connections[mariadb_alias].cursor() as cursor:
+        cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
+        held.autocommit(False)
+        held.cursor().execute(f"SELECT * FROM {IdempotencyRecord._meta.db_table} FOR UPDATE")
+        timer = threading.Timer(1.5, held.rollback)
+        timer.start()
+        assert record.update(error="changed") == 1
+        timer.join()
+
+
+def test_nowait(mariadb_alias: str, mariadb_server: MariaDBServer) -> None:
+    """A row that somebody else has raises LockNotAcquired at once, and not a timeout later."""
+    Person.everyone.using(mariadb_alias).create(pk=1)
+    held = mariadb_server.connect(connections.settings[mariadb_alias]["NAME"])
+    with closing(held):
+        held.autocommit(False)
+        held.cursor().execute(f"SELECT * FROM {Person._meta.db_table} FOR UPDATE")
+        with (
+            pytest.raises(LockNotAcquired),
+            Person.do_once(1, "is_badge_printed", using=mariadb_alias, nowait=True),
+        ):
+            pytest.fail("the row is not ours")
+
+
+def test_a_lock_leaves_the_session_as_it_was(mariadb_alias: str, settings: Settings) -> None:
+    """The bounds of an acquisition end with it."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": mariadb_alias}
+    bounds = "SELECT @@idle_write_transaction_timeout, @@innodb_lock_wait_timeout"
+    with cache_lock("x"), connections[mariadb_alias].cursor() as cursor:
+        cursor.execute(bounds)
+        before = cursor.fetchone()
+        cursor.execute("SELECT @@GLOBAL.idle_write_transaction_timeout, 50")
+        assert cursor.fetchone() == before
+    connections[mariadb_alias].close()
+
+
+def test_indexes_and_constraints_are_there(mariadb_alias: str) -> None:
+    """MySQL has no partial indexes, and Django leaves them out there; ours are whole ones."""
+    with connections[mariadb_alias].cursor() as cursor:
+        constraints = connections[mariadb_alias].introspection.get_constraints
+        found = {
+            model: set(constraints(cursor, model._meta.db_table))
+            for model in (IdempotencyRecord, OutboxMessage, StageRun, StageStep)
+        }
+    for model, names in found.items():
+        wanted = {one.name for one in (*model._meta.indexes, *model._meta.constraints)}
+        assert wanted <= names, model
+    assert not [
+        one for one in checks.run_checks(databases=[mariadb_alias]) if "models.W" in str(one.id)
+    ]

@@ -1,4 +1,4 @@
-"""manage.py celery_locks doctor, as a program: what it prints, and how it ends."""
+"""manage.py celery_locks doctor, as a program: its output, and its exit status."""
 
 import json
 import os
@@ -15,13 +15,14 @@ import psutil
 import pytest
 from pytest_django import Settings
 
+from django_celery_safe import cache_lock
 from tests.conftest import MakeRedisCache
 from tests.processes import wait_for
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
 from tests.servers import RedisServer
 
-#: As ``manage.py celery_locks doctor``.
+#: The command line of ``manage.py celery_locks doctor``.
 COMMAND = [sys.executable, "-m", "django", "celery_locks", "doctor"]
 
 REDIS_IS_SAFE = """\
@@ -31,15 +32,16 @@ ok       eviction    Locks live in CACHES["default"] (redis): its maxmemory-poli
 which deletes no lock when its memory is short.
 warning  clearing    Locks live in CACHES["default"] (redis), which is emptied along with \
 everything else in the project's default cache: one cache.clear() frees every lock while its \
-holder works. Name in LOCK_CACHE an alias with a database number (memcached: a server) of its own: \
+holder works. Name in LOCK_CACHE an alias with a database number (memcached: a server; Redis \
+Cluster: a cluster) of its own: \
 DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}.
 ok       clock       This machine's clock is N s ahead of the store's.
 ok       round_trip  To acquire and release takes N ms (median of N; N ms at the Nth percentile).
 ok       listing     A lock that is held is listed.
 ok       waking      A waiter had the lock N ms after its release (median of N; N ms at the most).
 ok       lease       A lock with a lease of N s was free after N s.
-ok       exclusion   N processes raced N times for a lock and N times for one whose lease had \
-ended; never did two hold one.
+ok       exclusion   N processes raced N times for a lock, N times for one whose lease had \
+ended and N times for the last of N places; never did two hold one.
 ok       fencing     The fence grew with each of N acquisitions.
 Locks are safe here; N warning(s).
 """
@@ -47,7 +49,8 @@ Locks are safe here; N warning(s).
 MEMORY_IS_UNSAFE = """\
 warning  store       Locks live in CACHES["default"] (LocMemCache), which every process has for \
 itself: two worker processes, or a worker and a web server, get the same lock. Use Redis \
-(django-redis or Django's RedisCache), or set LOCK_DATABASE to a database alias.
+(django-redis or Django's RedisCache) or Valkey (django-valkey), or set LOCK_DATABASE to a \
+database alias.
 ok       clearing    Nothing else that the project clears takes the locks along.
 ok       clock       The store has no clock that could be asked.
 ok       round_trip  To acquire and release takes N ms (median of N; N ms at the Nth percentile).
@@ -55,9 +58,10 @@ ok       listing     A lock that is held is listed.
 ok       waking      A waiter had the lock N ms after its release (median of N; N ms at the \
 most): no release wakes it here, it asks again and again.
 ok       lease       A lock with a lease of N s was free after N s.
-unsafe   exclusion   N processes raced N times for a lock and N times for one whose lease had \
-ended: N times two held one lock at once. Keep the locks elsewhere. Use Redis (django-redis or \
-Django's RedisCache), or set LOCK_DATABASE to a database alias.
+unsafe   exclusion   N processes raced N times for a lock, N times for one whose lease had \
+ended and N times for the last of N places: N times two held one lock at once. Keep the \
+locks elsewhere. Use Redis (django-redis or Django's RedisCache) or Valkey \
+(django-valkey), or set LOCK_DATABASE to a database alias.
 ok       fencing     The fence grew with each of N acquisitions.
 """
 
@@ -78,7 +82,7 @@ class Ended:
 
     @property
     def text(self) -> str:
-        """What it printed, each finding in one line, and every figure an N."""
+        """Its output, each finding in one line, and every figure an N."""
         return plain(re.sub(r"\n {21}(?=\S)", " ", self.out))
 
 
@@ -131,11 +135,14 @@ def test_json(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
         "exclusion": [
             "processes",
             "tries",
-            "acquired",
-            "overlaps",
             "expired_tries",
+            "places_tries",
+            "acquired",
             "expired_acquired",
+            "places_acquired",
+            "overlaps",
             "expired_overlaps",
+            "places_overlaps",
             "errors",
         ],
         "fencing": ["acquisitions"],
@@ -184,7 +191,8 @@ def test_a_refused_cache(form: str, settings: Settings, tmp_path: Path) -> None:
     said = (
         'CACHES["default"] (FileBasedCache) can\'t hold locks: its add() is a read and then a '
         "write, so several processes get the same lock, and it drops entries when it is full. Use "
-        "Redis (django-redis or Django's RedisCache), or set LOCK_DATABASE to a database alias."
+        "Redis (django-redis or Django's RedisCache) or Valkey (django-valkey), or set "
+        "LOCK_DATABASE to a database alias."
     )
     ended = Ended(*(["--json"] if form == "json" else []))
     assert ended.err == "CommandError: Locks are not safe here: store.\n"
@@ -199,7 +207,7 @@ def test_a_refused_cache(form: str, settings: Settings, tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_down(settings: Settings, memcached_cache_settings: Any) -> None:
-    """What could not be asked is neither safe nor unsafe: the exit status is 2."""
+    """A store that could not be asked is neither safe nor unsafe: the exit status is 2."""
     settings.CACHES = memcached_cache_settings()
     settings.CACHES["default"]["LOCATION"] = "127.0.0.1:1"
     ended = Ended()
@@ -235,7 +243,7 @@ def test_processes_out_of_range(number: str) -> None:
     """A race needs two processes, and a machine does not bear any number of them."""
     ended = Ended(f"--processes={number}")
     assert ended.status == 2
-    assert f"argument --processes: '{number}' is no whole number from 2 to 64" in ended.err
+    assert f"argument --processes: '{number}' is not a whole number from 2 to 64" in ended.err
 
 
 class Racing(NamedTuple):
@@ -278,7 +286,12 @@ def racing(
 
 @pytest.mark.long
 def test_ctrl_c(racing: Racing, redis_server: RedisServer) -> None:
-    """Ctrl-C in the middle of a race leaves no process and no key."""
+    """Ctrl-C in the middle of a race leaves no process and no key, whatever place was held."""
+    with redis_server.client() as client:
+        (places,) = client.keys("*:places")
+    name = places.decode().removeprefix(":1:celery_safe:lock:")
+    # As a process does that is killed while it holds the second place.
+    wait_for(cache_lock(name, limit=2, timeout=60, renew=False).acquire, 10)
     os.killpg(racing.process.pid, signal.SIGINT)  # as a terminal does: the children get it too
     assert racing.process.wait(60) == 130
     assert all(map(is_gone, racing.children))
@@ -329,7 +342,7 @@ def test_a_reader_that_goes_away(
         assert doctor.poll() is None
         doctor.stdout.close()
         assert doctor.wait(30) == 2
-        said = "CommandError: Nobody reads what is found, so the examination was stopped.\n"
+        said = "CommandError: The reader of the output has gone, so the examination was stopped.\n"
         assert doctor.stderr.read() == said
     with redis_server.client() as client:
         assert set(client.keys("*")) <= {b":1:celery_safe:fence"}

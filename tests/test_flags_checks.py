@@ -91,7 +91,7 @@ def test_a_page_that_writes_the_flag(
     assert bool(messages) is writes
     for number, text, hint in messages:
         assert number == "W023"
-        assert "Page lets the admin write app.Person.is_welcome_email_sent" in text
+        assert "Page lets users edit app.Person.is_welcome_email_sent" in text
         assert "task shop.welcome" in text
         assert 'Add "is_welcome_email_sent" to its readonly_fields' in hint
 

@@ -1,4 +1,4 @@
-"""manage.py celery_idempotency and the task that prunes: what they print, and what they delete."""
+"""manage.py celery_idempotency and the task that prunes: their output, and their deletions."""
 
 import json
 import os
@@ -23,18 +23,19 @@ from psycopg.sql import SQL, Identifier
 from pytest_django import Settings
 
 from django_celery_safe import ClaimLost, ConfigurationError, idempotent
+from django_celery_safe.databases import MYSQL
 from django_celery_safe.idempotency.record_table import get_prunable, record_table
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.tasks import prune_idempotency
 from tests import commands
 from tests.conftest import MakeDatabase
+from tests.kinds import KINDS
 from tests.processes import CeleryWorker, wait_for
 from tests.servers import PostgresServer
 from tests.servers.databases import gone_settings, registered, sqlite_settings
 from tests.terminal import answer, on_terminal
 
-KINDS: Final = ("sqlite-immediate", "postgres")
 #: Where nothing depends on the database.
 in_sqlite: Final = pytest.mark.parametrize("shop", ["sqlite-immediate"], indirect=True)
 PRUNE_TASK: Final = "django_celery_safe.tasks.prune_idempotency"
@@ -180,7 +181,7 @@ def test_list_tells_what_never_expires_and_whose_holder_is_gone(shop: str) -> No
 
 @in_sqlite
 def test_list_tells_what_expired(shop: str) -> None:
-    """What would be done again is said to be expired, done or failed."""
+    """Work that would be done again is shown as expired, done or failed."""
     leave_failed("mail:2", age=200, ttl=100)
     leave_done("mail:1", age=100, ttl=1)
     told = [line for line in run("list").splitlines() if "claimed" in line]
@@ -302,7 +303,7 @@ def test_list_is_limited(shop: str) -> None:
     assert len(listed("--limit", "0")) == 64
     for text in ("-1", "1.5", "many"):
         why = refused("list", f"--limit={text}")[1]
-        assert why == f"Error: argument --limit: '{text}' is no whole number from 0 on"
+        assert why == f"Error: argument --limit: '{text}' is not a whole number from 0 on"
 
 
 @in_sqlite
@@ -342,7 +343,7 @@ def test_show_of_what_has_no_result(shop: str) -> None:
 
 @in_sqlite
 def test_show_of_a_date(shop: str) -> None:
-    """What a repeat gets as a date is shown as it is stored."""
+    """A result with a date is shown as it is stored."""
     leave_done("mail:1", result={"at": datetime(2026, 1, 2)})
     assert "2026-01-02" in run("show", "mail:1")
     assert "2026-01-02" in json.dumps(shown("mail:1")["result"])
@@ -377,7 +378,7 @@ def test_results_show_nowhere_else(shop: str) -> None:
     assert shown("mail:2")["result"] == SECRET
 
 
-# What terminals see.
+# Terminals.
 
 
 @in_sqlite
@@ -432,7 +433,9 @@ def test_a_key_with_half_of_a_character(shop: str) -> None:
     assert "mail:\\ud800\n" in run("show", BROKEN_KEY)
     assert refused("show", "no\ud800") == ("", "There is no record 'no\\ud800'.")
     assert "There is no record no\\ud800. " in refused("forget", "--no-input", "no\ud800")[1]
-    assert "now: mail:\\ud800:busy (" in refused("forget", "--no-input", f"{BROKEN_KEY}:busy")[1]
+    assert (
+        "running: mail:\\ud800:busy (" in refused("forget", "--no-input", f"{BROKEN_KEY}:busy")[1]
+    )
     assert run("forget", "--no-input", BROKEN_KEY) == "1 record(s) were forgotten.\n"
     assert len(keys()) == 1
 
@@ -441,7 +444,7 @@ def test_a_key_with_half_of_a_character(shop: str) -> None:
 
 
 def test_forget_lets_it_be_done_again(shop: str) -> None:
-    """What is forgotten is done again at the next call; other records stay."""
+    """Forgotten work is done again at the next call; other records stay."""
     leave_done("mail:1", result=1)
     leave_done("mail:2", result=2)
     leave_failed("mail:3")
@@ -456,7 +459,7 @@ def test_forget_with_dry_run_changes_nothing(shop: str) -> None:
     leave_done("mail:1")
     leave_running("mail:2")
     assert run("forget", "mail:1", "--dry-run") == "1 record(s) would be forgotten.\n"
-    assert "Being done now: mail:2 (" in refused("forget", "mail:1", "mail:2", "--dry-run")[1]
+    assert "Still running: mail:2 (" in refused("forget", "mail:1", "mail:2", "--dry-run")[1]
     both = run("forget", "mail:1", "mail:2", "--dry-run", "--force")
     assert both == "2 record(s) would be forgotten.\n"
     assert keys() == {"mail:1", "mail:2"}
@@ -485,7 +488,7 @@ def test_a_key_given_in_both_forms_is_one(shop: str) -> None:
 
 @pytest.mark.parametrize("key", [LONG_KEY, "an order with spaces", "größe:1"])
 def test_a_hashed_key_can_be_given_in_both_forms(shop: str, key: str) -> None:
-    """What stands in the table as a hash is found by the whole key and by the hash."""
+    """A record under a hash is found by the whole key and by the hash."""
     for given in (key, plain_name(key)):
         leave_done(key)
         assert keys() == {plain_name(key)} != {key}
@@ -495,13 +498,13 @@ def test_a_hashed_key_can_be_given_in_both_forms(shop: str, key: str) -> None:
 
 
 def test_what_is_being_done_is_not_forgotten(shop: str) -> None:
-    """What runs is told by whole key and by whom, and nothing is forgotten, not even the others."""
+    """A running record is named with its key and its process, and nothing is forgotten."""
     leave_done("mail:1")
     leave_running("mail:2")
     leave_running(LONG_KEY, holder=Holder("web2", 43))
     out, why = refused("forget", "--no-input", "mail:1", "mail:2", plain_name(LONG_KEY))
     assert out == ""
-    assert why.startswith("Being done now: ")
+    assert why.startswith("Still running: ")
     assert "mail:2 (6f1c, pid 42 on web1)" in why
     assert f"{LONG_KEY} (pid 43 on web2)" in why
     assert "mail:1" not in why
@@ -551,7 +554,7 @@ def test_forced_its_holder_finds_out(shop: str) -> None:
     with pytest.raises(ClaimLost), idempotent("mail:1", using=shop) as claim:
         claim.ensure()
         us = f"pid {os.getpid()} on {socket.gethostname()}"
-        assert f"Being done now: mail:1 ({us}). " in refused("forget", "--no-input", "mail:1")[1]
+        assert f"Still running: mail:1 ({us}). " in refused("forget", "--no-input", "mail:1")[1]
         claim.ensure()
         assert run("forget", "--no-input", "--force", "mail:1") == "1 record(s) were forgotten.\n"
         claim.finish()
@@ -570,7 +573,8 @@ def before_deleting(alias: str, act: Callable[[], object]) -> Iterator[list[str]
             connections[alias].close()
 
     def wrap(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        if sql.startswith("DELETE"):
+        # MariaDB locks the rows before it deletes them.
+        if "FOR UPDATE" in sql if connections[alias].vendor == MYSQL else sql.startswith("DELETE"):
             deletes.append(sql)
             thread = threading.Thread(target=act_there)
             thread.start()
@@ -608,7 +612,7 @@ def test_one_that_is_claimed_meanwhile_is_not_forgotten(shop: str, before: str) 
 
 
 def test_one_that_goes_meanwhile_is_told(shop: str) -> None:
-    """What somebody else deletes between the look and the deletion counts as gone, also forced."""
+    """A record that another deletes before the deletion counts as gone, also with force."""
     for force in ([], ["--force"]):
         leave_done("mail:1")
         with before_deleting(shop, lambda: rows_of("mail:1").delete()) as deletes:
@@ -663,7 +667,7 @@ def leave_each(*, age: float, ttl: float) -> None:
 
 
 def test_prune_deletes_what_says_nothing_any_more(shop: str) -> None:
-    """What expired goes, done or failed; what never expires, lasts still, or runs, stays."""
+    """Expired records are deleted; those that run, still last, or never expire, stay."""
     leave_each(age=100, ttl=50)
     leave_done("lasts", age=100, ttl=DAY)
     assert run("prune", "--dry-run") == "2 record(s) would be deleted.\n"
@@ -674,7 +678,7 @@ def test_prune_deletes_what_says_nothing_any_more(shop: str) -> None:
 
 
 def test_abandoned_ones_go_after_the_retention(shop: str, settings: Settings) -> None:
-    """What a process left when it died goes an IDEMPOTENCY_RETENTION later; None: never."""
+    """A dead process's record is deleted an IDEMPOTENCY_RETENTION later; None: never."""
     leave_running("left", age=1000, lease=1)
     leave_running("runs", age=1000, lease=1000 + LEASE)
     assert run("prune").startswith("0 record(s)")
@@ -696,7 +700,7 @@ def test_the_retention_is_seven_days(shop: str) -> None:
 
 
 def test_prune_by_age(shop: str) -> None:
-    """--older-than goes by when it ended, whatever its ttl; what runs stays however old."""
+    """--older-than counts from the end, whatever the ttl; a running record stays at any age."""
     leave_each(age=100, ttl=DAY)
     leave_done("young", age=1, ttl=0.5)
     assert run("prune", "--older-than", "200") == "0 record(s) were deleted.\n"
@@ -722,7 +726,7 @@ def test_prune_by_age(shop: str) -> None:
 def test_ages_have_units(
     make_database: MakeDatabase, settings: Settings, text: str, seconds: float
 ) -> None:
-    """What ended a little before so long ago is pruned, and what ended a little after is not."""
+    """A record a little older than the limit is pruned, and a little younger one is not."""
     settings.DATABASE_ROUTERS = [f"{__name__}.InShop"]
     make_database("sqlite-immediate", "shop")
     leave_done("old", age=seconds + 10)
@@ -742,23 +746,6 @@ def test_an_age_that_is_none_is_refused(
     why = refused("prune", f"--older-than={text}")[1]
     assert f"argument --older-than: '{text}' is not a valid time; write" in why
     assert keys() == {"old"}
-
-
-def test_one_that_is_claimed_meanwhile_is_not_pruned(shop: str) -> None:
-    """One DELETE decides, so an expired record that somebody claims before it stays."""
-    leave_done("mail:1", age=100, ttl=1)
-    leave_done("mail:2", age=100, ttl=1)
-    text = encode_holder("mail:1", Holder("web2", 43))
-
-    def claim() -> None:
-        lease = timedelta(seconds=LEASE)
-        row = record_table(shop).at("mail:1")
-        assert row.try_claim("new", lease, holder=text, digest="", claims=2)
-
-    with before_deleting(shop, claim) as deletes:
-        assert run("prune") == "1 record(s) were deleted.\n"
-    assert len(deletes) == 1
-    assert keys() == {"mail:1"}
 
 
 def test_a_retention_that_means_nothing(shop: str, settings: Settings) -> None:
@@ -822,7 +809,7 @@ def test_the_task_on_a_worker(shop: str, broker: Celery) -> None:
         wait_for(lambda: keys() == {"kept", "left", "runs"}, 20)
 
 
-# What it can't do
+# Refusals and errors
 
 
 ACTIONS = ("list", "show mail:1", "forget mail:1", "prune", "prune --older-than 7d --dry-run")
@@ -861,7 +848,7 @@ def test_several_databases(shop: str, make_database: MakeDatabase) -> None:
     assert run("prune", *both, "--dry-run").startswith("2 record(s)")
     assert run("prune", *both).startswith("2 record(s)")
     leave_running("runs", alias="other")
-    assert "Being done now: runs (" in refused("forget", "--no-input", "new-shop", "runs", *both)[1]
+    assert "Still running: runs (" in refused("forget", "--no-input", "new-shop", "runs", *both)[1]
     assert keys() == {"new-shop"}
     assert run("forget", "--no-input", "new-shop", "new-other", *both).startswith("2 record(s)")
     assert (keys(), keys("other")) == (set(), {"runs"})
@@ -889,7 +876,7 @@ def test_a_missing_table_hints_at_migrate(shop: str) -> None:
 
 
 def test_a_database_without_the_table(shop: str, tmp_path: Path) -> None:
-    """Of several databases, that which was never migrated is named with what to run."""
+    """The database that was never migrated is named, with the command to run."""
     with registered("empty", sqlite_settings(tmp_path / "empty.sqlite3", "sqlite")):
         why = refused("list", "--database", "shop", "--database", "empty")[1]
     assert why.startswith("The database 'empty' has no table for the records (")
@@ -939,13 +926,8 @@ def test_a_database_that_is_gone(
 
 @pytest.mark.parametrize("action", ["", "list", "show", "forget", "prune"])
 def test_help_reads_well(capsys: pytest.CaptureFixture[str], action: str) -> None:
-    """--help names the actions, and for each one what it does, in 80 columns."""
-    assert status_of_program(*action.split(), "--help") == 0
-    text = capsys.readouterr().out
-    assert "--database ALIAS" in text
-    assert "{list,show,forget,prune}" in text or action
-    assert status_of_program("nonsense") == 2
-    assert status_of_program() == 2
+    """--help names the actions, and for each one what it does."""
+    commands.check_help("celery_idempotency", action, "{list,show,forget,prune}", capsys)
 
 
 @in_sqlite

@@ -41,13 +41,13 @@ from tests.terminal import answer, on_terminal
 pytestmark = pytest.mark.usefixtures("store")
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-#: What follows any answer but yes.
+#: The output after any answer but yes.
 REFUSED = "The answer was not 'yes': nothing was done."
 #: Seconds until a process must have done what is waited for.
 PATIENCE: Final = 30
 #: Where nothing depends on the store.
 in_redis: Final = pytest.mark.parametrize("store", ["redis"], indirect=True)
-#: What differs from one run to the next, in plain text.
+#: Patterns of texts that differ from one run to the next.
 FENCE: Final = re.compile(r"\b\d{16}\b")
 #: The columns of a lock that is young.
 TIMES: Final = re.compile(r" +\d+\.\ds +\d+\.\ds  ")
@@ -142,7 +142,7 @@ def test_the_table(store: str) -> None:
         ),
         "feed:2": "        10h       2h!  run      pid 4711 on web1\n",
         "sent:feeds.import:1": (
-            "       3min        2h  message  a message under way\n"
+            "       3min        2h  message  a message\n"
             "    feeds.import ()\n"
             "    df318cdb-110b-49f6-8ce5-211dc16b2e31\n"
         ),
@@ -176,6 +176,8 @@ def test_json(store: str) -> None:
                 "renewed": True,
                 "overdue": False,
                 "fence": lock.fence,
+                "place": 1,
+                "limit": 1,
             }
             assert times["since"].endswith("+00:00")
             assert 0 <= times["age_s"] < 60
@@ -198,18 +200,21 @@ def test_only_some() -> None:
 
 
 def test_markers_are_shown_if_asked_for() -> None:
-    """Markers of copies are listed, and released by task or prefix, only with --all."""
+    """Markers of copies and deaths are listed, and released by task or prefix, only with --all."""
     message = {"host": "", "pid": 0, "task": "feeds.import", "task_id": "1-2"}
     markers = {f"feeds.import:{kind}:1-2:0.0" for kind in ("copy", "claim_copy", "ended")}
     for name in (*markers, "sent:feeds.import:1"):
         take(name, 60, **message)
+    # A death has the process that died for a holder.
+    markers.add("feeds.import:death:1-2:1")
+    take("feeds.import:death:1-2:1", 60, task="feeds.import", task_id="1-2")
     take("feeds.import:copy:1", 60, task="feeds.import", task_id="1-2")  # a run of that key
     assert {row["name"]: row["kind"] for row in listed()} == {
         "sent:feeds.import:1": "message",
         "feeds.import:copy:1": "run",
     }
     assert {row["name"] for row in listed("--all") if row["kind"] == "marker"} == markers
-    assert "       0.0s     60.0s  marker   a message under way\n" in TIMES.sub(
+    assert "       0.0s     60.0s  marker   a message\n" in TIMES.sub(
         "       0.0s     60.0s  ", run("--all", "--prefix", "feeds.import:ended:")
     )
     run("release", "--task", "feeds.import", "--no-input")
@@ -348,7 +353,7 @@ POSIX: Final = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"
 
 @in_redis
 def test_what_an_output_of_ascii_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ASCII does not have is shown as an escape, and an argument that was not decoded is."""
+    """Characters outside ASCII are shown as escapes, also in an argument that was not decoded."""
     name = "caf\u00e9:\u65e5\u672c"
     take(name, 60, task="a.b", arguments="('x\u2026',)")
     escaped = "caf\\xe9:\\u65e5\\u672c"
@@ -471,7 +476,7 @@ def test_a_holder_that_stands_still_is_overdue_and_one_that_dies_is_gone() -> No
 def test_overdue(
     lease: float | None, left: float | None, ago: float | None, overdue: bool | None
 ) -> None:
-    """A renewal is overdue when half of the lease has passed; what is not known is not said."""
+    """A renewal is overdue when half of the lease has passed; unknown facts are left out."""
     holder = Holder("web1", 4711, 1.0, True, lease=lease)
     lock = HeldLock("feed:42", "token", left, None, holder)
     assert seconds_since_renewal(lock) == pytest.approx(ago)
@@ -525,7 +530,7 @@ PAGES: Final = {
             "    process     pid 4711 on web1\n"
             "    held since  <time> UTC by its clock, 10min ago\n"
             "    lease left  2h left, renewed\n"
-            "    holder      lives if the lease begins anew from time to time: look again\n"
+            "    holder      lives if the lease begins again from time to time: look again\n"
             "    free        in 2h if the holder is dead, or when it is done\n"
         ),
     ),
@@ -553,10 +558,10 @@ PAGES: Final = {
             "    task        a.b\n"
             "    arguments   ()\n"
             "    task id     1-2\n"
-            "    process     a message under way\n"
+            "    process     a message\n"
             "    held since  <time> UTC by its clock, 10min ago\n"
             "    lease left  2h left, not renewed\n"
-            "    holder      no process yet: a message holds it\n"
+            "    holder      no process: a message waits or runs, or its period lasts\n"
             "    free        in 2h at the latest\n"
         ),
     ),
@@ -583,7 +588,9 @@ def test_show(kind: str, store: str) -> None:
     """All that is known of a lock is shown, and of its holder's life no more than is known."""
     holder, page = PAGES[kind]
     take("feed:42", 7200, 600, **holder)
-    assert masked(run("show", "feed:42")) == f"{page}    fence       {fence_of(store).strip()}\n"
+    fence = fence_of(store).strip()
+    shown = f"{page}    fence       {fence}\n    place       1 of 1\n"
+    assert masked(run("show", "feed:42")) == shown
 
 
 def test_show_as_json() -> None:
@@ -613,7 +620,7 @@ def test_show_where_the_store_can_not_tell_what_is_left() -> None:
     with cache_lock("feed:42", timeout=60):
         page = run("show", "feed:42")
     assert "    lease left  ? left of 60.0s, renewed\n" in page
-    assert "    holder      lives if the lease begins anew from time to time: look again\n" in page
+    assert "    holder      lives if the lease begins again from time to time: look again\n" in page
     assert "when its lease ends; this store can't tell when that is" in page
 
 
@@ -673,7 +680,7 @@ def test_an_empty_prefix_frees_nothing() -> None:
     for more in ("--no-input", "--dry-run"):
         out, why = refused("release", "--prefix", "", more)
         assert out == ""
-        assert why.startswith("An empty --prefix means every lock")
+        assert why.startswith("An empty --prefix would mean every lock")
         assert status_of_program("release", "--prefix", "", more) == 2
     assert names() == ["a"]
 
@@ -815,6 +822,30 @@ def find_lock_of(name: str) -> HeldLock:
     return lock
 
 
+def test_places(store: str) -> None:
+    """Each holder of a lock of several has a line and a name of its own; the last line counts."""
+    holder, there = Holder("web1", 4711, time.time()), locate().store()
+    for _ in range(3):
+        there.acquire("api", uuid.uuid4().hex, 600, holder, limit=4)
+    assert run("release", "api", "--no-input").startswith("Released api")
+    listed = run().splitlines()
+    assert "api: 2 of 4 places held." in listed
+    places = [line.rpartition(", ")[2] for line in listed if "pid 4711 on web1, place" in line]
+    assert sorted(places) == ["place 2 of 4", "place 3 of 4"]
+    shown = run("show", "api:place:3")
+    assert "    place       3 of 4\n" in shown
+    rows = {row["name"]: (row["place"], row["limit"]) for row in json.loads(run("--json"))}
+    assert rows == {"api:place:2": (2, 4), "api:place:3": (3, 4)}
+    others = "Other places of it are held: api:place:2, api:place:3."
+    assert f"Nobody holds api. {others}" in commands.refused("celery_locks", "show", "api")[1]
+    out, _ = commands.refused("celery_locks", "release", "api", "--no-input")
+    assert out == f"Nobody holds api\n    {others}\n"
+    assert set(rows) == {lock.name for lock in iter_locks()}
+    there.acquire("geo:place:17", uuid.uuid4().hex, 600, holder)
+    assert run("show", "geo:place:17").count("1 of 1") == 1
+    assert "Other places" not in commands.refused("celery_locks", "show", "geo")[1]
+
+
 @pytest.mark.parametrize("store", KINDS[:-1], indirect=True)  # memory has a line more to say
 def test_the_question_shows_what_it_is_about(store: str) -> None:
     """On a terminal release shows the locks, and why others stay, before it frees any."""
@@ -929,8 +960,8 @@ HELPS: Final = {
         "                                      [NAME ...]\n"
         "\n"
         "Free locks: those named, or all of a task, or all that begin with a text.\n"
-        "Whoever holds one is not stopped: it finds out at its next renewal, or when it\n"
-        "calls ensure(). One that its holder renews is left alone.\n"
+        "Their holders are not stopped: a holder finds out at its next renewal, or when\n"
+        "it calls ensure(). A lock that its holder renews is left alone.\n"
         "\n"
         "positional arguments:\n"
         "  NAME                  its whole name; --json shows it as it is, where the\n"
@@ -986,7 +1017,7 @@ def test_help(
             "    show                show all of one lock, and whether its holder lives\n"
             "    release             free locks: those named, or all of a task, or all that\n"
             "                        begin with a text\n"
-            "    doctor              try out where locks live, and say what it really\n"
+            "    doctor              test the lock store, and report what it really\n"
             "                        guarantees\n"
         )
 
@@ -1033,17 +1064,29 @@ def test_arguments_that_are_not_to_be_shown(settings: Settings) -> None:
     [
         ('["n","web1",7,1.5,true,"a.b","1-2"]', ("a.b", None, None)),
         ('["n","web1",7,1.5,true,"a.b","1-2","(1,)",30.0]', ("a.b", "(1,)", 30.0)),
-        ('["n","web1",7,1.5,true,"a.b","1-2","(1,)",30.0,{"new":1},2]', ("a.b", "(1,)", 30.0)),
+        ('["n","web1",7,1.5,true,"a.b","1-2","(1,)",30.0,3]', ("a.b", "(1,)", 30.0)),
+        ('["n","web1",7,1.5,true,"a.b","1-2","(1,)",30.0,3,{"new":1}]', ("a.b", "(1,)", 30.0)),
         ('["n","web1",7,1.5,true,"a.b","1-2",5,30.0]', None),
         ('["n","web1",7,1.5,true,"a.b","1-2","(1,)","30"]', None),
         ('["n","web1",7,1.5,true,"a.b","1-2","(1,)",NaN]', None),
+        ('["n","web1",7,1.5,true,"a.b","1-2","(1,)",30.0,"3"]', None),
         ('["n","web1",7,1.5,true,"a.b"]', None),
     ],
-    ids=["older", "ours", "newer", "no arguments", "no lease", "no number", "too few"],
+    ids=[
+        "older",
+        "ours",
+        "of 3",
+        "newer",
+        "no arguments",
+        "no lease",
+        "no number",
+        "no limit",
+        "too few",
+    ],
 )
 @pytest.mark.parametrize("store", ["local"], indirect=True)
 def test_holders_of_other_versions(text: str, known: tuple[Any, ...] | None) -> None:
-    """What an older or a newer version wrote is read; what is garbled leaves a lock unknown."""
+    """Holders of older and newer versions are read; a garbled one leaves a lock unknown."""
     lock = read_lock("key", "t" * 32 + text)
     if known is None:
         assert lock == HeldLock("key", "t" * 32)
@@ -1051,3 +1094,4 @@ def test_holders_of_other_versions(text: str, known: tuple[Any, ...] | None) -> 
         task, arguments, lease = known
         assert lock.name == "n"
         assert lock.holder == Holder("web1", 7, 1.5, True, task, "1-2", arguments, lease)
+        assert lock.limit == (3 if "30.0,3" in text else 1)

@@ -1,4 +1,4 @@
-"""The processes of the harness: what they get, tell and leave, and the oracles."""
+"""The processes of the harness: their arguments, results and remains; and the oracles."""
 
 import os
 import signal
@@ -168,7 +168,7 @@ def stay_inside(gauge: Gauge) -> None:
 
 
 def test_a_gauge_does_not_count_the_dead(tmp_path: Path) -> None:
-    """Who was killed inside is out; who is paused is still in."""
+    """A killed process is out of the room; a paused one is still in."""
     gauge = Gauge(tmp_path)
     with start_in_process(stay_inside, gauge) as stayer:
         stayer.receive()
@@ -304,6 +304,6 @@ def test_a_killed_test_run_leaves_no_process(work: Work) -> None:
 
 def test_no_thread_is_left() -> None:
     """Running functions in processes leaves no thread behind in the tests."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     run_in_processes(os.getpid, 2)
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before

@@ -1,4 +1,4 @@
-"""The checks of tasks that are done once: what brings their messages too often, or never again."""
+"""The checks of tasks that are done once: messages that come too often, or never again."""
 
 import math
 import re
@@ -20,10 +20,13 @@ from pydantic import BaseModel
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, SafeTaskMixin, idempotent, single_instance
+from django_celery_safe.checks import check_workers
 from django_celery_safe.delivery.copies import visibility_timeout
+from tests import checking
 from tests.app.models import Person
+from tests.checking import TRANSPORT_OPTIONS
 from tests.servers import RedisServer
-from tests.test_checks import REDIS, TRANSPORT_OPTIONS
+from tests.test_checks import IN_MEMORY, REDIS
 from tests.test_task_checks import (
     HOUR,
     NAME,
@@ -38,7 +41,7 @@ __all__ = ["make_app"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding setting DATABASES")
 
-#: What a task needs for its message to come again when its worker dies.
+#: Options with which a task's message is redelivered if its worker dies.
 SURE: dict[str, Any] = {"acks_late": True, "reject_on_worker_lost": True}
 #: Lets Celery retry a task, and what W020 says of how long that may wait.
 RETRIED: dict[str, Any] = {"autoretry_for": (OSError,)}
@@ -59,9 +62,11 @@ def _no_faults(settings: Settings) -> None:
 
 
 def said() -> list[tuple[str, str, str]]:
-    """Return what our checks say: number, text and hint."""
-    messages = checks.run_checks(tags=["django_celery_safe"])
+    """Return what our checks say, those of a deployment too: number, text and hint."""
+    messages = checking.find_messages()
     assert all(message.level == checks.WARNING for message in messages)
+    assert "django_celery_safe.W021" not in {message.id for message in messages}
+    messages += check_workers()
     return [(str(m.id).rpartition(".")[2], m.msg, str(m.hint)) for m in messages]
 
 
@@ -125,7 +130,7 @@ def add_task(app: Celery, function: Callable[..., Any] = welcome, **options: Any
 
 
 class Order(BaseModel):
-    """What a pydantic task gets."""
+    """The argument of a pydantic task."""
 
     pk: int
 
@@ -157,7 +162,7 @@ def logged_barely(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Greeter:
-    """What is no task, and has methods."""
+    """A class with methods that is no task."""
 
     def greet(self, pk: int) -> None:
         """Do a thing once."""
@@ -222,8 +227,9 @@ def test_a_task_that_is_never_done(
     for number, text, hint in told.values():
         assert {"W018": "acks_late is off", "W019": "reject_on_worker_lost is off"}[number] in text
         assert "reject_on_worker_lost=True" in hint
+        assert "max_deaths" in hint
         assert ("acks_late=True" in hint) is (number == "W018")
-        assert ("that comes again with each delivery" in hint) is (number == "W018")
+        assert ("is repeated at each delivery" in hint) is (number == "W018")
 
 
 @pytest.mark.parametrize("options", [{}, {"acks_late": True}])
@@ -350,7 +356,7 @@ def test_what_is_not_done_once(make_app: MakeApp) -> None:
     assert said() == []
 
 
-# W020: what waits, or runs, for longer than the broker.
+# W020: tasks that wait, or run, for longer than the broker.
 
 
 #: A task's options, and what W020 tells of it: what is too long, and how long it is, s.
@@ -387,7 +393,7 @@ DELIVERED_AGAIN: Final[dict[float | None, list[Row]]] = {
         ({**RETRIED, "retry_kwargs": {"countdown": 90}}, KWARGS_90),
         ({**RETRIED, "retry_kwargs": {"countdown": 30}}, None),
         ({**RETRIED, "retry_kwargs": {"max_retries": 9}}, ("a default_retry_delay", 180)),
-        # Who is never retried waits for nothing.
+        # A task that is never retried waits for nothing.
         ({**RETRIED, "max_retries": 0}, None),
         ({**RETRIED, "retry_kwargs": {"max_retries": 0, "countdown": 90}}, None),
         ({**RETRIED, "retry_backoff": 400, "max_retries": 0}, None),
@@ -507,7 +513,7 @@ def test_a_task_that_asks_for_its_retry(make_app: MakeApp) -> None:
 
 
 def test_the_longest_retry_is_that_of_celery(make_app: MakeApp) -> None:
-    """What W020 tells of a backoff is the longest that Celery reckons for any of its retries."""
+    """W020 shows the longest backoff that Celery computes for any of the retries."""
     app, wanted = make_app(REDIS_BROKER, **patient(0.5)), {}
     for backoff, count, longest in product((1, 2.9, 7, True, 1000), (1, 2, 3, 8), (1, 50, 3000)):
         name = f"{NAME}_{backoff}_{count}_{longest}"
@@ -689,7 +695,7 @@ def test_all_hints_followed(make_app: MakeApp) -> None:
     assert said() == []
 
 
-# What all have in common.
+# All of these checks.
 
 
 def test_tasks_that_can_not_be_loaded_are_told_once(make_app: MakeApp) -> None:
@@ -704,7 +710,7 @@ def test_what_is_silenced_is_not_told(make_app: MakeApp, settings: Settings) -> 
     """A project that means it silences a check by its id, in ``check`` and in a worker."""
     add_task(make_app())
     settings.SILENCED_SYSTEM_CHECKS = ["django_celery_safe.W018"]
-    messages = checks.run_checks(tags=["django_celery_safe"])
+    messages = checking.find_messages()
     assert [message.is_silenced() for message in messages] == [True]
 
 
@@ -738,11 +744,12 @@ def late(): ...
 def test_a_worker_logs_them(settings: Settings, tmp_path: Path, redis_server: RedisServer) -> None:
     """A worker on a real Redis starts, and logs each of them as a warning."""
     redis_server.flush()
+    settings.DATABASES = IN_MEMORY
     settings.CELERY_BROKER_URL = redis_server.database_url(1)
     settings.CELERY_BROKER_TRANSPORT_OPTIONS = {**TRANSPORT_OPTIONS, "visibility_timeout": 60}
     lines = log_of_worker_with(tmp_path, "once_shop_tasks", ONCE_TASKS)
     for number, text in {
-        "W018": "Task once_shop_tasks.early does its work once",
+        "W018": "Task once_shop_tasks.early does its work only once",
         "W019": "Task once_shop_tasks.late acknowledges late",
         "W020": "Task once_shop_tasks.late has a time_limit of 90 s",
         "W021": "such as once_shop_tasks.late",
@@ -762,7 +769,7 @@ def test_a_retention_that_means_nothing(make_app: MakeApp, settings: Settings) -
     none: list[Any] = [0, -1, 0.0, timedelta(), True]
     for value in [*none, "7d", math.nan, math.inf, timedelta(days=99_999), []]:
         settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": value}
-        (message,) = checks.run_checks(tags=["django_celery_safe"])
+        (message,) = checking.find_messages()
         assert (message.id, message.level) == ("django_celery_safe.E001", checks.ERROR)
         assert message.msg.startswith(f"IDEMPOTENCY_RETENTION={value!r} is not a valid time")
         assert message.hint == "The default is 7 days."

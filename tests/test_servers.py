@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import psycopg
@@ -15,10 +15,11 @@ import pytest
 import redis
 from django.db import connections
 
-from tests.conftest import MakeDatabase
+from tests.conftest import MakeDatabase, requiring
 from tests.processes import run_in_processes, wait_for
 from tests.servers import (
     MemcachedServer,
+    PgBouncerServer,
     PostgresServer,
     ProgramNotFound,
     RabbitMQServer,
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[1]
 
-STANDARD_PORTS = {4369, 5432, 5672, 6379, 11211, 25672, 26379}
+STANDARD_PORTS = {4369, 5432, 5672, 6379, 6432, 11211, 25672, 26379}
 
 
 @pytest.fixture
@@ -107,6 +108,18 @@ def test_postgres_keeps_its_data_over_a_restart(postgres_server: PostgresServer)
         assert connection.execute("SELECT 1").fetchone() == (1,)
     postgres_server.drop_database("kept")
     assert postgres_server.port not in STANDARD_PORTS
+
+
+def test_pgbouncer_gives_each_transaction_a_session(postgres_server: PostgresServer) -> None:
+    """PgBouncer runs on a port of its own, and a client's transactions go through all sessions."""
+    with requiring(PgBouncerServer):
+        bouncer = PgBouncerServer(postgres_server)
+    with bouncer, bouncer.connect("postgres") as client:
+        with bouncer.all_sessions("postgres"):
+            pass
+        met = {client.execute("SELECT pg_backend_pid()").fetchone() for _ in range(8)}
+        assert len(met) == bouncer.pool_size
+        assert bouncer.port not in STANDARD_PORTS
 
 
 def test_redis_from_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,11 +196,17 @@ def test_a_missing_server_is_not_silent(
 
 
 def test_round_trips_are_counted_at_the_server(own_redis: RedisServer) -> None:
-    """The count holds one round trip for each request, and the commands inside scripts."""
-    with own_redis.client() as client:
+    """
+    The count holds one round trip for each request, and the commands inside scripts.
+
+    The end of another connection in that time is not counted.
+    """
+    with own_redis.client() as client, own_redis.client() as other:
+        other.ping()
         script = client.register_script("redis.call('SET', KEYS[1], 1); redis.call('GET', KEYS[1])")
         script(keys=["a"])
         with own_redis.counting() as count:
+            other.close()
             script(keys=["a"])
             client.get("a")
             with client.pipeline() as pipeline:
@@ -264,7 +283,7 @@ def test_a_database_still_in_use_names_the_user(
     postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A database that somebody is still connected to is removed, but not silently."""
-    monkeypatch.setattr("tests.servers.postgres.DROP_PATIENCE", 0.1)
+    monkeypatch.setattr("tests.servers.database_server.DROP_PATIENCE", 0.1)
     postgres_server.create_database("used")
     with postgres_server.connect("used") as connection:
         connection.execute("SELECT 'the last query'")
@@ -302,7 +321,7 @@ def count_users(alias: str) -> int:
     return User.objects.using(alias).count()
 
 
-@pytest.mark.parametrize("kind", ["postgres", "sqlite", "sqlite-immediate"])
+@pytest.mark.parametrize("kind", get_args(DatabaseKind))
 def test_a_database_is_seen_by_other_processes(
     make_database: MakeDatabase, kind: DatabaseKind
 ) -> None:

@@ -17,7 +17,6 @@ import pytest
 from celery import Celery
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 from django.db import ConnectionHandler, OperationalError, connection, connections, transaction
-from django.db.models.functions import Now
 from django.dispatch import Signal
 from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import OperationalError as KombuError
@@ -37,6 +36,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.concurrency.sent import SentLock
 from django_celery_safe.conf import UNSET
+from django_celery_safe.databases import Now
 from django_celery_safe.emitting import Event, LoggedEvent, emit_in_background
 from django_celery_safe.leases.holder import HeldLock, Holder, encode_holder
 from django_celery_safe.leases.lease import Lease
@@ -53,12 +53,13 @@ from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.docs.events import declared
+from tests.kinds import KINDS
 from tests.listening import handling, receiving
 from tests.locks.conftest import fragile_redis
 from tests.processes import free_port, wait_for
 from tests.routing import routed_by
+from tests.sending.carrying import Carried
 from tests.sending.conftest import ONE_TRY, MakeApp, make_app
-from tests.sending.test_carried import Carried
 from tests.servers import RedisServer
 from tests.stages.test_messages import NAME, Staged, refuse
 
@@ -81,7 +82,7 @@ OTHER: Final = Holder("elsewhere", 4711, 1.0, True, "tests.other", "other")
 TOKEN: Final = "0123456789abcdef" * 2
 
 
-# What happens.
+# Events.
 
 
 class Emitted(NamedTuple):
@@ -164,7 +165,7 @@ def listener() -> Iterator[Listener]:
 
 @pytest.fixture
 def get(request: pytest.FixtureRequest) -> Get:
-    """What gets a fixture by its name, so that each test has those that it needs."""
+    """A function that gets a fixture by its name, so that each test has those that it needs."""
     return request.getfixturevalue
 
 
@@ -458,6 +459,12 @@ def carried(get: Get, body: Callable[..., Any], **options: Any) -> Carried:
     return found
 
 
+def end_carried(get: Get) -> None:
+    """Let a carried task end well."""
+    tasks = carried(get, lambda task: None)
+    tasks.mailbox.deliver(tasks.send())
+
+
 def fail_carried(get: Get) -> None:
     """Let a carried task end in an error."""
 
@@ -692,12 +699,13 @@ def repair_step(get: Get) -> None:
 def repair_run(get: Get) -> None:
     """Let a run go on whose stage is complete."""
     staged(get).start("a", "b")
-    StageStep.objects.filter(stage=0).update(status="succeeded")
+    StageStep.objects.filter(stage=1).update(status="succeeded")
     assert len(sweep(step_table())) == 1
 
 
 #: The functions that make each declared event happen.
 PROVOKED: Final[dict[LoggedEvent, list[Provoke]]] = {
+    events.SENT_WITHOUT_APP: [],  # test_mistakes.py: Celery's default app
     events.LOCK_ACQUIRED: [acquire_and_release],
     events.LOCK_CONTENDED: [contend],
     events.LOCK_RELEASED: [acquire_and_release],
@@ -722,6 +730,7 @@ PROVOKED: Final[dict[LoggedEvent, list[Provoke]]] = {
     events.TASK_KEPT: [keep_without_a_broker],
     events.TASK_NOT_RELAYED: [partial(relay_what_is_damaged, attempts=2)],
     events.MESSAGE_DEAD: [partial(relay_what_is_damaged, attempts=1)],
+    events.MESSAGE_DONE: [end_carried],
     events.MESSAGE_FAILED: [fail_carried],
     events.TASK_POISONED: [poison],
     events.MESSAGE_NOT_RUN: [deliver_what_is_done],
@@ -788,7 +797,7 @@ def test_what_a_relay_sent_is_marked(get: Get, listener: Listener) -> None:
     assert sent == [False, True]
 
 
-# What listening costs.
+# The cost of receivers.
 
 
 def run_alone(get: Get) -> None:
@@ -821,7 +830,7 @@ def run_steps(get: Get) -> None:
     run.delete()
 
 
-#: What is done all the time.
+#: Things that are done all the time.
 HOT: Final[dict[str, Provoke]] = {
     "lock": acquire_and_release,
     "contended lock": contend,
@@ -860,7 +869,7 @@ def cost(act: Callable[[], None], server: RedisServer) -> tuple[dict[str, int], 
 
 @hot
 def test_listening_costs_no_round_trip(act: Provoke, redis_server: RedisServer, get: Get) -> None:
-    """As many commands and queries with a receiver of all, and all in the log, as without."""
+    """Receivers and logs of all events cost no command and no query more."""
     do = partial(act, get)
     do()  # what comes once: connections, scripts, queues
     alone = cost(do, redis_server)
@@ -871,7 +880,7 @@ def test_listening_costs_no_round_trip(act: Provoke, redis_server: RedisServer, 
     assert observed == alone
 
 
-# What listeners may do.
+# Receivers that raise or send.
 
 
 class Exploding(logging.Handler):
@@ -1136,7 +1145,7 @@ def test_a_decision_is_told_when_it_is_committed(
     assert [one for one, _ in listener.heard].count(name) == 1
 
 
-@pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_message_that_is_decided_about_is_told(
     kind: Any, make_database: MakeDatabase, listener: Listener
 ) -> None:
@@ -1186,7 +1195,7 @@ def test_a_decision_is_taken_where_rows_are_written(
     assert told >= {"message_retried", "message_discarded", "record_forgotten"}
 
 
-@pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_forgotten_record_has_its_whole_key(
     kind: Any, make_database: MakeDatabase, listener: Listener
 ) -> None:
@@ -1203,7 +1212,7 @@ def test_a_stage_that_can_not_be_begun_is_not_told(get: Get, listener: Listener)
     """The run ends, and says why."""
     runs = staged(get)
     runs.start("a", "b")
-    StageStep.objects.filter(stage=1).update(arguments_text='{"nobody": "takes this"}')
+    StageStep.objects.filter(stage=2).update(arguments_text='{"nobody": "takes this"}')
     runs.deliver_all()
     told = [(name, fields) for name, fields in listener.heard if name.startswith("run_")]
     begun = [fields["stage"] for name, fields in listener.heard if name == "stage_started"]

@@ -56,8 +56,8 @@ def test_only_check_deploy_asks_a_database(app: Celery) -> None:
 
 def test_steps_that_nobody_sweeps(runs: str) -> None:
     """W022 tells that neither beat nor a relay clears up, and what to run."""
-    no_relay = f"beat has no {RELAY_TASK}"
-    assert_said("W022", f"Task {NAME} is a step of stages", f"seen in {runs!r} ever", no_relay)
+    no_relay = "beat runs none"
+    assert_said("W022", f"Task {NAME} is a step of stages", f"seen in {runs!r} yet", no_relay)
     hint = str(found()["W022"].hint)
     for part in ("manage.py celery_outbox relay", RELAY_TASK, "manage.py celery_stages sweep"):
         assert part in hint
@@ -99,9 +99,9 @@ def test_beat_sweeps(app: Celery, runs: str) -> None:
 
 
 def test_a_sweep_of_beat_is_not_enough(app: Celery, runs: str) -> None:
-    """W022 comes though beat sweeps: nobody sends what is left in the outbox."""
+    """W022 comes though beat sweeps: messages that are left in the outbox would not be sent."""
     app.conf.beat_schedule = {"sweep": {"task": SWEEP_TASK, "schedule": 60}}
-    assert_said("W022", f"beat has no {RELAY_TASK}", "the broker did not take")
+    assert_said("W022", "beat runs none", "stalls after a crash")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_relay_sweeps(runs: str, ago: timedelta, wrong: bool) -> None:
 def test_a_relay_elsewhere_does_not_sweep(runs: str, make_database: MakeDatabase) -> None:
     """W022 asks the database of the runs: a relay of another one does not look there."""
     note_relay(make_database("sqlite"), timedelta())
-    assert_said("W022", f"seen in {runs!r} ever")
+    assert_said("W022", f"seen in {runs!r} yet")
 
 
 @pytest.mark.parametrize("missing", [StageStep, OutboxMessage])
@@ -151,11 +151,11 @@ def test_a_database_that_is_gone(app: Celery, make_database: MakeDatabase) -> No
     assert make_database
     add_step(app)
     with registered("gone", gone_settings()), runs_in("gone"):
-        assert_said("W022", "swept in 'gone' can't be asked (OperationalError")
+        assert_said("W022", "swept in 'gone' (OperationalError")
 
 
 def test_relays_that_can_not_be_asked_for(runs: str) -> None:
     """W022 says so where the table in which relays note themselves is missing."""
     with connections[runs].schema_editor() as editor:
         editor.delete_model(OutboxRelay)
-    assert_said("W022", f"swept in {runs!r} can't be asked (OperationalError")
+    assert_said("W022", f"swept in {runs!r} (OperationalError")

@@ -1,24 +1,26 @@
-"""manage.py celery_stages: what it prints, and what becomes of the runs."""
+"""manage.py celery_stages: its output, and the runs afterwards."""
 
 import json
 import re
 from collections.abc import Iterator
 from datetime import timedelta
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from celery import shared_task
 from django.db import connections, transaction
-from django.db.models.functions import Now
 from pytest_django import Settings
 
-from django_celery_safe import stages
+from django_celery_safe import SafeTask, stages
+from django_celery_safe.databases import Now
 from django_celery_safe.management.commands import celery_stages
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from django_celery_safe.signals import run_ended, stage_started
 from django_celery_safe.stages import Status
-from django_celery_safe.stages.repairs import MOST_DEATHS
+from django_celery_safe.testing import run_stages
 from tests import commands
 from tests.conftest import MakeDatabase
 from tests.docs.pages import names_in, page
@@ -26,10 +28,9 @@ from tests.docs.test_docs import own_arguments
 from tests.routing import runs_in
 from tests.sending.conftest import hearing
 from tests.servers.databases import gone_settings, registered, sqlite_settings
-from tests.stages.tasks import note
+from tests.stages.tasks import add, note
 from tests.stages.test_sweep import (
     LONG,
-    OVER,
     Queue,
     at,
     begin,
@@ -39,6 +40,7 @@ from tests.stages.test_sweep import (
     leave_silent,
     leave_stuck,
     leave_unbegun,
+    poison,
     queue,
     shop,
     wait_since,
@@ -89,10 +91,8 @@ def make_older(one: StageRun, age: float) -> None:
 def fail(one: StageRun, error: str = "no such album") -> StageStep:
     """Let the first step of a run fail by an error."""
     failing = one.steps.filter(status=Status.WAITING)[0]
-    claim(failing, OVER)
-    at(failing).update(deaths=MOST_DEATHS - 1)
-    run("sweep")
-    at(failing).update(error_type="ValueError", error=error, note="")
+    poison(failing)
+    at(failing).update(error_type="ValueError", error=error, note="", traceback="")
     return failing
 
 
@@ -114,7 +114,7 @@ def test_list_shows_each_run(shop: str, queue: Queue) -> None:
     failing = fail(second)
     lines = run("list").splitlines()
     assert lines[0] == f"Run {second.pk}: failed, stage 1 of 3, 0 of 3 steps done (0 %)"
-    assert re.match(r"    started \d+\.\ds ago, ended \d+\.\ds ago", lines[1])
+    assert re.match(r"    started \S+ ago, ended \S+ ago, took \d+\.\ds$", lines[1])
     assert " ".join("".join(lines[2:4]).split()) == f"{failing} failed: ValueError: no such album"
     assert lines[4:] == [
         f"Run {first.pk}: running, stage 1 of 2, 1 of 5 steps done (20 %)",
@@ -124,7 +124,8 @@ def test_list_shows_each_run(shop: str, queue: Queue) -> None:
 
 def test_list_as_json(lite: str) -> None:
     """--json has an object for each run, without what tasks were given or returned."""
-    one = stages.start([(note, 1, {"value": "the-secret"})], {"album": "the-secret"})
+    labels: dict[str, Any] = {"key": "album:7", "name": "make album 7", "url": "/albums/7/"}
+    one = stages.start([(note, 1, {"value": "the-secret"})], {"album": "the-secret"}, **labels)
     make_older(one, 50)
     deliver(one.steps[0])
     other = begin(1)
@@ -132,6 +133,9 @@ def test_list_as_json(lite: str) -> None:
     first, second = listed()
     assert second == {
         "id": one.pk,
+        "key": "album:7",
+        "name": "make album 7",
+        "url": "/albums/7/",
         "database": "shop",
         "status": "succeeded",
         "done": 1,
@@ -143,12 +147,14 @@ def test_list_as_json(lite: str) -> None:
         "ended_at": second["ended_at"],
         "age_s": second["age_s"],
         "ended_s": second["ended_s"],
+        "duration_s": second["duration_s"],
         "error_step": None,
         "error": "",
         "note": "",
     }
     assert 50 <= second["age_s"] < 110
     assert 0 <= second["ended_s"] < 60
+    assert 50 <= second["duration_s"] <= second["age_s"]
     assert (first["id"], first["status"], first["ended_s"]) == (other.pk, "waiting", None)
 
 
@@ -180,7 +186,7 @@ def test_list_is_limited(lite: str) -> None:
 
 
 def test_show_of_a_run(shop: str, queue: Queue) -> None:
-    """A bar for each stage is full when all is done; what succeeded or waits is not listed."""
+    """A stage's bar is full when all is done; running steps are listed before waiting ones."""
     one = begin(4, 9, 1)
     for step in one.steps[:6]:
         deliver(step)
@@ -194,16 +200,17 @@ def test_show_of_a_run(shop: str, queue: Queue) -> None:
         "Stage 2  [####................]  2/9  1 running",
         "Stage 3  [....................]  0/1",
     ]
-    head, details = parts[2].splitlines()
+    head, details, *waiting = parts[2].splitlines()
+    assert waiting[::2] == [f"waiting   {NAME}"] * 6
     assert head == f"running   {NAME}"
     assert details.startswith(f"    stage 2, {step.task_id}, for ")
     assert details.endswith("pid 43 on web1")
 
 
 def test_show_tells_what_is_wrong(shop: str, queue: Queue) -> None:
-    """Steps that failed, whose process is gone, that were repaired, and that nobody begins."""
-    one = begin(5)
-    dead, repaired, late, retried, _ = one.steps
+    """Steps whose process is gone, that were repaired, and all that wait for a worker."""
+    one = begin(5, 1)
+    dead, repaired, late, retried, fresh, _ = one.steps
     leave_silent(one)
     at(repaired).update(note="its process died, and it was sent again", starts=2)
     at(retried).update(error_type="ConnectionError", error="refused", due_at=Now())
@@ -211,9 +218,9 @@ def test_show_tells_what_is_wrong(shop: str, queue: Queue) -> None:
     StageRun.objects.using(shop).update(stage_at=Now() - LONG)
     found = shown(one.pk)["steps"]
     assert [row["task_id"] for row in found] == [
-        step.task_id for step in (dead, repaired, late, retried)
+        step.task_id for step in (dead, repaired, late, retried, fresh)
     ]
-    assert [row["status"] for row in found] == ["running", "waiting", "waiting", "waiting"]
+    assert [row["status"] for row in found] == ["running"] + ["waiting"] * 4
     assert found[0]["remaining_s"] == 0
     assert found[2]["waits_s"] >= LONG.total_seconds()
     assert found[3]["error"] == "ConnectionError: refused"
@@ -222,7 +229,7 @@ def test_show_tells_what_is_wrong(shop: str, queue: Queue) -> None:
     assert "pid 42 on web1, gone waiting" in text
     assert "begun 2 times sweep: its process died, and it was sent again" in text
     assert f"{late.task_id}, for 6min waiting" in text
-    assert text.endswith("ConnectionError: refused")
+    assert re.search(rf"ConnectionError: refused .* {fresh.task_id}, for \d+\.\ds$", text)
 
 
 def test_show_of_a_failure(lite: str) -> None:
@@ -232,13 +239,71 @@ def test_show_of_a_failure(lite: str) -> None:
     text = run("show", str(one.pk))
     assert "Stage 1  [....................]  0/3  1 failed, 2 aborted\n" in text
     assert "Stage 2  [....................]  0/1  1 aborted\n" in text
-    assert text.endswith(
-        f"\nfailed    {NAME}\n    stage 1, {failing.task_id}\n    ValueError: no such album\n"
-    )
+    *_, name, place, error = text.splitlines()
+    assert (name, error) == (f"failed    {NAME}", "    ValueError: no such album")
+    assert re.fullmatch(rf"    stage 1, {failing.task_id}, took \S+", place)
+
+
+@stages.step
+def divide(params: dict[str, Any], by: int) -> None:
+    """Fail in a function of another's."""
+    Fraction(1, by)
+
+
+def test_show_tells_where_an_error_comes_from(lite: str) -> None:
+    """A failed step comes first, with its duration, its arguments and its traceback's end."""
+    task = shared_task(base=SafeTask, name="tests.command.divide")(divide)
+    run_stages([(note, 2), (task, 1, {"by": 1}), (task, 1, {"by": 0})])
+    one = StageRun.objects.using(lite).get()
+    (row,) = shown(one.pk)["steps"]
+    assert row["error"] == "ZeroDivisionError: Fraction(1, 0)"
+    assert row["traceback"].splitlines()[-1] == row["error"]
+    assert row["duration_s"] >= 0
+    text = run("show", str(one.pk))
+    step = one.error_step
+    assert step is not None
+    assert re.search(rf"stage 2, {step.task_id}, took \d+\.\ds\n    \{{\"by\": 0\}}\n", text)
+    assert "Fraction(1, by)\n" in text
+    assert text.count(row["error"]) == 2  # once of the run
+
+
+def test_show_hides_arguments(lite: str, settings: Settings) -> None:
+    """Without SHOW_ARGUMENTS no argument is shown."""
+    settings.DJANGO_CELERY_SAFE = {"SHOW_ARGUMENTS": False}
+    one = stages.start([(note, 1, {"value": "the-secret"})])
+    assert "the-secret" not in run("show", str(one.pk))
+
+
+def test_a_step_that_no_worker_can_run(lite: str) -> None:
+    """A task that the project does not have shows at once in the run's page, without a worker."""
+    one = begin(1)
+    one.steps.update(task="shop.tasks.renamed")
+    (row,) = shown(one.pk)["steps"]
+    assert row["error"].startswith("NotRegistered: This project has no task of this name")
+    assert 0 <= row["waits_s"] < 60
+    # A worker that drops the message says so in the row, and so the list has it too.
+    one.steps.update(error_type="NotRegistered", error="A worker on web1 dropped the message")
+    listing = " ".join(run("list").split())
+    assert f"{one.steps[0]} waits: NotRegistered: A worker on web1 dropped" in listing
+    assert (listed()[0]["error_step"], listed()[0]["error"]) == (None, "")
+
+
+def test_list_by_name_key_and_task(lite: str) -> None:
+    """A run is called by its name, found by a part of it or of its key, and by a step's task."""
+    one = stages.start([(note, 1)], key="album:7", name="Make Ann's album", url="/albums/7/")
+    other = stages.start([(add, 1)], key="album:71")
+    text = run("list", "--search", "ANN")
+    assert text.startswith(f"Run {one.pk} (Make Ann's album): waiting, stage 1 of 1, ")
+    assert text.splitlines()[1] == "    album:7, /albums/7/"
+    assert [row["id"] for row in listed("--search", "ALBUM:7")] == [other.pk, one.pk]
+    assert [row["id"] for row in listed("--task", add.name, "--state", "waiting")] == [other.pk]
+    assert run("list").startswith(f"Run {other.pk} (album:71): waiting")
+    assert run("list", "--search", "bob") == run("list", "--task", "no") == "No such run.\n"
+    assert run("abort", str(one.pk)).startswith(f"Run {one.pk} (Make Ann's album) was aborted: ")
 
 
 def test_show_of_a_run_that_failed_without_a_step(lite: str) -> None:
-    """What the stages returned and could not be kept is told of the run."""
+    """The run shows that a stage's params could not be kept."""
     one = begin(1)
     rows = StageRun.objects.using(lite)
     rows.update(status=Status.FAILED, ended_at=Now(), error="too long")
@@ -259,7 +324,9 @@ def test_show_as_json(lite: str) -> None:
         {"stage": 2, "priority": 1, "total": 1, "waiting": 1, "running": 0,
          "succeeded": 0, "failed": 0, "aborted": 0},
     ]  # fmt: skip
-    (found,) = row["steps"]
+    found, waiting = row["steps"]
+    assert (waiting["status"], waiting["duration_s"]) == ("waiting", None)
+    assert found.pop("duration_s") >= 0
     assert 0 < found.pop("remaining_s") <= 600
     assert found == {
         "task": NAME,
@@ -275,14 +342,15 @@ def test_show_as_json(lite: str) -> None:
         "deaths": 0,
         "resent": 0,
         "error": "",
+        "traceback": "",
         "note": "",
     }
 
 
 def test_show_is_limited(lite: str) -> None:
-    """--limit is of the steps: of a thousand that fail, one screen is enough."""
-    one = begin(4)
-    for step in one.steps[:3]:
+    """--limit counts steps: if a thousand fail, one screen shows enough of them."""
+    one = begin(3)
+    for step in one.steps:
         claim(step)
     text = run("show", str(one.pk), "--limit", "2")
     assert text.endswith("\nThere are more steps: --limit is 2.\n")
@@ -293,7 +361,7 @@ def test_show_is_limited(lite: str) -> None:
 
 
 def test_nothing_steers_the_terminal(lite: str) -> None:
-    """What tasks and hosts are called, and what errors say, is escaped, and long lines wrapped."""
+    """Names of tasks and hosts, and texts of errors, are escaped, and long lines wrapped."""
     one = begin(1)
     claim(one.steps[0], host=f"web\x1b[2J{'1' * 100}")
     StageRun.objects.using(lite).update(note="\x1b]0;title\x07" * 20)
@@ -312,14 +380,14 @@ def test_a_run_that_is_not_there(lite: str) -> None:
             "There is no run 99. `manage.py celery_stages list` shows the IDs.",
         )
         for text in ("x", "1.5", "9" * 30):
-            assert f"'{text}' is no whole number" in refused(action, text)[1]
+            assert f"'{text}' is not a whole number" in refused(action, text)[1]
 
 
 # resume, abort
 
 
 def test_resume(shop: str, queue: Queue) -> None:
-    """What failed and what followed is sent again, and what succeeded is not."""
+    """Failed steps and later ones are sent again, and steps that succeeded are not."""
     one = begin(2, 1)
     deliver(one.steps[0])
     fail(one)
@@ -337,7 +405,7 @@ def test_resume(shop: str, queue: Queue) -> None:
 
 
 def test_abort(shop: str, queue: Queue) -> None:
-    """What waits is stopped, what runs is counted, and --dry-run only says so."""
+    """Waiting steps are stopped, running ones counted, and --dry-run only says so."""
     one = begin(2, 1)
     claim(one.steps[0])
     told = f"Run {one.pk} would be aborted: stage 1 of 2, 0 of 3 steps done (0 %), 1 still running."
@@ -386,7 +454,7 @@ def test_sweep_prints_each_repair(shop: str, queue: Queue) -> None:
     dead, lost, stuck = leave_silent(begin(1)), leave_unbegun(begin(1)), leave_stuck(begin(1, 1))
     told = [
         f"Run {dead.run_id}, {dead}: its process died (process 42 on web1), and it was sent again.",
-        f"Run {lost.run_id}, {lost}: it was sent, nobody began it for long, and it was sent again.",
+        f"Run {lost.run_id}, {lost}: no worker began it for long, so it was sent again.",
         f"Run {stuck.run_id}: its stage was complete, and it did not go on; now it did.",
         "3 repair(s).",
     ]
@@ -421,7 +489,7 @@ def test_prune(shop: str, queue: Queue, settings: Settings) -> None:
     assert [row["status"] for row in listed()] == ["waiting"]
 
 
-# Which database
+# Databases
 
 
 def test_another_database(lite: str, make_database: MakeDatabase) -> None:
@@ -490,15 +558,11 @@ def test_a_database_that_is_gone(
 @pytest.mark.parametrize("action", ["", *dict.fromkeys(action.split()[0] for action in ACTIONS)])
 def test_help_reads_well(capsys: pytest.CaptureFixture[str], action: str) -> None:
     """--help names the actions, and for each one what it does."""
-    assert status_of_program(*action.split(), "--help") == 0
-    text = capsys.readouterr().out
-    assert "--database ALIAS" in text
-    assert "{list,show,resume,abort,sweep,prune}" in text or action
-    assert status_of_program() == status_of_program("nonsense") == 2
+    commands.check_help("celery_stages", action, "{list,show,resume,abort,sweep,prune}", capsys)
 
 
 def test_a_rehearsal_leaves_nothing(lite: str, queue: Queue) -> None:
-    """What --dry-run took back is not sent later, by the next commit or by a relay."""
+    """The sends of a --dry-run never happen, neither at the next commit nor by a relay."""
     one = ended(timedelta(), Status.ABORTED, alias=lite)
     before = queue()
     with hearing(stage_started) as heard:

@@ -18,12 +18,13 @@ from django.core import checks
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, SafeTaskMixin, single_instance
+from tests.checking import TRANSPORT_OPTIONS, find_messages, found
 from tests.processes import CeleryWorker
-from tests.test_checks import IMMEDIATE, REDIS, SQLITE, TRANSPORT_OPTIONS
+from tests.test_checks import IMMEDIATE, REDIS, SQLITE
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Brokers that need no connection to say what they are; nobody listens there.
+#: Brokers whose URL alone says what they are; no server listens there.
 REDIS_BROKER = "redis://127.0.0.1:1/0"
 RABBITMQ_BROKER = "amqp://127.0.0.1:1//"
 NAME = "shop.tasks.reindex"
@@ -54,7 +55,7 @@ class PlainSafeTask(SafeTaskMixin):
 
 
 class SafeAppTask(SafeTaskMixin, AppTask):
-    """What W012 tells such a project to write."""
+    """The code that W012 advises to write."""
 
     abstract = True
 
@@ -98,12 +99,6 @@ def make_app() -> Iterator[MakeApp]:
         app.close()
 
 
-def found() -> dict[str, checks.CheckMessage]:
-    """Return what our checks say, by id."""
-    messages = checks.run_checks(tags=["django_celery_safe"])
-    return {str(message.id).removeprefix("django_celery_safe."): message for message in messages}
-
-
 def add_task(app: Celery, alone: dict[str, Any] | None = None, **options: Any) -> Any:
     """Give the app one task; ``alone`` are the options of ``@single_instance``, None: without."""
 
@@ -128,7 +123,7 @@ def assert_said(expected: str | None, number: str) -> None:
     assert message.level == (checks.ERROR if number[0] == "E" else checks.WARNING)
 
 
-@pytest.mark.parametrize("until", ["start", "end"])
+@pytest.mark.parametrize("until", ["start", "end", 600.0])
 @pytest.mark.parametrize(
     ("task_cls", "base", "wrong"),
     [
@@ -141,12 +136,12 @@ def assert_said(expected: str | None, number: str) -> None:
     ],
 )
 def test_unique_until_needs_a_safe_task(
-    make_app: MakeApp, until: str, task_cls: type | None, base: type | None, wrong: bool
+    make_app: MakeApp, until: str | float, task_cls: type | None, base: type | None, wrong: bool
 ) -> None:
     """E005 tells of a task whose sends nothing keeps apart; SafeTaskMixin is silent."""
     app = make_app(task_cls=task_cls)
     add_task(app, {"unique_until": until, "on_conflict": "retry"}, base=base)
-    assert_said(f"unique_until={until!r}, but it is no SafeTask" if wrong else None, "E005")
+    assert_said(f"unique_until={until!r}, but it is not a SafeTask" if wrong else None, "E005")
 
 
 def test_without_unique_until_any_task_will_do(make_app: MakeApp) -> None:
@@ -163,7 +158,7 @@ def test_messages_without_headers(
 ) -> None:
     """W008 tells of a protocol whose messages can't carry the lock; E005 comes before it."""
     add_task(make_app(task_protocol=protocol), {"unique_until": "end"}, base=base)
-    expected = {None: None, "W008": "task_protocol is 1", "E005": "it is no SafeTask"}
+    expected = {None: None, "W008": "task_protocol is 1", "E005": "it is not a SafeTask"}
     assert_said(expected[number], number or "")
 
 
@@ -304,13 +299,13 @@ def test_each_task_gets_its_own_message(make_app: MakeApp, alone: dict[str, Any]
     names = {f"{NAME}_{number}" for number in range(2)}
     for name in names:
         add_task(app, alone, base=None, name=name)
-    messages = checks.run_checks(tags=["django_celery_safe"])
+    messages = find_messages()
     assert {message.msg.split()[1] for message in messages} == names
     assert len(messages) == 2
 
 
 def test_tasks_without_a_lock_are_nobodys_business(make_app: MakeApp) -> None:
-    """What would be wrong with a lock is no fault of a task without one."""
+    """A task without a lock is not blamed for the faults of locks."""
     options = {"acks_late": True, "time_limit": 2 * HOUR, "soft_time_limit": 1}
     add_task(make_app(REDIS_BROKER, task_protocol=1), None, **options)
     assert found().keys() == {"W020"}  # whether with a lock or without
@@ -365,7 +360,7 @@ def test_a_task_class_that_is_bypassed(make_app: MakeApp, task_cls: str | type) 
     messages = found()
     assert set(messages) == {"W012"}
     name = "PlainAppTask" if task_cls is PlainAppTask else "AppTask"
-    assert f"is {__name__}.{name}, which 3 task(s)" in messages["W012"].msg
+    assert f"is {__name__}.{name}, but 3 task(s)" in messages["W012"].msg
     assert f"such as {NAME}_" in messages["W012"].msg
     assert f"class SafeAppTask(SafeTaskMixin, {name})" in str(messages["W012"].hint)
     assert messages["W012"].level == checks.WARNING
@@ -376,7 +371,7 @@ def test_a_safe_task_class_that_is_bypassed(make_app: MakeApp) -> None:
     app = make_app(task_cls=SafeAppTask)
     add_task(app, {})
     message = found()["W012"]
-    assert "SafeAppTask, which 1 task(s)" in message.msg
+    assert "SafeAppTask, but 1 task(s)" in message.msg
     assert "(SafeTaskMixin, SafeAppTask)" not in str(message.hint)  # Python has no order for these
 
 
@@ -585,8 +580,8 @@ def timed(function: Any) -> Any:
 @pytest.mark.parametrize(
     ("base", "decorate", "said"),
     [
-        (SafeTask, lambda alone: timed(alone), "which has @single_instance, behind a decorator"),
-        (Task, lambda alone: timed(timed(alone)), "which has @single_instance, behind"),
+        (SafeTask, lambda alone: timed(alone), "a decorator between them lacks functools.wraps"),
+        (Task, lambda alone: timed(timed(alone)), "a decorator between them lacks functools.wraps"),
         (SafeTask, lambda alone: functools.wraps(alone)(timed(alone)), None),
     ],
     ids=["without wraps", "twice", "with wraps"],

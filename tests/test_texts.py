@@ -1,7 +1,6 @@
 """Text of others in logs and on terminals is shown, and steers nothing."""
 
 import logging
-import pkgutil
 from importlib import import_module
 from typing import Any
 
@@ -9,10 +8,10 @@ import pytest
 from django.core.management import CommandError, call_command
 from pytest_django import Settings
 
-import django_celery_safe
 from django_celery_safe import cache_lock
 from django_celery_safe.events import MESSAGE_DEAD
 from tests.locks.test_portable import DictCache
+from tests.modules import find_modules
 
 #: Begins a line of its own in a log, and clears a terminal.
 EVIL = "gone\n2026-01-01 INFO all is well\x1b[2J"
@@ -30,7 +29,7 @@ class EvilCache(DictCache):
 def test_an_error_of_a_server_is_one_line_of_the_log(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a server's error holds begins no line of the log, and gets to no terminal."""
+    """The text of a server's error begins no line of the log, and steers no terminal."""
     settings.CACHES = {"default": {"BACKEND": f"{__name__}.{EvilCache.__qualname__}"}}
     with cache_lock("evil") as lock:
         assert lock
@@ -60,8 +59,8 @@ def test_fields_of_an_event_are_logged_in_one_line(caplog: pytest.LogCaptureFixt
 
 def test_each_logger_of_the_package_escapes() -> None:
     """No module of the package logs past the filter."""
-    for module in pkgutil.walk_packages(django_celery_safe.__path__, "django_celery_safe."):
-        import_module(module.name)
+    for module in find_modules():
+        import_module(module)
     ours = {
         name: logger
         for name, logger in logging.root.manager.loggerDict.items()
@@ -72,7 +71,7 @@ def test_each_logger_of_the_package_escapes() -> None:
 
 
 def test_an_error_of_a_command_clears_no_terminal(settings: Settings) -> None:
-    """What ends a command is printed without escape sequences."""
+    """The error that ends a command is printed without escape sequences."""
     settings.CACHES = {"default": {"BACKEND": f"{__name__}.{EvilCache.__qualname__}"}}
     lock = cache_lock("held")
     assert lock.acquire()

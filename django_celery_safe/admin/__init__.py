@@ -1,9 +1,8 @@
 """
-The admin's pages: what is held, waits, was done and runs, and what an operator may do about it.
+The admin pages: locks, messages, records and runs, and the decisions about them.
 
-``pages`` has what all of them share: they only show, and each change is a
-``Decision`` with a confirmation, a permission of its own and a log entry. Then one
-file for each floor that has something to show.
+``pages`` is their base: pages are read-only, and each change is a ``Decision`` with a
+confirmation, its own permission and a log entry. Each other file holds one kind of page.
 """
 
 from __future__ import annotations

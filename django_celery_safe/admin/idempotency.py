@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any, Final
 
 from django.contrib import admin
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
+from django.utils.translation import pgettext_lazy
 
 from ..inspection.records import FORGET, RecordRow
 from ..models.idempotency import IdempotencyRecord
-from .pages import ReadOnlyAdmin, columns
+from .pages import LEVELS, ReadOnlyAdmin, badge, columns
 
-#: The columns by which the list can be ordered, by what it shows of them.
-ORDERINGS: Final = {"key": "key", "shown_state": "state", "claimed": "claimed_at"}
+#: The columns by which the list can be ordered, by their names in the list.
+ORDERINGS: Final = {"key": "key", "claimed": "claimed_at"}
 
 
 @admin.register(IdempotencyRecord)
@@ -21,17 +24,30 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
     kind = RecordRow
     decisions = (FORGET,)
     command = "manage.py celery_idempotency"
+    help_text = _(
+        "Work under a key of idempotent: finished work is not done again until its record expires."
+    )
+    empty_text = _("No record is here. Each piece of work that idempotent guards will have one.")
     list_display = (
-        *columns(RecordRow, "key", "shown_state", "task", "claimed", **ORDERINGS),
+        *columns(RecordRow, "key", **ORDERINGS),
+        "state_shown",
+        *columns(RecordRow, "task", "claimed", **ORDERINGS),
         "claims",
-        "expires_at",
+        *columns(RecordRow, "expires_at", expires_at="expires_at"),
     )
     list_filter = narrowed_by = ("state",)
     search_fields = ("^key", "holder")
-    search_help_text = "The beginning of a key, or part of it; a task's name or id."
+    search_help_text = _("The beginning of a key, or part of it; a task's name or id.")
     ordering = ("-claimed_at",)
     fields = readonly_fields = columns(RecordRow, "key", *RecordRow.details)
 
+    @admin.display(description=pgettext_lazy("heading", "state"), ordering="state")
+    def state_shown(self, row: Any) -> SafeString:
+        """The state as a coloured word, which also says if the record's process has died."""
+        described = RecordRow(row)
+        level = "look" if described.remaining_s == 0 else LEVELS.get(row.state, "quiet")
+        return badge(level, described.text("shown_state"))
+
     def version_of(self, row: Any) -> str:
-        # A claim of the same key that came after is not what was asked about.
+        # The decision is not meant for a later claim of the same key.
         return str(row.token)

@@ -1,4 +1,4 @@
-"""Locks in the admin, read from their store as they are held."""
+"""Locks in the admin, read from their store at each request."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from django.core.exceptions import PermissionDenied
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
+from django.utils.translation import gettext as _
 
 from ..exceptions import BackendNotSupported, CelerySafeError, LockBackendError
 from ..inspection.locks import RELEASE, LockRow, find_row, iter_rows
@@ -26,11 +27,11 @@ from .pages import ReadOnlyAdmin
 
 #: Locks on one page.
 PAGE: Final = 100
-#: Digits of the number of a page.
+#: Maximum number of digits of a page number.
 LONGEST_PAGE: Final = 9
-#: HTTP status of a page that could not ask the store.
+#: HTTP status of a page whose store did not answer.
 NOT_AVAILABLE: Final = 503
-#: The columns of the list, beside the name.
+#: The columns of the list besides the name.
 COLUMNS: Final = (
     "age", "time_left", "renewal", "kind", "process", "task", "arguments", "task_id", "fence",
 )  # fmt: skip
@@ -38,14 +39,14 @@ COLUMNS: Final = (
 
 @admin.register(Lock)
 class LockAdmin(ReadOnlyAdmin):
-    """The locks that are held: by whom, since when, and whether the holder renews them."""
+    """The locks that are held: the holder, since when, and whether the holder renews them."""
 
     decisions = (RELEASE,)
     command = "manage.py celery_locks"
 
     def get_urls(self) -> list[Any]:
         urls: list[Any] = super().get_urls()
-        # Locks that live in a database can't be asked inside a transaction, nor a request's.
+        # Locks in a database can't be queried inside a transaction, even with ATOMIC_REQUESTS.
         for url in urls:
             for alias in connections:
                 transaction.non_atomic_requests(alias)(url.callback)
@@ -54,8 +55,8 @@ class LockAdmin(ReadOnlyAdmin):
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: Any = None
     ) -> Lock | None:
-        """Return a lock of this name, held or not: its history is there in any case."""
-        # Log entries have printable names only, and not every database can look for others.
+        """Return a lock of this name, held or not: its history exists in either case."""
+        # Log entries have only printable names, and not every database can search for others.
         return Lock(name=object_id) if object_id.isprintable() else None
 
     def get_row(self, row: Any) -> LockRow:
@@ -66,11 +67,11 @@ class LockAdmin(ReadOnlyAdmin):
         return str(row.selection)
 
     def together(self, row: Any) -> AbstractContextManager[Any]:
-        # In no transaction: locks may live in a database, and are freed there at once.
+        # No transaction: locks may live in a database, where a release takes effect at once.
         return nullcontext()
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        """Show a page of the locks, or take a decision about some of them."""
+        """Show a page of the locks, or apply a decision to some of them."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         if request.method == "POST":
@@ -84,7 +85,7 @@ class LockAdmin(ReadOnlyAdmin):
         names = request.POST.getlist("action")
         decision = next((each for each in self.decisions if each.name in names), None)
         if decision is None or not chosen:
-            self.message_user(request, "Select locks, and what to do.", messages.WARNING)
+            self.message_user(request, _("Select locks, and what to do."), messages.WARNING)
             return there
         try:
             rows = shown_locks(chosen)
@@ -102,7 +103,7 @@ class LockAdmin(ReadOnlyAdmin):
         rows: list[Any] = []
         error: CelerySafeError | None = None
         try:
-            # One more, to know whether there is more.
+            # Read one lock more, to know whether there are more.
             found = iter_rows(prefix or None, task or None, markers=markers)
             rows = list(map(as_model, islice(found, begin, begin + PAGE + 1)))
         except CelerySafeError as failure:
@@ -111,7 +112,7 @@ class LockAdmin(ReadOnlyAdmin):
                 rows, error = self._find_whole(prefix)
         context = {
             **self.admin_site.each_context(request),
-            "title": "Locks that are held now",
+            "title": _("Locks that are held now"),
             "opts": self.opts,
             "media": self.media,
             "rows": rows[:PAGE],
@@ -133,7 +134,7 @@ class LockAdmin(ReadOnlyAdmin):
         return TemplateResponse(request, template, context, status=status)
 
     def _find_whole(self, name: str) -> tuple[list[Any], CelerySafeError | None]:
-        """Return the one lock of this name, where a store can't list them."""
+        """Return the lock of this name in a list, and the error if the store does not answer."""
         try:
             lock = find_row(name)
         except CelerySafeError as failure:
@@ -144,8 +145,10 @@ class LockAdmin(ReadOnlyAdmin):
         try:
             store = locate().store()
         except CelerySafeError:
-            return ""  # the list says why
-        return store.where if store.shared else f"{store.where}, of this process alone"
+            return ""  # the list reports the error
+        if store.shared:
+            return store.where
+        return _("{store}, of this process alone").format(store=store.where)
 
     def _url(self, request: HttpRequest, page: int) -> str:
         given = request.GET.copy()
@@ -155,7 +158,7 @@ class LockAdmin(ReadOnlyAdmin):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None
     ) -> HttpResponse:
-        """Show one lock, and what was done about it."""
+        """Show one lock, with the decisions that the user may take."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         name = unquote(object_id)
@@ -180,12 +183,12 @@ class LockAdmin(ReadOnlyAdmin):
 
 
 def as_model(lock: LockRow) -> Any:
-    """Return a lock as the object that the admin's forms and log entries are about."""
-    # What is not printable can neither be shown nor stand in a log entry.
+    """Return a lock as an object for the admin's forms and log entries."""
+    # A name that is not printable can't be shown, and can't be in a log entry.
     row: Any = Lock(name=printable(lock.name))
     row.lock = lock
     row.has_page = row.name == lock.name
-    # With the token: what is freed is what was shown, and not who came after.
+    # The token makes the decision release the lock that was shown, not a later one.
     row.selection = f"{lock.token}{json.dumps(lock.name)}"
     row.texts = {name: lock.text(name) for name in COLUMNS}
     return row
@@ -193,7 +196,7 @@ def as_model(lock: LockRow) -> Any:
 
 def shown_locks(selections: Iterable[str]) -> list[Any]:
     """
-    Return of the locks that a form names those that are still held by who held them.
+    Return the locks that a form names, if the same acquisition still holds them.
 
     Raises:
         LockBackendError: The store did not answer.
@@ -208,7 +211,7 @@ def shown_locks(selections: Iterable[str]) -> list[Any]:
 
 
 def read_name(text: str) -> str:
-    """Return the name of a lock as a form has it; "": it is none."""
+    """Return a lock's name from its text in a form; "": the text is not valid."""
     try:
         name = json.loads(text)
     except GARBLED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django.contrib import admin, messages
 from django.contrib.admin import ModelAdmin
@@ -14,22 +14,32 @@ from django.contrib.admin.models import CHANGE, DELETION, LogEntry
 from django.core.exceptions import PermissionDenied
 from django.db import router, transaction
 from django.db.models import Model, QuerySet
-from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.urls import reverse
+from django.utils.functional import lazy
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 from django.utils.text import capfirst
+from django.utils.translation import gettext as _
 
+from ..compat import is_of_form, make_list_action
+from ..databases import Now
 from ..exceptions import CelerySafeError, LockBackendError
 from ..inspection.decision import Decision, NeedsForce, Refused
 from ..inspection.row import Row
 from ..texts import printable
 
-#: Most rows that one decision may be about: all of them stand on the page that asks.
+if TYPE_CHECKING:
+    from django_stubs_ext import StrOrPromise
+
+#: Most rows that one decision may be about: the confirmation page lists all of them.
 MOST_ROWS: Final = 500
-#: Of so many rows it is said why nothing was done with them.
+#: Number of refused rows whose reason is shown.
 MOST_REASONS: Final = 10
-#: How Django's filters ask for a value.
+#: The levels of states, for ``badge``; all others are quiet.
+LEVELS: Final = {"done": "good", "succeeded": "good", "failed": "bad", "dead": "bad"}
+#: The lookups that Django's filters use in URLs.
 LOOKUPS: Final = ("", "exact", "isnull")
 
 
@@ -38,35 +48,43 @@ def columns(kind: Any, *names: str, **orderings: str) -> tuple[Any, ...]:
     Return attributes of a row for ``list_display`` and ``fields``.
 
     Args:
-        orderings: By which columns of the model the list can be ordered.
+        orderings: The model's columns by which the list can be ordered, by attribute.
     """
     return tuple(_column(kind, name, orderings.get(name)) for name in names)
 
 
 def _column(kind: Any, name: str, ordering: str | None) -> Any:
-    @admin.display(description=kind.heading(name), ordering=ordering)
+    @admin.display(description=lazy(kind.heading, str)(name), ordering=ordering)
     def show(row: Any) -> str:
         text: str = kind(row).text(name)
         return text
 
-    show.__name__ = name  # the class of its cells
+    show.__name__ = name  # the CSS class of its cells
     return show
 
 
+def badge(level: str, text: str) -> SafeString:
+    """Return a state as a coloured word; ``level`` is ``good``, ``look``, ``bad`` or ``quiet``."""
+    return format_html('<span class="safe-state safe-{}">{}</span>', level, text)
+
+
 class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run time
-    """Shows rows, the decisions about them, and changes nothing else."""
+    """Shows rows and the decisions about them; all else is read-only."""
 
     #: The description of a row: a subclass of Row.
     kind: ClassVar[Any]
     decisions: ClassVar[Sequence[Decision]] = ()
-    #: The columns by which a URL may narrow the list.
+    #: The columns by which a URL may filter the list.
     narrowed_by: ClassVar[Sequence[str]] = ()
-    #: What does the same in a terminal.
+    #: The command that does the same in a terminal.
     command: ClassVar[str]
+    #: The text above the list, and the text in place of an empty list; "": no text.
+    help_text: ClassVar[StrOrPromise] = ""
+    empty_text: ClassVar[StrOrPromise] = ""
     change_form_template = "admin/django_celery_safe/change_form.html"
     list_per_page = 100
     list_max_show_all = 0
-    # Each would be a query over the whole table.
+    # Each of these counts would be a query over the whole table.
     show_full_result_count = False
     actions_on_bottom = False
 
@@ -83,30 +101,33 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         return False
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Return the rows where they are written, since a replica may be behind."""
+        """Return the rows of the database for writes, because a replica may be behind."""
         alias = router.db_for_write(self.model)
         rows: QuerySet[Any] = self.model._default_manager.using(alias)
         rows = rows.annotate(asked_at=Now())
         return rows.order_by(*self.get_ordering(request))
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
-        """Return whether a URL may ask for this: what is not shown is not to be guessed by it."""
+        """Return whether a URL may filter by this; a filter must not reveal a hidden value."""
         column, _, how = lookup.partition("__")
         return column in self.narrowed_by and how in LOOKUPS
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
-        """Return a row; None: there is none."""
-        # Keys are printable, and not every database can look for what is not.
+        """Return a row; None: it does not exist."""
+        # Keys are printable, and not every database can search for other characters.
         return (
             super().get_object(request, object_id, from_field) if object_id.isprintable() else None
         )
 
-    def get_actions(self, request: HttpRequest) -> dict[str, Any]:
+    def get_actions(self, request: HttpRequest, action_location: Any = None) -> dict[str, Any]:
+        if is_of_form(action_location):
+            return {}  # a row's page has its own buttons
         ours = {
-            each.name: (
+            each.name: make_list_action(
                 partial(_decide, decision=each),
                 each.name,
-                f"{each.label} selected %(verbose_name_plural)s",
+                _("%(decision)s selected %(name)s")
+                % {"decision": each.label, "name": self.opts.verbose_name_plural},
             )
             for each in self.get_decisions(request)
         }
@@ -126,7 +147,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         return super().changelist_view(request, extra_context)
 
     def _check_posted(self, request: HttpRequest) -> None:
-        """Refuse, loudly, a decision that the user may not take."""
+        """Raise PermissionDenied for a posted decision that the user may not take."""
         posted = request.POST.getlist("action")
         for decision in self.decisions:
             if decision.name in posted and not self._may_take(decision, request):
@@ -148,7 +169,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         return super().render_change_form(request, context, add, change, form_url, obj)
 
     def describe_page(self, row: Any) -> dict[str, Any]:
-        """Return what a row's own page shows beside its fields, for the template."""
+        """Return the template context that a row's own page shows besides its fields."""
         return {}
 
     def get_url(self, page: str, *args: Any) -> str:
@@ -162,34 +183,36 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         return described
 
     def describe(self, row: Any) -> str:
-        """Return what the page that asks for a confirmation says of a row."""
+        """Return the description of a row on the confirmation page."""
         return printable(self.get_row(row).describe())
 
     def together(self, row: Any) -> AbstractContextManager[Any]:
-        """Return what makes a decision and its log entry happen both or not at all."""
+        """Return a context in which a decision and its log entry both happen, or neither does."""
         together: AbstractContextManager[Any] = transaction.atomic(using=row._state.db)
         return together
 
     def selection_of(self, row: Any) -> str:
-        """Return what stands for a row in a form."""
+        """Return the value that identifies a row in a form."""
         return str(row.pk)
 
     def version_of(self, row: Any) -> str:
-        """Return the version of a row; a later row at its key has another one. "": it has none."""
+        """Return the version of a row; a later row with its key has another; "": no versions."""
         return ""
 
     def decide(
         self, request: HttpRequest, decision: Decision, rows: Sequence[Any]
     ) -> HttpResponse | None:
-        """Ask for a confirmation; if that is what came, do it, and return None."""
+        """Show the confirmation page; if it was confirmed, apply the decision and return None."""
         if not self._may_take(decision, request):
             raise PermissionDenied
         if len(rows) > MOST_ROWS:
             self.message_user(
                 request,
-                f"More than {MOST_ROWS} {self.opts.verbose_name_plural} are selected, which is "
-                f"the most here: you are to see what you decide about. Narrow the list, or use "
-                f"{self.command}, which takes any number.",
+                _(
+                    "More than {most} {name} are selected, which is the most here: you are to see "
+                    "what you decide about. Narrow the list, or use {command}, which takes any "
+                    "number."
+                ).format(most=MOST_ROWS, name=self.opts.verbose_name_plural, command=self.command),
                 messages.ERROR,
             )
             return None
@@ -204,14 +227,16 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
             try:
                 self._take(request, decision, row, force=force)
             except Refused as refusal:
-                hint = "; or choose it again, and tick the box"
-                box = hint if isinstance(refusal, NeedsForce) else ""
-                faults.append(
-                    f"The {self.opts.verbose_name} {row} stays: {printable(str(refusal))}{box}."
-                )
+                text = _("The {name} {row} stays: {reason}.")
+                if isinstance(refusal, NeedsForce):
+                    text = _(
+                        "The {name} {row} stays: {reason}; or choose it again, and tick the box."
+                    )
+                reason = printable(str(refusal))
+                faults.append(text.format(name=self.opts.verbose_name, row=row, reason=reason))
             except LockBackendError as error:
                 faults.append(str(error))
-                break  # it would not answer for the others either
+                break  # it would not answer for the other rows either
             except CelerySafeError as error:
                 faults.append(str(error))
             else:
@@ -220,15 +245,16 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         return None
 
     def _find_missing(self, request: HttpRequest, rows: Sequence[Any]) -> list[str]:
-        """Return what to say of rows that were shown and are not there now."""
+        """Return the message about rows that were shown but no longer exist."""
         posted = len(set(request.POST.getlist(ACTION_CHECKBOX_NAME)))
         if posted <= len(rows):
             return []
-        return [f"{posted - len(rows)} of {posted} rows ended or changed after they were shown."]
+        text = _("{count} of {total} rows ended or changed after they were shown.")
+        return [text.format(count=posted - len(rows), total=posted)]
 
     def _take(self, request: HttpRequest, decision: Decision, row: Any, *, force: bool) -> None:
-        user: Any = request.user  # of the project's own kind
-        about = f"{capfirst(decision.done)}: {self.describe(row)}."
+        user: Any = request.user  # the project's own user model
+        about = _("{done}: {row}.").format(done=capfirst(decision.done), row=self.describe(row))
         with self.together(row):
             decision.take(self.get_row(row), force=force)
             LogEntry.objects.log_actions(
@@ -244,13 +270,16 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
     ) -> None:
         name = self.opts.verbose_name if done == 1 else self.opts.verbose_name_plural
         if done:
-            verb = decision.done if done == 1 else decision.done.replace("was ", "were ", 1)
-            self.message_user(request, f"{done} {name} {verb}.", messages.SUCCESS)
+            # Only the English text has a plural form here.
+            verb = str(decision.done)
+            verb = verb if done == 1 else verb.replace("was ", "were ", 1)
+            text = _("{count} {name} {verb}.").format(count=done, name=name, verb=verb)
+            self.message_user(request, text, messages.SUCCESS)
         for fault in faults[:MOST_REASONS]:
             self.message_user(request, fault, messages.ERROR)
         if len(faults) > MOST_REASONS:
-            left = f"{total - done} of {total} stayed as they were."
-            self.message_user(request, left, messages.ERROR)
+            left = _("{count} of {total} stayed as they were.")
+            self.message_user(request, left.format(count=total - done, total=total), messages.ERROR)
 
     def _ask(self, request: HttpRequest, decision: Decision, rows: Sequence[Any]) -> HttpResponse:
         plural = self.opts.verbose_name_plural
@@ -260,7 +289,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         ]
         context = {
             **self.admin_site.each_context(request),
-            "title": f"{decision.label}: are you sure?",
+            "title": _("{decision}: are you sure?").format(decision=decision.label),
             "opts": self.opts,
             "media": self.media,
             "decision": decision,
@@ -274,6 +303,6 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
 def _decide(
     page: ReadOnlyAdmin, request: HttpRequest, queryset: QuerySet[Model], *, decision: Decision
 ) -> HttpResponse | None:
-    """Take a decision, as an action of Django's."""
-    # One more than may be, to know whether there are too many.
+    """Apply a decision as one of Django's admin actions."""
+    # Read one row more than allowed, to know whether there are too many.
     return page.decide(request, decision, list(queryset[: MOST_ROWS + 1]))

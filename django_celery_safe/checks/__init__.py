@@ -1,15 +1,15 @@
 """
 System checks: settings that would let a lock, a task or an e-mail go wrong.
 
-``manage.py check`` shows them. A Celery worker shows no check's result, so when
-one starts, ours are written to its log. Each module here finds faults of one kind;
-``inspection.findings`` has their texts, and docs/reference/checks.md lists them.
+``manage.py check`` shows the findings. A Celery worker shows no checks, so ours are logged
+when a worker starts. Each module here finds faults of one kind; ``inspection.findings`` has
+their form, and docs/reference/checks.md lists them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from celery import signals
@@ -22,12 +22,13 @@ from ..exceptions import ConfigurationError
 from ..inspection.findings import Finding, fault
 from ..locks.stores.local import set_pool_processes
 from ..texts import get_logger, printable
-from .databases import find_database_faults, find_sqlite_faults
+from .databases import find_database_faults, find_sqlite_faults, find_unfit_databases
 from .flags import find_flag_faults
-from .project import load_project
-from .redelivery import find_redelivery_faults
+from .plain_sends import find_plain_sends
+from .project import Project, load_project
+from .redelivery import find_redelivery_faults, find_stop_faults
 from .relays import find_relay_faults
-from .sending import find_sending_faults
+from .sending import find_broker_faults, find_pickle
 from .settings import find_setting_faults, find_store_faults, find_store_trouble
 from .tasks import find_task_faults
 
@@ -37,8 +38,9 @@ PREFIX: Final = "django_celery_safe"
 
 
 def connect() -> None:
-    """Register the checks, and their log record at the start of a worker."""
+    """Register the checks, and log their findings when a worker starts."""
     checks.register(check_all, PREFIX)
+    checks.register(check_workers, PREFIX, deploy=True)
     checks.register(check_deployment, PREFIX, deploy=True)
     # Not worker_init: logging is not set up there yet, and a record would be lost.
     signals.celeryd_after_setup.connect(_on_worker_setup, dispatch_uid=PREFIX)
@@ -46,44 +48,47 @@ def connect() -> None:
 
 
 def check_all(**kwargs: Any) -> list[CheckMessage]:
-    """Return the findings of all checks that ask no server; E001 alone for a wrong setting."""
+    """Return the findings of checks that query no server; only E001 if settings are unreadable."""
     try:
         conf.given()
     except ConfigurationError as error:
-        return _as_messages([fault("E001", str(error), f"Write {conf.NAME} = {{...}}.")])
-    return _as_messages(_find_faults())
+        return [as_message(fault("E001", str(error), f"Write {conf.NAME} = {{...}}."))]
+    return _find(
+        lambda project: find_setting_faults(),
+        lambda project: find_store_faults(),
+        lambda project: find_sqlite_faults(),
+        lambda project: project.faults,
+        find_database_faults,
+        find_task_faults,
+        find_plain_sends,
+        find_pickle,
+        find_redelivery_faults,
+        find_flag_faults,
+    )
+
+
+def check_workers(**kwargs: Any) -> list[CheckMessage]:
+    """Return the findings about the broker and workers of a deployment (no use on a laptop)."""
+    return _find(find_broker_faults, find_stop_faults)
 
 
 def check_deployment(**kwargs: Any) -> list[CheckMessage]:
-    """Return what the checks say that ask a cache or a database."""
+    """Return the findings of the checks that query a cache or a database."""
+    return _find(lambda project: find_store_trouble(), find_unfit_databases, find_relay_faults)
+
+
+def _find(*ways: Callable[[Project], Iterable[Finding]]) -> list[CheckMessage]:
+    """Return the findings in the project; none if the settings can't be read at all."""
     try:
         conf.given()
     except ConfigurationError:
-        return []  # check_all says so
-    return _as_messages([*find_store_trouble(), *find_relay_faults(load_project())])
-
-
-def _find_faults() -> Iterator[Finding]:
+        return []  # check_all reports it
     project = load_project()
-    yield from find_setting_faults()
-    yield from find_store_faults()
-    yield from find_sqlite_faults()
-    yield from project.faults
-    for find in (
-        find_database_faults,
-        find_task_faults,
-        find_sending_faults,
-        find_redelivery_faults,
-        find_flag_faults,
-    ):
-        yield from find(project)
+    return [as_message(each) for find in ways for each in find(project) if each.id]
 
 
-def _as_messages(found: Iterable[Finding]) -> list[CheckMessage]:
-    return [_as_message(finding) for finding in found if finding.id]
-
-
-def _as_message(finding: Finding) -> CheckMessage:
+def as_message(finding: Finding) -> CheckMessage:
+    """Return a finding as Django shows it."""
     kind = checks.Error if finding.id.startswith("E") else checks.Warning
     return kind(printable(finding.text), hint=finding.hint, id=f"{PREFIX}.{finding.id}")
 
@@ -91,11 +96,12 @@ def _as_message(finding: Finding) -> CheckMessage:
 def _on_worker_setup(instance: Any, **kwargs: Any) -> None:
     set_pool_processes(_count_processes(instance))
     _log(check_all)
+    _log(check_workers)
 
 
 def _on_worker_ready(**kwargs: Any) -> None:
-    # It asks servers, which may be slow or silent; the worker must start nevertheless. Not
-    # before its children are forked: they would inherit what SQLite knows of an open file.
+    # The checks query servers, which may be slow or silent, but the worker must still start.
+    # They wait for the forks: children would inherit SQLite's state of an open file.
     threading.Thread(target=_log_and_disconnect, args=(check_deployment,), daemon=True).start()
 
 
@@ -115,9 +121,9 @@ def _log(check: Callable[[], list[CheckMessage]]) -> None:
 
 
 def _count_processes(worker: Any) -> int:
-    """Return how many processes run this worker's tasks, at the most."""
+    """Return the maximum number of processes that run this worker's tasks."""
     pool = worker.pool_cls
     if "prefork" not in (pool if isinstance(pool, str) else pool.__module__):
         return 1
-    # max_concurrency is what --autoscale allows.
+    # max_concurrency is the maximum of --autoscale.
     return max(int(worker.concurrency or 1), int(getattr(worker, "max_concurrency", None) or 1))

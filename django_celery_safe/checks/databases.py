@@ -1,17 +1,18 @@
-"""Faults of databases: SQLite's transactions and files, and databases that can't hold our rows."""
+"""Faults of databases: SQLite's transactions and files, and databases unfit for our tables."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from django.apps import apps
 from django.conf import settings
-from django.db import DEFAULT_DB_ALIAS, connections, router
+from django.db import DEFAULT_DB_ALIAS, Error, connections, router
 
 from .. import conf
-from ..databases import NO_DATABASE, is_tested
+from ..databases import NO_DATABASE, find_unfit, is_tested
 from ..delivery.call import layers
 from ..idempotency import Idempotent, IdempotentMixin
 from ..inspection.findings import Finding, fault
@@ -56,7 +57,7 @@ def find_sqlite_faults() -> Iterator[Finding]:
 
 
 def find_database_faults(project: Project) -> Iterator[Finding]:
-    """E008: a database that is to hold rows of ours is not there, or was never tested."""
+    """E008: a database for our rows does not exist, or is of an untested kind."""
     users: dict[str, list[str]] = {}
     for alias, user in _find_users(project):
         users.setdefault(alias, []).append(user)
@@ -65,20 +66,43 @@ def find_database_faults(project: Project) -> Iterator[Finding]:
         keep = f"{names[0]}{more} would keep rows there"
         if alias not in connections.databases:
             known = ", ".join(repr(name) for name in connections.databases)
-            text = f"DATABASES has no {alias!r}, and {keep}: each use is a ConnectionDoesNotExist."
-            yield fault("E008", text, f"Name one that is there: {known}.")
+            text = f"DATABASES has no {alias!r}, but {keep}: any use raises ConnectionDoesNotExist."
+            yield fault("E008", text, f"Use an alias that exists: {known}.")
         elif (vendor := connections[alias].vendor) != NO_DATABASE and not is_tested(alias):
             yield fault(
                 "E008",
                 f'DATABASES["{alias}"] is {vendor}, on which this app was never tested, and '
                 f"{keep}: each use is refused with BackendNotSupported.",
-                "Let an alias on PostgreSQL or SQLite hold them, by a database router, or do "
-                "without.",
+                "Let an alias on PostgreSQL, MariaDB, MySQL or SQLite hold them, by a database "
+                "router, or do without.",
             )
 
 
+def find_unfit_databases(project: Project) -> Iterator[Finding]:
+    """E011: a MySQL or MariaDB is too old, or tables lack transactions. Queries the servers."""
+    aliases = dict.fromkeys(alias for alias, _ in _find_users(project))
+    if isinstance(locks := conf.get("LOCK_DATABASE"), str):
+        aliases[locks] = None
+    for alias in aliases:
+        if alias not in connections.databases:
+            continue  # E008 reports it
+        with suppress(Error):  # other checks report that it does not answer
+            for table in ["", *_flag_tables(alias)]:
+                if unfit := find_unfit(alias, table):
+                    yield fault(
+                        "E011", f'DATABASES["{alias}"] can\'t be used: {unfit[0]}.', unfit[1]
+                    )
+                    break
+
+
+def _flag_tables(alias: str) -> list[str]:
+    """Return the tables of a database whose models have ``do_once``."""
+    models = [one for one in apps.get_models() if issubclass(one, IdempotentMixin)]
+    return [one._meta.db_table for one in models if router.db_for_write(one) == alias]
+
+
 def _find_users(project: Project) -> Iterator[tuple[str, str]]:
-    """Yield the alias of each database that is to hold rows, and for what."""
+    """Yield the alias of each database that will hold our rows, and their purpose."""
     from ..models.idempotency import IdempotencyRecord  # needs the app registry
     from ..models.stages import StageRun
 
@@ -89,7 +113,7 @@ def _find_users(project: Project) -> Iterator[tuple[str, str]]:
         yield router.db_for_write(StageRun), f"the stages of {task.name}"
     for task in project.tasks:
         if task_wants_outbox(task):
-            # The other databases are those of the calls' using=.
+            # Other databases are known only from a call's using=.
             yield DEFAULT_DB_ALIAS, f"the outbox of {task.name}"
         for layer in layers(task.run):
             own: Any = getattr(layer, "idempotent", None)

@@ -1,4 +1,4 @@
-"""Faults of tasks that are done once: their messages get lost, or come again too early."""
+"""Faults of tasks that are done once: messages that are lost or redelivered too early."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from ..inspection.findings import Finding, fault
 from ..sending import SafeTaskMixin
 from .project import Project, innermost_code, lengthen_visibility, seconds_of
 
-#: Longest backoff that Celery takes where none is set, s (celery/app/autoretry.py).
+#: Celery's default for the longest backoff, s (celery/app/autoretry.py).
 BACKOFF_MAX: Final = 600
-#: Doublings after which a backoff is longer than anything.
+#: The end of a hint to have a killed task redelivered.
+LIMITED: Final = " (and max_deaths, if MAX_DEATHS is not the right limit for this SafeTask)"
+#: Number of doublings after which a backoff exceeds any limit.
 EVER: Final = 32
 
 
 def find_redelivery_faults(project: Project) -> Iterator[Finding]:
-    """W018, W019: lost with the worker. W020, W021: delivered again too early, or late."""
+    """W018, W019: a message is lost with its worker. W020: it is redelivered too early."""
     once = [task for task in project.tasks if _is_done_once(task)]
     for task in once:
         if not task.acks_late:
             yield fault(
                 "W018",
-                f"Task {task.name} does its work once, however often it comes, but acks_late is "
-                f"off: its message is gone when it starts, and if the worker dies then, it is "
-                f"never done.",
-                "Set acks_late=True and reject_on_worker_lost=True. If the task does more than "
-                "what is done once, that comes again with each delivery.",
+                f"Task {task.name} does its work only once, but acks_late is off: its message is "
+                f"acknowledged before it starts, so if the worker dies, the work is never done.",
+                f"Set acks_late=True and reject_on_worker_lost=True{LIMITED}. Anything else that "
+                f"the task does, outside of what is done once, is repeated at each delivery.",
             )
         elif not task.reject_on_worker_lost:
             yield fault(
@@ -39,7 +40,7 @@ def find_redelivery_faults(project: Project) -> Iterator[Finding]:
                 f"Task {task.name} acknowledges late, but reject_on_worker_lost is off: when its "
                 f"process is killed, for example by the OOM killer, its message is acknowledged "
                 f"all the same, and it is never done.",
-                "Set reject_on_worker_lost=True.",
+                f"Set reject_on_worker_lost=True{LIMITED}.",
             )
     timeout = project.visibility_timeout
     if timeout is None:
@@ -55,14 +56,21 @@ def find_redelivery_faults(project: Project) -> Iterator[Finding]:
                         f"runs twice, or more often.",
                         lengthen_visibility(seconds),
                     )
-    late = [task.name for task in once if task.acks_late]
-    # Celery has it since 5.5.
+
+
+def find_stop_faults(project: Project) -> Iterator[Finding]:
+    """W021: the messages of a worker that is killed while it stops are redelivered late."""
+    timeout = project.visibility_timeout
+    if timeout is None:
+        return
+    late = [task.name for task in project.tasks if task.acks_late and _is_done_once(task)]
+    # The setting exists since Celery 5.5.
     if late and not project.app.conf.get("worker_soft_shutdown_timeout", 0):
         yield fault(
             "W021",
-            f"worker_soft_shutdown_timeout is not set, so a worker that is killed while it stops "
-            f"gives no message back: the broker delivers its tasks, such as {late[0]}, again only "
-            f"after a visibility_timeout of {timeout:.10g} s.",
+            f"worker_soft_shutdown_timeout is not set: if a worker is killed while it stops, its "
+            f"unfinished tasks, such as {late[0]}, are redelivered only after a "
+            f"visibility_timeout of {timeout:.10g} s.",
             "Set worker_soft_shutdown_timeout to some seconds less than the deployment waits "
             "before it kills (Celery 5.5 or newer), and start workers with REMAP_SIGTERM=SIGQUIT "
             "in their environment.",
@@ -70,20 +78,20 @@ def find_redelivery_faults(project: Project) -> Iterator[Finding]:
 
 
 def _is_done_once(task: Any) -> bool:
-    """Return whether a task is ``@idempotent``, or its function names what does a thing once."""
+    """Return whether a task is ``@idempotent``, or its code uses ``do_once`` or ``idempotent``."""
     if any(isinstance(getattr(one, "idempotent", None), Idempotent) for one in layers(task.run)):
         return True
     return not {"do_once", "idempotent"}.isdisjoint(_names_in(task))
 
 
 def _names_in(task: Any) -> tuple[str, ...]:
-    """Return what the code of a task's own function names."""
+    """Return the names that the code of a task's own function uses."""
     return getattr(innermost_code(task), "co_names", ())
 
 
 def _find_waits(project: Project, task: Any) -> Iterator[tuple[str, float | None]]:
     """Yield how long a message of a task may stay without being acknowledged, and why."""
-    # W011 says it of single-instance tasks.
+    # W011 reports it for single-instance tasks.
     if task.acks_late and find_guarded(task) is None:
         yield "a time_limit", project.time_limit(task)
     yield from _find_retries(task)
@@ -93,9 +101,9 @@ def _find_waits(project: Project, task: Any) -> Iterator[tuple[str, float | None
 
 
 def _find_retries(task: Any) -> Iterator[tuple[str, float | None]]:
-    """Yield how long a retry of a task waits at the most, as Celery's ``autoretry`` reckons."""
+    """Yield how long a retry of a task waits at most, computed like Celery's ``autoretry``."""
     if not getattr(task, "autoretry_for", ()):
-        # The 180 s that every task has say nothing of what retry() is called with.
+        # The default of 180 s does not show which countdown retry() is called with.
         if "retry" in _names_in(task) and task.default_retry_delay != Task.default_retry_delay:
             yield "a default_retry_delay", seconds_of(task.default_retry_delay)
         return

@@ -1,9 +1,10 @@
-"""Faults of the settings, and of the cache or database in which they keep locks."""
+"""Faults of the settings, and of the cache or database that holds the locks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 from .. import conf
@@ -13,52 +14,53 @@ from ..inspection.findings import Finding, fault
 from ..locks.stores import locate
 from ..sending.outbox import checked_outbox
 
-#: Settings that are durations, each with what reads and refuses it.
-DURATIONS: Final[dict[str, Callable[[str], object]]] = {
-    "LOCK_TIMEOUT": lambda name: conf.lease_seconds(conf.get(name), name),
-    "SENT_TIMEOUT": lambda name: conf.lease_seconds(conf.get(name), name),
+#: Settings that are durations, each with the function that reads and validates it.
+DURATIONS: Final[dict[str, Callable[[], object]]] = {
+    "LOCK_TIMEOUT": conf.lock_timeout,
+    "SENT_TIMEOUT": conf.sent_timeout,
     "OUTBOX_SEND_TIMEOUT": conf.send_timeout,
-    "OUTBOX_RETENTION": conf.retention,
-    "OUTBOX_FAILED_RETENTION": conf.retention,
-    "OUTBOX_RESEND_AFTER": lambda name: conf.resend_after(),
-    "STAGES_RETENTION": conf.retention,
-    "IDEMPOTENCY_RETENTION": lambda name: conf.ttl(conf.get(name), name),
+    "OUTBOX_RETENTION": partial(conf.retention, "OUTBOX_RETENTION"),
+    "OUTBOX_FAILED_RETENTION": partial(conf.retention, "OUTBOX_FAILED_RETENTION"),
+    "OUTBOX_RESEND_AFTER": conf.resend_after,
+    "STAGES_RETENTION": partial(conf.retention, "STAGES_RETENTION"),
+    "IDEMPOTENCY_RETENTION": conf.idempotency_retention,
 }
-#: Other settings of one kind each, with what reads and refuses them.
+#: Other settings, each with the function that validates a value.
 OTHERS: Final[dict[str, Callable[[Any, str], object]]] = {
     "OUTBOX": checked_outbox,
     "MAX_DEATHS": conf.max_deaths,
+    "SEND_ON_COMMIT": conf.switch,
+    "WARN_IN_ATOMIC": conf.switch,
+    "SHOW_ARGUMENTS": conf.switch,
 }
-SWITCHES: Final = ("SEND_ON_COMMIT", "WARN_IN_ATOMIC", "SHOW_ARGUMENTS")
 
 
 def find_setting_faults() -> Iterator[Finding]:
     """W001: a setting that does not exist. E001: a setting whose value is not valid."""
-    for name, meant in conf.unknown().items():
-        hint = f"Did you mean {meant!r}?" if meant else f"It knows: {', '.join(conf.DEFAULTS)}."
-        yield fault("W001", f"{conf.NAME} has no setting {name!r}; it does nothing.", hint)
-    for name, read in DURATIONS.items():
+    for name in conf.misnamed():
+        text = f"The setting {name} has settings of this app; it does nothing."
+        yield fault("W001", text, f"Did you mean {conf.NAME}?")
+    for name in [each for each in conf.given() if each not in conf.DEFAULTS]:
+        text = f"{conf.NAME} has no setting {name!r}; it does nothing."
+        known = f"It knows: {', '.join(conf.DEFAULTS)}."
+        yield fault("W001", text, conf.did_you_mean(name, conf.DEFAULTS).lstrip() or known)
+    others = {name: partial(check, conf.get(name), name) for name, check in OTHERS.items()}
+    for name, read in (DURATIONS | others).items():
         try:
-            read(name)
+            read()
         except ConfigurationError as error:
-            default = conf.DEFAULTS[name]
-            unit = (
-                f"{default.days} days" if isinstance(default, timedelta) else f"{default} seconds"
-            )
-            yield fault("E001", str(error), f"The default is {unit}.")
-    for name, check in OTHERS.items():
-        try:
-            check(conf.get(name), name)
-        except ConfigurationError as error:
-            yield fault("E001", str(error), f"The default is {conf.DEFAULTS[name]}.")
-    for name in SWITCHES:
-        if not isinstance(value := conf.get(name), bool):
-            text = f"{name}={value!r} is neither True nor False."
-            yield fault("E001", text, f"The default is {conf.DEFAULTS[name]}.")
+            yield fault("E001", str(error), f"The default is {_default_of(name)}.")
+
+
+def _default_of(name: str) -> str:
+    default = conf.DEFAULTS[name]
+    if isinstance(default, timedelta):
+        return f"{default.days} days"
+    return f"{default} seconds" if name in DURATIONS else str(default)
 
 
 def find_store_faults() -> Iterator[Finding]:
-    """E002, E003: locks can't live there. W002: processes don't share them. W004: it loses some."""
+    """E002, E003: it can't hold locks. W002: locks aren't shared. W004: locks can be lost."""
     place = lock_store.find_place()
     yield place
     if not place.id:
@@ -66,9 +68,9 @@ def find_store_faults() -> Iterator[Finding]:
 
 
 def find_store_trouble() -> Iterator[Finding]:
-    """W005: cache.clear() frees locks. E009: they are refused. W006: evicted, or not known."""
+    """W005: cache.clear() frees locks. E009: the server refuses. W006: evicted, or no answer."""
     if lock_store.find_place().id:
-        return  # find_store_faults says so
+        return  # find_store_faults reports it
     location = locate()
     store = location.store()
     yield lock_store.find_clearing(location)

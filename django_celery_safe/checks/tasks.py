@@ -1,9 +1,9 @@
-"""Faults of single-instance tasks: what else in the project contradicts their locks."""
+"""Faults of tasks: options and settings that contradict a task's class or its lock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from celery.contrib.django.task import DjangoTask
 
@@ -13,38 +13,62 @@ from ..concurrency.options import Options
 from ..exceptions import ConfigurationError
 from ..inspection.findings import Finding, fault
 from ..sending import SafeTaskMixin
+from ..sending.option_names import find_misspelt
 from .project import Project, lengthen_visibility, seconds_of
+
+#: The options of a SafeTask.
+OPTIONS: Final = ("send_on_commit", "outbox", "max_deaths")
+#: The remedy for a task that is not a SafeTask.
+BE_SAFE: Final = (
+    'Write Celery("shop", task_cls="django_celery_safe:SafeTask") for all tasks, or '
+    "@shared_task(base=SafeTask) for this one."
+)
 
 
 def find_task_faults(project: Project) -> Iterator[Finding]:
-    """E005, W008 to W013, W024: faults of the tasks of the current Celery app."""
+    """E005, W008 to W013, W024, W025: faults of the tasks of the current Celery app."""
     for task in project.tasks:
+        yield from _find_option_faults(task)
         if guarded := find_guarded(task):
             yield from _find_send_faults(project, task, guarded.options)
             yield from _find_run_faults(project, task, guarded.options)
         elif hidden := find_hidden(task):
             yield fault(
                 "W024",
-                f"Task {task.name} runs {hidden.__qualname__}, which has @single_instance, behind "
-                f"a decorator that does not say what it wraps: a run still takes the lock, but as "
-                f"a call by hand does. unique_until does nothing, no message is sent again, and a "
-                f"redelivered one is skipped.",
+                f"Task {task.name} can't see {hidden.__name__}'s @single_instance: a decorator "
+                f"between them lacks functools.wraps. A run takes the lock, but its message is "
+                f"never sent again, and unique_until does nothing.",
                 "Write @functools.wraps(function) above the inner function of that decorator, or "
                 "put it below @single_instance.",
             )
     yield from _find_bypassed(project)
 
 
+def _find_option_faults(task: Any) -> Iterator[Finding]:
+    """E005: SafeTask options on a task that is not a SafeTask. W025: misspelt options."""
+    without = not isinstance(task, SafeTaskMixin)
+    for option in OPTIONS if without else ():
+        if option in vars(type(task)):
+            yield fault(
+                "E005",
+                f"Task {task.name} has {option}={getattr(task, option)!r}, but it is not a "
+                f"SafeTask: the option does nothing.",
+                BE_SAFE,
+            )
+    for name, meant in find_misspelt(task, SafeTaskMixin):
+        text = f"Task {task.name} has the option {name!r}, which does nothing."
+        yield fault("W025", text, f"Did you mean {meant!r}?")
+
+
 def _find_send_faults(project: Project, task: Any, options: Options) -> Iterator[Finding]:
-    """E005, W008: nothing takes the lock of the send. W013: a message is skipped."""
+    """E005, W008: the send does not take the lock. W013: a message is skipped."""
     until = options.unique_until
     if until is None:
         return
     text = f"Task {task.name} has unique_until={until!r}, but "
     if not isinstance(task, SafeTaskMixin):
-        text += "it is no SafeTask: its sends are Celery's own, and each of them is published."
-        hint = "Write @shared_task(base=SafeTask), or derive its class from SafeTaskMixin."
-        yield fault("E005", text, hint)
+        text += "it is not a SafeTask: its sends are Celery's own, and each of them is published."
+        yield fault("E005", text, BE_SAFE)
     elif project.app.conf.task_protocol == 1:
         text += (
             "task_protocol is 1, whose messages have no headers: the lock can't travel, and each "
@@ -61,7 +85,7 @@ def _find_send_faults(project: Project, task: Any, options: Options) -> Iterator
 
 
 def _find_run_faults(project: Project, task: Any, options: Options) -> Iterator[Finding]:
-    """W009: a run outlives its lock. W010: it is ended while it waits. W011: it comes again."""
+    """W009: a run outlives its lock. W010: it is ended while it waits. W011: redelivered early."""
     limit, waits = project.time_limit(task), options.blocking_timeout
     lease = _lease_of(options)
     if lease is not None and not options.renew and (limit is None or limit > lease):
@@ -94,7 +118,7 @@ def _find_run_faults(project: Project, task: Any, options: Options) -> Iterator[
 
 
 def _lease_of(options: Options) -> float | None:
-    """Return the lease of a task's lock, s; None: LOCK_TIMEOUT is not valid, as E001 says."""
+    """Return the lease of a task's lock, s; None: LOCK_TIMEOUT is not valid (E001 reports it)."""
     if not isinstance(options.timeout, conf.Unset):
         return options.timeout
     try:
@@ -104,8 +128,8 @@ def _lease_of(options: Options) -> float | None:
 
 
 def _find_bypassed(project: Project) -> Iterator[Finding]:
-    """W012: ``base=SafeTask`` leaves out the project's own task class."""
-    # Celery derives the app's own class from the project's.
+    """W012: ``base=SafeTask`` bypasses the project's own task class."""
+    # Celery derives the app's Task class from the project's task class.
     base = project.app.Task.__mro__[1]
     if issubclass(SafeTaskMixin, base) or issubclass(DjangoTask, base):
         return
@@ -113,14 +137,14 @@ def _find_bypassed(project: Project) -> Iterator[Finding]:
     if not names:
         return
     hint = (
-        f"class SafeAppTask(SafeTaskMixin, {base.__name__}): derive it, and give it as base, or "
-        f"as the app's task_cls."
+        f"Define class SafeAppTask(SafeTaskMixin, {base.__name__}), and use it as base, or as "
+        f"the app's task_cls."
     )
     if issubclass(base, SafeTaskMixin):
         hint = f"Leave out base=SafeTask, or write base={base.__name__}: it is one already."
     path = f"{base.__module__}.{base.__qualname__}"
     text = (
-        f"The app's task class is {path}, which {len(names)} task(s) with base=SafeTask do "
-        f"without, such as {names[0]}."
+        f"The app's task class is {path}, but {len(names)} task(s) with base=SafeTask bypass it, "
+        f"such as {names[0]}."
     )
     yield fault("W012", text, hint)

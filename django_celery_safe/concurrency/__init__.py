@@ -1,5 +1,5 @@
 """
-Tasks of which one run goes on at a time.
+Tasks that have one run at a time.
 
 A send:
     ``sending.task`` → ``keys`` (which calls are the same) → ``delivery.header`` (what travels)
@@ -7,12 +7,12 @@ A send:
 
 A run:
     ``decorator`` → ``guard`` → ``keys`` → ``locks`` (takes the run's lock)
-    → ``sent`` (renews the message's along) → the function → ``locks`` (frees the run's)
-    → ``delivery.copies`` (marks the end for a copy that waits) → ``sent`` (frees the message's)
+    → ``sent`` (renews the message's lock too) → the function → ``locks`` (frees the run's lock)
+    → ``delivery.copies`` (marks the end for a waiting copy) → ``sent`` (frees the message's lock)
 
-A run that meets the lock does what ``options`` say, or sends itself again by
-``delivery.copies``; what ends a message or a run from outside frees their locks in
-``message_endings``.
+A run that finds the lock held does what ``options`` say, or is re-sent by
+``delivery.copies``. If something else ends a message or a run, ``message_endings`` frees
+their locks.
 """
 
 from .decorator import single_instance

@@ -1,26 +1,27 @@
-"""The run of a single-instance task: take the lock, or do what ``on_conflict`` says."""
+"""How a single-instance task runs: take the lock, or do what ``on_conflict`` says."""
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from celery import Task
 from celery.app.task import Context
 
 from .. import conf
 from ..delivery.call import (
+    Args,
+    Function,
+    Kwargs,
     find_call,
     layers,
     name_of,
     run_for,
     sent_arguments,
-    serializer_of,
 )
 from ..delivery.copies import (
     OWN_RUN_WAIT,
@@ -37,6 +38,7 @@ from ..events import DUPLICATE_SKIPPED, TASK_CONFLICT
 from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
 from ..locks import CacheLock, HeldLock
+from ..locks.lock import LockOptions
 from ..locks.stores import locate
 from ..texts import get_logger
 from .keys import call_key
@@ -45,73 +47,59 @@ from .sent import find_sent
 
 logger = get_logger(__name__)
 
-#: Part of ``retry_delay`` that is added at random, so that many don't come back at once.
+#: Part of ``retry_delay`` that is added at random, so that many runs don't retry at once.
 JITTER: Final = 0.25
 
 
 def run_alone(
-    decorated: Callable[..., Any],
-    function: Callable[..., Any],
-    options: Options,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    decorated: Function, function: Function, options: Options, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Call ``function`` under its lock; if that is held, do what ``on_conflict`` says."""
-    guarded = Guarded(function, options, bool(args) and isinstance(args[0], Task))
-    return _run(guarded, *find_call(decorated, function, args), args, kwargs)
+    """Call ``function`` under its lock; if the lock is held, do what ``on_conflict`` says."""
+    task, request, bound = find_call(decorated, function, args)
+    return _run(Guarded(function, options, bound), task, request, args, kwargs)
 
 
-def _run_as_asked(
-    task: Any,
-    request: Context,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a task without ``@single_instance`` alone, since the call asked for it."""
+def _run_as_asked(task: Any, request: Context, run: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run a task without ``@single_instance`` alone, because the caller's options ask for it."""
     if find_guarded(task) is not None:
         return run(*args, **kwargs)
     return _run(Guarded(run, DEFAULTS, False), task, request, args, kwargs)
 
 
-#: Which calls of the task are the same, see ``keys``.
+#: The key that calls of the same work share, see ``keys``.
 declare_field("key", is_text)
-#: Stands before the key in the names of its locks, instead of the task's name.
+#: Replaces the task's name before the key in the names of its locks.
 declare_field("lock", is_text)
 #: The ``single_instance`` options that the caller gave for this call.
 declare_field("options", lambda value: isinstance(value, Mapping))
 add_wrapper("options", _run_as_asked)
 
 
-def _run(
-    guarded: Guarded,
-    task: Any,
-    request: Context | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwargs: Kwargs) -> Any:
     """
-    Run a task alone.
+    Run a task under its lock, or do what ``on_conflict`` says.
 
     Args:
-        request: What it runs for; None: a direct call.
+        request: The request that the task runs for; None: a direct call.
     """
     header = get_header(request)
     if request is not None and "duplicate" in header:
         return _emit_duplicate(task, request, header)
     options = options_for(guarded, header)
-    # Eager runs and .apply() have no message that could come back.
+    # Eager runs and .apply() have no message that could be redelivered.
     message = None if request is None or request.is_eager else request
     name = get_lock_name(task, message, guarded, options, header, args, kwargs)
     if message is not None and "copy" in header:
         drop_if_run_ended(task, message, locate(options.cache))
     sent = find_sent(message) if message is not None and "sent" in header else None
-    lock = CacheLock(name, timeout=options.timeout, renew=options.renew, cache=options.cache)
+    lock = CacheLock(
+        name, LockOptions(options.timeout, 0.0, options.renew, options.cache, options.limit)
+    )
     with ExitStack() as stack:
         if sent is not None:
             stack.enter_context(sent.during(task))
         if message is not None and task.acks_late:
-            stack.enter_context(marking_end(task, message, lock, locate(options.cache)))
+            stack.enter_context(marking_end(task, message, lock))
         with lock:
             acquired = bool(lock)
             if not acquired and message is not None:
@@ -140,22 +128,23 @@ def get_lock_name(
     guarded: Guarded,
     options: Options,
     header: Header,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    args: Args = (),
+    kwargs: Kwargs = MappingProxyType({}),
 ) -> str:
     """
-    Return the name of the lock of one run.
+    Return the name of one run's lock.
 
     Args:
-        message: The message that it runs for; None: there is none, and ``args`` and
-            ``kwargs`` are what it was called with.
-        header: The message's.
+        message: The message that the task runs for; None: there is no message, and ``args`` and
+            ``kwargs`` are the arguments of the call.
+        header: The message's header.
     """
     task_name = name_of(task, guarded.function) if task is None else task.name
     lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
     key = header.get("key")
     if key is None:
-        args, kwargs = sent_arguments(task, message, args[guarded.bound :], kwargs)
+        args = args[guarded.bound :]
+        args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
         key = call_key(
             task_name,
             guarded.function,
@@ -163,17 +152,17 @@ def get_lock_name(
             args,
             kwargs,
             bound=guarded.bound,
-            serializer=serializer_of(task),
+            serializer=serializer,
         )
     return f"{header.get('lock', lock)}:{key}"
 
 
-def name_lock(task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
     """
-    Return the name of the lock under which a task runs when it is called so.
+    Return the name of the lock that a task takes when it runs with these arguments.
 
     Raises:
-        ConfigurationError: The task has no ``@single_instance``, and so no lock.
+        ConfigurationError: The task has no ``@single_instance``, and therefore no lock.
         TypeError: The arguments don't fit the task.
     """
     guarded = find_guarded(task)
@@ -187,14 +176,14 @@ def name_lock(task: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> st
 
 
 def _is_own(contender: HeldLock | None, request: Context | None) -> bool:
-    """Return whether the lock is held for the very task id of this message."""
+    """Return whether the lock is held under this message's own task id."""
     if contender is None or request is None:
         return False
     return request.id is not None and contender.holder.task_id == request.id
 
 
 def _wait(lock: CacheLock, request: Context, options: Options) -> bool:
-    """Retry the lock shortly, if its holder may be about to end; return whether it was acquired."""
+    """Wait for the lock if the holder is this task id or the option says so; return if acquired."""
     contender = lock.contender
     if _is_own(contender, request):
         return lock.acquire(OWN_RUN_WAIT)
@@ -208,7 +197,7 @@ def _step_aside(
     task: Any, request: Context, name: str, options: Options, contender: HeldLock
 ) -> None:
     holder = contender.holder
-    if options.on_conflict == "wait":  # noted when it began to
+    if options.on_conflict == "wait":  # the conflict was emitted when the wait started
         raise AlreadyRunning(name, str(holder), options.blocking_timeout, holder.task_id)
     _emit_conflict(name, options.on_conflict, contender, request.id)
     match options.on_conflict:
@@ -224,7 +213,7 @@ def _step_aside(
 
 
 def _step_aside_without_message(name: str, options: Options, contender: HeldLock | None) -> None:
-    """Do what can be done for a direct call, ``.apply()`` or eager mode: skip, or raise."""
+    """Skip or raise: a direct call, ``.apply()`` or eager mode has no message to retry."""
     _emit_conflict(name, options.on_conflict, contender, None)
     if options.on_conflict == "skip":
         return
@@ -249,49 +238,49 @@ def _emit_duplicate(task: Any, request: Context, header: Header) -> None:
 
 class Guarded(NamedTuple):
     """
-    What ``@single_instance`` decorated in a task.
+    The function that ``@single_instance`` decorated in a task.
 
     Attributes:
         function: The decorated function.
-        options: What the decorator was told.
+        options: The options of the decorator.
         bound: Whether the function gets the task as its first argument.
     """
 
-    function: Callable[..., Any]
+    function: Function
     options: Options
     bound: bool
 
 
 @lru_cache(maxsize=4096)
 def find_guarded(task: Any) -> Guarded | None:
-    """Return what ``@single_instance`` decorated in ``task``; None if nothing."""
-    found = list(layers(task.run))
-    # Wrappers copy the attributes of what they wrap, so it is the innermost one that has them.
+    """Return the function that ``@single_instance`` decorated in ``task``; None: no function."""
+    found = layers(task.run)
+    # Wrappers copy the attributes of wrapped functions: the innermost with the options is ours.
     marked = [index for index, layer in enumerate(found) if _options_of(layer) is not None]
     if not marked:
         return None
     decorated = found[marked[-1]]
-    # The method that binds the task may stand behind autoretry's wrapper, whose own
-    # signature says nothing about it.
+    # The method that binds the task may be inside autoretry's wrapper, whose own signature
+    # does not show it.
     bound = any(map(inspect.ismethod, found[: marked[-1]]))
     return Guarded(decorated, decorated.single_instance, bound)
 
 
-def find_hidden(task: Any) -> Callable[..., Any] | None:
+def find_hidden(task: Any) -> Function | None:
     """
-    Return what ``@single_instance`` decorated where the task can't find it; None if nothing.
+    Return a function that ``@single_instance`` decorated but the task can't find, or None.
 
-    That is behind a wrapper without ``functools.wraps``, which keeps what it wraps in its
-    closure. Whether it wraps it, or calls it for another reason, nothing can tell.
+    The function is hidden by a wrapper without ``functools.wraps``, which has it in its closure.
+    A function that calls a decorated function for another reason looks the same.
     """
     seen: set[int] = set()
-    waiting: list[Callable[..., Any]] = list(layers(task.run)) if find_guarded(task) is None else []
+    waiting: list[Function] = layers(task.run) if find_guarded(task) is None else []
     while waiting:
         function = waiting.pop()
         if _options_of(function) is not None:
             return function
         for cell in getattr(function, "__closure__", None) or ():
-            with suppress(ValueError):  # an empty one
+            with suppress(ValueError):  # an empty cell
                 inner = cell.cell_contents
                 if inspect.isfunction(inner) and id(inner) not in seen:
                     seen.add(id(inner))
@@ -300,11 +289,11 @@ def find_hidden(task: Any) -> Callable[..., Any] | None:
 
 
 def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options, Header] | None:
-    """Return what runs alone for a message, how, and its header; None: any number may run."""
+    """Return a message's guarded function, options and header; None: any number may run."""
     header = get_header(request)
     guarded = find_guarded(task)
     if guarded is None:
-        # A message may hold a lock that only its sender's release knows of.
+        # The sender may run another release of the code, in which the task has a lock.
         if "options" not in header and "sent" not in header:
             return None
         guarded = Guarded(task.run, DEFAULTS, False)
@@ -312,10 +301,10 @@ def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options
 
 
 def options_for(guarded: Guarded, header: Header) -> Options:
-    """Return how a message's task runs: what its caller asked for, over what the task says."""
+    """Return the options of a message's run: the caller's options override the task's."""
     if "options" not in header:
         return guarded.options
-    # Those of a newer release, or of no release: the run must not fail for them.
+    # Drop options that this release does not know: they must not make the run fail.
     known = {name: value for name, value in header["options"].items() if name in CALL_OPTIONS}
     try:
         return options_of_call(guarded.options, known)

@@ -1,9 +1,9 @@
 """
-Which calls of a task are the same.
+Keys of calls: two calls of a task with the same key count as the same.
 
-A call's key is made from its arguments bound to the task's signature, defaults
-applied, in the form in which they arrive at the worker. So it does not matter
-how a call was written, nor whether the key is made at the send or at the run.
+A call's key is made from its arguments, bound to the task's signature with defaults
+applied, in the form in which they arrive at the worker. So the key does not depend on
+how the call was written, or on whether it is made when the task is sent or when it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from kombu.exceptions import SerializationError
 from kombu.serialization import dumps, loads
 
 from .. import conf
-from ..exceptions import ConfigurationError, NotSerializable, describe_error
+from ..exceptions import ConfigurationError, NotSerializable
+from ..foreign_errors import describe_error
 from .options import Key, template_names
 
 #: Hexadecimal digits of a hashed key; 128 bits.
@@ -52,21 +53,22 @@ def call_key(
     strict: bool = True,
 ) -> str:
     """
-    Return the key of one call: the same for calls that must not run at once.
+    Return the key of one call, which is equal for calls that must not overlap.
 
     Args:
         function: The task's own function, for its signature.
-        rule: Which calls are the same, as ``single_instance`` is told it.
+        rule: The option ``key`` of ``single_instance``.
         args: Positional arguments, without the ``self`` of a bound task.
         bound: Whether the function's first parameter is the task.
-        serializer: The task's serializer; it decides on the wire form.
-        strict: Whether to raise for what can't be written down, instead of leaving it out.
+        serializer: The task's serializer, which decides on the form of arguments in a message.
+        strict: Whether to raise for an argument that can't be encoded, instead of ignoring its
+            value.
 
     Raises:
         ArgumentsDontFit: The arguments don't fit the signature.
         NotSerializable: An argument of the key can't be sent.
-        ConfigurationError: An argument of the key can be sent, but not be written down;
-            the key function returned None or what can't be written down; or the key
+        ConfigurationError: An argument of the key can be sent, but not encoded;
+            the key function returned None or a value that can't be encoded; or the key
             names the task itself.
     """
     try:
@@ -80,7 +82,7 @@ def call_key(
         if name not in call.arguments:
             raise ConfigurationError(
                 f"The key of task {task_name} names {name!r}, which is the task itself (bind=True) "
-                f"and tells no two calls apart. Leave it out."
+                f"and the same in all calls. Leave it out."
             )
         call.arguments[name] = to_wire(call.arguments[name], serializer)
     if isinstance(rule, str):
@@ -101,7 +103,8 @@ def call_key(
                         f"has no form that is surely the same for equal values. {_KEY_HINT}"
                     ) from error
                 raise NotSerializable(task_name, name, str(error), _HINT) from error
-            # A default never travels, so only this process can have it.
+            # Use no value: a default is not in the message, so it is the same in all calls; and
+            # without ``strict`` the value does not count.
             parts.append(encode(name) + "default")
     return _digest("".join(parts))
 
@@ -117,15 +120,21 @@ def _can_be_sent(value: Any, serializer: str) -> bool:
 def _fill_in(task_name: str, template: str, arguments: Mapping[str, Any]) -> str:
     try:
         return template.format_map(arguments)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except AttributeError as error:
         raise ConfigurationError(
             f"The key {template!r} of task {task_name} can't be made from these arguments: "
-            f"{describe_error(error)}. Leave out the format or attribute, or give a list of names."
+            f"{describe_error(error)}. Arguments are plain data in a key, as in the message: pass "
+            f"what the key needs, for example user_id, and write {{user_id}}."
+        ) from error
+    except (TypeError, ValueError, LookupError) as error:
+        raise ConfigurationError(
+            f"The key {template!r} of task {task_name} can't be made from these arguments: "
+            f"{describe_error(error)}. Leave out the format, or give a list of names."
         ) from error
 
 
 def to_wire(value: Any, serializer: str) -> Any:
-    """Return ``value`` as the serializer delivers it; as it is if it can't be sent."""
+    """Return ``value`` as the serializer delivers it; unchanged if it can't be sent."""
     try:
         if serializer == "json" and _is_plain(value):
             return value
@@ -137,10 +146,10 @@ def to_wire(value: Any, serializer: str) -> Any:
 
 def encode(value: Any) -> str:
     """
-    Write a value down so that equal text means equal type and value.
+    Encode a value so that equal text means equal type and value.
 
-    Tuple and list are the same, since JSON knows only one of them; dicts and
-    sets have no order. Raises TypeError for anything that has no such form.
+    Tuples and lists are encoded alike, because JSON has only lists; the order of dicts and
+    sets does not matter. Raises TypeError for a value that can't be encoded this way.
     """
     match value:
         case None:
@@ -148,8 +157,8 @@ def encode(value: Any) -> str:
         case bool():
             return "T" if value else "F"
         case int():
-            # Hexadecimal: Python refuses to print very large ints in decimal.
-            # By the type itself: an Enum's member shows itself otherwise.
+            # Hexadecimal, because Python refuses to print very large ints in decimal.
+            # Through the type, because an Enum member formats itself differently.
             return f"i{int.__format__(value, 'x')};"
         case float():
             return f"f{float.__repr__(value)};"
@@ -194,26 +203,26 @@ def _from_function(task_name: str, rule: Callable[..., Any], call: inspect.Bound
         ) from error
 
 
-# Kept: reading a template takes longer than filling it in.
+# Cached: parsing a template takes longer than filling it in.
 _names_of = lru_cache(maxsize=1024)(template_names)
 
 
 def _names(rule: Any) -> list[str]:
     names = _names_of(rule) if isinstance(rule, str) else rule
-    # Sorted: a set's order is another in each process.
+    # Sorted: a set's order differs between processes.
     return sorted(set(names))
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON surely delivers ``value`` just as it is."""
+    """Return whether JSON certainly delivers ``value`` unchanged."""
     kind = type(value)
     if kind is str:
-        return str.isascii(value)  # of others, JSON joins two halves of a character
+        return str.isascii(value)  # in other strings, JSON may join two surrogates
     if value is None or kind in (int, bool):
         return True
     if kind is list:
         return all(map(_is_plain, value))
-    if kind is dict and "__type__" not in value:  # kombu's mark of other types
+    if kind is dict and "__type__" not in value:  # kombu's marker for other types
         return all(
             type(key) is str and _is_plain(key) and _is_plain(item) for key, item in value.items()
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, get_args
+from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, cast, get_args
 
 from .. import conf
 from ..exceptions import ConfigurationError
@@ -18,10 +17,11 @@ UniqueUntil: TypeAlias = Literal["start", "end"]
 OnDuplicate: TypeAlias = Literal["existing", "raise"]
 Key: TypeAlias = str | Sequence[str] | Callable[..., Any]
 
-#: What can be told for one call; all of it plain values, since it travels in the message.
+#: Options that one call may override; their values are plain data, sent in the message.
 CALL_OPTIONS: Final = (
     "key",
     "lock",
+    "limit",
     "timeout",
     "on_conflict",
     "blocking_timeout",
@@ -30,23 +30,25 @@ CALL_OPTIONS: Final = (
     "sent_timeout",
     "on_duplicate",
 )
-#: Those that are durations.
+#: Those of CALL_OPTIONS that are durations.
 _CALL_DURATIONS: Final = ("timeout", "blocking_timeout", "retry_delay", "sent_timeout")
 
-#: What can stand in a field of a format string after its "!"; None: there is none.
+#: Conversions allowed after a "!" in a format string's field; None: there is no "!".
 _CONVERSIONS: Final = (None, "r", "s", "a")
 
-#: Seconds after which ``on_conflict="retry"`` comes back, before jitter.
+#: Seconds until the retry of ``on_conflict="retry"``, before jitter.
 RETRY_DELAY: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of one ``@single_instance``, valid and with defaults applied."""
+    """The validated options of one ``@single_instance``, with defaults applied."""
 
     key: Key | conf.Unset
-    #: What stands before the key in the lock's name; unset: the task's name.
+    #: The part before the key in the lock's name; unset: the task's name.
     lock: str | conf.Unset
+    #: How many runs may hold the lock at once.
+    limit: int
     on_conflict: OnConflict
     timeout: float | conf.Unset
     retry_delay: float
@@ -54,7 +56,8 @@ class Options:
     blocking_timeout: float
     renew: bool
     cache: str | conf.Unset
-    unique_until: UniqueUntil | None
+    #: A number is a period, s.
+    unique_until: UniqueUntil | float | None
     sent_timeout: float | conf.Unset
     on_duplicate: OnDuplicate
 
@@ -70,27 +73,27 @@ class GivenOptions(TypedDict, total=False):
 
     key: Key | conf.Unset
     lock: str | conf.Unset
+    limit: int
     on_conflict: OnConflict
     timeout: conf.Duration | conf.Unset
     retry_delay: conf.Duration | conf.Unset
     blocking_timeout: conf.Duration | conf.Unset
     renew: bool
     cache: str | conf.Unset
-    unique_until: UniqueUntil | None
+    unique_until: UniqueUntil | conf.Duration | None
     sent_timeout: conf.Duration | conf.Unset
     on_duplicate: OnDuplicate | conf.Unset
 
 
 def make_options(**given: Unpack[GivenOptions]) -> Options:
     """
-    Return the options, or say which of them mean nothing.
+    Return the validated options, with defaults applied.
 
     Raises:
-        ConfigurationError: An option is unknown, or two contradict each other.
+        ConfigurationError: An option is not valid, or two contradict each other.
     """
     on_conflict = given.get("on_conflict", "skip")
     retry_delay = given.get("retry_delay", conf.UNSET)
-    unique_until = given.get("unique_until")
     sent_timeout = given.get("sent_timeout", conf.UNSET)
     on_duplicate = given.get("on_duplicate", conf.UNSET)
     _check_choice("on_conflict", on_conflict, get_args(OnConflict))
@@ -101,16 +104,23 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
         )
     patience = _checked_patience(given.get("blocking_timeout", conf.UNSET), on_conflict)
     delay = RETRY_DELAY if isinstance(retry_delay, conf.Unset) else retry_delay
-    _check_unique(unique_until, sent_timeout, on_duplicate)
+    unique_until = _checked_unique(given.get("unique_until"), sent_timeout, on_duplicate)
+    limit = conf.lock_limit(given.get("limit", 1))
+    if limit > 1 and unique_until == "end":
+        raise ConfigurationError(
+            f'limit={limit} has no meaning with unique_until="end": the same is not sent again '
+            f'while one runs. Leave one of them out, or set unique_until="start".'
+        )
     return Options(
         key=checked_key(given.get("key", conf.UNSET)),
         lock=_checked_lock(given.get("lock", conf.UNSET)),
+        limit=limit,
         on_conflict=on_conflict,
         timeout=_seconds_or_unset(given.get("timeout", conf.UNSET), "timeout"),
         retry_delay=conf.lease_seconds(delay, "retry_delay"),
         blocking_timeout=patience,
-        renew=given.get("renew", True),
-        cache=given.get("cache", conf.UNSET),
+        renew=conf.switch(given.get("renew", True), "renew"),
+        cache=_checked_cache(given.get("cache", conf.UNSET)),
         unique_until=unique_until,
         sent_timeout=_seconds_or_unset(sent_timeout, "sent_timeout"),
         on_duplicate="existing" if isinstance(on_duplicate, conf.Unset) else on_duplicate,
@@ -119,25 +129,24 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
 
 def check_call_options(given: Any) -> None:
     """
-    Refuse options for one call that no task could follow.
+    Refuse options for one call that are not valid for any task.
 
     Raises:
-        ConfigurationError: One is unknown, or can't travel in a message.
+        ConfigurationError: An option is unknown, or can't be sent in a message.
     """
     if not isinstance(given, Mapping):
         raise ConfigurationError(
-            f"single_instance={given!r} is no dict of options for one call, such as "
+            f"single_instance={given!r} is not a dict of options for one call, such as "
             f'{{"key": "feed-42", "on_conflict": "retry"}}.'
         )
     for name, value in given.items():
         if name not in CALL_OPTIONS:
-            close = difflib.get_close_matches(str(name), CALL_OPTIONS, n=1)
-            guess = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigurationError(
                 f"single_instance has no option {name!r} for one call. It has: "
-                f"{', '.join(CALL_OPTIONS)}.{guess}"
+                f"{', '.join(CALL_OPTIONS)}.{conf.did_you_mean(name, CALL_OPTIONS)}"
             )
-        if name in _CALL_DURATIONS and (
+        may_be_period = name == "unique_until" and not isinstance(value, str | None)
+        if (name in _CALL_DURATIONS or may_be_period) and (
             isinstance(value, bool) or not isinstance(value, int | float)
         ):
             raise ConfigurationError(
@@ -153,18 +162,19 @@ def check_call_options(given: Any) -> None:
 
 def options_of_call(options: Options, given: Any) -> Options:
     """
-    Return the options of one call: what the caller gave, over those of the task.
+    Return the options of one call: the caller's options override the task's.
 
     Raises:
-        ConfigurationError: One is unknown, can't travel, or contradicts another.
+        ConfigurationError: An option is unknown, can't be sent, or contradicts another option.
     """
     check_call_options(given)
     way = given.get("on_conflict", options.on_conflict)
     until = given.get("unique_until", options.unique_until)
-    # What the task says of a way that this call does not go has no meaning here.
+    # Leave out options of the task that don't fit this call's on_conflict and unique_until.
     as_task: dict[str, Any] = {
         "key": options.key,
         "lock": options.lock,
+        "limit": options.limit,
         "timeout": options.timeout,
         "renew": options.renew,
         "cache": options.cache,
@@ -175,8 +185,9 @@ def options_of_call(options: Options, given: Any) -> Options:
         as_task["blocking_timeout"] = options.blocking_timeout
     if way == options.on_conflict == "retry":
         as_task["retry_delay"] = options.retry_delay
-    if until is not None:
+    if isinstance(until, str):
         as_task["sent_timeout"] = options.sent_timeout
+    if until is not None:
         as_task["on_duplicate"] = options.on_duplicate
     return make_options(**{**as_task, **given})
 
@@ -188,20 +199,20 @@ def check_key_names(
     Refuse a key whose names are not arguments of ``function``.
 
     Args:
-        plain: Whether a text that names none may be a key, as it may for one call.
+        plain: Whether a text that names no arguments may be a key, as for one call.
 
     Raises:
-        ConfigurationError: Naming the function, the name and what it may have meant.
+        ConfigurationError: A name is not an argument; the error suggests a similar name.
     """
     if isinstance(key, conf.Unset) or callable(key):
         return
-    # A functools.partial has no name, and may be made into a task that has.
+    # A functools.partial has no name, but a task made from it has.
     where = f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
     try:
         names = template_names(key) if isinstance(key, str) else list(key)
     except ValueError as error:
         raise ConfigurationError(
-            f"The key {key!r} of {where} is no format string: {error}. A brace that is meant as "
+            f"The key {key!r} of {where} is not a format string: {error}. A brace that is meant as "
             f"text is written twice."
         ) from error
     if isinstance(key, str) and not names and not plain:
@@ -210,24 +221,23 @@ def check_key_names(
             f'Name one, as in key="{{feed_url}}"; for one lock over all calls write key=[].'
         )
     parameters = list(inspect.signature(function).parameters)
-    # The task itself, by custom; call_key refuses it by any name.
+    # By convention "self" is the task itself; call_key refuses the task under any name.
     parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
     for name in names:
         if name not in parameters:
-            close = difflib.get_close_matches(name, parameters, n=1)
-            guess = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigurationError(
                 f"The key {key!r} of {where} names {name!r}, which is not an argument of it. It "
-                f"takes: {', '.join(parameters) or 'no arguments'}.{guess}"
+                f"takes: {', '.join(parameters) or 'no arguments'}."
+                f"{conf.did_you_mean(name, parameters)}"
             )
 
 
 def template_names(template: str) -> list[str]:
     """
-    Return the argument names that a format string uses, those in format specs too.
+    Return the argument names that a format string uses, including those in format specs.
 
     Raises:
-        ValueError: It is no format string.
+        ValueError: The text is not a format string.
     """
     names: list[str] = []
     for _, field, spec, conversion in string.Formatter().parse(template):
@@ -242,37 +252,52 @@ def template_names(template: str) -> list[str]:
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if value in choices:
         return
-    close = difflib.get_close_matches(str(value), choices, n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
     raise ConfigurationError(
-        f"{name}={value!r} is not known; it can be {', '.join(map(repr, choices))}.{guess}"
+        f"{name}={value!r} is not known; it can be {', '.join(map(repr, choices))}."
+        f"{conf.did_you_mean(value, choices)}"
     )
 
 
-def _check_unique(unique_until: Any, sent_timeout: Any, on_duplicate: Any) -> None:
+def _checked_unique(
+    unique_until: Any, sent_timeout: Any, on_duplicate: Any
+) -> UniqueUntil | float | None:
     if unique_until is not None:
-        _check_choice("unique_until", unique_until, get_args(UniqueUntil))
         if not isinstance(on_duplicate, conf.Unset):
             _check_choice("on_duplicate", on_duplicate, get_args(OnDuplicate))
-        return
+        if isinstance(unique_until, str):
+            _check_choice("unique_until", unique_until, get_args(UniqueUntil))
+            return cast("UniqueUntil", unique_until)
+        if not isinstance(sent_timeout, conf.Unset):
+            raise ConfigurationError(
+                f"sent_timeout={sent_timeout!r} has no meaning with unique_until={unique_until!r}, "
+                f"a period that lasts whatever becomes of the message. Leave it out."
+            )
+        return conf.lease_seconds(unique_until, "unique_until")
     for name, value in (("sent_timeout", sent_timeout), ("on_duplicate", on_duplicate)):
         if not isinstance(value, conf.Unset):
             raise ConfigurationError(
                 f"{name}={value!r} has no meaning without unique_until, since any number may be "
                 f'sent then. Leave it out, or set unique_until="start" or "end".'
             )
+    return None
 
 
 def _checked_lock(lock: Any) -> str | conf.Unset:
     if isinstance(lock, conf.Unset):
         return lock
-    # The locks of messages have that prefix.
+    # The names of messages' locks start with "sent:".
     if isinstance(lock, str) and lock and lock.partition(":")[0] != "sent":
         return lock
     raise ConfigurationError(
         f"lock={lock!r} can't stand before the key in a lock's name: give a text that is not empty "
         f'and does not begin with "sent:", such as "reports".'
     )
+
+
+def _checked_cache(cache: Any) -> str | conf.Unset:
+    if isinstance(cache, conf.Unset | str):
+        return cache
+    raise ConfigurationError(f'cache={cache!r} is not an alias of CACHES, such as "locks".')
 
 
 def _seconds_or_unset(value: Any, what: str) -> float | conf.Unset:
@@ -301,10 +326,10 @@ def _checked_patience(blocking_timeout: Any, on_conflict: str) -> float:
 
 def checked_key(key: Any) -> Key | conf.Unset:
     """
-    Return what says which calls are the same, ready to be kept.
+    Return the ``key`` option, validated; a list of names becomes a tuple.
 
     Raises:
-        ConfigurationError: It can't say that.
+        ConfigurationError: The key is not valid.
     """
     if isinstance(key, (conf.Unset, str)):
         return key
@@ -321,5 +346,5 @@ def checked_key(key: Any) -> Key | conf.Unset:
     )
 
 
-#: The options of a task that is decorated without any, or not decorated.
+#: The options of a task that is decorated without options, or not decorated.
 DEFAULTS: Final = make_options()

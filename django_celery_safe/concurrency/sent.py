@@ -1,12 +1,14 @@
 """
-The lock that a message holds from its sending on, where a task has ``unique_until``.
+The lock that a message of a task with ``unique_until`` holds from the moment it is sent.
 
-Its name is that of the run's lock with ``sent:`` in front, and its token travels in
-the message, so that any process that has the message can free exactly that lock. While
-the message waits (in a queue, for its ETA, for its retry) nobody is there to renew it,
-and its lease is
-``sent_timeout``; while it runs, the lease is that of the run's own lock, and renewed
-along with it, so that a killed worker leaves neither.
+Its name is the name of the run's lock with the prefix ``sent:``, and its token travels in
+the message, so any process that has the message can free exactly that lock. While
+the message waits (in a queue, for its ETA, for its retry), no process can renew the lock,
+and its lease is ``sent_timeout``. While the task runs, it has the lease of the run's own lock
+and is renewed together with it, so a killed worker leaves neither lock behind.
+
+A period's lock, for example with ``unique_until=600``, is taken like any other when the task is
+sent. After the publication the message no longer owns it, so the end of a run can't free it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -25,7 +28,16 @@ from celery.exceptions import Ignore, Retry
 
 from .. import conf
 from ..delivery.copies import MessageGoesOn, is_requeued
-from ..delivery.header import Header, declare_field, get_header, is_flag, is_text, is_token
+from ..delivery.header import (
+    HEADER,
+    Header,
+    declare_field,
+    get_header,
+    is_flag,
+    is_text,
+    is_token,
+    read_header,
+)
 from ..events import SENT_LOCK_LOST, SENT_LOCK_NOT_MOVED
 from ..exceptions import CelerySafeError, ConfigurationError, LockBackendError, WrongTransaction
 from ..leases.holder import Holder, holder_text, time_limit
@@ -34,7 +46,7 @@ from ..leases.renewer import renewer
 from ..leases.store import Renewal
 from ..locks import HeldLock
 from ..locks.stores import get_store
-from ..locks.stores.base import Acquired, Store
+from ..locks.stores.base import Acquired, LockRequest, Store
 from .options import Options
 
 
@@ -46,68 +58,75 @@ def _is_lease(value: object) -> bool:
     return True
 
 
-#: Token of the lock that the message holds since it was sent.
+#: Token of the lock that the message has held since it was sent.
 declare_field("sent", is_token)
 #: The lease of that lock while the message waits, s.
 declare_field("sent_timeout", _is_lease)
+#: How long the lock is held after the send, s, whatever happens to the message.
+declare_field("period", _is_lease)
 #: Alias of the cache that holds the locks, if the task names one.
 declare_field("cache", is_text)
-#: Whether others wait for the message, so that it is published in any case.
+#: Whether other tasks wait for this message, so even a duplicate is published.
 declare_field("canvas", is_flag)
-#: Id of the task that was sent before; the message's run does nothing.
+#: Id of the task that was sent before this duplicate; the duplicate's run does nothing.
 declare_field("duplicate", is_text)
 
 
-#: The lock of each message that runs, for as long as Celery keeps its request.
+#: The lock of each running message, for as long as Celery keeps the request.
 _locks: Final[WeakKeyDictionary[Any, SentLock | None]] = WeakKeyDictionary()
 
 
-@dataclass(slots=True)
+@dataclass
 class SentLock:
     """
-    The lock that a message holds since it was sent, and what becomes of it in a run.
+    The lock that a message has held since it was sent, with its state during a run.
 
     Attributes:
-        timeout: Its lease while the message waits, s.
-        in_run: Whether a run is under way that will free or extend this lock at its end.
-        passed_on: Lease, s, for the re-sent message that takes over this lock, such as a
-            retry; None: no message does.
-        settled: Whether this message has no more to do with it.
+        timeout: The lock's lease while the message waits, s.
+        is_period: Whether the lock is held for ``timeout`` from the send on, whatever the
+            message's eta and expiry.
+        in_run: Whether a run is in progress that will free or extend this lock when it ends.
+        passed_on: Lease, s, for a re-sent message (such as a retry) that takes over this lock;
+            None: no message takes it over.
+        settled: Whether this message has finished with the lock.
     """
 
     name: str
     token: str
     timeout: float
     cache: str | conf.Unset
+    is_period: bool = False
     in_run: bool = False
     passed_on: float | None = None
     settled: bool = False
-    #: While the run renews it.
+    #: The lease while the run renews it; otherwise None.
     _lease: Lease[Store] | None = None
-    #: The process of the run.
+    #: Id of the process that runs the task.
     _pid: int = field(default_factory=os.getpid)
 
     def lease(self, eta: object = None, expires: object = None) -> float:
         """
-        Return for how many seconds from now a waiting message holds it; 0: it has expired.
+        Return how many seconds from now a waiting message holds the lock; 0: it has expired.
 
         Args:
-            eta, expires: The message's: seconds from now, ISO text or datetime, or None.
+            eta, expires: As in the message: seconds from now, ISO text or datetime, or None.
         """
+        if self.is_period:
+            return self.timeout
         seconds = self.timeout + max(0.0, seconds_until(eta) or 0.0)
         left = seconds_until(expires)
         return seconds if left is None else max(0.0, min(seconds, left))
 
     def move(self, seconds: float) -> None:
-        """Let it end in ``seconds``, 0: now; if the store does not answer, by its lease."""
+        """Make the lock end in ``seconds`` (0: now); if the store fails, it ends by its lease."""
         if self._pid != os.getpid():
-            return  # a child of a bare os.fork(), which leaves the run's blocks too
+            return  # a child of a bare os.fork(), which also leaves the run's blocks
         with self._failing_quietly():
-            store = self._store()
             if seconds:
-                store.extend([Renewal(self.name, self.token, store.nearest_lease(seconds))])
+                lease = self._store.nearest_lease(seconds)
+                self._store.extend([Renewal(self.name, self.token, lease)])
             else:
-                store.release(self.name, self.token)
+                self._store.release(self.name, self.token)
         self.settled = True
 
     @contextmanager
@@ -115,9 +134,9 @@ class SentLock:
         """
         Hold this lock while the block runs the task, under the run's own lock.
 
-        A message that the run re-sends takes this lock over. Its next run may begin as soon
+        A message that the run re-sends takes over this lock. Its next run may start as soon
         as this run frees its own lock, so the lease is extended before that. It is not
-        extended inside the block, because a transaction or an event loop may be open there.
+        extended inside the block, because the block may have an open transaction or event loop.
         """
         self._begin_run(task, request, options)
         self.in_run = True
@@ -130,22 +149,22 @@ class SentLock:
             if self.passed_on is not None and not self.settled:
                 with ExitStack() as stack:
                     if lease is not None:
-                        # A renewal that is under way would shorten the lease again.
+                        # A renewal that is in progress would shorten the lease again.
                         stack.enter_context(renewer.renewal_paused(lease))
                     self.move(self.passed_on)
 
     def _begin_run(self, task: Any, request: Context, options: Options) -> None:
         """
-        Tie this lock to the run that begins: free it now, or renew it together with the run's lock.
+        Free this lock when a run starts, or renew it together with the run's lock.
 
-        It is shortened to the lease of that lock, so that a killed worker leaves neither.
-        Killed before that, the worker leaves it for ``sent_timeout``.
+        Its lease is shortened to that of the run's lock, so a killed worker leaves neither lock
+        for longer. If the worker is killed before that, this lock stays for ``sent_timeout``.
         """
         if options.unique_until == "start":
             self.move(0)
             return
         with self._failing_quietly():
-            store = self._store()
+            store = self._store
             if not (options.renew and store.renews()):
                 return
             seconds = min(options.lease(), self.timeout)
@@ -167,7 +186,7 @@ class SentLock:
 
     @contextmanager
     def during(self, task: Any) -> Iterator[None]:
-        """Decide what becomes of it when a run, or what is done instead of it, ends."""
+        """Free or extend this lock when the block ends, which runs or skips the task."""
         try:
             yield
         except BaseException as error:
@@ -187,7 +206,7 @@ class SentLock:
 
     @contextmanager
     def _failing_quietly(self) -> Iterator[None]:
-        """Report that the store did not answer: the lock ends by its lease."""
+        """Report an error of the store instead of raising it: the lock ends by its lease."""
         try:
             yield
         except CelerySafeError as error:
@@ -197,25 +216,28 @@ class SentLock:
         self, task: str, task_id: str, seconds: float, arguments: str | None = None
     ) -> HeldLock | None:
         """
-        Take it for a message that is to be published now.
+        Take the lock for a message that is about to be published.
 
         Args:
-            task, task_id, arguments: What its holder keeps of the message.
-            seconds: Its lease.
+            task, task_id, arguments: The facts about the message that its holder keeps.
+            seconds: Length of the lease.
 
         Returns:
-            None if it is the message's now; else the lock of whoever holds it.
+            None if the message holds the lock now; otherwise the lock with its other holder.
 
         Raises:
-            LockBackendError: The store did not answer; nothing must be published.
-            WrongTransaction: It lives in a database that has a transaction open.
+            ConfigurationError: The store can't keep a lock for a period of this length.
+            LockBackendError: The store did not answer; the message must not be published.
+            WrongTransaction: The lock's database has an open transaction.
         """
-        store = self._store()
+        store = self._store
+        if self.is_period:
+            store.check_lease(seconds)
         seconds = store.nearest_lease(seconds)
-        # No process: whether the sender still lives says nothing about the message.
+        # No process: the message does not depend on whether the sender is still alive.
         holder = Holder(since=time.time(), task=task, task_id=task_id, arguments=arguments)
         try:
-            outcome = store.acquire(self.name, self.token, seconds, holder)
+            outcome = store.take(LockRequest(self.name, self.token, seconds, holder))
         except WrongTransaction as error:
             raise WrongTransaction(
                 f"Task {task} has unique_until, and its lock lives in {store.where}, which has a "
@@ -223,7 +245,7 @@ class SentLock:
                 f"commits: {task}.delay_on_commit(...)."
             ) from error
         except BaseException as error:
-            # It may have got the request, and its lease is long.
+            # The store may have got the request, and the lease is long.
             if isinstance(error, LockBackendError) or not isinstance(error, CelerySafeError):
                 with suppress(CelerySafeError):
                     store.release(self.name, self.token)
@@ -232,9 +254,9 @@ class SentLock:
 
     def pass_on(self, seconds: float) -> None:
         """
-        Let a message that is about to be re-sent take this lock over, for ``seconds``.
+        Let a message that is about to be re-sent take over this lock, for ``seconds``.
 
-        Outside of a run the lease is extended now, because the next run may begin right
+        Outside a run, the lease is extended now, because the next run may start right
         after the publication.
         """
         self.passed_on = seconds
@@ -249,13 +271,13 @@ class SentLock:
 
     def after(self, task: Any, error: BaseException | None) -> float | None:
         """
-        Return the lease, s, to set when the run ended with ``error``, or without one.
+        Return the lease, s, to set when the run has ended with ``error`` (None: no error).
 
-        0: now. None: it is left alone, since the message may come again and
-        nothing here can tell.
+        0: free the lock now. None: leave it alone, because the message may be redelivered,
+        and this process can't know.
         """
         if self.passed_on is not None:
-            return self.passed_on  # its end was interrupted before it could see to that
+            return self.passed_on  # the run was interrupted before it could extend the lease
         if error is None:
             return 0.0
         if is_requeued(error) and task.acks_late:
@@ -265,30 +287,44 @@ class SentLock:
             return None
         return 0.0
 
+    @cached_property
     def _store(self) -> Store:
         return get_store(self.cache)
 
 
 def find_lock_of(task: str | None, header: Header) -> SentLock | None:
-    """Return the lock that a message's header tells of; None if it holds none."""
+    """Return the lock that a message holds according to its header; None: no lock."""
     if task is None or "sent" not in header or "key" not in header or "duplicate" in header:
         return None
-    timeout = header.get("sent_timeout")
+    period = header.get("period")
+    timeout = header.get("sent_timeout") if period is None else period
     if timeout is None:
-        timeout = conf.lease_seconds(conf.get("SENT_TIMEOUT"), "SENT_TIMEOUT")
+        timeout = conf.sent_timeout()
     cache = header.get("cache", conf.UNSET)
     name = f"sent:{header.get('lock', task)}:{header['key']}"
-    return SentLock(name, header["sent"], timeout, cache)
+    return SentLock(name, header["sent"], timeout, cache, period is not None)
+
+
+def leave_period(headers: dict[str, Any]) -> None:
+    """
+    Remove a period lock's token from the headers of a message that is about to be published.
+
+    The lock stays held. Without its token the message can't free it, and the message does not
+    count as a duplicate when it is re-sent.
+    """
+    header = read_header(headers, headers.get("task"))
+    if "period" in header:
+        headers[HEADER] = {name: header[name] for name in header if name != "sent"}
 
 
 def find_sent(request: Any) -> SentLock | None:
-    """Return the lock of the message that runs, one object for each run; None: it has none."""
+    """Return the lock of the running message, the same object in a whole run; None: no lock."""
+    if request in _locks:
+        return _locks[request]
     header = get_header(request)
     if "sent" not in header:
         return None
-    if request not in _locks:
-        _locks[request] = find_lock_of(request.task, header)
-    return _locks[request]
+    return _locks.setdefault(request, find_lock_of(request.task, header))
 
 
 def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
@@ -297,7 +333,7 @@ def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
 
 
 def _is_retried(task: Any, error: BaseException) -> bool:
-    """Return whether ``autoretry_for``, which wraps the run from outside, takes up the error."""
+    """Return whether ``autoretry_for``, which wraps the run, will retry after the error."""
     if not hasattr(task, "_orig_run") or isinstance(error, Ignore | Retry):
         return False
     not_for = tuple(getattr(task, "dont_autoretry_for", ()))
@@ -305,14 +341,14 @@ def _is_retried(task: Any, error: BaseException) -> bool:
 
 
 def seconds_until(moment: object) -> float | None:
-    """Return the time until then, s; None for what is no moment. A number is seconds already."""
+    """Return the seconds until a time; None: it is not a time. Numbers are returned as floats."""
     if isinstance(moment, int | float):
         return float(moment)
     if isinstance(moment, str):
         try:
             moment = datetime.fromisoformat(moment)
         except ValueError:
-            return None  # no time at all; what takes the message says so
+            return None  # not a time; whoever receives the message reports that
     if not isinstance(moment, datetime):
         return None
     if moment.tzinfo is None:

@@ -1,39 +1,46 @@
 """
-One call of what a decorator of ours wraps: whose it is, and what it was called with.
+One call of a function that one of our decorators wraps: its message, and its arguments.
 
-Celery calls a task's function for a message, eagerly, or not at all: anybody may call
-it by hand, even the task itself inside its own run.
+Celery may call a task's function for a message or eagerly. Other code may also call it
+directly, even the task itself during its own run.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
 
+from ..compat import dump_models
 from ..exceptions import ConfigurationError
 from .header import get_header
 
-#: Environment variable that Celery's Django fixup heeds (celery/fixups/django.py).
+#: A function that a task runs or a decorator wraps, and the arguments of a call.
+Function: TypeAlias = Callable[..., Any]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = Mapping[str, Any]
+
+#: Environment variable that Celery's Django fixup reads (celery/fixups/django.py).
 SKIP_CHECKS: Final = "CELERY_SKIP_CHECKS"
-#: Last parts of qualified names that say nothing: any number of functions of a module have them.
+#: Last parts of qualified names that identify no function: many in a module may share them.
 _NAMELESS: Final = ("", "_", "<lambda>")
 
-#: Which functions run in this context, each with the id of the task whose message it runs
-#: for. A call of one inside its own run is a direct call, although Celery shows it the
-#: request of the message.
+#: The functions that run in this context, each with the id of the task whose message it
+#: runs for. A call of such a function during its own run is a direct call, although Celery
+#: still shows the request of the message.
 _running: ContextVar[frozenset[tuple[str | None, int]]] = ContextVar(
     "django_celery_safe_running_functions", default=frozenset()
 )
 
 
 def load_tasks(app: Any) -> None:
-    """Import all modules with tasks of an app, as a worker does when it starts."""
+    """Import all task modules of an app, as a worker does when it starts."""
     before = os.environ.get(SKIP_CHECKS)
     # Otherwise Celery's Django fixup would run all of the project's checks.
     os.environ[SKIP_CHECKS] = "1"
@@ -46,21 +53,23 @@ def load_tasks(app: Any) -> None:
 
 
 def find_call(
-    decorated: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[Any, Context | None]:
+    decorated: Function, function: Function, args: Args
+) -> tuple[Any, Context | None, bool]:
     """
-    Return what calls ``decorated`` with ``args`` now, which is to call ``function``.
+    Return the task and request for which ``decorated``, which wraps ``function``, is called now.
 
     Returns:
-        The task, None if it was made into none; and the request of its message, None for a
-        direct call.
+        The task, None if the function is not a task; the request of its message, None for a
+        direct call; and whether the first argument is not from the message: the task, with
+        ``bind=True``, or the ``TaskContext`` of a Django task.
     """
     task = _find_task(decorated, args)
-    return task, find_request(task, function)
+    bound = bool(args) and (isinstance(args[0], Task) or _is_of_django(args[0], "TaskContext"))
+    return task, find_request(task, function), bound
 
 
-def _find_task(decorated: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    # A bound task stands first, and so does one that is handed to a function of its own.
+def _find_task(decorated: Function, args: Args) -> Any:
+    # With bind=True, or in the run() of a task class, the first argument is the task.
     if (
         args
         and isinstance(args[0], Task)
@@ -70,13 +79,23 @@ def _find_task(decorated: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     current = get_current_task()
     if current is not None and _runs(current, decorated):
         return current
-    # task.run(...) called by hand, or inside another task.
+    # task.run(...) called directly, or inside another task.
     tasks = current_app.tasks.values()
     return next((task for task in tasks if _runs(task, decorated)), None)
 
 
-def find_request(task: Any, function: Callable[..., Any]) -> Context | None:
-    """Return the request that ``task`` runs ``function`` for; None for a direct call."""
+def is_django_task(value: object) -> bool:
+    """Return whether a value is a task of Django's own ``@task``, which is not a Celery task."""
+    return _is_of_django(value, "Task")
+
+
+def _is_of_django(value: object, name: str) -> bool:
+    tasks = sys.modules.get("django.tasks")  # exists since Django 6.0
+    return isinstance(value, getattr(tasks, name, ()))
+
+
+def find_request(task: Any, function: Function) -> Context | None:
+    """Return the request for which ``task`` runs ``function``; None: it is a direct call."""
     if task is None or get_current_task() is not task:
         return None
     request: Context = task.request
@@ -85,13 +104,8 @@ def find_request(task: Any, function: Callable[..., Any]) -> Context | None:
     return request
 
 
-def run_for(
-    request: Context | None,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Call ``function``, for a request or directly, so that calls inside are told from this one."""
+def run_for(request: Context | None, function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call ``function``, for a request or directly; calls of it inside the run count as direct."""
     if request is None:
         return function(*args, **kwargs)
     token = _running.set(_running.get() | {(request.id, id(function))})
@@ -101,17 +115,17 @@ def run_for(
         _running.reset(token)
 
 
-def name_of(task: Any, function: Callable[..., Any]) -> str:
+def name_of(task: Any, function: Function) -> str:
     """
-    Return the name of a task; for a function that was made into none, where it is defined.
+    Return the name of a task; for a function that is not a task, its module and name.
 
     Raises:
-        ConfigurationError: The function has no name of its own, such as a lambda, so that
-            others could have its locks and records.
+        ConfigurationError: The function has no name of its own, such as a lambda, so other
+            functions could share its locks and records.
     """
     if task is not None:
         return str(task.name)
-    # The name of a method includes its class: two classes may have methods of one name.
+    # The qualified name of a method includes its class; two classes may use the same name.
     name: str = getattr(function, "__qualname__", "")
     if name.rpartition(".")[2] in _NAMELESS:
         raise ConfigurationError(
@@ -122,46 +136,44 @@ def name_of(task: Any, function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{name}"
 
 
-def serializer_of(task: Any) -> str:
-    """Return what decides on the wire form of a call's arguments."""
-    return "json" if task is None else str(task.serializer)
-
-
 def sent_arguments(
-    task: Any, message: Context | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    task: Any, message: Context | None, args: Args, kwargs: Kwargs
+) -> tuple[tuple[Any, ...], Mapping[str, Any], str]:
     """
-    Return a call's arguments as they are sent.
+    Return a call's arguments as they are sent, and the serializer of their wire form.
 
     Args:
-        message: The message that it is for; None: there is none, and ``args`` and
-            ``kwargs`` are what it was called with, without a bound task.
+        message: The message of the call; None: there is none, and ``args`` and ``kwargs``
+            are the arguments of the call, without a bound task.
     """
-    if args and "by_call" in get_header(message):
-        return args, {name: getattr(value, "pk", value) for name, value in kwargs.items()}
-    # pydantic=True has made models of the arguments by now. A message still has what
-    # was sent; otherwise it is what Celery would send.
+    serializer = "json" if task is None else str(task.serializer)
+    if args and message is not None and message.headers and "by_call" in get_header(message):
+        kwargs = {name: getattr(value, "pk", value) for name, value in kwargs.items()}
+        return args, kwargs, serializer
+    # pydantic=True has already turned the arguments into models. The message still has the
+    # arguments that were sent; without a message, dump the models as Celery would.
     if message is not None:
-        return tuple(message.args or ()), message.kwargs or {}
-    dump_models: Any = getattr(task, "_dump_pydantic_arguments", None)
-    if dump_models is not None and serializer_of(task) != "pickle":
-        args, kwargs = dump_models(args, kwargs)
-    return args, kwargs
+        return tuple(message.args or ()), message.kwargs or {}, serializer
+    if serializer != "pickle":
+        args, kwargs = dump_models(task, args, kwargs)
+    return args, kwargs, serializer
 
 
-def layers(function: Any) -> Iterator[Any]:
-    """Yield what a task runs, from the outside in: behind pydantic's and autoretry's wrappers."""
+def layers(function: Any) -> list[Any]:
+    """Return a task's function and its wrappers, such as pydantic's, from the outside in."""
+    found = []
     while function is not None:
-        yield function
+        found.append(function)
         function = getattr(function, "__func__", None) or getattr(function, "__wrapped__", None)
+    return found
 
 
-def _runs(task: Any, decorated: Callable[..., Any]) -> bool:
-    """Return whether ``decorated`` is what ``task`` runs, also behind other wrappers."""
+def _runs(task: Any, decorated: Function) -> bool:
+    """Return whether ``task`` runs ``decorated``, possibly inside other wrappers."""
     return any(layer is decorated for layer in layers(task.run))
 
 
-def _inherits(task: Any, decorated: Callable[..., Any]) -> bool:
-    """Return whether ``task`` overrides ``decorated``, and so may run it by ``super().run()``."""
+def _inherits(task: Any, decorated: Function) -> bool:
+    """Return whether ``task`` overrides ``decorated``, and so may call it as ``super().run()``."""
     inherited = (vars(cls).get("run") for cls in type(task).__mro__)
     return any(layer is decorated for run in inherited for layer in layers(run))

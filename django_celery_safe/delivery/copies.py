@@ -1,9 +1,9 @@
 """
-Sending the running task's message again.
+Re-sending the running task's message.
 
-There are two cases. With ``on_conflict="retry"`` a message that meets a held lock is sent
-again, to arrive later. A message that meets the lock of its own task id (redelivered by the
-broker, or its own retry) is sent again to arrive when the lease is over, since the holder may
+There are two cases. With ``on_conflict="retry"``, a message that finds the lock held is re-sent
+to arrive later. A message that finds the lock held under its own task id (redelivered by the
+broker, or its own retry) is re-sent to arrive when the lease has expired, because the holder may
 be dead. Such copies must not multiply: at most one of each task id is on its way.
 """
 
@@ -20,6 +20,7 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 
 from .. import conf
+from ..compat import without_deaths
 from ..events import (
     COPY_DROPPED,
     TASK_OWN_COPY,
@@ -39,30 +40,30 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 
-#: The visibility timeout of brokers that redeliver by time, where the project sets none, s
-#: (kombu: transport/redis.py, transport/SQS).
+#: The default visibility timeout, s, of brokers that redeliver after some time (kombu:
+#: transport/redis.py, transport/SQS).
 VISIBILITY_TIMEOUT: Final = 3600.0
 SQS_VISIBILITY_TIMEOUT: Final = 1800.0
-#: Brokers that mark a message that they deliver again; SQS, for one, does not (kombu 5.7).
+#: Brokers that mark redelivered messages; SQS, for example, does not (kombu 5.7).
 MARKING: Final = ("redis", "rediss", "sentinel", "amqp", "amqps", "pyamqp")
-#: Seconds that a message waits for the run of its own task id before it is sent again: a
-#: retry without delay may arrive before the run that sent it has ended.
+#: Seconds that a message waits for the run of its own task id before it is re-sent: a retry
+#: without delay may arrive before the run that sent it has ended.
 OWN_RUN_WAIT: Final = 0.5
-#: Pause before it looks again, s.
+#: Pause before the next try, s.
 PAUSE: Final = 0.05
-#: Shortest delay of a copy, s: the lease's end is known to the millisecond only.
+#: Shortest delay of a copy, s: the lease's end is known only to the millisecond.
 SHORTEST_DELAY: Final = 0.05
 
 
-#: In which field of the header a copy has its marker's token, and what the marker is called by.
+#: The header field with the token of a copy's marker, and a part of the marker's name.
 CopyName: TypeAlias = Literal["copy", "claim_copy"]
 
 
-#: Token of the marker that says that this copy of a message is under way.
+#: Token of the marker for this copy of a message: the copy is on its way.
 declare_field("copy", is_token)
-#: Token of the run whose lock that copy waits for.
+#: Token of the run whose lock this copy waits for.
 declare_field("met", is_token)
-#: As ``copy``, of a copy that waits for the end of a claim.
+#: Like ``copy``, for a copy that waits for the end of a claim.
 declare_field("claim_copy", is_token)
 COPY_FIELDS: Final = ("copy", "met", "claim_copy")
 
@@ -71,8 +72,8 @@ class Rejected(Reject, Ignore):
     """
     A Reject that ``autoretry_for`` leaves alone.
 
-    Celery's autoretry passes on only Ignore and Retry, and would retry a plain
-    Reject; its tracer looks for Reject first (Celery 5.7).
+    Celery's autoretry re-raises only Ignore and Retry, and would retry a plain
+    Reject. Celery's tracer checks for Reject first (Celery 5.7).
     """
 
 
@@ -81,21 +82,21 @@ class MessageGoesOn(Ignore):
 
 
 class WillBeRedelivered(MessageGoesOn):
-    """It ends a run whose message will be redelivered, with its work not done."""
+    """Ends a run whose work is not done, and whose message will arrive again."""
 
 
 def is_requeued(error: BaseException | None) -> bool:
-    """Return whether a run ended with the wish to get its message again."""
+    """Return whether a run ended with a Reject that re-queues its message."""
     return isinstance(error, Reject) and bool(getattr(error, "requeue", False))
 
 
 class Resent(NamedTuple):
     """
-    Which sends are of the running task's own message.
+    Describes sends that re-send the running task's own message.
 
     Attributes:
-        task_id: The id of these sends; None: any, such as the parts of what replaces the task.
-        unchanged: Whether it is the very message again, key and all.
+        task_id: The id of these sends; None: any id, such as the parts of a replacement.
+        unchanged: Whether the message is the same in everything, including the key.
     """
 
     task_id: str | None
@@ -108,11 +109,12 @@ _resent: ContextVar[Resent | None] = ContextVar("django_celery_safe_resent", def
 @contextmanager
 def resending(task_id: str | None, *, unchanged: bool = False) -> Iterator[None]:
     """
-    Mark the sends inside that are of the running task's own message, and never held back.
+    Mark sends inside the block as re-sends of the running task, which are never held back.
 
     Args:
-        task_id: Its id, since receivers of Celery's signals may send other tasks; None: all.
-        unchanged: Whether it is the very message again, key and all.
+        task_id: The id of the running task, because receivers of Celery's signals may send
+            other tasks; None: mark all sends.
+        unchanged: Whether the message is the same in everything, including the key.
     """
     token = _resent.set(Resent(task_id, unchanged))
     try:
@@ -122,7 +124,7 @@ def resending(task_id: str | None, *, unchanged: bool = False) -> Iterator[None]
 
 
 def find_resent(task_id: str | None) -> Resent | None:
-    """Return what is known of a send with this id, if it is of the running task's own message."""
+    """Return the description of a send with this id if it re-sends the running task, or None."""
     resent = _resent.get()
     return resent if resent is not None and resent.task_id in (None, task_id) else None
 
@@ -131,14 +133,13 @@ def resend_later(
     task: Any, request: Context, delay: float, why: str = "Another run holds the lock"
 ) -> NoReturn:
     """
-    Send the message again, to arrive ``delay`` seconds from now, and end this run.
+    Re-send the message, to arrive ``delay`` seconds from now, and end this run.
 
-    Earlier, if the broker would deliver it again before that. Same id, and
-    ``retries`` as it is, so that ``max_retries`` counts only what the task itself
-    retries.
+    The delay is shorter if the broker would redeliver the message before that. The id and
+    ``retries`` stay the same, so ``max_retries`` counts only the task's own retries.
 
     Raises:
-        Retry: Always, if it was sent.
+        Retry: Always, if the message was sent.
     """
     delay = min(delay, _longest_delay(task))
     signature = task.signature_from_request(request, countdown=delay)
@@ -152,23 +153,24 @@ def requeue_self(
     """
     Make sure that one copy of the message arrives after the lease, and end this run.
 
-    1. The copy's marker is looked at, ``<task>:copy:<id>:<attempt>``, which is of this attempt
-       alone: a retry has the same id. If it is another copy's, that one is on its way, and
+    1. The marker ``<task>:copy:<id>:<attempt>`` is read. It names the attempt, because a retry
+       has the same id. If the marker belongs to another copy, that copy is on its way, and
        this message is dropped.
-    2. The copy is sent. It carries the token of its marker, and that of the run that it met.
-    3. Its marker is set. Only now, so that dying or standing still before it loses nothing: at
-       worst two copies travel until the first of them arrives.
-    4. A run that ends by itself, and sees the marker when it frees its lock, sets another,
-       ``<task>:ended:<token of the run>``. A copy that finds it has nothing left to do. A run
-       that ends between 2 and 3, or dies before it sets it, is done once more.
+    2. The copy is sent, with the token of its marker and the token of the run that holds the
+       lock.
+    3. The marker is set. It is set last so that nothing is lost if this process dies or hangs
+       before: at worst two copies travel until the first of them arrives.
+    4. A run that ends normally, and sees the marker when it frees its lock, sets another marker,
+       ``<task>:ended:<token of the run>``. A copy that finds this marker has nothing to do. If
+       the run ends between 2 and 3, or dies before it sets the marker, the work is done again.
 
-    A message that meets a claim of ``idempotent`` has a marker of another name, since the
-    same message may meet a lock too, and needs no ``ended``: the record says what was done.
+    A message that finds a claim of ``idempotent`` uses a marker with another name, because the
+    same message may also find a lock. It needs no ``ended`` marker: the record shows the result.
 
     Args:
-        contender: The holder that the message met.
+        contender: The holder that the message found.
         markers: Where to keep the markers of copies.
-        of_claim: Whether that is a claim, not a lock.
+        of_claim: Whether the contender holds a claim, not a lock.
 
     Raises:
         WillBeRedelivered: Always, if a copy is on its way.
@@ -183,7 +185,7 @@ def requeue_self(
         _emit_own_copy(task, request, contender, None)
         raise WillBeRedelivered("Another copy of this message is on its way")
     left = contender.remaining
-    if left is None:  # a store that can't tell
+    if left is None:  # the store does not report it
         left = conf.lock_timeout()
     delay = min(max(left, SHORTEST_DELAY), _longest_delay(task))
     lasts = delay + visibility_timeout(task.app)
@@ -194,8 +196,8 @@ def requeue_self(
     holder = Holder(since=time.time(), task=task.name, task_id=request.id, arguments=arguments)
     if not of_claim and contender.token:
         again["met"] = contender.token
-    # Celery's choice of the headers: RabbitMQ drops what still carries its x-death.
-    signature.options.update(with_header(signature.options, again))
+    options = {**signature.options, "headers": without_deaths(signature.options["headers"] or {})}
+    signature.options.update(with_header(options, again))
     _send(task, request, signature)
     _set_marker(store, marker, token, lasts, holder, carried)
     first = carried is None and _attempt(request) == "0.0"
@@ -209,13 +211,13 @@ def requeue_self(
 
 def drop_if_run_ended(task: Any, request: Context, markers: Location) -> None:
     """
-    End a copy at once if the run whose lock it waited for has ended by itself.
+    End a copy at once if the run whose lock it waited for has ended normally.
 
-    Otherwise every run that is longer than the broker's redelivery would be followed by
-    another, without end.
+    Otherwise every run that is longer than the broker's redelivery time would be followed
+    by another run, without end.
 
     Raises:
-        MessageGoesOn: That run has ended, and did what the message was for.
+        MessageGoesOn: The other run has ended, and did the work of this message.
     """
     run_token = get_header(request).get("met")
     store = markers.store()
@@ -232,10 +234,10 @@ def begin_or_requeue(
     try_begin: Callable[[], T | HeldLock], task: Any, request: Context, markers: Location
 ) -> T:
     """
-    Begin the work of a claim; while another run does it, send the message again for later.
+    Start the work of a claim; if another run is doing it, re-send the message for later.
 
     Args:
-        try_begin: Returns what has begun, or who else does it now.
+        try_begin: Starts the work and returns it, or the lock of the run that is doing it.
         markers: Where to keep the markers of copies.
 
     Raises:
@@ -253,7 +255,7 @@ def begin_or_requeue(
 def delete_markers(
     task: Any, request: Context, markers: Location, *, of_claim: bool = False
 ) -> None:
-    """Delete the markers of this re-sent copy: it is running now. Other messages have none."""
+    """Delete the marker of this re-sent copy, which is running now; other messages have none."""
     header = get_header(request)
     name: CopyName = "claim_copy" if of_claim else "copy"
     if (token := header.get(name)) is not None:
@@ -270,32 +272,32 @@ def _delete_marker(store: Store, name: str, token: str) -> None:
 
 
 @contextmanager
-def marking_end(task: Any, request: Context, lock: CacheLock, markers: Location) -> Iterator[None]:
+def marking_end(task: Any, request: Context, lock: CacheLock) -> Iterator[None]:
     """
-    Mark the end of a run for a copy of its message, if one waits for it.
+    Mark the end of a run for a copy of its message, if a copy waits for it.
 
-    The block releases the run's lock: whether a copy is on its way is looked at in the same
-    request. Killed right after that, the run is done once more.
+    The block releases the run's lock, and the same request reads whether a copy is on its way.
+    If the process is killed right after that request, the work is done again.
     """
     lock.look_at = copy_marker(task, request)
     try:
         yield
     except BaseException as error:
-        # Killed, or put back: then the message comes again, or only its copy does.
+        # If the run was killed or its message put back, the message or its copy must run again.
         killed = not isinstance(error, Exception)
         if not (killed or isinstance(error, WillBeRedelivered) or is_requeued(error)):
-            _mark_if_seen(task, request, lock, markers)
+            _mark_if_seen(task, request, lock)
         raise
-    _mark_if_seen(task, request, lock, markers)
+    _mark_if_seen(task, request, lock)
 
 
-def _mark_if_seen(task: Any, request: Context, lock: CacheLock, markers: Location) -> None:
-    if lock.token_when_seen is not None:
-        mark_ended(task, request, markers.store(), lock.token_when_seen)
+def _mark_if_seen(task: Any, request: Context, lock: CacheLock) -> None:
+    if (lease := lock.lease_when_seen) is not None:
+        mark_ended(task, request, lease.store, lease.token)
 
 
 def mark_ended(task: Any, request: Context, store: Store, run_token: str) -> None:
-    """Let a copy of the message, which waits for the lock of a run, find that this has ended."""
+    """Set the marker that tells a copy of the message that the run it waits for has ended."""
     holder = Holder(since=time.time(), task=task.name, task_id=request.id)
     _set_marker(
         store,
@@ -308,7 +310,7 @@ def mark_ended(task: Any, request: Context, store: Store, run_token: str) -> Non
 
 
 def copy_marker(task: Any, request: Context, name: CopyName = "copy") -> str:
-    """Return the name of the marker that says that a copy of this very message is on its way."""
+    """Return the name of the marker for a copy of this very message that is on its way."""
     return f"{task.name}:{name}:{request.id}:{_attempt(request)}"
 
 
@@ -321,7 +323,7 @@ def _longest_marker(task: Any) -> float:
 
 
 def _attempt(request: Context) -> str:
-    # A retry, and what replaces a run, are other messages of the same id.
+    # A retry, or the replacement of a run, is another message with the same id.
     return f"{request.retries or 0}.{request.replaced_task_nesting or 0}"
 
 
@@ -329,36 +331,36 @@ def _set_marker(
     store: Store, name: str, token: str, seconds: float, holder: Holder, old: str | None
 ) -> None:
     """
-    Set a marker for so many seconds.
+    Set a marker that lasts ``seconds``.
 
     Args:
-        old: Token of the marker that it replaces; any other is left, since it is newer.
+        old: Token of the marker to replace; a marker with any other token is newer, and stays.
     """
     try:
         seconds = store.nearest_lease(seconds)
         outcome = store.acquire(name, token, seconds, holder)
         if isinstance(outcome, Acquired):
-            # It may have been there before, for less.
+            # The marker may have existed before, with less time left.
             store.extend([Renewal(name, token, seconds)])
         elif outcome.token == old:
             store.release(name, outcome.token)
             store.acquire(name, token, seconds, holder)
     except LockBackendError as error:
-        # Without it another delivery may send one more copy, or one runs in vain.
+        # Without the marker another delivery may send one more copy, or a copy runs in vain.
         logger.warning("The marker of a task's copy could not be set: %s", error)
 
 
 def _send(task: Any, request: Context, signature: Any) -> None:
     for name in ("argsrepr", "kwargsrepr"):
-        # Otherwise Celery would compute it again, and show what was redacted.
+        # Otherwise Celery would compute it again, and reveal redacted arguments.
         if isinstance(shown := getattr(request, name, None), str):
             signature.options[name] = shown
     try:
         with resending(request.id, unchanged=True):
             signature.apply_async()
     except Exception as error:
-        # With acks_late the broker still has the message and can give it back;
-        # without, the task fails with this error, where everyone can see it.
+        # With acks_late the broker still has the message and can redeliver it;
+        # without, the task visibly fails with this error.
         if task.acks_late:
             raise Rejected(error, requeue=True) from error
         raise
@@ -366,15 +368,15 @@ def _send(task: Any, request: Context, signature: Any) -> None:
 
 def _longest_delay(task: Any) -> float:
     """
-    Return for how long a message may wait for its ETA: half the visibility timeout.
+    Return how long a message may wait for its ETA: half the visibility timeout.
 
-    One that waits longer than that timeout is delivered again by the broker, and multiplies.
+    The broker redelivers a message that waits longer than the timeout, so copies multiply.
     """
     return visibility_timeout(task.app) / 2
 
 
 def visibility_timeout(app: Any) -> float:
-    """Return after how many seconds a broker of that kind delivers a message again."""
+    """Return after how many seconds the app's kind of broker redelivers a message."""
     options = app.conf.broker_transport_options or {}
     default = SQS_VISIBILITY_TIMEOUT if _broker_scheme(app) == "sqs" else VISIBILITY_TIMEOUT
     return float(options.get("visibility_timeout", default))

@@ -11,25 +11,28 @@ from ..texts import get_logger
 
 logger = get_logger(__name__)
 
-#: The message header that carries every field of this package.
+#: The name of the message header with all fields of this package.
 HEADER: Final = "django_celery_safe"
+#: The format of the header. A release that changes the meaning of a field increases it. A new
+#: field does not, because older workers ignore it. A header without a number has format 1.
+FORMAT: Final = 1
 
 _TOKEN: Final = re.compile("[0-9a-f]{32}")
 
 
-#: The plain values, by field. ``task`` names the task that the message is for, since headers
-#: get copied to others. Each of the others may be missing, and is declared by the room that
-#: uses it.
+#: Plain values by field name. ``task`` names the task that the message is for, because headers
+#: get copied to other messages. All other fields are optional, and are declared where they are
+#: used.
 Header: TypeAlias = dict[str, Any]
 
 
 class Field(NamedTuple):
     """
-    The rule for a value of the header.
+    The rule for a field of the header.
 
     Attributes:
-        is_valid: Returns whether a value can be ours.
-        is_given: Whether the caller of a send may set the field. The send drops the others
+        is_valid: Returns whether a value is possible for this field.
+        is_given: Whether the caller of a send may set the field. A send drops all other fields
             from the caller's header, and sets them itself.
     """
 
@@ -43,12 +46,12 @@ _headers: Final[WeakKeyDictionary[Any, Header]] = WeakKeyDictionary()
 
 
 def declare_field(name: str, is_valid: Callable[[Any], bool], *, is_given: bool = False) -> None:
-    """Let messages carry a value under this name; see :class:`Field`."""
+    """Declare a field of the header; see :class:`Field`."""
     _fields[name] = Field(is_valid, is_given)
 
 
 def read_given_fields(headers: Mapping[str, Any] | None, task: str) -> Header:
-    """Return the fields that the caller of a send has set; empty if there are none."""
+    """Return the fields that the caller of a send may set and has set; empty without any."""
     header = read_header(headers, task)
     given = {name: header[name] for name in header if name in _fields and _fields[name].is_given}
     return {"task": header["task"], **given} if given else {}
@@ -56,15 +59,15 @@ def read_given_fields(headers: Mapping[str, Any] | None, task: str) -> Header:
 
 def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
     """
-    Return what of ours is in the headers of a message for ``task``.
+    Return our header from the headers of a message for ``task``; empty without one.
 
-    Anyone may have written it: what can't be ours is left out, with a warning.
+    Anyone may have written it, so a field that is not valid is left out, with a warning.
     """
     found = headers.get(HEADER) if headers else None
     if found is None:
         return Header()
     if type(found) is not dict and not isinstance(found, Mapping):
-        logger.warning("The header %r of a message for %s is no dict.", HEADER, task)
+        logger.warning("The header %r of a message for %s is not a dict.", HEADER, task)
         return Header()
     if found.get("task") != task:
         return Header()  # copied from another message, along with its other headers
@@ -73,6 +76,15 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
         for name, value in found.items()
         if name in _fields and not _fields[name].is_valid(value)
     ]
+    if "format" not in wrong and found.get("format", FORMAT) > FORMAT:
+        logger.warning(
+            "The header %r of a message for %s is of format %s, and this release knows %s: "
+            "update the workers before the processes that send.",
+            HEADER,
+            task,
+            found["format"],
+            FORMAT,
+        )
     if not wrong:
         return cast("Header", found)
     logger.warning(
@@ -85,7 +97,7 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
 
 
 def get_header(request: Any) -> Header:
-    """Return what of ours came with the message that runs; empty without one."""
+    """Return our header of the message that runs; empty without one."""
     if request is None or not request.headers:
         return Header()
     header = _headers.get(request)
@@ -95,8 +107,9 @@ def get_header(request: Any) -> Header:
 
 
 def with_header(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
-    """Return options of a send that let ``header`` travel along."""
-    return {**options, "headers": {**(options.get("headers") or {}), HEADER: header}}
+    """Return the options of a send with ``header`` added to the message's headers."""
+    ours = {**header, "format": FORMAT}
+    return {**options, "headers": {**(options.get("headers") or {}), HEADER: ours}}
 
 
 def is_text(value: object) -> bool:
@@ -105,7 +118,7 @@ def is_text(value: object) -> bool:
 
 
 def is_token(value: object) -> bool:
-    """Return whether a value is a token: scripts take tokens apart by their length."""
+    """Return whether a value is a token; its length matters, because scripts split by it."""
     return isinstance(value, str) and _TOKEN.fullmatch(value) is not None
 
 
@@ -119,5 +132,6 @@ def is_id(value: object) -> bool:
     return type(value) is int
 
 
-#: The function gets other arguments than the message has, and its key is made of the former.
+declare_field("format", lambda value: type(value) is int and value > 0)
+#: The function gets other arguments than the message has, and its key is made of the function's.
 declare_field("by_call", is_flag, is_given=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, Final
 from weakref import WeakSet
@@ -18,27 +18,41 @@ from weakref import WeakSet
 from celery import signals
 from celery.app.task import Context
 
+from ..compat import acknowledges_timeout
 from ..exceptions import CelerySafeError
 from ..texts import get_logger
 
 logger = get_logger(__name__)
 
-#: Name under which the receiver is connected, once in each process.
-UID: Final = "django_celery_safe.worker"
-#: Longest time to wait until a killed process is gone, s.
+#: Longest wait until a killed process has ended, s.
 LONGEST_DEATH: Final = 10.0
-#: Pause between two looks, s.
+#: Longest wait for the background threads before a fork, s.
+LONGEST_FORK: Final = 2.0
+#: Pause between two checks of a process, s.
 PAUSE: Final = 0.02
 
-#: Requests that this worker has received, while Celery keeps them. A message that is
-#: delivered again makes another one with the same id.
+#: Requests that this worker has received, for as long as Celery keeps them. A redelivered
+#: message has another request with the same id.
 _received: WeakSet[Any] = WeakSet()
 _background: ThreadPoolExecutor | None = None
+#: Work that the threads have not finished yet.
+_unfinished: set[Future[None]] = set()
+
+
+def connect_receivers(module: str, **receivers: Callable[..., Any]) -> None:
+    """
+    Connect receivers to Celery's ``task_<name>`` signals, once in each process.
+
+    Args:
+        module: The name of the receivers' module, which identifies them when they connect again.
+    """
+    for name, receiver in receivers.items():
+        getattr(signals, f"task_{name}").connect(receiver, dispatch_uid=module)
 
 
 def watch_messages() -> None:
-    """Remember every message that comes, while Celery does."""
-    signals.task_received.connect(_on_received, dispatch_uid=UID)
+    """Start to record the messages that this worker receives, for as long as Celery has them."""
+    connect_receivers(__name__, received=_on_received)
 
 
 def find_received(task_id: str) -> list[Any]:
@@ -50,16 +64,21 @@ def was_put_back(message: Context) -> bool:
     """
     Return whether a message that Celery reports as terminated never reached a child process.
 
-    The pool gave it to a child that ended before it read it. Revoked meanwhile, it is
-    accepted and ended in the main process (``_put_back`` in celery/concurrency/asynpool.py).
+    The pool gave the message to a child that ended before reading it. If it is then revoked,
+    the main process accepts and ends it (``_put_back`` in celery/concurrency/asynpool.py).
     """
     return any(
         request._context is message and request.worker_pid == os.getpid() for request in _received
     )
 
 
+def returns_after_time_limit(task: Any) -> bool:
+    """Return whether the broker redelivers a message whose run was killed at its hard limit."""
+    return bool(task.acks_late and not acknowledges_timeout(task))
+
+
 def is_dead_soon(pid: int) -> bool:
-    """Wait for a while until a child process has ended; return whether it has."""
+    """Wait up to ``LONGEST_DEATH`` for a child process to end; return whether it has ended."""
     give_up_at = time.monotonic() + LONGEST_DEATH
     while not _is_dead(pid):
         if time.monotonic() > give_up_at:
@@ -70,7 +89,7 @@ def is_dead_soon(pid: int) -> bool:
 
 def _is_dead(pid: int) -> bool:
     if hasattr(os, "waitid"):
-        # The pool reaps its children every few seconds only; this looks and leaves it to that.
+        # The pool reaps its children only every few seconds; WNOWAIT leaves that to the pool.
         with suppress(ChildProcessError):
             return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     try:
@@ -78,22 +97,30 @@ def _is_dead(pid: int) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # the number is another user's by now
+        pass  # the pid now belongs to another user's process
     return False
 
 
-def in_background(work: Callable[[], None], close: Callable[[], None], failure: str) -> None:
+def in_background(
+    work: Callable[[], None], close: Callable[[], None], failure: str
+) -> Future[None]:
     """
-    Run ``work`` in a thread: the worker's main loop must not wait for a store or a death.
+    Run ``work`` in a thread: the worker's main loop must not wait long for a store or a death.
 
     Args:
-        close: Closes what ``work`` opened.
-        failure: The log message for a ``work`` that failed.
+        close: Closes the connections that ``work`` opened.
+        failure: The log message if ``work`` fails.
+
+    Returns:
+        A future that is done when ``work`` has ended, whether it failed or not.
     """
     global _background
     if _background is None:
         _background = ThreadPoolExecutor(4, thread_name_prefix="django_celery_safe worker")
-    _background.submit(_do_safely, work, close, failure)
+    future = _background.submit(_do_safely, work, close, failure)
+    _unfinished.add(future)
+    future.add_done_callback(_unfinished.discard)
+    return future
 
 
 def _on_received(request: Any, **kwargs: Any) -> None:
@@ -112,10 +139,21 @@ def _do_safely(work: Callable[[], None], close: Callable[[], None], failure: str
         logger.exception("%s", failure)
 
 
+def _let_threads_end() -> None:
+    """
+    Wait for the threads before the pool forks the child that replaces a dead one.
+
+    A mutex that a thread holds during the fork, such as the mutex of SQLite's memory, stays
+    locked in the child for ever, so the child's first query would never return.
+    """
+    wait(list(_unfinished), LONGEST_FORK)
+
+
 def _forget_parent() -> None:
     global _background
     _background = None
+    _unfinished.clear()
     _received.clear()
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+os.register_at_fork(before=_let_threads_end, after_in_child=_forget_parent)

@@ -1,4 +1,4 @@
-"""The wrappers around a run of a task, in order; each message says which ones it needs."""
+"""The ordered wrappers around a run of a task; each message names the wrappers it needs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery.app.task import Context
 
-from .call import find_request
+from .call import Args, Function, Kwargs, find_request
+from .deaths import refuse_redelivered
 from .header import HEADER, get_header
 
 #: Called with a task, its request, the function to run, and its arguments; may run it or not.
-Wrapper: TypeAlias = Callable[
-    [Any, Context, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
-]
+Wrapper: TypeAlias = Callable[[Any, Context, Function, Args, Kwargs], Any]
 
 
 class _Entry(NamedTuple):
-    """A wrapper, and the field of the header by which a message asks for it."""
+    """A wrapper, and the header field with which a message requests it."""
 
     field: str
     wrapper: Wrapper
@@ -33,17 +32,22 @@ def add_wrapper(field: str, wrapper: Wrapper, *, outermost: bool = False) -> Non
     _wrappers.insert(0 if outermost else len(_wrappers), _Entry(field, wrapper))
 
 
-def wrap_run(task: Any) -> Callable[..., Any]:
-    """Return what a task runs, with the wrappers that each of its messages asks for."""
+def wrap_run(task: Any) -> Function:
+    """Return the task's ``run`` with the wrappers that the header of each message requests."""
     run = task.run
 
     @functools.wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        found = (task.request.headers or {}).get(HEADER)
-        if not isinstance(found, Mapping) or not any(field in found for field, _ in _wrappers):
+        request = task.request  # read once, because it costs more than the rest
+        found = (request.headers or {}).get(HEADER)
+        asks = isinstance(found, Mapping) and any(field in found for field, _ in _wrappers)
+        is_redelivered = (request.delivery_info or {}).get("redelivered")
+        if not asks and not is_redelivered:
             return run(*args, **kwargs)
         if (request := find_request(task, run)) is None:
             return run(*args, **kwargs)
+        if is_redelivered:
+            refuse_redelivered(task, request)
         header, inner = get_header(request), run
         for field, wrapper in reversed(_wrappers):
             if field in header:
@@ -57,7 +61,7 @@ def _call(
     wrapper: Wrapper,
     task: Any,
     request: Context,
-    inner: Callable[..., Any],
+    inner: Function,
     /,  # the task's own arguments may have these names
     *args: Any,
     **kwargs: Any,

@@ -1,13 +1,12 @@
 """
-Doing a thing once, however often its task is delivered.
+Doing work once, no matter how many times its task is delivered.
 
-``flags`` has :class:`IdempotentMixin`, for work that belongs to one row. ``decorator``
-has :func:`idempotent`, for work without a row of its own or too slow to lock one;
-``claim`` is one attempt at it and ``records`` its table.
+``flags`` has :class:`IdempotentMixin`, for work that belongs to one row. ``idempotent_work``
+has :func:`idempotent`, for work without its own row, or too slow to keep a row locked;
+``claim`` is one attempt at such work, and ``record_table`` has the table of its records.
 """
 
-from .claim import Claim, current_claim
 from .flags import IdempotentMixin
 from .idempotent_work import Idempotent, idempotent
 
-__all__ = ["Claim", "Idempotent", "IdempotentMixin", "current_claim", "idempotent"]
+__all__ = ["Idempotent", "IdempotentMixin", "idempotent"]

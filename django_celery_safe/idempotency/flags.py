@@ -1,13 +1,13 @@
 """
-:class:`IdempotentMixin`: a flag on a row says whether a thing was done for it.
+:class:`IdempotentMixin`: a flag on a row records whether work was done for that row.
 
-A plain class, not a model, so that it can be imported before the apps are
-loaded.
+The mixin is a plain class, not a model, so that it can be imported before the apps
+are loaded.
 """
 
 from __future__ import annotations
 
-import difflib
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,17 +19,15 @@ from django.db import OperationalError, connections, router, transaction
 from django.db.models import BooleanField, DateTimeField, F, QuerySet
 from django.utils import timezone
 
-from ..databases import refuse_untested
+from .. import conf
+from ..databases import refuse_unfit, says_taken
 from ..delivery.copies import is_requeued
 from ..emitting import Event
 from ..events import ALREADY_DONE, DONE_ONCE, ONCE_FAILED
-from ..exceptions import (
-    ConfigurationError,
-    IdempotencyError,
-    LockNotAcquired,
-    WrongTransaction,
-)
-from ..transactions import attempts, busy_timeout, in_atomic, is_manual, leave_inherited
+from ..exceptions import ConfigurationError, IdempotencyError, LockNotAcquired, WrongTransaction
+from ..foreign_errors import ExcInfo
+from ..transactions import attempts, busy_timeout, in_atomic, is_transaction_open
+from ..usage import with_usage
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -49,10 +47,11 @@ class IdempotentMixin:
             is_welcome_email_sent = models.BooleanField(default=False)
     """
 
-    # Migrations of the models that use it write this path down for ever.
+    # Migrations of the models that use it contain this path, so it must not change.
     __module__ = "django_celery_safe"
 
     @classmethod
+    @with_usage
     def do_once(
         cls,
         pk: Any,
@@ -64,53 +63,60 @@ class IdempotentMixin:
         durable: bool = True,
     ) -> AbstractContextManager[Self | None]:
         """
-        Do the block once for the row ``pk``, and note that in its ``flag``.
+        Run the block once for the row ``pk``, and record that in its ``flag``.
 
-        Yields the row, read fresh under a row lock, or None if the flag says it
-        was done: write ``if row:``. Two that come at once wait for each other.
+        Yields the row, read fresh under a row lock, or None if the flag says that the work
+        was done: write ``if row:``. If two callers arrive at once, the second one waits.
 
         ``"at_least_once"``: the block runs inside the transaction, and the flag
-        is saved when it ends well, and only then. If the process dies after the
+        is saved only if the block succeeds. If the process dies after the
         effect and before the commit, the block runs again.
-        ``"at_most_once"``: the flag is committed before the block runs, outside
-        the transaction. If the process dies or the block fails after that, the
-        effect never happens, which is logged at ERROR and sent as ``once_failed``. No
-        ``Retry`` can help then, so one raised in the block is an error.
+        ``"at_most_once"``: the flag is committed first, and then the block runs outside
+        the transaction. If the process dies or the block fails after that, the effect
+        may never happen; a failure is logged at ERROR and sent as ``once_failed``. A
+        retry would find the flag set, so raising ``Retry`` in the block is an error.
 
-        What it costs: with ``"at_least_once"`` the row (that of its parents too, with
-        multi-table inheritance), and on SQLite the whole database, is locked while the
-        block runs; everyone else who wants to write there waits. For slow effects use
-        :func:`idempotent`, which locks nothing meanwhile. Only the flag is written: what
-        else the block changes on the row, it saves itself.
+        The cost: with ``"at_least_once"``, the row (and its parents' rows, with
+        multi-table inheritance) is locked while the block runs, on SQLite the whole
+        database, and other writers wait. For slow effects use
+        :func:`idempotent`, which keeps no locks while the work runs. Only the flag is written:
+        the block has to save any other change to the row itself.
 
-        What takes the flag back lets it be done again: to set it to False on purpose, and a
-        ``save()`` of an instance that was read before, which writes all its columns.
+        The work is done again if the flag becomes False, either because you reset it on purpose
+        or because ``save()`` on an instance that was read earlier writes its old columns back.
 
         Args:
             pk: Primary key of the row.
             flag: Name of a BooleanField (true: done), or of a DateTimeField with
                 ``null=True`` (not null: done, set to the current time).
-            guarantee: Which way it fails where it can't be both.
-            nowait: Raise at once if someone else has the row, instead of waiting.
-            using: Database alias; unset: the one the router writes to.
-            durable: Insist on being the outermost transaction, so that the flag
-                is committed when the block has ended. False opts out: then the
-                outer transaction decides.
+            guarantee: Which of the two to guarantee; after a crash only one of them can hold.
+            nowait: Raise at once if another transaction has locked the row, instead of waiting.
+            using: Database alias; None: the database that the router writes to.
+            durable: Require that this is the outermost transaction, so that the flag
+                is committed when the block has ended. False: an outer transaction is
+                allowed, and decides whether the flag is committed.
 
         Raises:
-            WrongTransaction: It stands inside another ``atomic()``.
+            TypeError: ``pk`` is a row instead of its key.
+            WrongTransaction: It was called inside another transaction, with ``durable=True``.
             DoesNotExist: The model has no such row.
             ConfigurationError: ``flag`` is not a flag of the model.
             OperationalError: With ``durable=False`` under REPEATABLE READ or SERIALIZABLE,
-                someone changed the row since the outer transaction began; run that again.
-            BackendNotSupported: The database is neither PostgreSQL nor SQLite.
-            LockNotAcquired: Someone else has the row, and ``nowait`` is on.
+                another process changed the row after the outer transaction had started; run the
+                outer transaction again.
+            BackendNotSupported: The database is neither PostgreSQL, MariaDB, MySQL nor SQLite.
+            LockNotAcquired: Another transaction has locked the row, and ``nowait`` is True.
             IdempotencyError: The block raised Retry under ``"at_most_once"``.
 
         Source:
             "Celery: lessons learned", the welcome e-mail (is_welcome_email_sent).
         """
         model = cast("type[Model]", cls)
+        if isinstance(pk, model):
+            raise TypeError(
+                f"{model._meta.label}.do_once got a row, {pk!r}, instead of its primary key. Give "
+                f"row.pk: do_once reads the row again, under its lock."
+            )
         _check_flag(model, flag)
         if guarantee not in ("at_least_once", "at_most_once"):
             raise ConfigurationError(
@@ -123,10 +129,35 @@ class IdempotentMixin:
                 "inside another transaction: leave durable=False out."
             )
         alias = router.db_for_write(model) if using is None else using
-        refuse_untested(alias, "do a thing once for a row")
+        refuse_unfit(alias, "do a thing once for a row", model._meta.db_table)
         once = _Once(model, pk, flag, alias, nowait=nowait, durable=durable)
         block = once.at_least_once() if guarantee == "at_least_once" else once.at_most_once()
-        return cast("AbstractContextManager[Self | None]", block)
+        return cast("AbstractContextManager[Self | None]", _Block(block, once.label))
+
+
+class _Block:
+    """The context manager that ``do_once`` returns; it warns if it is never entered."""
+
+    _is_entered = False
+
+    def __init__(self, block: AbstractContextManager[Model | None], label: str) -> None:
+        self._block, self._label = block, label
+
+    def __enter__(self) -> Model | None:
+        self._is_entered = True
+        return self._block.__enter__()
+
+    def __exit__(self, *exc_info: *ExcInfo) -> bool | None:
+        return self._block.__exit__(*exc_info)
+
+    def __del__(self) -> None:
+        if not self._is_entered:
+            warnings.warn(
+                f"do_once({self._label}) was called without `with`, so nothing was done. Write: "
+                f"with Model.do_once(...) as row: if row: ...",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class _Once:
@@ -141,7 +172,7 @@ class _Once:
     @contextmanager
     def at_least_once(self) -> Iterator[Model | None]:
         self._refuse_transaction()
-        for attempt in attempts(self._alias, f"do_once({self._label})"):
+        for attempt in attempts(self._alias, f"do_once({self.label})"):
             with attempt, self._locked_row() as row:
                 attempt.win()
                 if self._is_done(row):
@@ -151,7 +182,7 @@ class _Once:
                 yield row
                 self._set_flag(row)
         if in_atomic(self._alias):
-            # The outer transaction decides.
+            # Only the outer transaction's commit makes the flag permanent.
             transaction.on_commit(partial(self._emit, DONE_ONCE), using=self._alias)
         else:
             self._emit(DONE_ONCE)
@@ -159,7 +190,7 @@ class _Once:
     @contextmanager
     def at_most_once(self) -> Iterator[Model | None]:
         self._refuse_transaction()
-        for attempt in attempts(self._alias, f"do_once({self._label})"):
+        for attempt in attempts(self._alias, f"do_once({self.label})"):
             with attempt, self._locked_row() as row:
                 was_done = self._is_done(row)
                 if not was_done:
@@ -174,32 +205,31 @@ class _Once:
             self._emit_failed(error)
             if isinstance(error, Retry) or is_requeued(error):
                 raise IdempotencyError(
-                    f"The block of do_once({self._label}) asked to be run again under "
-                    f"at_most_once, which would find {self._flag} set and do nothing. Handle the "
+                    f"The block of do_once({self.label}) asked for a retry under at_most_once, "
+                    f"but the retry would find {self._flag} set and do nothing. Handle the "
                     f'failure in the block, or use guarantee="at_least_once".'
                 ) from error
             raise
         self._emit(DONE_ONCE)
 
     @property
-    def _label(self) -> str:
+    def label(self) -> str:
         return f"{self._model._meta.label}, pk={self._pk!r}, {self._flag!r}"
 
     def _refuse_transaction(self) -> None:
-        leave_inherited(self._alias)
-        if self._durable and (in_atomic(self._alias) or is_manual(self._alias)):
+        if is_transaction_open(self._alias) and self._durable:
             raise WrongTransaction(
-                f"do_once({self._label}) stands inside another transaction on {self._alias!r}, or "
-                f"autocommit is off there: a rollback would forget what was done. Call it outside "
-                f"atomic(), or pass durable=False if the outer transaction is to decide."
+                f"do_once({self.label}) was called inside another transaction on {self._alias!r}, "
+                f"or with autocommit off there: a rollback would clear the flag. Call it outside "
+                f"atomic(), or pass durable=False to let the outer transaction decide."
             )
 
     @contextmanager
     def _locked_row(self) -> Iterator[Model]:
-        """Lock the row in a transaction for the block."""
+        """Lock the row in a transaction while the block runs."""
         with ExitStack() as beginning:
             if self._nowait:
-                # With IMMEDIATE, it is the BEGIN that meets somebody else's lock.
+                # With transaction_mode IMMEDIATE, another process's lock makes BEGIN itself fail.
                 beginning.enter_context(self._fail_at_once())
             with transaction.atomic(using=self._alias):
                 row = self._lock_row()
@@ -207,18 +237,18 @@ class _Once:
                 yield row
 
     def _rows(self) -> QuerySet[Model]:
-        # Of no manager: those of the model may hide rows, or join others, which would be
-        # locked along.
+        # Without a manager: the model's manager may hide rows, or join other tables, whose rows
+        # would be locked too.
         return QuerySet(self._model, using=self._alias).filter(pk=self._pk)
 
     def _lock_row(self) -> Model:
         connection = connections[self._alias]
         if connection.features.has_select_for_update:
             return self._rows().select_for_update(nowait=self._nowait).get()
-        # Without row locks the transaction's first statement has to be a write:
-        # it takes the database's write lock before the flag is read, and waits
-        # for it, where a read first would end in "database is locked".
-        # Of the row's own table: for a column of a parent's, Django reads first.
+        # Without row locks, the transaction's first statement has to be a write: a write
+        # waits for the database's write lock before the flag is read. With a read first,
+        # it would fail with "database is locked".
+        # The column has to be in the model's own table: for a parent's, Django reads first.
         table: Any = self._model._meta.concrete_model
         columns = table._meta.local_concrete_fields
         column = next(field.name for field in columns if not getattr(field, "generated", False))
@@ -231,21 +261,21 @@ class _Once:
             with busy_timeout(self._alias, 0):
                 yield
         except OperationalError as error:
-            if not _says_taken(error):
+            if not says_taken(error):
                 raise
             name = f"{self._model._meta.label} pk={self._pk!r}"
             raise LockNotAcquired(name, "someone else") from error
 
     def _is_done(self, row: Model) -> bool:
         value = getattr(row, self._flag)
-        # False and None: not done; True and any moment: done.
+        # False and None: not done; True and any time: done.
         return value is not None and value is not False
 
     def _set_flag(self, row: Model) -> None:
         field = self._model._meta.get_field(self._flag)
         value = True if isinstance(field, BooleanField) else timezone.now()
-        # Not save(): a receiver or an overridden save() that fails here would
-        # take the flag back after the effect.
+        # Not save(): if a receiver or an overridden save() failed here, the flag would be
+        # rolled back after the effect.
         self._rows().update(**{self._flag: value})
         setattr(row, self._flag, value)
 
@@ -254,28 +284,12 @@ class _Once:
 
     def _emit_failed(self, error: BaseException) -> None:
         ONCE_FAILED.emit(
-            self._model,
-            model=self._model._meta.label,
-            pk=self._pk,
-            flag=self._flag,
-            error=error,
+            self._model, model=self._model._meta.label, pk=self._pk, flag=self._flag, error=error
         )
 
 
-def _says_taken(error: OperationalError) -> bool:
-    """Return whether the database said that somebody else has the row, not that it can't answer."""
-    cause: Any = error.__cause__
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    # PostgreSQL: lock_not_available. SQLite: SQLITE_BUSY, SQLITE_LOCKED. MySQL: NOWAIT.
-    return (
-        state == "55P03"
-        or getattr(cause, "sqlite_errorcode", 0) & 0xFF in (5, 6)
-        or getattr(cause, "args", ())[:1] == (3572,)
-    )
-
-
 def flag_names(model: type[Model]) -> list[str]:
-    """Return the names of the fields that can say whether a thing was done."""
+    """Return the names of the model's fields that can be a flag for :meth:`do_once`."""
     return [
         field.name
         for field in model._meta.get_fields()
@@ -295,10 +309,8 @@ def _check_flag(model: type[Model], name: str) -> None:
         kind = type(field).__name__
         null = " without null=True" if isinstance(field, DateTimeField) else ""
         problem = f"is a {kind}{null}"
-    close = difflib.get_close_matches(str(name), flags, n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
     raise ConfigurationError(
         f"{model._meta.label}.{name} {problem}, so it can't say whether a thing was done. A flag "
         f"is a BooleanField, or a DateTimeField with null=True; the model has: "
-        f"{', '.join(flags) or 'none'}.{guess}"
+        f"{', '.join(flags) or 'none'}.{conf.did_you_mean(name, flags)}"
     )

@@ -1,4 +1,4 @@
-""":func:`idempotent`: doing a thing once that has no row of its own, or is slow."""
+""":func:`idempotent`: doing work once that has no row of its own, or is slow."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
-from celery import Task
 from celery._state import get_current_task
 from celery.app.task import Context
 
@@ -19,21 +18,27 @@ from ..concurrency.decorator import refuse_misplaced
 from ..concurrency.keys import call_key
 from ..concurrency.options import Key, check_key_names, checked_key
 from ..delivery.call import (
+    Args,
+    Function,
+    Kwargs,
     find_call,
+    is_django_task,
     name_of,
     run_for,
     sent_arguments,
-    serializer_of,
 )
 from ..delivery.copies import begin_or_requeue, delete_markers
-from ..exceptions import AlreadyClaimed, ConfigurationError, ExcInfo, IdempotencyError
-from .claim import Claim
+from ..exceptions import AlreadyClaimed, ConfigurationError, IdempotencyError
+from ..foreign_errors import ExcInfo
+from ..leases.claim import Claim
+from ..usage import with_usage
+from .claim import RecordClaim
 from .record_table import record_table
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: What was meant to be filled in, in the key of a `with` block.
+#: A placeholder in a key; in the key of a `with` block it would not be filled in.
 _UNFILLED: Final = re.compile(r"\{[^\W\d][^{}]*\}")
 
 
@@ -53,25 +58,31 @@ class Idempotent:
     ) -> None:
         self._key = checked_key(key)
         self._timeout: float | conf.Unset = conf.UNSET
+        if timeout is None:
+            raise ConfigurationError(
+                "timeout=None would be a lease without end, so that work whose process died would "
+                "never be done. Give seconds: the lease is renewed for as long as the work takes."
+            )
         if not isinstance(timeout, conf.Unset):
             self._timeout = conf.lease_seconds(timeout, "timeout")
         self._ttl = ttl if isinstance(ttl, conf.Unset) else conf.ttl(ttl, "ttl")
-        #: Alias of the records' database; None: the one the router writes to.
+        #: Alias of the records' database; None: the database that the router writes to.
         self.using = using
-        self._claim: Claim | None = None
+        self._claim: RecordClaim | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Claim:
         key = self._key
         if not isinstance(key, str) or not key:
+            got = "no key" if isinstance(key, conf.Unset) else f"the key {key!r}"
             raise ConfigurationError(
-                f"`with idempotent(...)` got the key {key!r}: it needs a text that is not empty, "
-                f"which stands for the work. Lists and functions are for the decorator."
+                f"`with idempotent(...)` got {got}: it needs a string, not empty, that names "
+                f"the work. Only the decorator takes lists and functions."
             )
         if found := _UNFILLED.search(key):
             raise ConfigurationError(
-                f"`with idempotent({key!r})` takes its key as it is, so {found[0]} would be the "
-                f"same for all. Write it as an f-string."
+                f"`with idempotent({key!r})` does not fill in placeholders, so {found[0]} would "
+                f"be the same for every call. Write the key as an f-string."
             )
         if self._claim is not None:
             raise IdempotencyError(
@@ -93,15 +104,15 @@ class Idempotent:
         claim, self._claim = self._claim, None
         if exc_info[0] is None and claim is not None and claim.is_repeat and not claim.asked:
             warnings.warn(
-                f"A block ran although {claim.key!r} was done before, and did not ask. Write: "
-                f"with idempotent(...) as claim: if claim: ...",
+                f"A block ran without checking its claim, although {claim.key!r} was already "
+                f"done. Write: with idempotent(...) as claim: if claim: ...",
                 RuntimeWarning,
                 stacklevel=2,
             )
         self._stack.__exit__(*exc_info)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Decorate ``function``: each call is done once for its key."""
+        """Decorate ``function``: it runs once for each key."""
         refuse_misplaced(function, "@idempotent", "it would count as done", above_lock=False)
         check_key_names(function, self._key)
 
@@ -110,34 +121,28 @@ class Idempotent:
             result: T = self._run(once, function, args, kwargs)
             return result
 
-        # Celery checks arguments at .delay() by getfullargspec, which looks only here.
+        # Celery checks the arguments of .delay() with getfullargspec, which reads only this.
         once.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         once.idempotent = self  # type: ignore[attr-defined]
         return once
 
-    def _run(
-        self,
-        decorated: Callable[..., Any],
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        task, request = find_call(decorated, function, args)
+    def _run(self, decorated: Function, function: Function, args: Args, kwargs: Kwargs) -> Any:
+        task, request, bound = find_call(decorated, function, args)
         message = _message_of(request)
-        claim = self._claim_of_call(function, task, message, args, kwargs)
+        claim = self._claim_of_call(function, task, message, args[bound:], kwargs, bound=bound)
         self._begin(claim, task, message)
         with claim.working():
             if message is not None:
                 delete_markers(task, message, claim.markers, of_claim=True)
-            if not claim:
+            if claim.is_repeat:
                 return claim.result
             result = run_for(request, function, args, kwargs)
             if not claim.is_finished:
                 claim.finish_with(result)
         return result
 
-    def _begin(self, claim: Claim, task: Any, message: Context | None) -> None:
-        """Claim the work, or find it done; if somebody else does it, let the message come back."""
+    def _begin(self, claim: RecordClaim, task: Any, message: Context | None) -> None:
+        """Claim the work, or find it done; re-queue the message if another process is doing it."""
         if message is not None:
             begin_or_requeue(claim.try_begin, task, message, claim.markers)
         elif (held := claim.try_begin()) is not None:
@@ -147,16 +152,16 @@ class Idempotent:
 
     def _claim_of_call(
         self,
-        function: Callable[..., Any],
+        function: Function,
         task: Any,
         message: Context | None,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Claim:
-        bound = bool(args) and isinstance(args[0], Task)
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        bound: bool,
+    ) -> RecordClaim:
         name = name_of(task, function)
-        args, kwargs = sent_arguments(task, message, args[bound:], kwargs)
-        serializer = serializer_of(task)
+        args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
 
         def key_by(rule: Key | conf.Unset, *, strict: bool = True) -> str:
             return call_key(
@@ -170,22 +175,22 @@ class Idempotent:
                 strict=strict,
             )
 
-        # What can't be sent, as with pickle or a method's self, tells no two calls apart.
+        # Arguments that can't be encoded, such as a method's self, are not part of the digest.
         digest = "" if isinstance(self._key, conf.Unset) else key_by(conf.UNSET, strict=False)
         return self._make_claim(f"{name}:{key_by(self._key)}", digest)
 
-    def _make_claim(self, key: str, digest: str = "") -> Claim:
+    def _make_claim(self, key: str, digest: str = "") -> RecordClaim:
         seconds, keep = self._timeout, self._ttl
         if isinstance(seconds, conf.Unset):
             seconds = conf.lock_timeout()
         if isinstance(keep, conf.Unset):
-            keep = conf.ttl(conf.get("IDEMPOTENCY_RETENTION"), "IDEMPOTENCY_RETENTION")
-        return Claim(key, record_table(self.using), seconds, keep, digest)
+            keep = conf.idempotency_retention()
+        return RecordClaim(key, record_table(self.using), seconds, keep, digest)
 
 
 def _message_of(request: Context | None) -> Context | None:
-    """Return the request if it has a message that could come back; None if not."""
-    # Eager runs, .apply() and direct calls have none.
+    """Return the request if its message could be redelivered; otherwise None."""
+    # Eager runs, .apply() and direct calls have no message.
     if request is None or request.called_directly or request.is_eager:
         return None
     return request
@@ -210,6 +215,7 @@ def idempotent(
     ttl: conf.Duration | conf.Unset | None = conf.UNSET,
     using: str | None = None,
 ) -> Idempotent: ...
+@with_usage
 def idempotent(
     first: Any = conf.UNSET,
     /,
@@ -220,42 +226,43 @@ def idempotent(
     using: str | None = None,
 ) -> Any:
     """
-    Do a thing once for each key, however often it is asked for.
+    Do some work once for each key, no matter how many times it is called.
 
-    A record in the database says that it is being done, or is done. Nothing is locked
-    while it is done: the record is claimed in a short transaction, under a lease that a
-    background thread renews, and finished in another. A repeat gets the stored result,
-    and does nothing.
+    A record in the database says whether the work is running or done. No lock is held
+    while the work runs: one short transaction claims the record, with a lease that a
+    background thread renews, and another transaction finishes it. A repeat does nothing and
+    gets the stored result.
 
-    As a decorator it goes below ``@shared_task``, bare or with options, and below
-    ``@single_instance``. As a context manager it yields a :class:`Claim`, which is
+    Put the decorator below ``@shared_task``, with or without options, and below
+    ``@single_instance``. A ``with`` block gets a :class:`Claim`, which is
     truthy if the work is ours to do: write ``if claim:``.
 
-    Who comes while somebody else does it: a task that runs for a message ends at once,
-    and its message comes back when the lease is over, under the same id; it does what
-    came before a ``with`` block again then. Outside of tasks it is AlreadyClaimed.
+    While one process does the work, a second worker that gets a message for it ends its task
+    at once. That message is redelivered under the same id when the lease has expired, and code
+    before a ``with`` block then runs again. Outside tasks, a second caller gets
+    AlreadyClaimed.
 
-    An error in the work lets the next who comes do it. A process that dies leaves it to
-    whoever comes after the lease. So what it does outside of the database may be done
-    again if the process dies between that and the record; what it writes to this
-    database is done exactly once if :meth:`Claim.finish` is called in the same
+    After an error, the next caller may do the work at once. After a process has died, the next
+    caller may do it when the lease has expired. So effects outside the database may happen
+    twice if the process dies before the record is written. Writes to this
+    database happen exactly once if :meth:`Claim.finish` is called in the same
     ``atomic()`` (in a decorated function: ``current_claim().finish(result)``).
 
     Args:
-        key: What stands for the work. In a ``with`` block a text, taken as it is. For the
+        key: The name of the work. In a ``with`` block a text, used unchanged. For the
             decorator as in ``single_instance``: unset (all arguments), a format string
             over argument names, a list of names, or (by name, as ``key=``) a function of
-            the arguments; the task's name comes before it. The same key with other
-            arguments is an IdempotencyConflict.
+            the arguments; it is prefixed with the task's name. Using a key again with other
+            arguments raises IdempotencyConflict.
         timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT``.
-        ttl: For how long it stays done, seconds or timedelta; None: for ever; unset:
-            ``IDEMPOTENCY_RETENTION``. After that it would be done again, so it has to be
-            longer than a repeat can come late.
-        using: Database alias of the records; unset: the one the router writes to.
+        ttl: How long the work counts as done, seconds or timedelta; None: for ever; unset:
+            ``IDEMPOTENCY_RETENTION``. After that, a repeat does the work again, so choose a
+            time longer than any repeat can be delayed.
+        using: Database alias of the records; None: the database that the router writes to.
 
     Raises:
-        TypeError: It stands above ``@shared_task`` or ``@single_instance``.
-        ConfigurationError: An option means nothing, or the key names what is no argument.
+        TypeError: The decorator is above ``@shared_task`` or ``@single_instance``.
+        ConfigurationError: An option is not valid, or the key names no argument.
 
     Example:
         >>> from django_celery_safe import idempotent
@@ -271,7 +278,7 @@ def idempotent(
     Source:
         "Celery: lessons learned", tasks that may be delivered more than once.
     """
-    if callable(first) and not isinstance(first, conf.Unset):
+    if (callable(first) or is_django_task(first)) and not isinstance(first, conf.Unset):
         return Idempotent(conf.UNSET, timeout, ttl, using)(first)
     if not isinstance(first, conf.Unset):
         if not isinstance(key, conf.Unset):

@@ -1,9 +1,9 @@
 """
-The table of records, as claims and the thread that renews their leases see it.
+The table of records, for claims and for the thread that renews their leases.
 
-Every step that decides is one guarded statement in a transaction of its own, and every
-moment is the database server's; :class:`~django_celery_safe.models.IdempotencyRecords`
-has the steps.
+Every decision is one guarded statement in its own transaction, and every time is read from
+the database server's clock; :class:`~django_celery_safe.models.IdempotencyRecords`
+has these statements.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from django.db import router
+from django.db import connections, router
 from django.db.models import DurationField
-from django.db.models.functions import Now
 
 from .. import conf
-from ..databases import refuse_untested
+from ..databases import MYSQL, Now, refuse_unfit, refuse_untested
 from ..leases.holder import HeldLock, plain_name
 from ..leases.lease_table import LeaseTable, read_holder
+from ..sending.housekeeping import add_pruning
 from ..statements import Param, Statement
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _record_model() -> type[IdempotencyRecord]:
-    """Return the model of the records, once there is a registry to import it."""
+    """Return the records' model, which can be imported once the app registry is ready."""
     from ..models.idempotency import IdempotencyRecord  # needs the app registry
 
     return IdempotencyRecord
@@ -43,36 +43,30 @@ class RecordTable(LeaseTable):
         super().__init__("records", alias)
 
     def all(self) -> IdempotencyRecords:
-        """Return the records."""
+        """Return a queryset of all records."""
         return _record_model().objects.using(self.alias)
 
     def at(self, name: str) -> IdempotencyRecords:
-        """Return the record of a key, one or none."""
+        """Return a queryset of the key's record, with one record or none."""
         return self.all().filter(key=plain_name(name))
 
     def find(self, name: str) -> IdempotencyRecord | None:
-        """Return the record of a key, with the server's time as ``asked_at``; None: none."""
+        """Return the key's record, with the server's time as ``asked_at``; None: no record."""
         return _FIND.find(self.alias, key=plain_name(name))
 
     def add_if_absent(
         self, key: str, token: str, lease: timedelta, *, holder: str, digest: str
     ) -> bool:
-        """Add a record that this claim has; return False if somebody was first."""
+        """Add a record held by this claim; return False if another process was first."""
+        if connections[self.alias].vendor == MYSQL:
+            refuse_unfit(self.alias, "record what is done once")
         return _ADD.execute(
-            self.alias,
-            key=plain_name(key),
-            token=token,
-            lease=lease,
-            holder=holder,
-            digest=digest,
+            self.alias, key=plain_name(key), token=token, lease=lease, holder=holder, digest=digest
         )
 
 
 _FIND: Final = Statement(
-    lambda alias: (
-        RecordTable(alias).all().filter(key=Param("key")).annotate(asked_at=Now()),
-        None,
-    )
+    lambda alias: (RecordTable(alias).all().filter(key=Param("key")).annotate(asked_at=Now()), None)
 )
 _ADD: Final = Statement(lambda alias: (_make_new_record(), None))
 
@@ -89,12 +83,12 @@ def _make_new_record() -> IdempotencyRecord:
 
 
 def record_table(using: str | None = None) -> RecordTable:
-    """Return the records in the database ``using``; None: in the one the router writes to."""
+    """Return the record table in database ``using``; None: the one the router writes to."""
     return _cached_table(router.db_for_write(_record_model()) if using is None else using)
 
 
 def read_claim(row: Any) -> HeldLock:
-    """Return who has a record, or had it last, and what is left of the lease."""
+    """Return the current or last holder of a record, and the rest of its lease."""
     return read_holder(row.key, row)
 
 
@@ -105,16 +99,26 @@ def get_prunable(
     Return the records that can be deleted.
 
     Args:
-        older_than: Those that ended so long ago, whatever their ``ttl``; None: those that
-            say nothing any more, and those whose holder died an ``IDEMPOTENCY_RETENTION`` ago.
+        older_than: Return records that ended, or whose holder died, longer ago than this, even
+            if their ``ttl`` has not expired. None: return expired records, and records whose
+            holder died longer than ``IDEMPOTENCY_RETENTION`` ago.
     """
     if older_than is not None:
         return records.older(older_than)
-    return records.expired(conf.ttl(conf.get("IDEMPOTENCY_RETENTION"), "IDEMPOTENCY_RETENTION"))
+    return records.expired(conf.idempotency_retention())
+
+
+def connect() -> None:
+    """Register records with the relays, which delete those that get_prunable() returns."""
+    add_pruning("records", RecordTable.models, _prunable_by_index)
+
+
+def _prunable_by_index(alias: str) -> list[IdempotencyRecords]:
+    return RecordTable(alias).all().prunable(conf.idempotency_retention())
 
 
 @lru_cache
 def _cached_table(alias: str) -> RecordTable:
     refuse_untested(alias, "record what is done once")
-    # The renewing thread knows stores by their identity.
+    # One object for each database: the renewing thread tells stores apart by identity.
     return RecordTable(alias)

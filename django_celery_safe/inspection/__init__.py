@@ -1,7 +1,7 @@
 """
-Each thing that can be seen or found out, described once.
+Descriptions of locks, messages, records, runs and steps, shared by commands and admin.
 
-Locks, messages, records, runs and steps: ``row`` says what a description is, ``decision`` what
-an operator may do. The commands print a row as lines or JSON, the admin shows it in columns.
-``findings`` are faults of a project, said by ``manage.py check`` and by ``doctor`` alike.
+``row`` defines a description and ``decision`` an operator's action. The commands print a row
+as lines or JSON; the admin shows it in columns. ``findings`` are faults of a project, which
+both ``manage.py check`` and ``doctor`` report.
 """

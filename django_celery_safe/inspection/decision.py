@@ -1,20 +1,23 @@
-"""The decisions that an operator may take about a row, wherever it is shown."""
+"""The decisions that an operator may take about a row, in commands and in the admin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..exceptions import CelerySafeError
 
+if TYPE_CHECKING:
+    from django.utils.functional import _StrPromise
+
 
 class Refused(CelerySafeError):
-    """A decision does not fit the row as it is now; the text says why."""
+    """A decision is not possible for the row's current state; the text says why."""
 
 
 class NeedsForce(Refused):
-    """A decision was refused, and would not be with force."""
+    """A decision was refused, but force would allow it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,38 +27,38 @@ class Decision:
 
     Attributes:
         name: A verb: the action of a command, and in the admin's form and permission.
-        label: The verb as the list of actions and the button show it.
-        consequence: The effect, as the question to the operator states it.
+        label: The verb in the list of actions and on the button.
+        consequence: The effect, as stated in the question to the operator.
         done: The report about a row afterwards, such as ``was released``.
-        act: Does it to one row, also what takes force if the second argument says so.
-            Returns something false if the row changed meanwhile, or raises one of our errors.
-        changed: The reason why ``act`` returned something false.
-        why_not: Returns why it takes force for a row; "": it does not.
-        force: The label of the box that allows it all the same; "": there is none.
-        deletes: Whether nothing is left of the row.
-        fits: Returns whether a row's own page offers it.
+        act: Applies the decision to a row; a true second argument forces it. Returns a false
+            value if the row has changed since it was shown, or raises one of our errors.
+        changed: The reason why ``act`` returned a false value.
+        why_not: Returns why a row needs force; "": it does not.
+        force: The label of the checkbox that forces the decision; "": there is no checkbox.
+        deletes: Whether the decision deletes the row.
+        fits: Returns whether a row's own page offers the decision.
     """
 
     name: str
-    label: str
-    consequence: str
-    done: str
+    label: str | _StrPromise
+    consequence: str | _StrPromise
+    done: str | _StrPromise
     act: Callable[[Any, bool], object]
-    changed: str = ""
+    changed: str | _StrPromise = ""
     why_not: Callable[[Any], str] = lambda row: ""
-    force: str = ""
+    force: str | _StrPromise = ""
     deletes: bool = False
     fits: Callable[[Any], bool] = lambda row: True
 
     def take(self, row: Any, *, force: bool = False) -> None:
         """
-        Do it to a row.
+        Apply the decision to a row.
 
         Raises:
-            NeedsForce: It takes force; nothing was done.
-            Refused: The row changed meanwhile; nothing was done.
+            NeedsForce: The row needs force; nothing was done.
+            Refused: The row has changed since it was shown; nothing was done.
         """
         if not force and (reason := self.why_not(row)):
             raise NeedsForce(reason)
         if not self.act(row, force):
-            raise Refused(self.changed)
+            raise Refused(str(self.changed))

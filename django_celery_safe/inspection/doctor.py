@@ -1,9 +1,9 @@
 """
-The doctor: it tries out what the configured store guarantees.
+The doctor, which tests whether the configured store keeps its guarantees.
 
-:func:`examine` takes locks, lets their leases end and lets processes race for them, and
-yields a finding for each thing that it looked at. ``race`` has the processes;
-``manage.py celery_locks doctor`` prints the findings.
+:func:`examine` takes locks, lets their leases expire, lets processes race for them, and
+yields a finding for each check. ``race`` runs the processes; ``manage.py celery_locks doctor``
+prints the findings.
 """
 
 from __future__ import annotations
@@ -11,53 +11,54 @@ from __future__ import annotations
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any, Final
 
 from .. import conf
 from ..exceptions import BackendNotSupported, LockBackendError, WrongTransaction
-from ..leases.holder import Holder
+from ..leases.holder import Holder, place_names
 from ..locks import CacheLock, cache_lock
 from ..locks.stores import USE_INSTEAD, locate
 from ..locks.stores.base import Acquired, Store
 from . import lock_store
 from .findings import OK, UNKNOWN, UNSAFE, WARNING, Finding
-from .race import INTERVAL, RaceFailed, RaceOutcome, Racers
+from .race import INTERVAL, RaceFailed, RaceOutcome, Racers, find_doubt
 
-#: Lease of the locks whose end is not waited for, s: a doctor that is killed leaves locks for
-#: as long.
+#: Lease of the locks that do not have to expire, s. If the doctor is killed, its locks stay
+#: held for this time.
 LEASE: Final = 10.0
-#: Lease whose end is waited for, s, and how much longer it is waited for.
+#: Lease of the lock that has to expire, s, and the longest wait after its end.
 MEASURED_LEASE: Final = 1.0
 LONGEST_DELAY: Final = 5.0
 #: Pause between two tries to get a lock whose lease is about to end, s.
 TRY_EVERY: Final = 0.005
-#: A lease that ends so much too late is worth a warning, s.
+#: A lease that ends this much too late causes a warning, s.
 LATE: Final = 0.5
-#: How many locks, with what lease, s, processes race for when it has ended; fewer where it
-#: would take longer than so much, s, to acquire and release that many.
+#: Limit of the lock for whose last place the processes race.
+PLACES: Final = 2
+#: Number of locks for which the processes race after their lease has expired, longest time to
+#: acquire and release them (a slow store gets fewer locks), s, and their lease, s.
 EXPIRED: Final = 20
 EXPIRED_WITHIN: Final = 5.0
 SHORT_LEASE: Final = 0.3
-#: Fewer tries than so many show nothing if all went well.
-FEWEST_TRIES: Final = 10
 #: Most pairs of acquire and release that are timed, and for how long, s.
 PAIRS: Final = 200
 PAIRS_WITHIN: Final = 1.0
 #: A round trip longer than this part of a lease is worth a warning.
 ROUND_TRIP: Final = 1 / 10
-#: How often the clock is asked; the quickest answer counts.
+#: How many times the clock is queried; the fastest answer counts.
 CLOCK_ASKED: Final = 5
 #: By how much the clocks may differ, s.
 CLOCK_OFFSET: Final = 1.0
-#: How often a waiter is woken, how long it waits before that and at the most, s.
+#: How many times a waiter is woken, how long it waits before that, and at most, s.
 WAKINGS: Final = 3
 WAITS_BEFORE: Final = 0.2
 LONGEST_WAIT: Final = 10.0
-#: A waiter that a release wakes has the lock within so much, s.
+#: A waiter that a release wakes has the lock within this time, s.
 WOKEN_WITHIN: Final = 0.5
 #: How long a store may keep a wake-up for a waiter, s.
 WAKE_UP_LASTS: Final = 2.1
@@ -67,17 +68,17 @@ def examine(
     cache: str | conf.Unset = conf.UNSET, *, processes: int = 2, seconds: float = 1.0
 ) -> Generator[Finding]:
     """
-    Try out the store that holds the locks, and yield each finding as soon as it is made.
+    Test the store that holds the locks, and yield each finding as soon as it is made.
 
-    Takes some seconds, more where leases count whole ones, and about a minute where each
-    answer takes 0.7 s. The locks have names that nobody else uses, and none is left,
-    whatever happens; only a doctor that is killed leaves some, for 10 s.
+    It takes a few seconds, longer if the store's leases are whole seconds, and about a minute
+    if each answer takes 0.7 s. The locks have unique names, and none stays held, whatever
+    happens; only a doctor that is killed leaves locks, for 10 s.
 
     Args:
-        cache: Alias of the cache; unset: where the settings keep locks.
-        processes: How many race, 2 at least. They are new ones of this project, with the
-            settings that ``DJANGO_SETTINGS_MODULE`` names.
-        seconds: For how long they race, once set up; longer where the store is slow.
+        cache: Alias of the cache; unset: the place where the settings keep locks.
+        processes: Number of processes that race, at least 2. They are new processes of this
+            project, with the settings that ``DJANGO_SETTINGS_MODULE`` names.
+        seconds: How long the processes race once they are set up; longer on a slow store.
 
     Raises:
         WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
@@ -94,7 +95,7 @@ def examine(
         raise
     except Exception as error:  # noqa: BLE001 - a doctor must say what it is, whatever it is
         yield lock_store.explain(error)._replace(values=place.values)
-        # A server that refuses answers, and may say more.
+        # A server that refuses a command still answers, and may explain more.
         if isinstance(error, LockBackendError) and error.hint:
             with suppress(LockBackendError):
                 yield from filter(None, [lock_store.find_permissions(store)])
@@ -108,11 +109,11 @@ def examine(
 
 
 class _Ended(Exception):
-    """A check ended early, with this verdict, text and hint."""
+    """A check has ended early, with this verdict, text and hint."""
 
 
 class _Examination:
-    """One look at one store; knows the names of the locks that it took."""
+    """One examination of one store; it knows the names of the locks that it took."""
 
     def __init__(
         self, store: Store, cache: str | conf.Unset, processes: int, seconds: float
@@ -125,7 +126,7 @@ class _Examination:
         self._fences: list[int | None] = []
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what each check finds; one that can't be made stops none of the others."""
+        """Yield the finding of each check; a check that fails does not stop the others."""
         checks: dict[str, Callable[[], Finding | None]] = {
             "permissions": lambda: lock_store.find_permissions(self._store),
             "weakness": lambda: lock_store.find_weakness(self._store),
@@ -150,7 +151,7 @@ class _Examination:
                 yield finding
 
     def clock(self) -> Finding:
-        """By how much this machine's clock differs from the store's."""
+        """Measure how much this machine's clock differs from the store's."""
         answers = []
         for _ in range(CLOCK_ASKED):
             began = time.monotonic()
@@ -164,7 +165,7 @@ class _Examination:
         values = {"offset_s": round(offset, 3)}
         way = "ahead of" if offset > 0 else "behind"
         text = f"This machine's clock is {abs(offset):.3f} s {way} the store's"
-        # Where leases are of seconds, so is the clock.
+        # If the store's leases are whole seconds, its clock is, too.
         if abs(offset) <= CLOCK_OFFSET + self._store.early:
             return Finding("clock", OK, f"{text}.", values=values)
         text += ": ages of locks are shown wrong by so much. Leases do not depend on it."
@@ -172,7 +173,7 @@ class _Examination:
         return Finding("clock", WARNING, text, hint, values=values)
 
     def round_trip(self) -> Finding:
-        """The time that acquiring and releasing a lock takes."""
+        """Measure how long acquiring and releasing a lock takes."""
         name = self._new_name("round_trip")
         took: list[float] = []
         ends_at = time.monotonic() + PAIRS_WITHIN
@@ -182,7 +183,7 @@ class _Examination:
                 pass
             took.append((time.monotonic() - began) * 1000)
         median, slow = statistics.median(took), statistics.quantiles(took, n=100)[-1]
-        slow = min(slow, max(took))  # with few of them it is extrapolated
+        slow = min(slow, max(took))  # a quantile of few values is extrapolated
         self._pair_takes = median / 1000
         values = {"median_ms": round(median, 3), "p99_ms": round(slow, 3), "pairs": len(took)}
         text = (
@@ -200,7 +201,7 @@ class _Examination:
         return Finding("round_trip", WARNING, text, hint, values=values)
 
     def listing(self) -> Finding:
-        """Whether a lock that is held is listed."""
+        """Check whether a held lock is listed."""
         name = self._new_name("listing")
         with self._held(name) as lock:
             try:
@@ -216,12 +217,12 @@ class _Examination:
         return Finding("listing", WARNING, text, values={"listed": False})
 
     def waking(self) -> Finding:
-        """How soon after a release a waiter has the lock."""
+        """Measure how soon after a release a waiter has the lock."""
         name = self._new_name("waking")
         waits: list[float] = []
         for _ in range(WAKINGS):
             with ThreadPoolExecutor(1) as threads:
-                # Released before the thread is waited for, also when Ctrl-C hits.
+                # The release comes before the wait for the thread, even after Ctrl-C.
                 with self._held(name):
                     waiter = threads.submit(self._wait_for, name)
                     time.sleep(WAITS_BEFORE)
@@ -249,7 +250,7 @@ class _Examination:
         return Finding("waking", WARNING, text, values=values)
 
     def _wait_for(self, name: str) -> float:
-        """Wait for the lock; return when it was acquired, by the monotonic clock."""
+        """Wait for the lock; return the time of the acquisition by the monotonic clock."""
         self._waited_at = time.monotonic()
         lock = self._lock(name)
         try:
@@ -264,7 +265,7 @@ class _Examination:
                 self._store.close()
 
     def lease(self) -> Finding:
-        """When a lock that is neither renewed nor released becomes free."""
+        """Measure when a lock that is neither renewed nor released becomes free."""
         name = self._new_name("lease")
         seconds = self._store.nearest_lease(MEASURED_LEASE)
         asked_at = time.monotonic()
@@ -294,56 +295,60 @@ class _Examination:
         return Finding("lease", WARNING, text, values=values)
 
     def exclusion(self) -> Finding:
-        """Whether two of several processes that race for a lock hold it at once."""
+        """Check whether several processes that race for a lock hold it at the same time."""
         most = int(EXPIRED_WITHIN / max(self._pair_takes, EXPIRED_WITHIN / EXPIRED))
         expired = [self._new_name(f"expired:{number}") for number in range(max(1, most))]
-        fresh = self._new_name("exclusion")
-        # In turns: a moment in which the machine is too busy for a race spoils some of each.
-        names = [name for pair in zip(expired, repeat(fresh)) for name in pair]
+        fresh, places = self._new_name("exclusion"), self._new_name("places")
+        # A process that is killed in the race may hold any place.
+        self._names += place_names(places, PLACES)[1:]
+        each = [fresh, places] if self._store.limits else [fresh]
+        # The kinds alternate, so a short overload of the machine spoils only some of each.
+        names = [name for once in expired for name in (once, *each)]
         names += [fresh] * (round(self._seconds / INTERVAL) - len(expired))
         try:
-            race = self._race(names, expired)
+            race = self._race(names, expired, places)
         except RaceFailed as failure:
             raise _Ended(UNKNOWN, f"Processes could not race for a lock: {failure}.") from failure
         fences = [holding.fence for holding in race.holdings if holding.name == fresh]
-        overlaps, tries = race.overlaps(), names[: race.tries].count(fresh)
-        values = {
-            "processes": self._processes,
-            "tries": tries,
-            "acquired": len(fences),
-            "overlaps": overlaps[fresh],
-            "expired_tries": race.tries - tries,
-            "expired_acquired": len(race.holdings) - len(fences),
-            "expired_overlaps": overlaps.total() - overlaps[fresh],
-            "errors": len(race.errors),
-        }
-        # Overlapping ones have no order.
+        tried, overlaps = Counter(names[: race.tries]), race.overlaps()
+        acquired = Counter(holding.name for holding in race.holdings)
+        values = {"processes": self._processes}
+        for what, counts in (("tries", tried), ("acquired", acquired), ("overlaps", overlaps)):
+            others = counts.total() - counts[fresh] - counts[places]
+            values |= {what: counts[fresh], f"expired_{what}": others}
+            values[f"places_{what}"] = counts[places]
+        values["errors"] = len(race.errors)
+        # Overlapping acquisitions have no order.
         self._fences = [] if overlaps[fresh] else fences
-        text = (
-            f"{self._processes} processes raced {tries} times for a lock and "
-            f"{race.tries - tries} times for one whose lease had ended"
-        )
+        text = f"{self._processes} processes raced {tried[fresh]} times for a lock"
+        ended = f"{values['expired_tries']} times for one whose lease had ended"
+        if self._store.limits:
+            text += f", {ended} and {tried[places]} times for the last of {PLACES} places"
+        else:
+            text += f" and {ended}"
         if overlaps.total():
             text += f": {overlaps.total()} times two held one lock at once."
             return Finding("exclusion", UNSAFE, text, self._advise(), values=values)
-        if doubt := _find_doubt(values, race.errors):
+        if doubt := find_doubt(values, race.errors):
             text += f", and never did two hold one; but {doubt}"
             return Finding("exclusion", UNKNOWN, text, values=values)
         return Finding("exclusion", OK, f"{text}; never did two hold one.", values=values)
 
-    def _race(self, names: Sequence[str], expired: Sequence[str]) -> RaceOutcome:
-        """Let processes race for locks, some of which are held until just before."""
+    def _race(self, names: Sequence[str], expired: Sequence[str], places: str) -> RaceOutcome:
+        """Let processes race for locks, some of which are held until just before the race."""
+        limits = {places: PLACES}
         with Racers(self._processes, self._cache) as racers:
-            # Their leases end while the processes are set up.
+            # The leases end while the processes are set up.
             self._let_expire(expired)
             racers.wait_until_ready()
             self._wait_until_free(expired)
-            return racers.race(names, self._store.nearest_lease(LEASE))
+            with cache_lock(places, cache=self._cache):
+                return racers.race(names, self._store.nearest_lease(LEASE), limits)
 
     def _let_expire(self, names: Sequence[str]) -> None:
         seconds = self._store.nearest_lease(SHORT_LEASE)
         for name in names:
-            # Not by a lock, which refuses a lease that is over when the answer comes.
+            # Not through a Lock, which refuses a lease that has expired when the answer arrives.
             token = uuid.uuid4().hex
             outcome = self._store.acquire(name, token, seconds, Holder(lease=seconds))
             _require_acquired(name, isinstance(outcome, Acquired))
@@ -356,7 +361,7 @@ class _Examination:
                 time.sleep(TRY_EVERY)
 
     def fencing(self) -> Finding:
-        """Whether each acquisition has a larger number than all before it."""
+        """Check whether each acquisition has a larger number than all earlier ones."""
         fences = []
         for _ in range(2):
             with self._held(self._new_name("fencing")) as lock:
@@ -379,13 +384,13 @@ class _Examination:
         return Finding("fencing", UNSAFE, text, values=values)
 
     def clean_up(self) -> None:
-        """Free what is held, and let the store forget the names."""
+        """Release the locks that are held, and remove their names from the store."""
         if self._store.wakes:
-            # A release within that time leaves a wake-up for a waiter.
+            # A release within this time would leave a wake-up for a waiter.
             time.sleep(max(0.0, self._waited_at + WAKE_UP_LASTS - time.monotonic()))
-        with suppress(Exception):  # then it all ends by its lease
+        with suppress(Exception):  # otherwise everything ends with its lease
             for name in self._names:
-                # A lock that ended by itself may still stand on the store's list.
+                # A lock that expired may still be in the store's list.
                 lock = self._lock(name)
                 if lock.acquire():
                     lock.release()
@@ -426,20 +431,6 @@ class _Examination:
             "Find out what deletes locks there (FLUSHDB, cache.clear(), an eviction, a restart, a "
             "failover), or give the locks a server of their own."
         )
-
-
-def _find_doubt(values: Mapping[str, int], errors: Sequence[str]) -> str:
-    """Return why a race without a fault shows nothing, as a clause; "": it shows it."""
-    if errors:
-        return f"{len(errors)} tries failed, so nothing is known. The first: {errors[0]}"
-    if not values["acquired"] or not values["expired_acquired"]:
-        return "no process got one of them, so nothing is known."
-    if min(values["tries"], values["expired_tries"]) < FEWEST_TRIES:
-        return (
-            f"the store is so slow that there were fewer than {FEWEST_TRIES} tries, so nothing is "
-            f"known. Examine it from a machine nearer to it."
-        )
-    return ""
 
 
 def _require_acquired(name: str, is_acquired: bool) -> None:

@@ -1,8 +1,8 @@
 """
-A finding: what ``manage.py check`` and ``manage.py celery_locks doctor`` show.
+Findings, which ``manage.py check`` and ``manage.py celery_locks doctor`` show.
 
-``lock_store`` finds out about the store of the locks, for both; ``doctor`` measures what that
-store does; the package ``checks`` looks at settings and tasks.
+``lock_store`` examines the store of the locks for both; ``doctor`` measures that store's
+behaviour; the package ``checks`` examines settings and tasks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 class Verdict(StrEnum):
     """The severity of a finding."""
 
-    #: As promised.
+    #: The store keeps its guarantee.
     OK = "ok"
-    #: Two processes do not hold one lock because of it, but it may surprise somebody.
+    #: It does not let two processes hold one lock, but it may come as a surprise.
     WARNING = "warning"
     #: Two processes can hold one lock, or the fence can let both of them write.
     UNSAFE = "unsafe"
-    #: It could not be found out.
+    #: The check had no result.
     UNKNOWN = "unknown"
 
 
@@ -31,11 +31,11 @@ OK, WARNING, UNSAFE, UNKNOWN = Verdict
 
 class Finding(NamedTuple):
     """
-    One thing that was found out.
+    The result of one check.
 
     Attributes:
-        check: The check of the doctor that finds it, such as ``clock``; "": the doctor does not.
-        verdict: How bad it is.
+        check: The doctor's check that finds it, such as ``clock``; "": the doctor does not.
+        verdict: The severity.
         text: The fault and its meaning, in sentences.
         hint: The remedy, in sentences; "": there is none.
         id: The id of the system check, such as ``W005``; "": no system check shows it.
@@ -61,5 +61,5 @@ class Finding(NamedTuple):
 
 
 def fault(id_: str, text: str, hint: str) -> Finding:
-    """Return what a system check finds and the doctor does not."""
+    """Return a finding of a system check that the doctor does not have."""
     return Finding("", WARNING if id_.startswith("W") else UNSAFE, text, hint, id_)

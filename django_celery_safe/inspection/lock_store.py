@@ -1,7 +1,7 @@
 """
 Findings about the store that holds the locks, for the system checks and for the doctor.
 
-``doctor`` tries out the rest: what a store does with locks, measured.
+``doctor`` checks the rest: it measures how a store behaves.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import uuid
 from typing import Any, Final
 
 from .. import conf
-from ..exceptions import BackendNotSupported, CelerySafeError, LockBackendError, describe_error
+from ..exceptions import BackendNotSupported, CelerySafeError, LockBackendError
+from ..foreign_errors import describe_error
 from ..leases.holder import describe_holder
 from ..locks.stores import USE_INSTEAD, Location, emptied_with_locks, locate
 from ..locks.stores.base import Store
 from .findings import OK, UNKNOWN, UNSAFE, WARNING, Finding
 
-#: Lease of the lock that is tried, s: it lasts so long if the process is killed meanwhile.
+#: Lease of the test lock, s: if the process is killed, the lock stays held for this time.
 TRIED_LEASE: Final = 10.0
 
 
 def find_place(cache: str | conf.Unset = conf.UNSET) -> Finding:
-    """E002, E003: locks can't live there. W002: processes don't share them. Asks no server."""
+    """E002, E003: it can't hold locks. W002: processes don't share them. Queries no server."""
     values: dict[str, Any] = {}
     try:
         location = locate(cache)
@@ -44,7 +45,7 @@ def find_place(cache: str | conf.Unset = conf.UNSET) -> Finding:
 
 
 def try_lock(store: Store) -> None:
-    """Acquire a lock and release it; raise what keeps the store from that."""
+    """Acquire a lock and release it; raise the store's error if that fails."""
     name, token = f"check:{uuid.uuid4().hex}", os.urandom(16).hex()
     holder = describe_holder(None, None, renewed=False)
     store.acquire(name, token, store.nearest_lease(TRIED_LEASE), holder)
@@ -52,7 +53,7 @@ def try_lock(store: Store) -> None:
 
 
 def find_permissions(store: Store) -> Finding | None:
-    """The server lets this user do all that locks need, or not. For the doctor alone."""
+    """Find out whether the server allows this user all commands that locks need; doctor only."""
     refused = store.ask_refused()
     if refused is None:
         return None
@@ -68,7 +69,7 @@ def find_permissions(store: Store) -> Finding | None:
 
 
 def find_weakness(store: Store) -> Finding | None:
-    """W004: the store can lose locks in ways of its own."""
+    """W004: the store has a weakness that can lose locks."""
     if not store.weakness:
         return None
     text = f"Locks live in {store.where}: {store.weakness}."
@@ -87,14 +88,15 @@ def find_clearing(location: Location) -> Finding:
         f"{', '.join(shared)}: one cache.clear() frees every lock while its holder works."
     )
     hint = (
-        "Name in LOCK_CACHE an alias with a database number (memcached: a server) of its own: "
+        "Name in LOCK_CACHE an alias with a database number (memcached: a server; Redis "
+        "Cluster: a cluster) of its own: "
         'DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}.'
     )
     return Finding("clearing", WARNING, text, hint, "W005", values)
 
 
 def find_eviction(store: Store) -> Finding | None:
-    """W006: the server deletes locks when its memory is short."""
+    """W006: the server deletes locks when it runs short of memory."""
     eviction = store.ask_eviction()
     if eviction is None:
         return None
@@ -110,12 +112,12 @@ def find_eviction(store: Store) -> Finding | None:
         "Set maxmemory-policy to noeviction, give the locks a server of their own, set "
         "LOCK_DATABASE, or protect what the locks guard by their fence."
     )
-    # Without a limit it is not yet a fault for the system checks.
+    # Without a memory limit, the system checks do not report it.
     return Finding("eviction", UNSAFE, text, hint, "W006" if eviction.max_memory else "", values)
 
 
 def explain(error: Exception) -> Finding:
-    """E002, E003, E009, W006: what an error says of the store that raised it."""
+    """E002, E003, E009, W006: the finding for an error that the store raised."""
     if isinstance(error, BackendNotSupported):
         text = f"{error.where} can't {error.what}: {error.reason}."
         return Finding("store", UNSAFE, text, error.hint, "E002")

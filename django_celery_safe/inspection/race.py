@@ -1,10 +1,10 @@
 """
-New processes of this project that race for locks, so that ``doctor`` sees whether two get one.
+New processes of this project that race for locks, so that ``doctor`` can detect two holders.
 
-They are started as any other process of the project is, with the settings that
+They start like any other process of the project, with the settings that
 ``DJANGO_SETTINGS_MODULE`` names, and share no connection, thread or memory with their
-starter. Each tries each lock once, at the same moment of the clock that all processes of a
-machine have in common, and reports when it held which. They end with their starter.
+starter. Each process tries each lock once, at the same moment of the machine's monotonic
+clock, and reports when it held which lock. The processes end with their starter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -29,22 +29,23 @@ from django.conf import ENVIRONMENT_VARIABLE, settings
 from django.db import connections
 
 from .. import conf
-from ..exceptions import CelerySafeError, LockBackendError, describe_error
-from ..locks import cache_lock
+from ..exceptions import CelerySafeError, LockBackendError
+from ..foreign_errors import describe_error
+from ..locks import CacheLock, cache_lock
 from ..locks.stores import Location, get_store, locate
 
-#: Seconds from one try to the next, and for how long the winner holds the lock.
+#: Seconds from one try to the next, and how long the winner holds the lock, s.
 INTERVAL: Final = 0.01
 HOLD: Final = 0.004
-#: Longest that a process takes to be set up, s.
+#: Longest time that a process takes to be set up, s.
 START: Final = 60.0
-#: How long processes get to receive what they race for, s.
+#: How long processes get to receive the names of the locks, s.
 WAKE_UP: Final = 0.1
 #: How long after its end a process may take to report a race, s.
 ANSWER: Final = 20.0
 #: How long a process gets to end by itself, s.
 END: Final = 2.0
-#: How much longer than planned a race goes on where the store is slow, s.
+#: How much longer than planned a race may take on a slow store, s.
 EXTRA: Final = 10.0
 
 
@@ -52,8 +53,12 @@ class RaceFailed(Exception):
     """A race could not be run; the text says why, as a clause."""
 
 
+#: A race without a fault needs at least this many tries to be evidence.
+FEWEST_TRIES: Final = 10
+
+
 class Holding(NamedTuple):
-    """From when to when, by the monotonic clock, one process was sure to hold a lock."""
+    """The time, by the monotonic clock, during which a process certainly held a lock."""
 
     name: str
     since: float
@@ -63,12 +68,12 @@ class Holding(NamedTuple):
 
 class RaceOutcome(NamedTuple):
     """
-    What one process, or all of them, saw of a race.
+    The report of one process about a race, or of all processes together.
 
     Attributes:
-        tries: How many locks it tried; of all of them, the fewest.
-        holdings: What it held, in the order in which it was acquired.
-        errors: What the store failed with; those tries say nothing, and the others do.
+        tries: How many locks a process tried; for all processes, the smallest number.
+        holdings: The locks that were held, in the order of their acquisition.
+        errors: The errors of the store. A try that failed proves nothing; the other tries count.
     """
 
     tries: int
@@ -76,7 +81,7 @@ class RaceOutcome(NamedTuple):
     errors: list[str]
 
     def overlaps(self) -> Counter[str]:
-        """Return by lock how many holdings began while another process held it."""
+        """Return for each lock how many holdings started while another process held it."""
         held_until: dict[str, float] = {}
         counts: Counter[str] = Counter()
         for holding in self.holdings:
@@ -86,12 +91,26 @@ class RaceOutcome(NamedTuple):
         return counts
 
 
+def find_doubt(values: Mapping[str, int], errors: Sequence[str]) -> str:
+    """Return why a race without a fault is no evidence, as a clause; "": it is evidence."""
+    if errors:
+        return f"{len(errors)} tries failed, so nothing is known. The first: {errors[0]}"
+    if not values["acquired"] or not values["expired_acquired"]:
+        return "no process got one of them, so nothing is known."
+    if min(values["tries"], values["expired_tries"]) < FEWEST_TRIES:
+        return (
+            f"the store is so slow that there were fewer than {FEWEST_TRIES} tries, so nothing is "
+            f"known. Examine it from a machine nearer to it."
+        )
+    return ""
+
+
 class Racers:
     """
-    Processes that race when :meth:`race` says so; none is left after the block.
+    Processes that race when :meth:`race` is called; all of them have ended after the block.
 
     Raises:
-        RaceFailed: One can't be started, or would keep its locks elsewhere than this process.
+        RaceFailed: A process can't be started, or would keep its locks in another place.
     """
 
     def __init__(self, count: int, cache: str | conf.Unset = conf.UNSET) -> None:
@@ -113,20 +132,25 @@ class Racers:
         return self
 
     def wait_until_ready(self) -> None:
-        """Wait until all are set up; compare where their settings and ours keep locks."""
+        """Wait until all are set up; check that their settings keep locks in the same place."""
         ours = _settings_of(locate(self._cache))
         if any(racer.receive(START) != ours for racer in self._racers):
             raise RaceFailed(
                 f"processes that are started with {ENVIRONMENT_VARIABLE}="
-                f"{os.environ[ENVIRONMENT_VARIABLE]} keep their locks elsewhere than this one, "
-                f"whose settings differ"
+                f"{os.environ[ENVIRONMENT_VARIABLE]} keep their locks in another place than this "
+                f"one, whose settings differ"
             )
 
-    def race(self, names: Sequence[str], lease: float) -> RaceOutcome:
-        """Let all of them try each lock at the same moment, one lock after the other."""
+    def race(self, names: Sequence[str], lease: float, limits: Mapping[str, int]) -> RaceOutcome:
+        """
+        Let all processes try each lock at the same moment, one lock after the other.
+
+        Args:
+            limits: The number of holders of the locks that may have more than one.
+        """
         starts_at = time.monotonic() + WAKE_UP
         for racer in self._racers:
-            racer.send((names, lease, starts_at))
+            racer.send((names, limits, lease, starts_at))
         longest = len(names) * INTERVAL + EXTRA + ANSWER
         outcomes: list[RaceOutcome] = [racer.receive(longest) for racer in self._racers]
         holdings = [holding for outcome in outcomes for holding in outcome.holdings]
@@ -135,7 +159,7 @@ class Racers:
         return RaceOutcome(min(outcome.tries for outcome in outcomes), holdings, errors)
 
     def __exit__(self, *error: object) -> None:
-        """End them, each by its id; what they hold ends by its lease."""
+        """End the processes, each by its id; their locks end with their leases."""
         for racer in self._racers:
             racer.dismiss()
         for racer in self._racers:
@@ -150,8 +174,8 @@ class _Racer:
         try:
             self._log = TemporaryFile()  # noqa: SIM115 - closed by wait()
             self._pipe, theirs = Pipe()
-            # Not multiprocessing: it would run this process's main module again, and leave a
-            # process of its own.
+            # Not multiprocessing: it would run this process's main module again, and leave an
+            # extra process behind.
             with theirs:
                 call = f"from {__name__} import take_part; take_part({theirs.fileno()})"
                 self._process = subprocess.Popen(  # noqa: S603
@@ -167,7 +191,7 @@ class _Racer:
         self.send(cache)
 
     def send(self, value: Any) -> None:
-        # If the process is gone, receive() says so.
+        # If the process has ended, receive() reports it.
         with suppress(OSError):
             self._pipe.send(value)
 
@@ -208,13 +232,13 @@ class _Racer:
 
 
 def _settings_of(location: Location) -> str:
-    """Return all that the settings say of a location, to be compared with another process's."""
+    """Return the settings of a location as a text, to compare them with another process's."""
     if location.kind == "cache":
         values = settings.CACHES.get(location.alias, {})
     else:
         values = connections[location.alias].settings_dict
     values = {name: value for name, value in values.items() if name != "TEST"}
-    # One element in each line, so that sets are sorted, too.
+    # width=1 puts each element in its own line, so that sets are sorted, too.
     text = pprint.pformat((location, values), width=1)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
@@ -223,15 +247,15 @@ def _settings_of(location: Location) -> str:
 
 
 def take_part(descriptor: int) -> None:
-    """Race when the process at the other end of this pipe says so, until it closes the pipe."""
+    """Run the races that the process at the other end of this pipe sends, until it closes it."""
     threading.Thread(target=_end_with_starter, daemon=True).start()
     starter: Connection[Any, Any] = Connection(descriptor)
     try:
         django.setup()
         cache = starter.recv()
-        with suppress(CelerySafeError):  # the race says so, too
-            # The first use of a store takes many times as long as the next one, and a process
-            # that comes late to its first tries races with nobody.
+        with suppress(CelerySafeError):  # the race reports it, too
+            # The first use of a store takes many times as long as later ones, and a process
+            # that is late for its first tries has no competitor.
             get_store(cache).peek("exclusion")
         starter.send(_settings_of(locate(cache)))
         starter.send(_race(cache, *starter.recv()))
@@ -243,13 +267,17 @@ def take_part(descriptor: int) -> None:
 
 
 def _end_with_starter() -> None:
-    # Closed however that process ends, and whatever this one hangs in.
+    # The read returns however that process ends, and this thread runs even if others hang.
     os.read(0, 1)
     os._exit(0)
 
 
 def _race(
-    cache: str | conf.Unset, names: Sequence[str], lease: float, starts_at: float
+    cache: str | conf.Unset,
+    names: Sequence[str],
+    limits: Mapping[str, int],
+    lease: float,
+    starts_at: float,
 ) -> RaceOutcome:
     outcome = RaceOutcome(0, [], [])
     ends_at = starts_at + len(names) * INTERVAL + EXTRA
@@ -258,21 +286,20 @@ def _race(
         if time.monotonic() > ends_at:
             return outcome._replace(tries=number)
         try:
-            _race_for_lock(name, lease, cache, outcome.holdings)
+            limit = limits.get(name, 1)
+            lock = cache_lock(name, timeout=lease, renew=False, cache=cache, limit=limit)
+            _race_for_lock(lock, outcome.holdings)
         except LockBackendError as error:
-            # A store that lets two win may fail, too: the one must not hide the other.
+            # A store with two winners may also raise errors, which must not hide that fault.
             outcome.errors.append(str(error))
     return outcome._replace(tries=len(names))
 
 
-def _race_for_lock(
-    name: str, lease: float, cache: str | conf.Unset, holdings: list[Holding]
-) -> None:
-    lock = cache_lock(name, timeout=lease, renew=False, cache=cache)
+def _race_for_lock(lock: CacheLock, holdings: list[Holding]) -> None:
     if lock.acquire():
         since = time.monotonic()
         trusted_until = since + lock.remaining
         time.sleep(HOLD)
         until = min(time.monotonic(), trusted_until)
-        holdings.append(Holding(name, since, until, lock.fence))
+        holdings.append(Holding(lock.name, since, until, lock.fence))
         lock.release()

@@ -1,4 +1,4 @@
-"""Records of work that is done once: what is known of each, and how one is forgotten."""
+"""Records of work that is done once: the rows that operators see, and how to delete one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from django.db.models import Q
-from django.db.models.functions import Now
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, pgettext_lazy
 
+from ..databases import Now
 from ..idempotency.record_table import read_claim, record_table
 from ..leases.holder import HASHED, plain_name
 from ..models.idempotency import IdempotencyRecords
 from .decision import Decision
 from .row import LeasedRow, ago, duration, seconds_between
+from .words import translate_state
 
 
 class RecordRow(LeasedRow):
-    """A record; the result of the work is in ``result`` alone, its arguments are nowhere."""
+    """A record; only ``result`` has the result of the work, and its arguments are not stored."""
 
     keys = (
         "key", "state", "task", "task_id", "host", "pid", "claims", "claimed_at", "ended_at",
@@ -31,10 +34,10 @@ class RecordRow(LeasedRow):
     def __init__(self, record: Any) -> None:
         lease = read_claim(record)
         super().__init__(record, lease.name, lease, runs=record.state == record.State.RUNNING)
-        #: The whole key, also where it is hashed in the table.
+        #: The whole key, even if the table has only its hash.
         self.key = lease.name
-        gone = ", its process is gone" if self.remaining_s == 0 else ""
-        self.shown_state = f"{record.state}{gone}"
+        state = _("{state}, its process is gone") if self.remaining_s == 0 else "{state}"
+        self.shown_state = state.format(state=translate_state(record.state))
         self.age_s = seconds_between(record.claimed_at, record.asked_at)
         self.claimed = ago(self.age_s)
         #: Seconds until the work would be done again; 0: the record has expired.
@@ -42,13 +45,14 @@ class RecordRow(LeasedRow):
         self.claimer = f"{self.task_id}, {self.process}" if self.task_id else self.process
 
     def parts(self) -> list[str | None]:
-        parts = [self.shown_state, f"claimed {self.claimed}"]
+        parts = [self.shown_state, _("claimed {ago}").format(ago=self.claimed)]
         if self.remaining_s:
-            parts.append(f"lease of {self.lease_left}")
+            parts.append(_("lease of {time}").format(time=self.lease_left))
         if self.claims > 1:
-            parts.append(f"{self.claims} times")
+            parts.append(_("{count} times").format(count=self.claims))
         if (left := self.expires_in_s) is not None:
-            parts.append(f"expires in {duration(left)}" if left else "expired")
+            expires = _("expires in {time}") if left else _("expired")
+            parts.append(expires.format(time=duration(left)))
         return [", ".join(parts), self.claimer, self.error]
 
     def describe(self) -> str:
@@ -59,12 +63,12 @@ class RecordRow(LeasedRow):
 def records_in(
     alias: str, state: str | None = None, prefix: str | None = None
 ) -> Iterator[RecordRow]:
-    """Yield the records of a database, the newest first; None: of all states, or keys."""
+    """Yield the records of a database, newest first; None: all states, or all keys."""
     records = record_table(alias).all().annotate(asked_at=Now()).order_by("-claimed_at")
     if state:
         records = records.filter(state=state)
     if prefix is not None:
-        # Hashed keys are with the holder; and SQLite takes small letters for large ones.
+        # A hashed key is whole only in ``holder``; and SQLite's LIKE ignores case.
         hashed = Q(key__startswith=HASHED)
         plain = plain_name(prefix) == prefix
         records = records.filter(hashed | Q(key__startswith=prefix) if plain else hashed)
@@ -73,14 +77,14 @@ def records_in(
 
 
 def records_of(alias: str, keys: Iterable[str]) -> list[RecordRow]:
-    """Return the records of these keys, each whole or as it stands in the table."""
+    """Return the records of these keys, given in full or hashed as in the table."""
     plain = [plain_name(key) for key in keys]
     records = record_table(alias).all().filter(key__in=plain)
     return list(map(RecordRow, records.annotate(asked_at=Now())))
 
 
 def _forget(row: Any, force: bool) -> int:
-    # Only the very claim that was shown.
+    # Delete only the claim that was shown.
     records: IdempotencyRecords = record_table(str(row._state.db)).all()
     records = records.filter(pk=row.pk, token=row.token)
     return (records if force else records.idle()).forget()
@@ -88,17 +92,21 @@ def _forget(row: Any, force: bool) -> int:
 
 FORGET: Final = Decision(
     name="forget",
-    label="Forget",
-    consequence="The work of these records will be done again when it is asked for the next time.",
-    done="was forgotten",
+    label=pgettext_lazy("decision", "Forget"),
+    consequence=gettext_lazy(
+        "The work of these records will be done again when it is asked for the next time."
+    ),
+    done=gettext_lazy("was forgotten"),
     act=_forget,
-    changed="it is gone, or was claimed just now",
+    changed=gettext_lazy("it is gone, or was claimed just now"),
     why_not=lambda row: (
-        f"it is being worked on ({row.claimer}): forgotten now, what it stands for would be done "
-        f"twice. Wait until that ends"
+        _(
+            "it is being worked on ({claimer}): forgotten now, what it stands for would be done "
+            "twice. Wait until that ends"
+        ).format(claimer=row.claimer)
         if row.remaining_s
         else ""
     ),
-    force="Also what is being done now: then it may be done twice.",
+    force=gettext_lazy("Also what is being done now: then it may be done twice."),
     deletes=True,
 )

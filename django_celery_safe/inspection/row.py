@@ -1,4 +1,4 @@
-"""A row: what is known of one thing, as values for JSON and as texts for people."""
+"""Rows, which describe an object for operators: values for JSON, and texts for people."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, ClassVar, Final
 from django.db.models import Model
 from django.utils.text import Truncator
 from django.utils.timezone import is_aware, localtime
+from django.utils.translation import gettext as _
 
 from ..leases.holder import HeldLock
 from ..texts import printable
+from .words import STATE_NAMES, translate_heading, translate_state
 
 #: Characters of an error that the admin's lists show.
 LONGEST_ERROR: Final = 100
@@ -18,21 +20,21 @@ LONGEST_ERROR: Final = 100
 
 class Row:
     """
-    One thing that can be seen, as it was when ``source`` was read.
+    The description of an object as it was when ``source`` was read.
 
-    An attribute that it does not have is that of ``source``, such as a column.
+    Attributes that the row lacks, such as columns, are looked up in ``source``.
 
     Attributes:
         source: A lock, or a model's object that was read with the server's time as ``asked_at``.
-        title: Its name in lists.
-        database: The alias of its database; "": it is in none.
+        title: The object's name in lists.
+        database: The alias of the object's database; "": it is not in a database.
     """
 
-    #: The keys of its JSON object: names of attributes.
+    #: The keys of the JSON object: names of attributes.
     keys: ClassVar[tuple[str, ...]]
-    #: The attributes that ``show`` and the admin's page have.
+    #: The attributes that ``show`` and the admin's page display.
     details: ClassVar[tuple[str, ...]]
-    #: The headings of attributes whose name is not the heading.
+    #: The headings of attributes whose heading differs from their name.
     headings: ClassVar[dict[str, str]] = {"short_error": "error"}
 
     def __init__(self, source: Any, title: str) -> None:
@@ -43,7 +45,7 @@ class Row:
         return getattr(self.source, name)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as ``--json`` shows it; docs/reference/commands.md has the keys."""
+        """Return the row as ``--json`` shows it; docs/reference/commands.md lists the keys."""
         values = {key: getattr(self, key) for key in self.keys}
         return {
             key: value.isoformat() if isinstance(value, datetime) else value
@@ -51,7 +53,7 @@ class Row:
         }
 
     def parts(self) -> list[str | None]:
-        """Return what lists show below the title; None or "": nothing."""
+        """Return the lines that lists show below the title; None or "" is left out."""
         raise NotImplementedError
 
     def lines(self) -> list[str]:
@@ -59,25 +61,26 @@ class Row:
         return list(filter(None, self.parts()))
 
     def describe(self) -> str:
-        """Return it as the admin's question and log have it."""
+        """Return the row as the admin's question and log show it."""
         return "; ".join(self.lines())
 
     def text(self, name: str) -> str:
         """Return an attribute as people read it."""
         value = getattr(self, name)
         if isinstance(value, datetime):
-            local = localtime(value) if is_aware(value) else value
-            value = f"{local:%Y-%m-%d %H:%M:%S %Z}".strip()
-        return "-" if value is None or value == "" else printable(str(value))
+            value = moment_text(value)
+        if value is None or value == "":
+            return "-"
+        return printable(translate_state(str(value)) if name in STATE_NAMES else str(value))
 
     def texts(self) -> dict[str, str]:
-        """Return what ``show`` and the admin's page have, by headings."""
+        """Return the texts that ``show`` and the admin's page display, by heading."""
         return {self.heading(name): self.text(name) for name in self.details}
 
     @classmethod
     def heading(cls, name: str) -> str:
-        """Return what people call an attribute."""
-        return cls.headings.get(name, name.replace("_", " "))
+        """Return the heading of an attribute."""
+        return translate_heading(cls.headings.get(name, name.replace("_", " ")))
 
     @property
     def short_error(self) -> str:
@@ -87,13 +90,13 @@ class Row:
 
 class LeasedRow(Row):
     """
-    One thing with a lease, and a process that has it or had it last.
+    An object with a lease, and the process that holds it or held it last.
 
     Attributes:
-        task, task_id: The holder's.
-        host, pid: Its process.
-        process: The same for people.
-        remaining_s: Seconds until the lease ends; 0: the process is gone; None: it does not run.
+        task, task_id: The holder's task and its id.
+        host, pid: The holder's process.
+        process: The holder's process as a text for people.
+        remaining_s: Seconds until the lease ends; 0: the process has died; None: not running.
     """
 
     def __init__(self, source: Any, title: str, lease: HeldLock, *, runs: bool) -> None:
@@ -101,7 +104,9 @@ class LeasedRow(Row):
         holder, left = lease.holder, lease.remaining
         self.task, self.task_id = holder.task, holder.task_id
         self.host, self.pid = holder.host or None, holder.pid or None
-        self.process = f"pid {self.pid} on {self.host}" if self.host else "not known"
+        self.process = _("not known")
+        if self.host:
+            self.process = _("pid {pid} on {host}").format(pid=self.pid, host=self.host)
         self.remaining_s = round(left or 0.0, 3) if runs else None
 
     @property
@@ -110,26 +115,32 @@ class LeasedRow(Row):
         return None if self.remaining_s is None else duration(self.remaining_s)
 
 
+def moment_text(moment: datetime) -> str:
+    """Return a moment in the page's time zone, with its seconds."""
+    local = localtime(moment) if is_aware(moment) else moment
+    return f"{local:%Y-%m-%d %H:%M:%S %Z}".strip()
+
+
 def seconds_between(begin: datetime | None, end: datetime | None) -> float | None:
-    """Return the time from one moment to another, s; 0 if that is not later."""
+    """Return the time from one moment to another, s; 0 if the second is not later."""
     if begin is None or end is None:
         return None
     return round(max(0.0, (end - begin).total_seconds()), 3)
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in as few characters as say enough; None: it is not known."""
+    """Return a duration as a short text; None: it is not known."""
     if seconds is None:
         return "?"
     if seconds < 100:
-        return f"{seconds:.1f}s"
+        return _("{seconds}s").format(seconds=f"{seconds:.1f}")
     if seconds < 6000:
-        return f"{seconds / 60:.0f}min"
+        return _("{minutes}min").format(minutes=f"{seconds / 60:.0f}")
     if seconds < 360_000:
-        return f"{seconds / 3600:.0f}h"
-    return f"{seconds / 86400:.0f}d"
+        return _("{hours}h").format(hours=f"{seconds / 3600:.0f}")
+    return _("{days}d").format(days=f"{seconds / 86400:.0f}")
 
 
 def ago(seconds: float | None) -> str | None:
-    """Return how long ago something was, for people; None: it was not."""
-    return None if seconds is None else f"{duration(seconds)} ago"
+    """Return how long ago something happened, for people; None: it did not happen."""
+    return None if seconds is None else _("{time} ago").format(time=duration(seconds))

@@ -1,4 +1,4 @@
-"""The holder of a lease: how a process describes itself, and how others read that."""
+"""The holder of a lease: how a process describes itself, and how others read the description."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ from typing import Any, Final, NamedTuple
 
 from .. import conf
 
-#: Longest name, in characters, that stands in a key as it is. memcached allows
+#: Longest name, in characters, that is used in a key unchanged. memcached allows
 #: 250 for the whole key; the rest is for KEY_PREFIX, the version and our prefix.
 MAX_PLAIN_NAME: Final = 180
 
-#: The beginning of a hashed name.
+#: Prefix of a hashed name.
 HASHED: Final = "sha256:"
 
-#: Characters of a token: 16 random bytes, in hexadecimal. A lock's value begins with it.
+#: Characters of a token: 16 random bytes, in hexadecimal. A lock's value starts with it.
 TOKEN_LENGTH: Final = 32
 
-#: Characters of a task's arguments that a holder keeps, so that many locks stay small.
+#: Characters of a task's arguments that a holder keeps, so that a lock's value stays small.
 LONGEST_ARGUMENTS: Final = 200
 
-#: How a message shows that there are none.
+#: Texts with which a message shows that there are no arguments.
 NO_ARGUMENTS: Final = frozenset({"", "()", "[]", "{}"})
 
-#: A moment, seconds since the epoch, beyond which no clock is: in the year 5138.
+#: Separates a lock's name from the number of a place, from 2, if several may hold the lock. The
+#: first place has the lock's own name.
+PLACE: Final = ":place:"
+
+#: Latest believable time, seconds since the epoch (the year 5138).
 LATEST: Final = 1e11
 
 
@@ -39,16 +43,16 @@ class Holder(NamedTuple):
     The holder of a lease, as its process described itself.
 
     Attributes:
-        host: Name of its machine.
-        pid: Its process id there.
-        since: When it acquired the lock, by its own clock, seconds since the epoch.
-        renewed: Whether its process renews the lease.
-        task: Name of the Celery task it runs; None outside tasks.
-        task_id: Id of that task; None outside tasks.
-        arguments: The arguments of that task, as its message shows them, see
+        host: Name of the holder's machine.
+        pid: Process id on that machine.
+        since: When the holder acquired the lock, by its own clock, seconds since the epoch.
+        renewed: Whether the holder's process renews the lease.
+        task: Name of the Celery task that holds the lock; None: no task.
+        task_id: Id of that task; None: no task.
+        arguments: The task's arguments, as its message shows them, see
             :func:`describe_arguments`; None: there is no message, or ``SHOW_ARGUMENTS``
             is off.
-        lease: How long the lease was when it acquired the lock, s; None: not known.
+        lease: Length of the lease when the lock was acquired, s; None: not known.
     """
 
     host: str = ""
@@ -65,13 +69,14 @@ class Holder(NamedTuple):
         process = f"process {self.pid} on {self.host}" if self.host else ""
         # A message has no process.
         text = " in ".join(filter(None, [task, process]))
-        # It ends up in logs, and logs in terminals, which foreign text must not control.
+        # The text ends up in logs and so in terminals: it must not contain control characters.
         return text if text.isprintable() else ascii(text)[1:-1]
 
 
-#: Part of a lease after which a holder that lives has renewed it: it does at a third, and
-#: tries again soon if that fails. Then a second more, since some clocks tick in seconds.
+#: Part of a lease after which a live holder has renewed it: it renews after a third, and
+#: retries soon if that fails.
 RENEWED_BY: Final = 1 / 2
+#: Added to that, s, because some clocks tick in seconds.
 TICK: Final = 1.0
 
 #: An unknown holder.
@@ -83,12 +88,14 @@ class HeldLock(NamedTuple):
     A lock that someone holds.
 
     Attributes:
-        name: Its name; the store's key where the name is not known.
-        token: Which acquisition holds it.
-        remaining: Seconds until its lease ends, by the store's clock; None
-            where the store can't tell.
-        fence: The acquisition's number; None where the store has none.
-        holder: The description of its holder.
+        name: The lock's name; the store's key if the name is not known.
+        token: The token of the acquisition that holds the lock.
+        remaining: Seconds until the lease ends, by the store's clock; None:
+            the store does not report it.
+        fence: The acquisition's number; None: the store has no fences.
+        holder: The description of the holder.
+        limit: How many may hold the lock at once. If more than 1, each holder has a place,
+            which is a separate lock: ``<name>``, ``<name>:place:2``, ``<name>:place:3``.
     """
 
     name: str
@@ -96,25 +103,42 @@ class HeldLock(NamedTuple):
     remaining: float | None = None
     fence: int | None = None
     holder: Holder = NOBODY
+    limit: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as one flat dict, the holder's included."""
+        """Return the fields as one flat dict, including the holder's fields."""
         fields = self._asdict()
         holder: Holder = fields.pop("holder")
         return {**fields, **holder._asdict()}
 
 
+def place_name(name: str, place: int) -> str:
+    """Return the lock name of a place (from 1) of a lock that several may hold."""
+    return name if place == 1 else f"{name}{PLACE}{place}"
+
+
+def place_names(name: str, limit: int) -> list[str]:
+    """Return the names of all places of a lock."""
+    return [place_name(name, place) for place in range(1, limit + 1)]
+
+
+def split_place(name: str) -> tuple[str, int]:
+    """Return the name of the lock that a place belongs to, and the place's number, from 1."""
+    lock, _, place = name.rpartition(PLACE)
+    return (lock, int(place)) if lock and place.isdecimal() else (name, 1)
+
+
 def holder_text(lock: HeldLock | None) -> str:
-    """Return the holder of a lock as text; empty: it is not known."""
+    """Return the holder of a lock as text; "": not known."""
     return "" if lock is None else str(lock.holder)
 
 
 def seconds_since_renewal(lock: HeldLock) -> float | None:
     """
-    Return how long ago its holder renewed a lock, or acquired it; it lived then.
+    Return how long ago the holder last renewed, or acquired, a lock, and so was alive.
 
-    None where that is not known: the lease is not renewed, the store can't tell what is
-    left of it, or ``extend()`` made it another one.
+    None: this is not known, because the lease is not renewed, the store does not report the
+    time left, or ``extend()`` gave the lease another length.
     """
     lease, left = lock.holder.lease, lock.remaining
     if not lock.holder.renewed or lease is None or left is None or left > lease + TICK:
@@ -124,9 +148,9 @@ def seconds_since_renewal(lock: HeldLock) -> float | None:
 
 def is_overdue(lock: HeldLock) -> bool | None:
     """
-    Return whether a holder that lives would have renewed the lock; None: not known.
+    Return whether a live holder would have renewed the lock by now; None: not known.
 
-    Wrong after ``extend()`` to another length, of which the store's value says nothing.
+    May be wrong after ``extend()`` to another length, which the store's value does not show.
     """
     ago, lease = seconds_since_renewal(lock), lock.holder.lease
     return None if ago is None or lease is None else ago > lease * RENEWED_BY + TICK
@@ -134,9 +158,9 @@ def is_overdue(lock: HeldLock) -> bool | None:
 
 def plain_name(name: str) -> str:
     """
-    Return how a lock's name stands in a key.
+    Return the form of a lock's name that is used in a key.
 
-    Names that are long or hold anything but visible ASCII are hashed, since
+    Names that are long or contain anything but visible ASCII are hashed, because
     memcached refuses them and keys end up in terminals.
     """
     if len(name) <= MAX_PLAIN_NAME and name.isascii() and name.isprintable() and " " not in name:
@@ -145,16 +169,16 @@ def plain_name(name: str) -> str:
 
 
 def hashed_name(name: str) -> str:
-    """Return a text of 71 characters that stands for a lock's name in a key."""
+    """Return a text of 71 characters that replaces a lock's name in a key."""
     return HASHED + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def describe_arguments(args: object, kwargs: object) -> str | None:
     """
-    Return a task's arguments as a holder keeps them, such as ``('a',) {'full': True}``.
+    Return a task's arguments in a holder's format, such as ``('a',) {'full': True}``.
 
-    Only from what the message shows of them, so that what is redacted there is redacted
-    here too. None if it shows nothing, or ``SHOW_ARGUMENTS`` is off.
+    The text comes from the message, so a value that is redacted there is redacted here too.
+    None if the message shows nothing, or ``SHOW_ARGUMENTS`` is off.
 
     Args:
         args, kwargs: ``argsrepr`` and ``kwargsrepr`` of the message.
@@ -165,52 +189,61 @@ def describe_arguments(args: object, kwargs: object) -> str | None:
     return text if len(text) <= LONGEST_ARGUMENTS else f"{text[: LONGEST_ARGUMENTS - 1]}…"
 
 
-def encode_holder(name: str, holder: Holder) -> str:
-    """Return the lock's name and its holder as JSON for the store."""
-    # By hand, field by field: a fifth of the time of json.dumps, at every acquisition.
+def encode_holder(name: str, holder: Holder, limit: int = 1) -> str:
+    """Return the lock's name, its holder and its limit as JSON for the store."""
+    # Built by hand, in a fifth of the time of json.dumps: this runs at every acquisition.
     task = "null" if holder.task is None else _quoted(holder.task)
     task_id = "null" if holder.task_id is None else _quoted(holder.task_id)
     arguments = "null" if holder.arguments is None else _quoted(holder.arguments)
     lease = "null" if holder.lease is None else repr(holder.lease)
+    more = "" if limit == 1 else f",{limit}"
     return (
         f"[{_quoted(name)},{_quoted(holder.host)},{holder.pid},{holder.since!r},"
-        f"{'true' if holder.renewed else 'false'},{task},{task_id},{arguments},{lease}]"
+        f"{'true' if holder.renewed else 'false'},{task},{task_id},{arguments},{lease}{more}]"
     )
 
 
-#: Errors of json for text that is not ours; RecursionError for very deep brackets.
+#: Errors for text that this app did not write; RecursionError for deeply nested brackets.
 GARBLED: Final = (ValueError, TypeError, RecursionError)
 
 
 def decode_holder(text: str, lock: HeldLock) -> HeldLock:
     """Return ``lock`` with the name and holder in the text; unchanged if the text is garbled."""
     try:
-        return decode_holders([text], [lock])[0]
+        return decode_holders([text], [Head(lock.token, lock.remaining, lock.fence)])[0]
     except GARBLED:
         return lock
 
 
 def read_lock(name: str, text: str, remaining: float | None = None) -> HeldLock:
-    """Return the lock whose value is ``text``: its token, and the holder right behind it."""
+    """Return the lock whose value is ``text``: its token, directly followed by its holder."""
     lock = HeldLock(name, text[:TOKEN_LENGTH], remaining)
     return decode_holder(text[TOKEN_LENGTH:], lock)
 
 
-def decode_holders(texts: Sequence[str], locks: Sequence[HeldLock]) -> list[HeldLock]:
-    """
-    Return each lock with the name and holder in its text.
+class Head(NamedTuple):
+    """The facts about a lock that a store keeps outside the holder's text."""
 
-    All at once, for a third of the time that one by one would take.
+    token: str
+    remaining: float | None
+    fence: int | None
+
+
+def decode_holders(texts: Sequence[str], heads: Sequence[Head]) -> list[HeldLock]:
+    """
+    Return a lock for each head, with the name and holder from the text at the same position.
+
+    Decoding all texts at once takes a third of the time.
 
     Raises:
-        One of GARBLED: One of the texts is none of ours.
+        One of GARBLED: At least one text was not written by this app.
     """
     decoded = json.loads(f"[{','.join(texts)}]")
-    return [_described(lock, *fields) for fields, lock in zip(decoded, locks, strict=True)]
+    return [_described(head, *fields) for fields, head in zip(decoded, heads, strict=True)]
 
 
 def _described(
-    lock: HeldLock,
+    head: Head,
     name: object,
     host: object,
     pid: object,
@@ -220,9 +253,10 @@ def _described(
     task_id: object,
     arguments: object = None,
     lease: object = None,
+    limit: object = 1,
     *_later: object,
 ) -> HeldLock:
-    # Another version, in a rolling deployment, may write fewer fields or more.
+    # In a rolling deployment, another version may write fewer or more fields.
     if (
         isinstance(name, str)
         and isinstance(host, str)
@@ -233,11 +267,12 @@ def _described(
         and isinstance(task_id, str | None)
         and isinstance(arguments, str | None)
         and (lease is None or (isinstance(lease, float) and 0 < lease <= conf.LONGEST_LEASE))
+        and isinstance(limit, int)
     ):
         if arguments is not None and not conf.get("SHOW_ARGUMENTS"):
             arguments = None
         holder = Holder(host, pid, since, renewed is True, task, task_id, arguments, lease)
-        return HeldLock(name, lock.token, lock.remaining, lock.fence, holder)
+        return HeldLock(name, *head, holder, limit)
     raise TypeError("not written by this app")
 
 
@@ -246,26 +281,26 @@ HOST: Final = socket.gethostname()
 
 def time_limit(task: Any, request: Any) -> float:
     """
-    Return after how many seconds a running task is to be ended; inf: never.
+    Return the hard time limit of a running task, in seconds; inf: none.
 
-    Renewal stops at this limit, because pools other than prefork and gevent never end a hung
-    task. Without a hard limit renewal goes on for as long as the process lives.
+    Renewal stops at this limit, because pools other than prefork and gevent never terminate a
+    hung task. Without a hard limit, renewal continues for as long as the process lives.
     """
     limits: Sequence[float | None] = request.timelimit or ()
-    # As the message says it: the hard limit, then the soft one.
+    # The message's limits: first the hard limit, then the soft limit.
     limit = limits[0] if limits and limits[0] is not None else task.time_limit
     return math.inf if limit is None else float(limit)
 
 
 def describe_holder(task: Any, request: Any, renewed: bool) -> Holder:
-    """Return this process, and the task that it runs or None, as the holder of a claim."""
+    """Return a holder that describes this process and its task (None: no task)."""
     if task is None:
         return Holder(HOST, os.getpid(), time.time(), renewed)
     return Holder(HOST, os.getpid(), time.time(), renewed, task.name, request.id)
 
 
 def describe_lock_holder(task: Any, request: Any, renewed: bool, lease: float) -> Holder:
-    """As :func:`describe_holder`, with what a lock has no other place for."""
+    """Return what :func:`describe_holder` does, plus the task's arguments and the lease length."""
     here = HOST, os.getpid(), time.time(), renewed
     if task is None:
         return Holder(*here, lease=lease)
@@ -273,8 +308,8 @@ def describe_lock_holder(task: Any, request: Any, renewed: bool, lease: float) -
 
 
 def arguments_of(request: Any) -> str | None:
-    """Return a running task's arguments as its holder keeps them; None: it has no message."""
-    # Set by messages alone.
+    """Return a running task's arguments in a holder's format; None: none to show."""
+    # Only messages set these attributes.
     return describe_arguments(
         getattr(request, "argsrepr", None), getattr(request, "kwargsrepr", None)
     )

@@ -1,4 +1,4 @@
-"""A lease as its holder sees it, and the owner of the lease."""
+"""The holder's view of a lease, and the owner of the lease."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 RENEW_AFTER: Final = 1 / 3
 
 
-#: The kind of store that a holder knows its lease to be in.
+#: The type of the store that keeps the lease.
 S = TypeVar("S", bound=LeaseStore)
 
 
 class Owner:
     """
-    The owner of a lock: the object that can release it, its thread and its task.
+    The owner of a lock: the object that can release the lock, its thread and its task.
 
-    It keeps none of them alive.
+    All references to them are weak.
 
     Args:
-        lock: The lock's object.
-        thread: A reference to something that lives as long as the thread.
+        lock: The lock object.
+        thread: A weak reference to an object that lives as long as the thread.
         run: The request of the running task, which lives as long as the run; None: no task.
     """
 
@@ -40,11 +40,15 @@ class Owner:
         self.lock = weakref.ref(lock)
         self.thread = thread
         self.run = None if run is None else weakref.ref(run)
-        #: Whether it was reported that the lock's object is gone.
+        #: Whether the loss of the lock object has been reported.
         self.reported = False
 
+    def is_whole(self) -> bool:
+        """Return whether the lock object and its thread exist, so nothing is to be reported."""
+        return self.lock() is not None and self.thread() is not None
+
     def find_end(self) -> str | None:
-        """Return what ended before it released the lock, as a clause; None: nothing did."""
+        """Return, as a clause, which owner ended without a release; None: none has ended."""
         if self.thread() is None:
             return "the thread that took it ended without releasing it"
         if self.run is not None and self.run() is None and self.lock() is None:
@@ -53,11 +57,11 @@ class Owner:
 
     @property
     def scope(self) -> str:
-        """Name what ends the renewal of a lock whose object is gone: its thread or its task."""
+        """The owner whose end stops the renewal of a lock whose object is gone: thread or task."""
         return "thread" if self.run is None else "task"
 
     def is_forgotten(self) -> bool:
-        """Return True, once, if the lock's object is gone, so that nothing can release the lock."""
+        """Return True, only once, if the lock object is gone, so nothing can release the lock."""
         if self.reported or self.lock() is not None:
             return False
         self.reported = True
@@ -66,22 +70,22 @@ class Owner:
 
 class Lease(Generic[S]):
     """
-    A lease as its holder sees it.
+    The holder's view of a lease.
 
     Args:
         store: Where the lock lives.
         name: The lock's name.
-        token: Which acquisition this is.
+        token: The id of this acquisition.
         seconds: Length of the lease.
-        asked_at: When the last request that began a lease was sent, by the
-            monotonic clock. The lease is trusted for ``seconds`` from then on, less
-            what the store may end it ``early``: it can only have got the request later.
-        renew_until: When the thread stops to renew it, monotonic; inf: never.
-        on_lost: Called, with the lease and the new holder's lock or None, by the
-            thread that finds the lease to be no longer ours. It must not refer to
+        asked_at: When the last request that started or renewed the lease was sent, by the
+            monotonic clock. The lease is trusted for ``seconds`` from then on, less the
+            store's ``early``: the store can only have got the request later.
+        renew_until: When renewal stops, by the monotonic clock; inf: never.
+        on_lost: Called with the lease and the new holder's lock, or None, by the
+            thread that finds that the lease is no longer ours. It must not refer to
             the holder's object.
         owner: The lock's owner: the lease is renewed until it is removed, or until the owner's
-            thread or task ends. None: it is renewed for as long as anything refers to it.
+            thread or task ends. None: it is renewed for as long as anything refers to the lease.
     """
 
     __slots__ = (
@@ -120,18 +124,18 @@ class Lease(Generic[S]):
         self.owner = owner
         self.pid = os.getpid()
         self.lost = False
-        #: The thread that renews it; None: none does.
+        #: The lane whose thread renews the lease; None: it is not renewed.
         self.lane: Lane | None = None
         self.began(asked_at)
 
     def began(self, asked_at: float) -> None:
-        """Record that the store began the lease again, as asked at ``asked_at``."""
+        """Record that the store started or renewed the lease, with a request at ``asked_at``."""
         self.asked_at = asked_at
         self.renew_at = asked_at + self.seconds * RENEW_AFTER
 
     @property
     def remaining(self) -> float:
-        """Seconds for which the lease is trusted; 0 when it is over, lost or another process's."""
+        """Seconds for which the lease is trusted; 0: expired, lost or another process's."""
         if self.lost or self.pid != os.getpid():
             return 0.0
         return max(0.0, self.asked_at + self.seconds - self.store.early - time.monotonic())

@@ -10,29 +10,47 @@ from typing import Any, ClassVar, Final
 
 from django.apps import apps
 from django.db import Error, connections
+from django.db.models import Case, F, IntegerField, Q, When
 
-from ..exceptions import ConfigurationError, LockBackendError, describe_error
+from ..exceptions import ConfigurationError, LockBackendError
+from ..foreign_errors import describe_error
 from ..transactions import busy_timeout, in_testcase_only, lacks_table, leave_pool
 from .holder import HeldLock, decode_holder
 from .store import LeaseStore, Renewable
 
-#: SQLite's clock counts milliseconds, s: so much earlier a lease may end there.
+#: Tick of SQLite's clock, s: a lease may end that much earlier.
 CLOCK_TICK: Final = 0.001
+
+
+#: Changes to a row whose holder, a process, has died.
+DIED: Final[dict[str, Any]] = {"deaths": F("deaths") + 1, "last_death": F("holder")}
+
+
+def count_death(died: Q) -> dict[str, Any]:
+    """Return changes for the UPDATE that claims rows: count a death where ``died`` is true."""
+    return {
+        name: Case(
+            When(died, then=value),
+            default=F(name),
+            output_field=IntegerField() if name == "deaths" else None,
+        )
+        for name, value in DIED.items()
+    }
 
 
 class DatabaseLeases(LeaseStore):
     """
-    Leases in a database, as the renewing thread sees them.
+    Leases in a database, with what the renewing thread needs.
 
     Args:
-        where: How messages call it.
+        where: The store's name in messages.
         alias: Alias of the database.
     """
 
     connects_threads: ClassVar[bool] = True
     #: The purpose of the database, such as "hold the locks".
     purpose: ClassVar[str]
-    #: Names of the models whose tables that needs.
+    #: Names of the models whose tables the purpose requires.
     models: ClassVar[tuple[str, ...]]
 
     def __init__(self, where: str, alias: str) -> None:
@@ -40,10 +58,10 @@ class DatabaseLeases(LeaseStore):
 
     def check_migrated(self, error: Exception) -> None:
         """
-        Say what an error of the database means, if it is that a table is missing.
+        Raise an error that explains a database error, if a missing table caused it.
 
         Raises:
-            ConfigurationError: It is.
+            ConfigurationError: A table is missing.
         """
         find = apps.get_app_config("django_celery_safe").get_model
         if lacks_table(self.alias, *map(find, self.models)):
@@ -56,7 +74,7 @@ class DatabaseLeases(LeaseStore):
         leave_pool(self.alias)
 
     def renews(self) -> bool:
-        # Inside a TestCase the row is not committed: another thread can't see it.
+        # Inside a TestCase the row is not committed, so another thread can't see it.
         return not in_testcase_only(self.alias)
 
     def close(self) -> None:
@@ -66,10 +84,10 @@ class DatabaseLeases(LeaseStore):
 
 class LeaseTable(DatabaseLeases):
     """
-    The leases of what the rows of one table stand for.
+    The leases in the rows of one table.
 
     Args:
-        rows: The name of its rows, such as "records".
+        rows: The name of the rows in messages, such as "records".
         alias: Alias of the database.
     """
 
@@ -80,11 +98,11 @@ class LeaseTable(DatabaseLeases):
 
     @abstractmethod
     def at(self, name: str) -> Any:
-        """Return the rows with this name, one or none; they have ``extend(token, lease)``."""
+        """Return a queryset of the row with this name, which has ``extend(token, lease)``."""
 
     @abstractmethod
     def find(self, name: str) -> Any:
-        """Return the row with this name, with the server's time as ``asked_at``; None: none."""
+        """Return the row with this name and the server's time as ``asked_at``; None: no row."""
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         with self._errors("extend"), busy_timeout(self.alias, within):
@@ -103,12 +121,12 @@ class LeaseTable(DatabaseLeases):
         try:
             yield
         except Error as error:
-            # A connection that broke is made anew at the next use.
+            # The next use opens a new connection in place of a broken one.
             connections[self.alias].close_if_unusable_or_obsolete()
             raise LockBackendError(self.where, action, describe_error(error)) from error
 
 
 def read_holder(name: str, row: Any) -> HeldLock:
-    """Return who has a row that was read at ``asked_at``, or had it last, and its lease."""
+    """Return the (last) holder and the lease of a row that was read at ``asked_at``."""
     left = 0.0 if row.ends_at is None else max(0.0, (row.ends_at - row.asked_at).total_seconds())
     return decode_holder(row.holder, HeldLock(name, row.token, left))

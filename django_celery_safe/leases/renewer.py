@@ -1,10 +1,9 @@
 """
 The threads that renew every lease held in this process.
 
-One for all leases of about one length in one store, so that a store that is slow, or a
-lease that is short, costs no other lease anything. A thread asks for all leases that are
-due at once, in a connection of its own. It closes that connection when nothing is held
-there, and ends soon after.
+A thread renews all leases of similar length in one store, so a slow store or a short lease
+does not affect other leases. It extends all leases that are due in one request, on its own
+connection. When no leases are left, it closes that connection, and ends soon after.
 """
 
 from __future__ import annotations
@@ -26,57 +25,61 @@ from .lease import RENEW_AFTER, Lease
 from .store import LeaseStore, Renewal
 
 logger = get_logger(__name__)
-#: After a failed renewal it is tried again when this part of the lease has passed since.
+#: A failed renewal is retried when this part of the lease has passed since the failed request.
 RETRY_AFTER: Final = 1 / 10
-#: A thread gives up an answer after this part of the shortest of its leases, where the store
-#: can. The longest is less than twice as long, so there is time for another try, on a new
-#: connection, before any of them ends.
+#: A thread stops waiting for an answer after this part of its shortest lease, if the store
+#: supports that. Its longest lease is less than twice as long, so there is time for another try,
+#: on a new connection, before any of the leases expires.
 ANSWER_WITHIN: Final = 1 / 3
 #: A lease is renewed up to this fraction of its length early, so that one request renews many.
 BATCH_WINDOW: Final = 1 / 20
-#: Longest that a thread waits at a time, s; a system can't wait for centuries.
+#: Longest time that a thread waits at once, s; the system's maximum is limited.
 LONGEST_PAUSE: Final = 3600.0
-#: How long a thread that has no lease waits for another one before it ends, s.
+#: How long a thread without leases waits for a new lease before it ends, s.
 LINGER: Final = 10.0
 
 #: A function that reports something, and its arguments.
 Report = tuple[Any, ...]
 
 
+#: A store, the part of the store that keeps the leases, and the power of two above their length.
+LaneKey = tuple[LeaseStore, object, int]
+
+
 class Renewer:
-    """Renews leases, on threads that it starts when they have some."""
+    """Renews leases, on threads that it starts when they are needed."""
 
     def __init__(self) -> None:
         self.forget_parent()
 
     def forget_parent(self) -> None:
-        """Begin with nothing: the leases, threads and mutex of a parent are not this process's."""
-        #: The only mutex of all threads that renew; none holds it while it asks a store.
+        """Start empty: a parent's leases, threads and mutex do not belong to this process."""
+        #: The mutex of all renewing threads; no thread holds it during a request to a store.
         self.mutex = threading.RLock()
-        #: For whoever waits until a thread has done something.
+        #: Notified when a lane has finished a request or its connection state has changed.
         self.changed = threading.Condition(self.mutex)
-        #: Leases whose ends a thread is moving, and those that their holders are: of two
-        #: such requests at once nobody knows which the store got last.
+        #: Leases that a thread is renewing, or a holder is extending, at the moment. After two
+        #: requests at once, it would not be known which the store got last.
         self.renewing: set[Lease[Any]] = set()
         self.extending: set[Lease[Any]] = set()
-        self.lanes: dict[tuple[LeaseStore, int], Lane] = {}
+        self.lanes: dict[LaneKey, Lane] = {}
 
     def add(self, lease: Lease[Any]) -> None:
-        """Renew ``lease`` from now on, also when its length has changed."""
-        # The power of two above its length.
+        """Renew ``lease`` from now on; call it again when the length of the lease has changed."""
         _, magnitude = math.frexp(lease.seconds)
-        key = (lease.store, magnitude)
+        store = lease.store
+        key = (store, store.part(lease.name) if store.has_parts else None, magnitude)
         with self.mutex:
             if lease.lane is not self.lanes.get(key):
-                self._leave(lease)  # gives the mutex away for a while, so a lane may end
+                self._leave(lease)  # may release the mutex for a while, so a lane may end
             lane = self.lanes.get(key)
             if lane is None:
-                lane = self.lanes[key] = Lane(self, *key)
+                lane = self.lanes[key] = Lane(self, key)
             lease.lane = lane
             lane.add(lease)
 
     def remove(self, lease: Lease[Any]) -> None:
-        """Renew ``lease`` no more; with the last one of its thread, the connection is closed."""
+        """Stop renewing ``lease``; if it was its thread's last lease, close the connection."""
         with self.mutex:
             self._leave(lease)
 
@@ -84,13 +87,13 @@ class Renewer:
         """Ask the store for a lease of ``seconds`` from now; return whether it is still ours."""
         with self.renewal_paused(lease):
             asked_at = time.monotonic()
-            # If the answer gets lost, the lease is of either length: trust the shorter.
+            # If the answer is lost, the lease has the old or the new length: trust the shorter.
             lease.seconds = min(lease.seconds, seconds)
             try:
                 extended: bool
                 (extended,) = lease.store.extend([Renewal(lease.name, lease.token, seconds)])
             except BaseException:
-                # It may be over sooner than planned.
+                # The lease may expire sooner than planned.
                 lease.renew_at = min(lease.renew_at, asked_at + lease.seconds * RETRY_AFTER)
                 raise
             if extended:
@@ -99,20 +102,20 @@ class Renewer:
             return extended
 
     def forget(self, kind: type[LeaseStore]) -> None:
-        """Renew nothing any more in stores of a kind, whose memory is to be cleared."""
+        """Stop renewing all leases in stores of a type, before their memory is cleared."""
         with self.mutex:
-            for (store, _), lane in list(self.lanes.items()):
+            for (store, *_), lane in list(self.lanes.items()):
                 if isinstance(store, kind):
                     lane.clear()
 
     def _leave(self, lease: Lease[Any]) -> None:
-        # After a fork a lease may be one of the parent, whose threads are not here.
+        # After a fork, a lease may be the parent's, whose threads do not run in this process.
         if lease.lane is not None and lease.pid == os.getpid():
             lease.lane.discard(lease)
 
     @contextmanager
     def renewal_paused(self, lease: Lease[Any]) -> Iterator[None]:
-        """Leave the lease alone while its holder asks the store to move its end."""
+        """Keep the threads from renewing the lease while its holder changes it in the store."""
         try:
             with self.mutex:
                 self.changed.wait_for(lambda: lease not in self.renewing)
@@ -125,42 +128,42 @@ class Renewer:
 
 class Lane:
     """
-    Leases of about one length in one store, and the thread that renews them.
+    Leases of similar length in one store, or part of a store, and the thread that renews them.
 
-    ``add``, ``discard`` and ``clear`` are for whoever holds the renewer's mutex.
+    Callers of ``add``, ``discard`` and ``clear`` have to hold the renewer's mutex.
     """
 
-    def __init__(self, renewer: Renewer, store: LeaseStore, magnitude: int) -> None:
-        self._renewer, self._store, self._magnitude = renewer, store, magnitude
+    def __init__(self, renewer: Renewer, key: LaneKey) -> None:
+        self._renewer, self._store, self._key = renewer, key[0], key
         self._mutex = renewer.mutex
-        #: Of the same mutex; ``with`` is quicker on a lock than on a condition.
+        #: A condition on the same mutex; ``with`` is faster on the mutex than on a condition.
         self._wake = threading.Condition(self._mutex)
-        #: Weak: a lease that has no owner is renewed while somebody refers to it.
+        #: Weak: a lease without an owner is renewed as long as anything refers to it.
         self._leases: WeakSet[Lease[Any]] = WeakSet()
-        #: Those that have one, which are renewed for as long as the owner's thread lives.
+        #: Leases with an owner, which are renewed for as long as the owner's thread lives.
         self._owned: set[Lease[Any]] = set()
         self._thread: threading.Thread | None = None
-        #: When the thread looks again by itself, monotonic.
+        #: When the thread wakes up by itself, by the monotonic clock.
         self._wakes_at = math.inf
-        #: Whether the thread waits, so that it takes a turn as soon as it is woken.
+        #: Whether the thread is waiting, and so takes a turn as soon as it is notified.
         self._waits = False
-        #: Whether the thread has a connection of its own to the store.
+        #: Whether the thread has its own connection to the store.
         self._is_connected = False
 
     def add(self, lease: Lease[Any]) -> None:
-        """Renew a lease from now on."""
+        """Start renewing a lease."""
         was_idle = self._is_idle()
         self._leases.add(lease)
         if lease.owner is not None:
             self._owned.add(lease)
         if was_idle:
-            self._renewer.changed.notify_all()  # nobody waits for the connection to be closed
+            self._renewer.changed.notify_all()  # the connection stays open: stop waiting for it
         if self._thread is None:
             self._wakes_at = lease.renew_at
             thread = threading.Thread(
                 target=self._run, name="django_celery_safe leases", daemon=True
             )
-            # Before it starts: a signal may interrupt this after the start.
+            # Set before the start: a signal handler may raise right after it.
             self._thread = thread
             try:
                 thread.start()
@@ -172,26 +175,30 @@ class Lane:
             self._wake.notify_all()
 
     def discard(self, lease: Lease[Any]) -> None:
-        """Renew a lease no more; with the last one, let the thread close its connection."""
-        self._leases.discard(lease)
-        self._owned.discard(lease)
+        """Stop renewing a lease; if it was the last one, have the thread close its connection."""
+        self._drop(lease)
         self._close_if_idle()
 
     def clear(self) -> None:
-        """Renew no lease any more."""
-        self._leases.clear()
-        self._owned.clear()
+        """Stop renewing all leases."""
+        for lease in list(self._leases):
+            self._drop(lease)
         self._close_if_idle()
+
+    def _drop(self, lease: Lease[Any]) -> None:
+        lease.lane = None
+        self._leases.discard(lease)
+        self._owned.discard(lease)
 
     def _close_if_idle(self) -> None:
         if self._is_idle() and self._waits:
             self._wake.notify_all()
-            # So that "released" means that nothing of ours is connected. A thread that is
-            # asking the store, which may be slow, closes the connection after that.
+            # Wait, so that no connection is left after a release. A thread in the middle of a
+            # request, which may be slow, closes its connection after the request.
             self._renewer.changed.wait_for(lambda: not self._is_idle(), timeout=1.0)
 
     def _is_idle(self) -> bool:
-        """Return whether the thread is connected to a store in which it has nothing to renew."""
+        """Return whether the thread is connected although it has no leases to renew."""
         return self._is_connected and not self._leases
 
     def _run(self) -> None:
@@ -200,15 +207,15 @@ class Lane:
                 if not self._take_turn():
                     return
             except BaseException:
-                # Even a receiver's SystemExit: without this thread its locks would be lost.
+                # Even a signal receiver's SystemExit: without this thread, locks would be lost.
                 with suppress(BaseException):
                     logger.exception("The thread that renews locks met an error and goes on.")
                 time.sleep(0.1)
-                self._wakes_at = 0.0  # look at all of them
+                self._wakes_at = 0.0  # check all leases now
 
     def _take_turn(self) -> bool:
-        """Wait, or renew what is due; return False when the thread is to end."""
-        # A method of its own: what it knows of leases would keep them while it waits.
+        """Wait, or renew the leases that are due; return False if the thread should end."""
+        # A separate method: in the loop, local variables would keep leases alive in the wait.
         with self._mutex:
             pause = self._wakes_at - time.monotonic()
             if pause > 0 and not self._is_idle():
@@ -224,7 +231,7 @@ class Lane:
         return True
 
     def _wait(self, pause: float) -> bool:
-        """Wait to be woken, or for a while; return False if there is nothing to wait for."""
+        """Wait for a notification or a timeout; return False if the thread should end."""
         self._waits = True
         try:
             woken = self._wake.wait(LINGER if pause == math.inf else min(pause, LONGEST_PAUSE))
@@ -232,51 +239,54 @@ class Lane:
             self._waits = False
         if woken or self._leases or self._wakes_at < math.inf:
             return True
-        # The mutex is held: whoever adds a lease after this makes another lane.
-        key = (self._store, self._magnitude)
-        if self._renewer.lanes.get(key) is self:
-            del self._renewer.lanes[key]
+        # This thread holds the mutex, so a lease that is added later gets a new lane.
+        if self._renewer.lanes.get(self._key) is self:
+            del self._renewer.lanes[self._key]
         return False
 
     def _take_due(self) -> tuple[list[Lease[Any]], list[Report], float]:
         """
-        Plan when to look again.
+        Select the leases that are due, and plan when the thread wakes up again.
 
         Returns:
-            What to renew now, what to report, and the shortest of all leases, s.
+            The leases to renew now, the warnings to report, and the length of the shortest
+            lease, s.
         """
-        # The plan made by a lease stays when it is gone: who takes and frees locks in a
-        # loop wakes this thread once in a third of a lease, not each time.
+        # A lease that was removed does not change the planned time: a loop that takes and frees
+        # locks wakes this thread once in a third of a lease, not for every lock.
         now, wakes_at, shortest = time.monotonic(), math.inf, math.inf
         due: list[Lease[Any]] = []
         over: list[Lease[Any]] = []
         reports: list[Report] = []
         for lease in self._leases:
-            # Not min(): a thousand calls of it would be felt.
+            # Not min(): with a thousand leases, the calls would be noticeable.
             if lease.seconds < shortest:
                 shortest = lease.seconds
             if lease.renew_at > now + lease.seconds * BATCH_WINDOW:
                 if lease.renew_at < wakes_at:
                     wakes_at = lease.renew_at
+            elif lease.renew_until > now and (lease.owner is None or lease.owner.is_whole()):
+                due.append(lease)
+            elif (end := _find_end(lease, now)) is not None:
+                over.append(lease)
+                reports.append((_warn_stopped, lease.name, lease.remaining, end))
             else:
-                end = _find_end(lease, now)
-                (due if end is None else over).append(lease)
-                if end is not None:
-                    reports.append((_tell_over, lease.name, lease.remaining, end))
-                elif lease.owner is not None and lease.owner.is_forgotten():
+                due.append(lease)
+                if lease.owner is not None and lease.owner.is_forgotten():
                     reports.append((_warn_forgotten, lease.name, lease.owner.scope))
-        self._leases.difference_update(over)
-        self._owned.difference_update(over)
+        for lease in over:
+            self._drop(lease)
         self._wakes_at = wakes_at
         return due, reports, shortest
 
     def _renew(self, leases: list[Lease[Any]], within: float) -> None:
         renewer = self._renewer
         with self._mutex:
-            # One that was removed since the plan was made may be locked by its holder.
-            leases = [lease for lease in leases if lease in self._leases]
-            # One that its holder extends just now is renewed by that.
-            free = [lease for lease in leases if lease not in renewer.extending]
+            # Skip leases that were removed in between: the holder may have locked the row.
+            leases = [lease for lease in leases if lease.lane is self]
+            # Skip leases that their holders are extending, which renews them.
+            extending = renewer.extending
+            free = [each for each in leases if each not in extending] if extending else leases
             renewer.renewing.update(free)
         try:
             outcomes = self._ask(free, within) if free else []
@@ -284,9 +294,10 @@ class Lane:
             with self._mutex:
                 renewer.renewing.difference_update(free)
                 renewer.changed.notify_all()
-        for lease, extended in zip(free, outcomes, strict=False):
-            if not extended:
-                self._lost(lease)
+        if not all(outcomes):
+            for lease, extended in zip(free, outcomes, strict=True):
+                if not extended:
+                    self._lost(lease)
         if len(free) < len(leases):
             later = time.monotonic()
             for lease in set(leases).difference(free):
@@ -295,7 +306,7 @@ class Lane:
             self._wakes_at = min([self._wakes_at, *[lease.renew_at for lease in leases]])
 
     def _ask(self, leases: list[Lease[Any]], within: float) -> list[bool]:
-        """Extend leases in one request; return for each whether it is still ours, or nothing."""
+        """Extend leases in one request; return for each whether it is ours; on failure, []."""
         if self._store.connects_threads:
             with self._mutex:
                 self._is_connected = True
@@ -313,10 +324,11 @@ class Lane:
         return outcomes
 
     def _failed(self, leases: list[Lease[Any]], asked_at: float, error: Exception) -> None:
-        # At once if the answer took long: there may be time for no more than that.
+        # Counted from the request, so the retry is immediate if the answer took long: there may
+        # be no time to wait.
         for lease in leases:
             lease.renew_at = asked_at + lease.seconds * RETRY_AFTER
-        # Not the error itself, whose traceback would keep these leases, and renew them.
+        # Not a foreseen error itself: its traceback would keep these leases alive and renewed.
         foreseen = isinstance(error, LockBackendError)
         emit_in_background(
             _emit_failed, leases[0].name, len(leases), str(error), None if foreseen else error
@@ -325,11 +337,10 @@ class Lane:
 
     def _lost(self, lease: Lease[Any]) -> None:
         with self._mutex:
-            # Released while the request was under way: then it is no loss.
-            if lease not in self._leases:
+            # It was released during the request, so it was not lost.
+            if lease.lane is not self:
                 return
-            self._leases.discard(lease)
-            self._owned.discard(lease)
+            self._drop(lease)
             lease.lost = True
         try:
             now_held = lease.store.peek(lease.name)
@@ -341,7 +352,7 @@ class Lane:
         try:
             self._store.close()
         except Exception:
-            # What can't be closed is gone already.
+            # A connection that can't be closed is already broken.
             logger.debug("A lock store's connection could not be closed.", exc_info=True)
         with self._mutex:
             self._is_connected = False
@@ -349,14 +360,14 @@ class Lane:
 
 
 def _find_end(lease: Lease[Any], now: float) -> str | None:
-    """Return why a lease must not be renewed any more, as a clause; None: it must be renewed."""
+    """Return, as a clause, why a lease is no longer renewed; None: it has to be renewed."""
     if lease.renew_until <= now:
         return "its task still runs, beyond its time limit"
     return None if lease.owner is None else lease.owner.find_end()
 
 
-# Not by the threads that renew: a log handler may be slow.
-def _tell_over(name: str, remaining: float, end: str) -> None:
+# Not called on the renewing threads, because a log handler may be slow.
+def _warn_stopped(name: str, remaining: float, end: str) -> None:
     logger.warning("Stopped renewing %r, whose lease ends in %.3g s: %s.", name, remaining, end)
 
 
@@ -375,6 +386,6 @@ def _emit_failed(name: str, count: int, reason: str, unforeseen: Exception | Non
     event.emit(Renewer, exc_info=unforeseen, name=name, reason=reason, leases=count)
 
 
-#: This process's.
+#: The renewer of this process.
 renewer: Final = Renewer()
 os.register_at_fork(after_in_child=renewer.forget_parent)

@@ -1,4 +1,4 @@
-"""The interface of a place that keeps leases, for the thread that renews them."""
+"""The interface that the renewing thread requires of a place that keeps leases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .holder import HeldLock
 
 
 class Renewable(Protocol):
-    """A lease to extend: ``seconds`` from the moment the store gets it."""
+    """A lease to extend, so that it ends ``seconds`` after the store gets the request."""
 
     @property
     def name(self) -> str: ...
@@ -21,7 +21,7 @@ class Renewable(Protocol):
 
 
 class Renewal(NamedTuple):
-    """One request to renew: the fields of :class:`Renewable`, and no more."""
+    """One request to renew, with only the fields of :class:`Renewable`."""
 
     name: str
     token: str
@@ -30,43 +30,55 @@ class Renewal(NamedTuple):
 
 class LeaseStore(ABC):
     """
-    A place that keeps leases, for the thread that renews them. Threads may share one.
+    A place that keeps leases. Threads may share it.
 
     Every method raises :class:`LockBackendError` if the store did not answer;
-    the state of the lease is not known then.
+    the state of the lease is then not known.
     """
 
-    #: Whether each thread that asks has a connection of its own, to be closed by it.
+    #: Whether each thread has its own connection to the store, and has to close it.
     connects_threads: ClassVar[bool] = False
-    #: How much earlier than asked a lease may end, s. Holders do not trust that part of it.
+    #: How much earlier than requested a lease may end, s. Holders do not trust that last part.
     early: ClassVar[float] = 0.0
 
-    #: How messages call it, such as ``CACHES["default"] (redis)``.
+    #: Whether the store consists of several servers, which :meth:`part` tells apart.
+    has_parts: ClassVar[bool] = False
+
+    #: The store's name in messages, such as ``CACHES["default"] (redis)``.
     where: str
 
     @abstractmethod
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         """
-        Let each lease end ``seconds`` from now if its token still holds it.
+        Extend each lease to end ``seconds`` from now, if its token still holds it.
 
-        All of them together where the store can. A lease that ended and was taken by
-        nobody may be extended: no one else was trusted in between.
+        The store extends them together if it can. A lease that has expired may be extended if no
+        other holder took it, because nothing else relied on it in between.
 
         Args:
-            within: Give up if the answer takes longer than so many seconds, where
-                the store can; None: as the cache's own settings say.
+            within: Give up if the answer takes longer than this, s, if the store supports
+                that; None: use the timeouts in the cache's settings.
         """
 
     @abstractmethod
     def peek(self, name: str) -> HeldLock | None:
-        """Return the lock with its holder; None: it is free."""
+        """Return the lock called ``name``, with its holder; None: it is free."""
+
+    def part(self, name: str) -> object:
+        """
+        Return which of the store's servers keeps a lease; None: not known, or only one server.
+
+        Each server's leases have their own renewing thread, so a server that does not answer
+        costs no lease on the other servers. The result may be out of date.
+        """
+        return None
 
     def renews(self) -> bool:
         """Return whether the renewing thread can see what this thread acquires now."""
         return True
 
     def leave_pool(self) -> None:  # noqa: B027 - most stores share nothing that runs short
-        """Let this thread, which renews, connect outside of what the holders may have used up."""
+        """Connect this renewing thread outside a pool that lock holders may have used up."""
 
     def close(self) -> None:  # noqa: B027 - most stores hold nothing
-        """Close the connections to the store of this thread, and those that no thread uses."""
+        """Close this thread's connection to the store, and connections that no thread uses."""

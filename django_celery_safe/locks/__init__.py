@@ -1,18 +1,20 @@
 """
 Locks that live in a cache or a database.
 
-``lock`` has :class:`CacheLock`, ``acquisition`` one try to acquire it, ``stores`` one file for
-each place where locks can live; ``leases`` renews what is held.
+``lock`` has :class:`CacheLock`, ``acquisition`` makes one attempt to acquire it, and ``stores`` has
+one file for each place where locks can live; ``leases`` renews the locks that are held.
 """
 
 from .. import conf
 from ..leases.holder import HeldLock
-from .lock import CacheLock
+from ..usage import with_usage
+from .lock import CacheLock, LockOptions
 from .stores import find_lock, iter_locks, release_lock
 
 __all__ = ["CacheLock", "HeldLock", "cache_lock", "find_lock", "iter_locks", "release_lock"]
 
 
+@with_usage
 def cache_lock(
     name: str,
     *,
@@ -20,14 +22,15 @@ def cache_lock(
     blocking_timeout: conf.Duration | None = 0,
     renew: bool = True,
     cache: str | conf.Unset = conf.UNSET,
+    limit: int = 1,
 ) -> CacheLock:
     """
-    Return a lock that keeps two from running at once, on any number of machines.
+    Return a lock that keeps two runs from overlapping, on any number of machines.
 
-    As a context manager it is truthy when acquired; as a decorator each call
-    makes a new lock and raises LockNotAcquired if it is held. A lock keeps two
-    from running at the same time; it does not keep a thing from being done
-    again later (see ``do_once``).
+    A ``with`` block gets a lock that is truthy if it was acquired. Each call of a decorated
+    function makes a new lock, and raises LockNotAcquired if someone else holds it. A lock keeps
+    two runs from overlapping; it does not keep the work from being done again later
+    (see ``do_once``).
 
     Args:
         name: The name of the resource: any non-empty text. Long or odd names are hashed.
@@ -36,14 +39,18 @@ def cache_lock(
         blocking_timeout: Longest time to wait; 0 tries once, None waits for ever.
         renew: Renew the lease, from a background thread, until the release or
             the end of the thread that took the lock. False: the lock ends at ``timeout``, and work
-            that takes longer runs unprotected. In a Celery task with a ``time_limit``
-            it is renewed for that long at the most, so that a task that hangs in a
-            pool which can't end it does not hold for ever.
+            that takes longer runs unprotected. In a Celery task with a ``time_limit``, the lease
+            is renewed for at most that long, so a task that hangs in a pool that can't
+            terminate it does not hold the lock for ever.
         cache: Alias of the cache that holds the lock; unset: ``LOCK_DATABASE``
             if that is set, otherwise ``LOCK_CACHE``.
+        limit: How many may hold the lock at once, from 1 to 1,000. More than 1 needs Redis, a
+            database or LocMemCache. Each acquisition counts by its own limit, so a limit that
+            you change in a deployment applies to new acquisitions only.
+            A Celery task takes at most one place, even if its message is delivered twice.
 
     Raises:
-        ConfigurationError: A value means nothing, such as ``timeout=None``.
+        ConfigurationError: An argument is not valid, such as ``timeout=None``.
 
     Example:
         >>> from django_celery_safe import cache_lock
@@ -55,6 +62,7 @@ def cache_lock(
     Source:
         The Celery task cookbook, "Ensuring a task is only executed one at a time".
     """
-    return CacheLock(
-        name, timeout=timeout, blocking_timeout=blocking_timeout, renew=renew, cache=cache
-    )
+    lease = timeout if timeout is conf.UNSET else conf.lease_seconds(timeout, "timeout")
+    longest = conf.wait_seconds(blocking_timeout, "blocking_timeout")
+    renews, most = conf.switch(renew, "renew"), conf.lock_limit(limit)
+    return CacheLock(name, LockOptions(lease, longest, renews, cache, most))

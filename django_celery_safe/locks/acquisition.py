@@ -1,4 +1,4 @@
-"""One try to acquire a lock: the holder is described to the store, which gives a lease."""
+"""One attempt to acquire a lock: describe the holder, ask the store, return a lease."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple, TypeAlias
 from celery._state import get_current_task
 
 from ..exceptions import CelerySafeError, LockBackendError
-from ..leases.holder import HeldLock, Holder, time_limit
+from ..leases.holder import HeldLock, Holder, place_name, place_names, time_limit
 from ..leases.lease import Lease, Owner
 from ..leases.renewer import renewer
-from .stores.base import Acquired, Store
+from .stores.base import Acquired, LockRequest, Store
 
 
 class _Mark:
-    """Something that lives as long as its thread, or greenlet."""
+    """An object that lives as long as its thread, or greenlet."""
 
     __slots__ = ("__weakref__",)
 
 
-#: Identity of a thread. Thread ids are reused, so this object is compared, by ``is``.
+#: Identity of a thread, compared with ``is``: thread ids are reused.
 Thread: TypeAlias = weakref.ref[_Mark]
 
 
@@ -41,7 +41,7 @@ here = _Here()
 
 
 class Acquisition(NamedTuple):
-    """A lock that was acquired: its lease, and the acquisition's number or None."""
+    """A lock that was acquired: its lease, and its fence (None if the store has no fences)."""
 
     lease: Lease[Store]
     fence: int | None
@@ -50,6 +50,7 @@ class Acquisition(NamedTuple):
 def try_acquire(
     lock: Any,
     store: Store,
+    limit: int,
     seconds: float,
     patience: float | None,
     *,
@@ -61,40 +62,42 @@ def try_acquire(
     Try once to acquire a lock for the running task and this thread.
 
     Args:
-        lock: The object that owns it, whose ``name`` it has.
+        lock: The object that will own the lock; its ``name`` is the lock's name.
+        limit: How many may hold the lock at once.
         seconds: Length of the lease.
-        patience: As for ``Store.acquire``.
-        describe: As ``leases.holder.describe_lock_holder``.
-        on_lost: As for :class:`Lease`.
+        patience: See ``Store.acquire``.
+        describe: See ``leases.holder.describe_lock_holder``.
+        on_lost: See :class:`Lease`.
 
     Returns:
-        The acquisition, or the lock with its present holder.
+        The acquisition, or the lock with its current holder.
 
     Raises:
-        LockBackendError: The store did not answer, or too late.
+        LockBackendError: The store did not answer, or answered after the lease had expired.
     """
     token, task = os.urandom(16).hex(), get_current_task()
-    # Once: each look at it costs as much as all that is made of it.
+    # Read once: reading Celery's ``request`` costs as much as everything done with it below.
     request = None if task is None else task.request
     holder = describe(task, request, renew, seconds)
     asked_at = time.monotonic()
     try:
-        outcome = store.acquire(lock.name, token, seconds, holder, patience)
+        outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit))
         if not isinstance(outcome, Acquired):
             return outcome
         renew_until = math.inf if task is None else asked_at + time_limit(task, request)
         owner = Owner(lock, here.thread, request) if renew else None
-        lease = Lease(store, lock.name, token, seconds, asked_at, renew_until, on_lost, owner)
+        name = lock.name if outcome.place == 1 else place_name(lock.name, outcome.place)
+        lease = Lease(store, name, token, seconds, asked_at, renew_until, on_lost, owner)
         if lease.remaining > 0:
             return Acquisition(lease, outcome.fence)
     except CelerySafeError:
         raise
     except BaseException:
-        # A soft time limit, most likely. If the store has set the lock, no other process
-        # could acquire it for a whole lease.
-        give_back(store, lock.name, token)
+        # A soft time limit, most likely. If the store has set the lock already, no other
+        # process could acquire it until the lease expires.
+        give_back(store, token, *place_names(lock.name, limit))
         raise
-    give_back(store, lock.name, token)
+    give_back(store, token, lease.name)
     took = time.monotonic() - asked_at
     raise LockBackendError(
         store.where,
@@ -105,7 +108,7 @@ def try_acquire(
 
 
 def record_lost(lease: Lease[Store]) -> HeldLock | None:
-    """Report that the lease was lost, unless that was done; return the new holder's lock."""
+    """Report that the lease was lost, unless already reported; return the new holder's lock."""
     holder = None
     with suppress(LockBackendError):
         holder = lease.store.peek(lease.name)
@@ -115,7 +118,11 @@ def record_lost(lease: Lease[Store]) -> HeldLock | None:
     return holder
 
 
-def give_back(store: Store, name: str, token: str) -> None:
-    """Free what an interrupted request may have left; if that fails, it ends by its lease."""
+def give_back(store: Store, token: str, *names: str) -> None:
+    """
+    Free the lock that an interrupted request may have acquired under one of these names.
+
+    There is no retry: if the store does not answer, the lock ends with its lease.
+    """
     with suppress(CelerySafeError):
-        store.release(name, token)
+        any(store.release(name, token) for name in names)

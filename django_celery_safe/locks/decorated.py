@@ -1,5 +1,5 @@
 """
-Which callables a lock can guard as a decorator: those whose work ends with their call.
+Checks that a lock used as a decorator guards the work: it has to end when the call returns.
 
 Used by :meth:`CacheLock.__call__`.
 """
@@ -19,7 +19,7 @@ from ..exceptions import ConfigurationError
 
 T = TypeVar("T")
 
-#: What a decorator makes of a method, and is not the method.
+#: Objects that other decorators return in place of a method.
 DESCRIPTORS: Final = (
     staticmethod,
     classmethod,
@@ -42,10 +42,10 @@ IN_SYNC: Final = (
 
 def check_guardable(function: Any) -> None:
     """
-    Refuse what a lock around its call does not guard.
+    Refuse an object that a lock around its call would not guard.
 
     Raises:
-        ConfigurationError: It is one of these; the error names what to write instead.
+        ConfigurationError: A lock can't guard it; the error says what to write instead.
     """
     refusal = _find_refusal(function)
     if refusal is not None:
@@ -57,11 +57,11 @@ def check_guardable(function: Any) -> None:
 
 def check_done(function: Any, result: T) -> T:
     """
-    Return what a decorated function returned, unless its work has yet to be done.
+    Return the result of a decorated function, unless the work has yet to be done.
 
     Raises:
-        ConfigurationError: It is a coroutine, a generator or the like, whose body would run
-            without the lock.
+        ConfigurationError: The result is a coroutine, a generator or the like, whose body would
+            run without the lock.
     """
     kind = type(result)
     if kind in HARMLESS or not _is_yet_to_run(result):
@@ -74,23 +74,19 @@ def check_done(function: Any, result: T) -> T:
     )
 
 
-#: What most functions return.
+#: Types that most functions return.
 HARMLESS: Final = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict, set})
 
 
 def _find_refusal(function: Any) -> tuple[str, str, str] | None:
-    """Return what it is, why a lock does not guard it, and what to write instead; None: it does."""
-    # First, and by the type alone: a proxy would finish its Celery app when it is asked.
+    """Return its kind, why a lock can't guard it, and what to write instead; None: a lock can."""
+    # First, and by type() alone: isinstance() on a task's proxy would finalize its Celery app.
     if issubclass(type(function), Proxy | Task):
-        return (
-            "a Celery task",
-            "what delay() sends would run without the lock",
-            BELOW_TASK,
-        )
+        return ("a Celery task", "what delay() sends would run without the lock", BELOW_TASK)
     if isinstance(function, DESCRIPTORS):
         return (
             f"a {type(function).__name__}",
-            "it is no function",
+            "it is not a function",
             f"Write @cache_lock(...) below @{type(function).__name__}, right above the function.",
         )
     called = function
@@ -100,7 +96,7 @@ def _find_refusal(function: Any) -> tuple[str, str, str] | None:
         return "a class", "its methods would run without the lock", "Decorate the methods."
     if not callable(called):
         return "which can't be called", "there is nothing to guard", "Decorate a function."
-    # The class of an object has the function.
+    # For a callable object, its class has the function.
     for candidate in (called, type(called).__call__):
         if iscoroutinefunction(candidate):
             return "a coroutine function", BEFORE_BODY, IN_SYNC
@@ -112,7 +108,7 @@ def _find_refusal(function: Any) -> tuple[str, str, str] | None:
 
 
 def _is_yet_to_run(result: object) -> bool:
-    # contextlib's context managers have the generator that does their work.
+    # contextlib's context managers keep the generator that does their work in ``gen``.
     return (
         inspect.isawaitable(result)
         or inspect.isasyncgen(result)

@@ -1,7 +1,7 @@
 """
-:class:`CacheLock`, which :func:`cache_lock` makes.
+:class:`CacheLock`, the lock that :func:`cache_lock` returns.
 
-Where it is kept is a matter of ``stores``, how it is kept alive one of ``leases``.
+``stores`` keeps the lock in a cache or database, and ``leases`` renews it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from django.core.exceptions import SynchronousOnlyOperation
 
@@ -20,13 +19,13 @@ from .. import conf
 from ..events import LOCK_ACQUIRED, LOCK_CONTENDED, LOCK_LOST, LOCK_NOT_RELEASED, LOCK_RELEASED
 from ..exceptions import (
     CelerySafeError,
-    ExcInfo,
     LockBackendError,
     LockError,
     LockLost,
     LockNotAcquired,
     WrongTransaction,
 )
+from ..foreign_errors import ExcInfo
 from ..leases.holder import HeldLock, describe_lock_holder, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
@@ -40,77 +39,82 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class LockOptions(NamedTuple):
+    """
+    The validated options of a lock; see :func:`cache_lock`.
+
+    Attributes:
+        timeout: Length of the lease, s; unset: ``LOCK_TIMEOUT``.
+        blocking_timeout: Longest time to wait, s; None: for ever.
+        renew: Whether the lease is renewed.
+        cache: Alias of the cache; unset: the place that the settings name.
+        limit: How many may hold the lock at once.
+    """
+
+    timeout: float | conf.Unset = conf.UNSET
+    blocking_timeout: float | None = 0.0
+    renew: bool = True
+    cache: str | conf.Unset = conf.UNSET
+    limit: int = 1
+
+
 class CacheLock(misuse.NotAsync):
     """
     A lock with an owner, in the cache or database that the settings name.
 
-    Made by :func:`cache_lock`. One object is one attempt after another by one
-    owner: it is not reentrant, and belongs to the thread that acquired it. A copy
-    is another lock of the same name, which nobody holds.
+    Made by :func:`cache_lock`. An object has one owner at a time and can be acquired again
+    after a release: it is not reentrant, and belongs to the thread that acquired it. A copy
+    is a separate lock object with the same name, and is not held.
     """
 
     _describe_holder = staticmethod(describe_lock_holder)
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        timeout: conf.Duration | conf.Unset = conf.UNSET,
-        blocking_timeout: conf.Duration | None = 0,
-        renew: bool = True,
-        cache: str | conf.Unset = conf.UNSET,
-    ) -> None:
+    def __init__(self, name: str, options: LockOptions) -> None:
         if not isinstance(name, str) or not name:
             raise misuse.not_a_name(name)
-        self.name = name
-        self._timeout: float | conf.Unset = conf.UNSET
-        if not isinstance(timeout, conf.Unset):
-            self._timeout = conf.lease_seconds(timeout, "timeout")
-        self._blocking_timeout = conf.wait_seconds(blocking_timeout, "blocking_timeout")
-        self._renew = renew
-        self._cache = cache
+        self.name, self._options = name, options
         self._lease: Lease[Store] | None = None
-        #: The thread that acquired it, by its identity.
+        #: The thread that acquired the lock.
         self._thread: Thread | None = None
-        #: The thread that is acquiring it, for each process that has the object.
+        #: The thread that is acquiring the lock, by process id: a fork copies this object.
         self._acquiring: dict[int, Thread] = {}
-        #: Threads in a block that began without the lock.
+        #: Threads in a ``with`` block that started without the lock.
         self._without: set[Thread] = set()
         self._fence: int | None = None
-        #: Who holds it instead, as the last attempt saw it.
+        #: The lock as the last failed attempt saw it, with its holder.
         self._contender: HeldLock | None = None
         self._asked = False
-        #: Name of another lock in the same store that is looked at when this one is released;
+        #: Name of another lock in the same store that the release of this lock also checks;
         #: "": none.
         self.look_at = ""
-        #: The token that this lock had when it was released while somebody held that one.
-        self.token_when_seen: str | None = None
+        #: The lease that was released while the ``look_at`` lock was held.
+        self.lease_when_seen: Lease[Store] | None = None
 
     def acquire(self, blocking_timeout: conf.Duration | conf.Unset | None = conf.UNSET) -> bool:
         """
-        Try to take the lock.
+        Try to acquire the lock.
 
         Args:
             blocking_timeout: Longest time to wait, seconds or timedelta; 0 tries
-                once, None waits for ever, unset is what the lock was made with.
+                once, None waits for ever; unset: the value that the lock was made with.
 
         Returns:
-            True if the lock is ours now; False if someone else held it all the while.
+            True if the lock is ours now; False if someone else held it the whole time.
 
         Raises:
-            LockBackendError: The store did not answer in time. If it did get the request,
-                the lock is held by nobody until one lease has passed.
+            LockBackendError: The store did not answer in time. If the request did reach it,
+                the lock stays taken, although no one uses it, until its lease expires.
             LockError: This object holds the lock already, or another thread is using it; or
-                an event loop runs in this thread, and would stand still meanwhile.
+                an event loop runs in this thread, and the call would block it.
             BackendNotSupported: The configured cache can't hold locks.
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
         """
-        longest = self._blocking_timeout
+        longest = self._options.blocking_timeout
         if not isinstance(blocking_timeout, conf.Unset):
             longest = conf.wait_seconds(blocking_timeout, "blocking_timeout")
         misuse.refuse_event_loop(self.name, "acquire")
         try:
-            # One step, so that of two threads that come at once one is refused.
+            # One atomic step: if two threads arrive at once, one of them is refused.
             if self._acquiring.setdefault(os.getpid(), here.thread) is not here.thread:
                 raise misuse.used_elsewhere(self.name)
             return self._acquire(longest)
@@ -131,12 +135,12 @@ class CacheLock(misuse.NotAsync):
 
         Raises:
             LockBackendError: The store did not answer. The lock ends by itself
-                when its lease does.
-            LockNotAcquired: This object never acquired it, or released it before.
-            LockError: Another thread or process acquired it; or its database can't be asked
+                when its lease expires.
+            LockNotAcquired: This object never acquired the lock, or has released it already.
+            LockError: Another thread or process acquired it; or its database can't be queried
                 while an event loop runs in this thread, and the lock is still held.
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``; the lock is
-                still held, and can be released after that.
+                still held, and can be released after the transaction.
         """
         lease = self._our_lease()
         try:
@@ -144,8 +148,8 @@ class CacheLock(misuse.NotAsync):
             renewer.remove(lease)
             released = self._ask_to_release(lease)
         except (WrongTransaction, SynchronousOnlyOperation):
-            # Nothing was asked of the store: it can be released after the transaction, or
-            # outside the event loop.
+            # No request was sent to the store, so the lock can still be released: after the
+            # transaction, or outside the event loop.
             self._lease = lease
             self._keep_renewed(lease)
             misuse.refuse_event_loop(self.name, "release")
@@ -154,7 +158,7 @@ class CacheLock(misuse.NotAsync):
             raise
         except BaseException:
             renewer.remove(lease)
-            give_back(lease.store, self.name, lease.token)
+            give_back(lease.store, lease.token, lease.name)
             raise
         if released:
             if LOCK_RELEASED.is_observed():
@@ -166,16 +170,16 @@ class CacheLock(misuse.NotAsync):
 
     def extend(self, timeout: conf.Duration) -> None:
         """
-        Let the lease end ``timeout`` from now, and be of that length from now on.
+        Make the lease end ``timeout`` from now, and use that length for later renewals.
 
         Args:
-            timeout: Seconds or timedelta. A renewed lease goes on being renewed.
+            timeout: Seconds or timedelta. If the lease is renewed, renewal continues.
 
         Raises:
             LockLost: The lock is no longer ours; nothing was changed.
             LockNotAcquired: This object does not hold it.
-            LockBackendError: The store did not answer; the lease may be of
-                either length.
+            LockBackendError: The store did not answer; the lease may have the old or the
+                new length.
         """
         seconds = conf.lease_seconds(timeout, "timeout")
         lease = self._our_lease()
@@ -186,16 +190,16 @@ class CacheLock(misuse.NotAsync):
                 self._raise_lost(lease)
         finally:
             if not lease.lost:
-                self._keep_renewed(lease)  # it may be due sooner now
+                self._keep_renewed(lease)  # the next renewal may be due sooner now
 
     def ensure(self) -> None:
         """
-        Go on only if the lock is ours: ask the store, in one round trip.
+        Check with the store, in one round trip, that the lock is still ours.
 
-        Call it before each step that must not be done by two. It costs a round
-        trip because only the store knows of a lock freed by an operator or lost
-        with the memory of the cache; :attr:`held` is the answer without one.
-        A renewed lease begins anew.
+        Call it before each step that two processes must not both do. It costs a
+        round trip because only the store knows whether an operator freed the lock or
+        the cache lost its memory; :attr:`held` answers without a round trip.
+        If the lock is renewed, this also renews its lease.
 
         Raises:
             LockLost: The lease is no longer ours.
@@ -205,10 +209,10 @@ class CacheLock(misuse.NotAsync):
         self._asked = True
         lease = self._our_lease()
         misuse.refuse_event_loop(self.name, "ensure")
-        if self._renew:
+        if self._options.renew:
             ours = not lease.lost and renewer.extend(lease, lease.seconds)
         else:
-            lock = lease.store.peek(self.name) if lease.remaining > 0 else None
+            lock = lease.store.peek(lease.name) if lease.remaining > 0 else None
             ours = lock is not None and lock.token == lease.token
         if not ours:
             self._raise_lost(lease)
@@ -216,11 +220,11 @@ class CacheLock(misuse.NotAsync):
     @property
     def held(self) -> bool:
         """
-        Whether this thread acquired the lock, did not release it, and may trust it still.
+        Whether this thread acquired the lock, has not released it, and may still trust it.
 
         Raises:
-            LockError: Another thread acquired it for the event loop that runs in this one, such
-                as by ``await sync_to_async(lock.acquire)()``.
+            LockError: An event loop runs in this thread, and another thread acquired the lock for
+                it, for example through ``await sync_to_async(lock.acquire)()``.
         """
         self._asked = True
         lease = self._lease
@@ -238,23 +242,23 @@ class CacheLock(misuse.NotAsync):
 
     @property
     def token(self) -> str | None:
-        """Which acquisition holds the lock; None while this object does not."""
+        """The token of the current acquisition; None while this object does not hold the lock."""
         return None if self._lease is None else self._lease.token
 
     @property
     def fence(self) -> int | None:
         """
-        The number of the acquisition, larger than that of every earlier one in this store.
+        The number of the acquisition, larger than every earlier acquisition's in this store.
 
-        Write it along with what the lock protects, and refuse a write that
-        carries a smaller one. None before the first acquisition, and where the
-        store can't count.
+        Write the fence along with the data that the lock protects, and refuse a write that
+        carries a smaller fence. It is None before the first acquisition, and if the
+        store can't count acquisitions.
         """
         return self._fence
 
     @property
     def contender(self) -> HeldLock | None:
-        """The holder that the last failed :meth:`acquire` met; None if it did not fail."""
+        """The lock as the last :meth:`acquire` found it held; None: :meth:`acquire` succeeded."""
         return self._contender
 
     def __bool__(self) -> bool:
@@ -265,8 +269,8 @@ class CacheLock(misuse.NotAsync):
         try:
             acquired = self.acquire()
         except BaseException:
-            # A soft time limit may hit right after acquire(). What another thread or an outer
-            # block holds by this object is not this block's.
+            # A soft time limit may hit right after acquire(). Don't release a lock that another
+            # thread or an outer block holds through this object.
             if self._lease is not before and self._thread is here.thread:
                 self._take_back()
             raise
@@ -286,19 +290,19 @@ class CacheLock(misuse.NotAsync):
             self.release()
         except (LockError, WrongTransaction) as failure:
             if kind is None and not isinstance(failure, LockBackendError | WrongTransaction):
-                raise  # a mistake, and no error of the body that it could hide
+                raise  # a mistake in the code, and the body raised no error that this could hide
             # The body's own result or error matters more; the lease ends by itself.
-            if self._thread is here.thread:  # else another thread has acquired it since
+            if self._thread is here.thread:  # otherwise another thread has acquired it since
                 self._forget()
             LOCK_NOT_RELEASED.emit(CacheLock, name=self.name, reason=str(failure), leases=1)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Decorate ``function``: each call takes a lock of its own, or raises LockNotAcquired."""
+        """Decorate ``function``: each call acquires a new lock, or raises LockNotAcquired."""
         check_guardable(function)
 
         @functools.wraps(function)
         def locked(*args: P.args, **kwargs: P.kwargs) -> T:
-            with CacheLock(self.name, **self._options) as lock:
+            with CacheLock(self.name, self._options) as lock:
                 if not lock:
                     raise lock.not_acquired()
                 return check_done(function, function(*args, **kwargs))
@@ -310,34 +314,25 @@ class CacheLock(misuse.NotAsync):
         return f"<CacheLock {self.name!r}: {state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For pickle and copy alike: what is held stays with the original.
-        return partial(CacheLock, **self._options), (self.name,)
+        # Used by pickle and by copy: a held lock stays with the original.
+        return CacheLock, (self.name, self._options)
 
     def not_acquired(self) -> LockNotAcquired:
-        """Return the error that says who holds the lock instead."""
+        """Return the error for a lock that was not acquired, which names the holder if known."""
         if self._contender is None:
             return LockNotAcquired(self.name)
         holder = str(self._contender.holder) or "someone else"
-        return LockNotAcquired(self.name, holder, self._blocking_timeout or 0.0)
+        return LockNotAcquired(self.name, holder, self._options.blocking_timeout or 0.0)
 
     def _keep_renewed(self, lease: Lease[Store]) -> None:
-        if self._renew and lease.store.renews():
+        if self._options.renew and lease.store.renews():
             renewer.add(lease)
 
     def _forget(self) -> None:
-        """Renew no more what this object held; it ends by its lease."""
+        """Drop the lease and stop renewing it; the lock ends when the lease expires."""
         lease, self._lease = self._lease, None
         if lease is not None:
             renewer.remove(lease)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {
-            "timeout": self._timeout,
-            "blocking_timeout": self._blocking_timeout,
-            "renew": self._renew,
-            "cache": self._cache,
-        }
 
     def _acquire(self, longest: float | None) -> bool:
         if self.remaining > 0:
@@ -345,11 +340,13 @@ class CacheLock(misuse.NotAsync):
         if self._is_held_elsewhere():
             raise misuse.used_elsewhere(self.name)
         self._forget()
-        seconds = self._timeout
+        seconds, limit = self._options.timeout, self._options.limit
         if isinstance(seconds, conf.Unset):
             seconds = conf.lock_timeout()
-        store = get_store(self._cache)
+        store = get_store(self._options.cache)
         store.check_lease(seconds)
+        if limit > 1:
+            store.check_limit(limit)
         started_at = time.monotonic()
         patience = None if longest == 0 else 0.0
         tries = 0
@@ -361,28 +358,29 @@ class CacheLock(misuse.NotAsync):
                 patience = store.wait(left, self._held_for(), tries, seconds)
                 tries += 1
         except BaseException:
-            # Also what hit when the lock was acquired already, such as a soft time limit.
+            # The lock may have been acquired already, for example before a soft time limit.
             self._take_back()
             raise
         return True
 
     def _is_held_elsewhere(self) -> bool:
-        """Return whether another thread, which still runs, holds the lock by this object."""
+        """Return whether another thread that still runs holds the lock through this object."""
         thread_ended = self._thread is None or self._thread() is None
         return self._lease is not None and self._lease.remaining > 0 and not thread_ended
 
     def _take_back(self) -> None:
-        """Free what an attempt that failed has acquired."""
+        """Free the lock if the interrupted attempt had acquired it."""
         lease = self._lease
         if lease is not None:
             self._forget()
-            give_back(lease.store, self.name, lease.token)
+            give_back(lease.store, lease.token, lease.name)
 
     def _try_acquire(self, store: Store, seconds: float, patience: float | None) -> bool:
-        renew = self._renew and store.renews()
+        renew = self._options.renew and store.renews()
         acquired = try_acquire(
             self,
             store,
+            self._options.limit,
             seconds,
             patience,
             renew=renew,
@@ -393,7 +391,7 @@ class CacheLock(misuse.NotAsync):
             self._contender = acquired
             LOCK_CONTENDED.emit(CacheLock, name=self.name, holder=str(acquired.holder))
             return False
-        # In this order: a thread that sees the lease sees whose it is.
+        # In this order: a thread that sees the lease also sees which thread owns it.
         self._thread, self._lease = here.thread, acquired.lease
         self._fence, self._contender = acquired.fence, None
         if renew:
@@ -404,16 +402,16 @@ class CacheLock(misuse.NotAsync):
 
     def _ask_to_release(self, lease: Lease[Store]) -> bool:
         if not self.look_at:
-            return lease.store.release(self.name, lease.token, lease.remaining)
+            return lease.store.release(lease.name, lease.token, lease.remaining)
         released, is_held = lease.store.release_and_peek(
-            self.name, lease.token, self.look_at, lease.remaining
+            lease.name, lease.token, self.look_at, lease.remaining
         )
         if is_held:
-            self.token_when_seen = lease.token
+            self.lease_when_seen = lease
         return released
 
     def _held_for(self) -> float:
-        """Longest time that the holder's lease still runs, plus a margin, s."""
+        """Return the seconds until the holder's lease can expire, plus a margin."""
         left = self._contender.remaining if self._contender is not None else None
         return math.inf if left is None else left + 0.001
 
@@ -431,7 +429,7 @@ class CacheLock(misuse.NotAsync):
 
 
 def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
-    # Knows the lease alone: a lease that knew its lock would keep it, and itself,
-    # alive and renewed after the last of its owners is gone.
+    # Gets only the lease: a lease with a reference to its lock would keep both alive, and
+    # renewed, after the last reference to the lock is gone.
     lease.lost = True
     LOCK_LOST.emit(CacheLock, name=lease.name, holder=holder_text(now_held))

@@ -1,4 +1,4 @@
-"""Errors for a lock object that is used where it can't be, which say what to do instead."""
+"""Errors for a lock object that is used in the wrong way; each says what to do instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 from ..exceptions import ConfigurationError, LockError
 from ..leases.holder import Holder
 
-#: The way to use a lock from a coroutine.
+#: Advice for using a lock from a coroutine.
 IN_A_COROUTINE: Final = (
     "Put the whole `with cache_lock(...) as lock:` block into one function without async, and call "
     "that by `await asgiref.sync.sync_to_async(function)()`."
@@ -19,7 +19,7 @@ IN_A_COROUTINE: Final = (
 
 
 def not_a_name(name: object) -> ConfigurationError:
-    """Return the error of a lock whose name is not a text, or is empty."""
+    """Return the error for a lock name that is not a str, or is empty."""
     return ConfigurationError(
         f"{name!r} is not a valid name for a lock: give a non-empty str. All locks with one name "
         f"in one cache exclude each other."
@@ -27,7 +27,7 @@ def not_a_name(name: object) -> ConfigurationError:
 
 
 def held_already(name: str) -> LockError:
-    """Return the error of an object that holds the lock, and is to acquire it again."""
+    """Return the error for acquiring a lock again through the object that holds it."""
     return LockError(
         f"The lock {name!r} is held by this very object already; it is not reentrant. Release it "
         f"first, or make another cache_lock for another owner."
@@ -35,7 +35,7 @@ def held_already(name: str) -> LockError:
 
 
 def used_elsewhere(name: str) -> LockError:
-    """Return the error of an object that another thread uses, and this one is to acquire."""
+    """Return the error for acquiring a lock through an object that another thread is using."""
     return LockError(
         f"The lock {name!r} is being used by another thread than this one, "
         f"{threading.current_thread().name!r}, through this very object, which is not reentrant. "
@@ -44,7 +44,7 @@ def used_elsewhere(name: str) -> LockError:
 
 
 def of_another_process(name: str, pid: int) -> LockError:
-    """Return the error of a lock that the process acquired which forked this one."""
+    """Return the error for using a lock that was acquired before this process was forked."""
     return LockError(
         f"The lock {name!r} was acquired by process {pid}, this is process {os.getpid()}: a lock "
         f"does not come along in a fork; acquire it here."
@@ -52,16 +52,16 @@ def of_another_process(name: str, pid: int) -> LockError:
 
 
 def of_another_thread(name: str) -> LockError:
-    """Return the error of a lock that another thread acquired."""
+    """Return the error for using a lock that another thread acquired."""
     return LockError(
-        f"The lock {name!r} was acquired by another thread than this one, "
-        f"{threading.current_thread().name!r}: only the thread that took a lock knows when its "
+        f"The lock {name!r} was acquired by another thread; this is "
+        f"{threading.current_thread().name!r}. Only the thread that took a lock knows when its "
         f"work is done. Make another cache_lock here."
     )
 
 
 class NotAsync:
-    """A context manager without ``async with``."""
+    """A context manager that refuses ``async with``."""
 
     name: str
 
@@ -72,11 +72,11 @@ class NotAsync:
         )
 
     async def __aexit__(self, *error: object) -> None:
-        """Be there, since Python looks for it first."""
+        """Exist: without it, ``async with`` would fail before ``__aenter__`` is called."""
 
 
 def warn_not_asked(name: str, holder: Holder) -> None:
-    """Warn, with the line of its ``with``, of a block that ran although another holds the lock."""
+    """Warn, at the line of its ``with``, about a block that ran while another held the lock."""
     warnings.warn(
         f"A block ran without the lock {name!r}, which {holder} held, and did "
         f"not ask. Write: with cache_lock(...) as lock: if lock: ...",
@@ -87,7 +87,7 @@ def warn_not_asked(name: str, holder: Holder) -> None:
 
 def refuse_question(name: str) -> None:
     """
-    Refuse to answer, in a coroutine, whether the lock is held that its helper thread acquired.
+    Refuse to say, in a coroutine, whether a lock that its helper thread acquired is held.
 
     Raises:
         LockError: An event loop runs in this thread.
@@ -101,9 +101,9 @@ def refuse_question(name: str) -> None:
 
 
 def runs_event_loop() -> bool:
-    """Return whether this is a coroutine's code, so that its event loop is not to be blocked."""
+    """Return whether this code runs in a coroutine, whose event loop must not be blocked."""
     try:
-        # Not the running loop: with gevent it is that of all greenlets of the thread.
+        # Not get_running_loop(): with gevent, all greenlets of the thread share that loop.
         task = asyncio.current_task()
     except RuntimeError:
         return False
@@ -115,7 +115,7 @@ def refuse_event_loop(name: str, action: str) -> None:
     Refuse to block the event loop that runs in this thread, as Django's database calls do.
 
     Raises:
-        LockError: One runs, and ``DJANGO_ALLOW_ASYNC_UNSAFE`` is not set.
+        LockError: An event loop runs, and ``DJANGO_ALLOW_ASYNC_UNSAFE`` is not set.
     """
     if not runs_event_loop():
         return

@@ -1,4 +1,4 @@
-"""Shared by the commands: reading arguments, printing, asking for confirmation."""
+"""Shared code of the commands: reading arguments, printing, asking for confirmation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import textwrap
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from io import TextIOWrapper
 from itertools import chain, groupby, islice
@@ -19,10 +19,12 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as DatabaseError
 from django.db import connections
 from django.db.models import Model
+from django.utils.translation import override
 
 from .. import conf
 from ..databases import refuse_untested
-from ..exceptions import BackendNotSupported, CelerySafeError, describe_error
+from ..exceptions import BackendNotSupported, CelerySafeError
+from ..foreign_errors import describe_error
 from ..inspection.decision import Decision
 from ..inspection.row import Row
 from ..texts import printable
@@ -30,32 +32,35 @@ from ..transactions import lacks_table
 
 #: Columns of a terminal.
 WIDTH: Final = 80
-#: Rows that a list shows if nothing else is said.
+#: Rows that a list shows by default.
 LIMIT: Final = 50
-#: Rows that a question shows.
+#: Rows that a confirmation question shows.
 ASKED_ABOUT: Final = 20
-#: Columns of a name that lists show: three lines of 80.
+#: Characters of a name that lists show: three lines of 80.
 LONGEST_NAME: Final = 240
-#: Seconds in what a time can be given in.
+#: Seconds of each unit in which a time can be given.
 UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 class SafeCommand(BaseCommand):
-    """A command that fails on no character that its output can't show, nor where there is none."""
+    """A command whose output never fails: escapes what can't be shown, works without stdout."""
 
-    # It is needed most when something in the project is wrong.
+    # The commands are needed most when something in the project is wrong.
     requires_system_checks = ()
 
     def execute(self, *args: Any, **options: Any) -> str | None:
         for wrapper in (self.stdout, self.stderr):
-            if wrapper._out is None:  # it was closed before Python started
+            if wrapper._out is None:  # the stream was closed before Python started
                 wrapper._out = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
             elif isinstance(wrapper._out, TextIOWrapper):
                 wrapper._out.reconfigure(errors="backslashreplace")
+        # Output is English in every project, for scripts. But a relay runs project code.
+        english = nullcontext() if options.get("action") == "relay" else override(None)
         try:
-            return super().execute(*args, **options)
+            with english:
+                return super().execute(*args, **options)
         except CommandError as error:
-            # It may hold text of others, such as a server's.
+            # It may contain foreign text, such as a server's.
             lines = str(error).split("\n")
             raise CommandError(
                 "\n".join(map(printable, lines)), returncode=error.returncode
@@ -63,22 +68,22 @@ class SafeCommand(BaseCommand):
 
 
 class TableCommand(SafeCommand):
-    """A command with actions on tables of ours, each a method ``_<action>(aliases, options)``."""
+    """A command with actions on our tables, each a method ``_<action>(aliases, options)``."""
 
-    #: The tables; without them ``migrate`` was forgotten.
+    #: The models whose tables the command needs; if they are missing, ``migrate`` was not run.
     models: tuple[type[Model], ...]
-    #: What they are, such as "the outbox".
+    #: Their common name, such as "the outbox".
     subject: str
-    #: What ``--database`` says of itself.
+    #: The help of ``--database``.
     database_help: str
 
     def add_actions(self, parser: ArgumentParser, names: str) -> Any:
-        """Add ``--database`` and the place of the actions, of which one must be given."""
+        """Add ``--database`` and the group of actions; an action is required."""
         self.add_database(parser)
         return parser.add_subparsers(dest="action", title="actions", metavar=names, required=True)
 
     def add_action(self, actions: Any, name: str, text: str) -> ArgumentParser:
-        """Add an action, which takes ``--database`` too."""
+        """Add an action, which also accepts ``--database``."""
         parser: ArgumentParser = actions.add_parser(name, help=text, description=sentence(text))
         self.add_database(parser, default=SUPPRESS)
         return parser
@@ -91,7 +96,7 @@ class TableCommand(SafeCommand):
         return listing
 
     def add_json(self, parser: Any) -> None:
-        """Add ``--json``, which is ``options["as_json"]``."""
+        """Add ``--json``, which sets ``options["as_json"]``."""
         parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
 
     def add_limit(self, parser: ArgumentParser) -> None:
@@ -101,7 +106,7 @@ class TableCommand(SafeCommand):
         )
 
     def add_pruning(self, parser: ArgumentParser, text: str) -> None:
-        """Add ``--older-than``, of which help says ``text``, and ``--dry-run``."""
+        """Add ``--older-than``, with ``text`` as its help, and ``--dry-run``."""
         parser.add_argument("--older-than", type=age, metavar="AGE", help=text)
         parser.add_argument("--dry-run", action="store_true", help="only say how many")
 
@@ -117,7 +122,7 @@ class TableCommand(SafeCommand):
         )
 
     def get_databases(self) -> Iterable[str]:
-        """Return the aliases that are meant when none is given."""
+        """Return the aliases to use if ``--database`` is not given."""
         raise NotImplementedError
 
     def list_rows(
@@ -128,14 +133,14 @@ class TableCommand(SafeCommand):
         empty: str,
     ) -> None:
         """
-        Print the rows of some databases, as many as ``--limit`` says, as text or JSON.
+        Print the rows of these databases, up to ``--limit``, as text or JSON.
 
         Args:
             read: Called with an alias and the largest number of rows (None: all).
             empty: The line to print when there are no rows.
         """
         limit = options["limit"]
-        # One more, to know whether there is more.
+        # Read one row more, to know whether there are more.
         most = limit + 1 if limit else None
         rows = list(islice(chain.from_iterable(read(alias, most) for alias in aliases), most))
         shown = rows[: limit or None]
@@ -159,13 +164,13 @@ class TableCommand(SafeCommand):
         delete: Callable[[Any], int],
         options: dict[str, Any],
     ) -> None:
-        """Delete the rows of querysets, or with ``--dry-run`` count them, and print how many."""
+        """Delete the rows of querysets, or count them with ``--dry-run``, and print how many."""
         dry_run = options["dry_run"]
         total = sum(rows.count() if dry_run else delete(rows) for rows in chosen)
         self.stdout.write(f"{total} {name}(s) {'would be' if dry_run else 'were'} deleted.")
 
     def get_single(self, aliases: list[str]) -> str:
-        """Return the alias in which IDs are meant, if there is but one."""
+        """Return the only alias; refuse several, because each database has its own IDs."""
         if len(aliases) > 1:
             raise CommandError(
                 f"{' and '.join(aliases)} have IDs of their own: say which is meant by --database."
@@ -185,9 +190,7 @@ class TableCommand(SafeCommand):
         except BackendNotSupported as refusal:
             raise CommandError(str(refusal)) from refusal
         if not aliases:
-            raise CommandError(
-                f"No database has {self.subject}. Run manage.py migrate, on PostgreSQL or SQLite."
-            )
+            raise CommandError(f"No database has {self.subject}. Run manage.py migrate.")
         for alias in aliases:
             if not connections.settings[alias]["AUTOCOMMIT"]:
                 raise CommandError(
@@ -211,7 +214,7 @@ class TableCommand(SafeCommand):
 
 
 def add_no_input(parser: ArgumentParser) -> None:
-    """Add ``--no-input``, without which ``options["interactive"]`` is true."""
+    """Add ``--no-input``, which sets ``options["interactive"]`` to False."""
     parser.add_argument(
         "--no-input",
         "--noinput",
@@ -222,27 +225,27 @@ def add_no_input(parser: ArgumentParser) -> None:
 
 
 def sentence(text: str) -> str:
-    """Return what help says of an action in a list as it says it of the action alone."""
+    """Return the short help of an action as a full sentence, for the action's own help."""
     return f"{text[0].upper()}{text[1:]}."
 
 
 def typed(text: str) -> str:
-    """Read a name, for argparse; what the locale could not decode is UTF-8 all the same."""
+    """Read a name, for argparse; bytes that the locale could not decode are read as UTF-8."""
     with suppress(UnicodeError):
         return os.fsencode(text).decode()
     return text
 
 
 def count(text: str) -> int:
-    """Read a number such as an ID, for argparse."""
+    """Read a whole number such as an ID, for argparse."""
     with suppress(ValueError):
         if 0 <= (value := int(text)) < 2**63:
             return value
-    raise ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    raise ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
 
 
 def age(text: str) -> timedelta:
-    """Read a time such as 7d, for argparse; without a unit it is seconds."""
+    """Read a time such as 7d, for argparse; a number without a unit is seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip(), re.ASCII)
     seconds = float(found[1]) * UNITS[found[2] or "s"] if found else -1
     if not 0 <= seconds <= conf.LONGEST_RETENTION:
@@ -251,40 +254,36 @@ def age(text: str) -> timedelta:
 
 
 def shorten(name: str) -> str:
-    """Return a name as lists show it."""
+    """Return a name as lists show it, cut if it is too long."""
     if len(name) <= LONGEST_NAME:
         return name
     return f"{name[:LONGEST_NAME]}... ({len(name)} characters; --json shows all)"
 
 
 def fill(text: str, first: str, others: str) -> str:
-    """Return a text in lines of 80 columns, the first of which begins like this, and the others."""
+    """Return a text in lines of 80 columns; ``first`` and ``others`` are the lines' prefixes."""
     text = printable(text)
-    if len(first) + len(text) <= WIDTH:  # without the wrapper's time, for 100,000 locks
+    if len(first) + len(text) <= WIDTH:  # saves textwrap's time in a list of 100,000 locks
         return first + text
     return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=others,
-        break_on_hyphens=False,
+        text, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
     )
 
 
 def wrapped(text: str, indent: int = 0) -> str:
-    """Return a text in lines of 80 columns, all indented but those of a sentence of its own."""
+    """Return a text in lines of 80 columns, indented; without indent, only from line 2 on."""
     before = " " * indent
     return fill(text, before, before or " " * 4)
 
 
 def as_text(row: Row) -> str:
-    """Return a row as lists show it: its title, and indented lines below."""
+    """Return a row as lists show it: its title with indented lines below."""
     lines = [wrapped(line, 4) for line in row.lines()]
     return "\n".join([shorten(printable(row.title)), *lines])
 
 
 def as_page(row: Row) -> str:
-    """Return all that is known of a row, a line for each thing."""
+    """Return all details of a row, one line for each."""
     texts = row.texts()
     width = max(map(len, texts)) + 6
     lines = [fill(text, f"    {name}".ljust(width), " " * width) for name, text in texts.items()]
@@ -293,9 +292,9 @@ def as_page(row: Row) -> str:
 
 def write_array(out: Any, values: Iterable[dict[str, Any]]) -> None:
     """
-    Write objects as one JSON array, each in a line of its own, as they come.
+    Write objects as one JSON array, each in its own line, as they arrive.
 
-    If one can't be read, the array stays unclosed: a reader then sees that it is incomplete.
+    If an object can't be read, the array stays unclosed, so a reader sees that it is incomplete.
     """
     before = "["
     for value in values:
@@ -306,7 +305,7 @@ def write_array(out: Any, values: Iterable[dict[str, Any]]) -> None:
 
 @contextmanager
 def ending_with_its_reader(out: Any) -> Iterator[None]:
-    """End the block without a word when whoever reads the output has gone, as ``head`` does."""
+    """End the block silently when the reader of the output exits, as ``head`` does."""
     try:
         with suppress(BrokenPipeError):
             yield
@@ -314,7 +313,7 @@ def ending_with_its_reader(out: Any) -> Iterator[None]:
         try:
             out.flush()
         except BrokenPipeError:
-            # Otherwise the interpreter writes what is left at its end, and complains.
+            # Otherwise the interpreter flushes the rest when it exits, and prints an error.
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -323,14 +322,14 @@ def confirm(
     err: Any, decision: Decision, shown: Iterable[str], total: int, noun: str, more: str = ""
 ) -> None:
     """
-    Show what a decision is about, and ask on the terminal; only ``yes`` is yes.
+    Show the rows of a decision, and ask for confirmation on the terminal; only ``yes`` is yes.
 
     Args:
-        err: Where to ask, so that the output holds nothing but what was done.
-        shown: The rows that it is about; the first of them are shown.
-        total: How many they are.
+        err: The stream for the question, so that the output contains only what was done.
+        shown: The rows that the decision is about; only the first are shown.
+        total: The number of rows.
         noun: The name of the rows.
-        more: A line below them.
+        more: A line below the rows.
 
     Raises:
         CommandError: The answer is no, or there is no terminal to ask at.
@@ -344,7 +343,7 @@ def confirm(
     if total > ASKED_ABOUT:
         lines.append(f"... and {total - ASKED_ABOUT} more.")
     lines += [more] if more else []
-    lines.append(fill(decision.consequence, "", ""))
+    lines.append(fill(str(decision.consequence), "", ""))
     question = f"{decision.label} {total} {noun}(s)? [yes/no] "
     err.write("\n".join([*lines, question]), style_func=str, ending="")
     err.flush()

@@ -1,4 +1,4 @@
-"""How ``manage.py celery_locks doctor`` prints what ``inspection.doctor`` finds."""
+"""The output of ``manage.py celery_locks doctor`` for the findings of ``inspection.doctor``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..inspection.doctor import examine
 from ..inspection.findings import OK, UNKNOWN, UNSAFE, WARNING, Finding, Verdict
 from .console import ending_with_its_reader, fill
 
-#: Fewest and most processes that race.
+#: Minimum and maximum number of processes that race.
 FEWEST: Final = 2
 MOST: Final = 64
 
-#: Verdicts, the worst first, and the exit status for which each stands.
+#: Verdicts, worst first, with the exit status of each.
 STATUSES: Final = {UNSAFE: 1, UNKNOWN: 2, WARNING: 0, OK: 0}
-#: The exit status when somebody pressed Ctrl-C: that of a shell.
+#: The exit status after Ctrl-C, the same as a shell's.
 STOPPED: Final = 130
 
 
 def add_doctor(parser: ArgumentParser) -> None:
-    """Add the options of the action, but ``--cache`` and ``--json``, which all actions have."""
+    """Add the action's options except ``--cache`` and ``--json``, which all actions have."""
     parser.add_argument(
         "--processes",
         type=_processes,
@@ -39,11 +39,11 @@ def add_doctor(parser: ArgumentParser) -> None:
 
 def run_doctor(command: BaseCommand, cache: str | conf.Unset, options: Mapping[str, Any]) -> None:
     """
-    Examine the store and print what is found.
+    Examine the store and print the findings.
 
     Raises:
-        CommandError: With the exit status 1 if something is unsafe, 2 if something could
-            not be found out, 130 after Ctrl-C.
+        CommandError: With the exit status 1 if something is unsafe, 2 if a check had no
+            result, 130 after Ctrl-C.
     """
     printed: list[Finding] = []
     try:
@@ -59,7 +59,7 @@ def run_doctor(command: BaseCommand, cache: str | conf.Unset, options: Mapping[s
             "Stopped; nothing of the examination is left.", returncode=STOPPED
         ) from None
     if not printed:
-        text = "Nobody reads what is found, so the examination was stopped."
+        text = "The reader of the output has gone, so the examination was stopped."
         raise CommandError(text, returncode=STATUSES[UNKNOWN])
     worst = _worst_of(printed)
     if STATUSES[worst]:
@@ -70,7 +70,7 @@ def run_doctor(command: BaseCommand, cache: str | conf.Unset, options: Mapping[s
 
 
 def _print(findings: Iterable[Finding], *, as_json: bool, stdout: OutputWrapper) -> list[Finding]:
-    """Print findings as they come, or all of them as one JSON object, and return them."""
+    """Print findings as they arrive, or all of them as one JSON object, and return them."""
     printed = []
     for finding in findings:
         printed.append(finding)
@@ -89,7 +89,7 @@ def _print(findings: Iterable[Finding], *, as_json: bool, stdout: OutputWrapper)
 
 
 def _worst_of(findings: Sequence[Finding]) -> Verdict:
-    """Return the verdict on all of them together."""
+    """Return the worst verdict of these findings."""
     verdicts = {finding.verdict for finding in findings}
     return next(verdict for verdict in STATUSES if verdict in verdicts)
 
@@ -98,4 +98,4 @@ def _processes(text: str) -> int:
     with suppress(ValueError):
         if FEWEST <= (count := int(text)) <= MOST:
             return count
-    raise ArgumentTypeError(f"{text!r} is no whole number from {FEWEST} to {MOST}")
+    raise ArgumentTypeError(f"{text!r} is not a whole number from {FEWEST} to {MOST}")

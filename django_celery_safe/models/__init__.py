@@ -1,5 +1,5 @@
 """
-The app's tables, one file for each room that has some.
+The app's tables, one file for each subpackage that has tables.
 
 Nothing here is imported by the package's ``__init__``: a model there would keep
 ``django.setup()`` from working.
@@ -7,9 +7,21 @@ Nothing here is imported by the package's ``__init__``: a model there would keep
 
 from __future__ import annotations
 
+from django.apps import apps
+
+from ..exceptions import ConfigurationError
+
+if apps.apps_ready and not apps.is_installed("django_celery_safe"):
+    raise ConfigurationError(
+        '"django_celery_safe" is not in INSTALLED_APPS, so its tables are not there. Add it, and '
+        "run manage.py migrate."
+    )
+
 from .idempotency import IdempotencyRecord, IdempotencyRecords
 from .locks import DatabaseLock, Fence, Lock
-from .outbox import OutboxMessage, OutboxMessages, OutboxRelay
+from .message_states import OutboxMessages
+from .outbox import OutboxMessage
+from .outbox_relay import OutboxRelay
 from .stages import StageRun, StageRuns, StageStep
 from .step_states import StageSteps
 

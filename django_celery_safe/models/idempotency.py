@@ -7,23 +7,25 @@ from typing import Final
 
 from django.db import models, transaction
 from django.db.models import Q
-from django.db.models.functions import Now
+from django.utils.translation import gettext_lazy as _
 
+from ..databases import Now
 from ..events import RECORD_FORGOTTEN
 from ..leases.holder import HeldLock, decode_holder
 from ..statements import change_returning
+from .columns import ExactCharField, ExactTextField, PartialIndex
 from .text import storable
 
 
 class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
-    """The states of records, and the steps from one to the next."""
+    """The states of records, and the transitions between them."""
 
     def running(self) -> IdempotencyRecords:
         """Records whose work is running, or was when its process died."""
         return self.filter(state=IdempotencyRecord.State.RUNNING)
 
     def done(self) -> IdempotencyRecords:
-        """Records whose work is done, and not repeated until they expire."""
+        """Records whose work is done; it is not repeated until they expire."""
         return self.filter(state=IdempotencyRecord.State.DONE)
 
     def failed(self) -> IdempotencyRecords:
@@ -51,8 +53,14 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         return self.done().filter(token=token).exists()
 
     def expired(self, age: timedelta | None) -> IdempotencyRecords:
-        """Records that expired, or were orphaned ``age`` ago; None: only those that expired."""
+        """Records that expired, or were orphaned ``age`` ago; None: only expired records."""
         return self.filter(_EXPIRED if age is None else _EXPIRED | _gone(age))
+
+    def prunable(self, age: timedelta | None) -> list[IdempotencyRecords]:
+        """Return the records of :meth:`expired` in two parts, each oldest first by an index."""
+        expired = self.filter(_EXPIRED).order_by("expires_at")
+        orphaned = [] if age is None else [self.filter(_gone(age)).order_by("ends_at")]
+        return [expired, *orphaned]
 
     def older(self, age: timedelta) -> IdempotencyRecords:
         """Records that ended, or were orphaned, more than ``age`` ago."""
@@ -87,8 +95,8 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         Record that the claimed work is done; False if the claim had lost the record.
 
         Args:
-            result: What a repeat gets, as JSON; "": None.
-            keep: For how long the record keeps it from being done again; None: for ever.
+            result: The result for repeats, as JSON; "": None.
+            keep: How long the record keeps the work from being done again; None: for ever.
             error: Why there is no result.
         """
         return bool(
@@ -114,7 +122,7 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
 
     def forget(self) -> int:
         """Delete the records, so that the next caller does the work again; log each of them."""
-        self._for_write = True  # what it was read from may be a replica
+        self._for_write = True  # the rows may have been read from a replica
         rows = change_returning(self, None, "key", "state", "holder")
 
         def emit_all() -> None:
@@ -131,60 +139,67 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         return self._raw_delete(self.db) or 0
 
 
-#: Of a record that ended; one that runs has its lease.
+#: Records that ended and have expired; a running record has a lease instead.
 _EXPIRED: Final = Q(expires_at__lt=Now())
 
 
 def _gone(age: timedelta = timedelta()) -> Q:
-    """Return what is true of a record whose holder let its lease end, ``age`` ago or more."""
+    """Return the condition for records whose lease expired ``age`` ago or earlier."""
     return Q(state=IdempotencyRecord.State.RUNNING, ends_at__lt=Now() - age if age else Now())
 
 
 class IdempotencyRecord(models.Model):
     """
-    That a thing was done, or is being done, under a key; see ``idempotent``.
+    A record that work was done, or is being done, under a key; see ``idempotent``.
 
-    Every moment is the database server's.
+    All moments are by the database server's clock.
     """
 
     class State(models.TextChoices):
         """The state of the work."""
 
-        RUNNING = "running"
-        DONE = "done"
-        FAILED = "failed"
+        RUNNING = "running", _("Running")
+        DONE = "done", _("Done")
+        FAILED = "failed", _("Failed")
 
-    #: As it is, or hashed; the whole one stands with the holder.
-    key = models.CharField(primary_key=True, max_length=255)
-    state = models.CharField(max_length=8, choices=State.choices)
-    #: Which claim has it, or had it last.
-    token = models.CharField(max_length=32)
+    #: The key, or its hash; if it is hashed, ``holder`` contains the whole key.
+    key = ExactCharField(primary_key=True, max_length=255)
+    state = ExactCharField(_("state"), max_length=8, choices=State.choices)
+    #: The claim that holds the record, or held it last.
+    token = ExactCharField(max_length=32)
     #: End of its lease.
     ends_at = models.DateTimeField()
     #: Key and claimer as JSON; see ``encode_holder``.
-    holder = models.TextField()
-    #: What it was called with, hashed; "": not known, or all of it is the key.
-    digest = models.CharField(max_length=32, default="")
-    #: How often it was claimed, over all failures and deaths.
-    claims = models.PositiveIntegerField(default=1)
+    holder = ExactTextField()
+    #: A hash of the arguments; "": not known, or the key holds all of them.
+    digest = ExactCharField(max_length=32, default="")
+    #: How many times it was claimed, including after failures and deaths.
+    claims = models.PositiveIntegerField(_("claims"), default=1)
     claimed_at = models.DateTimeField()
     ended_at = models.DateTimeField(null=True)
-    #: When it says nothing any more; None: never, or it runs.
-    expires_at = models.DateTimeField(null=True)
-    #: What a repeat gets, as JSON; "": None.
-    result = models.TextField(default="")
-    #: What failed; of a record that is done, why there is no result.
-    error = models.TextField(default="")
+    #: When the record expires; None: never, or its work is running.
+    expires_at = models.DateTimeField(_("expires at"), null=True)
+    #: The result for repeats, as JSON; "": None.
+    result = ExactTextField(default="")
+    #: The error that the work failed with; if the work is done, the reason why it has no result.
+    error = ExactTextField(default="")
 
     objects = IdempotencyRecords.as_manager()
 
     class Meta:
-        verbose_name = "idempotency record"
+        verbose_name = _("idempotency record")
+        verbose_name_plural = _("idempotency records")
         default_permissions = ("view",)
         permissions = (("forget_idempotencyrecord", "Can forget idempotency record"),)
         indexes = (
-            models.Index(
-                "expires_at", name="safe_record_expires", condition=Q(expires_at__isnull=False)
+            PartialIndex(
+                fields=["expires_at"], name="safe_record_expires", rows=Q(expires_at__isnull=False)
+            ),
+            PartialIndex(
+                fields=["ends_at"],
+                name="safe_record_running",
+                rows=Q(state="running"),
+                whole_fields=["state", "ends_at"],
             ),
         )
 
@@ -192,7 +207,7 @@ class IdempotencyRecord(models.Model):
         return self.key
 
     def is_free(self, now: datetime) -> bool:
-        """Return whether any caller may claim it, as :meth:`IdempotencyRecords.free`."""
+        """Return whether any caller may claim it, like :meth:`IdempotencyRecords.free`."""
         return (
             self.state == self.State.FAILED
             or (self.expires_at is not None and self.expires_at < now)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from django.db import models
+from django.utils.translation import gettext_lazy as _
+
+from .columns import ExactCharField, ExactTextField
 
 
 class NoRows(models.Manager["Lock"]):
-    """Finds none: what reads all tables of a project, as dumpdata does, is to go on."""
+    """Finds no rows, so that commands that read all tables, such as dumpdata, do not fail."""
 
     def get_queryset(self) -> models.QuerySet[Lock]:
         return super().get_queryset().none()
@@ -14,9 +17,9 @@ class NoRows(models.Manager["Lock"]):
 
 class Lock(models.Model):
     """
-    A lock as the admin knows it: what permissions and log entries refer to.
+    A lock as the admin shows it: permissions and log entries refer to this model.
 
-    It has no table: locks are read from their store, whatever that is.
+    It has no table, because locks are read from their store.
     """
 
     name = models.TextField(primary_key=True)
@@ -26,7 +29,8 @@ class Lock(models.Model):
     class Meta:
         managed = False
         base_manager_name = "objects"
-        verbose_name = "lock"
+        verbose_name = _("lock")
+        verbose_name_plural = _("locks")
         default_permissions = ("view",)
         permissions = (("release_lock", "Can release lock"),)
 
@@ -42,17 +46,17 @@ class DatabaseLock(models.Model):
     ``ends_at_us`` has passed is free.
     """
 
-    key = models.CharField(primary_key=True, max_length=255)
-    token = models.CharField(max_length=32, unique=True)
+    key = ExactCharField(primary_key=True, max_length=255)
+    token = ExactCharField(max_length=32, unique=True)
     fence = models.BigIntegerField()
     #: Name and holder as JSON; see ``encode_holder``.
-    holder = models.TextField()
+    holder = ExactTextField()
     #: End of the lease by the database server's clock, µs since the epoch.
     ends_at_us = models.BigIntegerField(db_index=True)
 
     class Meta:
-        verbose_name = "row of a lock"
-        verbose_name_plural = "rows of locks"
+        verbose_name = _("row of a lock")
+        verbose_name_plural = _("rows of locks")
         default_permissions = ()
 
     def __str__(self) -> str:

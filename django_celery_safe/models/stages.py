@@ -1,8 +1,8 @@
 """
-Runs of stages and their steps: the states, and the steps from one to the next.
+Runs of stages and their steps: their states, and the transitions between them.
 
-Who changes a run locks its row first, and its steps after that: then no two that do so
-wait for each other. :mod:`django_celery_safe.stages.engine` puts the steps together.
+Code that changes a run locks the run's row first and its steps after that, so that changes
+can't deadlock. :mod:`django_celery_safe.stages.engine` combines the transitions.
 """
 
 from __future__ import annotations
@@ -12,21 +12,30 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
-from django.db import models, router, transaction
+from django.db import IntegrityError, connections, models, router, transaction
 from django.db.models import Count, Exists, F, OuterRef, Q, Subquery
-from django.db.models.functions import Coalesce, Now
+from django.db.models.functions import Coalesce
+from django.utils.translation import gettext_lazy as _
 
+from ..databases import Now
+from ..pruning import prune_all
+from ..stages.entry_options import MARK, EntryParts, split
 from ..stages.status import Status
 from ..statements import Param, Statement
 from ..texts import get_logger
 from ..transactions import attempts
 from ..values import decode
-from .step_states import IN_ORDER, LONGEST_TYPE, StageSteps
+from .columns import ExactCharField, ExactTextField, PartialIndex
+from .step_states import IN_ORDER, StageSteps
+from .text import LONGEST_TYPE
 
 if TYPE_CHECKING:
     from ..stages.progress import Progress, StageProgress
 
 logger = get_logger(__name__)
+
+#: How long relays do not try again to delete a run that a row of the project protects.
+PROTECTED_FOR: Final = timedelta(days=1)
 
 
 class StageRuns(models.QuerySet["StageRun"]):
@@ -35,6 +44,14 @@ class StageRuns(models.QuerySet["StageRun"]):
     def active(self) -> StageRuns:
         """Runs that have not ended and continue without an operator."""
         return self.filter(status__in=[Status.WAITING, Status.RUNNING])
+
+    def search(self, text: str) -> StageRuns:
+        """Runs with this text in their key or name, in upper or lower case."""
+        return self.filter(Q(key__icontains=text) | Q(name__icontains=text))
+
+    def having(self, task: str) -> StageRuns:
+        """Runs with a step of this task."""
+        return self.filter(Exists(StageStep.objects.filter(run=OuterRef("pk"), task=task)))
 
     def stopped(self) -> StageRuns:
         """Runs that ended, successfully or not."""
@@ -45,13 +62,18 @@ class StageRuns(models.QuerySet["StageRun"]):
         alive = StageStep.objects.filter(run=OuterRef("pk")).alive()
         return self.stopped().filter(~Exists(alive), ended_at__lt=Now() - age)
 
+    def unprotected(self) -> StageRuns:
+        """Runs that no row of the project has protected from deletion in the last day."""
+        long_ago = Q(protected_at__lt=Now() - PROTECTED_FOR)
+        return self.filter(Q(protected_at__isnull=True) | long_ago)
+
     def complete(self) -> StageRuns:
         """Runs whose stage is finished but whose next stage was never started."""
         steps = StageStep.objects.filter(run=OuterRef("pk"), stage=OuterRef("stage"))
         return self.active().filter(~Exists(steps.unfinished()))
 
     def counted(self) -> StageRuns:
-        """Runs with the number of their steps as ``total`` and of succeeded ones as ``done``."""
+        """Runs with the number of their steps as ``total``, and of succeeded steps as ``done``."""
         steps = StageStep.objects.filter(run=OuterRef("pk")).order_by().values("run")
         total = steps.annotate(total=Count("pk")).values("total")
         done = steps.filter(status=Status.SUCCEEDED).annotate(done=Count("pk")).values("done")
@@ -59,10 +81,10 @@ class StageRuns(models.QuerySet["StageRun"]):
 
     def lock(self, pk: int) -> StageRun | None:
         """
-        Lock a run until the open transaction ends, and return it; None: it is gone.
+        Lock a run until the open transaction ends, and return it; None: it was deleted.
 
-        By an UPDATE, which every database has, and which fails under a stricter isolation
-        where a SELECT would get the lock and go on with what was true before.
+        The lock is an UPDATE, which works on every database. Under a stricter isolation an
+        UPDATE fails, where a SELECT would get the lock and continue with outdated values.
         """
         row = _LOCK.update_returning(self.db, pk=pk)
         return None if row is None else StageRun.from_db(self.db, _LOCKED, row)
@@ -78,11 +100,11 @@ class StageRuns(models.QuerySet["StageRun"]):
 
     def delete(self) -> tuple[int, dict[str, int]]:
         """
-        Delete them and their steps, as Django's; each run is locked before its steps.
+        Delete the runs and their steps, like Django's; each run is locked before its steps.
 
-        What they are is asked again under the locks: one may have been resumed meanwhile.
+        Their state is read again under the locks, because a run may have been resumed.
         """
-        self._for_write = True  # what it was read from may be a replica
+        self._for_write = True  # the rows may have been read from a replica
         found = list(self.order_by("pk").values_list("pk", flat=True))
         with transaction.atomic(using=self.db):
             for pk in found:
@@ -94,42 +116,45 @@ class StageRuns(models.QuerySet["StageRun"]):
 
     def prune(self) -> int:
         """
-        Delete them one by one; return how many.
+        Delete the runs one by one; return how many.
 
-        One that a row of the project protects stays, and keeps no other from it.
+        A run that a row of the project protects stays; the others are still deleted.
         """
-        self._for_write = True
-        return sum(map(self._try_prune, list(self.order_by("pk").values_list("pk", flat=True))))
+        return prune_all(self, batch=1)
 
-    def _try_prune(self, pk: int) -> int:
+    def erase(self) -> int:
+        """Delete the runs and their steps; return how many: 0 if the project protects one."""
+        connection = connections[self.db]
         try:
-            return self.filter(pk=pk).delete()[1].get(StageRun._meta.label, 0)
-        except (models.ProtectedError, models.RestrictedError) as error:
-            logger.warning("Run %s is not pruned: %s", pk, error.args[0])
+            with transaction.atomic(using=self.db):
+                erased = self.delete()[1].get(StageRun._meta.label, 0)
+                if connection.vendor == "postgresql":
+                    # A DO_NOTHING reference would fail only at the outer commit, for all runs.
+                    connection.check_constraints()
+            return erased
+        except (models.ProtectedError, models.RestrictedError, IntegrityError) as error:
+            pks = list(self.values_list("pk", flat=True))
+            self.update(protected_at=Now())
+            logger.warning("Run %s is not pruned: %s", ", ".join(map(str, pks)), error.args[0])
             return 0
 
 
-#: What is known of a run that was locked; the rest is read when it is asked for.
-_LOCKED: Final = ("id", "status", "stage", "stages", "params_text")
+#: Fields that are read when a run is locked; the others are read when they are used.
+_LOCKED: Final = ("id", "key", "name", "status", "stage", "stages", "params_text")
 _LOCKED_COLUMNS: Final = (*_LOCKED[:-1], "params")
 _LOCK: Final = Statement(
-    lambda alias: (
-        StageRun.objects.using(alias).filter(pk=Param("pk")),
-        {"stage": F("stage")},
-    ),
-    lambda quote: (
-        ", ".join(quote(column) for column in _LOCKED_COLUMNS),
-        [],
-    ),
+    lambda alias: (StageRun.objects.using(alias).filter(pk=Param("pk")), {"stage": F("stage")}),
+    lambda quote: ", ".join(map(quote, _LOCKED_COLUMNS)),
+    changed=lambda alias: StageRun.objects.using(alias).filter(pk=Param("pk")),
 )
 
 
 class RunRoom(NamedTuple):
-    """The operations on a run that ``stages`` provides, which imports this module."""
+    """The operations that ``stages`` provides for a run; ``stages`` imports this module."""
 
     progress: Callable[[StageRun], Progress]
     progress_by_stage: Callable[[StageRun], list[StageProgress]]
-    wait: Callable[[StageRun, float | timedelta | None], StageRun]
+    wait: Callable[[StageRun, float | timedelta | None, bool], StageRun]
     resume: Callable[[StageRun], None]
     abort: Callable[[StageRun], None]
 
@@ -138,127 +163,156 @@ class StageRun(models.Model):
     """
     One run of a plan, made by ``stages.start``.
 
-    What it shows is as of when it was read: ``refresh_from_db()`` reads it anew. Every
-    moment is the database server's.
+    Its values date from when it was read; ``refresh_from_db()`` reads them again. All moments
+    are by the database server's clock.
     """
 
-    status = models.CharField(max_length=9, choices=Status.choices, default=Status.WAITING)
-    #: Number of the stage that runs, or ran last, from 0 on.
-    stage = models.PositiveIntegerField(default=0)
-    #: How many there are.
+    #: The caller's labels of the run; "": none. See ``stages.start``.
+    key = ExactCharField(max_length=255, default="", blank=True)
+    name = ExactCharField(max_length=255, default="", blank=True)
+    url = ExactTextField(default="", blank=True)
+    #: The key of an active run, which must be unique; None: the run has no key, or has ended.
+    active_key = ExactCharField(max_length=255, null=True)  # type: ignore[misc]
+    status = ExactCharField(
+        _("status"), max_length=9, choices=Status.choices, default=Status.WAITING
+    )
+    #: Number of the stage that runs, or ran last, counted from 1.
+    stage = models.PositiveIntegerField(default=1)
+    #: Number of stages.
     stages = models.PositiveIntegerField()
-    #: What was given and returned so far, as JSON; see :attr:`params`.
-    params_text = models.TextField(default="{}", db_column="params")
+    #: The run's params and the params that its stages returned, as JSON; see :attr:`params`.
+    params_text = ExactTextField(default="{}", db_column="params")
     created_at = models.DateTimeField()
-    #: When its stage began, or was begun anew.
+    #: When its stage started, or was restarted.
     stage_at = models.DateTimeField()
     ended_at = models.DateTimeField(null=True)
-    #: Why it failed, if not by a step's error.
-    error = models.TextField(default="", blank=True)
-    #: What a sweep did to it last, and why.
-    note = models.TextField(default="", blank=True)
+    #: Why it failed, unless a step's error is the reason.
+    error = ExactTextField(default="", blank=True)
+    #: The last repair by a sweep, and its reason.
+    note = ExactTextField(default="", blank=True)
+    #: The last time that a row of the project prevented its deletion; None: never.
+    protected_at = models.DateTimeField(null=True)
 
     objects = StageRuns.as_manager()
 
-    #: Put here when the app is ready.
+    #: Set when the app is ready.
     room: ClassVar[RunRoom]
 
     class Meta:
-        verbose_name = "run of stages"
-        verbose_name_plural = "runs of stages"
+        verbose_name = _("run of stages")
+        verbose_name_plural = _("runs of stages")
         default_permissions = ("view",)
         permissions = (
             ("resume_stagerun", "Can resume run of stages"),
             ("abort_stagerun", "Can abort run of stages"),
         )
         indexes = (
-            models.Index(
-                "id", name="safe_run_active", condition=Q(status__in=["waiting", "running"])
+            PartialIndex(
+                fields=["id"],
+                name="safe_run_active",
+                rows=Q(status__in=["waiting", "running"]),
+                whole_fields=["status"],
             ),
-            models.Index("ended_at", name="safe_run_ended", condition=Q(ended_at__isnull=False)),
+            PartialIndex(
+                fields=["ended_at"], name="safe_run_ended", rows=Q(ended_at__isnull=False)
+            ),
+            models.Index(fields=["key"], name="safe_run_key"),
         )
+        # A unique constraint allows any number of rows with NULL.
+        constraints = (models.UniqueConstraint(fields=("active_key",), name="safe_run_active_key"),)
 
     def __str__(self) -> str:
-        return f"run {self.pk}"
+        known = self.__dict__  # reading a deferred field would be a query
+        label = known.get("name") or known.get("key")
+        return f"run {self.pk} ({label})" if label else f"run {self.pk}"
+
+    @property
+    def title(self) -> str:
+        """The run's number and its name (or its key), as a heading."""
+        return f"R{str(self)[1:]}"
 
     @property
     def params(self) -> dict[str, Any]:
-        """The params of the next stage: those of the start and of all finished stages."""
+        """The params of the next stage: from the start and from all finished stages."""
         params: dict[str, Any] = decode(self.params_text)
         return params
 
     @property
     def steps(self) -> StageSteps:
-        """The run's steps, ordered by stage and by their place in the plan."""
+        """The run's steps, ordered by stage and by position in the plan."""
         ours = StageStep.objects.using(self._state.db).filter(run=self.pk)
         return ours.order_by(*IN_ORDER)
 
     @property
     def error_step(self) -> StageStep | None:
-        """The step that failed first; None: none did."""
+        """The step that failed first; None: no step failed."""
         return self.steps.failed().order_by("ended_at", "position").first()
 
     @property
     def progress(self) -> Progress:
-        """How far it is; one query."""
+        """How far the run is; one query."""
         return self.room.progress(self)
 
     def progress_by_stage(self) -> list[StageProgress]:
-        """Return how far each stage is, the first first; one query."""
+        """Return how far each stage is, in the order of the stages; one query."""
         return self.room.progress_by_stage(self)
 
     def is_aborted(self) -> bool:
         """
         Return whether the run was stopped, by ``abort()`` or because a step failed; one query.
 
-        For steps that take long: what they do is not needed any more.
+        Long steps can check it: the work of a stopped run is no longer needed.
         """
         ours = StageRun.objects.using(self._state.db).filter(pk=self.pk)
         return not ours.active().exists()
 
-    def wait(self, timeout: float | timedelta | None = None) -> StageRun:
+    def wait(self, timeout: float | timedelta | None = None, *, idle: bool = False) -> StageRun:
         """
-        Wait until the run has ended, well or not, and return it, read anew.
+        Wait until the run has succeeded, failed or been aborted; return it with fresh values.
 
-        It looks four times a second. For scripts and tests: a page asks
+        The run is queried four times a second. For scripts and tests; a web page should read
         :attr:`progress` now and then instead.
 
         Args:
             timeout: Seconds or timedelta; None waits for ever.
+            idle: Whether to wait also until no step of the run is running: when a step fails,
+                other steps of its stage may still run, and :meth:`resume` would refuse.
 
         Raises:
-            TimeoutError: It goes on.
-            WrongTransaction: Inside ``atomic()``, where it may not even begin.
-            RuntimeError: Inside a task, which would keep a worker from its steps.
+            TimeoutError: The run has not ended.
+            WrongTransaction: Inside ``atomic()``, where the run may not even have started.
+            RuntimeError: Inside a task, which would occupy a worker that the steps need.
         """
-        return self.room.wait(self, timeout)
+        return self.room.wait(self, timeout, idle)
 
     def resume(self) -> StageRun:
         """
-        Run again what failed and what was not begun, and return the run, read anew.
+        Run the steps that failed or have not started; return the run with fresh values.
 
-        What succeeded is not run again, and its params stay.
+        Steps that succeeded are not run again, and their params stay. The exception: if the
+        params of a stage were too large together, its steps that returned params run again.
 
         Raises:
-            IllegalTransition: It goes on, succeeded, or some of its steps still run.
+            IllegalTransition: The run has not ended, has succeeded or still has running steps,
+                or another run with its key has not ended.
         """
         self.room.resume(self)
         return self
 
     def abort(self) -> StageRun:
         """
-        Stop what has not begun, and return the run, read anew.
+        Abort the steps that have not started; return the run with fresh values.
 
-        Running steps end as they will; they may ask :meth:`is_aborted`.
+        Running steps continue to their end; they may check :meth:`is_aborted`.
 
         Raises:
-            IllegalTransition: It has ended.
+            IllegalTransition: The run has already ended.
         """
         self.room.abort(self)
         return self
 
     def find_database(self) -> str:
-        """Return the alias of the database in which it can be changed: a replica can't."""
+        """Return the alias of the database where the run can be changed, not of a replica."""
         alias = self._state.db
         if alias is None or alias == router.db_for_read(StageRun):
             return router.db_for_write(StageRun)
@@ -270,14 +324,14 @@ class StageRun(models.Model):
         fields: Iterable[str] | None = None,
         from_queryset: models.QuerySet[Any] | None = None,
     ) -> None:
-        """Read it anew, as Django's, but from where it was: a replica may be behind."""
+        """Reload the run, like Django's, but from its own database: a replica may be behind."""
         using = self._state.db if using is None else using
         super().refresh_from_db(using, fields, from_queryset)
 
     def delete(
         self, using: str | None = None, keep_parents: bool = False
     ) -> tuple[int, dict[str, int]]:
-        """Delete it and its steps, as Django's; it is locked before they are."""
+        """Delete the run and its steps, like Django's; the run is locked before its steps."""
         using = using or self.find_database()
         with transaction.atomic(using=using):
             StageRun.objects.using(using).lock(self.pk)
@@ -285,53 +339,70 @@ class StageRun(models.Model):
 
 
 class StageStep(models.Model):
-    """One task of a run, with its arguments, and what became of it."""
+    """One task of a run, with its arguments, its state and its outcome."""
 
     run = models.ForeignKey(StageRun, models.CASCADE, related_name="+")
-    #: Number of its stage, from 0 on, and its place in the plan.
+    #: Number of its stage, and its position in that stage, both counted from 1.
     stage = models.PositiveIntegerField()
     position = models.PositiveIntegerField()
     priority = models.FloatField()
-    task = models.CharField(max_length=255)
-    #: Its own arguments, as JSON; "": none; see :attr:`arguments`.
-    arguments_text = models.TextField(default="", blank=True, db_column="arguments")
-    status = models.CharField(max_length=9, choices=Status.choices, default=Status.WAITING)
-    #: Of the message that is to run it: which attempt this is. A resumed one gets another.
-    task_id = models.CharField(max_length=36)
-    #: Which of the deliveries of that message runs it, or ran it last.
-    token = models.CharField(max_length=32, default="", blank=True)
+    task = ExactCharField(_("task"), max_length=255)
+    #: The entry's arguments and options, as JSON; "": none; see :attr:`arguments`, :attr:`options`.
+    arguments_text = ExactTextField(default="", blank=True, db_column="arguments")
+    status = ExactCharField(
+        _("status"), max_length=9, choices=Status.choices, default=Status.WAITING
+    )
+    #: The task id of the message that runs the step. A resumed step gets a new task id.
+    task_id = ExactCharField(max_length=36)
+    #: The claim of the delivery that runs the step, or ran it last.
+    token = ExactCharField(max_length=32, default="", blank=True)
     #: End of its lease.
     ends_at = models.DateTimeField(null=True)
-    #: Who runs it, as JSON; see ``encode_holder``.
-    holder = models.TextField(default="", blank=True)
-    #: When its message was to be there; None: when the stage began.
+    #: The process that runs the step, or ran it last, as JSON; see ``encode_holder``.
+    holder = ExactTextField(default="", blank=True)
+    #: When its message should arrive, or should have arrived; None: when the stage started.
     due_at = models.DateTimeField(null=True)
     started_at = models.DateTimeField(null=True)
     ended_at = models.DateTimeField(null=True)
-    #: How often it was begun, how often its process died, and how often its message was
-    #: sent again since nobody had begun it.
+    #: How many times it was started, its process died, and its message was re-sent because no
+    #: worker had started it.
     starts = models.PositiveIntegerField(default=0)
     deaths = models.PositiveIntegerField(default=0)
     resent = models.PositiveIntegerField(default=0)
-    #: What it returned for the next stages, as JSON; "": nothing; see :attr:`params`.
-    params_text = models.TextField(default="", blank=True, db_column="params")
-    error_type = models.CharField(max_length=LONGEST_TYPE, default="", blank=True)
-    error = models.TextField(default="", blank=True)
-    #: What a sweep did to it last, and why.
-    note = models.TextField(default="", blank=True)
+    #: The last process that died in it, as JSON like ``holder``.
+    last_death = ExactTextField(default="", blank=True)
+    #: The params that the step returned for the next stages, as JSON; "": none.
+    params_text = ExactTextField(default="", blank=True, db_column="params")
+    error_type = ExactCharField(max_length=LONGEST_TYPE, default="", blank=True)
+    error = ExactTextField(default="", blank=True)
+    #: The end of the error's traceback; "": it has none.
+    traceback = ExactTextField(default="", blank=True)
+    #: The last repair by a sweep, and its reason.
+    note = ExactTextField(default="", blank=True)
 
     objects = StageSteps.as_manager()
 
     class Meta:
-        verbose_name = "step"
+        verbose_name = _("step")
+        verbose_name_plural = _("steps")
         default_permissions = ("view",)
-        constraints = (models.UniqueConstraint("run", "stage", "position", name="safe_step_place"),)
+        constraints = (
+            models.UniqueConstraint(fields=["run", "stage", "position"], name="safe_step_place"),
+        )
         indexes = (
-            models.Index(
-                "run", "stage", name="safe_step_unfinished", condition=~Q(status="succeeded")
+            PartialIndex(
+                fields=["run", "stage"],
+                name="safe_step_unfinished",
+                rows=~Q(status="succeeded"),
+                whole_fields=["run", "stage", "status"],
             ),
-            models.Index("task_id", name="safe_step_task_id"),
-            models.Index("ends_at", name="safe_step_running", condition=Q(status="running")),
+            models.Index(fields=["task_id"], name="safe_step_task_id"),
+            PartialIndex(
+                fields=["ends_at"],
+                name="safe_step_running",
+                rows=Q(status="running"),
+                whole_fields=["status", "ends_at"],
+            ),
         )
 
     def __str__(self) -> str:
@@ -340,7 +411,18 @@ class StageStep(models.Model):
     @property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of the plan's entry."""
-        return decode(self.arguments_text) or {}
+        return self.parts.arguments
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the plan's entry, without their @."""
+        return self.parts.options
+
+    @property
+    def parts(self) -> EntryParts:
+        """The arguments and the options."""
+        given = decode(self.arguments_text) or {}
+        return split(given) if MARK in self.arguments_text else EntryParts(given, {})
 
     @property
     def params(self) -> dict[str, Any]:

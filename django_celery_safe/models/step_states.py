@@ -1,4 +1,4 @@
-"""The states of steps, as querysets, and each way from one state to the next."""
+"""The states of steps, as querysets, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import TYPE_CHECKING, Final
 
 from django.db import models
 from django.db.models import F, Q
-from django.db.models.functions import Coalesce, Now
+from django.db.models.functions import Coalesce
 
+from ..databases import Now
+from ..leases.lease_table import DIED
 from ..stages.status import Status
-from .text import storable
+from .message_states import MOST_DOUBLINGS
+from .text import LONGEST_TYPE, end_of_traceback, storable
 
 if TYPE_CHECKING:
     from .stages import StageStep
 
-#: Steps that one statement adds or changes; every database takes so many parameters.
+#: Steps that one statement adds or changes; every database accepts that many parameters.
 BATCH: Final = 500
 #: The order of a run's steps.
 IN_ORDER: Final = ("stage", "position")
-#: Characters of the name of an error's type that a row keeps.
-LONGEST_TYPE: Final = 255
-#: How often the time until a step is sent again doubles, if no worker begins it.
-MOST_PATIENCE: Final = 7
 
 
 class StageSteps(models.QuerySet["StageStep"]):
-    """The states of steps, and the way from one to the next."""
+    """The states of steps, and the transitions between them."""
 
     def in_order(self) -> StageSteps:
-        """Steps ordered by stage, and by their place in the plan."""
+        """Steps ordered by stage and by position in the plan."""
         return self.order_by(*IN_ORDER)
 
     def waiting(self) -> StageSteps:
@@ -45,7 +44,7 @@ class StageSteps(models.QuerySet["StageStep"]):
         """Steps that a worker runs now: their lease has not expired."""
         return self.running().filter(ends_at__gte=Now())
 
-    def silent(self) -> StageSteps:
+    def orphaned(self) -> StageSteps:
         """Steps whose process died: the lease has expired."""
         return self.running().filter(ends_at__lt=Now())
 
@@ -67,13 +66,13 @@ class StageSteps(models.QuerySet["StageStep"]):
             run__status__in=[Status.WAITING, Status.RUNNING], stage=F("run__stage")
         )
         late = Q(pk__in=[])
-        for resent in range(MOST_PATIENCE):
+        for resent in range(MOST_DOUBLINGS):
             late |= Q(resent=resent, since__lt=Now() - patience * 2**resent)
-        late |= Q(resent__gte=MOST_PATIENCE, since__lt=Now() - patience * 2**MOST_PATIENCE)
+        late |= Q(resent__gte=MOST_DOUBLINGS, since__lt=Now() - patience * 2**MOST_DOUBLINGS)
         return sent.alias(since=Coalesce("due_at", "run__stage_at")).filter(late)
 
     def attempt(self, task_id: str) -> StageSteps:
-        """Steps to be run by messages with this task id."""
+        """Steps that messages with this task id run."""
         return self.filter(task_id=task_id)
 
     def claimed(self, token: str) -> StageSteps:
@@ -81,15 +80,24 @@ class StageSteps(models.QuerySet["StageStep"]):
         return self.running().filter(token=token)
 
     def is_done_by(self, token: str) -> bool:
-        """Return whether the claim with this token finished it."""
+        """Return whether the claim with this token finished the step."""
         return self.filter(status=Status.SUCCEEDED, token=token).exists()
 
     def extend(self, token: str, lease: timedelta) -> int:
         """Renew the lease of a claim; return how many rows it still held."""
         return self.claimed(token).update(ends_at=Now() + lease)
 
-    def put_back(self, token: str, status: Status, error_type: str, error: str) -> bool:
-        """Let a step wait again, or abort it, after an error; True if the claim still held it."""
+    def put_back(
+        self,
+        token: str,
+        status: Status,
+        error_type: str,
+        error: str,
+        traceback: str = "",
+        *,
+        died: bool = False,
+    ) -> bool:
+        """Set a step to waiting or aborted after an error; True if the claim still held it."""
         ended = status in Status.STOPPED
         return bool(
             self.claimed(token).update(
@@ -98,16 +106,19 @@ class StageSteps(models.QuerySet["StageStep"]):
                 ended_at=Now() if ended else None,
                 error_type=error_type[:LONGEST_TYPE],
                 error=storable(error),
+                traceback=end_of_traceback(traceback),
+                **(DIED if died else {}),
             )
         )
 
-    def fail(self, error_type: str, error: str) -> int:
+    def fail(self, error_type: str, error: str, traceback: str = "") -> int:
         """Record that the steps failed; return how many."""
         return self.update(
             status=Status.FAILED,
             ended_at=Now(),
             error_type=error_type[:LONGEST_TYPE],
             error=storable(error),
+            traceback=end_of_traceback(traceback),
         )
 
     def abort(self) -> int:
@@ -115,28 +126,28 @@ class StageSteps(models.QuerySet["StageStep"]):
         return self.waiting().update(status=Status.ABORTED, ended_at=Now())
 
     def requeue_orphan(self, token: str, *, stopped: bool) -> bool:
-        """Let an orphaned step wait again, or abort it with its run; True if its lease was over."""
+        """Set an orphaned step to waiting, or abort it; True if its lease had expired."""
         return bool(
-            self.silent()
+            self.orphaned()
             .filter(token=token)
             .update(
                 status=Status.ABORTED if stopped else Status.WAITING,
                 due_at=None if stopped else Now(),
                 ended_at=Now() if stopped else None,
-                deaths=F("deaths") + 1,
+                **DIED,
             )
         )
 
     def record_resent(self) -> int:
-        """Record that the messages of steps that no worker started are re-sent."""
+        """Record a re-send of the messages of steps that no worker has started."""
         return self.waiting().update(due_at=Now(), resent=F("resent") + 1)
 
     def add(self, steps: Iterable[StageStep]) -> None:
         """Write new steps."""
         self.bulk_create(steps, batch_size=BATCH)
 
-    def begin_anew(self, steps: Iterable[StageStep]) -> None:
-        """Let steps wait for a new attempt, each under the task id that it has now."""
+    def restart(self, steps: Iterable[StageStep]) -> None:
+        """Set steps to waiting for a new attempt, each with the task id that was set on it."""
         self.update(
             status=Status.WAITING,
             due_at=None,
@@ -144,7 +155,10 @@ class StageSteps(models.QuerySet["StageStep"]):
             deaths=0,
             started_at=None,
             ended_at=None,
+            params_text="",
             error_type="",
             error="",
+            traceback="",
         )
-        self.bulk_update(steps, ["task_id"], batch_size=BATCH)
+        # Not self: its filter may no longer match the rows that were just changed.
+        self.model.objects.using(self.db).bulk_update(steps, ["task_id"], batch_size=BATCH)

@@ -1,10 +1,10 @@
 """
-Sending tasks when the transaction they belong to is committed.
+Sending tasks when their transaction is committed.
 
-``task`` has :class:`SafeTask`, ``commit`` what is held back until the commit,
-``departure`` what all sends of a commit share, ``capture`` how a message is made
-complete without being published, ``eager`` the same for tasks that run eagerly, and
-``arguments`` what can't travel in a message.
+``task`` has :class:`SafeTask`. ``commit`` holds messages back until the commit, and
+``departure`` has the state that all sends of a commit share. ``capture`` makes complete
+messages without publishing them, ``eager`` does the same for tasks that run eagerly, and
+``arguments`` refuses values that can't travel in a message.
 """
 
 from .commit import send_on_commit

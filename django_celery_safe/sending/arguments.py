@@ -1,4 +1,4 @@
-"""Which values can't travel in a message, found before the message is made."""
+"""Refusing values that can't travel in a message, before the message is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kombu.utils import json
 from ..concurrency.options import check_call_options
 from ..exceptions import NotSerializable
 
-#: Types of values that need no look inside; most of a long list's items are of these.
+#: Types of values that contain nothing to check; most items of a long list have one of these.
 PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -23,19 +23,25 @@ def check_arguments(
     task: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, *more: Any
 ) -> None:
     """
-    Refuse what must not travel in a message, however it is serialized.
+    Refuse values that must not travel in a message, whatever the serializer.
 
-    A model instance would be a stale copy of its row, a QuerySet would be run
+    A model instance would be a stale copy of its row, a QuerySet would be evaluated
     at some unknown time, and an iterator can be read only once.
 
     Args:
-        more: What else goes into the message, such as links.
+        more: Other parts of the message, such as links.
 
     Raises:
-        ConfigurationError: A signature has options for one call that mean nothing.
-        NotSerializable: Naming the argument, nested ones too. In a signature
-            (chain, link), that signature's task and argument are named.
+        TypeError: ``args`` is one argument instead of a list of them.
+        ConfigurationError: A signature has ``single_instance`` options that are not valid.
+        NotSerializable: The error names the argument, even if the value is nested. In a
+            signature (chain, link), it names that signature's task and argument.
     """
+    if args is not None and not isinstance(args, list | tuple):
+        raise TypeError(
+            f"The arguments of task {task} are {args!r:.100}, which is not a list or tuple of "
+            f"them. One argument is a tuple with a comma: ({args!r:.100},)."
+        )
     seen: set[int] = set()
     for place, value in [*_places(args, kwargs), *(("the message", part) for part in more)]:
         found = _find_unsendable(task, place, value, seen)
@@ -47,13 +53,13 @@ def serialize(
     task: str, body: Any, serializer: str, *, checked: bool = False
 ) -> tuple[str, str, Any]:
     """
-    Return content type, encoding and data of a message's body.
+    Return the content type, encoding and data of a message's body.
 
     Args:
-        checked: Whether :func:`check_arguments` has seen it all.
+        checked: Whether :func:`check_arguments` has already checked the whole body.
 
     Raises:
-        NotSerializable: Naming the argument that the serializer refused.
+        NotSerializable: The error names the argument that the serializer refused.
     """
     # Message protocol 1 has everything in one dict.
     args, kwargs, *embedded = (
@@ -64,7 +70,7 @@ def serialize(
     try:
         content_type, encoding, data = dumps(body, serializer=serializer)
     except EncodeError as error:
-        raise _explain(task, args, kwargs, embedded, serializer, error) from error
+        raise explain(task, args, kwargs, embedded, serializer, error) from error
     return content_type, encoding, data
 
 
@@ -73,10 +79,10 @@ def check_headers(task: str, headers: Mapping[str, Any], connection: Any) -> Non
     Refuse a header that the broker's client could not write when the message is published.
 
     Args:
-        connection: Of kombu, to the broker; it need not be open.
+        connection: kombu's connection to the broker; it need not be open.
 
     Raises:
-        NotSerializable: Naming the header.
+        NotSerializable: The error names the header.
     """
     is_amqp = _is_amqp(connection)
     with suppress(Exception):
@@ -101,9 +107,10 @@ def _is_amqp(connection: Any) -> bool:
         return False
 
 
-def _explain(
+def explain(
     task: str, args: Any, kwargs: Any, embedded: Any, serializer: str, error: EncodeError
 ) -> NotSerializable:
+    """Return an error that names the argument that the serializer refused."""
     for owner, place, value in _arguments(task, args, kwargs, embedded, set()):
         try:
             dumps(value, serializer=serializer)
@@ -116,7 +123,7 @@ def _explain(
 def _arguments(
     task: str, args: Any, kwargs: Any, more: Any, seen: set[int]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield task, place and value of each argument, those of nested signatures first."""
+    """Yield task, place and value of each argument, starting with nested signatures."""
     for inner in _signatures([args, kwargs, more], seen):
         yield from _arguments(
             inner["task"], inner.get("args"), inner.get("kwargs"), inner.get("options"), seen
@@ -144,13 +151,13 @@ def _is_signature(value: object) -> TypeGuard[Mapping[str, Any]]:
 def _places(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     for index, value in enumerate(args or ()):
         yield f"args[{index}]", value
-    # Celery itself says so if kwargs is no mapping.
+    # If kwargs is not a mapping, Celery itself raises an error.
     for name, value in kwargs.items() if isinstance(kwargs, Mapping) else ():
         yield f"kwargs[{name!r}]", value
 
 
 def _find_unsendable(task: str, place: str, value: Any, seen: set[int]) -> NotSerializable | None:
-    """Return the error that ``value`` or something in it is worth; None if it can be sent."""
+    """Return the error for ``value`` or a part of it; None: the value can be sent."""
     if type(value) in PLAIN:
         return None
     if (refused := _refuse(value)) is not None:
@@ -159,7 +166,7 @@ def _find_unsendable(task: str, place: str, value: Any, seen: set[int]) -> NotSe
     if _is_signature(value):
         task, options = value["task"], value.get("options") or {}
         if "single_instance" in options:
-            # Otherwise only the worker that sends it later would find out.
+            # Otherwise the error would appear only in the worker that sends it later.
             check_call_options(options["single_instance"])
         inside = [*_places(value.get("args"), value.get("kwargs")), ("its options", options)]
     elif isinstance(value, Mapping):
@@ -177,7 +184,7 @@ def _find_unsendable(task: str, place: str, value: Any, seen: set[int]) -> NotSe
 
 
 def _refuse(value: Any) -> tuple[str, str] | None:
-    """Return what ``value`` is and what to send instead; None if it is fine itself."""
+    """Return a description of ``value`` and what to send instead; None: ``value`` is allowed."""
     if isinstance(value, Model):
         return (
             _name(value),
@@ -194,5 +201,5 @@ def _refuse(value: Any) -> tuple[str, str] | None:
 
 
 def _name(value: Any) -> str:
-    # Not type(): request.user is a lazy object around the real one.
+    # Not type(): request.user is a lazy object around the real user.
     return f"an instance of {value.__class__.__name__}"

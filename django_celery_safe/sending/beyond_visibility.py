@@ -1,4 +1,4 @@
-"""Telling of messages that their broker delivers again before they are due."""
+"""Warning about messages that the broker redelivers before they are due."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..delivery.copies import visibility_timeout
 from ..events import SENT_BEYOND_VISIBILITY
 from .sent_in_atomic import calling_line
 
-#: Transports that deliver a message again when it was not acknowledged for some time, and a
-#: worker acknowledges none before its ETA.
+#: Transports that redeliver a message if it is not acknowledged within the visibility timeout.
+#: A worker does not acknowledge a message before its ETA.
 REDELIVERING: Final = ("redis", "sqs")
 
 
 def redelivers(app: Any) -> bool:
-    """Return whether the app's broker delivers again what was not acknowledged for some time."""
+    """Return whether the app's broker redelivers messages after a visibility timeout."""
     try:
         return app.connection_for_write().transport.driver_type in REDELIVERING
     except Exception:  # noqa: BLE001 - a broker that can't be used says so itself
@@ -24,10 +24,10 @@ def redelivers(app: Any) -> bool:
 
 
 def warn_if_beyond_visibility(app: Any, task: str, options: Mapping[str, Any]) -> None:
-    """Log, with its place in the code, a send that is due later than its broker is patient."""
+    """Log a send that is due after the visibility timeout, with its place in the code."""
     delay = options.get("countdown") or options.get("eta")  # as Celery does
     seconds = None if delay is None else seconds_until(delay)
-    if seconds is None:
+    if seconds is None or app.conf.task_always_eager:
         return
     try:
         timeout = visibility_timeout(app)

@@ -1,8 +1,8 @@
 """
 Connections to broker and result backend that don't wait for ever, and what their errors mean.
 
-Celery's own may block without end on a broker that accepts and stays silent, and try
-again for as long as the publication's retry policy says. A message of the outbox is tried
+Celery's own connections may block for ever if a broker accepts a connection but never answers,
+and they retry for as long as the publication's retry policy allows. An outbox message is tried
 once, and once more if the connection was cut; then it waits in its row.
 """
 
@@ -22,19 +22,18 @@ from django.db import Error as DatabaseError
 from kombu.exceptions import KombuError, LimitExceeded, OperationalError
 from kombu.pools import ProducerPool
 
-from ..exceptions import describe_error
+from ..foreign_errors import describe_error
 
 if TYPE_CHECKING:
     from .capture import Message
 
-#: By kind of transport (kombu's ``driver_type``), options that bound each wait, given
-#: seconds, and let the broker confirm what it got.
+#: Options that limit each wait, in seconds, by kind of transport (kombu's ``driver_type``).
 BOUNDS: Final[dict[str, Any]] = {
     "redis": ("socket_timeout", "socket_connect_timeout"),
     "amqp": ("read_timeout", "write_timeout"),
 }
-#: What a Redis server that is out of order answers, whatever it is asked: redis-py's
-#: errors, and the beginnings of those that it has no class for.
+#: Answers that a Redis server gives to any request while it is out of order: names of redis-py's
+#: errors, and the first words of answers for which redis-py has no class.
 OUT_OF_ORDER: Final = {
     "OutOfMemoryError",
     "ReadOnlyError",
@@ -44,14 +43,14 @@ OUT_OF_ORDER: Final = {
     "MasterDownError",
 }
 OUT_OF_ORDER_TEXT: Final = ("MISCONF", "NOREPLICAS")
-#: How often, and with which pauses in s, kombu and Celery try again.
+#: How many times, and with which pauses in s, kombu and Celery retry: never.
 ONCE: Final = {"max_retries": 0, "interval_start": 0, "interval_step": 0, "interval_max": 0}
-#: Part of the time that one wait may take, so that all of it is enough for the rest.
+#: Fraction of the allowed time that one wait may take, to leave time for everything else.
 ONE_WAIT: Final = 0.9
 
 _pools: WeakKeyDictionary[Celery, dict[float, ProducerPool]] = WeakKeyDictionary()
 _opening = threading.Lock()
-#: Until when, monotonic, nobody asks a broker that was silent.
+#: Monotonic time until which a broker that did not answer is not tried again.
 _silent_until: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 #: Backends belong to threads.
 _backends = threading.local()
@@ -59,11 +58,12 @@ _backends = threading.local()
 
 class BrokerGone(Exception):
     """
-    The broker takes no message now: it can't be reached, is silent, or is out of order.
+    The broker takes no message now: it can't be reached, does not answer, or is out of order.
 
     Attributes:
-        error: The error of the broker, or of the way to it.
-        message: The message on whose last try it fell silent, so that this may be its fault.
+        error: The error of the broker, or of the connection to it.
+        message: The message on whose last try the broker stopped answering, and which may be
+            the cause.
     """
 
     def __init__(self, error: Exception, message: Message | None = None) -> None:
@@ -74,9 +74,9 @@ class BrokerGone(Exception):
 @contextmanager
 def pooled_producer(app: Celery, producer: Any = None) -> Iterator[Any]:
     """
-    Lend a producer of the app's pool, or ``producer``, as Celery's own sends use it.
+    Lend a producer from the app's pool, or ``producer``, as Celery does for its own sends.
 
-    It connects when it is used, for as long as Celery's settings say.
+    It connects when it is used, and tries for as long as Celery's settings allow.
     """
     with app.producer_or_acquire(producer) as own, own.connection._reraise_as_library_errors():
         yield own
@@ -85,13 +85,13 @@ def pooled_producer(app: Celery, producer: Any = None) -> Iterator[Any]:
 @contextmanager
 def bounded_producer(app: Celery, seconds: float) -> Iterator[Any]:
     """
-    Lend a producer of this process whose publications are given up after ``seconds``.
+    Lend a pooled producer that gives up a publication after ``seconds``.
 
-    After a silence nobody waits for as long again.
+    After the broker did not answer, further calls fail at once for as long.
 
     Raises:
-        BrokerGone: It can't be connected, or none was to be had in time, or the broker was
-            silent a moment ago.
+        BrokerGone: The broker can't be reached or did not answer a moment ago, or all
+            connections are in use.
     """
     if time.monotonic() < _silent_until.get(app, 0.0):
         raise BrokerGone(OperationalError("the broker was silent a moment ago"))
@@ -109,10 +109,10 @@ def bounded_producer(app: Celery, seconds: float) -> Iterator[Any]:
 
 class OwnConnection:
     """
-    A connection to an app's broker that is its owner's alone, such as a relay's.
+    A connection to an app's broker that belongs to a single owner, such as a relay.
 
     Args:
-        seconds: Longest wait for an answer of the broker.
+        seconds: Longest wait for an answer from the broker.
     """
 
     def __init__(self, app: Celery, seconds: float) -> None:
@@ -122,10 +122,10 @@ class OwnConnection:
     @contextmanager
     def lend(self) -> Iterator[Any]:
         """
-        Lend its producer; a block that fails closes the connection.
+        Lend the connection's producer; a block that fails closes the connection.
 
         Raises:
-            BrokerGone: It can't be connected.
+            BrokerGone: The broker can't be reached.
         """
         try:
             if self._producer is None:
@@ -146,7 +146,7 @@ class OwnConnection:
             raise BrokerGone(error) from error
 
     def close(self) -> None:
-        """Close the connection without asking the broker."""
+        """Close the connection without notifying the broker."""
         producer, self._producer = self._producer, None
         if producer is not None:
             drop(producer.connection)
@@ -154,7 +154,7 @@ class OwnConnection:
 
 def connect(producer: Any) -> None:
     """
-    Connect a producer, unless it is connected.
+    Connect a producer, unless it is already connected.
 
     Raises:
         BrokerGone: The broker can't be reached.
@@ -168,7 +168,7 @@ def connect(producer: Any) -> None:
 
 
 def _bounded_connection(app: Celery, seconds: float) -> Any:
-    """Return a new connection, not yet open, whose every wait ends after ``seconds``."""
+    """Return a new, unopened connection that waits at most ``seconds`` each time."""
     connection: Any = app.connection_for_write(connect_timeout=seconds)
     options = dict(connection.transport_options)
     kind = connection.transport.driver_type
@@ -179,16 +179,16 @@ def _bounded_connection(app: Celery, seconds: float) -> Any:
         options["confirm_publish"] = True
     if kind == "redis":
         options["retry_on_timeout"] = False
-    # Each of the hosts is tried once.
+    # Try each host once.
     others = max(1, len(connection.alt)) - 1
     connection.transport_options = {**options, **ONCE, "max_retries": others}
     return connection
 
 
 def drop(connection: Any) -> None:
-    """Close a connection without asking the broker; it opens anew when it is used."""
+    """Close a connection without notifying the broker; it reopens when it is used."""
     with suppress(Exception):
-        connection._connection.collect()  # amqp's, which would say goodbye and wait for it
+        connection._connection.collect()  # otherwise amqp would wait for the broker's goodbye
     with suppress(Exception):
         connection.collapse()
 
@@ -219,12 +219,12 @@ def is_backend_gone(app: Celery, error: BaseException) -> bool:
     """Return whether the result backend can't be reached."""
     gone = getattr(app.backend, "connection_errors", ())
     kinds = OSError, OperationalError, DatabaseError, *gone
-    # Celery's consumer of results raises a RuntimeError, which the backend's own error caused.
+    # Celery's result consumer raises a RuntimeError from the backend's own error.
     return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
 
 def bounded_backend(app: Celery, seconds: float) -> Any:
-    """Return a result backend of this thread that is asked once, for ``seconds`` at most."""
+    """Return this thread's result backend, which tries a request once, for ``seconds`` at most."""
     backends = _backends.__dict__.setdefault("by_app", WeakKeyDictionary()).setdefault(app, {})
     if seconds not in backends:
         backend: Any = app._get_backend()  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ def bounded_backend(app: Celery, seconds: float) -> Any:
 
 
 def is_unreachable(app: Celery, error: BaseException) -> bool:
-    """Return whether the broker is gone or out of order, rather than refusing this one message."""
+    """Return whether the broker is gone or out of order, and did not just refuse this message."""
     connection: Any = app.connection_for_write()
     fault = _fault_of(error)
     if is_out_of_order(error):
@@ -249,23 +249,23 @@ def is_unreachable(app: Celery, error: BaseException) -> bool:
 
 
 def is_out_of_order(error: BaseException) -> bool:
-    """Return whether the broker answers that it can take nothing now."""
+    """Return whether the broker answered that it can take no messages now."""
     fault = _fault_of(error)
-    # What a pipeline raises begins with the command that failed.
+    # The error text of a pipeline starts with the command that failed.
     text = str(fault).rpartition("caused error: ")[2]
     return bool(_names_of(fault) & OUT_OF_ORDER) or text.startswith(OUT_OF_ORDER_TEXT)
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether the broker is silent."""
+    """Return whether the broker did not answer in time."""
     return "TimeoutError" in _names_of(_fault_of(error))
 
 
 def _fault_of(error: BaseException) -> BaseException:
     if isinstance(error, BrokerGone):
         error = error.error
-    # Kombu's own error stands for the transport's, which is its cause; so does the error of a
-    # batch. Other causes, such as that of a lock's store, say nothing about the broker.
+    # Kombu's own error, also the error of a batch, has the transport's error as its cause. The
+    # causes of other errors, such as a lock store's error, don't concern the broker.
     return error.__cause__ or error if isinstance(error, KombuError) else error
 
 
@@ -274,7 +274,7 @@ def _names_of(error: BaseException) -> set[str]:
 
 
 def _forget_parents() -> None:
-    """In a forked child: the parent's sockets are the parent's."""
+    """Drop all pools in a forked child, because their sockets belong to the parent."""
     global _opening
     _opening = threading.Lock()
     _pools.clear()

@@ -1,12 +1,12 @@
 """
-Making a message complete without publishing it.
+Making a complete message without publishing it.
 
 Celery's own code builds every message: routing, headers, stamps, serialized
-body. While :func:`capture` is on, only the very last step, the producer's
-``publish``, is replaced by one that keeps what it was given; a ``Publisher``
-does that step later. It hooks in at ``app.amqp.send_task_message``, the one
-place through which every kind of send goes, on the first use for each app. What
-Celery wants of the result backend meanwhile is put off in the same way.
+body. Inside :func:`capture` only the last step, the producer's ``publish``, is
+replaced: it keeps the message, and a ``Publisher`` publishes it later. The hook is
+``app.amqp.send_task_message``, through which every kind of send goes; it is
+installed on the first use for each app. Celery's calls to the result backend are
+postponed in the same way.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _captured: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured", default=None)
-#: Decides on the next message of this context; see :func:`publishing_through`.
+#: Decides whether the next message of this context goes out; see :func:`publishing_through`.
 _gate: ContextVar[Gate | None] = ContextVar("django_celery_safe_gate", default=None)
 _installing = threading.Lock()
 
-#: Gets a message's headers and what publishes it; returns whether it did.
+#: Called with a message's headers and a function that publishes it; returns whether it did.
 Gate: TypeAlias = Callable[[dict[str, Any], Callable[[], object]], bool]
 
 
 @dataclass(slots=True)
 class Message:
     """
-    A message as Celery made it, up to its publication.
+    A message as Celery made it, before its publication.
 
     Attributes:
         task: Name of the task.
-        task_id: Its id.
-        data: The serialized body; changes to the arguments no longer reach it.
-        options: What else goes to ``Producer.publish``.
-        eta, expires: When it is to run, and until when, as text; None: at once, for ever.
+        task_id: Id of the task.
+        data: The serialized body; later changes to the arguments don't affect it.
+        options: The other arguments of ``Producer.publish``.
+        eta, expires: When the task may start and when it expires, as text; None: no limit.
         event: Celery's task-sent event; None unless ``task_send_sent_event`` is on.
-        result_wanted: Whether the result backend is told of the send.
-        context: In which it was made, a copy of the caller's: a receiver of
-            ``before_task_publish`` may set there what one of ``after_task_publish`` sets
-            back, as tracing does. None: it was made in another process.
+        result_wanted: Whether the result backend is notified of the send.
+        context: The context in which the message was made, a copy of the caller's: a receiver
+            of ``before_task_publish`` may set a variable that a receiver of
+            ``after_task_publish`` resets, as tracing does. None: another process made it.
     """
 
     app: Celery
@@ -78,10 +78,10 @@ class Message:
 @dataclass(slots=True)
 class ChordCall:
     """
-    What a result backend has to know of a chord, to tell when it is complete.
+    A call that registers a chord with the result backend, which counts the chord's tasks.
 
     Attributes:
-        method: Of the backend: ``set_chord_size`` or ``apply_chord``.
+        method: The backend's method: ``set_chord_size`` or ``apply_chord``.
     """
 
     app: Celery
@@ -90,11 +90,11 @@ class ChordCall:
     kwargs: dict[str, Any]
 
     def register(self, backend: Any = None) -> None:
-        """Register at the app's result backend, or a substitute, and subscribe to nothing."""
+        """Register the chord with the app's result backend, or with ``backend`` instead."""
         if backend is None:
             getattr(self.app.backend, self.method)(*self.args, **self.kwargs)
             return
-        # Making the group's result would subscribe to it, by the app's own backend.
+        # Otherwise making the group's result would subscribe to it, through the app's own backend.
         with capture(self.app):
             getattr(backend, self.method)(*self.args, **self.kwargs)
 
@@ -102,12 +102,12 @@ class ChordCall:
 @dataclass(slots=True)
 class Captured:
     """
-    All that was sent inside :func:`capture`, in order.
+    Everything that was sent inside :func:`capture`, in order.
 
     Attributes:
-        messages: What has to be published.
-        chord_calls: What has to be done before that.
-        subscriptions: Calls that let this process hear of results.
+        messages: The messages to publish.
+        chord_calls: The calls to make before the messages are published.
+        subscriptions: Calls that subscribe this process to results.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -116,17 +116,17 @@ class Captured:
 
 
 def is_capturing() -> bool:
-    """Return whether messages that this context makes are captured instead of published."""
+    """Return whether messages made in this context are captured instead of published."""
     return _captured.get() is not None
 
 
 @contextmanager
 def capture(app: Celery) -> Iterator[Captured]:
     """
-    Keep every message that is sent inside, in order, in what is yielded.
+    Keep every message that is sent inside the block, in order, in the yielded object.
 
     Nothing connects to the broker or the result backend. Ids, results and
-    argument checks are as in any send.
+    argument checks are as in any other send.
     """
     _install(app)
     captured = Captured()
@@ -139,7 +139,7 @@ def capture(app: Celery) -> Iterator[Captured]:
 
 @contextmanager
 def publishing_through(app: Celery, gate: Gate) -> Iterator[None]:
-    """Let ``gate`` decide, at its publication, on the message that is sent inside."""
+    """Let ``gate`` decide whether the message that is sent inside the block is published."""
     _install(app)
     token = _gate.set(gate)
     try:
@@ -160,7 +160,7 @@ def _install(app: Celery) -> None:
         _switch(app.amqp, "send_task_message", functools.partial(_keep, app), _send_through)
         # Backends belong to threads. Some open a connection when a task is sent or
         # a group's result is made, and hang if their server is down.
-        _switch(backend, "on_task_call", lambda *_: None)  # the commit does it
+        _switch(backend, "on_task_call", lambda *_: None)  # called after the commit
         _switch(
             backend, "set_chord_size", functools.partial(_put_off_chord_call, app, "set_chord_size")
         )
@@ -176,11 +176,11 @@ def _switch(
     else_do: Callable[..., Any] | None = None,
 ) -> None:
     """
-    Replace a method, on first use, by one that does something else inside :func:`capture`.
+    Replace a method, on first use, with one that does something else inside :func:`capture`.
 
     Args:
-        while_capturing: Gets the original first, then what the method gets.
-        else_do: What it does outside, likewise; None: the original.
+        while_capturing: Called with the original method, then with the method's arguments.
+        else_do: Called in the same way outside of :func:`capture`; None: the original is called.
     """
     original = getattr(owner, name)
     if hasattr(original, "celery_safe"):
@@ -213,15 +213,15 @@ def _put_off_subscription(original: Callable[..., Any], *args: Any, **kwargs: An
 
 def _apply_chord(app: Celery, original: Any, *args: Any, **kwargs: Any) -> None:
     if getattr(original, "__func__", None) is Backend.apply_chord:
-        # It refuses a chord without result backend, or sends the task that asks
-        # again and again whether the chord is complete, which is captured.
+        # It refuses a chord without a result backend, or sends the task that polls
+        # whether the chord is complete; that message is captured.
         original(*args, **kwargs)
     else:
         _put_off_chord_call(app, "apply_chord", original, *args, **kwargs)
 
 
 class _PublishIntercepted(BaseException):
-    """Leaves Celery's sender at the moment of publication; no handler for errors may see it."""
+    """Leaves Celery's sender at the moment of publication; no error handler may catch it."""
 
     def __init__(self, body: Any, options: dict[str, Any]) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class _PublishIntercepted(BaseException):
 
 
 class _StandIn:
-    """Stands in for the producer while messages are captured."""
+    """Replaces the producer while messages are captured."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection
@@ -242,18 +242,18 @@ class _StandIn:
 
 
 class _Dropped(BaseException):
-    """Leaves Celery's sender where the message would be published, and was not to be."""
+    """Leaves Celery's sender at the moment of publication, because the message is dropped."""
 
 
 class _DecidingProducer:
-    """Stands in for the producer where a gate decides whether the message goes out."""
+    """Replaces the producer while a gate decides whether the message goes out."""
 
     def __init__(self, producer: Any, name: str, gate: Gate) -> None:
         self._producer, self._name, self._gate = producer, name, gate
         self.connection = producer.connection
 
     def publish(self, body: Any, *, serializer: str, headers: Any, **options: Any) -> None:
-        # First of all, so that what can't be sent is not asked about.
+        # First, so that the gate does not decide about a message that can't be sent.
         content_type, encoding, data = serialize(self._name, body, serializer, checked=True)
 
         def publish_now() -> None:
@@ -279,9 +279,10 @@ def _send_through(
     if gate is None:
         original(producer, name, message, **options)
         return
-    # In a context of its own: of a message that is dropped, `after_task_publish` never comes.
+    # In a separate context: a dropped message never gets to `after_task_publish`, whose
+    # receivers would reset what those of `before_task_publish` have set.
     context = copy_context()
-    # For this message alone: receivers of Celery's signals may send others.
+    # The gate is for this message only: receivers of Celery's signals may send others.
     context.run(_gate.set, None)
     with suppress(_Dropped):
         context.run(original, _DecidingProducer(producer, name, gate), name, message, **options)
@@ -301,11 +302,11 @@ def _keep(
     except _PublishIntercepted as kept:
         publishing = kept.options
         content_type, encoding, data = serialize(name, kept.body, publishing.pop("serializer"))
-        # Message protocol 1 has in the body what others have in the headers.
+        # Message protocol 1 has these fields in the body, later protocols in the headers.
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
         event = message[3] and {**message[3], "queue": _queue_name(app, **options)}
         check_headers(name, publishing["headers"], producer.connection)
-        # The caller's own headers may still change, as the arguments may.
+        # The caller may still change these headers, like the arguments.
         headers = publishing["headers"] = {
             name: value if type(value) in PLAIN else copy.deepcopy(value)
             for name, value in publishing["headers"].items()

@@ -1,99 +1,85 @@
 """
-The run of a task that is carried until done: ``outbox="until_done"``.
+Running a carried task, whose message stays in the outbox until the task is done.
 
-The row of its message is claimed under a renewed lease when the run begins, and ends with it.
-Whoever dies on any line leaves a row whose lease expires: then a relay sends the message again.
-A message whose row has ended, or is held by another run, does nothing.
+With ``outbox="until_done"`` a run claims the row of its message under a renewed lease, and ends
+the row when the run ends. If the process dies on any line, the lease expires and a relay re-sends
+the message. A message whose row has ended, or is claimed by another run, does nothing.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from celery import signals
 from celery._state import get_current_task
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DatabaseError
-from django.db.models import DurationField, F, Q
-from django.db.models.functions import Now
 
 from .. import conf
+from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, resend_later
+from ..delivery.deaths import ends_process, refuse_after_deaths
 from ..delivery.header import declare_field, get_header, is_text
+from ..delivery.worker import connect_receivers
 from ..delivery.wrappers import add_wrapper
-from ..events import MESSAGE_FAILED, MESSAGE_LOST, MESSAGE_NOT_RUN, TASK_POISONED
-from ..exceptions import MessageLost, TaskPoisoned, describe_error, find_soft_time_limit, text_of
-from ..leases.holder import HeldLock, decode_holder
-from ..leases.lease_table import LeaseTable
-from ..leases.row_claim import RowClaim
-from ..statements import Param, Statement
+from ..events import MESSAGE_DONE, MESSAGE_FAILED, MESSAGE_LOST, MESSAGE_NOT_RUN, TASK_POISONED
+from ..exceptions import ConfigurationError, MessageLost, TaskPoisoned
+from ..foreign_errors import describe_error, find_soft_time_limit, text_of
+from ..leases.claim import Claim
 from ..texts import get_logger
 from ..transactions import losing_a_race
+from ..values import decode
 from .capture import Captured, capture
 from .going_on import publish_again
+from .message_table import Claimed, MessageTable, message_table
 from .outbox import can_carry, keeps_sent, name_attempt
 
 logger = get_logger(__name__)
 
-#: How often a claim looks again after it lost a race; each time somebody else moved on.
+#: The result None as JSON. An empty text would mean that the task is not finished.
+NOTHING: Final = "null"
+#: How many times a claim is tried if it loses a race; another process progressed each time.
 TRIES: Final = 20
-#: When a message comes back whose row could not be asked about, s.
+#: Delay of a message that is re-sent because the database with its row did not answer, s.
 DATABASE_AWAY: Final = 5.0
 
 
-class Deaths(NamedTuple):
+class MessageClaim(Claim):
     """
-    The processes that died in a task.
+    The claim of a carried message.
 
-    Attributes:
-        number: How many they were.
-        last: The last one, as its holder is kept in a row.
+    ``finish()`` writes the result into the row, which stays until the run has ended: if the
+    process dies in between, the next run returns that result and does nothing else.
     """
 
-    number: int
-    last: str
+    table: MessageTable
 
+    def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
+        key = f"{task.name}[{request.id}]"
+        super().__init__(message_table(alias), attempt, key, conf.lock_timeout())
 
-class MessageTable(LeaseTable):
-    """The outbox of one database, as runs and the thread that renews their leases see it."""
+    @staticmethod
+    def emit_lost(name: str, holder: str) -> None:
+        MESSAGE_LOST.emit(run_carried, attempt=name, holder=holder)
 
-    purpose = "hold an outbox"
-    models = ("OutboxMessage",)
+    def _write_done(self, text: str) -> bool:
+        ours: bool = self.table.at(self.name).finish(self.token, text or NOTHING)
+        return ours
 
-    def __init__(self, alias: str) -> None:
-        super().__init__("messages", alias)
+    def _lost_error(self, holder: str) -> MessageLost:
+        return MessageLost(self.key, holder)
 
-    def at(self, name: str) -> Any:
-        """Return the message of this attempt, one or none."""
-        return _rows(self.alias).filter(attempt=name)
-
-    def find(self, name: str) -> Any:
-        """Return a message, with the server's time as ``asked_at``; None: it is gone."""
-        return _FIND.find(self.alias, attempt=name)
-
-    def claim(self, name: str, token: str, seconds: float, holder: str) -> Deaths | None:
-        """
-        Let a message run its task, if nobody does and it has not ended.
-
-        Returns:
-            How many processes have died in it; None: it may not run.
-        """
-        values = {"attempt": name, "token": token, "holder": holder}
-        row = _CLAIM.update_returning(self.alias, lease=timedelta(seconds=seconds), **values)
-        return None if row is None else Deaths(*row)
-
-    def delete(self, name: str, token: str) -> bool:
-        """End a message that nobody keeps; return whether the claim still held it."""
-        return _DELETE.execute(self.alias, attempt=name, token=token)
+    def _go_on(self) -> None:
+        self.renew()
 
 
 class Run:
@@ -101,46 +87,52 @@ class Run:
     The run of a carried task in this process.
 
     Attributes:
-        resent: The messages by which the task is to go on, such as that of a retry; None: none.
-        has_followers: Whether other messages wait for its end, which Celery sends after it.
+        resent: The messages with which the task continues, such as a retry; None: it does not.
+        has_followers: Whether Celery sends messages that wait for the run: the next link of a
+            chain, callbacks, or the body of a chord.
+        starts: How many times the task was started, this run included.
+        returned: The task's return value as JSON, for a row that is kept; "": the value is not
+            recorded.
     """
 
-    def __init__(self, claim: RowClaim[MessageTable], task: Any, request: Context) -> None:
-        # Not the request, which is the key of this run and would be kept by it.
-        self.claim, self._task, self._task_id = claim, task, request.id or ""
+    def __init__(self, claim: MessageClaim, task: Any, request: Context, starts: int) -> None:
+        # Not the request: as the weak key of this run, it would never be freed.
+        self.claim, self.task, self._task_id = claim, task, request.id or ""
+        self.starts, self.returned = starts, ""
         self.resent: Captured | None = None
+        self._is_replaced = False
         self.has_followers = bool(request.chain or request.callbacks or request.chord)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep what is sent in the block, to be published when the run has ended."""
-        with capture(self._task.app) as captured:
+        """Keep the messages that are sent in the block until the run has ended."""
+        with capture(self.task.app) as captured:
             try:
                 yield
-            except Ignore:  # the task was replaced
-                self.resent = captured
+            except Ignore:
+                self.resent, self._is_replaced = captured, True
                 raise
         self.resent = captured
 
     def succeed(self) -> None:
         """
-        Record that the task is done, or that it goes on by another message.
+        Record that the task is done, or that it continues with another message.
 
         Raises:
-            MessageLost: Another run has it by now.
+            MessageLost: Another run has claimed the message by now.
         """
+        goes_on = self.resent
         try:
-            if self.resent is not None:
-                ours = self._go_on(self.resent)
-            else:
-                ours = self.claim.ask(self._ending(), self._what)
+            ours = self._end() if goes_on is None else self._go_on(goes_on)
         finally:
             self.claim.end()
         if not ours:
-            raise MessageLost(self._what, self.claim.find_new_holder())
+            self.claim.raise_lost()
+        if goes_on is None:
+            MESSAGE_DONE.emit(run_carried, task=self.task.name, task_id=self._task_id)
 
     def fail(self, error: BaseException) -> None:
-        """Record what becomes of a task whose run ended in an error, and end its claim."""
+        """Record the outcome of a run that ended in an error, and end its claim."""
         if self.claim.is_of_parent():
             return  # after a bare os.fork() the child leaves the run too
         self.claim.end()
@@ -150,7 +142,7 @@ class Run:
             logger.warning(
                 "How %s ended (%s) can't be recorded; a relay sends it again when its lease is "
                 "over: %s",
-                self._what,
+                self.claim.key,
                 describe_error(error),
                 describe_error(failure),
             )
@@ -159,57 +151,37 @@ class Run:
                 self.claim.find_new_holder()
 
     def record_failure(self, error: BaseException) -> bool:
-        """Keep the error with the row; return whether the claim still held it."""
+        """Store the error in the row; return whether the claim still held the row."""
         error = find_soft_time_limit(error) or error
-        text = text_of(error)
+        name, text = type(error).__name__, text_of(error)
         trace = "".join(traceback.format_exception(error))
         row, token = self.claim.table.at(self.claim.name), self.claim.token
-        name = type(error).__name__
-        tries = 0
-
-        def fail() -> bool:
-            nonlocal tries
-            tries += 1
-            # The answer to the one before may have got lost.
-            return row.fail_task(token, name, text, trace) or (
-                tries > 1 and row.failed().filter(error_type=name).exists()
-            )
-
-        ours = self.claim.ask(fail, self._what)
+        ours = self.claim.end_by(
+            lambda: row.fail_task(token, name, text, trace),
+            lambda: row.failed().filter(error_type=name).exists(),
+        )
         if ours:
             event = TASK_POISONED if isinstance(error, TaskPoisoned) else MESSAGE_FAILED
             event.emit(
-                run_carried,
-                task=self._task.name,
-                task_id=self._task_id,
-                error=describe_error(error),
+                run_carried, task=self.task.name, task_id=self._task_id, error=describe_error(error)
             )
-        return bool(ours)
+        return ours
 
     def put_back(self, delay: float, reason: str, *, died: bool = False) -> bool:
-        """Let a relay send the message again after ``delay``; return whether it was still ours."""
+        """Let a relay re-send the message after ``delay``; return whether the claim held it."""
         row, token = self.claim.table.at(self.claim.name), self.claim.token
         wait = timedelta(seconds=delay)
-        return bool(
-            self.claim.ask(lambda: row.put_back(token, wait, reason, died=died), self._what)
+        return bool(self.claim.ask(lambda: row.put_back(token, wait, reason, died=died)))
+
+    def _end(self) -> bool:
+        table, name, token = self.claim.table, self.claim.name, self.claim.token
+        row, keep = table.at(name), keeps_sent()
+        # A finished task has its result in the row already.
+        returned = "" if self.claim.is_finished else self.returned
+        return self.claim.end_by(
+            lambda: row.end(token, returned) if keep else table.delete(name, token),
+            lambda: not row.filter(ended_at__isnull=True).exists(),
         )
-
-    @property
-    def _what(self) -> str:
-        return f"{self._task.name}[{self._task_id}]"
-
-    def _ending(self) -> Callable[[], bool]:
-        row, token, keep = self.claim.table.at(self.claim.name), self.claim.token, keeps_sent()
-        tries = 0
-
-        def end() -> bool:
-            nonlocal tries
-            tries += 1
-            ours = row.end(token) if keep else self.claim.table.delete(self.claim.name, token)
-            # The answer to the one before may have got lost.
-            return ours or (tries > 1 and not row.filter(ended_at__isnull=True).exists())
-
-        return end
 
     def _record(self, error: BaseException) -> bool:
         if self.resent is not None:
@@ -218,90 +190,100 @@ class Run:
             case Reject() if not is_requeued(error):
                 return self.record_failure(error)
             case Reject() | Retry() | WillBeRedelivered():
-                # The broker has the message, or will; if not, a relay sends it again.
+                # The broker has the message, or will have it; otherwise a relay re-sends it.
                 return self.put_back(conf.resend_after().total_seconds(), describe_error(error))
             case Ignore():
-                return self.claim.ask(self._ending(), self._what)
-            case Exception():
+                return self._end()
+            case Exception() | CancelledError():  # Celery also fails the task with these
                 return self.record_failure(error)
-        # The process ends: it was told to, or the task did that by itself.
-        return self.put_back(0.0, describe_error(error), died=not _is_told_to_end(error))
+        # The process ends, because of a signal or because the task ended it.
+        return self.put_back(0.0, describe_error(error), died=ends_process(error))
 
     def _go_on(self, captured: Captured) -> bool:
-        """Write the messages by which the task goes on into its row, or rows, and publish them."""
+        """Write the messages with which the task continues into the outbox, and publish them."""
         alias, token = self.claim.table.alias, self.claim.token
         for message in captured.messages:
             if can_carry(message):
                 name_attempt(message, alias)
         row = self.claim.table.at(self.claim.name)
         return self.claim.ask(
-            lambda: publish_again(alias, row, token, self._task_id, captured), self._what
+            lambda: publish_again(
+                alias, row, token, self._task_id, captured, other_work=self._is_replaced
+            )
         )
 
 
-#: The run of each message of a carried task, for as long as Celery keeps its request.
+#: The run of each carried task in this process, for as long as Celery keeps its request.
 _runs: Final[WeakKeyDictionary[Context, Run]] = WeakKeyDictionary()
 
 
 def find_run(task_id: str | None) -> Run | None:
-    """Return the run of the carried task with this id, if this code is inside it."""
+    """Return the run of the carried task with this id, if this code is inside that run."""
     task = get_current_task()
     run = None if task is None else _runs.get(task.request)
     return run if run is not None and run.claim.is_held and task.request.id == task_id else None
 
 
 def has_ended(request: Context) -> bool:
-    """Return whether the row of a carried task says by now what becomes of it."""
+    """Return whether the outcome of this run of a carried task is already recorded."""
     run = _runs.get(request)
     return run is not None and not run.claim.is_held
 
 
-def run_carried(
-    task: Any,
-    request: Context,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def run_carried(task: Any, request: Context, function: Function, args: Args, kwargs: Kwargs) -> Any:
     """
-    Run a task for its message, unless that has ended or another process runs it.
+    Run a carried task, unless its message has ended or another process runs it.
 
     Raises:
-        MessageGoesOn: It is not to run.
-        TaskPoisoned: So many processes died in it that it is not run again.
-        MessageLost: Another run had it when its work was done.
+        MessageGoesOn: The task must not run for this message.
+        TaskPoisoned: So many processes died in the task that it is not run again.
+        MessageLost: When the work was done, another run had claimed the message.
     """
     if request.is_eager or request in _runs:
         return function(*args, **kwargs)
     begun = _begin(task, request)
     if isinstance(begun, str):
-        MESSAGE_NOT_RUN.emit(run_carried, task=task.name, task_id=request.id, reason=begun)
+        _emit_not_run(task, request, begun)
         raise MessageGoesOn(f"Not run: {begun}")
-    claim, deaths = begun
-    run = _runs[request] = Run(claim, task, request)
+    claim, found = begun
+    run = _runs[request] = Run(claim, task, request, found.starts)
     try:
         claim.begin(task, request)
-        limit = _most_deaths(task)
-        if limit is not None and deaths.number >= limit:
-            last = decode_holder(deaths.last, HeldLock("")).holder._replace(task_id=None)
-            raise TaskPoisoned(f"{task.name}[{request.id}]", deaths.number, str(last))
-        result = function(*args, **kwargs)
+        result = _call(run, found, request, partial(function, *args, **kwargs))
     except BaseException as error:
         if not _is_for_autoretry(task, error):
             run.fail(error)
         raise
-    # After a bare os.fork() the child leaves the function too, and must not end the claim.
+    # After a bare os.fork() the child also gets here, and must not end the claim.
     if not claim.is_of_parent() and (not run.has_followers or run.resent is not None):
         run.succeed()
     return result
 
 
+def _emit_not_run(task: Any, request: Context, reason: str) -> None:
+    """Report that a task is not run for its message, and why."""
+    MESSAGE_NOT_RUN.emit(run_carried, task=task.name, task_id=request.id, reason=reason)
+
+
+def _call(run: Run, found: Claimed, request: Context, function: Callable[[], Any]) -> Any:
+    """Run the task, or return the result that it was finished with before its process died."""
+    if found.result:
+        _emit_not_run(run.task, request, "its work was finished before, and its result is returned")
+        return decode(found.result)
+    if found.deaths:
+        refuse_after_deaths(run.task, request.id, found.deaths, found.last_death)
+    with run.claim.current():
+        result = function()
+    if not run.claim.is_of_parent():
+        run.claim.check_committed()
+    return result
+
+
 def connect() -> None:
-    """Listen to the ends of runs that show outside of them: followers are sent, or it retries."""
-    signals.task_success.connect(_on_success, dispatch_uid=__name__)
-    signals.task_failure.connect(_on_failure, dispatch_uid=__name__)
-    signals.task_retry.connect(_on_retry, dispatch_uid=__name__)
-    signals.task_postrun.connect(_on_postrun, dispatch_uid=__name__)
+    """Connect to signals for ends outside of ``run_carried``, such as an autoretry."""
+    connect_receivers(
+        __name__, success=_on_success, failure=_on_failure, retry=_on_retry, postrun=_on_postrun
+    )
 
 
 def _on_success(sender: Any, **kwargs: Any) -> None:
@@ -315,7 +297,7 @@ def _on_failure(sender: Any, exception: BaseException, **kwargs: Any) -> None:
 
 
 def _on_retry(sender: Any, reason: BaseException | None = None, **kwargs: Any) -> None:
-    # The main process of a worker that cancels a run gives no reason.
+    # If the main process of a worker cancels a run, there is no reason.
     if reason is not None and (run := _find_open(sender)) is not None:
         run.fail(reason)
 
@@ -328,115 +310,59 @@ def _on_postrun(task: Any, **kwargs: Any) -> None:
 
 
 def _find_open(task: Any) -> Run | None:
-    """Return the run of a task that ends now, if nothing was recorded about its end."""
+    """Return the run of a task that ends now, if its outcome is not recorded yet."""
     run = _runs.get(task.request)
     return None if run is None or not run.claim.is_held or run.claim.is_of_parent() else run
 
 
-def _is_told_to_end(error: BaseException) -> bool:
-    """Return whether a process ends because somebody told it to, and not by its task."""
-    # A pool that ends its children by a signal lets them exit with a negative code.
-    return not isinstance(error, SystemExit) or (isinstance(error.code, int) and error.code < 0)
-
-
 def _is_for_autoretry(task: Any, error: BaseException) -> bool:
-    """Return whether Celery's ``autoretry_for``, which wraps the run, may retry after an error."""
+    """Return whether Celery's ``autoretry_for``, which wraps the run, may retry this error."""
     is_error = isinstance(error, Exception) and not isinstance(error, (TaskPredicate, TaskPoisoned))
     return is_error and hasattr(task, "_orig_run")
 
 
-def _begin(task: Any, request: Context) -> tuple[RowClaim[MessageTable], Deaths] | str:
-    """Claim the message; return the claim and its deaths, or why the message is not to run."""
+def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
+    """Claim the message; return the claim and its row, or why the message must not run."""
     header = get_header(request)
-    table = message_table(header.get("using", DEFAULT_DB_ALIAS))
-    claim = RowClaim(table, header["attempt"], conf.lock_timeout(), _emit_lost)
+    alias = header.get("using", DEFAULT_DB_ALIAS)
+    if alias not in connections.settings:
+        raise ConfigurationError(
+            f"The row of this message of {task.name} is in the database {alias!r}, which DATABASES "
+            f"of this worker has not, so it can't know whether the task is to run. Add it there, "
+            f"or let a worker that has it take the queue."
+        )
+    claim = MessageClaim(alias, header["attempt"], task, request)
+    table = claim.table
 
     def ask() -> Any:
         for _ in range(TRIES):
             claim.asked_at = time.monotonic()
             with losing_a_race():
-                deaths = table.claim(claim.name, claim.token, claim.seconds, holder)
-                if deaths is not None:
-                    return deaths
+                claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
+                if claimed is not None:
+                    return claimed
             found = table.find(claim.name)
             if found is None or found.token or found.due_at is None:
                 break
-            # Stricter isolation refused the claim, since its sender changed the row meanwhile.
+            # A stricter isolation level refused the claim, because the sender changed the row.
         return found
 
     try:
         claim.prepare(f"The task {task.name}", "Put atomic() inside the function.")
-        holder = claim.describe_holder(f"{task.name}[{request.id}]", task, request)
-        found = claim.ask(ask, "a message")
+        holder = claim.describe_holder(task, request)
+        found = claim.ask(ask)
     except DatabaseError as error:
         table.check_migrated(error)
         resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
-    if isinstance(found, Deaths):
+    if isinstance(found, Claimed):
         return claim, found
     if found is None:
         return "its row is gone, so it is done, or was discarded"
-    if found.token == claim.token:  # the answer to the claim before got lost
-        return claim, Deaths(found.deaths, found.last_death)
+    if found.token == claim.token:  # it was claimed, but the answer got lost
+        return claim, Claimed(*(getattr(found, name) for name in Claimed._fields))
     return "another process runs it" if found.state == "running" else f"it is {found.state}"
 
 
-def _emit_lost(attempt: str, holder: str) -> None:
-    MESSAGE_LOST.emit(run_carried, attempt=attempt, holder=holder)
-
-
-def _most_deaths(task: Any) -> int | None:
-    given: int | conf.Unset | None = getattr(task, "max_deaths", conf.UNSET)
-    if isinstance(given, conf.Unset):
-        return conf.max_deaths(conf.get("MAX_DEATHS"), "MAX_DEATHS")
-    return given
-
-
-def _rows(alias: str) -> Any:
-    from ..models.outbox import OutboxMessage  # needs the app registry
-
-    return OutboxMessage.objects.using(alias)
-
-
-def _message(alias: str) -> Any:
-    return _rows(alias).filter(attempt=Param("attempt"))
-
-
-_FIND: Final = Statement(
-    lambda alias: (_message(alias).defer("body", "properties").annotate(asked_at=Now()), None)
-)
-
-_DELETE: Final = Statement(
-    lambda alias: (_message(alias).filter(token=Param("token")), None), deletes=True
-)
-
-
-def _claim(alias: str) -> tuple[Any, dict[str, Any]]:
-    from ..models.outbox import count_death  # needs the app registry
-
-    free = Q(token="") | Q(due_at__lt=Now())
-    sets = {
-        "token": Param("token"),
-        "due_at": Now() + Param("lease", DurationField()),
-        "holder": Param("holder"),
-        "started_at": Now(),
-        "starts": F("starts") + 1,
-        "resent": 0,
-        # The process that had it before died, and let the lease expire.
-        **count_death(),
-    }
-    return _message(alias).filter(free, due_at__isnull=False), sets
-
-
-_CLAIM: Final = Statement(_claim, lambda quote: (f"{quote('deaths')}, {quote('last_death')}", []))
-
-
-@lru_cache
-def message_table(alias: str) -> MessageTable:
-    """Return the outbox of a database, as runs see it."""
-    # The renewing thread knows stores by their identity.
-    return MessageTable(alias)
-
-
-#: The attempt of its task that a message is for, and the database with its row.
+#: Alias of the database with the message's row; ``serialization`` declares ``attempt``.
 declare_field("using", is_text)
 add_wrapper("attempt", run_carried, outermost=True)

@@ -1,46 +1,44 @@
 """
-Ends of a carried task's message that its run can't tell: a killed process, a revoked message.
+Recording ends of a carried task that its run can't record: a killed process, a revoked message.
 
-Celery tells the main process of a worker of these. What it is not told of, such as the death of
-a whole worker, a relay finds when the lease is over.
+Celery reports these to the main process of a worker. A relay handles all others, such as the
+death of a whole worker, when the lease has expired.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from celery import signals
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS
 
 from ..delivery.header import Header, get_header, read_header
-from ..delivery.worker import find_received, in_background, was_put_back
+from ..delivery.worker import (
+    connect_receivers,
+    find_received,
+    in_background,
+    returns_after_time_limit,
+    was_put_back,
+)
 from ..events import MESSAGE_FAILED
-from ..exceptions import describe_error
+from ..foreign_errors import describe_error
 from ..leases.holder import HOST, decode_holder
 from ..locks import HeldLock
-from .carried import message_table
+from .message_table import message_table
 from .outbox import EXPIRED
-
-#: Name under which the receivers are connected, once in each process.
-UID: Final = "django_celery_safe.carried"
 
 FAILURE: Final = "That a carried task has ended could not be recorded; a relay sends it again."
 
 
 def connect() -> None:
-    """Listen to the ends of messages of which the main process of a worker is told."""
-    signals.task_failure.connect(_on_failure, dispatch_uid=UID)
-    signals.task_revoked.connect(_on_revoked, dispatch_uid=UID)
-    signals.task_unknown.connect(_on_unknown, dispatch_uid=UID)
+    """Connect to the signals that Celery sends in the main process of a worker."""
+    connect_receivers(__name__, failure=_on_failure, revoked=_on_revoked, unknown=_on_unknown)
 
 
 def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: Any) -> None:
-    """Fail a task whose process was killed at its hard time limit, unless it comes again."""
-    if not isinstance(exception, TimeLimitExceeded):
-        return
-    if sender.acks_late and not getattr(sender, "acks_on_timeout", True):
+    """Fail a task that was killed at its hard time limit, unless the broker redelivers it."""
+    if not isinstance(exception, TimeLimitExceeded) or returns_after_time_limit(sender):
         return
     for request in find_received(task_id):
         _fail(get_header(request._context), sender.name, task_id, exception, is_running=True)
@@ -49,15 +47,15 @@ def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: A
 def _on_revoked(
     sender: Any, request: Context, terminated: bool, expired: bool, **kwargs: Any
 ) -> None:
-    """Fail a task that is never run, or whose run was ended."""
-    # Another delivery of a message that ran nowhere may run nevertheless.
+    """Fail a task that expired or was revoked, before its run or during it."""
+    # If this delivery never ran, another delivery of the message may be running.
     is_running = terminated and not was_put_back(request)
     error = RuntimeError(EXPIRED if expired else "The task was revoked.")
     _fail(get_header(request), sender.name, request.id or "", error, is_running=is_running)
 
 
 def _on_unknown(name: str, message: Any, **kwargs: Any) -> None:
-    """Say in the row that this worker does not know the task: another one may."""
+    """Record in the row that this worker does not know the task; another worker may know it."""
     header = read_header(message.headers, name)
     if "attempt" not in header:
         return

@@ -1,57 +1,69 @@
-"""A worker's message of a task: that its process died is no failure if the task is carried."""
+"""
+A worker's request for a task, which handles the death of the process that runs the task.
+
+If the broker redelivers the task, the death is counted. If an outbox row makes the task run
+again, the death is not a failure.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 from billiard.exceptions import WorkerLostError
-from celery import signals, states
+from celery import states
 from celery.app.task import Context
+from celery.worker import state
 from celery.worker.request import Request
 from celery.worker.state import task_ready
 from django.db import DEFAULT_DB_ALIAS
 
+from ..compat import as_exception, fail_rejected, retries_after_death, send_task_failure
+from ..delivery.deaths import record_death
 from ..delivery.header import get_header
 from ..delivery.worker import in_background
-from ..exceptions import describe_error
+from ..foreign_errors import describe_error
 from ..texts import get_logger
-from .carried import message_table
+from .message_table import message_table
 
 logger = get_logger(__name__)
+
+#: How a worker's main process learns that a child process ended; the task raised the last two.
+_ENDS: Final = (WorkerLostError, SystemExit, KeyboardInterrupt)
 
 FAILURE: Final = "Whether a task whose process died had ended could not be found out."
 
 
 class SafeRequest(Request):
     """
-    Celery's request, which leaves the result of a carried task open when its process dies.
+    A Celery request that counts process deaths in a task that the broker redelivers.
 
-    The task is run again. Celery would store the failure, run its errbacks, and fail the chord
-    that it is part of.
+    If the process of a carried task dies, no result is stored, because the task is run again.
+    Celery's own request would store a failure, run the errbacks, and fail the task's chord.
     """
 
     #: The request as the task sees it.
     _context: Context
+    _already_cancelled: bool
+    _already_revoked: bool
 
     def on_failure(self, exc_info: Any, *args: Any, **options: Any) -> Any:
-        """Leave a task whose process died to its row; anything else is Celery's."""
+        """Leave a carried task whose process died to its row; otherwise do as Celery does."""
         error = exc_info.exception
-        error = getattr(error, "exc", error)  # as a child wraps it
+        error = getattr(error, "exc", error)  # a child process wraps it
+        exc_info = as_exception(exc_info, error)
+        if self._is_death(error):
+            # First, because the broker may redeliver the message as soon as it is put back.
+            record_death(self.task, self._context, self.worker_pid)
+            if not isinstance(error, WorkerLostError):
+                error = WorkerLostError(f"Its task ended it ({describe_error(error)}).")
         if not isinstance(error, WorkerLostError) or not self._comes_by_row():
+            fail_rejected(self, exc_info, error)
             return super().on_failure(exc_info, *args, **options)
         task_ready(self)
         if self.task.acks_late:
             self.acknowledge()
         self._fail_if_ended(error)
-        signals.task_failure.send(
-            sender=self.task,
-            task_id=self.id,
-            exception=error,
-            args=self.args,
-            kwargs=self.kwargs,
-            traceback=exc_info.traceback,
-            einfo=exc_info,
-        )
+        send_task_failure(self, exc_info, error)
         logger.error(
             "The process of %s[%s] died; a relay sends it again when its lease is over: %s",
             self.name,
@@ -60,20 +72,27 @@ class SafeRequest(Request):
         )
         return None
 
+    def _is_death(self, error: BaseException | None) -> bool:
+        """Return whether the task ended its process, and neither a revoke nor a shutdown did."""
+        was_ended = self._already_cancelled or self._already_revoked or state.should_terminate
+        return isinstance(error, _ENDS) and not was_ended
+
     def _comes_by_row(self) -> bool:
-        """Return whether nothing but the row brings the task back."""
+        """Return whether the task is run again only because of its outbox row."""
         task = self.task
         by_broker = task.acks_late and task.reject_on_worker_lost
-        by_celery = getattr(task, "retry_on_worker_lost", False)  # Celery 5.7
-        return "attempt" in get_header(self._context) and not (by_broker or by_celery)
+        comes_otherwise = by_broker or retries_after_death(task)
+        return "attempt" in get_header(self._context) and not comes_otherwise
 
     def _fail_if_ended(self, error: Exception) -> None:
-        """Store the failure, as Celery does, of one that died between its end and its result."""
+        """Store a failure, as Celery does, if the row has ended but no result was stored."""
         header = get_header(self._context)
         table = message_table(header.get("using", DEFAULT_DB_ALIAS))
 
         def fail() -> None:
             row = table.find(header["attempt"])
+            if row is None and table.goes_on(self.id):
+                return  # a retry continues the task, under another attempt
             backend: Any = self.task.backend
             if (row is None or row.ended_at) and backend.get_state(
                 self.id

@@ -1,4 +1,4 @@
-"""Holding messages back until a transaction commits, and letting them go then."""
+"""Holding messages back until a transaction commits, and publishing them then."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from celery import Celery
 from celery.canvas import Signature
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
+from .. import conf
 from ..events import TASK_KEPT, TASK_LOST, TASK_SENT
-from ..exceptions import WrongTransaction, describe_error, find_interruption
+from ..exceptions import ConfigurationError, WrongTransaction
+from ..foreign_errors import describe_error, find_interruption
 from ..locks import HeldLock
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic, in_atomic
@@ -24,13 +26,7 @@ from .capture import Captured, Message, capture
 from .deduplicate import is_claiming, is_marked
 from .departure import Departure
 from .eager import run_on_commit
-from .outbox import (
-    Outbox,
-    OutboxBatch,
-    bounded_publisher,
-    keep,
-    wants_outbox,
-)
+from .outbox import Outbox, OutboxBatch, bounded_publisher, keep, wants_outbox
 from .publisher import Publisher
 
 if TYPE_CHECKING:
@@ -53,27 +49,27 @@ def send_on_commit(
     """
     Send a signature or a canvas (chain, group, chord) when the transaction commits.
 
-    The whole is built now, so ids are final, arguments are frozen, and what
-    can't be sent raises here. Rolled back, savepoint included: nothing is sent.
-    Outside a transaction it is sent at once.
+    All messages are made now: ids are final, arguments are frozen, and values that
+    can't be sent raise here. If the transaction, or its savepoint, is rolled back,
+    nothing is sent. Outside a transaction the signature is sent at once.
 
     Args:
-        signature: What to send, such as ``chain(fetch.si(1), parse.si(2))``.
+        signature: The signature to send, such as ``chain(fetch.si(1), parse.si(2))``.
         using: Database alias whose commit to wait for; unset: ``"default"``.
-        outbox: Whether to keep its messages in the outbox until the broker has
-            them, also outside a transaction; ``"until_done"``: until their tasks have
-            ended; None: if one of its tasks says so, or ``OUTBOX``.
-        options: As for ``apply_async``.
+        outbox: Whether to keep the messages in the outbox until the broker has
+            them, even outside a transaction; ``"until_done"``: until their tasks have
+            ended; None: as its tasks or ``OUTBOX`` say.
+        options: See ``apply_async``.
 
     Returns:
-        What ``apply_async`` returns. Its ``send_error`` is None, or, once the
-        publication failed after the commit, that error.
+        The result of ``apply_async``. Its ``send_error`` is None, or the error if a
+        publication failed after the commit.
 
     Raises:
         NotSerializable: A value can't travel in a message.
         ConfigurationError: The database has no outbox.
-        WrongTransaction: ``using`` is in autocommit while another database is
-            inside ``atomic()``, so the send would not wait for that one.
+        WrongTransaction: ``using`` is in autocommit while another database is inside
+            ``atomic()``, so the send would not wait for that other database.
     """
     if not isinstance(signature, Signature):
         raise TypeError(
@@ -83,9 +79,9 @@ def send_on_commit(
     app = signature.app
     outbox = wants_outbox(app, signature) if outbox is None else outbox
     if not must_wait(using) and (not outbox or app.conf.task_always_eager):
-        return note_result(signature.apply_async(**options))
+        return as_sent_result(signature.apply_async(**options))
     if app.conf.task_always_eager:
-        return note_result(run_on_commit(signature, using, options))
+        return as_sent_result(run_on_commit(signature, using, options))
     canvas = type(signature) is not Signature
     return hold(
         app,
@@ -102,9 +98,16 @@ def must_wait(using: str | None) -> bool:
     Return whether a send has to wait for a commit of ``using``; False: send now.
 
     Raises:
-        WrongTransaction: Which transaction was meant is not clear.
+        WrongTransaction: It is not clear which transaction was meant.
+        ConfigurationError: DATABASES has no such alias.
     """
     alias = DEFAULT_DB_ALIAS if using is None else using
+    if alias not in connections:
+        known = ", ".join(map(repr, connections))
+        raise ConfigurationError(
+            f"using={using!r} names a database that DATABASES does not have. It has: {known}."
+            f"{conf.did_you_mean(alias, connections)}"
+        )
     connection = transaction.get_connection(alias)
     if not in_atomic(alias):
         others = [other for other in aliases_in_atomic() if other != alias]
@@ -126,7 +129,7 @@ def must_wait(using: str | None) -> bool:
 
 
 def _is_autocommit(connection: Any) -> bool:
-    # Asking a connection that is not open would open it, for a send that needs none.
+    # get_autocommit() would open a closed connection, although the send needs none.
     if connection.connection is None:
         return bool(connection.settings_dict["AUTOCOMMIT"])
     return bool(connection.get_autocommit())
@@ -142,18 +145,18 @@ def hold(
     canvas: bool = False,
 ) -> Any:
     """
-    Let ``send`` make its messages now, and publish them when ``using`` commits.
+    Make the messages of ``send`` now, and publish them when ``using`` commits.
 
     Args:
-        send: Sends with the options that it is given.
-        options: The caller's; ``producer`` and ``connection`` are kept for the
+        send: Called with the options; sends the task or canvas.
+        options: The caller's options; ``producer`` and ``connection`` are kept for the
             publication.
-        outbox: Whether to keep them in the outbox until then. Without an open
-            transaction they are committed, and published, at once.
-        canvas: Whether they are several, of which all are kept or none.
+        outbox: Whether to keep the messages in the outbox until then. Without an open
+            transaction their rows are committed, and the messages published, at once.
+        canvas: Whether there may be several messages, whose rows are written all or none.
 
     Returns:
-        What ``send`` returned.
+        The result of ``send``.
     """
     if outbox and (canvas or not transaction.get_connection(using).in_atomic_block):
         with transaction.atomic(using=using):
@@ -167,7 +170,7 @@ def hold(
             f"app's broker, {app.connection_for_write().as_uri()}. Leave it out, or outbox=False."
         )
     with capture(app) as captured:
-        result = note_result(send(options))
+        result = as_sent_result(send(options))
     departure = Departure.join(using)
     kept = None
     if outbox and captured.messages:
@@ -180,14 +183,14 @@ def hold(
 @dataclass
 class Held:
     """
-    What one call sent, until its commit, which calls this.
+    The captured messages of one call; the commit calls this object to publish them.
 
     Attributes:
-        departure: What it has in common with the other sends of that commit.
-        producer: The caller's own; None: one of the app's.
-        kept: Its rows in the outbox, if it has any.
-        goes_on: Whether its message is that by which a running task goes on, and no duplicate
-            of it.
+        departure: The departure that all sends of that commit share.
+        producer: The caller's own producer; None: one from the app's pool.
+        kept: The rows of the messages in the outbox, if there are any.
+        goes_on: Whether a running task continues with these messages, so that they are not
+            duplicates of its own message.
     """
 
     departure: Departure
@@ -199,7 +202,7 @@ class Held:
     goes_on: bool = False
 
     def __call__(self) -> None:
-        """Publish all of it."""
+        """Publish all messages."""
         self.departure.has_begun = True
         if self.kept is None:
             _publish_held(self)
@@ -208,13 +211,13 @@ class Held:
             _publish_held(self)
 
     def timeout_error(self) -> Exception | None:
-        """Return why no more of it is published at this commit; None: there is time."""
-        # Nobody would send later what is not in the outbox.
+        """Return why no more messages are published at this commit; None: there is time."""
+        # Messages without the outbox must be sent now, because no relay sends them later.
         return None if self.kept is None else self.departure.timeout_error()
 
     def publisher(self, app: Celery) -> Publisher:
-        """Return what publishes a message of an app; all sends of the commit share it."""
-        # By identity: of two connections with one URI each may have other options.
+        """Return the publisher of an app's messages, which all sends of the commit share."""
+        # By identity: two connections with the same URI may have different options.
         connection = None if self.producer is None else id(self.producer.connection)
         publishers, key = self.departure.publishers, (app, connection, self.kept is not None)
         if key not in publishers:
@@ -230,10 +233,10 @@ class Held:
 
 def _lasting_producer(app: Celery, options: dict[str, Any]) -> Any:
     """
-    Take the caller's broker connection out of ``options``; None if it is the app's own.
+    Remove the caller's producer from ``options`` and return it; None: use the app's own.
 
-    A group lends each of its members a producer of the app's pool, which
-    belongs to others by the time of the commit.
+    A group passes each of its members a producer from the app's pool, which others
+    may be using by the time of the commit.
     """
     producer = options.pop("producer", None) or options.pop("publisher", None)
     connection = options.pop("connection", None)
@@ -245,17 +248,17 @@ def _lasting_producer(app: Celery, options: dict[str, Any]) -> Any:
     return None if producer.connection.as_uri() == ours else producer
 
 
-def note_result(result: AsyncResult[T]) -> SentResult[T]:
-    """Give a result its ``send_error`` and, where nothing else has, its ``is_duplicate``."""
-    noted = cast("SentResult[T]", result)
-    if noted is not None:
-        noted.send_error = None
-        noted.__dict__.setdefault("is_duplicate", False)
-    return noted
+def as_sent_result(result: AsyncResult[T]) -> SentResult[T]:
+    """Set ``send_error`` of a result to None, and ``is_duplicate`` to False unless it is set."""
+    sent = cast("SentResult[T]", result)
+    if sent is not None:
+        sent.send_error = None
+        sent.__dict__.setdefault("is_duplicate", False)
+    return sent
 
 
 def _publish_held(held: Held) -> None:
-    """Publish all; a failure is emitted and recorded, and harms neither the commit nor the rest."""
+    """Publish all messages; a failure is emitted and affects neither the commit nor the rest."""
     if held.kept is None:
         _publish_all(held, [])
     elif held.kept.begin():
@@ -268,17 +271,17 @@ def _publish_held(held: Held) -> None:
 
 def _publish_all(held: Held, sent: list[int]) -> None:
     """
-    Publish what can be published, and emit what became of each message.
+    Publish the messages that can be published, and emit the outcome of each message.
 
     Args:
-        sent: Gets the numbers of the messages that the broker has.
+        sent: The numbers of the messages that the broker has are added to this list.
 
     Raises:
-        SoftTimeLimitExceeded: It is meant for the task that commits.
+        SoftTimeLimitExceeded: A soft time limit of the task that commits was reached.
     """
     messages = held.captured.messages
     interruption: SoftTimeLimitExceeded | None = None
-    stopped = held.timeout_error() or _prepare_chords(held)
+    stopped = _prepare_chords(held)
     if stopped is None and held.kept is None:
         _subscribe(held.departure, held.app, held.captured.subscriptions)
     if stopped is None and held.kept is not None and len(messages) > 1:
@@ -292,7 +295,7 @@ def _publish_all(held: Held, sent: list[int]) -> None:
                 error, duplicate = _publish(held, message)
             if isinstance(error, SoftTimeLimitExceeded):
                 interruption = error
-                if held.kept is not None:  # otherwise nobody would send the others
+                if held.kept is not None:  # a relay sends the others
                     stopped = error
         if error is not None:
             _record_failure(held, message, error)
@@ -314,7 +317,7 @@ def _publish_all(held: Held, sent: list[int]) -> None:
 
 
 def _announce(held: Held, message: Message) -> SoftTimeLimitExceeded | None:
-    """Emit that a message was sent; return a soft time limit that hit a receiver meanwhile."""
+    """Emit that a message was sent; return a soft time limit that interrupted a receiver."""
     try:
         held.publisher(message.app).announce(message)
         TASK_SENT.emit(send_on_commit, task=message.task, task_id=message.task_id, relayed=False)
@@ -324,10 +327,12 @@ def _announce(held: Held, message: Message) -> SoftTimeLimitExceeded | None:
 
 
 def _publish_together(held: Held, sent: list[int]) -> Exception | None:
-    """Publish as many as one request takes; return why no more can be published."""
+    """Publish many messages in one request; return why no more can be published."""
     messages = held.captured.messages
     if any(one.app is not held.app or is_claiming(one.options["headers"]) for one in messages):
         return None
+    if (late := held.timeout_error()) is not None:
+        return late
     in_time = takewhile(lambda _: held.timeout_error() is None, messages)
     try:
         held.publisher(held.app).publish_together(in_time, lambda _: sent.append(len(sent)))
@@ -339,7 +344,7 @@ def _publish_together(held: Held, sent: list[int]) -> Exception | None:
 
 
 def _publish(held: Held, message: Message) -> tuple[Exception | None, HeldLock | None]:
-    """Publish a message; return why that failed, and the lock that makes it a duplicate."""
+    """Publish a message; return the error, and the lock that makes the message a duplicate."""
     try:
         return None, held.publisher(message.app).publish(message, again=held.goes_on)
     except BrokerGone as gone:
@@ -349,21 +354,23 @@ def _publish(held: Held, message: Message) -> tuple[Exception | None, HeldLock |
 
 
 def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
-    """Record on the result of a send what became of its message: published, or a duplicate."""
+    """Record on the result of a send whether its message was published or was a duplicate."""
     result.is_duplicate = held is not None or is_marked(headers)
     if held is not None and held.holder.task_id is not None:
         result.id = held.holder.task_id
 
 
 def _prepare_chords(held: Held) -> Exception | None:
-    """Return why a chord could never complete; None if the result backend knows all it must."""
+    """Register chords; return the error that keeps a chord from ever completing, or None."""
     calls = held.captured.chord_calls
     if not calls:
         return None
+    if (late := held.timeout_error()) is not None:
+        return late
     app, faults = calls[0].app, held.departure.faults
     backend = "result backend of chords", app, held.kept is not None
     if backend in faults:
-        return faults[backend]  # nobody waits for it again
+        return faults[backend]  # don't wait for this backend again
     try:
         if held.kept is not None:
             held.kept.register_chord(calls)
@@ -387,10 +394,10 @@ def _subscribe_to(departure: Departure, message: Message, producer: Any) -> None
 
 def _subscribe(departure: Departure, app: Celery, calls: Sequence[Callable[[], object]]) -> None:
     """
-    Subscribe to results, unless the app's result backend did not answer a moment ago.
+    Subscribe to results, unless a subscription of the same commit already failed for this app.
 
-    A failure costs only that, with a warning: a caller that waits for a result asks for it
-    again. A soft time limit is raised once all messages are out.
+    A failure is only logged as a warning, because a caller that waits for a result requests it
+    again. A soft time limit is raised once all messages are published.
     """
     if app in departure.without_results:
         return

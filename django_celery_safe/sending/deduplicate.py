@@ -1,11 +1,11 @@
-"""Publishing a message if the same is not on its way already."""
+"""Publishing a message unless the same message is already on its way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ..concurrency.sent import find_lock_of
+from ..concurrency.sent import find_lock_of, leave_period
 from ..delivery.header import HEADER, read_header
 from ..events import TASK_DUPLICATE, TASK_DUPLICATE_PUBLISHED
 from ..leases.holder import describe_arguments
@@ -16,23 +16,23 @@ def publish_once(
     headers: dict[str, Any], publish: Callable[[], object], *, again: bool = False
 ) -> HeldLock | None:
     """
-    Publish a message, and take the lock that keeps the same from being sent again.
+    Publish a message, and take the lock that keeps the same message from being sent again.
 
-    If that is held, the message is a duplicate. One for which a canvas waits is
-    published all the same, and its run does nothing; any other is dropped.
+    If the lock is held, the message is a duplicate. If a canvas waits for a duplicate,
+    it is published anyway, and its run does nothing; any other duplicate is dropped.
 
     Args:
-        headers: The message's own, which may be changed.
-        publish: Publishes it, with these headers.
+        headers: The headers of the message, which may be changed.
+        publish: Publishes the message, with these headers.
         again: Whether this very message may have been published before.
 
     Returns:
-        None if it was published; else the lock of the message that was sent before.
+        None if the message was published; otherwise the lock of the message sent before.
 
     Raises:
         LockBackendError: The lock's store did not answer; nothing was published.
         kombu.exceptions.OperationalError: The broker can't be reached; the lock
-            was given back.
+            was released.
     """
     task = headers.get("task")
     header = read_header(headers, task)
@@ -43,19 +43,23 @@ def publish_once(
         return None
     arguments = describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
     held = sent.claim(task, headers["id"], seconds, arguments)
+    if sent.is_period:
+        leave_period(headers)
     if held is None:
         try:
             publish()
         except BaseException:
+            headers[HEADER] = header
             sent.move(0)
             raise
         return None
     first = held.holder.task_id
     if first == headers["id"] and (again or header.get("canvas")):
-        # The very message again: one that replaces its own run, or the next link of a chain
-        # whose task was delivered twice. It goes on with that lock, and if it can't be
-        # published leaves it to the other.
-        headers[HEADER] = {**header, "sent": held.token}
+        # The same message again: it replaces its own run, or it is the next link of a chain
+        # whose task was delivered twice. It shares the lock with the other copy, so the lock
+        # is not released if publishing fails.
+        if not sent.is_period:
+            headers[HEADER] = {**header, "sent": held.token}
     elif first is not None:
         published = header.get("canvas", False)
         if published:
@@ -63,13 +67,14 @@ def publish_once(
             publish()
         _emit_duplicate(headers, held, published)
         return None if published else held
-    # Nobody: it was freed a moment ago, and who takes it next sends the same once more.
+    # The lock has no holder: it was freed a moment ago. Another sender may take it and send the
+    # same message once more.
     publish()
     return None
 
 
 def is_claiming(headers: dict[str, Any]) -> bool:
-    """Return whether it shows only at its publication if a message is a duplicate."""
+    """Return whether only the publication of a message shows if it is a duplicate."""
     return "sent" in read_header(headers, headers.get("task"))
 
 

@@ -1,9 +1,9 @@
 """
-What the sends of one commit share, so that their waits do not add up.
+The state that the sends of one commit share, so that their waits do not add up.
 
-Each send is a callback of its own, in the order of the calls and among the callbacks of
-others. A :class:`Departure` is what they have in common: the time that the commit may
-spend on the outbox, the faults that one of them met, and the rows that they wrote.
+Each send is a separate ``on_commit`` callback, in the order of the calls, and other callbacks
+may run in between. Their shared :class:`Departure` has the time that the commit may spend on
+the outbox, the faults that occurred, and the rows that the sends wrote.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
 from django.db import transaction
-from django.db.models.functions import Now
 from kombu.exceptions import OperationalError
 
 from .. import conf
+from ..databases import Now
 from ..exceptions import CelerySafeError
 from ..statements import change_returning
 from ..texts import get_logger
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: A relay takes a row this long after its INSERT, s, and ``OUTBOX_SEND_TIMEOUT``: its sender
-#: died, or its transaction takes longer than that.
+#: A relay takes a row this long, in s, plus ``OUTBOX_SEND_TIMEOUT`` after its INSERT: by then
+#: the sender has died, or its transaction takes too long.
 GRACE: Final = 5.0
-#: What must not leave the commit when a row's state can't be read or written.
+#: Errors that must not escape from the commit if a row's state can't be read or written.
 UNSETTLED: Final = (DatabaseError, CelerySafeError)
-#: Rows that one statement looks for: SQLite takes a limited number of parameters.
+#: Rows that one statement selects: SQLite accepts a limited number of parameters.
 LOOK: Final = 1000
 
 
@@ -52,50 +52,50 @@ class Departure:
     The sends of one commit.
 
     Args:
-        using: Alias of the database whose commit it is.
+        using: Alias of the database that commits.
     """
 
     def __init__(self, using: str) -> None:
         self.using = using
-        #: Whether the commit has come; a later send belongs to another one.
+        #: Whether the commit has happened; a later send belongs to another commit.
         self.has_begun = False
-        #: The publishers of its messages, by broker. A broker that is gone is not waited for again.
+        #: The publishers by broker, so that the commit does not wait twice for a broker.
         self.publishers: dict[Hashable, Publisher] = {}
         #: Errors of result backends that did not register a chord, by app.
         self.faults: dict[Hashable, Exception] = {}
-        #: The apps whose result backends did not take a subscription.
+        #: The apps whose result backend failed to subscribe to a result.
         self.without_results: set[Celery] = set()
-        #: A soft time limit that hit a subscription, to be raised once all messages are out.
+        #: A soft time limit that interrupted a subscription; raised when all messages are out.
         self.interruption: SoftTimeLimitExceeded | None = None
-        #: What is left of ``OUTBOX_SEND_TIMEOUT``, s; None: all of it.
+        #: The remaining time of ``OUTBOX_SEND_TIMEOUT``, s; None: all of it.
         self._left: float | None = None
         self._give_up_at = math.inf
 
     @cached_property
     def timeout(self) -> float:
         """``OUTBOX_SEND_TIMEOUT``, s, as it was when a send first used the outbox."""
-        return send_timeout()
+        return conf.send_timeout()
 
     @cached_property
     def rows(self) -> WrittenRows:
-        """The rows of the outbox that its sends wrote."""
+        """The outbox rows that the sends of this commit wrote."""
         return WrittenRows(self.using, self.timeout)
 
     @classmethod
     def join(cls, using: str | None) -> Departure:
-        """Return the departure of the open transaction, with all that waits for its commit."""
+        """Return the departure that the sends of the open transaction share."""
         connection = transaction.get_connection(using)
         for entry in reversed(connection.run_on_commit):
             departure = getattr(entry[1], "departure", None)
             if isinstance(departure, cls):
-                if departure.has_begun:  # a TestCase runs callbacks, and goes on
+                if departure.has_begun:  # a TestCase ran its callbacks, and is still open
                     break
                 return departure
         return cls(connection.alias)
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Let what the block takes count as time that the commit has waited for the outbox."""
+        """Count the duration of the block as time that the commit spends on the outbox."""
         left = self.timeout if self._left is None else self._left
         began = time.monotonic()
         self._give_up_at = began + left
@@ -105,7 +105,7 @@ class Departure:
             self._left = left - (time.monotonic() - began)
 
     def timeout_error(self) -> Exception | None:
-        """Return why no more of the outbox is published at this commit; None: there is time."""
+        """Return why this commit publishes no more outbox messages; None: there is time."""
         if time.monotonic() < self._give_up_at:
             return None
         return OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
@@ -113,34 +113,34 @@ class Departure:
 
 class WrittenRows:
     """
-    The rows of the outbox that the sends of one transaction wrote.
+    The outbox rows that the sends of one transaction wrote.
 
-    The row decides: a message whose row is not there after the commit is not sent. Django
-    runs the callbacks also of a savepoint that was rolled back by its id, and after a COMMIT
-    of which PostgreSQL made a rollback.
+    A message is sent only if its row exists after the commit. Django also runs the callbacks
+    of a savepoint that was rolled back by its id, and runs callbacks after a COMMIT that
+    PostgreSQL turned into a rollback.
     """
 
     def __init__(self, using: str, timeout: float) -> None:
         self.using, self._timeout = using, timeout
         self._rows: list[Row] = []
-        #: The number of each row. SQLite gives the key of a row that was rolled back to the
-        #: next row, of this process or of another one, so the key alone says too little.
+        #: The number of each row. The key alone is not enough: SQLite reuses the key of a row
+        #: that was rolled back for the next row, in this process or in another one.
         self._numbers: dict[Row, int] = {}
         self._ours: set[Row] = set()
         self._looked = 0
-        #: Whether the last look was a claim, which passes by what a relay has.
+        #: Whether the last query was a claim, which skips rows that a relay has claimed.
         self._was_claim = False
-        #: A send that begins before this has ended before a relay takes its rows: it may take
-        #: the whole ``OUTBOX_SEND_TIMEOUT``, and its last publication as long again.
+        #: A send that starts before this time ends before a relay takes its rows, even if it
+        #: takes the whole ``OUTBOX_SEND_TIMEOUT`` and its last publication as long again.
         self._ours_until = math.inf
 
     @property
     def sender_time(self) -> float:
-        """For how long rows belong to their sender from their INSERT on, s."""
+        """How long rows belong to their sender after their INSERT, s."""
         return self._timeout + GRACE
 
     def add(self, rows: Sequence[Row]) -> int:
-        """Add rows that were just inserted; return the number of the first of them."""
+        """Add rows that were just inserted; return the number of the first row."""
         until = time.monotonic() + max(0.0, GRACE - self._timeout)
         self._ours_until = min(self._ours_until, until)
         start = len(self._rows)
@@ -150,13 +150,13 @@ class WrittenRows:
 
     def are_ours(self, start: int, count: int) -> bool:
         """
-        Return whether these rows were committed, and no relay has one of them, nor will meanwhile.
+        Return whether these rows were committed, and no relay takes them before they are sent.
 
-        That takes one query for all rows of a commit, or for each thousand of them.
+        This takes one query for all rows of a commit, or for every thousand rows.
 
         Args:
             start: Number of the first row, as :meth:`add` returned it.
-            count: How many they are.
+            count: Number of rows.
         """
         is_late = time.monotonic() >= self._ours_until
         end = start + count
@@ -172,7 +172,7 @@ class WrittenRows:
         if missing and not self._was_claim:
             logger.warning(
                 "%d message(s) of %r are not sent, since their rows are not in the outbox: Django "
-                "was not told that they were rolled back, such as by savepoint_rollback() or by "
+                "does not know that they were rolled back, such as by savepoint_rollback() or by "
                 "an error of a query that was caught inside atomic(). Put a nested atomic() "
                 "around what may fail.",
                 missing,
@@ -181,7 +181,7 @@ class WrittenRows:
         return not missing
 
     def release(self, start: int) -> None:
-        """Leave these rows, and all after them, to a relay at once, but for those that one has."""
+        """Leave the row ``start`` and all later rows to a relay now, unless a relay has them."""
         rows, self._rows[start:] = self._rows[start:], []
         held = timedelta(seconds=self.sender_time)
         for part in in_parts(rows):
@@ -192,7 +192,7 @@ class WrittenRows:
 
     def _claim(self, rows: Sequence[Row]) -> set[Row]:
         held, lease = self.sender_time, self.sender_time + self._timeout
-        # A row that a relay has is due later than that, and one that it had has attempts.
+        # A row that a relay has claimed is due later; a row that it had claimed has attempts.
         soon = Now() + timedelta(seconds=held)
         free = self._query(rows).pending().filter(due_at__lte=soon, attempts=0)
         due_at = Now() + timedelta(seconds=lease)
@@ -208,10 +208,5 @@ class WrittenRows:
 
 
 def in_parts(rows: Sequence[T]) -> list[Sequence[T]]:
-    """Return rows in parts, as many as one statement takes."""
+    """Split rows into parts that are small enough for one statement."""
     return [rows[first : first + LOOK] for first in range(0, len(rows), LOOK)]
-
-
-def send_timeout() -> float:
-    """Return ``OUTBOX_SEND_TIMEOUT``, s."""
-    return conf.send_timeout("OUTBOX_SEND_TIMEOUT")

@@ -1,8 +1,8 @@
 """
-Sending on commit where tasks run eagerly (``task_always_eager``).
+Sending on commit if tasks run eagerly (``task_always_eager``).
 
-There are no messages then: what is to be sent is checked and copied at the call,
-as making its messages would do, and run in this process at the commit.
+There are no messages in this case: a call checks and copies its arguments as it would for a
+message, and the task runs in this process at the commit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from celery.states import FAILURE, PENDING
 from django.db import transaction
 from kombu.serialization import loads
 
-from ..exceptions import describe_error
+from ..foreign_errors import describe_error
 from ..texts import get_logger
 from .arguments import serialize
 
@@ -29,7 +29,7 @@ _running: ContextVar[str | None] = ContextVar("django_celery_safe_running_eagerl
 
 
 def is_running(task_id: str | None) -> bool:
-    """Return whether this very send is the one that a commit runs now, which waits no more."""
+    """Return whether a commit is running this very send now, so that it must not wait again."""
     return task_id is not None and task_id == _running.get()
 
 
@@ -37,11 +37,11 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
     """
     Run a signature or canvas when ``using`` commits.
 
-    A task that fails is logged, and harms neither the commit nor the callbacks after it.
+    If a task fails, the error is logged and affects neither the commit nor later callbacks.
 
     Returns:
-        The result, under its final ids: pending, until the commit fills it in.
-        None for a chain without tasks.
+        The result, with its final ids. It is pending until the commit fills it in.
+        None: the canvas is a chain without tasks.
 
     Raises:
         NotSerializable: A value could not travel in a message.
@@ -51,7 +51,7 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
         return None  # as apply_async does
     if type(signature) is Signature:
         _check_task(signature, options)
-    # The copy has all its parts for itself, the members of a group too.
+    # The copy shares nothing with the original, not even the members of a group.
     body: Any = ((signature, dict(options)), {})
     content_type, encoding, data = serialize(str(signature.task), body, "pickle")
     (frozen, given), _ = loads(data, content_type, encoding, accept={content_type})
@@ -60,11 +60,11 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
     def run() -> None:
         token = _running.set(result.id)
         try:
-            # With `throw` the error of a task would leave the commit, as with
-            # task_eager_propagates, and the callbacks after this one would not run.
+            # With `throw`, or task_eager_propagates, the error of a task would escape
+            # from the commit, and the callbacks after this one would not run.
             found = frozen.apply_async(**{**given, "throw": False})
         except SoftTimeLimitExceeded:
-            raise  # it is meant for the task that commits
+            raise  # the limit belongs to the task that commits
         except Exception as error:
             logger.error(
                 "Task %s[%s] failed when it ran eagerly at the commit: %s",
@@ -86,7 +86,7 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
 
 
 def _check_task(signature: Signature[Any], options: Mapping[str, Any]) -> None:
-    """Check a single task's arguments as its message would have them checked."""
+    """Check a single task's arguments as they would be checked for a message."""
     task: Any = signature.app.tasks.get(str(signature.task))
     if task is None:
         return

@@ -1,4 +1,4 @@
-"""How a carried task goes on by other messages, whose rows are written before they leave."""
+"""Continuing a carried task with other messages, whose rows are written before they are sent."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from django.db import transaction
 from .capture import Captured
 from .commit import Held
 from .departure import Departure
-from .outbox import OutboxBatch, attempt_of, keep, keeps_sent, rewrite
+from .outbox import OutboxBatch, attempt_id_of, keep, keeps_sent, rewrite
 
 
-def publish_again(using: str, row: Any, token: str, task_id: str, captured: Captured) -> bool:
+def publish_again(
+    using: str, row: Any, token: str, task_id: str, captured: Captured, *, other_work: bool
+) -> bool:
     """
-    Let a carried task go on by other messages: that of a retry, or of what replaces it.
+    Continue a carried task with other messages: those of a retry or of a replacement.
 
-    A message of the same id is written into its row, any other gets a row of its own. Without
-    one of the same id its row ends.
+    A message with the task's id is written into the task's row; any other message gets a new
+    row. If no message has the task's id, the task's row ends.
 
     Args:
         row: The row of the task.
-        token: The claim of the run.
+        token: The token of the run's claim.
+        other_work: Whether the messages are for other work, so that a result that this task was
+            finished with does not count for them.
 
     Returns:
         Whether the claim still held the row.
@@ -30,10 +34,14 @@ def publish_again(using: str, row: Any, token: str, task_id: str, captured: Capt
     others = [one for one in captured.messages if one not in own]
     with transaction.atomic(using=using):
         departure = Departure.join(using)
-        kept = rewrite(own[0], departure, row.filter(token=token)) if own else None
+        kept = (
+            rewrite(own[0], departure, row.filter(token=token), other_work=other_work)
+            if own
+            else None
+        )
         if kept is None and (own or not row.end_or_erase(token, keep=keeps_sent())):
-            # The answer to the commit before may have got lost.
-            names = list(filter(None, map(attempt_of, captured.messages)))
+            # An earlier call may have committed, and only the answer got lost.
+            names = list(filter(None, map(attempt_id_of, captured.messages)))
             return bool(row.model.objects.using(using).filter(attempt__in=names).exists())
         if kept is not None:
             _publish_on_commit(departure, Captured(own), kept)

@@ -1,9 +1,9 @@
 """
-Publishing messages: which of them the broker has, and why it does not have the others.
+Publishing messages, and reporting which of them the broker has and why it lacks the others.
 
-A commit, its outbox and a relay have a :class:`Publisher` each. They differ in whose
-connection they use, in how long one wait may take, and in what becomes of a message that
-was not published. ``broker`` has the connections, ``deduplicate`` the locks of messages.
+A commit, its outbox and a relay each have a :class:`Publisher`. They differ in the connection
+that they use, in how long one wait may take, and in what happens to a message that was not
+published. ``broker`` has the connections, ``deduplicate`` the locks of messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from ..batches import in_batches
 from ..concurrency.sent import seconds_until
-from ..exceptions import describe_error, find_interruption
+from ..foreign_errors import describe_error, find_interruption
 from ..locks import HeldLock
 from ..texts import get_logger
 from .broker import BrokerGone, is_out_of_order, is_timeout, is_unreachable
@@ -35,12 +35,12 @@ logger = get_logger(__name__)
 
 #: Messages that one request publishes.
 TOGETHER: Final = 100
-#: Exchange by which Celery delays what goes to a quorum queue (celery/app/base.py), and what
-#: it puts in front of the routing key: the seconds, in 28 binary digits.
+#: Exchange through which Celery delays messages to a quorum queue (celery/app/base.py), and the
+#: prefix that it adds to the routing key: the delay in seconds, as 28 binary digits.
 DELAYED: Final = "celery_delayed_27"
 DELAY: Final = re.compile(r"(?:[01]\.){28}")
 
-#: Lends a producer; raises BrokerGone if it can't be connected.
+#: Lends a producer; raises BrokerGone if the broker can't be reached.
 Lend: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
@@ -53,11 +53,11 @@ class Publisher:
         lend: Lends the producer for each publication.
         prepare: Called right before each publication with the message and the producer.
             None: nothing is called.
-        wait: Longest wait for one answer of the broker, s. A message is tried at once a second
-            time, since its connection may have been cut while nobody used it. None: the message's
-            own retry policy holds.
-        patient: Whether a message is tried a second time also if the broker was silent, and
-            what Celery's default exchange leads to is declared anew, too, at a few requests more.
+        wait: Longest wait for one answer from the broker, s. A message that fails is tried once
+            more at once, because an idle connection may have been cut. None: the message's own
+            retry policy applies.
+        patient: Whether a message is tried a second time even if the broker did not answer, and
+            queues of the default exchange are declared again too, with a few more requests.
         has_time: Returns whether there is time for another try.
     """
 
@@ -77,17 +77,17 @@ class Publisher:
         if wait is not None:
             self._options = {"retry": False, "timeout": wait, "confirm_timeout": wait}
         self._patient, self._has_time = patient, has_time
-        #: Set once the broker was gone: no later message waits for it.
+        #: Set once the broker is gone, so that later messages don't wait for it.
         self.gone: BrokerGone | None = None
-        #: Connections through which it declares queues again: a broker that came
-        #: back without its memory has lost them.
+        #: Connections on which queues are declared again: a broker that restarted without
+        #: its data has lost them.
         self._redeclaring: WeakSet[Any] = WeakSet()
-        #: Whether Celery's events could not be sent: one wait for all of them is enough.
+        #: Whether an event could not be sent; no later event is tried, to wait only once.
         self._lost_event = False
 
     def publish(self, message: Message, *, again: bool = False) -> HeldLock | None:
         """
-        Publish a message, unless the same is on its way.
+        Publish a message, unless the same message is already on its way.
 
         Args:
             again: Whether this very message may have been published before.
@@ -98,7 +98,7 @@ class Publisher:
         Raises:
             BrokerGone: The broker takes no message now; it may have this one.
             LockBackendError: The store of the message's lock did not answer.
-            Exception: This message can't be sent, for its own fault.
+            Exception: This message can't be sent, and the message itself is the cause.
         """
         if self.gone is not None:
             raise self.gone
@@ -113,10 +113,10 @@ class Publisher:
         self, messages: Iterable[Message], report: Callable[[Message], object]
     ) -> None:
         """
-        Publish messages that take no lock a hundred in one request, where the transport can.
+        Publish messages that take no lock, a hundred in one request, if the transport can.
 
-        Messages that are not reported are to be published one by one: the transport can't, or
-        nobody knows which messages of a failed request the broker has.
+        The caller must publish unreported messages one by one: either the transport can't
+        publish several at once, or a request failed, and the broker may have some of them.
 
         Args:
             report: Called with each message that the broker has, in their order.
@@ -142,7 +142,7 @@ class Publisher:
             self.gone = gone
             raise
         except Exception as error:
-            # kombu's batch wraps each error, also one that is meant for the running task.
+            # kombu's batch wraps every error, even a soft time limit of the running task.
             if (limit := find_interruption(error, outer)) is not None:
                 raise limit from error
             if is_timeout(error) and not self._patient:
@@ -151,9 +151,9 @@ class Publisher:
 
     def announce(self, message: Message) -> None:
         """
-        Emit what Celery's own sender emits after a publication: a signal, and an event.
+        Emit the signal and the event that Celery's own sender emits after a publication.
 
-        A failure costs only that, with a warning: the broker has the message.
+        A failure is only logged as a warning, because the broker has the message.
         """
         with _harmless(message):
             if signals.after_task_publish.receivers:
@@ -204,7 +204,7 @@ def put(message: Message, producer: Any, **options: Any) -> None:
         options: Options of ``Producer.publish``, which take precedence over the message's own.
     """
     given = {**message.options, **options}
-    # A time to live and a delay are relative, and the message has waited.
+    # The message has waited, so its relative time to live and delay are computed again.
     if given.get("expiration") is not None:
         left = seconds_until(message.expires)
         given["expiration"] = given["expiration"] if left is None else max(0.0, left)
@@ -242,10 +242,7 @@ def _harmless(message: Message) -> Iterator[None]:
 
 def _send_after_publish(message: Message) -> None:
     body = loads(
-        message.data,
-        message.content_type,
-        message.content_encoding,
-        accept={message.content_type},
+        message.data, message.content_type, message.content_encoding, accept={message.content_type}
     )
     signals.after_task_publish.send(
         sender=message.task,
@@ -275,7 +272,7 @@ def _publish_event(
 
 
 def _dispatcher(app: Celery) -> Any:
-    """Return what sends an app's events, and unlike Celery's own raises if it can't."""
+    """Return an event dispatcher for an app that raises errors, unlike Celery's own."""
     amqp: Any = app.amqp
     dispatcher = getattr(amqp, "celery_safe_dispatcher", None)
     if dispatcher is None:

@@ -1,16 +1,15 @@
 """
-Sending what is left in the outbox.
+Sending the messages that are left in the outbox.
 
-A relay claims a batch of rows under a lease, publishes them, and deletes them: dying on
-any line, it sends a batch again at most, and loses nothing. Any number of relays work
-side by side. A broker or database that is gone costs no message an attempt; a message
-that fails while the broker is there is tried again later, and set aside as dead in the
-end, never in the way of others.
+A relay claims a batch of rows under a lease, publishes their messages, and deletes the rows.
+If it dies on any line, nothing is lost, and at most one batch is sent again. Any number of
+relays can run side by side. No message loses an attempt while the broker or the database is
+gone. A message that fails while the broker is available is retried later, without blocking
+others, and finally set aside as dead.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -28,10 +27,8 @@ from django.db import (
     connections,
 )
 from django.db import Error as DatabaseError
-from django.db.models.functions import Now
 
-from .. import conf
-from ..concurrency.sent import seconds_until
+from ..concurrency.sent import leave_period, seconds_until
 from ..databases import refuse_untested
 from ..delivery.header import read_header
 from ..events import (
@@ -41,14 +38,15 @@ from ..events import (
     TASK_NOT_RELAYED,
     TASK_RELAYED,
 )
-from ..exceptions import ConfigurationError, LockBackendError, describe_error
-from ..leases.holder import HOST
+from ..exceptions import ConfigurationError, LockBackendError
+from ..foreign_errors import describe_error
 from ..texts import get_logger
 from .broker import BrokerGone, OwnConnection, is_backend_gone
 from .capture import Message
-from .outbox import EXPIRED, register_all, seconds_until_eta, settle_rows
+from .housekeeping import Housekeeping
+from .outbox import EXPIRED, CarriedAttempt, keeps_sent, register_all, settle_rows
 from .publisher import Publisher
-from .serialization import AppNotLoaded, to_message
+from .serialization import ForAnotherRelay, to_message
 from .trouble import Trouble
 
 if TYPE_CHECKING:
@@ -56,38 +54,36 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Rows that are claimed at a time; a relay that is killed sends as many again.
+#: Rows that a relay claims at a time. If the relay is killed, at most this many are re-sent.
 BATCH: Final = 100
-#: For how long they are claimed. No message is published in the second half of that.
+#: How long rows are claimed. No message is published in the second half of this time.
 LEASE: Final = timedelta(seconds=60)
-#: Longest wait for an answer of the broker, s.
+#: Longest wait for an answer from the broker, s.
 LONGEST_WAIT: Final = 10.0
-#: How often a message is tried before it is dead: about two hours, see ``models``.
+#: How many times a message is tried before it is dead: for about two hours, see ``models``.
 ATTEMPTS: Final = 20
-#: Time until a message is due again that could not be sent for another's fault, such as
-#: that of a lock's store.
+#: Delay of a message that could not be sent because another service, such as the store of its
+#: lock, is unavailable.
 PUT_OFF: Final = timedelta(seconds=10)
-#: The same for a message on which the broker stopped answering twice. The message may be the
+#: Delay of a message if the broker stopped answering on both tries. The message may be the
 #: cause, so others go first.
 PUT_BEHIND: Final = timedelta(seconds=60)
-#: How often a busy relay looks for what is due from the very beginning, s.
+#: How often a busy relay looks for due rows starting with the oldest, s.
 LOOK_BACK: Final = 1.0
 #: Pause when nothing is due, s.
 IDLE: Final = 1.0
-#: How often a relay notes that it is there, s.
-MINUTE: Final = 60.0
 
 
 class PutOff(Exception):
-    """A message can't be sent now, for no fault of its own nor of the broker."""
+    """A message can't be sent now, and neither the message nor the broker is the cause."""
 
 
 class ClaimedMessage(NamedTuple):
     """
-    A row that was claimed, and its message.
+    A claimed row and its message.
 
     Attributes:
-        needs: The servers that must answer before it is published, by names; empty: none.
+        needs: The names of servers that must answer before it is published; empty: none.
     """
 
     row: OutboxMessage
@@ -98,6 +94,8 @@ class ClaimedMessage(NamedTuple):
     def of(cls, row: OutboxMessage) -> Self:
         """Read the message of a row; see :func:`to_message`."""
         message, needed = to_message(row)[0], []
+        if _was_sent(row):
+            leave_period(message.options["headers"])  # it started when the message was first sent
         header = read_header(message.options["headers"], message.task)
         if row.chord:
             needed.append("the result backend")
@@ -107,70 +105,65 @@ class ClaimedMessage(NamedTuple):
 
     @property
     def is_expired(self) -> bool:
-        """Whether it is to be sent again although its task is not to begin any more."""
+        """Whether the message would be re-sent although its task has expired."""
         left = seconds_until(self.message.expires) if self.row.why_again else None
         return left is not None and left <= 0
 
 
 class Relay:
     """
-    Sends what is due in the outbox of one database.
+    Sends the due messages in the outbox of one database.
 
     Args:
         using: Alias of the database.
-        attempts: How often a message is tried before it is dead.
-        housekeeping: Called with the alias once a minute, such as a sweep of stages. An
-            error that it raises stops the relay. None: nothing is called.
+        attempts: How many times a message is tried before it is dead.
 
     Raises:
-        ConfigurationError: The database has autocommit off, so nothing would be kept.
-        BackendNotSupported: It is neither PostgreSQL nor SQLite.
+        ConfigurationError: The database has autocommit off, so nothing would be committed; or
+            ``OUTBOX_RETENTION`` is not valid.
+        BackendNotSupported: The database is neither PostgreSQL, MariaDB, MySQL nor SQLite.
     """
 
-    def __init__(
-        self,
-        using: str = DEFAULT_DB_ALIAS,
-        *,
-        attempts: int = ATTEMPTS,
-        housekeeping: Callable[[str], object] | None = None,
-    ) -> None:
+    def __init__(self, using: str = DEFAULT_DB_ALIAS, *, attempts: int = ATTEMPTS) -> None:
         refuse_untested(using, "hold an outbox")
         if not connections[using].settings_dict["AUTOCOMMIT"]:
             raise ConfigurationError(
                 f"The database {using!r} has AUTOCOMMIT off, and the relay's steps would not be "
                 f"committed. Give the relay an alias without it: --database=ALIAS."
             )
+        keeps_sent()  # otherwise a setting that is not valid would show only after sending
         self.using = using
         self._attempts = attempts
-        self._housekeeping = housekeeping
+        #: The relay's chores besides sending.
+        self.housekeeping = Housekeeping(using)
         self._connections: dict[Celery, OwnConnection] = {}
         #: The publishers of the messages of this batch.
         self._publishers: dict[Celery, Publisher] = {}
-        #: Rows of the batch that nothing was decided about yet.
+        #: Rows of the batch without an outcome yet.
         self._left: set[int] = set()
-        #: Rows that were sent, and in how many seconds their tasks are to begin; None: the row
-        #: ends with the sending.
-        self._sent: dict[int, float | None] = {}
-        #: Messages that were sent, and that receivers do not know of yet.
+        #: Rows that were sent, with the attempts of their messages; None: the row ends once its
+        #: message is sent.
+        self._sent: dict[int, CarriedAttempt | None] = {}
+        #: Messages that were sent, but not announced to receivers yet.
         self._unannounced: list[Message] = []
-        self._looks_after_at = 0.0
-        #: When the last row was due that it claimed, and until when it looks only from there on.
+        #: When the last claimed row was due, and until when the relay looks only at later rows.
         self._since: datetime | None = None
         self._looks_back_at = 0.0
-        #: How many messages it has sent.
-        self.count = 0
+        #: How many messages it has sent, and how many turns it has taken.
+        self.count = self.turns = 0
 
     def run(self, stop: threading.Event) -> None:
         """
-        Send until ``stop`` is set.
+        Send due messages until ``stop`` is set.
 
-        What is under way at that moment is brought to its end. A broker or
-        database that is gone is waited for.
+        A batch that has started is finished first. While the broker or the database is
+        gone, the relay waits.
         """
         trouble = Trouble(self.using)
         while not stop.is_set():
+            self.turns += 1
             try:
-                self.heartbeat_and_prune()
+                self.housekeeping.take_turn_if_due()
                 found = self.relay_batch()
             except (BrokerGone, OperationalError, InterfaceError, InternalError) as error:
                 if isinstance(error, DatabaseError):
@@ -178,33 +171,33 @@ class Relay:
                 stop.wait(trouble.pause(error))
                 continue
             if found:
-                trouble.is_over()  # none may be due because another relay waits with them
+                trouble.is_over()  # no rows prove nothing: another relay may hold them
             else:
                 stop.wait(IDLE)
 
     def drain(self, until: Callable[[], bool] = lambda: False) -> None:
         """
-        Send what is due now.
+        Send the messages that are due now.
 
         Args:
-            until: Asked before each batch whether to stop nevertheless.
+            until: Called before each batch; True stops early.
 
         Raises:
             BrokerGone: The broker can't be reached.
-            django.db.Error: The database can't.
+            django.db.Error: The database can't be reached.
         """
-        self.heartbeat_and_prune()
+        self.housekeeping.take_turn_if_due()
         while not until() and self.relay_batch():
             pass
 
     def relay_batch(self) -> int:
         """
-        Send one batch of what is due, and return how many rows were.
+        Send one batch of due messages, and return the number of rows that were claimed.
 
         Raises:
             BrokerGone: The broker can't be reached; no message lost an attempt.
-            django.db.Error: The database can't. What was sent is noted there as
-                soon as it is back, or is sent again.
+            django.db.Error: The database can't be reached. The messages that were sent are
+                recorded once it is available again, or are sent again.
         """
         self._settle()
         stop_at = time.monotonic() + LEASE.total_seconds() / 2
@@ -217,7 +210,7 @@ class Relay:
                 try:
                     self._publish(app, [one for one in claimed if one.message.app is app], stop_at)
                 except BrokerGone as error:
-                    gone.append(error)  # that of another app may be there
+                    gone.append(error)  # another app's broker may be available
             if gone:
                 raise gone[0]
         finally:
@@ -226,23 +219,6 @@ class Relay:
             self._announce()
         return len(rows)
 
-    def heartbeat_and_prune(self) -> None:
-        """Once a minute: write the heartbeat row, prune sent rows, run ``housekeeping``."""
-        if time.monotonic() < self._looks_after_at:
-            return
-        from ..models.outbox import OutboxRelay  # needs the app registry
-
-        relays = OutboxRelay.objects.using(self.using)
-        seen = {"host": HOST, "pid": os.getpid(), "seen_at": Now()}
-        if not relays.filter(pk=1).update(**seen):
-            relays.bulk_create([OutboxRelay(pk=1, **seen)], ignore_conflicts=True)
-        self._rows().recall()
-        self._rows().prune(conf.retention("OUTBOX_RETENTION"))
-        self._rows().failed_before(conf.retention("OUTBOX_FAILED_RETENTION")).erase()
-        self._looks_after_at = time.monotonic() + MINUTE
-        if self._housekeeping is not None:
-            self._housekeeping(self.using)
-
     def close(self) -> None:
         """Close the connections to the broker."""
         for connection in self._connections.values():
@@ -250,11 +226,11 @@ class Relay:
 
     def _claim(self) -> list[OutboxMessage]:
         """
-        Claim a batch of what is due, beginning where the last batch ended.
+        Claim a batch of due rows, starting where the last batch ended.
 
-        A row that becomes due later than those can have an earlier moment: its transaction
-        committed late, or a relay that had claimed it died. So from time to time, and before
-        none is said to be due, it begins at the beginning.
+        A row with an earlier ``due_at`` may appear afterwards: its transaction committed late,
+        or a relay that had claimed it died. So from time to time, and before it returns no rows,
+        this method starts with the oldest row.
         """
         rows: list[OutboxMessage] = []
         if self._since is not None and time.monotonic() < self._looks_back_at:
@@ -281,7 +257,7 @@ class Relay:
                     self._end_expired(one)
                 else:
                     claimed.append(one)
-            except AppNotLoaded as error:
+            except ForAnotherRelay as error:
                 strange.setdefault(str(error), []).append(row.pk)
             except ValueError as error:
                 self._fail(row, error)
@@ -292,7 +268,7 @@ class Relay:
     def _publish(self, app: Celery, claimed: list[ClaimedMessage], stop_at: float) -> None:
         connection = self._connections.setdefault(app, OwnConnection(app, LONGEST_WAIT))
         if time.monotonic() > stop_at:
-            return  # another relay may have them soon
+            return  # another relay may claim these rows soon
         publisher = Publisher(app, connection.lend, wait=LONGEST_WAIT, patient=True)
         self._publishers[app] = publisher
         free = [one for one in claimed if not one.needs]
@@ -307,10 +283,10 @@ class Relay:
             if one.row.pk not in self._left:
                 continue
             if time.monotonic() > stop_at:
-                break  # another relay may have them soon
+                break  # another relay may claim the rest soon
             needs = one.needs
             try:
-                if needs not in unavailable:  # otherwise it would wait for the same answer
+                if needs not in unavailable:  # otherwise it would wait for the same server again
                     self._publish_one(publisher, one)
                     continue
             except PutOff as error:
@@ -324,12 +300,12 @@ class Relay:
         Publish a message on its own.
 
         Raises:
-            PutOff: What it needs does not answer.
-            BrokerGone: The broker can take nothing now.
+            PutOff: A server that the message needs does not answer.
+            BrokerGone: The broker takes no message now.
         """
         try:
             self._register_chord(one)
-            # The very message may have been published before, by who died before saying so.
+            # A process that died right afterwards may have published this very message.
             duplicate = publisher.publish(one.message, again=True)
         except SoftTimeLimitExceeded:
             raise
@@ -343,9 +319,9 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - it is kept with the row
             self._fail(one.row, error)
         else:
-            row = one.row
-            if duplicate is not None and (row.starts or row.resent or row.deaths):
-                # It was sent before, so that it is none; the lock of its send was freed since.
+            if duplicate is not None and _was_sent(one.row):
+                # It was sent before, so it is not a duplicate: its lock was freed, and another
+                # message has it now.
                 raise PutOff(f"{duplicate} of another message is in its way")
             self._record_sent(one, is_duplicate=duplicate is not None)
 
@@ -354,25 +330,25 @@ class Relay:
             return
 
         def register(row: OutboxMessage | None, seconds: float) -> None:
-            # Nothing to tell where somebody discarded the row that said it.
+            # There are no calls if an operator has discarded the row that had them.
             register_all([] if row is None else to_message(row)[1], seconds)
 
         try:
             self._rows().register_chord(one.row.chord, register, LONGEST_WAIT)
         except IntegrityError:
-            # A backend that keeps chords in a table was told by who died before noting it.
+            # The backend keeps chords in a table, and a process registered this one and died.
             self._rows().filter(chord=one.row.chord).update(chord="")
         except Exception as error:
             if is_backend_gone(one.message.app, error):
                 raise PutOff(
-                    f"the result backend could not be told of a chord: {describe_error(error)}"
+                    f"the result backend could not register a chord: {describe_error(error)}"
                 ) from error
             raise
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         self._left.discard(one.row.pk)
-        is_carried = one.row.attempt and not is_duplicate
-        self._sent[one.row.pk] = seconds_until_eta(one.message) if is_carried else None
+        attempt = CarriedAttempt.of(one.message, one.row.starts) if one.row.attempt else None
+        self._sent[one.row.pk] = None if is_duplicate else attempt
         self.count += 1
         if is_duplicate:
             return  # publish_once has reported it
@@ -383,7 +359,7 @@ class Relay:
         self._unannounced.append(one.message)
 
     def _end_expired(self, one: ClaimedMessage) -> None:
-        """Fail a task that expired: some brokers drop its message, so that no worker does."""
+        """Fail a task that expired: some brokers drop its message, so no worker fails it."""
         self._left.discard(one.row.pk)
         rows = self._rows().pending().filter(pk=one.row.pk)
         if rows.fail_task("", "RuntimeError", EXPIRED, ""):
@@ -402,7 +378,7 @@ class Relay:
             self._sent = {}
 
     def _give_back(self) -> None:
-        """Let what was not reached be due at once, rather than when the lease is over."""
+        """Make the rows that were not reached due now, instead of when the lease expires."""
         if self._left:
             self._rows().filter(pk__in=self._left).release()
 
@@ -421,22 +397,22 @@ class Relay:
         self._left.discard(row.pk)
         event = MESSAGE_DEAD if is_dead else TASK_NOT_RELAYED
         event.emit(
-            Relay,
-            task=row.task,
-            task_id=row.task_id,
-            error=error,
-            kept=True,
-            attempts=row.attempts,
+            Relay, task=row.task, task_id=row.task_id, error=error, kept=True, attempts=row.attempts
         )
+
+
+def _was_sent(row: OutboxMessage) -> bool:
+    """Return whether a broker already had the message of a row."""
+    return bool(row.starts or row.resent or row.deaths)
 
 
 def drain_all(relays: list[Relay], until: Callable[[], bool]) -> None:
     """
-    Let each relay send what is due, also if another one can't.
+    Let each relay send its due messages, even if another relay can't.
 
     Raises:
-        BrokerGone: A broker can't be reached; the first such error.
-        django.db.Error: A database can't.
+        BrokerGone: A broker can't be reached. The first error is raised after all relays ran.
+        django.db.Error: A database can't be reached; raised in the same way.
     """
     errors: list[Exception] = []
     for relay in relays:

@@ -1,4 +1,4 @@
-"""Telling of sends that leave before the transaction around them commits."""
+"""Warning about messages that are sent before the transaction around them commits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from ..events import SENT_IN_ATOMIC
 from ..transactions import aliases_in_atomic
 
-#: Packages through which a send goes; the place that is told lies outside of them.
+#: Packages that a send passes through; the reported place is outside of them.
 PASSED: Final = (
     "celery",
     "kombu",
@@ -20,12 +20,12 @@ PASSED: Final = (
     "concurrent",
     "threading",
 )
-#: What is told where no place of the project is on the way: a chain, a retry, beat.
+#: The reported place if no code of the project sends the task: a chain, a retry, beat.
 CELERY_ITSELF: Final = "Celery itself"
 
 
 def warn_if_in_atomic(task: str) -> None:
-    """Log, with its place in the code, a send that does not wait for an open transaction."""
+    """Log a send that does not wait for an open transaction, with its place in the code."""
     aliases = aliases_in_atomic()
     if not aliases:
         return
@@ -34,7 +34,7 @@ def warn_if_in_atomic(task: str) -> None:
 
 
 def calling_line() -> str:
-    """Return the place in the project's code from which a task is sent; else that it is Celery."""
+    """Return the place in the project's code that sends the task, or ``CELERY_ITSELF``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_passed(frame):
         frame = frame.f_back

@@ -1,9 +1,10 @@
 """
-Outbox rows and the messages they stand for: what is written is what comes back.
+Converting messages into outbox rows and back, without any change to the message.
 
-A row has no pickle of ours. What a message has beside its body is JSON, in kombu's
-dialect, which knows dates, UUIDs, Decimals and bytes. A queue that the relay's app
-knows is named only, and declared as it is configured there; others are written out.
+Only the body can be a pickle, if the task's serializer is. All other parts of a message are
+JSON, in kombu's dialect, which supports dates, UUIDs, Decimals and bytes. A queue that the
+app knows is stored by name, and the relay declares it as its own app configures it; any other
+queue is stored in full.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ if TYPE_CHECKING:
     from ..models.outbox import OutboxMessage
 
 
-#: Which attempt of a task this message is: the name of the row that carries it until the task
-#: is done. Without it the row ends with the sending.
+#: The attempt of its task that this message is for. It names the row that keeps the message
+#: until the task is done; without it the row ends once the message is sent.
 declare_field("attempt", is_token)
-#: Characters of the columns with names and ids.
+#: The length of the columns for names and ids, in characters.
 LONGEST_NAME: Final = 255
+#: The format of ``properties``. A release whose rows an older relay would misread increases it.
+#: A row without a number has format 1.
+ROW_FORMAT: Final = 1
 
 
-class AppNotLoaded(Exception):
-    """This process does not have the Celery app that sent a message."""
+class ForAnotherRelay(Exception):
+    """This process can't send a message: it lacks the sender's Celery app, or is too old."""
 
 
-class Row(NamedTuple):
+class MessageColumns(NamedTuple):
     """The columns of ``OutboxMessage`` that describe one message."""
 
     task: str
@@ -49,28 +53,24 @@ class Row(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its size in bytes; the text columns are ASCII, or nearly."""
+        """The size in bytes, nearly: the text columns are almost entirely ASCII."""
         return len(self.body) + len(self.properties) + len(self.chord_calls)
 
 
 def to_row(
-    message: Message,
-    chord_calls: list[ChordCall] | None = None,
-    chord: str = "",
-    attempt: str = "",
-) -> Row:
+    message: Message, chord_calls: list[ChordCall] | None = None, chord: str = "", attempt: str = ""
+) -> MessageColumns:
     """
     Return the row of a message.
 
     Args:
-        chord_calls: What the result backend has to know before any of them is published;
-            one of their rows has it.
-        chord: What the messages have in common for which it has to know that.
-        attempt: Which attempt the message is, as its header says; "": the row ends with the
-            sending.
+        chord_calls: The calls that register the chord with the result backend, before any
+            message of the chord is published; only one row of the chord has them.
+        chord: The id that the messages of that chord share.
+        attempt: The id of the attempt, from the header; "": the row ends once it is sent.
 
     Raises:
-        NotSerializable: One of its headers or options is no plain data.
+        NotSerializable: A header or option is not plain data, or a name or id does not fit.
     """
     data = message.data
     for what, name in ("its name", message.task), ("its task_id", message.task_id):
@@ -83,6 +83,7 @@ def to_row(
     if isinstance(options.get("reply_to"), Queue):
         options["reply_to"] = options["reply_to"].name
     properties: dict[str, Any] = {
+        "format": ROW_FORMAT,
         "app": message.app.main,
         "content_type": message.content_type,
         "content_encoding": message.content_encoding,
@@ -98,19 +99,24 @@ def to_row(
         hint = f"JSON says: {error}. An outbox row keeps plain data only."
         raise NotSerializable(message.task, "an option or header", "no JSON", hint) from error
     body = data.encode("utf-8") if isinstance(data, str) else bytes(data)
-    return Row(message.task, message.task_id, text, body, chord, calls, attempt)
+    return MessageColumns(message.task, message.task_id, text, body, chord, calls, attempt)
 
 
 def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
     """
-    Return the message of a row, and what the row says that the result backend has to know.
+    Return the message of a row, and the calls that register its chord with the result backend.
 
     Raises:
-        ValueError: The row was changed and makes no message any more.
-        AppNotLoaded: Its app is not here.
+        ValueError: The row was changed, and is no longer a valid message.
+        ForAnotherRelay: This process lacks the message's app, or a newer release wrote the row.
     """
     try:
         properties = loads(row.properties)
+        if (written := properties.get("format", ROW_FORMAT)) > ROW_FORMAT:
+            raise ForAnotherRelay(
+                f"its row is of format {written}, and this release knows {ROW_FORMAT}: update the "
+                f"relays before the processes that send"
+            )
         app = get_app(properties["app"])
         options = properties["options"]
         options["exchange"] = _unpack_exchange(options["exchange"])
@@ -131,10 +137,10 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
         options["headers"], options["routing_key"]
         packed = loads(row.chord_calls) if row.chord_calls else ()
         calls = [_unpack_call(app, *call) for call in packed]
-    except AppNotLoaded:
+    except ForAnotherRelay:
         raise
     except Exception as error:
-        # What other errors say may show values.
+        # The texts of other errors may reveal values.
         what = repr(error) if isinstance(error, KeyError) else type(error).__name__
         raise ValueError(f"the row makes no message: {what}") from error
     return message, calls
@@ -146,15 +152,15 @@ def find_arguments(row: OutboxMessage) -> str | None:
         headers = loads(row.properties)["options"]["headers"]
         return describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
     except (ValueError, TypeError, KeyError, AttributeError):
-        return None  # it was changed by hand; the relay will say so
+        return None  # the row was changed by hand; the relay reports it
 
 
 def get_app(name: str | None) -> Celery:
     """
-    Return the Celery app of this name; None: one without a name.
+    Return the Celery app with this name; None: an app without a name.
 
     Raises:
-        AppNotLoaded: No app has it. Another's broker may be another one.
+        ForAnotherRelay: No app has this name. Any other app may use another broker.
     """
     current: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
     if name == current.main:
@@ -164,7 +170,7 @@ def get_app(name: str | None) -> Celery:
         if app.main == name:
             return app
     names = ", ".join(sorted({str(app.main) for app in active}))
-    raise AppNotLoaded(
+    raise ForAnotherRelay(
         f"it was sent by the Celery app {name!r}, and here is only {names}: run the relay where "
         f"the project's app is imported"
     )
@@ -186,16 +192,16 @@ def _unpack_exchange(packed: Any) -> Any:
 
 
 def _pack_entity(app: Celery, entity: Any) -> Any:
-    """Return a queue's name if the app knows this very queue, otherwise all about the entity."""
+    """Return a queue's name if the app knows this very queue, otherwise a full description."""
     if isinstance(entity, Exchange):
         return {"exchange": entity.as_dict()}
     amqp: Any = app.amqp
-    # Asking for one that is missing would add it.
+    # amqp.queues itself would add a queue that is missing.
     known: Any = dict.get(amqp.queues, entity.name)
     if known is entity:
         return entity.name
     packed = _pack_queue(entity)
-    # Kombu's own comparison leaves out half of it.
+    # Kombu's own comparison ignores many attributes.
     return entity.name if known is not None and _pack_queue(known) == packed else {"queue": packed}
 
 

@@ -1,4 +1,4 @@
-"""The pauses and log messages of a relay whose broker or database is gone."""
+"""The pauses and log messages of a relay while its broker or database is gone."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Final
 from ..texts import get_logger
 from .broker import BrokerGone
 
-#: It is the relay that waits, and says so.
+#: The relay's logger, because it is the relay that waits.
 logger = get_logger(f"{__package__}.relay")
 
-#: Shortest and longest pause while the broker or the database is gone, s; it doubles.
+#: Shortest and longest pause while the broker or the database is gone, s; each pause doubles.
 SHORTEST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
-#: How often a fault that lasts is logged, s.
+#: Time between two log messages about the same outage, s.
 MINUTE: Final = 60.0
 
 
 class Trouble:
     """
-    A broker or database that is gone: for how long to wait, and when to say so.
+    An outage of the broker or the database: how long to wait, and when to log it.
 
     Args:
         using: Alias of the database with the outbox.
@@ -29,12 +29,12 @@ class Trouble:
 
     def __init__(self, using: str) -> None:
         self._using = using
-        #: The last one, s; 0: all is well.
+        #: The last pause, s; 0: there is no outage.
         self._pause = 0.0
         self._reports_at = -math.inf
 
     def pause(self, error: Exception) -> float:
-        """Return how long to wait now, s; tell of the error, once a minute."""
+        """Return how long to wait now, s; log the error, once a minute."""
         self._pause = min(max(2 * self._pause, SHORTEST_PAUSE), LONGEST_PAUSE)
         if time.monotonic() >= self._reports_at:
             self._reports_at = time.monotonic() + MINUTE
@@ -45,7 +45,7 @@ class Trouble:
         return self._pause
 
     def is_over(self) -> None:
-        """Log that the broker answers again, if it had not."""
+        """Log that the outbox is relayed again, if there was an outage."""
         if self._pause:
             logger.warning("The outbox of %r is relayed again.", self._using)
         self._pause, self._reports_at = 0.0, -math.inf

@@ -1,8 +1,8 @@
 """
-Celery's task classes with the types that celery-types gives them, at run time too.
+Celery's task classes with the type parameters of celery-types, at run time too.
 
-There Celery's classes can't be subscripted: what derives from these can be written
-``SafeTask[[int], str]``, which means ``SafeTask`` itself.
+At run time Celery's own classes can't be subscripted. A class that derives from the classes
+here can be: ``SafeTask[[int], str]`` is ``SafeTask`` itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from celery.result import AsyncResult
     from typing_extensions import ParamSpec, TypeVar
 
-    #: A task's parameters and what it returns; unknown where nothing says it.
+    #: A task's parameters and its return type; unknown unless they are annotated.
     P = ParamSpec("P", default=...)
     R = TypeVar("R", default=Any, covariant=True)
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         The result of a send.
 
         Attributes:
-            is_duplicate: Whether the same was on its way already; None until that shows.
-            send_error: Why it could not be published after the commit; None: nothing failed.
+            is_duplicate: Whether the same call was already on its way; None: not known yet.
+            send_error: The error if the publication after the commit failed, otherwise None.
         """
 
         is_duplicate: bool | None
@@ -48,6 +48,6 @@ else:
             return cls
 
     class DjangoTask(Task, CeleryDjangoTask):
-        """That for Django."""
+        """Celery's task class for Django, which can be subscripted."""
 
         abstract = True

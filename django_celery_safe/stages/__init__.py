@@ -1,8 +1,8 @@
 """
-Tasks in stages: those of one priority together, lower priorities after the higher ones.
+Tasks in stages: tasks of one priority run together, lower priorities after higher ones.
 
-``plan`` says what can be run, ``engine`` what happens to a run, ``running`` what a worker
-does with one step, ``repairs`` what a sweep does with what a crash has left.
+``plan`` checks what can be run, ``engine`` moves a run from stage to stage, ``running``
+executes one step in a worker, and ``repairs`` holds the sweep that cleans up after a crash.
 """
 
 from __future__ import annotations
@@ -13,13 +13,4 @@ from .progress import Progress, StageProgress
 from .status import Status
 from .step_tasks import step
 
-__all__ = [
-    "Entry",
-    "Plan",
-    "Progress",
-    "StageProgress",
-    "Status",
-    "make_plan",
-    "start",
-    "step",
-]
+__all__ = ["Entry", "Plan", "Progress", "StageProgress", "Status", "make_plan", "start", "step"]

@@ -1,100 +1,109 @@
 """
 The changes of a run, from its start to its end.
 
-A step that succeeds is recorded by one statement, and committed; then its process looks
+One statement records that a step succeeded. After its commit, the step's process checks
 whether the stage is complete. The last step to be recorded sees all the others, so at least
-one process begins the next stage; the lock of the run's row lets one do it. Every other
-change is one transaction that locks the run's row first, and the steps that it changes after
-that. The messages of the next steps are written into the outbox in the same transaction, and
-no result backend is asked.
+one process tries to start the next stage; the lock on the run's row makes sure that only one
+does. Every other change is one transaction that locks the run's row first, then the rows of
+the steps that it changes. That transaction also writes the messages of the next steps into
+the outbox. No result backend is involved.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
-from django.db import transaction
-from django.db.models import Exists, F
-from django.db.models.functions import Now
+from django.db import IntegrityError, connections, transaction
+from django.db.models import Exists
 
+from ..databases import MYSQL, Now, refuse_unfit
 from ..emitting import Event
-from ..events import (
-    RUN_ENDED,
-    RUN_FAILED,
-    RUN_RESUMED,
-    RUN_STARTED,
-    STAGE_STARTED,
-    STEP_FAILED,
-    STEP_SUCCEEDED,
-)
-from ..exceptions import IllegalTransition, InvalidResult, describe_error, find_soft_time_limit
+from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STAGE_STARTED, STEP_FAILED, STEP_SUCCEEDED
+from ..exceptions import AlreadyStarted
+from ..foreign_errors import describe_error, find_soft_time_limit
 from ..sending.commit import must_wait
 from ..texts import get_logger
-from ..transactions import losing_a_race
+from ..transactions import attempts, losing_a_race
 from ..values import NotPlain, encode
+from .labels import NO_LABELS, Labels, make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import ClaimedStep, StepTable, step_table
+from .step_table import COUNTDOWN, StepTable, step_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
     from ..models.step_states import StageSteps
+    from .running import StepClaim
 
 logger = get_logger(__name__)
 
-#: How often a process may die in a step before the step fails; RabbitMQ's quorum queues give
-#: a message up after as many deliveries.
-MOST_DEATHS: Final = 20
+#: How many times a start tries to write its run while other runs with its key are ending.
+MOST_STARTS: Final = 3
 
 
 class StepError(NamedTuple):
-    """An error as a step's row stores it: its type ("": none) and its text."""
+    """An error as a step's row stores it: type ("": none), text and end of the traceback."""
 
     type: str
     text: str
+    traceback: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> StepError:
-        """Return what is kept of an error; of a soft time limit that cut off another, that."""
+        """Return the type and text of an error, or of the soft time limit that it hides."""
         error = find_soft_time_limit(error) or error
-        return cls(type(error).__name__, str(error).strip())
+        # Celery also makes errors to report an event; these were never raised.
+        trace = "".join(format_exception(error)) if error.__traceback__ else ""
+        return cls(type(error).__name__, str(error).strip(), trace)
 
     def __str__(self) -> str:
         return f"{self.type}: {self.text}".strip(": ")
 
 
 def start(
-    plan: Plan | Mapping[str, Any] | Iterable[Any], params: Mapping[str, Any] | None = None
+    plan: Plan | Mapping[str, Any] | Iterable[Any],
+    params: Mapping[str, Any] | None = None,
+    *,
+    key: str = "",
+    name: str = "",
+    url: Any = "",
 ) -> StageRun:
     """
-    Run tasks in stages: those of one priority together, lower priorities after higher ones.
+    Run tasks in stages: tasks of one priority together, lower priorities after higher ones.
 
-    A stage begins when all of the one before have succeeded, exactly once, and its steps
-    find in their params what those returned. A step that fails, after its retries, stops
-    what has not begun. The run and its messages are written in one transaction: inside
-    ``atomic()`` it begins when that commits.
+    A stage starts exactly once, when all steps of the previous stage have succeeded; its
+    steps find the results of that stage in their params. If a step fails after its retries,
+    the steps that have not started are aborted. The run and its messages are written in one
+    transaction: inside ``atomic()`` the run starts when that block commits.
 
     Args:
-        plan: A list of ``(task, priority)`` or ``(task, priority, arguments)``. Tasks by object or
-            name; the same one may stand there several times. Priorities are numbers, of
-            which the highest runs first; arguments are a dict, for this entry's function
-            alone. Or a dictionary of such a list and params, ``{"sub_tasks": [...],
+        plan: A list of ``(task, priority)`` or ``(task, priority, arguments)``. A task is an
+            object or a name and may appear several times. Priorities are numbers; the highest
+            runs first. Arguments are a dict that only this entry's function receives.
+            A dictionary with such a list and the params also works: ``{"sub_tasks": [...],
             "params": {...}}``.
-        params: What the steps get, as a dict of plain data; None: nothing. 64 KB of JSON at
-            most, along with what the steps add.
+        params: A dict of plain data for the steps; None: empty. At most 64 KB of JSON,
+            including the params that the steps add.
+        key: No second run with this key starts before the first run has ended; "": any number
+            of runs. At most 255 characters, such as ``"album:7"``.
+        name: The name that lists and errors show to people; "": the run's key or number.
+        url: The object that the run is about, to which the admin links: an object with
+            ``get_absolute_url()``, or a URL; "": none.
 
     Returns:
-        The run. ``run.wait()`` waits for its end, and ``run.progress`` tells how far it is.
+        The run. ``run.wait()`` waits for its end, and ``run.progress`` says how far it is.
 
     Raises:
-        InvalidPlan: It can't be run as it stands; nothing was written.
-        WrongTransaction: Another database is inside ``atomic()``, for whose commit the run
-            would not wait.
+        InvalidPlan: The plan can't be run; nothing was written.
+        AlreadyStarted: A run with this key has not ended; the error's ``run`` is that run.
+        WrongTransaction: Another database is inside ``atomic()``, and the run would not wait
+            for that commit.
         ConfigurationError: The database has no tables for runs.
 
     Example:
@@ -106,22 +115,49 @@ def start(
     Source:
         "Celery task priority orchestration".
     """
-    plan = make_plan(plan, params)
+    plan, labels = make_plan(plan, params), NO_LABELS
+    if (key, name, url) != NO_LABELS:
+        labels = make_labels(key, name, url)
     store = step_table()
-    must_wait(store.alias)  # for that of another database it could not
+    must_wait(store.alias)  # the run could not wait for a commit on another database
     try:
-        with transaction.atomic(using=store.alias):
-            return _write(store, plan)
+        if connections[store.alias].vendor == MYSQL:
+            refuse_unfit(store.alias, "hold runs of stages")
+        return _write_once(store, plan, labels)
     except DatabaseError as error:
         store.check_migrated(error)
         raise
 
 
-def _write(store: StepTable, plan: Plan) -> StageRun:
+def _write_once(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
+    for last in range(1, MOST_STARTS + 1):
+        try:
+            # When the start that holds a key is rolled back, MySQL reports a deadlock to all
+            # but one of the starts that waited for the key.
+            for attempt in attempts(store.alias, "The start of a run"):
+                with attempt, transaction.atomic(using=store.alias):
+                    run = _write(store, plan, labels)
+            return run
+        except IntegrityError as error:
+            if not labels.key:
+                raise
+            active = store.runs().filter(active_key=labels.key).first()
+            # That run may have ended since, or this transaction's isolation may hide it.
+            if active is not None or last == MOST_STARTS:
+                raise AlreadyStarted(labels.key, active) from error
+    raise AssertionError  # pragma: no cover
+
+
+def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
     from ..models.stages import StageRun, StageStep  # needs the app registry
 
     run = StageRun(
-        stages=len(plan.stages), params_text=plan.params, created_at=Now(), stage_at=Now()
+        **labels._asdict(),
+        active_key=labels.key or None,  # type: ignore[misc]
+        stages=len(plan.stages),
+        params_text=plan.params,
+        created_at=Now(),
+        stage_at=Now(),
     )
     run.save(using=store.alias, force_insert=True)
     steps = [
@@ -134,91 +170,58 @@ def _write(store: StepTable, plan: Plan) -> StageRun:
             arguments_text=entry.arguments,
             task_id=str(uuid.uuid4()),
         )
-        for stage, entries in enumerate(plan.stages)
-        for position, entry in enumerate(entries)
+        for stage, entries in enumerate(plan.stages, 1)
+        for position, entry in enumerate(entries, 1)
     ]
     store.steps().add(steps)
+    if steps[0].pk is None:  # MySQL returns no keys
+        steps = list(store.steps().filter(run=run.pk).in_order())
     run.refresh_from_db()
-    RUN_STARTED.emit_on_commit(start, using=store.alias, run=run.pk, stages=run.stages)
-    _begin_stage(store, run, [step for step in steps if step.stage == 0])
+    emit_of_run(store, RUN_STARTED, run, stages=run.stages)
+    begin_stage(store, run, [step for step in steps if step.stage == run.stage])
     return run
 
 
 def record_begun(store: StepTable, run: StageRun) -> None:
-    """Record that a run's first step has begun."""
+    """Record that a run's first step has started."""
     with losing_a_race():
         store.runs().filter(pk=run.pk, status=Status.WAITING).update(status=Status.RUNNING)
     run.status = Status.RUNNING
 
 
-def finish(claimed: ClaimedStep, params: dict[str, Any]) -> bool:
-    """
-    Record that a step succeeded, and begin the next stage if its own is complete.
-
-    Tried again for as long as nobody else can have begun the step.
-
-    Args:
-        params: What the next stages get.
-
-    Returns:
-        Whether the claim still held the step.
-
-    Raises:
-        InvalidResult: The params can't be kept; nothing was recorded.
-    """
+def follow_success(claim: StepClaim) -> None:
+    """Continue the run of a step whose success has been committed."""
+    step = claim.step
+    _emit_of_step(claim.table, STEP_SUCCEEDED, step)
     try:
-        text = encode(params, LONGEST_PARAMS) if params else ""
-    except NotPlain as error:
-        raise InvalidResult(claimed.step.task, str(error)) from error
-
-    claim, step = claimed
-    store, is_recorded = claim.table, False
-
-    def record_and_leave() -> None:
-        nonlocal is_recorded
-        if not is_recorded:
-            is_recorded = store.finish(step.pk, claim.token, text) or (
-                # The answer to the one before may have got lost.
-                store.at(claim.name).is_done_by(claim.token)
-            )
-            if not is_recorded:
-                return
-            _emit_of_step(store, STEP_SUCCEEDED, step)
-        leave_stage(store, step)
-
-    try:
-        claim.ask(record_and_leave, f"step {step.pk} of run {step.run_id}")
+        claim.ask(lambda: leave_stage(claim.table, step))
     except DatabaseError as error:
-        if not is_recorded:
-            raise
         logger.warning(
-            "Stage %s of run %s may be complete, and can't be asked about; a sweep begins the next "
-            "one: %s",
-            step.stage + 1,
+            "Could not check whether stage %s of run %s is complete; if it is, a sweep begins the "
+            "next one: %s",
+            step.stage,
             step.run_id,
             describe_error(error),
         )
-    return is_recorded
 
 
 def leave_stage(store: StepTable, step: StageStep) -> None:
-    """Let the run of a step that has succeeded go on, if the step's stage is complete."""
+    """Continue the run of a step that has succeeded, if the step's stage is complete."""
     if not store.is_complete(step.run_id, step.stage):
         return
     with store.runs().locked(step.run_id) as run:
         if run is not None and run.status not in Status.STOPPED:
-            _go_on(store, run)
+            go_on_locked(store, run)
 
 
-def fail(claimed: ClaimedStep, fault: StepError) -> bool:
+def fail(claim: StepClaim, fault: StepError) -> bool:
     """Record that a step failed, and stop its run; return whether the claim still held the step."""
-    claim, step = claimed
-    store = claim.table
+    store, step = claim.table, claim.step
 
     def ask() -> bool:
         return _fail(store, store.at(claim.name).claimed(claim.token), step, fault)
 
-    return claim.ask(ask, f"the step {step}")
+    return claim.ask(ask)
 
 
 def fail_attempt(
@@ -229,14 +232,14 @@ def fail_attempt(
     ours: Callable[[StageStep], bool],
 ) -> bool:
     """
-    Fail a step whose message was revoked, expired or killed.
+    Fail a step whose message was revoked or expired, or whose process was killed.
 
     Args:
-        pk: The step; None: whichever has this task id, if any.
-        ours: Returns whether it was that run of a running step which ended.
+        pk: The step; None: the step with this task id, if there is one.
+        ours: Returns whether the attempt that ended is the one that holds the running step.
 
     Returns:
-        Whether the step waited for it, or was being run by it.
+        Whether the step was waiting for that message or was run by it.
     """
     steps = store.steps().attempt(task_id).select_related("run")
     step = (steps if pk is None else steps.filter(pk=pk)).first()
@@ -248,86 +251,45 @@ def fail_attempt(
     return _fail(store, row, step, fault)
 
 
-def fail_silent(store: StepTable, run: StageRun, step: StageStep, reason: str) -> bool:
-    """Fail a step of a locked run whose process has died; return whether it still had."""
-    row = store.at(str(step.pk)).running().filter(token=step.token, ends_at__lt=Now())
-    row.update(deaths=F("deaths") + 1)
-    return _fail_locked(store, run, row, step, StepError("", reason))
-
-
-def put_back(claimed: ClaimedStep, fault: StepError) -> bool:
-    """Let a step wait for its message, which comes again; return whether the claim still had it."""
-    claim, step = claimed
-    store = claim.table
+def put_back(claim: StepClaim, fault: StepError, *, died: bool = False) -> bool:
+    """Make a step wait for its message again; return whether the claim still held it."""
+    store, step = claim.table, claim.step
 
     def ask() -> bool:
         with store.runs().locked(step.run_id) as run:
             stopped = run is None or run.status in Status.STOPPED
             status = Status.ABORTED if stopped else Status.WAITING
-            return store.at(claim.name).put_back(claim.token, status, *fault)
+            return store.at(claim.name).put_back(claim.token, status, *fault, died=died)
 
-    return claim.ask(ask, f"the step {step}")
-
-
-def resume(run: StageRun) -> None:
-    """Run again what failed and what followed; see :meth:`StageRun.resume`."""
-    store, pk = _store_of(run), run.pk
-    with store.runs().locked(pk) as now:
-        now = _checked(run, now, "resume")
-        if now.status not in (Status.FAILED, Status.ABORTED):
-            raise IllegalTransition(str(run), "resume", f"it is {now.status}")
-        if (busy := now.steps.alive().first()) is not None:
-            raise IllegalTransition(str(run), "resume", f"its step {busy} still runs")
-        left = list(now.steps.unfinished())
-        for step in left:
-            step.task_id = str(uuid.uuid4())
-        now.steps.unfinished().begin_anew(left)
-        store.runs().filter(pk=pk).update(
-            status=Status.RUNNING, stage_at=Now(), ended_at=None, error=""
-        )
-        RUN_RESUMED.emit_on_commit(start, using=store.alias, run=pk, steps=len(left))
-        again = [step for step in left if step.stage == now.stage]
-        if again:
-            _begin_stage(store, now, again)
-        else:
-            _go_on(store, now)  # it was stopped while the last of that stage ran
-    run.refresh_from_db(using=store.alias)
-
-
-def abort(run: StageRun) -> None:
-    """Stop what has not begun; see :meth:`StageRun.abort`."""
-    store = _store_of(run)
-    with store.runs().locked(run.pk) as now:
-        now = _checked(run, now, "abort")
-        if now.status in Status.STOPPED:
-            ended = "been aborted" if now.status == Status.ABORTED else now.status
-            raise IllegalTransition(str(run), "abort", f"it has {ended}")
-        _stop(store, now, Status.ABORTED)
-    run.refresh_from_db(using=store.alias)
+    return claim.ask(ask)
 
 
 def go_on(store: StepTable, pk: int) -> bool:
-    """Let a run go on whose stage is complete, or that has failed; return whether it did."""
+    """Continue a run whose stage is complete, or end it if a step failed; return True if so."""
     with store.runs().locked(pk) as run:
         if run is None or run.status in Status.STOPPED:
             return False
         if run.steps.failed().exists():
-            _stop(store, run, Status.FAILED)
+            stop(store, run, Status.FAILED)
             return True
-        return _go_on(store, run)
+        return go_on_locked(store, run)
 
 
-def _begin_stage(store: StepTable, run: StageRun, steps: list[StageStep]) -> None:
+def begin_stage(store: StepTable, run: StageRun, steps: list[StageStep]) -> None:
+    """Send the messages of a locked run's stage; steps with a countdown start later."""
+    if any(COUNTDOWN in step.arguments_text for step in steps):
+        store.delay(steps)
+
     def emit() -> None:
         STAGE_STARTED.emit_on_commit(
-            start, using=store.alias, run=run.pk, stage=run.stage + 1, steps=len(steps)
+            start, using=store.alias, run=run.pk, stage=run.stage, steps=len(steps)
         )
 
-    send(store, steps, emit)
+    send(store, steps, emit, with_countdown=True)
 
 
-def _go_on(store: StepTable, run: StageRun) -> bool:
-    """Begin the next stage of a locked run, or end it, if its stage is complete."""
+def go_on_locked(store: StepTable, run: StageRun) -> bool:
+    """Start the next stage of a locked run, or end the run, if its stage is complete."""
     stages = run.steps.filter(stage__in=[run.stage, run.stage + 1])
     left = stages.filter(stage=run.stage).unfinished()
     rows = list(stages.filter(~Exists(left)))
@@ -335,33 +297,48 @@ def _go_on(store: StepTable, run: StageRun) -> bool:
         return False
     ended = [step for step in rows if step.stage == run.stage]
     following = [step for step in rows if step.stage == run.stage + 1]
-    params = merge(run, ended)
     try:
-        run.params_text = encode(params, LONGEST_PARAMS) if params else "{}"
+        run.params_text = encode_params(run, ended)
     except NotPlain as error:
-        what = f"What stage {run.stage + 1} returned can't be kept for the next one: {error}."
-        _stop(store, run, Status.FAILED, what)
+        what = (
+            f"The results of stage {run.stage} can't be kept for the next one: {error}. Let its "
+            f"steps return less and resume: those that returned something run again."
+        )
+        stop(store, run, Status.FAILED, what)
         return True
     ours = store.runs().filter(pk=run.pk, stage=run.stage)
     if not following:
-        ours.update(status=Status.SUCCEEDED, params_text=run.params_text, ended_at=Now())
+        ours.update(
+            status=Status.SUCCEEDED, params_text=run.params_text, ended_at=Now(), active_key=None
+        )
         _emit_ended(store, run, Status.SUCCEEDED, "")
         return True
     run.stage += 1
     ours.update(stage=run.stage, params_text=run.params_text, stage_at=Now())
     try:
-        _begin_stage(store, run, following)
+        begin_stage(store, run, following)
     except (DatabaseError, SoftTimeLimitExceeded):
         raise
     except Exception as error:  # noqa: BLE001 - sending a task may raise anything
-        # No fault of the step that has just ended.
-        what = f"Stage {run.stage + 1} can't be begun: {describe_error(error)}."
-        _stop(store, run, Status.FAILED, what)
+        # The step that has just ended is not to blame, so it stays a success.
+        what = f"Stage {run.stage} can't be begun: {describe_error(error)}."
+        stop(store, run, Status.FAILED, what)
     return True
 
 
+def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
+    """
+    Return the params of a run after these steps, as JSON.
+
+    Raises:
+        NotPlain: They are too large.
+    """
+    params = merge(run, ended)
+    return encode(params, LONGEST_PARAMS) if params else "{}"
+
+
 def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
-    """Return a run's params with what these steps returned, the later ones over the earlier."""
+    """Return a run's params with the values that these steps returned; later steps win."""
     params, by = run.params, dict[str, "StageStep"]()
     for step in steps:
         for key, value in step.params.items():
@@ -380,43 +357,34 @@ def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
 
 def _fail(store: StepTable, row: StageSteps, step: StageStep, fault: StepError) -> bool:
     with store.runs().locked(step.run_id) as run:
-        if _fail_locked(store, run, row, step, fault):
-            return True
-        # The answer to the one before may have got lost.
-        return store.at(str(step.pk)).failed().attempt(step.task_id).exists()
+        if not row.fail(*fault):
+            # An earlier attempt may have succeeded, although its answer was lost.
+            return store.at(str(step.pk)).failed().attempt(step.task_id).exists()
+        _emit_of_step(store, STEP_FAILED, step, error=str(fault))
+        if run is not None and run.status not in Status.STOPPED:
+            stop(store, run, Status.FAILED)
+        return True
 
 
-def _fail_locked(
-    store: StepTable, run: StageRun | None, row: StageSteps, step: StageStep, fault: StepError
-) -> bool:
-    if not row.fail(*fault):
-        return False
-    _emit_of_step(store, STEP_FAILED, step, error=str(fault))
-    if run is not None and run.status not in Status.STOPPED:
-        _stop(store, run, Status.FAILED)
-    return True
-
-
-def _stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> None:
-    """End a locked run that goes on, and what of it has not begun."""
-    store.runs().filter(pk=run.pk).update(status=status, ended_at=Now(), error=error)
+def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> None:
+    """End a locked run that is active, and abort its steps that have not started."""
+    store.runs().filter(pk=run.pk).update(
+        status=status, ended_at=Now(), error=error, active_key=None
+    )
     store.steps().filter(run=run.pk).abort()
     _emit_ended(store, run, status, error)
 
 
-def _store_of(run: StageRun) -> StepTable:
-    return StepTable(run.find_database())
-
-
-def _checked(run: StageRun, now: StageRun | None, action: str) -> StageRun:
-    if now is None:
-        raise IllegalTransition(str(run), action, "it was deleted")
-    return now
-
-
 def _emit_ended(store: StepTable, run: StageRun, status: Status, error: str) -> None:
     event = RUN_FAILED if status == Status.FAILED else RUN_ENDED
-    event.emit_on_commit(start, using=store.alias, run=run.pk, status=status.value, error=error)
+    emit_of_run(store, event, run, status=status.value, error=error)
+
+
+def emit_of_run(store: StepTable, event: Event, run: StageRun, **fields: Any) -> None:
+    """Emit a run's event when the open transaction commits."""
+    event.emit_on_commit(
+        start, using=store.alias, run=run.pk, key=run.key, name=run.name or run.key, **fields
+    )
 
 
 def _emit_of_step(store: StepTable, event: Event, step: StageStep, **fields: Any) -> None:

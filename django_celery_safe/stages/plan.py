@@ -1,13 +1,12 @@
 """
-Plans: which tasks run together, and which after them. Plain data, no database.
+Plans: which tasks run together, and which run after them. Plain data, no database.
 
-A plan is checked as a whole before anything is written, so that what can't run is told to
-who starts it; :mod:`django_celery_safe.stages.engine` runs it.
+A plan is checked as a whole before anything is written, so its caller gets an error at once
+if an entry can't run; :mod:`django_celery_safe.stages.engine` runs the plan.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Iterable, Mapping
@@ -17,17 +16,20 @@ from typing import Any, Final, NamedTuple
 from celery import Celery, Signature, current_app
 from celery.local import Proxy
 
+from .. import conf
+from ..compat import has_models
 from ..concurrency.guard import find_guarded
 from ..delivery.call import layers, load_tasks
 from ..exceptions import InvalidPlan
 from ..sending import SafeTaskMixin
 from ..values import NotPlain, encode
+from .entry_options import MARK, OPTIONS, check_retries, make_options, split
 
-#: Longest params of a run, and arguments of an entry, characters of JSON: every step reads them.
+#: Longest params of a run and arguments of an entry, in characters of JSON: steps read them.
 LONGEST_PARAMS: Final = 65536
 #: Most entries of a plan: all of them are written in one transaction.
 MOST_ENTRIES: Final = 100_000
-#: What the dictionary form may have. The document that it is from writes the first in two ways.
+#: Keys of the dictionary form. Its source document spells ``sub_tasks`` in two ways.
 KEYS: Final = ("sub_tasks", "params")
 
 #: Characters of an entry that an error shows.
@@ -43,9 +45,10 @@ class Entry(NamedTuple):
     One task of a plan.
 
     Attributes:
-        task: Its name.
-        priority: Those of one priority run together, higher ones before lower ones.
-        arguments: What it gets by name beside the params, as JSON; "": nothing.
+        task: The task's name.
+        priority: Entries of one priority run together, higher priorities before lower ones.
+        arguments: The keyword arguments beside the params, and the options, whose names start
+            with an @, as JSON; "": none.
     """
 
     task: str
@@ -58,11 +61,11 @@ class Entry(NamedTuple):
 
 class Plan(NamedTuple):
     """
-    What ``stages.start`` runs; made and checked by :func:`make_plan`.
+    A plan for ``stages.start``, made and checked by :func:`make_plan`.
 
     Attributes:
         stages: The entries of each stage, in the order in which they were given.
-        params: What the first stage gets, as JSON.
+        params: The params of the first stage, as JSON.
     """
 
     stages: list[list[Entry]]
@@ -70,7 +73,7 @@ class Plan(NamedTuple):
 
     def describe(self) -> str:
         """
-        Return the stages as text, a line for each and for each of its tasks.
+        Return the stages as text: one line for each stage and one for each of its tasks.
 
         Example:
             >>> from django_celery_safe import stages
@@ -90,25 +93,24 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    plan: Plan | Mapping[str, Any] | Iterable[Any],
-    params: Mapping[str, Any] | None = None,
+    plan: Plan | Mapping[str, Any] | Iterable[Any], params: Mapping[str, Any] | None = None
 ) -> Plan:
     """
-    Return a plan in its final form, if it can be run; write and send nothing.
+    Check a plan and return it in its final form; nothing is written or sent.
 
     Args:
-        plan, params: As for ``stages.start``. Of a plan that is final, only the params
-            are replaced, if there are any.
+        plan, params: As for ``stages.start``. If the plan is a :class:`Plan` already, only its
+            params are replaced, unless ``params`` is None.
 
     Raises:
-        InvalidPlan: It can't be run, naming the entry.
+        InvalidPlan: The plan can't be run; the error names the entry.
     """
     if isinstance(plan, Plan):
         return plan if params is None else plan._replace(params=_encode_params(params))
     app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
     if isinstance(plan, Mapping):
         plan, params = _read_dictionary(plan, params)
-    # A lazy task says that it is iterable, and is not.
+    # A lazy task claims to be iterable but is not.
     if isinstance(plan, str | bytes | Proxy) or not isinstance(plan, Iterable):
         raise InvalidPlan(f"{plan!r}", "is not a list of entries", ENTRY_HINT)
     stages: dict[float, list[Entry]] = {}
@@ -134,8 +136,7 @@ def _read_dictionary(
 ) -> tuple[Any, Mapping[str, Any] | None]:
     for key in plan:
         if key not in KEYS:
-            close = difflib.get_close_matches(str(key), KEYS, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else "It knows 'sub_tasks' and 'params'."
+            hint = conf.did_you_mean(key, KEYS).lstrip() or "It knows 'sub_tasks' and 'params'."
             raise InvalidPlan(f"its key {key!r}", "means nothing", hint)
     if "sub_tasks" not in plan:
         raise InvalidPlan("it", "has no 'sub_tasks'", 'Write {"sub_tasks": [["task", 1]]}.')
@@ -161,14 +162,20 @@ def _read_entry(given: Any, app: Celery) -> Entry:
         raise InvalidPlan(
             "it", f"has the arguments {arguments!r}", "Give them by name: {'size': 640}."
         )
+    kept, options = arguments, dict[str, Any]()
+    if any(name.startswith(MARK) for name in arguments):
+        arguments, options = split(arguments)
+        kept = {**arguments, **make_options(options, app)}
     try:
-        text = encode(dict(arguments), LONGEST_PARAMS) if arguments else ""
+        text = encode(dict(kept), LONGEST_PARAMS, strict=True) if kept else ""
     except NotPlain as error:
         raise InvalidPlan(
             "it", f"has arguments that can't be kept: {error}", "Give primary keys."
         ) from error
     found = _find_task(task, app)
     _check_task(found, arguments)
+    if options:
+        check_retries(found, options)
     return Entry(found.name, float(priority), text)
 
 
@@ -176,7 +183,7 @@ def _exact(priority: int) -> float:
     with suppress(OverflowError):
         if int(float(priority)) == priority:
             return float(priority)
-    raise InvalidPlan("it", "has a priority that is too large to be told from others", ENTRY_HINT)
+    raise InvalidPlan("it", "has a priority so large that others would equal it", ENTRY_HINT)
 
 
 def _find_task(task: Any, app: Celery) -> Any:
@@ -184,50 +191,49 @@ def _find_task(task: Any, app: Celery) -> Any:
         raise InvalidPlan(
             "it",
             f"has a signature of {task.task}, whose arguments, options and links would be left out",
-            "Give the task itself, and its arguments as the third part: (task, priority, {...}).",
+            "Give the task itself, and arguments and options as the third part: "
+            "(task, priority, {'size': 640, '@queue': 'slow'}).",
         )
     if not isinstance(task, str):
-        # By type: a lazy task would be evaluated.
+        # The check uses type() because isinstance() would evaluate a lazy task.
         if not issubclass(type(task), Proxy) and not hasattr(task, "apply_async"):
             raise InvalidPlan(
                 "it", f"has {task!r}, which is not a task", "Give a task, or its full name."
             )
         task = task.name
     if task not in app.tasks:
-        load_tasks(app)  # a web server may not have yet
+        load_tasks(app)  # a web server may not have loaded them yet
     if task not in app.tasks:
-        close = difflib.get_close_matches(task, app.tasks, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else "Is its module among the app's?"
-        raise InvalidPlan("it", f"names the task {task!r}, which nobody knows here", hint)
+        hint = conf.did_you_mean(task, app.tasks).lstrip() or "Is its module among the app's?"
+        raise InvalidPlan("it", f"names the task {task!r}, which this process does not know", hint)
     return app.tasks[task]
 
 
 def _check_task(task: Any, arguments: Mapping[str, Any]) -> None:
-    _check_layers(task)
-    if get_step_layer(task) is None:
-        if not isinstance(task, SafeTaskMixin):
-            raise InvalidPlan(
-                "it",
-                f"has the task {task.name}, which is neither a @stages.step nor a SafeTask",
-                "Put @stages.step below its @shared_task.",
-            )
-        form = "(data, name)"
-    else:
-        form = "(params)"
+    is_step = _check_layers(task)
+    if not is_step and not isinstance(task, SafeTaskMixin):
+        raise InvalidPlan(
+            "it",
+            f"has the task {task.name}, which is neither a @stages.step nor a SafeTask",
+            "Put @stages.step below its @shared_task.",
+        )
+    form = "(params)" if is_step else "(data, name)"
+    given: tuple[Any, ...] = ({},) if is_step else ({}, "")
     try:
-        given: tuple[Any, ...] = ({},) if form == "(params)" else ({}, "")
         _check_arguments(task, given, arguments)
     except TypeError as error:
         named = f" and {', '.join(arguments)}" if arguments else ""
+        meant = [name for name in OPTIONS if name in arguments]
+        options = f' Options have an @: "{MARK}{meant[0]}".' if meant else ""
         raise InvalidPlan(
             "it",
             f"has the task {task.name}, which does not take {form}{named} ({error})",
-            "A @stages.step takes (params); any other task takes (data, name).",
+            f"A @stages.step takes (params); any other task takes (data, name).{options}",
         ) from error
 
 
 def _check_arguments(task: Any, given: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-    # Made by Celery of a function, bound or not; a class has none.
+    # Celery makes it from a function, bound or not; a class-based task has none.
     check = getattr(task, "__header__", None)
     if check is None:
         method = next((one for one in layers(task.run) if inspect.ismethod(one)), task.run)
@@ -235,15 +241,16 @@ def _check_arguments(task: Any, given: tuple[Any, ...], arguments: Mapping[str, 
     check(*given, **arguments)
 
 
-def _check_layers(task: Any) -> None:
-    """Refuse what would end a step's message without its step."""
-    if getattr(task, "_dump_pydantic_arguments", None) is not None:
+def _check_layers(task: Any) -> bool:
+    """Refuse layers that would end a message without its step; return whether it is a step."""
+    found = layers(task.run)
+    # The attribute is None for most tasks; before Celery 5.7 no task has it.
+    if getattr(task, "_dump_pydantic_arguments", True) is not None and has_models(task, found):
         raise InvalidPlan(
             "it",
             f"has the task {task.name} with pydantic=True, which would read the params too early",
             "Leave that out, and make the model in the function: Album(**params).",
         )
-    found = list(layers(task.run))
     at = {
         name: max((place for place, one in enumerate(found) if hasattr(one, name)), default=None)
         for name in ("stages_step", "idempotent")
@@ -257,7 +264,7 @@ def _check_layers(task: Any) -> None:
         )
     guarded = find_guarded(task)
     if guarded is None:
-        return
+        return step is not None
     if step is None:
         raise InvalidPlan(
             "it",
@@ -272,10 +279,11 @@ def _check_layers(task: Any) -> None:
             f"has the task {task.name}, of which {what} would leave out a step",
             'Use on_conflict="retry" or "wait", without unique_until.',
         )
+    return True
 
 
 def get_step_layer(task: Any) -> Any:
-    """Return what ``@stages.step`` made in a task; None if it has none."""
+    """Return the function that ``@stages.step`` made in a task; None: the task has none."""
     return next((one for one in layers(task.run) if hasattr(one, "stages_step")), None)
 
 
@@ -285,7 +293,7 @@ def _encode_params(params: Any) -> str:
     if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
         raise InvalidPlan("its params", f"are {params!r}", "Give a dict with names.")
     try:
-        return encode(dict(params), LONGEST_PARAMS)
+        return encode(dict(params), LONGEST_PARAMS, strict=True)
     except NotPlain as error:
         raise InvalidPlan(
             "its params", f"can't be kept: {error}", "Give little and plain data: primary keys."

@@ -1,4 +1,4 @@
-"""How far a run is, and waiting for its end."""
+"""A run's progress, and waiting for its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .step_messages import runs_eagerly
 if TYPE_CHECKING:
     from ..models.stages import StageRun
 
-#: How often a waiting process looks, s.
+#: Time between two looks of a waiting process, s.
 LOOK: Final = 0.25
 
 
@@ -26,10 +26,10 @@ class Progress(NamedTuple):
     How far a run is.
 
     Attributes:
-        done: How many of its steps have succeeded.
-        total: How many there are.
-        stage: Which stage runs, or ran last, from 1 on.
-        stages: How many there are.
+        done: Number of steps that have succeeded.
+        total: Number of steps.
+        stage: Number of the stage that runs, or ran last, counted from 1.
+        stages: Number of stages.
     """
 
     done: int
@@ -39,7 +39,7 @@ class Progress(NamedTuple):
 
     @property
     def percent(self) -> int:
-        """How many of a hundred steps are done, rounded down: 100 means all."""
+        """The percentage of steps that are done, rounded down: 100 means all."""
         return 100 * self.done // self.total if self.total else 100
 
 
@@ -48,10 +48,10 @@ class StageProgress(NamedTuple):
     How far one stage is.
 
     Attributes:
-        stage: Which one, from 1 on.
-        priority: That of its steps.
-        total: How many they are.
-        counts: How many of them stand where; statuses of none are missing.
+        stage: The stage's number, counted from 1.
+        priority: The priority of its steps.
+        total: Number of its steps.
+        counts: Number of its steps in each status; statuses without steps are left out.
     """
 
     stage: int
@@ -61,30 +61,30 @@ class StageProgress(NamedTuple):
 
     @property
     def done(self) -> int:
-        """How many have succeeded."""
+        """The number of its steps that have succeeded."""
         return self.counts.get(Status.SUCCEEDED, 0)
 
 
 def progress(run: StageRun) -> Progress:
-    """Return how far a run is, as of now; one query for its steps."""
+    """Return how far a run is now; one query for its steps."""
     succeeded = Count("pk", filter=Q(status=Status.SUCCEEDED))
     found = run.steps.aggregate(done=succeeded, total=Count("pk"))
-    return Progress(found["done"], found["total"], run.stage + 1, run.stages)
+    return Progress(found["done"], found["total"], run.stage, run.stages)
 
 
 def progress_by_stage(run: StageRun) -> list[StageProgress]:
-    """Return how far each stage of a run is, the first first; one query."""
+    """Return how far each stage of a run is, in the order of the stages; one query."""
     stages: dict[int, tuple[float, dict[Status, int]]] = {}
     rows = run.steps.order_by("stage", "status").values_list("stage", "priority", "status")
     for stage, priority, status, count in rows.annotate(count=Count("pk")):
         stages.setdefault(stage, (priority, {}))[1][Status(status)] = count
     return [
-        StageProgress(stage + 1, priority, sum(counts.values()), counts)
+        StageProgress(stage, priority, sum(counts.values()), counts)
         for stage, (priority, counts) in sorted(stages.items())
     ]
 
 
-def wait(run: StageRun, timeout: conf.Duration | None) -> StageRun:
+def wait(run: StageRun, timeout: conf.Duration | None, idle: bool) -> StageRun:
     """Wait for the end of a run; see :meth:`StageRun.wait`."""
     task = get_current_task()
     if task is not None and (not task.request.is_eager or runs_eagerly()):
@@ -102,13 +102,15 @@ def wait(run: StageRun, timeout: conf.Duration | None) -> StageRun:
     give_up_at = None if seconds is None else time.monotonic() + seconds
     while True:
         run.refresh_from_db()
-        if run.status in Status.STOPPED:
+        has_ended = run.status in Status.STOPPED
+        if has_ended and not (idle and run.steps.alive().exists()):
             return run
         left = LOOK if give_up_at is None else give_up_at - time.monotonic()
         if left <= 0:
             shown = progress(run)
+            what = "still has running steps" if has_ended else "goes on"
             raise TimeoutError(
-                f"{run} goes on after {timeout}: {shown.done} of {shown.total} steps are done, and "
+                f"{run} {what} after {timeout}: {shown.done} of {shown.total} steps are done, and "
                 f"stage {shown.stage} of {shown.stages} is {run.status}."
             )
         time.sleep(min(LOOK, left))

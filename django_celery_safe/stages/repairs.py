@@ -1,9 +1,9 @@
 """
-Finding runs that do not go on, and pruning those that have ended.
+Repair of runs that are stuck, and pruning of runs that have ended.
 
-Normal progress never depends on this: it is for what a crash has left. Any number of
-sweeps may look at the same time, since each repairs under the lock of the run's row what
-it finds there then.
+Normal progress never depends on a sweep: sweeps repair runs after a crash. Any number of
+sweeps may run at the same time, because each one locks a run's row and reads its state again
+before it repairs the run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
 from django.db import transaction
-from django.db.models.functions import Now
 
 from .. import conf
+from ..databases import Now
 from ..events import RUN_REPAIRED, STEP_REPAIRED
-from ..exceptions import describe_error
+from ..foreign_errors import describe_error
 from ..leases.lease_table import read_holder
+from ..sending.housekeeping import Chore, add_chore, add_pruning
 from ..texts import get_logger
-from ..transactions import lacks_table
 from . import engine, step_messages
-from .engine import MOST_DEATHS
 from .status import Status
 from .step_table import StepTable
 
@@ -35,24 +34,26 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: For how long a step that was sent may wait to be begun before it is sent again. It doubles
-#: each time: a long queue is no loss, and the same message once more does no harm.
-PATIENCE: Final = timedelta(minutes=5)
-#: For how long a complete stage is left to the process of its last step, which begins the
-#: next one right after it has recorded that step.
+#: How long a step that was sent may wait for a worker before it is re-sent. The time doubles
+#: with each re-send: a long queue loses nothing, and a duplicate message does no harm.
+UNSTARTED_AFTER: Final = timedelta(minutes=5)
+#: How long sweeps leave a complete stage to the process of its last step, which starts the
+#: next stage right after it has recorded that step.
 SETTLING: Final = timedelta(seconds=5)
-#: Steps that are looked at in one go.
+#: Steps that one transaction repairs at most.
 BATCH: Final = 500
+#: Runs that a relay deletes in one turn at most, each with its steps in a transaction.
+MOST_RUNS: Final = 100
 
 
 class Repair(NamedTuple):
     """
-    What a sweep did.
+    One repair by a sweep.
 
     Attributes:
         run: The run's id.
-        step: The step, as ``<task>[<task id>]``; "": all of its stage.
-        reason: What it found, and what it did about it, as a sentence.
+        step: The step, as ``<task>[<task id>]``; "": the repair concerns the whole stage.
+        reason: The fault and the repair, as a sentence.
     """
 
     run: int
@@ -60,19 +61,20 @@ class Repair(NamedTuple):
     reason: str
 
 
-def sweep(store: StepTable, patience: timedelta = PATIENCE) -> list[Repair]:
+def sweep(store: StepTable, patience: timedelta = UNSTARTED_AFTER) -> list[Repair]:
     """
-    Find what does not go on, and repair it; return what was done, in order.
+    Repair the runs that are stuck; return the repairs in order.
 
-    A step whose process died is sent again, and fails when that was so twenty times. A step
-    that was sent and that nobody began is sent again. A run whose stage is complete goes on.
+    A step whose process died is re-sent; if as many processes have died in it as
+    ``max_deaths`` allows, the worker that receives it fails it. A step that was sent but not
+    started is re-sent. A run whose stage is complete is continued.
 
     Args:
-        patience: How long a step that was sent may wait to be begun.
+        patience: How long a step that was sent may wait for a worker.
     """
     repairs: list[Repair] = []
-    for pk, ids in _by_run(store.steps().silent()):
-        repairs += _repaired(pk, partial(_mend_silent, store, pk, ids))
+    for pk, ids in _by_run(store.steps().orphaned()):
+        repairs += _repaired(pk, partial(_requeue_orphaned, store, pk, ids))
     for pk, ids in _by_run(_not_in_outbox(store, store.steps().overdue(patience))):
         repairs += _repaired(pk, partial(_send_again, store, pk, ids, patience))
     for pk in store.runs().complete().values_list("pk", flat=True):
@@ -80,23 +82,20 @@ def sweep(store: StepTable, patience: timedelta = PATIENCE) -> list[Repair]:
     return repairs
 
 
-def sweep_housekeeping(alias: str) -> None:
-    """
-    Sweep the runs in a database, as a relay does beside its own work.
+def connect() -> None:
+    """Register the relays' chores: repair runs, and delete runs that ended long ago."""
+    failure = "The runs of stages in %r could not be swept: %s"
+    add_chore("sweep runs", Chore(failure, StepTable.models, _sweep_database))
+    add_pruning("runs of stages", StepTable.models, _prunable_by_index, most=MOST_RUNS, batch=1)
 
-    A database without their tables is left alone; any other failure is logged.
-    """
-    from ..models.stages import StageRun, StageStep  # needs the app registry
 
-    try:
-        sweep(StepTable(alias))
-    except SoftTimeLimitExceeded:
-        raise
-    except Exception as error:  # noqa: BLE001 - what runs need must not stop the outbox
-        if not lacks_table(alias, StageRun, StageStep):
-            logger.error(
-                "The runs of stages in %r could not be swept: %s", alias, describe_error(error)
-            )
+def _sweep_database(alias: str) -> bool:
+    sweep(StepTable(alias))
+    return False
+
+
+def _prunable_by_index(alias: str) -> list[StageRuns]:
+    return [get_prunable(StepTable(alias)).unprotected().order_by("ended_at")]
 
 
 def get_prunable(store: StepTable, older_than: timedelta | None = None) -> StageRuns:
@@ -104,14 +103,14 @@ def get_prunable(store: StepTable, older_than: timedelta | None = None) -> Stage
     Return the runs that can be deleted.
 
     Args:
-        older_than: Those that ended so long ago; None: ``STAGES_RETENTION`` ago.
+        older_than: The minimum time since their end; None: ``STAGES_RETENTION``.
     """
     age = conf.retention("STAGES_RETENTION") if older_than is None else older_than
-    return store.runs().older(age)
+    return store.runs().none() if age is None else store.runs().older(age)
 
 
 def _repaired(pk: int, repair: Callable[[], list[Repair]]) -> list[Repair]:
-    """Repair a run; one that can't be, such as for a task that changed, keeps no other from it."""
+    """Repair a run; an error, for example of a changed task, does not stop other repairs."""
     try:
         return repair()
     except (DatabaseError, SoftTimeLimitExceeded):
@@ -122,7 +121,7 @@ def _repaired(pk: int, repair: Callable[[], list[Repair]]) -> list[Repair]:
 
 
 def _by_run(steps: Iterable[StageStep]) -> Iterator[tuple[int, list[int]]]:
-    """Yield what one transaction repairs: a run, and some of its steps."""
+    """Yield the batches that one transaction repairs: a run's id, and ids of its steps."""
     by_run: dict[int, list[int]] = {}
     for step in steps:
         by_run.setdefault(step.run_id, []).append(step.pk)
@@ -132,7 +131,7 @@ def _by_run(steps: Iterable[StageStep]) -> Iterator[tuple[int, list[int]]]:
 
 
 def _not_in_outbox(store: StepTable, steps: StageSteps) -> list[StageStep]:
-    """Leave out those whose message a relay will send."""
+    """Return the steps without those whose message a relay will still send."""
     from ..models.outbox import OutboxMessage  # needs the app registry
 
     found = list(steps)
@@ -144,40 +143,35 @@ def _not_in_outbox(store: StepTable, steps: StageSteps) -> list[StageStep]:
     return [step for step in found if step.task_id not in pending]
 
 
-def _mend_silent(store: StepTable, pk: int, ids: list[int]) -> list[Repair]:
+def _requeue_orphaned(store: StepTable, pk: int, ids: list[int]) -> list[Repair]:
     repairs, again = [], []
     with store.runs().locked(pk) as run:
         if run is None:
             return []
         steps = store.steps().filter(pk__in=ids)
-        silent = list(steps.silent().annotate(asked_at=Now()))
+        # A worker between finish() and its commit holds the lock of its step's row.
+        orphaned = steps.orphaned().select_for_update(skip_locked=True).annotate(asked_at=Now())
         stopped = run.status in Status.STOPPED
-        for step in silent:
-            reason = _told_of_death(step)
-            if not stopped and step.deaths + 1 >= MOST_DEATHS:
-                reason = f"its process died {MOST_DEATHS} times, and it failed"
-                ours = engine.fail_silent(store, run, step, reason)
-                stopped = stopped or ours
-            else:
-                ours = store.at(str(step.pk)).requeue_orphan(step.token, stopped=stopped)
-                reason += ", and it was aborted" if stopped else ", and it was sent again"
-                again += [step] if ours and not stopped else []
-            repairs += [_record_repair(store, step, reason)] if ours else []
-        # One that failed has aborted those that were to be sent.
-        step_messages.send(store, [] if stopped else again)
+        for step in orphaned:
+            if store.at(str(step.pk)).requeue_orphan(step.token, stopped=stopped):
+                done = "aborted" if stopped else "sent again"
+                reason = f"{_describe_death(step)}, and it was {done}"
+                repairs.append(_record_repair(store, step, reason))
+                again += [] if stopped else [step]
+        step_messages.send(store, again)
     return repairs
 
 
-def _told_of_death(step: StageStep) -> str:
-    # The step is named beside it.
+def _describe_death(step: StageStep) -> str:
+    # The repair already names the step.
     process = str(read_holder("", step).holder._replace(task_id=None))
     return f"its process died ({process})" if process else "its process died"
 
 
 def _send_again(store: StepTable, pk: int, ids: list[int], patience: timedelta) -> list[Repair]:
-    reason = "it was sent, nobody began it for long, and it was sent again"
+    reason = "no worker began it for long, so it was sent again"
     with store.runs().locked(pk):
-        # Anew, since another sweep may have been first.
+        # Query again under the lock, because another sweep may have been faster.
         steps = list(store.steps().filter(pk__in=ids).overdue(patience))
         rows = store.steps().filter(pk__in=[step.pk for step in steps])
         rows.update(note=reason)
@@ -187,7 +181,7 @@ def _send_again(store: StepTable, pk: int, ids: list[int], patience: timedelta) 
 
 
 def _record_repair(store: StepTable, step: StageStep, reason: str) -> Repair:
-    """Keep why a step was repaired, and tell of it."""
+    """Record why a step was repaired, and emit the event."""
     store.at(str(step.pk)).update(note=reason)
     return _emit_repair(store, step, reason)
 
@@ -214,10 +208,5 @@ def _let_go_on(store: StepTable, pk: int) -> list[Repair]:
 def _emit_on_commit(store: StepTable, repair: Repair, task: str, task_id: str) -> None:
     event = STEP_REPAIRED if repair.step else RUN_REPAIRED
     event.emit_on_commit(
-        sweep,
-        using=store.alias,
-        run=repair.run,
-        task=task,
-        task_id=task_id,
-        reason=repair.reason,
+        sweep, using=store.alias, run=repair.run, task=task, task_id=task_id, reason=repair.reason
     )

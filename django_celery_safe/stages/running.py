@@ -1,77 +1,88 @@
 """
-One step in a worker: begin it, do its work under a renewed lease, and say what became of it.
+One step in a worker: claim it, do its work under a renewed lease, and record its outcome.
 
-Who dies on any line leaves a step that runs under a lease that ends: then the next
-delivery of its message takes it, or a sweep sends it anew.
+If the process dies on any line, the step's lease expires. Then the next delivery of the
+message claims the step, or a sweep re-sends the message.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from asyncio import CancelledError
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from celery.app.task import Context
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
 from django.db import Error as DatabaseError
 
 from .. import conf
 from ..delivery.copies import WillBeRedelivered, begin_or_requeue, delete_markers, resend_later
-from ..events import STEP_GONE, STEP_LOST, STEP_SKIPPED
-from ..exceptions import StepLost, describe_error
+from ..delivery.deaths import ends_process, refuse_after_deaths
+from ..events import STEP_GONE, STEP_LOST, STEP_SKIPPED, TASK_POISONED
+from ..exceptions import IdempotencyError, InvalidResult, StepLost, TaskPoisoned
+from ..foreign_errors import describe_error
+from ..leases.claim import Claim
 from ..leases.holder import HeldLock, Holder
 from ..leases.lease_table import read_holder
-from ..leases.row_claim import RowClaim
 from ..locks.stores import Location
 from ..texts import get_logger
 from ..transactions import losing_a_race
+from ..values import NotPlain, encode
 from . import engine
 from .engine import StepError
+from .plan import LONGEST_PARAMS
 from .status import Status
-from .step_table import ClaimedStep, StepTable, step_table
+from .step_table import StepTable, step_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
 
 logger = get_logger(__name__)
 
-#: When a message comes back whose step could not be asked about, s.
+#: The error type of a step that failed without an exception, so that lists can filter by it.
+RETURNED_FALSE: Final = "ReturnedFalse"
+#: Delay before a message is retried if its step could not be read, s.
 DATABASE_AWAY: Final = 5.0
 
 
 @dataclass(slots=True)
-class Attempt:
+class StepAttempt:
     """
-    One run of a step's message.
+    One attempt to run a step's message.
 
     Attributes:
-        token: The token of its claim of the step; None: it has had none.
-        is_decided: Whether the run has recorded its outcome, so that the receiver of
+        token: The token of its claim of the step; None: it has not claimed the step.
+        is_decided: Whether the attempt has recorded its outcome, so that the receiver of
             ``task_failure`` must not.
+        pid: The attempt's process. The child of a bare ``os.fork()`` has its requests, too.
     """
 
     token: str | None = None
     is_decided: bool = False
+    pid: int = field(default_factory=os.getpid)
 
 
-#: The attempt of each message that runs, for as long as Celery keeps its request.
-_attempts: Final[WeakKeyDictionary[Context, Attempt]] = WeakKeyDictionary()
+#: The attempt of each running message, for as long as Celery keeps its request.
+_attempts: Final[WeakKeyDictionary[Context, StepAttempt]] = WeakKeyDictionary()
 
 
-def attempt_of(request: Context) -> Attempt:
-    """Return what is known of the step's run that this request is for."""
-    return _attempts.setdefault(request, Attempt())
+def attempt_of(request: Context) -> StepAttempt:
+    """Return the attempt of a request; make it if there is none yet."""
+    return _attempts.setdefault(request, StepAttempt())
 
 
 class Work(NamedTuple):
     """
-    What a step's function is to work on.
+    The input of a step's function.
 
     Attributes:
-        params: Those of the run, for this step alone to change.
-        arguments: Those of the plan's entry.
+        params: A copy of the run's params, which the step may change.
+        arguments: The arguments of the plan's entry.
     """
 
     run: StageRun
@@ -82,105 +93,172 @@ class Work(NamedTuple):
 
 class Outcome(NamedTuple):
     """
-    What a step's function said.
+    The outcome of a step's function.
 
     Attributes:
-        result: What it returned.
+        result: The value that the function returned.
         success: Whether the step succeeded.
-        params: What the next stages get.
-        error: What is noted if it did not succeed.
+        params: The part of the result for the next stages, not yet checked.
+        error: The text to record if the step did not succeed.
     """
 
     result: Any
     success: bool
-    params: dict[str, Any]
+    params: Any
     error: str
+
+
+class StepClaim(Claim):
+    """
+    The claim of a step; the dict that ``finish()`` gets is passed to the next stages.
+
+    Attributes:
+        step: The step's row, and its run, as they were at the claim.
+    """
+
+    table: StepTable
+    step: StageStep
+
+    def __init__(self, pk: int, task: Any, request: Context) -> None:
+        super().__init__(step_table(), str(pk), f"{task.name}[{request.id}]", conf.lock_timeout())
+
+    def record(self, outcome: Outcome) -> None:
+        """
+        Record the outcome, unless the function has called ``finish()``.
+
+        Raises:
+            StepLost: This process no longer held the step.
+            InvalidResult: The function has finished the step and then returned a failure.
+        """
+        if self.is_finished:
+            self.check_committed()
+            if not outcome.success:
+                raise InvalidResult(self.step.task, "it fails the step, which it finished before")
+            return
+        text = self._encode(outcome.params)
+        if outcome.success:
+            self._record_done(text)
+        elif not engine.fail(self, StepError(RETURNED_FALSE, outcome.error)):
+            self.raise_lost()
+
+    @staticmethod
+    def emit_lost(name: str, holder: str) -> None:
+        STEP_LOST.emit(run_step, step=int(name), holder=holder)
+
+    def _write_done(self, text: str) -> bool:
+        return self.table.finish(self.step.pk, self.token, text)
+
+    def _go_on(self) -> None:
+        engine.follow_success(self)
+
+    def _encode(self, result: Any) -> str:
+        if result is None:
+            return ""
+        if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):
+            raise InvalidResult(self.step.task, f"its params are {result!r:.200}")
+        try:
+            return encode(result, LONGEST_PARAMS, strict=True) if result else ""
+        except NotPlain as error:
+            raise InvalidResult(self.step.task, str(error)) from error
+
+    def _lost_error(self, holder: str) -> StepLost:
+        return StepLost(str(self.step), str(self.step.run), holder)
 
 
 def run_step(task: Any, request: Context, pk: int, do: Callable[[Work], Outcome]) -> Any:
     """
-    Run the step that a message is for; return what its function did, or None: it is not to run.
+    Run a message's step; return its function's result, or None if the step must not run.
 
     Args:
         pk: The step's id, from the message.
 
     Raises:
-        StepLost: It was not this process's any more when its work was done.
+        StepLost: This process no longer held the step when its work was done.
+        TaskPoisoned: Too many processes have died in the step; it is not run again.
         WrongTransaction: Inside ``atomic()``.
     """
-    store = step_table()
-    claimed = _begin(store, pk, task, request)
-    if claimed is None:
+    claim = StepClaim(pk, task, request)
+    if not _begin(claim, task, request):
         return None
-    claim, step = claimed
-    with claim.working(lambda error: _record_error(claimed, task, request, error)):
+    step = claim.step
+    with claim.holding(lambda error: _record_error(claim, task, request, error)):
         claim.begin(task, request)
         if step.run.status in Status.STOPPED:
-            engine.put_back(claimed, StepError("", "Its process died before the run ended."))
+            engine.put_back(claim, StepError("", "Its process died before the run ended."))
             return None
-        if step.deaths >= engine.MOST_DEATHS:
-            engine.fail(claimed, StepError("", f"Its process died {step.deaths} times."))
-            return None
-        delete_markers(task, request, _markers(store), of_claim=True)
-        outcome = do(Work(step.run, step, step.run.params, step.arguments))
-        if outcome.success:
-            done = engine.finish(claimed, outcome.params)
-        else:
-            done = engine.fail(claimed, StepError("", outcome.error))
-        if not done:
-            raise StepLost(str(step), str(step.run), claim.find_new_holder())
+        if step.deaths:
+            refuse_after_deaths(task, request.id, step.deaths, step.last_death)
+        delete_markers(task, request, _markers(claim.table), of_claim=True)
+        outcome = _do(claim, task, request, do)
+        # After a bare os.fork() the child also gets here, and must not end the claim.
+        if not claim.is_of_parent():
+            claim.record(outcome)
     return outcome.result
 
 
-def _begin(store: StepTable, pk: int, task: Any, request: Context) -> ClaimedStep | None:
-    """Claim the step; None if it is not to run. While somebody runs it the message comes back."""
-    seconds = conf.lock_timeout()
-    claim = RowClaim(store, str(pk), seconds, _emit_lost)
+def _do(claim: StepClaim, task: Any, request: Context, do: Callable[[Work], Outcome]) -> Outcome:
+    """Call the step's function; retry an error up to the number in the plan's entry."""
+    step = claim.step
+    arguments, options = step.parts
+    try:
+        return do(Work(step.run, step, step.run.params, arguments))
+    except (TaskPredicate, StepLost):
+        raise
+    except Exception as error:
+        if request.retries >= options.get("retries", 0) or claim.is_finished:
+            raise
+        raise task.retry(exc=error, max_retries=options["retries"]) from error
+
+
+def _begin(claim: StepClaim, task: Any, request: Context) -> bool:
+    """Claim the step; False if it must not run. A step that is running is retried later."""
     claim.prepare(f"The step {task.name}", "Put atomic() inside the function.")
 
-    def try_begin() -> ClaimedStep | HeldLock | None:
-        asked_at = time.monotonic()
+    def try_begin() -> bool | HeldLock:
+        claim.asked_at = time.monotonic()
         try:
-            return claim.ask(lambda: _try_begin(claim, task, request, asked_at), "a step")
+            return claim.ask(lambda: _try_begin(claim, task, request))
         except DatabaseError as error:
-            store.check_migrated(error)
+            claim.table.check_migrated(error)
             if request.is_eager:
                 raise
-            # Nothing was done yet, so that it is no failure of the step.
+            # The step has not started, so it did not fail.
             resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
 
-    return begin_or_requeue(try_begin, task, request, _markers(store))
+    return begin_or_requeue(try_begin, task, request, _markers(claim.table))
 
 
-def _try_begin(
-    claim: RowClaim[StepTable], task: Any, request: Context, asked_at: float
-) -> ClaimedStep | HeldLock | None:
-    """Claim the step; return it, or who runs it now; None: it is not to run."""
-    store, task_id = claim.table, request.id or ""
-    holder = claim.describe_holder(f"{task.name}[{task_id}]", task, request)
+def _try_begin(claim: StepClaim, task: Any, request: Context) -> bool | HeldLock:
+    """Claim the step; return whether to run it, or its current holder."""
+    store = claim.table
+    holder = claim.describe_holder(task, request)
     step: Any = None
     with losing_a_race():
-        step = store.claim_step(int(claim.name), task_id, claim.token, claim.seconds, holder)
+        step = store.claim_step(
+            int(claim.name), request.id or "", claim.token, claim.seconds, holder
+        )
     if step is None:
         found = _find_contender(store, claim.name, task, request)
-        if not isinstance(found, HeldLock) or found.token != claim.token:
+        if found is None:
+            return False
+        if found.token != claim.token:
             return found
-        step = store.find(claim.name)  # the answer to the claim before got lost
+        step = store.find(claim.name)  # an earlier claim succeeded, but its answer was lost
         if step is None:
-            return None
+            return False
+    claim.step = step
     attempt_of(request).token = claim.token
     if step.run.status == Status.WAITING:
         engine.record_begun(store, step.run)
-    claim.asked_at = asked_at
-    return ClaimedStep(claim, step)
+    return True
 
 
 def _find_contender(store: StepTable, pk: str, task: Any, request: Context) -> HeldLock | None:
-    """Return who runs the step now; None: it is not to run."""
+    """Return the step's current holder; None: the step must not run."""
     step: Any = store.find(pk)
     if step is None or step.task_id != request.id or step.status in Status.STOPPED:
         if step is not None and step.status == Status.SUCCEEDED:
-            # Its process may have died before it looked whether the stage is complete.
+            # Its process may have died before it checked whether the stage is complete.
             engine.leave_stage(store, step)
         event = STEP_GONE if step is None else STEP_SKIPPED
         event.emit(
@@ -193,26 +271,31 @@ def _find_contender(store: StepTable, pk: str, task: Any, request: Context) -> H
         return None
     if step.status == Status.RUNNING and step.ends_at >= step.asked_at:
         return read_holder(str(step), step)
-    # It was let go since. Look again, as for a run of this message.
+    # The step was released since. The caller tries again, as if this message held the step.
     return HeldLock(str(step), remaining=0.0, holder=Holder(task_id=request.id))
 
 
-def _record_error(claimed: ClaimedStep, task: Any, request: Context, error: BaseException) -> None:
-    """Record what becomes of a step whose work ended in an error."""
+def _record_error(claim: StepClaim, task: Any, request: Context, error: BaseException) -> None:
+    """Record the new state of a step whose work ended in an error."""
     if isinstance(error, StepLost):
         attempt_of(request).is_decided = True
         return
     fault = StepError.of(error)
     try:
+        # finish()'s callback may not have run: Django stops at the first one that raises.
+        with suppress(IdempotencyError):  # finish() was rolled back
+            claim.check_committed()
         if comes_again(task, error):
-            engine.put_back(claimed, fault)
+            engine.put_back(claim, fault, died=ends_process(error))
         else:
             attempt_of(request).is_decided = True
-            engine.fail(claimed, fault)
+            if engine.fail(claim, fault) and isinstance(error, TaskPoisoned):
+                said = describe_error(error)
+                TASK_POISONED.emit(run_step, task=task.name, task_id=request.id, error=said)
     except DatabaseError as failure:
         logger.warning(
-            "That %s failed (%s) can't be noted; a sweep sends it again when its lease is over: %s",
-            claimed.step,
+            "Could not record that %s failed (%s); a sweep re-sends it when its lease is over: %s",
+            claim.key,
             fault,
             describe_error(failure),
         )
@@ -220,27 +303,23 @@ def _record_error(claimed: ClaimedStep, task: Any, request: Context, error: Base
 
 def comes_again(task: Any, error: BaseException) -> bool:
     """
-    Return whether the step's message may come again after an error.
+    Return whether the step's message may be retried or redelivered after an error.
 
-    Where the task retries by itself, only Celery knows: then its signals tell the end.
+    If the task has ``autoretry_for``, only Celery knows: its signals then report the end.
     """
     match error:
         case Retry() | WillBeRedelivered():
             return True
         case Reject():
             return bool(getattr(error, "requeue", False))
-        case Ignore():
+        case Ignore() | TaskPoisoned() | CancelledError():
             return False
         case Exception():
             return hasattr(task, "_orig_run")  # what Celery's autoretry wraps
         case _:
-            return True  # the process is told to end
-
-
-def _emit_lost(pk: str, holder: str) -> None:
-    STEP_LOST.emit(run_step, step=int(pk), holder=holder)
+            return True  # a signal ends the process
 
 
 def _markers(store: StepTable) -> Location:
-    """Return where the markers of copies are: beside the steps, in no cache."""
+    """Return where the markers of copies are: in the database of the steps, not in a cache."""
     return Location("database", store.alias)

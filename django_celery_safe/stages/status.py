@@ -6,25 +6,26 @@ from enum import nonmember
 from typing import TYPE_CHECKING
 
 from django.db.models import TextChoices
+from django.utils.translation import gettext_lazy as _
 
 
 class Status(TextChoices):
     """
-    Where a run, or a step, stands.
+    The status of a run or of a step.
 
-    A run waits until its first step begins. A step waits for its stage, for a worker,
+    A run waits until its first step starts. A step waits for its stage, for a worker,
     or for its next retry.
     """
 
-    WAITING = "waiting"
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    #: Stopped by ``abort()``; of a step also: not begun when another failed.
-    ABORTED = "aborted"
+    WAITING = "waiting", _("Waiting")
+    RUNNING = "running", _("Running")
+    SUCCEEDED = "succeeded", _("Succeeded")
+    FAILED = "failed", _("Failed")
+    #: Stopped by ``abort()``; also a step that had not started when another step failed.
+    ABORTED = "aborted", _("Aborted")
 
     if TYPE_CHECKING:
         STOPPED: frozenset[str]
     else:
-        #: Those in which nothing more happens by itself.
+        #: Statuses that only an operator can change.
         STOPPED = nonmember(frozenset(("succeeded", "failed", "aborted")))

@@ -1,4 +1,4 @@
-"""The messages of steps: sent through the outbox, or run here where tasks run eagerly."""
+"""The messages of steps: sent through the outbox, or run here if tasks run eagerly."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ from .step_table import StepTable
 if TYPE_CHECKING:
     from ..models.stages import StageStep
 
-#: The steps that wait where this thread runs others eagerly.
+#: The steps that wait while this thread runs other steps eagerly.
 _eager = threading.local()
 
 
 def send(
-    store: StepTable, steps: Sequence[StageStep], emit: Callable[[], object] = lambda: None
+    store: StepTable,
+    steps: Sequence[StageStep],
+    emit: Callable[[], object] = lambda: None,
+    *,
+    with_countdown: bool = False,
 ) -> None:
     """
-    Send the messages of steps, through the outbox, when the open transaction commits.
+    Send the messages of steps through the outbox when the open transaction commits.
 
     Args:
-        emit: Emits it; what that leaves for the commit is forgotten if they can't be sent.
+        emit: Emits the event; if sending fails, its callbacks for the commit are dropped.
+        with_countdown: Whether to apply the steps' countdowns, which have already passed when
+            a sweep re-sends them.
     """
     app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
     if not all(step.task in app.tasks for step in steps):
-        # A command or a web server may not have yet, and a task knows its queue.
+        # A command or a web server may not have loaded them; a task knows its queue.
         load_tasks(app)
     if app.conf.task_always_eager:
         emit()
@@ -43,9 +49,9 @@ def send(
     def send_all(given: dict[str, Any]) -> None:
         emit()
         for step in steps:
-            args, kwargs, options = _message(app, step)
+            args, kwargs, options = _message(app, step, with_countdown=with_countdown)
             task = app.tasks.get(step.task)
-            if task is None:  # another worker's
+            if task is None:  # only other workers know it
                 app.send_task(step.task, args, kwargs, **options)
             else:
                 task.apply_async(args, kwargs, **options)
@@ -54,12 +60,12 @@ def send(
 
 
 def runs_eagerly() -> bool:
-    """Return whether a step runs eagerly in this thread, so that others wait for its end."""
+    """Return whether this thread runs a step eagerly, so that other steps wait for its end."""
     return getattr(_eager, "waiting", None) is not None
 
 
 def _run_eagerly(app: Celery, steps: Iterable[StageStep]) -> None:
-    """Run steps here and now, each stage after the one before, not inside of it."""
+    """Run steps here and now; each stage runs after the previous one, not nested in it."""
     waiting: list[StageStep] | None = getattr(_eager, "waiting", None)
     if waiting is not None:
         waiting += steps
@@ -74,12 +80,15 @@ def _run_eagerly(app: Celery, steps: Iterable[StageStep]) -> None:
         _eager.waiting = None
 
 
-def _message(app: Celery, step: StageStep) -> tuple[Any, ...]:
-    """Return arguments and options of a step's message; its params stay in the table."""
+def _message(app: Celery, step: StageStep, *, with_countdown: bool = False) -> tuple[Any, ...]:
+    """Return the arguments and options of a step's message; the params stay in the table."""
     task = app.tasks.get(step.task)
     place = {"run": step.run_id, "step": step.pk}
     args: tuple[Any, ...] = (place,)
     if task is not None and get_step_layer(task) is None:
         args = (place, step.task)
     header = Header(task=step.task, step=step.pk, by_call=True)
-    return args, step.arguments, with_header({"task_id": step.task_id}, header)
+    names = ("queue", "priority", "countdown") if with_countdown else ("queue", "priority")
+    arguments, given = step.parts
+    options = {name: given[name] for name in names if name in given}
+    return args, arguments, with_header({"task_id": step.task_id, **options}, header)

@@ -1,20 +1,19 @@
-"""The table of steps, as those who run them and the thread that renews their leases see it."""
+"""The table of steps, as used by workers and by the thread that renews their leases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from django.db import router
-from django.db.models import Case, DurationField, F, IntegerField, Q, When
-from django.db.models.functions import Now
+from django.db.models import DurationField, F, Q
 
-from ..databases import refuse_untested
-from ..leases.lease_table import LeaseTable
-from ..leases.row_claim import RowClaim
+from ..databases import Now, refuse_untested
+from ..leases.lease_table import LeaseTable, count_death
 from ..statements import Param, Statement
+from .entry_options import MARK
 from .status import Status
 
 if TYPE_CHECKING:
@@ -22,8 +21,14 @@ if TYPE_CHECKING:
     from ..models.step_states import StageSteps
 
 
+#: Steps that one statement changes.
+BATCH: Final = 500
+#: The option's name as it is written in JSON.
+COUNTDOWN: Final = f'"{MARK}countdown"'
+
+
 class StepTable(LeaseTable):
-    """The runs and steps in one database; a step's lease has its id for a name."""
+    """The runs and steps in one database; a step's lease is named by the step's id."""
 
     purpose = "hold runs of stages and their outbox"
     models = ("StageRun", "StageStep", "OutboxMessage")
@@ -44,11 +49,11 @@ class StepTable(LeaseTable):
         return StageStep.objects.using(self.alias)
 
     def at(self, name: str) -> StageSteps:
-        """Return the step with this id, one or none."""
+        """Return a queryset with the step of this id: one row or none."""
         return self.steps().filter(pk=int(name))
 
     def find(self, name: str) -> StageStep | None:
-        """Return a step and its run, with the server's time as ``asked_at``; None: it is gone."""
+        """Return a step, its run and the server's time as ``asked_at``; None: no such step."""
         found: StageStep | None = _FIND.find(self.alias, pk=int(name))
         return found
 
@@ -56,10 +61,10 @@ class StepTable(LeaseTable):
         self, pk: int, task_id: str, token: str, seconds: float, holder: str
     ) -> StageStep | None:
         """
-        Let a message run its step, if nobody does.
+        Claim a message's step, unless a process runs it.
 
         Returns:
-            The step, and its run with what a worker needs of it; None: it may not.
+            The step, with its run's fields that a worker needs; None: the claim failed.
         """
         from ..models.stages import StageRun  # needs the app registry
 
@@ -73,6 +78,18 @@ class StepTable(LeaseTable):
         )
         return step
 
+    def delay(self, steps: Iterable[StageStep]) -> None:
+        """Record when the messages of steps with a countdown should arrive."""
+        delayed: dict[float, list[int]] = {}
+        for step in steps:
+            seconds = step.options.get("countdown")
+            if seconds is not None:
+                delayed.setdefault(seconds, []).append(step.pk)
+        for seconds, pks in delayed.items():
+            due_at = Now() + timedelta(seconds=seconds)
+            for first in range(0, len(pks), BATCH):
+                self.steps().filter(pk__in=pks[first : first + BATCH]).update(due_at=due_at)
+
     def finish(self, pk: int, token: str, params: str) -> bool:
         """Record that a step succeeded; return whether the claim still held it."""
         return _FINISH.execute(self.alias, pk=pk, token=token, params=params)
@@ -80,13 +97,6 @@ class StepTable(LeaseTable):
     def is_complete(self, run: int, stage: int) -> bool:
         """Return whether all steps of a stage have succeeded."""
         return _FIND_UNFINISHED.find(self.alias, run=run, stage=stage) is None
-
-
-class ClaimedStep(NamedTuple):
-    """A step that this process runs now."""
-
-    claim: RowClaim[StepTable]
-    step: StageStep
 
 
 def _steps(alias: str) -> StageSteps:
@@ -113,15 +123,12 @@ _CLAIM: Final = Statement(
             "holder": Param("holder"),
             "started_at": Now(),
             "starts": F("starts") + 1,
-            # The process that had it before died, and let the lease end.
-            "deaths": Case(
-                When(status=Status.RUNNING, then=F("deaths") + 1),
-                default=F("deaths"),
-                output_field=IntegerField(),
-            ),
+            # The previous holder died: its lease has expired.
+            **count_death(Q(status=Status.RUNNING)),
         },
     ),
     lambda quote: _of_run(quote, "status", "params"),
+    changed=lambda alias: _step(alias).filter(token=Param("token")),
     whole=True,
 )
 
@@ -134,8 +141,9 @@ _FINISH: Final = Statement(
             "ended_at": Now(),
             "error_type": "",
             "error": "",
+            "traceback": "",
         },
-    ),
+    )
 )
 
 _FIND_UNFINISHED: Final = Statement(
@@ -146,17 +154,17 @@ _FIND_UNFINISHED: Final = Statement(
 )
 
 
-def _of_run(quote: Callable[[str], str], *columns: str) -> tuple[str, list[Param]]:
-    """Return columns of a step's run; SQLite's RETURNING knows no table but the changed one."""
+def _of_run(quote: Callable[[str], str], *columns: str) -> str:
+    """Return subqueries for columns of a step's run: SQLite's RETURNING knows only one table."""
     from ..models.stages import StageRun, StageStep  # needs the app registry
 
     run, step = quote(StageRun._meta.db_table), quote(StageStep._meta.db_table)
     found = [f"(SELECT {name} FROM {run} r WHERE r.id = {step}.run_id)" for name in columns]  # noqa: S608
-    return ", ".join(found), []
+    return ", ".join(found)
 
 
 def step_table() -> StepTable:
-    """Return the runs and steps in the database that the router has them written to."""
+    """Return the runs and steps in the database to which the router writes them."""
     from ..models.stages import StageRun  # needs the app registry
 
     return _cached_table(router.db_for_write(StageRun))
@@ -165,5 +173,5 @@ def step_table() -> StepTable:
 @lru_cache
 def _cached_table(alias: str) -> StepTable:
     refuse_untested(alias, "hold runs of stages")
-    # The renewing thread knows stores by their identity.
+    # The renewing thread identifies stores by their object identity.
     return StepTable(alias)

@@ -1,16 +1,15 @@
-""":func:`step`, which makes a function what a plan of stages can run."""
+""":func:`step`, which makes a function runnable in a plan of stages."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, overload
 
-from celery import Task
-
+from .. import conf
 from ..concurrency.decorator import refuse_misplaced
-from ..delivery.call import find_call, run_for
+from ..delivery.call import Args, Function, Kwargs, find_call, run_for
 from ..delivery.header import declare_field, get_header, is_id
 from ..delivery.wrappers import add_wrapper
 from ..exceptions import InvalidResult
@@ -18,27 +17,32 @@ from .running import Outcome, Work, run_step
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What a function gets if it asks for it by name.
+#: Arguments that a function receives if its signature names them.
 OURS: Final = ("run", "step")
 
 
-def step(function: F) -> F:
+@overload
+def step(function: F, /) -> F: ...
+@overload
+def step() -> Callable[[F], F]: ...
+def step(function: Any = conf.UNSET, /) -> Any:
     """
-    Let a task be a step of a run of stages.
+    Make a task usable as a step of a run of stages.
 
-    Goes below ``@shared_task``, and below ``@single_instance``. In a run, the function
-    gets the run's params as its first argument, what the plan's entry has for it by name,
-    and ``run`` and ``step``, the rows of :class:`StageRun` and :class:`StageStep`, if it has
-    arguments of these names. A step may be done again when its process died in it.
+    Put it below ``@shared_task`` and below ``@single_instance``, with or without brackets. In
+    a run, the function gets the run's params as its first argument and the arguments of the
+    plan's entry by name. If its signature has ``run`` or ``step``, it also gets the rows of
+    :class:`StageRun` and :class:`StageStep`. A step may run again if its process died in it.
 
-    It returns a dict, whose values the next stages find in their params; None or True; or
-    False, which fails the step; or ``(success, dict)``. An exception fails the step too,
-    after the task's retries.
+    The function returns a dict, whose values the next stages find in their params; None or
+    True; False, which fails the step; or ``(success, dict)``. An exception also fails the
+    step, after the task's retries.
 
-    Called by hand it is the plain function; ``run`` and ``step`` are None then.
+    A direct call runs the plain function, with None for ``run`` and ``step``.
 
     Raises:
-        TypeError: It stands above ``@shared_task`` or ``@single_instance``, or takes no params.
+        TypeError: It is above ``@shared_task`` or ``@single_instance``, or the function takes
+            no params.
 
     Example:
         >>> from celery import shared_task
@@ -53,6 +57,8 @@ def step(function: F) -> F:
     Source:
         "Celery task priority orchestration", the second way of writing a task.
     """
+    if function is conf.UNSET:
+        return step
     refuse_misplaced(function, "@stages.step", "the step would count as done", above_lock=False)
     signature = inspect.signature(function)
     asked = [name for name in OURS if name in signature.parameters]
@@ -65,25 +71,24 @@ def step(function: F) -> F:
 
     @functools.wraps(function)
     def stepped(*args: Any, **kwargs: Any) -> Any:
-        task, request = find_call(stepped, function, args)
+        task, request, bound = find_call(stepped, function, args)
         pk = get_header(request).get("step")
         if request is None or pk is None:
             missing = {name: None for name in asked if name not in kwargs}
             return run_for(request, function, args, {**kwargs, **missing})
-        bound = args[:1] if isinstance(args[0] if args else None, Task) else ()
 
         def do(work: Work) -> Outcome:
             ours = {"run": work.run, "step": work.step}
             arguments = {**work.arguments, **{name: ours[name] for name in asked}}
-            result = run_for(request, function, (*bound, work.params), arguments)
+            result = run_for(request, function, (*args[:bound], work.params), arguments)
             return read_result(task.name, result)
 
         return run_step(task, request, pk, do)
 
-    # Celery checks arguments at .delay() by getfullargspec, which looks only here.
+    # Celery's argument check in .delay() uses getfullargspec, which reads only this attribute.
     stepped.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
     stepped.stages_step = True  # type: ignore[attr-defined]
-    return stepped  # type: ignore[return-value]
+    return stepped
 
 
 _POSITIONAL: Final = (
@@ -95,10 +100,10 @@ _POSITIONAL: Final = (
 
 def read_result(task: str, result: Any) -> Outcome:
     """
-    Return what a step's function said by what it returned.
+    Return the outcome that a step's return value stands for.
 
     Raises:
-        InvalidResult: Nothing.
+        InvalidResult: The value has no such meaning.
     """
     success, params = result, None
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], bool):
@@ -107,17 +112,11 @@ def read_result(task: str, result: Any) -> Outcome:
         success, params = True, result
     if success is not None and not isinstance(success, bool):
         raise InvalidResult(task, f"it is {result!r:.200}")
-    return Outcome(result, success is not False, _checked_params(task, params), "it returned False")
+    return Outcome(result, success is not False, params, "it returned False")
 
 
-def run_plain(
-    task: Any,
-    request: Any,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run a step whose task takes ``(data, name)`` and returns a dictionary; leave others alone."""
+def run_plain(task: Any, request: Any, function: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run a step whose task takes ``(data, name)``; call any other task's function unchanged."""
     if hasattr(function, "stages_step"):
         return function(*args, **kwargs)
 
@@ -131,10 +130,10 @@ def run_plain(
 
 def read_dictionary(task: str, result: Any) -> Outcome:
     """
-    Return what a plain task said by its dictionary: ``result``, ``params``, ``error_info``.
+    Return the outcome in a plain task's dictionary: ``result``, ``params``, ``error_info``.
 
     Raises:
-        InvalidResult: It returned none, or one without a ``result``.
+        InvalidResult: The task returned no dictionary, or one whose ``result`` is not a bool.
     """
     if not isinstance(result, dict) or not isinstance(result.get("result"), bool):
         raise InvalidResult(
@@ -143,17 +142,9 @@ def read_dictionary(task: str, result: Any) -> Outcome:
             f'{{"id": ..., "name": ..., "result": True, "params": {{}}}}',
         )
     error = str(result.get("error_info") or 'its "result" is False')
-    return Outcome(result, result["result"], _checked_params(task, result.get("params")), error)
+    return Outcome(result, result["result"], result.get("params"), error)
 
 
-def _checked_params(task: str, params: Any) -> dict[str, Any]:
-    if params is None:
-        return {}
-    if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
-        raise InvalidResult(task, f"its params are {params!r:.200}")
-    return params
-
-
-#: Id of the step that the message is to run.
+#: Id of the step that the message runs.
 declare_field("step", is_id, is_given=True)
 add_wrapper("step", run_plain)

@@ -1,25 +1,30 @@
 """
-Ends of a step's message that its run can't tell: a killed process, a revoked message.
+Ends of a step's message that its own process can't record: killed, or revoked.
 
-Celery tells the main process of a worker of these. It also tells whether a task that
-retries by itself will do so, which shows only outside of the step's function.
+Celery reports these to a worker's main process. Its signals also report whether a task with
+``autoretry_for`` will retry, which can't be seen inside the step's function.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from celery import signals
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 from celery.utils.time import maybe_make_aware
 from django.db import DatabaseError
-from django.db.models.functions import Now
 
-from ..delivery.header import get_header
-from ..delivery.worker import in_background, was_put_back
+from ..databases import Now
+from ..delivery.header import get_header, read_header
+from ..delivery.worker import (
+    connect_receivers,
+    in_background,
+    returns_after_time_limit,
+    was_put_back,
+)
 from ..leases.holder import HOST, decode_holder
 from ..locks import HeldLock
 from ..sending import SafeTaskMixin
@@ -33,43 +38,40 @@ from .step_table import step_table
 if TYPE_CHECKING:
     from ..models.stages import StageStep
 
-#: Name under which the receivers are connected, once in each process.
-UID: Final = "django_celery_safe.stages"
-
-FAILURE: Final = "That a step's message has ended could not be noted; a sweep will find its run."
+#: The error type of a step whose task its worker does not know: Celery's name for it.
+NOT_REGISTERED: Final = "NotRegistered"
+FAILURE: Final = "Could not record that a step's message has ended; a sweep will find its run."
 
 
 def connect() -> None:
-    """Listen to the ends of messages, and to retries."""
-    signals.task_failure.connect(_on_failure, dispatch_uid=UID)
-    signals.task_retry.connect(_on_retry, dispatch_uid=UID)
-    signals.task_revoked.connect(_on_revoked, dispatch_uid=UID)
+    """Connect to the signals of failed, revoked, unknown and retried messages."""
+    connect_receivers(
+        __name__, failure=_on_failure, retry=_on_retry, revoked=_on_revoked, unknown=_on_unknown
+    )
 
 
 def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: Any) -> None:
-    """Fail the step of a task that retries no more, or of a run that took too long."""
+    """Fail the step of a task that does not retry again, or that hit its time limit."""
     if isinstance(exception, WorkerLostError):
-        return  # it may be delivered again; if not, a sweep sends it
+        return  # the message may be redelivered; otherwise a sweep re-sends it
     if isinstance(exception, TimeLimitExceeded):
-        comes_again = sender.acks_late and not getattr(sender, "acks_on_timeout", True)
-        if not comes_again and _may_be_step(sender):
+        if not returns_after_time_limit(sender) and _may_be_step(sender):
             _fail_in_background(None, task_id, exception, _is_of_host)
         return
     request = sender.request
     pk = get_header(request).get("step")
-    if pk is None or request.id != task_id or (attempt := attempt_of(request)).is_decided:
+    if pk is None or request.id != task_id:
+        return
+    attempt = attempt_of(request)
+    if attempt.is_decided or attempt.pid != os.getpid():
         return
     engine.fail_attempt(
-        step_table(),
-        pk,
-        task_id,
-        StepError.of(exception),
-        lambda step: step.token == attempt.token,
+        step_table(), pk, task_id, StepError.of(exception), lambda step: step.token == attempt.token
     )
 
 
 def _on_retry(sender: Any, request: Context, reason: Any = None, **kwargs: Any) -> None:
-    """Note when the step's message is to be there again."""
+    """Record when the retried message of a step should arrive."""
     pk = get_header(request).get("step")
     when = getattr(reason, "when", None)
     if pk is None or when is None or request.is_eager:
@@ -83,14 +85,32 @@ def _on_retry(sender: Any, request: Context, reason: Any = None, **kwargs: Any) 
 def _on_revoked(
     sender: Any, request: Context, terminated: bool, expired: bool, **kwargs: Any
 ) -> None:
-    """Fail the step of a message that is never run, or of a run that was ended."""
+    """Fail the step of a message that will never run, or whose task was terminated."""
     pk = get_header(request).get("step")
     if pk is None:
         return
     error = RuntimeError(f"The task {'expired before it was begun' if expired else 'was revoked'}.")
-    # Another delivery of a message that ran nowhere may run nevertheless.
+    # If this delivery ran nowhere, another delivery of the message may still be running.
     ours = _is_of_host if terminated and not was_put_back(request) else _is_nobodys
     _fail_in_background(pk, request.id or "", error, ours)
+
+
+def _on_unknown(message: Any, name: str | None, **kwargs: Any) -> None:
+    """Record that a worker dropped the step's message because it does not know the task."""
+    pk = read_header(getattr(message, "headers", None), name).get("step")
+    if pk is None:
+        return
+    store = step_table()
+    text = (
+        f"A worker on {HOST} dropped the message, since it does not know the task: it runs another "
+        f"release, or does not import the module. A sweep sends the message again later."
+    )
+
+    def record() -> None:
+        waiting = store.at(str(pk)).attempt(kwargs["id"] or "").waiting()
+        waiting.update(error_type=NOT_REGISTERED, error=text)
+
+    in_background(record, store.close, FAILURE)
 
 
 def _fail_in_background(

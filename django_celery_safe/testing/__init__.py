@@ -1,9 +1,9 @@
 """
-For the tests of projects that use django_celery_safe.
+Functions and context managers for the tests of projects that use django_celery_safe.
 
-Functions and context managers for any test runner; ``pytest_plugin`` has pytest fixtures
-of the same names. Where messages are run or looked at here, Celery's own code makes
-them, but nothing reaches a broker or a result backend.
+They work with any test runner; ``pytest_django_celery_safe`` has pytest fixtures of the same
+names. Celery's own code makes the messages that they run or return, but nothing reaches a
+broker or a result backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commits that a TestCase never makes, and what is sent at one."""
+"""Running ``on_commit`` callbacks inside a TestCase, and asserting what is sent on commit."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = get_logger(__name__)
 @contextmanager
 def on_commit_now() -> Iterator[None]:
     """
-    Run what waits for a commit as if there were no TestCase around it.
+    Run ``on_commit`` callbacks as if the code were not inside a TestCase.
 
-    Inside ``TestCase`` (and pytest-django's ``db``) nothing is ever committed,
-    so nothing sent on commit goes out. Here it does: at the end of the
-    outermost ``atomic()`` of the code under test, or at once outside one. What
-    is rolled back stays unsent, and what waited before the block goes on waiting.
+    Inside ``TestCase`` (and pytest-django's ``db``) nothing is ever committed, so
+    messages sent on commit never go out. In this block, callbacks run at the end of
+    the outermost ``atomic()`` of the code under test, or at once outside one. A
+    rollback still drops callbacks, and callbacks from before the block keep waiting.
     """
     on_commit, leave = BaseDatabaseWrapper.on_commit, transaction.Atomic.__exit__
     if hasattr(leave, "celery_safe"):
@@ -62,7 +62,7 @@ def on_commit_now() -> Iterator[None]:
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Keep away what waits already for a commit that a TestCase never does."""
+    """Set aside callbacks that already wait for a commit, which a TestCase never makes."""
     opened = connections.all(initialized_only=True)
     before = [(one, one.run_on_commit) for one in opened if in_testcase_only(one.alias)]
     for connection, _ in before:
@@ -90,7 +90,7 @@ def _run(callback: Callable[[], object], robust: bool) -> None:
 
 
 def waiting_for_commit(using: str = DEFAULT_DB_ALIAS) -> int:
-    """Return how many callbacks wait for the commit of ``using``."""
+    """Return how many callbacks wait for a commit of the database ``using``."""
     return len(connections[using].run_on_commit)
 
 
@@ -101,31 +101,32 @@ def assert_sent_on_commit(
     """
     Fail unless the block sends a task, with these arguments, when its transaction commits.
 
-    Not before: a plain ``.delay()`` fails also where no transaction is open, since there is one
-    as soon as a caller opens it. Other tasks, and other arguments, may be sent as well.
-    Nothing is published or run meanwhile, eagerly neither; what waits for a commit runs as in
+    A plain ``.delay()`` fails, even without an open transaction, because a caller may open one.
+    The block may also send other tasks, or this task with other arguments. Inside the block no
+    task is published or run, not even eagerly, and ``on_commit`` callbacks run as in
     :func:`on_commit_now`.
 
     Args:
-        args, kwargs: As they arrive at a worker, however they are written: a tuple is a list,
-            and defaults are filled in. ``unittest.mock.ANY`` is equal to all.
-        times: How often it is to be sent; 0: not at all, at no time; without arguments with
-            none whatever.
+        args, kwargs: Compared as they arrive at a worker: a tuple equals a list, and defaults
+            are filled in. ``unittest.mock.ANY`` equals any value.
+        times: How many times the task must be sent; 0: never, neither on commit nor before it.
+            0 without arguments: never, whatever the arguments.
 
     Returns:
-        All that the block sends, in order, of every task. Of a canvas that is what its sending
-        publishes: the first task of a chain, each of a group, the header of a chord.
+        Every message that the block sends, of any task, in order. For a canvas these are the
+        messages sent at once: the first task of a chain, each of a group, the header of a chord.
 
     Raises:
-        AssertionError: It was not. What was sent instead is listed.
-        TypeError: The arguments don't fit the task, so it is never sent with them.
+        AssertionError: The task was not sent like this. The error lists the messages that were
+            sent instead.
+        TypeError: The arguments don't fit the task, so it can never be sent with them.
     """
     check_task(task, "assert_sent_on_commit")
     any_call = times == 0 and not args and not kwargs
     wanted = None if any_call else _wanted(task, args, kwargs)
-    with kept_from_broker(task.app) as sent, on_commit_now(), _noting_commits() as commits:
+    with kept_from_broker(task.app) as sent, on_commit_now(), _watching_commits() as commits:
         yield sent
-        told = commits.tell()
+        others = commits.describe()
     same = [
         one
         for one in sent
@@ -145,21 +146,21 @@ def assert_sent_on_commit(
             f"It was sent {_times(early)} without waiting for a commit: write "
             f"{task.name.rpartition('.')[2]}.delay_on_commit(...)."
         )
-    lines += told
+    lines += others
     lines.append("All that was sent:" if sent else "Nothing was sent.")
     lines += [f"  {one}, {'on commit' if one.on_commit else 'not on commit'}" for one in sent]
     raise AssertionError("\n".join(lines))
 
 
 class _Commits:
-    """The results of the callbacks registered with ``transaction.on_commit()``."""
+    """The callbacks registered with ``transaction.on_commit()``, and how many of them ran."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], object]] = []
         self.run = 0
 
-    def tell(self) -> list[str]:
-        """Return sentences about those that did not run."""
+    def describe(self) -> list[str]:
+        """Return sentences about the callbacks that did not run."""
         opened = connections.all(initialized_only=True)
         left = [entry[1] for connection in opened for entry in connection.run_on_commit]
         waiting = sum(func in left for func in self.callbacks)
@@ -176,12 +177,12 @@ class _Commits:
 
 
 @contextmanager
-def _noting_commits() -> Iterator[_Commits]:
-    """Note of what is sent whether a commit let it go; sends on commit always wait for one."""
+def _watching_commits() -> Iterator[_Commits]:
+    """Record which messages a commit sends; every send on commit waits for a commit."""
     commits = _Commits()
     on_commit, must_wait = BaseDatabaseWrapper.on_commit, sending_on_commit.must_wait
 
-    def noting(self: BaseDatabaseWrapper, func: Callable[[], object], robust: bool = False) -> None:
+    def watch(self: BaseDatabaseWrapper, func: Callable[[], object], robust: bool = False) -> None:
         @functools.wraps(func)
         def committing() -> None:
             commits.run += 1
@@ -195,11 +196,11 @@ def _noting_commits() -> Iterator[_Commits]:
         on_commit(self, committing, robust)
 
     def wait(using: str | None) -> bool:
-        must_wait(using)  # raises where it is not clear which transaction was meant
+        must_wait(using)  # raises if it is not clear which transaction was meant
         return True
 
     with (
-        mock.patch.object(BaseDatabaseWrapper, "on_commit", noting),
+        mock.patch.object(BaseDatabaseWrapper, "on_commit", watch),
         mock.patch.object(sending_on_commit, "must_wait", wait),
         mock.patch.object(safe_task, "must_wait", wait),
     ):
@@ -207,7 +208,7 @@ def _noting_commits() -> Iterator[_Commits]:
 
 
 def _wanted(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments as they arrive at a worker, however they are written."""
+    """Return the arguments as they arrive at a worker, with defaults filled in."""
     if task.typing:
         try:
             signature(task.run).bind(*args, **kwargs)
@@ -224,7 +225,7 @@ def _bound(task: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     try:
         call = signature(task.run).bind(*args, **kwargs)
     except TypeError:
-        return args, kwargs  # they don't fit; without `typing` Celery sends them all the same
+        return args, kwargs  # they don't fit; without `typing` Celery sends them anyway
     call.apply_defaults()
     return call.arguments
 

@@ -1,4 +1,4 @@
-"""Messages that are run in this process as a worker runs them."""
+"""Running messages in this process as a worker runs them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,31 @@ from ..sending.deduplicate import publish_once
 from ..sending.serialization import to_message
 from ..transactions import aliases_in_atomic
 from .commits import on_commit_now
-from .messages import Sent, as_sent, check_task, free_locks_of, kept_from_broker, shown
+from .messages import (
+    Sent,
+    as_sent,
+    check_task,
+    free_locks_of,
+    free_own_lock,
+    kept_from_broker,
+    shown,
+)
 
 
 class Delivery(NamedTuple):
     """
-    What came of one message that was run as a worker runs it.
+    The outcome of one message that was run as a worker runs it.
 
     Attributes:
         task: Name of the task.
         task_id: Its id.
-        state: Celery's: SUCCESS, FAILURE, RETRY, IGNORED, REJECTED; REVOKED: the message's
-            ``expires`` was past, so it was not run.
-        result: What the task returned; None unless it succeeded.
-        error: What it raised; None if it succeeded. With RETRY, Celery's ``Retry``.
-        sent: What the run sent, in order: other tasks, the next link of its chain, and with
-            RETRY its own message again. None of that was run.
+        state: Celery's state: SUCCESS, FAILURE, RETRY, IGNORED, REJECTED; REVOKED: the message
+            had expired, so it was not run.
+        result: The result of the task; None: the task did not succeed.
+        error: The exception that the task raised, with RETRY Celery's ``Retry``; None: the task
+            succeeded.
+        sent: The messages that the run sent, in order: other tasks, the next link of its chain,
+            and with RETRY its own message again. They were not run.
     """
 
     task: str
@@ -53,22 +62,22 @@ class Delivery(NamedTuple):
 
 def deliver_twice(task: Any, /, *args: Any, **kwargs: Any) -> tuple[Delivery, Delivery]:
     """
-    Run one message of a task twice, as workers do when the broker delivers it again.
+    Run one message of a task twice, as workers do when the broker redelivers it.
 
-    The message is made as ``.delay(*args, **kwargs)`` makes it, and run in this process by Celery's
-    own tracer, so that what stands around the task's function does its part: the second
-    time with the same id, and ``delivery_info["redelivered"]`` True. What waits for a commit runs
-    as in :func:`on_commit_now`. Time limits are not kept.
+    The message is made as ``.delay(*args, **kwargs)`` makes it. Celery's own tracer runs it in
+    this process, so everything that wraps the task's function runs too. The second run has the
+    same id, and ``delivery_info["redelivered"]`` is True. ``on_commit`` callbacks run as in
+    :func:`on_commit_now`. Time limits are not enforced.
 
-    A task that is retried is not run again: its delivery has the state RETRY, and the message
-    that comes back is in its ``sent``. An exception of the task is no exception here: it is
-    the ``error`` of its delivery.
+    A retried task is not run again: its delivery has the state RETRY, and the message of the
+    retry is in its ``sent``. An exception in the task is not raised here: it is the ``error``
+    of its delivery.
 
     Returns:
-        What came of the first delivery, and of the second.
+        The outcomes of the first and the second delivery.
 
     Raises:
-        WrongTransaction: Inside ``atomic()``, where no worker runs a task.
+        WrongTransaction: It was called inside ``atomic()``, where no worker runs a task.
         AssertionError: The send was a duplicate (``unique_until``), so there is no message.
     """
     check_task(task, "deliver_twice")
@@ -92,22 +101,23 @@ def deliver_twice(task: Any, /, *args: Any, **kwargs: Any) -> tuple[Delivery, De
 
 def drain_outbox(using: str = DEFAULT_DB_ALIAS, *, limit: int = 1000) -> list[Delivery]:
     """
-    Run what is in the outbox, in this process, as a worker would, until nothing is left.
+    Run the messages in the outbox, in this process, as a worker would, until none is left.
 
-    In the order in which it was written, and whatever its ``eta``; what its tasks put into the
-    outbox follows. Rows of the test's own transaction count, dead ones don't. What the
-    tasks send past the outbox is in ``sent`` of their deliveries, and is not run.
+    The messages run in the order in which they were written, even before their ``eta``,
+    followed by the messages that their tasks add to the outbox. Uncommitted rows of the test's
+    own transaction are run too; dead messages are not. Messages that the tasks send without the
+    outbox are in ``sent`` of their deliveries, and are not run.
 
     Args:
         using: Alias of the database with the outbox.
-        limit: How many messages may be run.
+        limit: How many messages may be run at most.
 
     Returns:
-        What came of each message, in order. A task's exception is the ``error`` of its delivery.
+        The outcome of each message, in order. A task's exception is the ``error`` of its delivery.
 
     Raises:
-        AssertionError: There are more, since tasks send themselves again, most likely.
-        WrongTransaction: Inside ``atomic()``, where no worker runs a task.
+        AssertionError: The outbox has more messages, most likely because a task re-sends itself.
+        WrongTransaction: It was called inside ``atomic()``, where no worker runs a task.
     """
     refuse_transaction("drain_outbox")
     deliveries: list[Delivery] = []
@@ -122,19 +132,18 @@ def drain_outbox(using: str = DEFAULT_DB_ALIAS, *, limit: int = 1000) -> list[De
             try:
                 deliveries.append(deliver(app, message, sent))
             finally:
-                free_locks_of([message])
+                free_own_lock(message)
     return deliveries
 
 
 def take(rows: Any) -> tuple[Celery, Sent] | None:
-    """Take the oldest message out of the outbox, as a relay would; None: nothing is left."""
+    """Take the oldest message out of the outbox, as a relay would; None: the outbox is empty."""
     while (row := rows.pending().order_by("pk").first()) is not None:
         message, chord_calls = to_message(row)
         for call in chord_calls:
             call.register()
         published = _publish(message)
-        wait = outbox.seconds_until_eta(message) if row.attempt else None
-        outbox.settle_rows(rows, {row.pk: wait})
+        outbox.settle_rows(rows, {row.pk: outbox.CarriedAttempt.of(message, row.starts)})
         if published is not None:
             return message.app, published
     return None
@@ -147,7 +156,7 @@ def rows_of(using: str) -> Any:
 
 
 def _publish(message: Message) -> Sent | None:
-    """Do what a publication does for a message that only is to be run here; None: a duplicate."""
+    """Return a message as it would be published, to be run here; None: it is a duplicate."""
     headers = message.options["headers"]
     if publish_once(headers, lambda: None, again=True) is not None:
         return None
@@ -160,7 +169,7 @@ def _publish(message: Message) -> Sent | None:
 
 
 def deliver(app: Celery, message: Sent, sent: list[Sent], *, redelivered: bool = False) -> Delivery:
-    """Run a message as a worker's process does; ``sent`` is where what it sends is kept."""
+    """Run a message as a worker process does; ``sent`` is the list that its sends end up in."""
     if message.task not in app.tasks:
         load_tasks(app)
     task: Any = app.tasks[message.task]
@@ -169,7 +178,7 @@ def deliver(app: Celery, message: Sent, sent: list[Sent], *, redelivered: bool =
         body=message.data,
         content_type=message.content_type,
         content_encoding=message.content_encoding,
-        # Copied: what a run changes in its request is not in the message.
+        # A copy, so a run that changes its request does not change the message.
         headers=copy.deepcopy(dict(message.headers)),
         properties={name: properties.get(name) for name in _PROPERTIES},
         delivery_info={
@@ -195,13 +204,13 @@ def deliver(app: Celery, message: Sent, sent: list[Sent], *, redelivered: bool =
     return Delivery(task.name, message.task_id, *outcome, sent[before:])
 
 
-#: Of a message's properties, what a request has.
+#: The properties of a message that Celery's request reads.
 _PROPERTIES: Final = ("correlation_id", "reply_to", "priority")
 
 
 @contextmanager
 def relaying(app: Celery) -> Iterator[list[Sent]]:
-    """Keep what is sent: in the outbox what goes through it, the rest in what is yielded."""
+    """Leave outbox messages in the outbox, and keep all other messages in the yielded list."""
     nobody_sends = mock.patch.object(outbox.OutboxBatch, "begin", return_value=False)
     with kept_from_broker(app) as sent, on_commit_now(), nobody_sends:
         yield sent

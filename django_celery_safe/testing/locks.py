@@ -1,10 +1,10 @@
-"""Locks in memory, and locks that someone else holds."""
+"""Keeping locks in memory, and holding locks as another task would."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from django.conf import settings
@@ -15,6 +15,7 @@ from ..concurrency.guard import find_guarded, name_lock
 from ..leases.holder import Holder
 from ..leases.renewer import renewer
 from ..locks import CacheLock
+from ..locks.lock import LockOptions
 from ..locks.stores import local
 from .messages import check_task, shown
 
@@ -25,9 +26,9 @@ MEMORY: Final = "django_celery_safe_testing"
 @contextmanager
 def locks_in_memory() -> Iterator[None]:
     """
-    Keep locks in this process's memory, and begin and end with none held.
+    Keep locks in this process's memory, and clear them before and after the block.
 
-    Whatever ``LOCK_CACHE`` and ``LOCK_DATABASE`` say is left alone meanwhile.
+    Inside the block, ``LOCK_CACHE`` and ``LOCK_DATABASE`` are not used.
     """
     backend = {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": MEMORY}
     ours = {**conf.given(), "LOCK_CACHE": MEMORY, "LOCK_DATABASE": None}
@@ -41,7 +42,7 @@ def locks_in_memory() -> Iterator[None]:
 
 
 def _clear() -> None:
-    # First, so that no lock that a test did not release is reported as lost.
+    # First, so a lock that a test did not release is not reported as lost.
     renewer.forget(local.LocalStore)
     local.clear()
 
@@ -51,7 +52,7 @@ def lock_name(task: Any, /, *args: Any, **kwargs: Any) -> str:
     Return the name of the lock under which a single-instance task runs with these arguments.
 
     Raises:
-        ConfigurationError: The task has no ``@single_instance``, and so no lock.
+        ConfigurationError: The task has no ``@single_instance``, so it has no lock.
         TypeError: The arguments don't fit the task.
     """
     check_task(task, "lock_name")
@@ -66,61 +67,71 @@ def hold_lock(
     of: Any, /, *args: Any, task_id: str | None = None, **kwargs: Any
 ) -> Iterator[CacheLock]:
     """
-    Let someone else hold a lock during the block.
+    Hold a lock during the block, as another task or process would.
 
-    It is held where the tested code looks for it, under a token of its own, and renewed.
+    The lock is held in the store where the tested code looks for it, under a separate token,
+    and is renewed. If the lock has a ``limit``, all of its places are held, so the tested code
+    always finds it taken.
 
     Args:
-        of: The name of the lock; or a single-instance task, whose lock for the arguments
-            that follow is held.
-        args, kwargs: The task's. After a name there is only ``cache``, the alias of the cache
-            that holds the lock, for a lock that has one of its own.
-        task_id: Id of the task that holds it. A message with this id is not skipped, since
-            it may be the holder's own: it comes back. None: for a task's lock that of another
-            run, made up; for a name, no task.
+        of: The name of the lock; or a single-instance task, to hold its lock for the arguments
+            that follow.
+        args, kwargs: The task's arguments. After a name, only ``cache`` (the alias of the cache
+            that holds the lock, if the lock has its own) and ``limit`` (if several may hold the
+            lock) are allowed.
+        task_id: Id of the task that holds the lock. A message with this id is not skipped,
+            because it may be the holder's own message: it is re-sent for later. None: for a
+            task's lock, a made-up id of another run; for a name, no task.
 
     Returns:
-        The lock; its ``release()`` frees it before the block ends.
+        The lock. Its ``release()`` frees the lock, or its first place, before the block ends.
 
     Raises:
-        LockNotAcquired: Someone holds it already.
+        LockNotAcquired: The lock, or one of its places, is already held.
         ConfigurationError: The task has no ``@single_instance``.
     """
-    with _find_lock(of, args, kwargs, task_id) as lock:
-        if not lock:
-            raise lock.not_acquired()
-        yield lock
+    with ExitStack() as stack:
+        locks = [stack.enter_context(lock) for lock in _make_locks(of, args, kwargs, task_id)]
+        for lock in locks:
+            if not lock:
+                raise lock.not_acquired()
+        yield locks[0]
 
 
 class _SomeoneElses(CacheLock):
-    """A lock whose holder is said to be another task."""
+    """A lock that names another task as its holder."""
 
     def __init__(
-        self, name: str, cache: str | conf.Unset, task: str | None, task_id: str | None
+        self, name: str, cache: str | conf.Unset, limit: int, task: str | None, task_id: str | None
     ) -> None:
-        super().__init__(name, cache=cache)
+        super().__init__(name, LockOptions(cache=cache, limit=limit))
         self._task, self._task_id = task, task_id
 
     def _describe_holder(self, *args: Any) -> Holder:
         return super()._describe_holder(*args)._replace(task=self._task, task_id=self._task_id)
 
 
-def _find_lock(
+def _make_locks(
     of: Any, args: tuple[Any, ...], kwargs: dict[str, Any], task_id: str | None
-) -> CacheLock:
+) -> list[CacheLock]:
+    """Return a lock for each place; ``task_id`` holds the first place."""
     if not isinstance(of, str):
         name = lock_name(of, *args, **kwargs)
         guarded = find_guarded(_resolved(of))
-        cache = conf.UNSET if guarded is None else guarded.options.cache
-        holder = str(uuid.uuid4()) if task_id is None else task_id
-        return _SomeoneElses(name, cache, of.name, holder)
-    cache = kwargs.pop("cache", conf.UNSET)
+        assert guarded is not None  # lock_name has found it
+        # A task id can have only one place.
+        others = [str(uuid.uuid4()) for _ in range(guarded.options.limit)]
+        ids = others if task_id is None else [task_id, *others[1:]]
+        where = guarded.options.cache, guarded.options.limit
+        return [_SomeoneElses(name, *where, of.name, each) for each in ids]
+    cache, limit = kwargs.pop("cache", conf.UNSET), conf.lock_limit(kwargs.pop("limit", 1))
     if args or kwargs:
         raise TypeError(
             f"hold_lock({of!r}) got {shown('', args, kwargs)} beside the name of a lock. For the "
             f"lock of a task pass the task itself: hold_lock(import_feed, ...)."
         )
-    return _SomeoneElses(of, cache, None, task_id)
+    first = _SomeoneElses(of, cache, limit, None, task_id)
+    return [first, *(_SomeoneElses(of, cache, limit, None, None) for _ in range(1, limit))]
 
 
 def _resolved(task: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Messages that are kept instead of being published, while a test looks at what is sent."""
+"""Messages that are kept instead of published, so that a test can inspect them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from celery.backends.cache import CacheBackend
 from kombu import Producer
 from kombu.serialization import dumps, loads
 
+from .. import conf
 from ..concurrency.sent import find_lock_of
 from ..delivery.header import read_header
+from ..locks.stores import get_store
 from ..sending import broker, outbox
 
 #: Whether this context runs a callback of ``transaction.on_commit()``.
@@ -27,13 +29,13 @@ committing_now: ContextVar[bool] = ContextVar("django_celery_safe_committing", d
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
     """
-    A task's message that was sent, and kept instead of being published.
+    A task message that was sent, and kept instead of published.
 
     Attributes:
-        headers: Those of the message, such as ``eta`` and ``expires``.
-        properties: How it was to be published: ``exchange``, ``routing_key``, ``priority`` …
+        headers: The message's headers, such as ``eta`` and ``expires``.
+        properties: The options of its publication: ``exchange``, ``routing_key``, ``priority`` …
         on_commit: Whether it was sent when a transaction committed.
-        data: The arguments as they are serialized, with the two names of how.
+        data: The serialized arguments, as ``content_type`` and ``content_encoding`` describe.
     """
 
     headers: Mapping[str, Any]
@@ -60,7 +62,7 @@ class Sent:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """The arguments by name, as a worker would get them."""
+        """The keyword arguments, as a worker would get them."""
         return dict(self._body()[1])
 
     def __str__(self) -> str:
@@ -74,9 +76,10 @@ class Sent:
 @contextmanager
 def kept_from_broker(app: Celery) -> Iterator[list[Sent]]:
     """
-    Keep what is sent in what is yielded instead of publishing it, and results in memory.
+    Keep sent messages in the yielded list instead of publishing them, and results in memory.
 
-    Tasks don't run eagerly meanwhile. An outer block of this kind gets all of it, too.
+    Inside the block tasks don't run eagerly. An enclosing block of this kind also gets every
+    message.
     """
     sent: list[Sent] = []
     outer: Any = Producer.publish
@@ -110,7 +113,7 @@ def as_sent(
     content_encoding: str | None = None,
     **options: Any,
 ) -> Sent:
-    """Return what a producer was to publish: a body that is serialized already, or is not."""
+    """Return the message that a producer would publish, whether or not it is serialized yet."""
     if content_type is None or content_encoding is None:
         content_type, content_encoding, body = dumps(body, options.get("serializer"))
     on_commit = committing_now.get()
@@ -119,16 +122,28 @@ def as_sent(
 
 def _memory_backend(app: Celery) -> CacheBackend:
     backend: Any = CacheBackend(app, url="memory://")
-    backend.client.cache = type(backend.client.cache)()  # its own, not that of the process
+    backend.client.cache = type(backend.client.cache)()  # not the one all backends share
     return backend  # type: ignore[no-any-return]
 
 
 def free_locks_of(messages: Iterable[Sent]) -> None:
-    """Free what ``unique_until`` holds for messages that nobody will run."""
+    """Free the ``unique_until`` locks of messages that will never run."""
     for message in messages:
-        held = find_lock_of(message.task, read_header(message.headers, message.task))
-        if held is not None:
-            held.move(0)
+        free_own_lock(message)
+        header = read_header(message.headers, message.task)
+        if "period" not in header or "key" not in header:
+            continue
+        store = get_store(header.get("cache", conf.UNSET))
+        held = store.peek(f"sent:{header.get('lock', message.task)}:{header['key']}")
+        if held is not None and held.holder.task_id == message.task_id:
+            store.release(held.name, held.token)
+
+
+def free_own_lock(message: Sent) -> None:
+    """Free the lock that a message holds until it starts or ends, in case it never does."""
+    held = find_lock_of(message.task, read_header(message.headers, message.task))
+    if held is not None:
+        held.move(0)
 
 
 def check_task(task: Any, what: str) -> None:
@@ -136,7 +151,7 @@ def check_task(task: Any, what: str) -> None:
     Refuse anything that is not a task.
 
     Raises:
-        TypeError: It is none.
+        TypeError: ``task`` is not a task.
     """
     if not (hasattr(task, "apply_async") and hasattr(task, "run")):
         raise TypeError(

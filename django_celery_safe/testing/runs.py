@@ -1,4 +1,4 @@
-"""Runs of stages from their first step to their last, in this process."""
+"""Running stages in this process, from the first step to the last."""
 
 from __future__ import annotations
 
@@ -19,41 +19,45 @@ from .messages import Sent
 if TYPE_CHECKING:
     from ..models.stages import StageRun
 
-#: How often the message of one step may come back in :func:`run_stages`.
+#: How many times :func:`run_stages` runs the message of one step before it gives up.
 MOST_RETURNS: Final = 100
 
 
 def run_stages(
     run_or_plan: StageRun | Plan | Mapping[str, Any] | Iterable[Any],
     params: Mapping[str, Any] | None = None,
+    **labels: Any,
 ) -> StageRun:
     """
-    Run a plan of stages in this process until it ends, well or not, and return its run.
+    Run a plan of stages in this process until it stops, even by a failure, and return its run.
 
-    Each step is a message that is run as in :func:`deliver_twice`, once, and again at once if its
-    task is retried. What steps send besides is neither published nor run.
+    The message of each step is run once, as in :func:`deliver_twice`, and again at once if its
+    task is retried. Other messages that steps send are neither published nor run.
 
     Args:
-        run_or_plan: What ``stages.start`` takes; or a run, which goes on from where it is.
-        params: As for ``stages.start``; not with a run, which has its own.
+        run_or_plan: A plan, as for ``stages.start``; or a run, to continue it.
+        params: See ``stages.start``; not allowed with a run, which has its own.
+        labels: ``key``, ``name`` and ``url``, as for ``stages.start``; not allowed with a run.
 
     Returns:
-        The run, read anew. That a step failed is in its ``status`` and ``error_step``.
+        The run, re-read from the database. After a failed step, see its ``status`` and
+        ``error_step``.
 
     Raises:
         InvalidPlan: The plan can't be run.
-        AssertionError: It does not end: a step comes back again and again, or waits for what
-            nobody does.
-        WrongTransaction: Inside ``atomic()``, where no worker runs a step.
+        AssertionError: The run does not end: a step is retried again and again, or waits for
+            something that never happens.
+        WrongTransaction: It was called inside ``atomic()``, where no worker runs a step.
     """
     from ..models.stages import StageRun  # needs the app registry
 
     refuse_transaction("run_stages")
     with relaying(get_app()) as sent:
         if not isinstance(run_or_plan, StageRun):
-            run = engine.start(run_or_plan, params)
-        elif params is not None:
-            raise TypeError(f"{run_or_plan} has params of its own: give a plan, or no params.")
+            run = engine.start(run_or_plan, params, **labels)
+        elif params is not None or labels:
+            what = ", ".join(["params"] * (params is not None) + list(labels))
+            raise TypeError(f"{run_or_plan} has its own {what}: give a plan, or none of them.")
         else:
             run = run_or_plan
             _send_again(run)
@@ -74,7 +78,7 @@ def run_stages(
 
 
 def _send_again(run: StageRun) -> None:
-    """Send what a run's stage waits for: a TestCase may have kept it, or the outbox has it."""
+    """Re-send the messages that a run's stage waits for; a TestCase may have kept them."""
     run.refresh_from_db()
     store = StepTable(run.find_database())
     if run.status in Status.STOPPED:
@@ -86,7 +90,7 @@ def _send_again(run: StageRun) -> None:
 
 
 def _take_step(run: StageRun, retried: list[Sent]) -> tuple[Celery, Sent] | None:
-    """Take the next message of a run's steps: from the outbox, or one that was retried."""
+    """Take the next message of a run's steps, from the outbox or from the retried messages."""
     ids = set(run.steps.values_list("task_id", flat=True))
     found = take(rows_of(run.find_database()).filter(task_id__in=ids))
     again = [one for one in retried if one.task_id in ids]

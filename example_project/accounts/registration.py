@@ -1,4 +1,4 @@
-"""How somebody becomes a user: one transaction, and an e-mail only if it commits."""
+"""How somebody becomes a user, or changes a password: with an e-mail if that commits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from django.db import transaction
 
 from .forms import SignUpForm
 from .models import User
-from .tasks import send_welcome_email
+from .tasks import send_password_changed_email, send_welcome_email
 
 
 @transaction.atomic
@@ -24,3 +24,11 @@ def register(form: SignUpForm) -> tuple[User, AsyncResult[None]]:
     """
     user = form.save()
     return user, send_welcome_email.delay_on_commit(user.pk)
+
+
+@transaction.atomic
+def change_password(user: User, password: str) -> AsyncResult[None]:
+    """Save a new password, and tell its user by an e-mail that can't get lost."""
+    user.set_password(password)
+    user.save(update_fields=["password"])
+    return send_password_changed_email.delay_on_commit(user.pk)

@@ -1,4 +1,4 @@
-"""What happens to accounts in the background."""
+"""The background tasks of accounts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,26 @@ Hello {name},
 good to have you here. This e-mail comes once: however often its message is
 delivered, and however often the mail server says "later".
 """
+
+
+PASSWORD_CHANGED = """\
+Hello {name},
+
+your password was changed. If that was not you, tell us.
+"""
+
+
+@shared_task(base=SafeTask, outbox="until_done")
+def send_password_changed_email(user_id: int) -> None:
+    """
+    Tell a user that their password was changed.
+
+    A user does not expect this e-mail, so a lost one would go unseen. The outbox keeps the task
+    until it is done, even if the broker forgets the message or a process is killed. Better twice
+    than never.
+    """
+    user = User.objects.get(pk=user_id)
+    user.email_user("Your password was changed", PASSWORD_CHANGED.format(name=user.get_username()))
 
 
 @shared_task(

@@ -9,7 +9,7 @@ from .models import Album
 
 @admin.register(Album)
 class AlbumAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # not generic at run time
-    """Albums; what becomes of them is shown on their own pages."""
+    """Albums; their own pages show how far their runs are."""
 
     list_display = ("title", "email", "created_at", "is_announced")
     search_fields = ("title", "email")

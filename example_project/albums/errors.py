@@ -1,4 +1,4 @@
-"""What can go wrong with an album. Each sentence names the picture or the album, and the reason."""
+"""Errors of albums. Each sentence names the picture or the album, and the reason."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .errors import EmptyAlbum, UnreadablePicture
 LONGEST_EDGE: Final = 2000
 #: Width and height of a thumbnail, pixels.
 THUMBNAIL: Final = (480, 360)
-#: Of the contact sheet, pixels: width and height of a picture, the space around it, and the title.
+#: The contact sheet, in pixels: size of a picture, the space around it, and the title.
 TILE: Final = (320, 240)
 GAP: Final = 20
 HEAD: Final = 90
@@ -61,7 +61,7 @@ def make_sheet(title: str, files: Sequence[tuple[str, IO[bytes]]]) -> bytes:
 
     Raises:
         EmptyAlbum: There are none.
-        UnreadablePicture: As :func:`straighten`.
+        UnreadablePicture: See :func:`straighten`.
     """
     if not files:
         raise EmptyAlbum(title, "no picture is left in it")

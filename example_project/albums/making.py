@@ -14,7 +14,7 @@ from django_celery_safe.models import StageRun
 from .models import Album, Picture
 from .tasks import fetch, index, make_contact_sheet, make_thumbnail, notify
 
-#: What the page calls the stages, in their order.
+#: The page's names for the stages, in their order.
 NAMES: Final = ("Fetch", "Thumbnails and index", "Contact sheet", "Notify")
 
 
@@ -40,7 +40,13 @@ def create_album(title: str, email: str, files: Iterable[File[bytes]]) -> Album:
         Picture.objects.create(album=album, name=(file.name or "picture")[-100:], upload=file)
         for file in files
     ]
-    run = stages.start(list(_plan(pictures)), {"album": album.pk})
+    run = stages.start(
+        list(_plan(pictures)),
+        {"album": album.pk},
+        key=f"album:{album.pk}",
+        name=f"make {album}",
+        url=album,
+    )
     album.run_id = run.pk
     album.save(update_fields=["run_id"])
     return album

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from django.core.files.base import ContentFile
 from django.db import models
 from django.db.models.fields.files import FieldFile
+from django.urls import reverse
 from django.utils import timezone
 
 from django_celery_safe import IdempotentMixin
@@ -15,7 +16,7 @@ from django_celery_safe.models import StageRun
 
 
 def upload_path(picture: Picture, name: str) -> str:
-    """Return where a picture lies as it came: nobody can foretell it, nor overwrite it."""
+    """Return the path of an uploaded picture, which can be neither guessed nor overwritten."""
     return f"uploads/{uuid.uuid4()}{PurePath(name).suffix.lower()}"
 
 
@@ -40,6 +41,10 @@ class Album(IdempotentMixin, models.Model):
 
     def __str__(self) -> str:
         return self.title
+
+    def get_absolute_url(self) -> str:
+        """Return the address of its page."""
+        return reverse("albums:detail", args=[self.pk])
 
     def find_run(self) -> StageRun | None:
         """Return the run that makes the album; None: it was deleted long ago."""

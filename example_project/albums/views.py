@@ -116,7 +116,7 @@ def _progress(run: StageRun | None) -> dict[str, Any]:
         "run": run,
         "progress": run.progress,
         "stages": stages_of(run),
-        # What ran when it was stopped is let end first.
+        # Steps that ran when it was stopped may end first.
         "is_over": _is_stopped(run) and not run.steps.alive().exists(),
         "is_stopped": _is_stopped(run),
         "is_resumable": _is_resumable(run),

@@ -14,7 +14,7 @@ PLAIN_WIDTH = 100
 
 
 class Display:
-    """Shows nothing: what ``--json`` uses, and the base of the others."""
+    """Shows nothing: ``--json`` uses it, and it is the base of the others."""
 
     @contextmanager
     def running(self) -> Iterator[Display]:

@@ -1,4 +1,4 @@
-"""What stops the demo before its table is complete."""
+"""Errors that stop the demo before its table is complete."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """
 A web server of the bundled feeds that counts its visitors, and lets them wait when told to.
 
-What it counts is the demo's judge: it stands outside all locks.
+Its counts judge the demo: the server stands outside all locks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOOK_EVERY: Final = 0.02
 
 @dataclass
 class Fetches:
-    """What was seen of one feed's fetches."""
+    """The counts of one feed's fetches."""
 
     started: int = 0
     completed: int = 0

@@ -1,5 +1,5 @@
 """
-What the demo's worker did: a file to which every process of it appends a line.
+The journal of the demo's worker: a file to which each of its processes appends lines.
 
 Written by Celery's signals in the worker, read by the demo.
 """
@@ -52,7 +52,7 @@ class Journal:
         if not self._path.exists():
             return []
         lines = self._path.read_text().split("\n")
-        # What stands behind the last line break is empty, or a line being written.
+        # The text behind the last line break is empty, or a line that is being written.
         runs = [Run(**json.loads(line)) for line in lines[:-1]]
         return [run for run in runs if run.task == task]
 

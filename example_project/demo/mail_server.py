@@ -33,9 +33,9 @@ class MailServer:
         self.refused = 0
         #: Accepted e-mails by the address they went to.
         self.accepted: Counter[str] = Counter()
-        #: How many e-mails to an address were held, whatever became of them.
+        #: How many e-mails to an address were held, accepted afterwards or not.
         self.met_hold: Counter[str] = Counter()
-        #: Those of them whose sender went away meanwhile; they were not accepted.
+        #: Held e-mails whose sender went away; they were not accepted.
         self.cut_off: Counter[str] = Counter()
         self._held: set[str] = set()
         self._socket = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What the demo closes with: promise, expected, seen."""
+"""The table at the end of the demo: promise, expected, seen."""
 
 from __future__ import annotations
 

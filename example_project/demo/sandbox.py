@@ -24,7 +24,7 @@ from django.db import connections
 
 from .errors import DemoError
 
-#: What ends the demo early: Ctrl-C, ``kill``, a closed terminal.
+#: Signals that end the demo early: Ctrl-C, ``kill``, a closed terminal.
 ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Variables that would let the surroundings of the demo reach into it.
 FOREIGN: Final = (
@@ -102,7 +102,7 @@ def is_inside() -> bool:
 
 
 def find_folder() -> Path | None:
-    """Return the demo's folder; None outside it, with the site's ordinary settings."""
+    """Return the demo's folder; None: these are the site's ordinary settings."""
     return getattr(settings, "DEMO_FOLDER", None)
 
 

@@ -62,7 +62,7 @@ def main(name: str, moment: str, way: str) -> None:
 
     with transaction.atomic():
         if moment == BEFORE:
-            # The first callback of this commit; what publishes the message comes after it.
+            # The first callback of this commit; the one that publishes comes after it.
             transaction.on_commit(_killer())
         user = User.objects.create_user(name, address(name))
         send_welcome_email.apply_async_on_commit((user.pk,), outbox=way == "outbox")

@@ -17,9 +17,14 @@ DEBUG = False
 # The clicks of the demo go through Django's test client, which calls the site so.
 ALLOWED_HOSTS = ["testserver"]
 
-#: Short, so that nobody waits long for the lock of the child that is killed, nor for the
-#: messages of a sender that is.
-DJANGO_CELERY_SAFE = {**DJANGO_CELERY_SAFE, "LOCK_TIMEOUT": 5.0, "OUTBOX_SEND_TIMEOUT": 1.0}
+#: Short, so that the demo does not wait long for the lock of a killed child, the messages of a
+#: killed sender, or messages that the broker forgot.
+DJANGO_CELERY_SAFE = {
+    **DJANGO_CELERY_SAFE,
+    "LOCK_TIMEOUT": 5.0,
+    "OUTBOX_SEND_TIMEOUT": 1.0,
+    "OUTBOX_RESEND_AFTER": 3.0,
+}
 #: After how long a worker gives up on a child that is gone; Celery's own is 10 s.
 CELERY_WORKER_LOST_WAIT = 0.5
 MAIL_RETRY_DELAY = 1

@@ -16,7 +16,7 @@ from .feed_server import FeedServer
 from .journal import Journal
 from .mail_server import MailServer
 from .promises import Promise, Report
-from .scenes import albums, clicks, cut_off, digests, imports, killed, sign_ups
+from .scenes import albums, clicks, cut_off, digests, forgotten, imports, killed, sign_ups
 from .surroundings import Surroundings
 from .worker import Worker
 
@@ -25,6 +25,7 @@ SCENES: Final = (
     clicks.play,
     sign_ups.play,
     cut_off.play,
+    forgotten.play,
     digests.play,
     killed.play,
     albums.play,
@@ -37,7 +38,7 @@ def perform(folder: Path, display: Display) -> Report:
     """
     Show every scene, from an empty folder on.
 
-    Whatever goes wrong ends up in the report; only a signal gets out of here.
+    All errors end up in the report; only a signal leaves this function.
     """
     promises: list[Promise] = []
     error = None

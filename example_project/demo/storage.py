@@ -32,7 +32,7 @@ class Storage(FileSystemStorage):
 
 
 class Gate:
-    """What both sides know of held and written files."""
+    """The held and written files, shared by both sides."""
 
     def __init__(self) -> None:
         folder = find_folder()

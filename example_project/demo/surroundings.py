@@ -1,4 +1,4 @@
-"""What a scene plays in."""
+"""The surroundings of a scene."""
 
 from __future__ import annotations
 
@@ -27,5 +27,16 @@ class Surroundings:
 
 def undelivered() -> int:
     """Return how many messages lie in the broker's folder, taken by no worker yet."""
-    folder = Path(str(settings.CELERY_BROKER_TRANSPORT_OPTIONS["data_folder_in"]))
-    return sum(1 for _ in folder.iterdir())
+    return sum(1 for _ in _folder().iterdir())
+
+
+def forget_messages() -> int:
+    """Let the broker lose what lies in its folder; return how many messages that were."""
+    messages = list(_folder().iterdir())
+    for message in messages:
+        message.unlink()
+    return len(messages)
+
+
+def _folder() -> Path:
+    return Path(str(settings.CELERY_BROKER_TRANSPORT_OPTIONS["data_folder_in"]))

@@ -82,6 +82,18 @@ class Worker:
                 return process
         raise DemoError(f"Process {pid} is no child of the worker.")
 
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Let the worker take no message for as long as the block runs."""
+        main = psutil.Process(self._process.pid) if self._process is not None else None
+        if main is None:
+            raise DemoError("There is no worker that could stand still.")
+        main.suspend()
+        try:
+            yield
+        finally:
+            main.resume()
+
     def log_tail(self, lines: int = 40) -> str:
         """Return the end of the worker's log."""
         if not self._log.exists():
@@ -108,7 +120,7 @@ class Worker:
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
-        # The session that was made for the worker: whoever is left in there is its child.
+        # The session was made for the worker: all processes that are left in it are its children.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,8 +1,8 @@
 """
-What goes on in the site at this moment, for its start page, which asks every second.
+The activity of the site at this moment, for its start page, which asks every second.
 
-A handful of rows of each kind, counted up to a limit, by a fixed number of queries. What
-can't be asked is None, "not known", which is something else than "none".
+A handful of rows of each kind, counted up to a limit, by a fixed number of queries. A list that
+can't be read is None, "not known", which differs from "none".
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar
 
 from django.db import Error as DatabaseError
 from django.db.models import Count, Q
-from django.db.models.functions import Now
 from django.utils import timezone
 
 from accounts.models import User
 from albums.models import Album
 from django_celery_safe import BackendNotSupported, HeldLock, LockBackendError, iter_locks
+from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from django_celery_safe.stages import Status
 from feeds.models import Entry, Feed
@@ -35,7 +35,7 @@ ROWS: Final = 4
 COUNTED: Final = 100
 #: How long a run that has ended is still shown.
 LATELY: Final = timedelta(minutes=1)
-#: What the name of a lock begins with that a message holds since it was sent.
+#: Prefix of the name of a lock that a message holds since it was sent.
 SENT: Final = "sent:"
 
 Answer = TypeVar("Answer")

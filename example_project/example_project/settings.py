@@ -148,19 +148,10 @@ if os.environ.get("REDIS_URL"):
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_BEAT_SCHEDULE = {
-    # Records of mailed digests are kept for a week (IDEMPOTENCY_RETENTION), then deleted.
-    "forget what was done long ago": {
-        "task": "django_celery_safe.tasks.prune_idempotency",
-        "schedule": 24 * 3600,  # s
-    },
-    # The runs that make albums are kept for a week (STAGES_RETENTION).
-    "forget runs that ended long ago": {
-        "task": "django_celery_safe.tasks.prune_stages",
-        "schedule": 24 * 3600,  # s
-    },
-    # Only what a crash has left needs it: the broker's messages are lost with its machine.
-    "mend runs that stand still": {
-        "task": "django_celery_safe.tasks.sweep_stages",
+    # Where no `celery_outbox relay` runs: sends what is left in the outbox, repairs runs that a
+    # crash has stopped, and deletes records of mailed digests and runs after a week.
+    "relay": {
+        "task": "django_celery_safe.tasks.relay_outbox",
         "schedule": 60,  # s
     },
 }

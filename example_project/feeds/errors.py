@@ -1,4 +1,4 @@
-"""What can go wrong with a feed. Each sentence names the URL and the reason."""
+"""Errors of feeds. Each sentence names the URL and the reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """
 Getting a feed's bytes over HTTP, within limits of time and size.
 
-What the bytes mean is the matter of :mod:`feeds.parsing`. A site on the open
+It does not read the bytes: :mod:`feeds.parsing` does. A site on the open
 internet would also refuse addresses of its own network here.
 """
 
@@ -20,7 +20,7 @@ from django.utils.encoding import iri_to_uri
 
 from .errors import FeedRefused, FeedUnreachable
 
-#: Longest URL, characters: that of the column.
+#: Longest URL, characters: the length of the column.
 MAX_URL_LENGTH: Final = 500
 #: Bytes read at a time.
 CHUNK: Final = 64 * 1024
@@ -32,7 +32,7 @@ HEADERS: Final = {
 
 @dataclass(frozen=True)
 class Document:
-    """What a server answered."""
+    """The answer of a server."""
 
     url: str
     content_type: str

@@ -23,7 +23,7 @@ MAX_LENGTH: Final = 500
 class ParsedEntry:
     """One entry of a feed."""
 
-    #: What tells it from the feed's other entries, on every import.
+    #: Identifies it among the feed's entries, the same on every import.
     guid: str
     title: str
     #: An http or https URL, or empty.

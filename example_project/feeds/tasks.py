@@ -25,7 +25,7 @@ def import_feed(feed_url: str) -> str:
     and gives the result of the first, marked as ``is_duplicate``.
 
     Returns:
-        The feed's URL; None if it was skipped.
+        The feed's URL; None: it was skipped.
     """
     return Feed.objects.import_feed(feed_url).url
 

@@ -18,6 +18,7 @@ from pytest_django import Settings
 from django_celery_safe.locks.stores import local
 from tests.admin.pages import Visitor
 from tests.conftest import MakeDatabase
+from tests.kinds import LATER_MARIADB
 from tests.routing import AllIn, routed_by
 
 
@@ -33,7 +34,7 @@ def lite(make_database: MakeDatabase) -> Iterator[str]:
     yield from serve_from(make_database("sqlite-immediate", "site"))
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", "postgres", LATER_MARIADB])
 def site(request: pytest.FixtureRequest, make_database: MakeDatabase) -> Iterator[str]:
     """The database of the whole site, of each kind in turn."""
     yield from serve_from(make_database(request.param, "site"))

@@ -1,4 +1,4 @@
-"""What a browser makes of the admin's pages: texts, tables, forms and messages."""
+"""The admin's pages as a browser reads them: texts, tables, forms and messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Element:
 
     @property
     def text(self) -> str:
-        """What is to be read in it, with single spaces."""
+        """Its text, with single spaces."""
         parts = [each if isinstance(each, str) else f" {each.text} " for each in self.children]
         return re.sub(r"\s+([,.:;])", r"\1", " ".join("".join(parts).split()))
 
@@ -86,23 +86,23 @@ class Page:
 
     @property
     def text(self) -> str:
-        """What is to be read on it."""
+        """Its text."""
         return self.root.text
 
     @property
     def content(self) -> str:
-        """What is to be read below its title."""
+        """The text below its title."""
         return " ".join(each.text for each in self.root.find(id="content"))
 
     @property
     def messages(self) -> list[str]:
-        """What it says of what was done before."""
+        """Its messages about the last decision."""
         return [item.text for each in self.root.find("ul", class_="messagelist")
                 for item in each.find("li")]  # fmt: skip
 
     @property
     def error(self) -> str:
-        """What it says is wrong."""
+        """Its error messages."""
         return " ".join(each.text for each in self.root.find("p", class_="errornote"))
 
     @property
@@ -131,7 +131,7 @@ class Page:
 
     @property
     def selections(self) -> list[str]:
-        """What stands for each of the rows that can be selected, or is asked about."""
+        """The form values of the rows that can be selected, or that the page asks about."""
         return [each.attributes["value"] for each in self.root.find("input")
                 if each.attributes.get("name") == "_selected_action"]  # fmt: skip
 
@@ -146,7 +146,7 @@ class Page:
 
     @property
     def fields(self) -> dict[str, str]:
-        """What a page of one row shows, by its labels."""
+        """The values on a page of one row, by their labels."""
         shown = {}
         for row in self.root.find("div", class_="form-row"):
             for label in row.find("label"):

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from celery import signature
 from django.db import connections, router, transaction
-from django.db.models.functions import Now
 
 from django_celery_safe import send_on_commit, stages
+from django_celery_safe.databases import Now
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
@@ -25,7 +25,7 @@ SECRET: Final = "the-secret-of-the-argument"
 #: A lease that no test outlasts, and one that is over, s.
 LEASE: Final = 600
 OVER: Final = -60
-#: Who holds, if nothing else is said.
+#: The holder, unless a test names another one.
 HOLDER: Final = Holder("web1", 42, 1_700_000_000.0, True, "shop.tasks.sell", "id-1", "(7,)", 600.0)
 
 
@@ -107,18 +107,18 @@ def record(
 # Runs
 
 
-def begin(*sizes: int, params: dict[str, Any] | None = None) -> StageRun:
+def begin(*sizes: int, params: dict[str, Any] | None = None, **labels: str) -> StageRun:
     """Start a run of so many stages, with so many steps each; nothing of it is sent."""
     alias = write_alias()
     plan = [(note, -n, {"name": SECRET}) for n, size in enumerate(sizes) for _ in range(size)]
     with transaction.atomic(using=alias):
-        run = stages.start(plan, params=params)
+        run = stages.start(plan, params=params, **labels)
         connections[alias].run_on_commit.clear()
     return run
 
 
 def end(run: StageRun, status: Status, **changes: Any) -> StageRun:
-    """Let a run have ended so; of one that failed, its first step did."""
+    """Let a run have ended so; if it failed, its first step failed."""
     alias = run._state.db
     steps = StageStep.objects.using(alias).filter(run=run)
     if status == Status.FAILED:

@@ -1,4 +1,4 @@
-"""What becomes of a decision when rows, stores or the log are not as they were a moment ago."""
+"""Decisions when rows, stores or the log have changed since the question."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ import pytest
 from django.contrib.admin.models import CHANGE, DELETION, LogEntry
 from django.db import connections
 from django.db.models import Model
-from django.db.models.functions import Now
 from pytest_django import Settings
 
 from django_celery_safe import find_lock, signals
 from django_celery_safe.admin.pages import MOST_ROWS
+from django_celery_safe.databases import Now
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageStep
 from django_celery_safe.stages import Status
@@ -61,7 +61,7 @@ def selected(page: Any) -> list[str]:
     return chosen
 
 
-# What they do
+# Effects
 
 
 def test_release(root: Visitor) -> None:
@@ -205,7 +205,7 @@ def test_abort(root: Visitor) -> None:
 
 
 def test_what_many_are_called(root: Visitor) -> None:
-    """What is said of several rows reads as well as of one."""
+    """The messages for several rows read as well as those for one."""
     for make in (lambda: hold("a", IDLE), lambda: hold("b", IDLE)):
         make()
     assert root.confirm(LOCKS, "release", *selected(root.get(LOCKS))).messages == [
@@ -241,14 +241,14 @@ def test_nothing_selected(root: Visitor) -> None:
     ids=range(9),
 )
 def test_garbled_selections(root: Visitor, garbage: str) -> None:
-    """What stands for no lock that is held releases none."""
+    """A form value of no held lock releases nothing."""
     hold("feed", IDLE)
     root.take(LOCKS, "release", garbage, confirmed="1", forced="1")
     assert find_lock("feed") is not None
     assert LogEntry.objects.count() == 0
 
 
-# What changed meanwhile
+# Changes meanwhile
 
 
 def test_a_lock_that_changed_hands(root: Visitor) -> None:
@@ -268,7 +268,7 @@ def test_a_lock_that_changed_hands(root: Visitor) -> None:
 
 
 def test_a_lock_that_ended(root: Visitor) -> None:
-    """Of two locks, of which one ended, the other is released, and both are told."""
+    """If one of two locks has ended, the other is released, and the page reports both."""
     hold("feed", IDLE)
     hold("mail", IDLE)
     selection = selected(root.get(LOCKS))
@@ -281,7 +281,7 @@ def test_a_lock_that_ended(root: Visitor) -> None:
 
 
 def test_a_lock_that_is_renewed_by_now(root: Visitor) -> None:
-    """What decides is what the store says at the confirmation."""
+    """The state of the lock at the confirmation decides."""
     hold("feed", IDLE)
     selection = selected(root.get(LOCKS))
     release("feed")
@@ -353,7 +353,7 @@ def columns(row: Any) -> dict[str, Any]:
     indirect=["site"],
 )
 def test_a_row_that_changed(site: str, name: str) -> None:
-    """What no longer fits a row is refused with the reason; the row stays and nothing is logged."""
+    """A decision that no longer fits is refused with the reason, and changes and logs nothing."""
     url, decision, make, meanwhile, said = CHANGES[name]
     root, row = make_visitor(is_superuser=True), make()
     asked = root.take(url, decision, row.pk)
@@ -367,7 +367,7 @@ def test_a_row_that_changed(site: str, name: str) -> None:
 
 @every_decision
 def test_a_row_that_is_gone(root: Visitor, url: str, decision: str, make: Any) -> None:
-    """Of a row that was deleted meanwhile it is said that it is not there."""
+    """The page says that a row is gone that was deleted meanwhile."""
     row = make()
     type(row)._default_manager.filter(pk=row.pk).delete()
     told = root.confirm(url, decision, row.pk)
@@ -387,7 +387,7 @@ def test_a_row_that_left_the_filter(root: Visitor) -> None:
 
 
 def test_some_of_many(root: Visitor) -> None:
-    """Of many rows those are done that can be, and a few reasons are told for the others."""
+    """The rows that fit are changed, and the page gives a few reasons for the others."""
     good = [rows.leave_dead().pk for _ in range(3)]
     bad = [rows.leave().pk for _ in range(30)]
     told = root.confirm(OUTBOX, "retry", *bad[:15], *good, *bad[15:])
@@ -428,7 +428,7 @@ def test_too_many_confirmed(root: Visitor) -> None:
 
 
 def test_too_many_locks(root: Visitor, settings: Settings) -> None:
-    """As many locks as can be asked about at once are released, and more are not."""
+    """The largest number of locks is released at once, and a larger one is refused."""
     settings.DATA_UPLOAD_MAX_NUMBER_FIELDS = 5000
     chosen = [f'{hold(f"l{number}", IDLE)}"l{number}"' for number in range(MOST_ROWS + 1)]
     for more in ({}, {"confirmed": "1"}):
@@ -476,7 +476,7 @@ def broken_log() -> Iterator[None]:
 
 @every_decision
 def test_a_log_that_fails(site: str, url: str, decision: str, make: Any) -> None:
-    """What can't be logged is not done, nor told by a signal."""
+    """A decision that can't be logged is not carried out, and sends no signal."""
     root, row = make_visitor(is_superuser=True), make()
     before, messages = columns(row), OutboxMessage.objects.count()
     root.client.raise_request_exception = False

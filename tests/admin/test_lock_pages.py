@@ -1,4 +1,4 @@
-"""The pages of locks: what they show, on every store, whatever the names are."""
+"""The pages of locks, on every store, with any names."""
 
 import os
 import time
@@ -79,7 +79,7 @@ def unlisted(root: Visitor, settings: Settings, tmp_path: Path) -> Visitor:
     return root
 
 
-# What they show
+# Contents
 
 
 def test_no_lock(store: Visitor) -> None:
@@ -122,6 +122,7 @@ def test_a_lock_of_a_task(store: Visitor) -> None:
         "Task id": "id-1",
         "Process": "pid 42 on web1",
         "Free": "in 10min if the holder is dead, or when it is done",
+        "Place": "1 of 1",
     }
 
 
@@ -142,7 +143,7 @@ def test_a_real_lock(store: Visitor) -> None:
         (True, 600.0, LEASE, "yes", "lives, or died in the last"),
         (False, 600.0, LEASE, "no", "not known: it does not renew"),
         (True, 10_000.0, LEASE, "overdue", "dead, stopped or cut off, most likely"),
-        (True, None, LEASE, "yes", "lives if the lease begins anew"),
+        (True, None, LEASE, "yes", "lives if the lease begins again"),
     ],
 )
 def test_renewal(
@@ -158,8 +159,8 @@ def test_a_lock_of_a_message(store: Visitor) -> None:
     """A lock that a message holds on its way has no process, which the pages say."""
     hold("t:1", HOLDER._replace(host="", pid=0, renewed=False))
     (row,) = store.get(LIST).rows
-    assert (row["Kind"], row["Process"]) == ("message", "a message under way")
-    assert store.get(change_url("t:1")).fields["Process"] == "a message under way"
+    assert (row["Kind"], row["Process"]) == ("message", "a message")
+    assert store.get(change_url("t:1")).fields["Process"] == "a message"
 
 
 def test_nobody_known(store: Visitor) -> None:
@@ -303,7 +304,7 @@ def test_what_pages_rely_on(store: Visitor) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("store", ["redis"], indirect=True)
 def test_paging(store: Visitor) -> None:
-    """Of 250 locks each is on one of three pages, and the links between them keep the filter."""
+    """Each of 250 locks is on one of three pages, and the links between them keep the filter."""
     for number in range(250):
         hold(f"feed:{number}")
     hold("mail")

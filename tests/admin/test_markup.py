@@ -19,7 +19,7 @@ from tests.servers import RedisServer
 
 __all__ = ["fragile_redis"]
 
-#: What steers a browser, if a page lets it.
+#: Markup that could steer a browser.
 EVIL: Final = "\"'><script>alert(1)</script><b style=color:red onclick=alert(2)>{{ x }}</b>"
 #: Where the style sheets and scripts of a page may come from.
 OWN: Final = "/static/"
@@ -82,7 +82,7 @@ def test_no_inline_anything(root: Visitor) -> None:
 
 
 def test_pages_without_a_store(root: Visitor, fragile_redis: RedisServer) -> None:
-    """What is shown when the store is down is as strict."""
+    """The page for a store that is down is as strict."""
     fragile_redis.stop()
     for url in (LOCKS, *every_page(Lock, EVIL).values()):
         assert root.get(url).find_inline() == []
@@ -108,7 +108,7 @@ def test_well_formed(root: Visitor) -> None:
 
 
 def test_the_finder_of_inline_things() -> None:
-    """What the tests above look for is found."""
+    """The search of the tests above finds such markup."""
 
     class Answer:
         status_code = 200

@@ -1,4 +1,4 @@
-"""Who may see and do what: the whole table, on every page and by every way to send a form."""
+"""Permissions: the whole table, on every page and with every way to send a form."""
 
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -72,7 +72,7 @@ CASES: Final = [
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.decision)
 MODELS: Final = {Lock, OutboxMessage, IdempotencyRecord, StageRun, StageStep}
 
-#: Who comes: the permissions, of "view" and "act", and other attributes.
+#: Users: their permissions, of "view" and "act", and other attributes.
 VISITORS: Final[dict[str, tuple[set[str], dict[str, Any]]]] = {
     "nobody": (set(), {"is_staff": False}),
     "nobody with all permissions": ({"view", "act"}, {"is_staff": False}),
@@ -83,7 +83,7 @@ VISITORS: Final[dict[str, tuple[set[str], dict[str, Any]]]] = {
     "staff who may both": ({"view", "act"}, {}),
     "superuser": (set(), {"is_superuser": True}),
 }
-#: How a form is sent: what is in it beside the decision and the rows.
+#: Ways to send a form: its fields beside the decision and the rows.
 WAYS: Final[dict[str, dict[str, str]]] = {
     "from the page of a row": {},
     "from the list": {"index": "0", "select_across": "0"},
@@ -91,7 +91,7 @@ WAYS: Final[dict[str, dict[str, str]]] = {
 }
 LOGIN, FORBIDDEN, SHOWN, DONE = "login", 403, 200, 302
 
-#: What each gets for a page, for a form that asks, and for one that is confirmed.
+#: Each user's answers: to a page, to a form that asks, and to one that is confirmed.
 OUTCOMES: Final[dict[str, tuple[object, object, object]]] = {
     "nobody": (LOGIN, LOGIN, LOGIN),
     "nobody with all permissions": (LOGIN, LOGIN, LOGIN),
@@ -118,7 +118,7 @@ def outcome_of(page: Any) -> object:
 
 @every_case
 def test_pages(case: Case) -> None:
-    """Whoever may see gets the list, a row and its history; all others none of them."""
+    """A user with the view permission gets the list, a row and its history; others nothing."""
     pk, _ = case.make()
     for who in VISITORS:
         visitor = come(who, case)
@@ -172,7 +172,7 @@ def test_forms_of_whoever_may(way: str, case: Case) -> None:
 
 @every_case
 def test_the_page_that_asks_is_what_is_sent(case: Case) -> None:
-    """What the page that asks has in its form is all that it takes to do it."""
+    """The fields of the page that asks are enough to confirm the decision."""
     pk, selection = case.make()
     visitor, before = come("staff who may both", case), case.state(pk)
     pages = every_page(case.model, pk)
@@ -214,7 +214,7 @@ def test_with_token(case: Case) -> None:
 @pytest.mark.long
 @every_case
 def test_other_methods(case: Case) -> None:
-    """What asks and confirms in the URL changes nothing, whoever sends it by whatever method."""
+    """Parameters in the URL change nothing, for any user and any method."""
     pk, selection = case.make()
     before, client = case.state(pk), come("superuser", case).client
     query = {"action": case.decision, "_selected_action": selection, "confirmed": "1"}
@@ -316,7 +316,7 @@ def test_index(permissions: tuple[str, ...], seen: set[str]) -> None:
 
 
 def test_a_permission_for_one_decision_is_none_for_another() -> None:
-    """Who may retry messages may not discard them, in whatever way the form says it."""
+    """A user who may only retry messages may not discard them, however the form is written."""
     row = rows.leave_dead()
     visitor = make_visitor("view_outboxmessage", "retry_outboxmessage")
     url = every_page(OutboxMessage, row.pk)["list"]

@@ -13,6 +13,8 @@ from tests.admin.conftest import every_page
 from tests.admin.pages import Visitor
 from tests.docs.pages import names_in, page
 
+pytestmark = pytest.mark.repository
+
 REFERENCE: Final = page("docs/reference/admin.md")
 HEADINGS: Final[dict[type[Model], str]] = {
     Lock: "Locks",

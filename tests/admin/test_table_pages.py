@@ -1,30 +1,33 @@
-"""The pages of messages, records, runs and steps: what they show of each state."""
+"""The pages of messages, records, runs and steps, in each state."""
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
 import pytest
+from django.contrib.admin import site
 from django.contrib.contenttypes.models import ContentType
 from django.db import connections
 from django.db.models import Model
-from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
+from django_celery_safe.databases import Now
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from django_celery_safe.stages import Status
 from tests.admin import rows
 from tests.admin.conftest import every_page, make_visitor
 from tests.admin.pages import Visitor
 from tests.admin.test_lock_pages import NAMES, key_of
+from tests.checking import app_without_tasks
 
 OUTBOX: Final = "/admin/django_celery_safe/outboxmessage/"
 RECORDS: Final = "/admin/django_celery_safe/idempotencyrecord/"
 RUNS: Final = "/admin/django_celery_safe/stagerun/"
 STEPS: Final = "/admin/django_celery_safe/stagestep/"
 
-#: What makes a row of each table, given a number.
+#: Functions that make a row of each table, given a number.
 MAKERS: Final[dict[type[Model], Callable[[int], Model]]] = {
     OutboxMessage: lambda number: rows.leave_dead(),
     IdempotencyRecord: lambda number: rows.record(f"k{number}", "running"),
@@ -38,6 +41,22 @@ every_table = pytest.mark.parametrize("model", MAKERS, ids=lambda model: model._
 def staff(site: str) -> Visitor:
     """Somebody who may do everything, on each database."""
     return make_visitor(is_superuser=True)
+
+
+@every_table
+def test_an_empty_list(staff: Visitor, model: type[Model]) -> None:
+    """A list says what its rows are, and, while it is empty, when there will be some."""
+    shown: Any = site._registry[model]
+    about, nothing = str(shown.help_text), str(shown.empty_text)
+    assert about
+    assert nothing
+    empty = staff.get(every_page(model, 1)["list"]).content
+    assert about in empty
+    assert nothing in empty
+    MAKERS[model](1)
+    filled = staff.get(every_page(model, 1)["list"]).content
+    assert about in filled
+    assert nothing not in filled
 
 
 # The outbox
@@ -228,7 +247,10 @@ def test_states_of_runs(staff: Visitor) -> None:
     run = rows.begin(1)
     StageStep.objects.filter(run=run).update(status=Status.SUCCEEDED)
     rows.end(run, Status.SUCCEEDED)
-    shown = list(reversed(staff.get(RUNS).rows))
+    page = staff.get(RUNS)
+    shown = list(reversed(page.rows))
+    for level, states in {"safe-bad": ["Failed"], "safe-good": ["Succeeded"]}.items():
+        assert [state.text for state in page.root.find("span", class_=level)] == states
     assert [row["Status"] for row in shown] == [
         "Waiting", "Running", "Failed", "Aborted", "Succeeded",
     ]  # fmt: skip
@@ -237,7 +259,7 @@ def test_states_of_runs(staff: Visitor) -> None:
     assert [row["Error"] for row in shown] == [
         "-", "-", "ValueError: it does not work", "stopped by hand", "-",
     ]  # fmt: skip
-    assert [row["Ended"] == "-" for row in shown] == [True, True, False, False, False]
+    assert all(re.fullmatch(r"\d+\.\ds", row["Duration"]) for row in shown)
     for status in Status.values:
         assert len(staff.get(RUNS, status__exact=status, _facets="True").rows) == 1
 
@@ -260,6 +282,75 @@ def test_page_of_a_run(staff: Visitor) -> None:
     assert page.fields["Params"] == '{"album": 7}'
     (steps,) = {link for link in page.links if link.startswith(f"{STEPS}?")}
     assert [row["1 Run"] for row in staff.get(steps).rows] == [f"Run {run.pk}"] * 5
+    assert {link for link in page.links if link.endswith("/change/")} == {
+        every_page(StageStep, step.pk)["change"] for step in run.steps
+    }
+
+
+def test_a_run_with_a_name(staff: Visitor) -> None:
+    """It is listed by its name, found by a part of it or of its key, and leads to its object."""
+    labels = {"key": "album:7", "name": "Make <Ann's> album", "url": "/albums/7/?a=1&b=2"}
+    run = rows.begin(1, **labels)
+    rows.begin(1, key="feed:1")
+    title = f"Run {run.pk} (Make <Ann's> album)"
+    for text in ("Ann", "bum:7", "ann", "ALBUM:7"):
+        assert [row["Run"] for row in staff.get(RUNS, q=text).rows] == [title]
+    assert staff.get(RUNS, q="bob").rows == []
+    page = staff.get(every_page(StageRun, run.pk)["change"])
+    assert labels["url"] in page.links
+    assert page.fields["Key"] == "album:7"
+    (step,) = run.steps
+    assert staff.get(STEPS, q="Make").rows == staff.get(STEPS, q="album:7").rows
+    (row,) = staff.get(STEPS, q="album:7").rows
+    assert row["1 Run"] == title
+    assert staff.get(every_page(StageStep, step.pk)["change"]).fields["Run"] == title
+
+
+def test_steps_of_a_failed_run(staff: Visitor) -> None:
+    """The run's page has the failed step first, with its arguments; the step's the traceback."""
+    run = rows.end(rows.begin(1, 2), Status.FAILED)
+    *_, failing = run.steps
+    run.steps.filter(pk=failing.pk).update(started_at=run.created_at)
+    run.steps.filter(pk=failing.pk).fail("ValueError", "no <album>", 'File "a.py"\n  raise <x>\nV')
+    run.steps.exclude(pk=failing.pk).update(status=Status.ABORTED)
+    page = staff.get(every_page(StageRun, run.pk)["change"])
+    (table,) = page.root.find("table", class_="safe-steps")
+    first, error = [line.text for line in table.find("tr")[1:3]]
+    assert first.startswith(f'{failing.task} {{"name": "{rows.SECRET}"}} 2 failed ')
+    assert error == "ValueError: no <album>"
+    fields = staff.get(every_page(StageStep, failing.pk)["change"]).fields
+    assert fields["Traceback"].split() == ["File", '"a.py"', "raise", "<x>", "V"]
+    assert fields["Duration"] != "-"
+    assert fields["Waiting since"] == "-"
+
+
+def test_a_step_that_waits(staff: Visitor) -> None:
+    """It says since when, and at once if the project has no such task."""
+    run = rows.begin(1, 1)
+    first, later = run.steps
+    run.steps.update(task="shop.tasks.renamed")
+    page = staff.get(every_page(StageRun, run.pk)["change"])
+    (table,) = page.root.find("table", class_="safe-steps")
+    texts = [line.text for line in table.find("tr")]
+    assert "1 waiting since 2" in texts[1]
+    assert "NotRegistered: This project has no task of this name" in texts[2]
+    assert "since" not in texts[3]
+    fields = staff.get(every_page(StageStep, first.pk)["change"]).fields
+    assert fields["Waiting since"].startswith("2")
+    fields = staff.get(every_page(StageStep, later.pk)["change"]).fields
+    assert (fields["Waiting since"], fields["Error"]) == ("-", "-")
+
+
+def test_tasks_that_can_not_be_loaded(staff: Visitor, caplog: pytest.LogCaptureFixture) -> None:
+    """A page of a run shows its steps also while a module with tasks of the project is broken."""
+    run = rows.begin(1)
+    run.steps.update(task="shop.tasks.renamed")
+    with app_without_tasks("memory://") as app:
+        app.conf.include = ["no_such_module_of_tasks"]
+        page = staff.get(every_page(StageRun, run.pk)["change"])
+    assert "shop.tasks.renamed" in page.content
+    assert "NotRegistered" not in page.content
+    assert "The project's tasks can't be loaded: ModuleNotFoundError" in caplog.text
 
 
 def test_states_of_steps(staff: Visitor) -> None:
@@ -267,8 +358,10 @@ def test_states_of_steps(staff: Visitor) -> None:
     busy = rows.work_on(rows.begin(1))
     gone = rows.work_on(rows.begin(1), rows.OVER)
     failed = rows.end(rows.begin(1), Status.FAILED)
-    shown = staff.get(STEPS).rows
+    page = staff.get(STEPS)
+    shown = page.rows
     assert [row["Status"] for row in shown] == ["Running", "Running", "Failed"]
+    assert [state.text for state in page.root.find("span", class_="safe-bad")] == ["Failed"]
     assert [row["Process"] for row in shown] == ["pid 42 on web1", "pid 42 on web1, gone", "-"]
     fields = staff.get(every_page(StageStep, busy.pk)["change"]).fields
     assert fields["Lease left"] == "10min"
@@ -407,7 +500,7 @@ def test_arguments_hidden(root: Visitor, settings: Settings) -> None:
     assert all(rows.SECRET not in page.html for page in taken + pages)
 
 
-# What a row's page offers
+# Decisions on a row's page
 
 
 @pytest.mark.parametrize(

@@ -80,3 +80,9 @@ class Meter(IdempotentMixin, models.Model):
     )
     id = models.IntegerField(primary_key=True)
     is_read = models.BooleanField(default=False)
+
+
+class Cover(models.Model):
+    """It was made by a run, which stays for as long as it does."""
+
+    run = models.ForeignKey("django_celery_safe.StageRun", models.PROTECT, db_constraint=False)

@@ -5,43 +5,69 @@ import os
 import pkgutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
 import django
 
 from tests.benchmarks.report import Figure, print_json, print_table, with_limits
+from tests.evidence.files import save
 from tests.servers import ServerPool
+from tests.servers.databases import SERVERS
 
 #: Modules of this package that are no benchmarks.
-PARTS = {"__main__", "report"}
+PARTS = {"__main__", "procrastinate_peer", "report"}
+
+#: The name that stands for all of them.
+ALL = "all"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks named; return 1 if a figure misses its limit."""
-    options = parse(arguments)
+    typed = sys.argv[1:] if arguments is None else arguments
+    options = parse(typed)
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
     django.setup()
-    figures: list[Figure] = []
-    with ServerPool() as servers:
-        for name in options.names:
+    figures: dict[str, list[Figure]] = {}
+    with ServerPool(options.database) as servers:
+        for name in find_benchmarks() if ALL in options.names else options.names:
             benchmark = import_module(f"tests.benchmarks.{name}")
-            measured = with_limits(name, benchmark.run(servers))
-            figures += measured
+            measured = benchmark.run(servers)
+            if options.database == "postgres":  # the limits are those of PostgreSQL
+                measured = with_limits(name, measured)
+            figures[name] = measured
             if not options.json:
                 print_table(name, measured)
     if options.json:
-        print_json(figures)
-    return 0 if all(figure.ok for figure in figures) else 1
+        print_json([figure for measured in figures.values() for figure in measured])
+    if options.save:
+        results = [
+            {"benchmark": name, **asdict(one)} for name, some in figures.items() for one in some
+        ]
+        print(f"Saved in {save('benchmarks', typed, results)}.", file=sys.stderr)
+    return 0 if all(figure.ok for measured in figures.values() for figure in measured) else 1
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+def find_benchmarks() -> list[str]:
+    """Return the names of all benchmarks."""
     modules = pkgutil.iter_modules([str(Path(__file__).parent)])
-    benchmarks = sorted(module.name for module in modules if module.name not in PARTS)
+    return sorted(module.name for module in modules if module.name not in PARTS)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("names", metavar="NAME", nargs="+", choices=benchmarks)
+    names = [ALL, *find_benchmarks()]
+    parser.add_argument("names", metavar="NAME", nargs="+", choices=names)
+    parser.add_argument(
+        "--database",
+        choices=SERVERS,
+        default="postgres",
+        help="for outbox, once and stages; other than postgres, without limits",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--save", action="store_true", help="write a file into docs/evidence")
     return parser.parse_args(arguments)
 
 

@@ -22,7 +22,7 @@ LOCKS, ROUNDS = 100_000, 5
 
 
 class Enough(Exception):
-    """What was waited for was written."""
+    """The row that was waited for was written."""
 
 
 class FirstRow(io.StringIO):

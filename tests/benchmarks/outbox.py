@@ -1,5 +1,5 @@
 """
-The outbox on PostgreSQL + Redis: what a send costs its transaction, and how fast relays are.
+The outbox on a database + Redis: what a send costs its transaction, and how fast relays are.
 
 The floor of the relays is a process that sends the same message with ``apply_async`` and
 one producer; that of a send is the INSERT of one row of a small model, in the same
@@ -56,9 +56,17 @@ QUEUE = "celery"
 PRODUCER, RELAY, TWO_RELAYS = "one producer", "relay", "two relays"
 INSERT, ON_COMMIT, OUTBOX = "INSERT", "on-commit send", "outbox send"
 
+#: For each server, SQL for now, a random part of an hour, a day, and a source of numbers.
+DIALECTS = {
+    "postgresql": ("now()", "random() * interval '1 hour'", "interval '1 day'",
+                   "generate_series(1, {}) AS number"),
+    "mysql": ("utc_timestamp(6)", "interval rand() * 3600000000 microsecond", "interval 1 day",
+              "(SELECT seq AS number FROM seq_1_to_{}) AS numbers"),
+}  # fmt: skip
+
 #: When rows are due, as SQL of their number.
-ALL_DUE = "now() - random() * interval '1 hour'"
-MOST_LATER = f"CASE WHEN number <= {SOME_DUE} THEN now() ELSE now() + interval '1 day' END"
+ALL_DUE = "{now} - {hour}"
+MOST_LATER = f"CASE WHEN number <= {SOME_DUE} THEN {{now}} ELSE {{now}} + {{day}} END"
 MIXTURES = {"all due": ALL_DUE, "few due": MOST_LATER}
 
 
@@ -77,7 +85,7 @@ Row = dict[str, Any]
 
 
 class Send(NamedTuple):
-    """What sending in one transaction took, in µs, by what was done."""
+    """The time of a send in one transaction, in µs, for each kind of send."""
 
     insert: float
     on_commit: float
@@ -106,7 +114,9 @@ def outboxes(servers: ServerPool, number: int) -> Iterator[list[str]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(override_settings(CELERY_BROKER_URL=servers.redis.url))
         databases = Databases(servers, folder)
-        yield [stack.enter_context(databases.alias("postgres", folder)) for _ in range(number)]
+        yield [
+            stack.enter_context(databases.alias(servers.database, folder)) for _ in range(number)
+        ]
 
 
 def measure_relays(
@@ -146,7 +156,7 @@ def send_directly(messages: int) -> tuple[float, float]:
 def relay_all(alias: str) -> tuple[float, float]:
     """Send what is in the outbox; return when that began and ended."""
     relay = Relay(alias)
-    relay.heartbeat_and_prune()
+    relay.housekeeping.take_turn_if_due()
     assert relay.relay_batch() == WARM_UP
     gc.collect()
     meet()
@@ -158,16 +168,19 @@ def relay_all(alias: str) -> tuple[float, float]:
 def fill(alias: str, row: Row, rows: int, due_at: str) -> None:
     """Let the outbox hold so many copies of a row that was sent, and nothing else."""
     table = OutboxMessage._meta.db_table
+    vendor = connections[alias].vendor
+    now, hour, day, numbers = DIALECTS[vendor]
+    due_at = due_at.format(now=now, hour=hour, day=day)
     with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
         cursor.execute(f"TRUNCATE {table}")
         cursor.execute(
             f"INSERT INTO {table} ({', '.join(row)}, created_at, due_at) "
-            f"SELECT {', '.join(['%s'] * len(row))}, now(), {due_at} "
-            f"FROM generate_series(1, {rows}) AS number",
+            f"SELECT {', '.join(['%s'] * len(row))}, {now}, {due_at} "
+            f"FROM {numbers.format(rows)}",
             list(row.values()),
         )
         # Autovacuum would do that.
-        cursor.execute(f"ANALYZE {table}")
+        cursor.execute(f"ANALYZE {'TABLE' if vendor == 'mysql' else ''} {table}")
 
 
 def a_row(alias: str) -> Row:
@@ -229,10 +242,17 @@ def rolled_back(alias: str) -> Iterator[None]:
         gc.enable()
 
 
-def measure_looks(few: str, many: str, rounds: int = 25) -> dict[str, list[float]]:
-    """Return the µs of looks into a small outbox and into a large one, in each round."""
+def measure_looks(
+    few: str, many: str, rounds: int = 25, *, due: int = BATCH
+) -> dict[str, list[float]]:
+    """
+    Return the µs of looks into a small outbox and into a large one, in each round.
 
-    def due(alias: str) -> list[OutboxMessage]:
+    Args:
+        due: How many messages each look finds.
+    """
+
+    def find(alias: str) -> list[OutboxMessage]:
         return list(OutboxMessage.objects.using(alias).due()[:BATCH])
 
     def claim(alias: str) -> list[OutboxMessage]:
@@ -241,11 +261,11 @@ def measure_looks(few: str, many: str, rounds: int = 25) -> dict[str, list[float
             transaction.set_rollback(True, using=alias)
         return rows
 
-    assert [len(look(alias)) for look in (due, claim) for alias in (few, many)] == [BATCH] * 4
+    assert [len(look(alias)) for look in (find, claim) for alias in (few, many)] == [due] * 4
     return interleaved(
         {
-            "due(), few": lambda: due(few),
-            "due(), many": lambda: due(many),
+            "due(), few": lambda: find(few),
+            "due(), many": lambda: find(many),
             "claim, few": lambda: claim(few),
             "claim, many": lambda: claim(many),
         },

@@ -130,10 +130,10 @@ def shown(value: float) -> str:
 def print_table(title: str, figures: Sequence[Figure]) -> None:
     """Print a table for readers."""
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("figure", no_wrap=True)
+    table.add_column("figure", max_width=36)
     for column in ("value", "limit", ""):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("note", overflow="fold")
+    table.add_column("note", min_width=18)
     for figure in figures:
         limit = "" if figure.limit is None else f"{figure.limit:g}"
         verdict = "" if figure.limit is None else ("ok" if figure.ok else "MISSED")

@@ -11,6 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ from tests.stages import tasks
 STAGES, STEPS = 20, 10
 WIDE, WIDEST = 1_000, 4_000
 
+#: Sizes of one stage, to see how its time grows.
+GROWTH = (10, 100, WIDE, WIDEST)
+
 #: Rounds of the former two, and of the large one.
 ROUNDS, LARGE_ROUNDS = 7, 3
 
@@ -48,17 +52,16 @@ LOOK = 0.005
 
 CHAIN, CHORD = "chain of chords", f"chord of {WIDE:,}"
 MANY, ONE = f"{STAGES} stages x {STEPS} steps", f"1 stage x {WIDE:,} steps"
-LARGE = f"1 stage x {WIDEST:,} steps"
 
 #: For each candidate the seconds of each round.
 Samples = Mapping[str, Sequence[float]]
 
 
 class Measured(NamedTuple):
-    """What was measured."""
+    """The figures of a measurement."""
 
     samples: Samples
-    #: Seconds of 1,000 and 4,000 steps in one stage, side by side.
+    #: Seconds of runs of one stage, of each size, side by side.
     growth: Samples
     #: For each number of steps in a stage, the queries of one of them.
     queries: Mapping[int, int]
@@ -70,7 +73,7 @@ def run(servers: ServerPool) -> list[Figure]:
     redis.flush()
     with TemporaryDirectory() as name:
         folder = Path(name)
-        with Databases(servers, folder).alias("postgres", folder) as alias:
+        with Databases(servers, folder).alias(servers.database, folder) as alias:
             settings = worker_settings(alias, redis)
             with (
                 CeleryWorker("tests.stages.worker_app", concurrency=CONCURRENCY, settings=settings),
@@ -96,10 +99,17 @@ def measure(alias: str, settings: Mapping[str, Any]) -> Measured:
     """Measure everything, by the app that the worker runs."""
     use_app(settings)
     with runs_in(alias):
-        candidates = {CHAIN: run_chain, MANY: run_many, CHORD: run_chord, ONE: run_wide}
+        candidates = {
+            CHAIN: run_chain,
+            MANY: run_many,
+            CHORD: run_chord,
+            ONE: partial(run_one_stage, WIDE),
+        }
         return Measured(
             samples=interleaved(candidates, ROUNDS),
-            growth=interleaved({ONE: run_wide, LARGE: run_large}, LARGE_ROUNDS),
+            growth=interleaved(
+                {one_stage(size): partial(run_one_stage, size) for size in GROWTH}, LARGE_ROUNDS
+            ),
             queries={size: count_queries(alias, size) for size in (STEPS, WIDE)},
         )
 
@@ -152,14 +162,14 @@ def run_many() -> None:
     run_plan([(tasks.nothing, priority) for priority in range(STAGES) for _ in range(STEPS)])
 
 
-def run_wide() -> None:
-    """Run one stage."""
-    run_plan([(tasks.nothing, 1)] * WIDE)
+def one_stage(size: int) -> str:
+    """Return the name of a run of one stage."""
+    return f"1 stage x {size:,} steps"
 
 
-def run_large() -> None:
-    """Run a large stage."""
-    run_plan([(tasks.nothing, 1)] * WIDEST)
+def run_one_stage(size: int) -> None:
+    """Run one stage of so many steps."""
+    run_plan([(tasks.nothing, 1)] * size)
 
 
 def run_plan(plan: Sequence[Any]) -> None:
@@ -203,7 +213,12 @@ def figures_of(measured: Measured) -> list[Figure]:
         Figure(f"{CHORD}, s", statistics.median(samples[CHORD])),
         Figure(f"{ONE}, s", statistics.median(samples[ONE])),
         Figure(f"{ONE} / {CHORD}", ratio(samples, ONE, CHORD)),
-        Figure(f"{LARGE} / {WIDE:,}", ratio(growth, LARGE, ONE)),
+        *[
+            Figure(f"{one_stage(size)}, s", statistics.median(growth[one_stage(size)]))
+            for size in GROWTH
+            if size != WIDE
+        ],
+        Figure(f"{one_stage(WIDEST)} / {WIDE:,}", ratio(growth, one_stage(WIDEST), ONE)),
         *[
             Figure(f"queries of a step, 1 of {size:,}", queries, note="with BEGIN and COMMIT")
             for size, queries in measured.queries.items()

@@ -115,7 +115,7 @@ CANDIDATES: dict[str, Any] = {
 
 
 class Batch(NamedTuple):
-    """What one batch took, for each of its tasks."""
+    """The time of one batch, for each of its tasks."""
 
     #: Sending it: µs, µs of CPU of the sender, round trips to the Redis of the locks.
     send: float
@@ -152,7 +152,9 @@ def measure(rounds: int, size: int) -> dict[str, list[Batch]]:
         for number in range(rounds + 1):
             for name in random.sample(list(CANDIDATES), len(CANDIDATES)):
                 calls = list(islice(numbers, size))
-                batch = send_and_run(CANDIDATES[name], calls, worker, queues, locks)
+                batch = send_and_run(
+                    CANDIDATES[name], calls, worker, lambda: are_left(queues), locks
+                )
                 batches[name] += [batch] if number else []
     return batches
 
@@ -166,21 +168,31 @@ def celery_settings(broker: RedisServer, locks: RedisServer) -> dict[str, Any]:
     }
 
 
+def are_left(queues: "redis.Redis") -> bool:
+    """Return whether the broker has messages that no worker has acknowledged."""
+    return bool(queues.exists(QUEUE, UNACKNOWLEDGED))
+
+
 def send_and_run(
     task: Any,
     calls: Sequence[int],
     worker: CeleryWorker,
-    queues: "redis.Redis",
+    are_left: Callable[[], object],
     locks: RedisServer,
 ) -> Batch:
-    """Send a batch to the paused worker, then let it work until it is at rest."""
+    """
+    Send a batch to the paused worker, then let it work until it is at rest.
+
+    Args:
+        are_left: Returns whether messages wait to be run.
+    """
     worker.pause()
     with locks.counting() as sending:
         send, send_cpu = time_sending(task, calls)
     with locks.counting() as running:
         cpu_before, began = cpu_of(worker), time.perf_counter()
         worker.resume()
-        wait_for(lambda: not queues.exists(QUEUE, UNACKNOWLEDGED), 60, "messages are left")
+        wait_for(lambda: not are_left(), 60, "messages are left")
         run = time.perf_counter() - began
         # Acknowledged is what was begun: the last ones may not have ended.
         wait_for(lambda: is_at_rest(worker), 60, "the worker did not come to rest")

@@ -3,7 +3,7 @@ Waiting for a lock on Redis: how soon a waiter has it, and whether all get their
 
 The floor is a bare BLPOP that an LPUSH wakes: used as a baton, it is the least that
 a hand-off can be. Every candidate is such a baton: two processes hand it over, then
-several that never pause fight for it.
+several that never pause fight for it. Ours is fought for with three holders, too.
 """
 
 import random
@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import redis
@@ -49,15 +49,19 @@ PYTHON_REDIS_LOCK = "python-redis-lock"
 #: Candidates that poll, instead of blocking at the server.
 SLOW = (REDIS_PY, "django-redis cache.lock")
 
+#: Ours with several holders, and how many.
+OURS = next(iter(BACKENDS))
+PLACES, LIMIT = f"{OURS}, limit=3", 3
+
 #: Candidates that fight; ours lives in the first of the backends.
-FIGHTING = (FLOOR, next(iter(BACKENDS)), PYTHON_REDIS_LOCK, REDIS_PY)
+FIGHTING = (FLOOR, OURS, PLACES, PYTHON_REDIS_LOCK, REDIS_PY)
 
 #: The list that tells the waiter what to wait for next.
 NEXT, END = "next", "end"
 
 
 class Baton(NamedTuple):
-    """What one process has at a time: ``take`` waits for it, ``give`` lets the next one have it."""
+    """A thing for one process at a time, or a few: ``take`` waits for it, ``give`` passes it on."""
 
     take: Callable[[], object]
     give: Callable[[], object]
@@ -90,6 +94,7 @@ def batons_on(url: str) -> Iterator[tuple["redis.Redis", dict[str, Baton]]]:
     with redis.Redis.from_url(url) as client:
         locks: dict[str, Any] = {
             **{alias: cache_lock("ours", blocking_timeout=None, cache=alias) for alias in BACKENDS},
+            PLACES: cache_lock("several", blocking_timeout=None, cache=OURS, limit=LIMIT),
             REDIS_PY: Lock(client, "redis-py", timeout=LEASE),
             "django-redis cache.lock": django_redis.lock("django-redis", timeout=LEASE),
             PYTHON_REDIS_LOCK: redis_lock.Lock(client, "python-redis-lock", expire=LEASE),
@@ -113,10 +118,11 @@ def hand_offs(server: RedisServer, rounds: int, slow_rounds: int) -> dict[str, l
         start_in_process(wait_in_turn, server.url) as waiter,
     ):
         batons[FLOOR].give()
-        samples: dict[str, list[float]] = {name: [] for name in batons}
+        # A lock with free places is not handed over.
+        samples: dict[str, list[float]] = {name: [] for name in batons if name != PLACES}
         # The first round connects, and is not counted.
         for number in range(rounds + 1):
-            names = [name for name in batons if name not in SLOW or number <= slow_rounds]
+            names = [name for name in samples if name not in SLOW or number <= slow_rounds]
             random.shuffle(names)
             for name in names:
                 taken = hand_off(client, name, batons[name], waiter)
@@ -196,13 +202,19 @@ def take_turns(url: str, name: str, seconds: float) -> list[Turn]:
 
 
 def figures_of_fight(name: str, turns: Sequence[Sequence[Turn]]) -> list[Figure]:
-    """Say how fair the fight was, and whether it was one baton."""
-    note = f"{len(turns)} processes, {'ours' if name in BACKENDS else 'for comparison'}"
+    """Say how fair the fight was, whether it was one baton, and how long that lay around."""
+    limit = LIMIT if name == PLACES else 1
+    note = f"{len(turns)} processes, {'ours' if name in (*BACKENDS, PLACES) else 'for comparison'}"
+    free = idle_times(turns, limit)
+    median = f"p50 {statistics.median(free) * 1000:.2f} ms" if free else "never"
     return [
         Figure(f"{name}: Jain fairness", jain_index(turns), better="higher", note=note),
         Figure(f"{name}: worst wait, s", worst_wait(turns)),
         Figure(f"{name}: owner changes/s", owner_changes(turns), better="higher"),
-        Figure(f"{name}: held by two", overlaps(turns), note="times"),
+        Figure(f"{name}: held by {'two' if limit == 1 else limit + 1}", overlaps(turns, limit)),
+        Figure(
+            f"{name}: longest idle, s", max(free, default=0), note=f"while waited for; {median}"
+        ),
     ]
 
 
@@ -224,11 +236,31 @@ def owner_changes(turns: Sequence[Sequence[Turn]]) -> float:
     return changes / (order[-1][0].taken_at - order[0][0].taken_at)
 
 
-def overlaps(turns: Sequence[Sequence[Turn]]) -> int:
-    """Return how often a turn began before the one before it was over."""
-    return sum(
-        later.taken_at < earlier.given_at for (earlier, _), (later, _) in pairwise(_in_order(turns))
-    )
+def overlaps(turns: Sequence[Sequence[Turn]], limit: int = 1) -> int:
+    """Return how often a turn began before one of as many as the limit was over."""
+    count, ends = 0, [0.0] * limit
+    for turn, _ in _in_order(turns):
+        count += turn.taken_at < ends[0]
+        ends = sorted([*ends[1:], turn.given_at])
+    return count
+
+
+def idle_times(turns: Sequence[Sequence[Turn]], limit: int = 1) -> list[float]:
+    """Return each time, s, in which fewer than the limit had the baton and some waited for it."""
+    changes: list[tuple[float, int, int]] = []
+    for turn in chain.from_iterable(turns):
+        changes += [(turn.asked_at, 0, 1), (turn.taken_at, 1, -1), (turn.given_at, -1, 0)]
+    idle: list[float] = []
+    holders = waiters = 0
+    idle_from = None
+    for moment, taken, asked in sorted(changes):
+        holders, waiters = holders + taken, waiters + asked
+        if holders >= limit or not waiters:
+            idle += [] if idle_from is None else [moment - idle_from]
+            idle_from = None
+        elif idle_from is None:
+            idle_from = moment
+    return idle
 
 
 def _in_order(turns: Sequence[Sequence[Turn]]) -> list[tuple[Turn, int]]:

@@ -112,7 +112,7 @@ def site(
 
 @pytest.fixture
 def troubles() -> Iterator[Troubles]:
-    """What goes wrong on the test's pages; what nobody expected fails it at its end."""
+    """The errors on the test's pages; an unexpected one fails the test at its end."""
     troubles = Troubles()
     yield troubles
     assert troubles.unexpected == []

@@ -1,4 +1,4 @@
-"""What is watched on every page of a test: its console, its errors, and its policy."""
+"""Every page of a test is watched: its console, its errors, and its policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ document.addEventListener("securitypolicyviolation", (event) =>
 
 
 class Troubles:
-    """What went wrong on the pages of a test, and what of it was to be expected."""
+    """The errors on the pages of a test, and the ones that it expects."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -28,7 +28,7 @@ class Troubles:
 
     @property
     def unexpected(self) -> list[str]:
-        """Those that nobody expected."""
+        """The errors that the test did not expect."""
         return [each for each in self.seen if not any(text in each for text in self._allowed)]
 
     def watch(self, context: BrowserContext) -> None:
@@ -48,7 +48,7 @@ class Troubles:
         self.seen.append(f"policy: {violation} on {source['page'].url}")
 
     def _check_policy(self, response: Response) -> None:
-        # What runserver serves from /static/ is no page, and does not pass the middleware.
+        # Files that runserver serves from /static/ are no pages, and pass no middleware.
         if response.request.resource_type in ("document", "fetch"):
             policy = response.headers.get("content-security-policy")
             if policy != POLICY:

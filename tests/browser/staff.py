@@ -1,4 +1,4 @@
-"""Who logs in to the admin."""
+"""The users that log in to the admin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin's pages in a browser: what is seen there, and what is decided there."""
+"""The admin's pages in a browser: their contents, and their decisions."""
 
 import re
 import sys
@@ -141,13 +141,13 @@ def expect_history(page: Page, text: str) -> None:
     expect(page.locator("#change-history tbody tr")).to_contain_text([text])
 
 
-# Who may only look
+# Users who may only look
 
 
 def test_running_import_is_seen(
     page: Page, site: Site, feeds: FeedServer, look: Screenshot
 ) -> None:
-    """Who may look sees which process imports which feed and since when, and can do nothing."""
+    """Such a user sees each import's process, feed and start, and can change nothing."""
     url = feeds.url(FEED)
     enter(page, site, "view_lock")
     page.goto(LOCKS)
@@ -187,7 +187,7 @@ def import_feed(site: Site, url: str) -> str:
 
 
 def test_messages_are_seen(page: Page, site: Site, look: Screenshot) -> None:
-    """Who may look sees what waits, what failed and why, and what was sent."""
+    """Such a user sees waiting and sent messages, and failed ones with their errors."""
     enter(page, site, "view_outboxmessage")
     page.goto(OUTBOX)
     look(page, "admin-outbox-empty")
@@ -204,6 +204,36 @@ def test_messages_are_seen(page: Page, site: Site, look: Screenshot) -> None:
     expect(page.locator(".field-error .readonly")).to_have_text(ERROR)
     expect_no_decisions(page)
     look(page, "admin-message")
+
+
+def test_the_first_page(page: Page, site: Site, hold: Hold, look: Screenshot) -> None:
+    """The app's page says how everything is, and a figure leads to its rows."""
+    enter(page, site, "view_outboxmessage", "view_lock", "view_stagerun")
+    page.get_by_role("link", name="Celery safe", exact=True).first.click()
+    expect(page.get_by_text("A bar for each hour will be here")).to_be_visible()
+    look(page, "admin-first-empty")
+    leave_message(site, "dead")
+    site.execute("""
+        from datetime import timedelta
+        from django.db.models.functions import Now
+        from django_celery_safe.models import OutboxMessage, StageRun
+        for hour in range(20):
+            status = "failed" if hour % 7 == 3 else "succeeded"
+            StageRun.objects.bulk_create([
+                StageRun(status=status, stages=1, created_at=Now(), stage_at=Now(),
+                         ended_at=Now() - timedelta(hours=hour + 0.5))
+                for _ in range(1 + hour % 5)
+            ])
+    """)
+    hold("import:feeds")
+    page.reload()
+    expect(page.get_by_role("img", name="ended well and")).to_be_visible()
+    expect(page.locator(".safe-card", has_text="Locks overdue")).to_contain_text("of 1 held")
+    look(page, "admin-first")
+    page.get_by_text("The same as a table").click()
+    expect(page.get_by_role("row", name="1 to 0 h ago")).to_be_visible()
+    page.locator(".safe-card", has_text="Dead").get_by_role("link").click()
+    expect(page.locator("#result_list tbody tr")).to_have_count(1)
 
 
 def leave_message(site: Site, state: str, name: str = "") -> str:
@@ -233,7 +263,7 @@ def leave_message(site: Site, state: str, name: str = "") -> str:
 
 
 def test_records_are_seen(page: Page, site: Site, mail: MailServer, look: Screenshot) -> None:
-    """Who may look sees what is being done and by which process, and what was done."""
+    """Such a user sees the work that is under way, with its process, and finished work."""
     enter(page, site, "view_idempotencyrecord")
     page.goto(RECORDS)
     look(page, "admin-records-empty")
@@ -271,7 +301,7 @@ def mail_digest(site: Site, name: str) -> str:
 
 
 def test_runs_are_seen(page: Page, site: Site, mail: MailServer, look: Screenshot) -> None:
-    """Who may look sees how far runs are, their stages, and which process is at which step."""
+    """Such a user sees the progress of runs, their stages, and the process of each step."""
     enter(page, site, "view_stagerun", "view_stagestep")
     page.goto(RUNS)
     look(page, "admin-runs-empty")
@@ -345,7 +375,7 @@ def wait_until(site: Site, run: str, status: str) -> None:
 def test_nothing_to_see_without_a_permission(
     page: Page, site: Site, troubles: Troubles, url: str
 ) -> None:
-    """Who may not look is refused, and the admin's start page leads nowhere."""
+    """A user without permission is refused, and the admin's start page has no links."""
     enter(page, site)
     expect(page.get_by_role("link", name="Celery")).to_have_count(0)
     troubles.allow("403")
@@ -356,13 +386,13 @@ def test_nothing_to_see_without_a_permission(
     assert troubles.seen
 
 
-# Who may decide
+# Users who may decide
 
 
 def test_lock_of_a_killed_process_is_released(
     page: Page, site: Site, hold: Hold, look: Screenshot
 ) -> None:
-    """What a killed process left locked is freed after a confirmation that shows what it is."""
+    """The lock of a killed process is freed after a confirmation that shows it."""
     name = "backup:nightly"
     holder = hold(name)
     pid = holder.pid
@@ -462,7 +492,7 @@ def test_dead_message_is_retried(
 
 
 def test_message_is_discarded(page: Page, site: Site, look: Screenshot) -> None:
-    """What is discarded is gone from the list; what was not selected stays."""
+    """Discarded messages are gone from the list; others stay."""
     stays, goes = leave_message(site, "dead"), leave_message(site, "pending")
     enter(page, site, "view_outboxmessage", "discard_outboxmessage")
     page.goto(OUTBOX)
@@ -522,7 +552,7 @@ def test_failed_run_is_resumed(page: Page, site: Site, mail: MailServer, look: S
 
 
 def test_run_is_aborted(page: Page, site: Site, mail: MailServer, look: Screenshot) -> None:
-    """Of a run that is aborted no step runs, also when the worker gets their messages later."""
+    """No step of an aborted run runs, even if the worker gets its message later."""
     enter(page, site, "view_stagerun", "abort_stagerun")
     site.worker.pause()
     try:
@@ -541,7 +571,7 @@ def test_run_is_aborted(page: Page, site: Site, mail: MailServer, look: Screensh
     expect(row_of(page, run)).to_contain_text("0/7")
     assert mail.accepted["unwanted@example.com"] == 0
     row_of(page, run).get_by_role("link", name=run).click()
-    # Who may not see steps is not led to them.
+    # A user who may not see steps gets no link to them.
     expect(page.get_by_role("link", name="All steps of this run")).to_have_count(0)
     look(page, "admin-run-aborted")
     expect_history(page, "Was aborted: waiting, 0 of 7 steps done.")

@@ -14,7 +14,7 @@ PUBLIC = {"home": "/", "sign-up": "/accounts/sign-up/", "feeds": "/feeds/", "alb
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_page_fits_on_a_phone(page: Page, name: str, screenshot: Screenshot) -> None:
-    """Nobody has to scroll sideways."""
+    """No page has to be scrolled sideways."""
     width, height = SCREENS["phone"]
     page.set_viewport_size({"width": width, "height": height})
     page.goto(PUBLIC[name])

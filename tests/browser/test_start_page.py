@@ -1,4 +1,4 @@
-"""The start page: what it shows of locks, messages and runs, and of not knowing."""
+"""The start page: locks, messages and runs, also when they can't be read."""
 
 import re
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_locks_that_are_not_known_are_not_none(
 def test_site_that_does_not_answer_is_told(
     page: Page, site: Site, troubles: Troubles, screenshot: Screenshot
 ) -> None:
-    """What the page shows while the site is away is called old; then it goes on by itself."""
+    """The page says that its data is old while the site is away, and then goes on by itself."""
     page.goto("/")
     freshness = page.locator("[data-freshness]")
     expect(freshness).to_have_text("Live, every second")
@@ -110,7 +110,7 @@ def set_hidden(page: Page, hidden: bool) -> None:
 
 
 def test_buttons_of_the_start_page(page: Page, screenshot: Screenshot) -> None:
-    """What can be tried from the start page is seen there, while it goes on and when it ended."""
+    """The page shows the work that was started from it, running and ended."""
     page.goto("/")
     page.get_by_role("button", name="Import a slow feed").click()
     expect(page.locator("#locks li", has_text="slow-trains.atom")).to_have_count(2)

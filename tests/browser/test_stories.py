@@ -1,4 +1,4 @@
-"""What the site is for, seen by its visitors."""
+"""The purposes of the site, seen by its visitors."""
 
 import re
 import time
@@ -34,7 +34,7 @@ def sign_up(page: Page, name: str) -> None:
 def test_signing_up_sends_one_mail(
     new_page: Callable[[], Page], mail: MailServer, screenshot: Screenshot
 ) -> None:
-    """Whoever signs up gets one e-mail, and who looks at the start page sees the count rise."""
+    """A user who signs up gets one e-mail, and the start page shows the count rise."""
     watching, visiting = new_page(), new_page()
     watching.goto("/")
     before = int(watching.locator("#welcomed").inner_text())
@@ -47,7 +47,7 @@ def test_signing_up_sends_one_mail(
 def test_two_clicks_at_once_import_once(
     new_page: Callable[[], Page], site: Site, feeds: FeedServer, screenshot: Screenshot
 ) -> None:
-    """Of two who press the button at the same moment one starts the import; both know its id."""
+    """Two users press the button at the same moment: one import starts, and both get its id."""
     url = feeds.url(FEED)
     feeds.hold(FEED)
     first, second, watching = new_page(), new_page(), new_page()
@@ -74,7 +74,7 @@ def test_two_clicks_at_once_import_once(
     fetches = feeds.fetches(FEED)
     assert (fetches.started, fetches.completed) == (1, 1)
     assert site.worker.log.count(f"Task feeds.tasks.import_feed[{task_id}] received") == 1
-    # What the runs of all imports returned.
+    # The results of all imports.
     assert site.worker.log.count(f"s: '{url}'") == 1
 
 

@@ -1,4 +1,4 @@
-"""Somebody else who holds a lock."""
+"""Another holder of a lock, and the time left of a lease."""
 
 import time
 import uuid
@@ -21,3 +21,10 @@ def held_by(name: str, task_id: str | None, seconds: float = 30) -> Iterator[Hel
     assert lock is not None
     yield lock
     store.release(name, token)
+
+
+def remaining(lock: HeldLock | None) -> float:
+    """Return the time left of a lock's lease, s; no lock is an error."""
+    assert lock is not None
+    assert lock.remaining is not None
+    return lock.remaining

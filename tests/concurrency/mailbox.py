@@ -2,13 +2,16 @@
 
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from celery import Celery, Task
-from celery.app.trace import build_tracer
+from celery.app import trace as tracing
 from celery.states import SUCCESS
+from django.db import connections
 
 from django_celery_safe.delivery.header import HEADER
 
@@ -30,7 +33,7 @@ class Message:
 
     @property
     def ours(self) -> dict[str, Any]:
-        """What travels in our header; empty without one."""
+        """The fields of our header; empty without one."""
         return dict(self.headers.get(HEADER, {}))
 
     @property
@@ -62,6 +65,7 @@ class Mailbox:
     def __init__(self, broker_url: str = "memory://") -> None:
         # The transport's memory is the process's: a queue of its own keeps tests apart.
         self.queue = uuid.uuid4().hex
+        self.queues = [self.queue]
         self.app = Celery(
             self.queue, broker=broker_url, backend="cache+memory://", set_as_current=False
         )
@@ -76,15 +80,25 @@ class Mailbox:
         return self.app.task(function, shared=False, **options)
 
     def take(self) -> list[Message]:
-        """Return what was sent since the last time, in order."""
+        """Return what was sent since the last time, in order, from one queue after the other."""
+        return [message for queue in self.queues for message in self._take(queue)]
+
+    def add_queue(self) -> str:
+        """Return the name of another queue, whose messages are taken too."""
+        self.queues.append(f"{self.queue}-{len(self.queues)}")
+        return self.queues[-1]
+
+    def _take(self, name: str) -> list[Message]:
         found = []
         with self.app.connection_for_read() as connection:
-            queue = connection.SimpleQueue(self.queue, accept=["json", "pickle"])
+            queue = connection.SimpleQueue(name, accept=["json", "pickle"])
             while queue.qsize():
                 message = queue.get(block=False)
                 message.ack()
                 args, kwargs, embed = message.payload
-                info = dict(message.delivery_info)
+                # A worker's request has it there.
+                priority = message.properties.get("priority")
+                info = {**message.delivery_info, "priority": priority}
                 found.append(Message(dict(message.headers), args, kwargs, embed, info))
             queue.close()
         return found
@@ -97,12 +111,24 @@ class Mailbox:
     def deliver(self, message: Message) -> Outcome:
         """Run the message here, as a worker's child would."""
         task: Task[Any, Any] = self.app.tasks[message.headers["task"]]
-        trace = build_tracer(task.name, task, app=self.app)
+        # By its module's name, which integrations replace, such as Sentry's.
+        trace = tracing.build_tracer(task.name, task, app=self.app)
         request = {**message.headers, **message.embed, "delivery_info": message.delivery_info}
         traced = trace(message.id, message.args, message.kwargs, request)
         if traced.info is None:
             return Outcome(SUCCESS, traced.retval)
         return Outcome(traced.info.state, traced.info.retval)
+
+    def deliver_elsewhere(self, message: Message, alias: str) -> Outcome:
+        """Run a message as another process does, with a connection of its own to a database."""
+
+        def deliver() -> Outcome:
+            self.app.set_current()
+            with closing(connections[alias]):
+                return self.deliver(message)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(deliver).result()
 
     def close(self) -> None:
         """Forget the app and its connections."""

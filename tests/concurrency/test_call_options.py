@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,9 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.concurrency import guard
+from django_celery_safe.concurrency.guard import find_guarded
+from django_celery_safe.delivery.header import FORMAT
+from django_celery_safe.leases.holder import place_names
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.concurrency.test_options import KINDS, held_names
@@ -30,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
 NAME = "tests.called"
 
-#: What a call may say, with a value that differs from every default.
+#: Options of a call, with values that differ from every default.
 CALL = {"key": "feed-42", "on_conflict": "raise", "timeout": 100}
 LOCK = f"{NAME}:feed-42"
 
@@ -60,7 +64,7 @@ def call(mailbox: Mailbox, task: Any, *args: Any, **options: Any) -> Message:
     return mailbox.take_one()
 
 
-# What can be told.
+# Options of one call.
 
 
 def test_the_call_decides(task: Any, mailbox: Mailbox) -> None:
@@ -74,14 +78,14 @@ def test_the_call_decides(task: Any, mailbox: Mailbox) -> None:
 
 
 def test_the_next_call_is_as_before(task: Any, mailbox: Mailbox) -> None:
-    """What one call said is not kept for others."""
+    """The options of one call do not apply to others."""
     task.delay(7)
     before = mailbox.take_one()
     mailbox.deliver(call(mailbox, task, **CALL))
     task.delay(7)
     after = mailbox.take_one()
     assert after.ours == before.ours
-    assert names(mailbox.deliver(after)) == ([f"{NAME}:7"] if after.ours else [])
+    assert names(mailbox.deliver(after)) == ([f"{NAME}:7"] if find_guarded(task) else [])
 
 
 def test_arguments_may_have_any_names(mailbox: Mailbox) -> None:
@@ -126,8 +130,7 @@ def test_a_text_may_be_plain_or_a_template(
 def test_a_list_names_the_arguments_that_count(key: Any, task: Any, mailbox: Mailbox) -> None:
     """The key is that of ``@single_instance(key=[...])``, and the other arguments don't matter."""
     decorated = mailbox.task(single_instance(key=key)(work), base=SafeTask, name="tests.decorated")
-    decorated.delay(7)
-    expected = mailbox.take_one().ours["key"]
+    expected = decorated.lock_name(7).removeprefix("tests.decorated:")
     for args in [(7,), (7, "another")]:
         assert names(mailbox.deliver(call(mailbox, task, *args, key=key))) == [f"{NAME}:{expected}"]
     (other,) = names(mailbox.deliver(call(mailbox, task, 8, key=key)))
@@ -145,18 +148,32 @@ def test_a_list_names_the_arguments_that_count(key: Any, task: Any, mailbox: Mai
     ],
     ids=lambda value: value.get("on_conflict") if isinstance(value, dict) else None,
 )
+@pytest.mark.parametrize("limit", [1, 3])
 def test_a_conflict_ends_as_the_call_says(
-    options: dict[str, Any], state: str, error: Any, task: Any, mailbox: Mailbox
+    options: dict[str, Any], state: str, error: Any, limit: int, task: Any, mailbox: Mailbox
 ) -> None:
-    """Every way out, against whatever the task says itself."""
-    message = call(mailbox, task, key="feed-42", **options)
-    with held_by(LOCK, "other"):
+    """Every way out, against whatever the task says itself, once all places are held."""
+    message = call(mailbox, task, key="feed-42", limit=limit, **options)
+    with ExitStack() as stack:
+        for place in place_names(LOCK, limit):
+            stack.enter_context(held_by(place, f"other at {place}"))
         outcome = mailbox.deliver(message)
     assert outcome.state == state
     if error is not None:
         assert isinstance(outcome.value, error)
         assert LOCK in str(outcome.value)
     assert len(mailbox.take()) == (state == "RETRY")
+
+
+@pytest.mark.parametrize("unique_until", [None, "start"])
+def test_a_call_may_run_beside_others(unique_until: Any, task: Any, mailbox: Mailbox) -> None:
+    """It takes the first place that is free, and the next one of its key is as the task says."""
+    message = call(mailbox, task, key="feed-42", limit=3, unique_until=unique_until)
+    with held_by(LOCK, "other"):
+        assert set(names(mailbox.deliver(message))) == {LOCK, f"{LOCK}:place:2"}
+        assert held_names() == [LOCK]
+        message = call(mailbox, task, key="feed-42", on_conflict="raise")
+        assert mailbox.deliver(message).state == "FAILURE"
 
 
 def test_a_call_may_wait(task: Any, mailbox: Mailbox) -> None:
@@ -268,7 +285,7 @@ def test_a_call_can_be_sent_once(task: Any, mailbox: Mailbox) -> None:
     assert raised.value.task_id == first.id
     assert raised.value.remaining is not None
     assert 90 < raised.value.remaining <= 100
-    assert f"the same can be sent in {raised.value.remaining:.3g} s" in str(raised.value)
+    assert f"Its lock ends in {raised.value.remaining:.3g} s, unless" in str(raised.value)
     (message,) = mailbox.take()
     assert set(names(mailbox.deliver(message))) == {f"{NAME}:a", f"sent:{NAME}:a"}
     assert held_names() == []
@@ -391,20 +408,20 @@ def test_a_conflict_without_a_message(way: str, eager: bool, task: Any, mailbox:
     assert (raised.value.name, raised.value.task_id) == (LOCK, "other")
 
 
-# What is refused.
+# Mistakes.
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("retry", r"single_instance='retry' is no dict"),
-        (True, r"single_instance=True is no dict"),
-        (["key"], r"single_instance=\['key'\] is no dict"),
+        ("retry", r"single_instance='retry' is not a dict"),
+        (True, r"single_instance=True is not a dict"),
+        (["key"], r"single_instance=\['key'\] is not a dict"),
         ({"on_conflit": "skip"}, r"no option 'on_conflit' .* Did you mean 'on_conflict'\?"),
         ({"block_timeout": 5}, r"no option 'block_timeout'.*Did you mean 'blocking_timeout'\?"),
         (
             {"sleep": 0.1},
-            r"no option 'sleep' for one call. It has: key, lock, timeout, on_conflict",
+            r"no option 'sleep' for one call. It has: key, lock, limit, timeout",
         ),
         ({"renew": False}, r"no option 'renew' for one call"),
         ({"cache": "default"}, r"no option 'cache' for one call"),
@@ -412,6 +429,9 @@ def test_a_conflict_without_a_message(way: str, eager: bool, task: Any, mailbox:
         ({"on_duplicate": "raise"}, r"on_duplicate='raise' has no meaning without unique_until"),
         ({"sent_timeout": 5}, r"sent_timeout=5 has no meaning without unique_until"),
         ({"unique_until": "end", "sent_timeout": timedelta(1)}, r"sent_timeout=datetime\."),
+        ({"limit": 0}, r"limit=0 can't say how many"),
+        ({"limit": "3"}, r"limit='3' can't say how many"),
+        ({"limit": 3, "unique_until": "end"}, r'limit=3 has no meaning with unique_until="end"'),
         ({"lock": ""}, r"lock='' can't stand before the key"),
         ({"lock": "sent:x"}, r"lock='sent:x' can't stand before the key"),
         ({7: 7}, r"no option 7 for one call"),
@@ -452,7 +472,7 @@ def test_a_conflict_without_a_message(way: str, eager: bool, task: Any, mailbox:
         ({"key": "{nubmer}"}, r"'nubmer'.*number, note\. Did you mean 'number'\?"),
         ({"key": "feed-{}"}, r"'feed-\{\}' of .* names ''"),
         ({"key": ["number", "user"]}, r"names 'user'.*It takes: number, note"),
-        ({"key": "{number"}, r"is no format string"),
+        ({"key": "{number"}, r"is not a format string"),
     ],
 )
 def test_options_without_a_meaning_are_refused(
@@ -470,7 +490,7 @@ def test_options_without_a_meaning_are_refused(
 def test_a_deferred_call_is_refused_before_the_commit(
     eager: bool, task: Any, mailbox: Mailbox
 ) -> None:
-    """As with arguments, mistakes show where they are made."""
+    """A mistake raises at the call, like one in the arguments."""
     mailbox.app.conf.task_always_eager = eager
     with transaction.atomic(), pytest.raises(ConfigurationError, match="'sleep'"):
         task.apply_async_on_commit((7,), single_instance={"sleep": 1})
@@ -526,8 +546,11 @@ def test_the_key_of_all_arguments_is_that_of_the_decorator(kind: str, mailbox: M
     for args in [(argument,), (argument, 10), (argument, 11)]:
         task.apply_async(args, single_instance={})
         decorated.apply_async(args)
-        asked, expected = mailbox.take()
-        assert asked.ours["key"] == expected.ours["key"]
+        asked, plain = mailbox.take()
+        assert plain.ours == {}
+        expected = decorated.lock_name(*args).removeprefix("tests.decorated:")
+        assert asked.ours["key"] == expected
+        assert mailbox.deliver(plain).value == [f"tests.decorated:{expected}"]
 
 
 def test_a_task_that_nobody_asks_is_left_alone(kind: str, mailbox: Mailbox) -> None:
@@ -549,7 +572,7 @@ def test_a_task_that_nobody_asks_is_left_alone(kind: str, mailbox: Mailbox) -> N
 
 @pytest.mark.parametrize("way", ["skip", "reject", "retry"])
 def test_autoretry_leaves_a_conflict_alone(way: str, mailbox: Mailbox) -> None:
-    """As with the decorator, Celery's own retry is for what the body raises."""
+    """Celery's own retry is for errors of the body only, as with the decorator."""
     task = make_undecorated(mailbox, "autoretry")
     message = call(mailbox, task, key="feed-42", on_conflict=way)
     with held_by(LOCK, "other"):
@@ -648,7 +671,8 @@ def test_a_retry_keeps_the_options(by: str, decorated: bool, mailbox: Mailbox) -
         assert held_names() == []
         message = mailbox.take_one()
         assert message.headers["retries"] == retries
-        assert message.ours == {"task": NAME, "key": "feed-42", "options": CALL}
+        ours = {"task": NAME, "key": "feed-42", "options": CALL, "format": FORMAT}
+        assert message.ours == ours
     with held_by(LOCK, "other"):
         state, error = mailbox.deliver(message)
     assert (state, type(error)) == ("FAILURE", AlreadyRunning)

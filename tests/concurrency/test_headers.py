@@ -1,4 +1,4 @@
-"""What travels in our header: passed on, garbled, or of another release, it harms nothing."""
+"""Our header: passed on, garbled, or of another release, it harms nothing."""
 
 import logging
 import threading
@@ -27,7 +27,7 @@ from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_options import held_names
 
 NAME = "tests.sending"
-#: What one call may ask for.
+#: Options of one call.
 CALL = {"key": "feed-42", "timeout": 100}
 
 
@@ -76,7 +76,7 @@ def test_headers_passed_on_to_another_task_take_nothing_along(
     mailbox: Mailbox,
     locks_in_memory: None,
 ) -> None:
-    """What a run sends has the user's headers, and its own key, lock and options, if any."""
+    """A run's sends have the user's headers, and their own key, lock and options, if any."""
     other = mailbox.task(decorate(names_of_locks), base=base, name="tests.other")
     sending = make_unique(mailbox, send_to(other))
     for _ in range(2):  # a mark of a duplicate would show at the second
@@ -121,7 +121,7 @@ def test_headers_passed_on_to_a_new_send_take_nothing_along(
 def test_headers_passed_on_to_a_new_send_ask_for_nothing(
     mailbox: Mailbox, locks_in_memory: None
 ) -> None:
-    """What one call asked for is not asked for the next that the run makes."""
+    """The options of one call do not apply to the next call that the run makes."""
 
     def sending(self: Any, number: int) -> list[str]:
         if number:
@@ -226,6 +226,10 @@ FORGED: dict[str, Any] = {
     "sent_timeout None": {"sent_timeout": None},
     "sent_timeout list": {"sent_timeout": [60]},
     "sent_timeout below 0": {"sent_timeout": -60},
+    "period text": {"period": "an hour"},
+    "period nan": {"period": float("nan")},
+    "period below 0": {"period": -60},
+    "options.unique_until": {"options": {"unique_until": [5]}},
     "options list": {"options": [1]},
     "options text": {"options": "skip"},
     "options.timeout text": {"options": {"timeout": "x"}},
@@ -274,7 +278,7 @@ def test_a_garbled_header_loses_no_run(
 
 
 def test_an_option_of_a_newer_release_is_ignored(mailbox: Mailbox, locks_in_memory: None) -> None:
-    """What this release does not know of a call is left out, and the rest is followed."""
+    """Options that this release does not know are left out, and the others hold."""
 
     def lease(number: int) -> Any:
         (lock,) = iter_locks()
@@ -288,6 +292,33 @@ def test_an_option_of_a_newer_release_is_ignored(mailbox: Mailbox, locks_in_memo
     state, remaining = mailbox.deliver(newer)
     assert state == "SUCCESS"
     assert 90 < remaining <= 100
+
+
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_a_header_of_another_format_holds(
+    number: int | None,
+    mailbox: Mailbox,
+    locks_in_memory: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One without a number, as the first had none, is as good; a newer one gets a warning, too."""
+
+    def working(self: Any, number: int) -> list[str]:
+        return held_names()
+
+    make_unique(mailbox, working).delay(7)
+    message = mailbox.take_one()
+    assert message.ours["format"] == 1
+    ours = {name: value for name, value in message.ours.items() if name != "format"}
+    if number is not None:
+        ours |= {"format": number, "of_a_newer_release": True}
+    (of_send,) = held_names()
+    state, held = mailbox.deliver(message.with_headers(**{HEADER: ours}))
+    assert state == "SUCCESS"
+    assert of_send in held
+    assert held_names() == []
+    warned = [text for text in caplog.messages if "is of format 2, and this release" in text]
+    assert bool(warned) is (number == 2)
 
 
 def test_garbled_headers_harm_no_other_lock(

@@ -36,7 +36,7 @@ from django_celery_safe.concurrency.keys import DIGITS
 from django_celery_safe.conf import UNSET
 from tests.concurrency.test_keys import key_of, travel
 
-#: How many examples to try for each property; unset: what takes a few seconds.
+#: How many examples to try for each property; unset: as many as take a few seconds.
 ASKED_FOR = os.environ.get("SAFE_EXAMPLES")
 EXAMPLES = int(ASKED_FOR or 300)
 
@@ -53,7 +53,7 @@ many = settings(
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-# What the same is.
+# Equal values.
 
 
 def same(one: Any, other: Any) -> bool:
@@ -90,7 +90,7 @@ def same_parts(ones: Iterable[Any], others: Iterable[Any], *, in_order: bool) ->
     return not left
 
 
-# What there is to send.
+# Values to send.
 
 
 class Grade(IntEnum):
@@ -222,7 +222,7 @@ def nested(leaves: st.SearchStrategy[Any], names: st.SearchStrategy[Any]) -> Any
 values = nested(scalars, names)
 seeds = st.integers(0, 2**32).map(Random)
 
-#: What a careless key might take for the same.
+#: Changes that a careless key might miss.
 MISTAKES: list[Callable[[Any], Any]] = [
     *(bool, int, float, str, repr, list, "".join, Decimal, lambda value: [value]),
     *(lambda value: -value, lambda value: value.encode(), lambda value: value.isoformat()),
@@ -236,7 +236,7 @@ def rewritten(value: Any, random: Random, serializer: str = "json", mistakes: fl
 
     def rewrite(value: Any) -> Any:
         if random.random() < mistakes:
-            with suppress(TypeError, ValueError, ArithmeticError, AttributeError):
+            with suppress(TypeError, ValueError, ArithmeticError, AttributeError, LookupError):
                 return random.choice(MISTAKES)(value)
         if isinstance(value, (list, tuple)):
             return random.choice([list, tuple])(map(rewrite, value))
@@ -256,7 +256,7 @@ def rewritten(value: Any, random: Random, serializer: str = "json", mistakes: fl
     return other
 
 
-# What a value's key depends on.
+# Keys of values.
 
 
 def test_keys_are_equal_exactly_for_what_arrives_alike() -> None:
@@ -279,7 +279,7 @@ def test_keys_are_equal_exactly_for_what_arrives_alike() -> None:
 @many
 @given(values)
 def test_a_key_survives_every_journey(value: Any) -> None:
-    """What was sent, what arrives, and what is sent on from there have one key."""
+    """A value has the same key when it is sent, when it arrives, and when it is sent on."""
     assert key_of(value) == key_of(travel(value)) == key_of(travel(travel(value)))
 
 
@@ -296,7 +296,7 @@ def test_everything_that_looks_alike_is_told_apart() -> None:
         assert wrong == []
 
 
-#: What only pickle can send. Times have offsets of their own: pickle keeps their zones.
+#: Values that only pickle can send. Times have offsets of their own: pickle keeps their zones.
 picklable = nested(
     st.sampled_from([*TYPED, None, True, False, 1, 0, 1.0, -0.0, "1", "", "a", "\ud800", 10**4000])
     | texts
@@ -436,7 +436,7 @@ def test_of_a_template_the_text_counts(
     assert key_of(*args, function=task, key=template, **kwargs) == expected
 
 
-# What a key shows.
+# Secrets in keys.
 
 secrets = st.integers(16**10, 16**40).map("{:x}".format)
 
@@ -452,7 +452,7 @@ def test_a_hashed_key_shows_nothing(secret: str, rule: Any, random: Random) -> N
 
 
 class Secret:
-    """What can't be sent, and says too much of itself."""
+    """A value that can't be sent, and whose repr shows a secret."""
 
     def __repr__(self) -> str:
         return "s3cret"
@@ -468,7 +468,7 @@ def test_what_can_not_be_sent_has_no_key(value: Any, rule: Any, random: Random) 
     assert "s3cret" not in str(caught.value)
 
 
-# What careless values do to a key.
+# Careless values.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which calls are the same: the key that a call gets."""
+"""The keys of calls: equal keys make calls the same."""
 
 import json
 import unicodedata
@@ -82,7 +82,7 @@ values = st.recursive(
 @fast
 @given(values)
 def test_a_key_is_the_same_before_and_after_the_journey(value: Any) -> None:
-    """What was sent and what arrives have one key, whatever JSON makes of tuples and dict keys."""
+    """A call has one key at the send and on arrival, though JSON changes tuples and dict keys."""
     assert key_of(value) == key_of(travel(value))
 
 
@@ -135,7 +135,7 @@ def test_values_that_look_alike_have_keys_of_their_own(wrap: Callable[[Any], Any
     ids=["tuple and list", "order of names", "names are text", "enum of str", "two names of UTC"],
 )
 def test_values_that_arrive_alike_have_one_key(one: Any, other: Any) -> None:
-    """What the serializer delivers as the same is the same."""
+    """Two values that arrive as equal have one key."""
     assert key_of(one) == key_of(other)
 
 

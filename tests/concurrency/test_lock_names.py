@@ -1,4 +1,4 @@
-"""What a task's lock is called: by its arguments, and for several tasks at once."""
+"""Names of tasks' locks: by arguments, and for several tasks at once."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_what_has_no_lock_has_no_name(mailbox: Mailbox) -> None:
 
 
 def test_tasks_with_one_lock_exclude_each_other(mailbox: Mailbox) -> None:
-    """A key of several tasks: of all of them one is on its way, and one runs."""
+    """Several tasks share a key: only one of them all is on its way, and only one runs."""
     decorate = single_instance(
         lock="reports", key="{year}", unique_until="end", on_conflict="raise"
     )

@@ -1,4 +1,4 @@
-"""What a message of a single-instance task does when it meets a lock, without a worker."""
+"""Messages of single-instance tasks that meet a lock, without a worker."""
 
 import logging
 import threading
@@ -278,7 +278,7 @@ def test_a_conflict_is_told(
 def test_a_message_that_meets_its_own_lock_comes_back(
     base: Any, on_conflict: str, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
-    """Whatever on_conflict says, one copy with the same id and retries comes after the lease."""
+    """With any on_conflict one copy with the same id and retries comes after the lease."""
     importing = Importing(mailbox, base, on_conflict=on_conflict, autoretry_for=(Exception,))
     first = importing.message(retries=2, headers={"x-user": "me", "x-death": [{"count": 1}]})
     with held_by(LOCK, first.id, seconds=90):
@@ -402,7 +402,7 @@ def test_a_copy_is_dropped_though_its_markers_can_not_be_deleted(
 
 
 def test_a_copy_that_is_not_the_noted_one_is_dropped(store: str, mailbox: Mailbox) -> None:
-    """Of two copies only the noted one goes on, so they don't multiply."""
+    """Only the recorded one of two copies goes on, so they don't multiply."""
     importing = Importing(mailbox)
     message = importing.message()
     with held_by(LOCK, message.id):
@@ -442,7 +442,7 @@ def test_dying_before_the_note_loses_nothing(store: str, mailbox: Mailbox) -> No
 
 
 def test_dying_before_the_note_again_and_again_loses_nothing(store: str, mailbox: Mailbox) -> None:
-    """Whatever was noted or not, there is always a message that runs when the lock is free."""
+    """There is always a message that runs when the lock is free, recorded or not."""
     importing = Importing(mailbox)
     message = importing.message()
     with held_by(LOCK, message.id):
@@ -511,7 +511,7 @@ def test_a_lock_that_is_free_in_a_moment_is_waited_for(
 def test_the_retry_of_a_copy_that_ran_is_noted_anew(
     mailbox: Mailbox, locks_in_memory: None
 ) -> None:
-    """A retry carries the token of the copy that it was; that does not get it dropped."""
+    """A retry carries the token of the copy that it was, and is not dropped for that."""
     importing = Importing(mailbox)
     message = importing.message()
     with held_by(LOCK, message.id):
@@ -545,7 +545,7 @@ def test_an_own_copy_is_told(
     sent, dropped = (r for r in caplog.records if r.name == "django_celery_safe.task_own_copy")
     assert sent.levelno == dropped.levelno == logging.INFO
     assert str(lock.holder) in sent.getMessage()
-    assert "a copy comes back in 2 s" in sent.getMessage()
+    assert "a copy arrives in 2 s" in sent.getMessage()
     assert "another copy is on its way" in dropped.getMessage()
     assert vars(sent)["safe_delay"] == 2.0
     assert vars(dropped)["safe_holder"] == str(lock.holder)
@@ -563,7 +563,7 @@ def test_one_id_for_two_sends_is_told(
         mailbox.deliver(second)
     (record,) = (r for r in caplog.records if r.name == "django_celery_safe.task_own_copy")
     assert record.levelno == logging.WARNING
-    assert "If this id was given to two sends, they count as one message" in record.getMessage()
+    assert "gave this id to two sends, they count as one message" in record.getMessage()
     assert "give each send its own" in record.getMessage()
 
 

@@ -21,6 +21,7 @@ from django_celery_safe import HeldLock, SafeTask, conf, find_lock, single_insta
 from django_celery_safe.concurrency.sent import SentLock
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks import CacheLock
+from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.signals import lock_released
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
@@ -29,6 +30,7 @@ from tests.contract.conftest import SHARED_STORES
 from tests.interruption import Interruption
 from tests.locks.test_interrupted import InterruptedStore, store
 from tests.processes import FunctionFailed, free_port, start_in_process, tell, wait_for
+from tests.versions import IS_CELERY_57
 
 __all__ = ["store"]
 
@@ -126,7 +128,7 @@ def test_a_soft_time_limit_at_the_end_of_a_run_leaves_no_lock(
 def test_an_interrupted_release_frees_both(
     renew: bool, when: str, mailbox: Mailbox, store: type[InterruptedStore]
 ) -> None:
-    """Whether or not the store got the request, the next send is no duplicate, and it runs."""
+    """The next send is not a duplicate and runs, with or without the request in the store."""
     task = unique(mailbox, work, {"renew": renew})
     task.delay(7)
     message = mailbox.take_one()
@@ -193,7 +195,7 @@ def test_a_death_between_the_two_locks_leaves_nothing_for_long(
 def test_a_rejected_run_keeps_its_lock_only_if_it_comes_again(
     how: str, acks_late: bool, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
-    """What was acknowledged early is never requeued, whatever the Reject says."""
+    """A message that was acknowledged early is never requeued, whatever the Reject says."""
     task = unique(mailbox, work, {"sent_timeout": 100}, acks_late=acks_late)
     first = task.delay(7, how)
     assert mailbox.deliver(mailbox.take_one()).state == "REJECTED"
@@ -214,7 +216,7 @@ def test_a_rejected_run_keeps_its_lock_only_if_it_comes_again(
 def test_a_retry_raised_by_hand_frees_the_lock(
     autoretry: tuple[type[Exception], ...], renew: bool, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
-    """Nothing was sent, and Celery's autoretry passes it on: nobody else would free it."""
+    """The run frees the lock, because no message was sent that would free it later."""
     options = {"autoretry_for": autoretry} if autoretry else {}
     task = unique(mailbox, work, {"renew": renew}, **options)
     task.delay(7, "retry by hand")
@@ -252,6 +254,8 @@ def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
     task.delay(7)
     message = mailbox.take_one()
     holders = {"conflict": "other", "requeue": message.id}
+    if why != "retry" and not IS_CELERY_57:
+        pytest.skip("Celery before 5.7 may overlook a receiver that connects later")
     # A run that is over has no lock any more when its message is published.
     moment: Any = lock_released if why == "retry" else before_task_publish
     moment.connect(look)
@@ -377,7 +381,7 @@ def test_a_retry_that_can_not_be_sent_frees_the_lock(
     assert task.delay(7).is_duplicate is False
 
 
-# Whose lock it is.
+# Owners of the lock.
 
 
 @pytest.mark.parametrize("name", [*SHARED_STORES, "local"])
@@ -385,7 +389,7 @@ def test_a_retry_that_can_not_be_sent_frees_the_lock(
 def test_a_message_that_expires_at_once_is_published(
     expires: float, name: str, mailbox: Mailbox, use_store: Callable[[str], None]
 ) -> None:
-    """With no time for a lock it is no duplicate of nobody, and Celery says what became of it."""
+    """With no time for a lock it is sent as it is, and Celery says what became of it."""
     use_store(name)
     task = unique(mailbox, work, {})
     result = task.apply_async((7,), expires=expires)
@@ -393,9 +397,9 @@ def test_a_message_that_expires_at_once_is_published(
     assert mailbox.take_one().id == result.id
 
 
-def hold_by_nobody(self: Any, name: str, *args: Any, **options: Any) -> HeldLock:
+def hold_by_nobody(self: Any, request: LockRequest) -> HeldLock:
     """Say that a lock is held, and no longer by whom: it was freed in between."""
-    return HeldLock(name, token="", holder=Holder())
+    return HeldLock(request.name, token="", holder=Holder())
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -405,10 +409,10 @@ def test_a_lock_that_nobody_holds_any_more_drops_no_message(
     store: type[InterruptedStore],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the database may see it in a race: the message goes out, as no duplicate, and runs."""
+    """In such a race with a database the message goes out, is not a duplicate, and runs."""
     task = unique(mailbox, work, {})
     with monkeypatch.context() as patch:
-        patch.setattr(store, "acquire", hold_by_nobody)
+        patch.setattr(store, "take", hold_by_nobody)
         result = task.apply_async((7,), link=task.si(8) if link else None)
         assert result.is_duplicate is False
         message = mailbox.take_one()

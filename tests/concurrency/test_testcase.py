@@ -16,7 +16,7 @@ from tests.concurrency.test_options import held_names
 from tests.contract.conftest import COARSE_STORES, SHARED_STORES
 from tests.testcases import run_testcase
 
-#: Those that can say which locks are held.
+#: Stores that can list the locks that are held.
 LISTING = [name for name in SHARED_STORES if name not in COARSE_STORES]
 
 

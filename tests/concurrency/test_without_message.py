@@ -43,7 +43,7 @@ def call(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 
 class Boom(Exception):
-    """What the tasks raise."""
+    """The error of the tasks."""
 
 
 def work(number: int) -> Any:
@@ -65,7 +65,7 @@ def test_the_lock_is_taken_and_freed(
 
 
 def test_an_exception_frees_the_lock(call: Callable[..., Any], mailbox: Mailbox) -> None:
-    """What the task raises comes through, and the lock is free."""
+    """The task's error reaches the caller, and the lock is free."""
     task = mailbox.task(single_instance(key="{number}")(work), base=SafeTask)
     with pytest.raises(Boom) as raised:
         call(task, -1)

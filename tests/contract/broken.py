@@ -9,8 +9,8 @@ import time
 
 from django.core.cache.backends.redis import RedisCache
 
-from django_celery_safe.leases.holder import HeldLock, Holder, encode_holder
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.leases.holder import HeldLock, encode_holder
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.redis import RedisStore
 from tests.faulty import let_choose
 
@@ -26,11 +26,9 @@ class NoOwnerCheckStore(RedisStore):
 class NoExpiryStore(RedisStore):
     """Holds for ever."""
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """Acquire for a year."""
-        return super().acquire(name, token, 365 * 24 * 3600, holder, patience)
+        return super().take(request._replace(seconds=365 * 24 * 3600))
 
 
 class FencePerProcessStore(RedisStore):
@@ -38,28 +36,35 @@ class FencePerProcessStore(RedisStore):
 
     _count = itertools.count(1)
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """Number the acquisition by a counter of this process."""
-        outcome = super().acquire(name, token, seconds, holder, patience)
-        return Acquired(next(self._count)) if isinstance(outcome, Acquired) else outcome
+        outcome = super().take(request)
+        if isinstance(outcome, Acquired):
+            return outcome._replace(fence=next(self._count))
+        return outcome
 
 
 class ReadThenWriteStore(RedisStore):
     """Looks whether the lock is free, and then writes without a condition."""
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """Acquire in two steps."""
-        held = self.peek(name)
+        held = self.peek(request.name)
         if held is not None:
             return held
         time.sleep(0.001)
-        value = f"{token}1 {encode_holder(name, holder)}"
-        self._wire.ask("SET", self._key(name), value, "PX", str(round(seconds * 1000)))
+        value = f"{request.token}1 {encode_holder(request.name, request.holder)}"
+        lease = str(round(request.seconds * 1000))
+        self._wire.ask("SET", self._key(request.name), value, "PX", lease)
         return Acquired(1)
+
+
+class OneTooManyStore(RedisStore):
+    """Has a place more than it was asked for."""
+
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        """Acquire one of the places, or the one too many."""
+        return super().take(request._replace(limit=request.limit + 1))
 
 
 class NoOwnerCheckCache(RedisCache):
@@ -78,8 +83,13 @@ class ReadThenWriteCache(RedisCache):
     """Chooses ReadThenWriteStore."""
 
 
+class OneTooManyCache(RedisCache):
+    """Chooses OneTooManyStore."""
+
+
 let_choose(
     {
+        OneTooManyCache: OneTooManyStore,
         NoOwnerCheckCache: NoOwnerCheckStore,
         NoExpiryCache: NoExpiryStore,
         FencePerProcessCache: FencePerProcessStore,

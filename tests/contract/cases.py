@@ -1,36 +1,42 @@
 """
-What a lock must do wherever it lives, as functions that raise AssertionError if it does not.
+The contract of a lock in any store, as functions that raise AssertionError if it is broken.
 
-Each uses the store that the settings of the running test name. Those that end in
-``_by_processes`` need a store that processes share.
+Each uses the store that the settings of the running test name. Functions whose names end in
+``_by_processes`` need a store that processes share. With a limit, each case is about one place
+of a lock, and others hold all its other places.
 """
 
+import hashlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.db import connections, transaction
 
 from django_celery_safe import (
     BackendNotSupported,
+    CacheLock,
     ConfigurationError,
+    HeldLock,
     LockLost,
     cache_lock,
     find_lock,
     iter_locks,
     release_lock,
 )
-from django_celery_safe.leases.holder import Holder
+from django_celery_safe.leases.holder import Holder, place_name, place_names
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired, Store
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.portable import NO_DELETE, PortableStore
-from tests.processes import Journal, meet, run_in_processes, start_in_process, tell, wait_for
+from tests.processes import Gauge, Journal, meet, run_in_processes, start_in_process, tell, wait_for
 
 PROCESSES = 8
 
@@ -50,37 +56,76 @@ def lease(seconds: float) -> float:
     return max(seconds, store().shortest_lease)
 
 
+#: Names the environment variable with the limit of the locks; unset: 1.
+LIMIT = "SAFE_CONTRACT_LIMIT"
+#: The host of those who hold the other places.
+OTHERS = "others"
+
+
+def limit() -> int:
+    """Return how many may hold each lock of this test."""
+    return int(os.environ.get(LIMIT, "1"))
+
+
+def make_lock(name: str, **options: Any) -> CacheLock:
+    """Return a lock of which one place is left."""
+    hold_other_places(name)
+    return cache_lock(name, limit=limit(), **options)
+
+
+def place(name: str) -> str:
+    """Return the name of the place that is left: the second, if there are several."""
+    return place_name(name, min(2, limit()))
+
+
+def find(name: str) -> HeldLock | None:
+    """Return who holds the place that is left."""
+    return find_lock(place(name))
+
+
+@cache
+def hold_other_places(name: str) -> None:
+    """Let others hold all places of a lock but one; again in each process, with equal tokens."""
+    for other in place_names(name, limit()):
+        if other != place(name):
+            token = hashlib.md5(other.encode(), usedforsecurity=False).hexdigest()
+            outcome = store().acquire(other, token, 3600, Holder(OTHERS, 1))
+            assert isinstance(outcome, Acquired), outcome
+
+
 def _wait_until_free(name: str) -> None:
     longest = store().shortest_lease + 30
-    wait_for(lambda: find_lock(name) is None, longest, f"the lease of {name} did not end")
+    wait_for(lambda: find(name) is None, longest, f"the lease of {name} did not end")
 
 
 def _listed() -> list[str] | None:
-    """Return the names of all locks that are held; None where the store can't list."""
+    """Return the names of all locks that are held; None: the store can't list."""
     if store().lists:
-        return [lock.name for lock in iter_locks()]
+        return [held.name for held in iter_locks() if held.holder.host != OTHERS]
     with pytest.raises(BackendNotSupported, match="can't list its locks"):
         list(iter_locks())
     return None
 
 
-def one_winner_for_each_new_key_by_processes(folder: Path, keys: int = 150) -> None:
-    """Of 8 processes that race for a new key, exactly one gets it."""
+def one_winner_for_each_new_key_by_processes(folder: Path, keys: int = 100) -> None:
+    """Exactly one of 8 processes that race for a new key gets it."""
     names = [f"new:{number}" for number in range(keys)]
     _race(folder, names)
 
 
 def one_winner_for_each_expired_key_by_processes(folder: Path, keys: int = 60) -> None:
-    """Of 8 processes that race for a key whose lease has ended, exactly one gets it."""
+    """Exactly one of 8 processes that race for a key whose lease has ended gets it."""
     names = [f"expired:{number}" for number in range(keys)]
     for name in names:
-        assert cache_lock(name, timeout=lease(2), renew=False).acquire()
+        assert make_lock(name, timeout=lease(2), renew=False).acquire()
     _wait_until_free(names[-1])
     _race(folder, names)
 
 
 def _race(folder: Path, names: list[str]) -> None:
     journal = Journal(folder / "winners.jsonl")
+    for name in names:
+        hold_other_places(name)
     run_in_processes(race, PROCESSES, journal, names)
     winners = journal.tally("name", "won")
     assert {name: winners[name] for name in names} == dict.fromkeys(names, 1)
@@ -90,7 +135,8 @@ def race(journal: Journal, names: list[str]) -> None:
     """Try each lock once, all processes at the same moment."""
     for name in names:
         meet()
-        if cache_lock(name, timeout=60, renew=False).acquire():
+        # The other places are held already.
+        if cache_lock(name, limit=limit(), timeout=60, renew=False).acquire():
             journal.write("won", name=name)
 
 
@@ -109,20 +155,20 @@ def fences_grow_by_processes(folder: Path) -> None:
 def take_turns(journal: Journal, times: int) -> None:
     """Hold one lock ``times`` times, each time noting its fence."""
     for _ in range(times):
-        with cache_lock("turns", blocking_timeout=30) as lock:
+        with make_lock("turns", blocking_timeout=30) as lock:
             assert lock
             journal.write("held", fence=lock.fence)
 
 
 def late_release_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended and who then releases leaves the new holder's lock alone."""
-    late = cache_lock("late", timeout=lease(1), renew=False)
+    late = make_lock("late", timeout=lease(1), renew=False)
     assert late.acquire()
     _wait_until_free("late")
-    new = cache_lock("late")
+    new = make_lock("late")
     assert new.acquire()
     assert late.release() is False
-    held = find_lock("late")
+    held = find("late")
     assert held is not None
     assert held.token == new.token
     assert new.release() is True
@@ -130,10 +176,10 @@ def late_release_spares_the_new_holder(folder: Path) -> None:
 
 def late_extend_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended can't extend the lock of the new holder."""
-    late = cache_lock("late extend", timeout=lease(1), renew=False)
+    late = make_lock("late extend", timeout=lease(1), renew=False)
     assert late.acquire()
     _wait_until_free("late extend")
-    new = cache_lock("late extend", timeout=lease(1), renew=False)
+    new = make_lock("late extend", timeout=lease(1), renew=False)
     assert new.acquire()
     with pytest.raises(LockLost):
         late.extend(3600)
@@ -144,7 +190,7 @@ def late_extend_spares_the_new_holder(folder: Path) -> None:
 def renewed_lock_outlives_its_lease(folder: Path) -> None:
     """A renewed lock stays held for longer than its lease, and is then free at once."""
     seconds = lease(1)
-    with cache_lock("renewed", timeout=seconds) as lock:
+    with make_lock("renewed", timeout=seconds) as lock:
         assert lock
         _stays_held_for(seconds + 2.5, "renewed")
         assert lock.held
@@ -152,14 +198,14 @@ def renewed_lock_outlives_its_lease(folder: Path) -> None:
     if store().shortest_lease >= NO_DELETE:
         # Portable: it may have been in the last seconds of its lease.
         _wait_until_free("renewed")
-    assert find_lock("renewed") is None
+    assert find("renewed") is None
 
 
 def renewed_lock_outlives_three_leases_in_a_transaction(folder: Path, using: str) -> None:
     """A lock is renewed while its holder keeps a transaction open on the data's database."""
     from django.contrib.auth.models import Group
 
-    with cache_lock("renewed in atomic", timeout=1) as lock:
+    with make_lock("renewed in atomic", timeout=1) as lock:
         assert lock
         with transaction.atomic(using=using):
             Group.objects.using(using).create(name="written and not committed")
@@ -171,7 +217,7 @@ def renewed_lock_outlives_three_leases_in_a_transaction(folder: Path, using: str
 def _stays_held_for(seconds: float, name: str) -> None:
     ends_at = time.monotonic() + seconds
     while time.monotonic() < ends_at:
-        assert not cache_lock(name).acquire(), "someone else got a lock that is being renewed"
+        assert not make_lock(name).acquire(), "someone else got a lock that is being renewed"
         time.sleep(0.05)
 
 
@@ -181,9 +227,9 @@ def killed_holders_lock_ends_with_its_lease_by_processes(folder: Path) -> None:
     with start_in_process(hold, "killed", seconds) as holder:
         token = holder.receive()
         os.kill(holder.pid, signal.SIGKILL)
-        if (left := find_lock("killed")) and left.remaining is not None:
+        if (left := find("killed")) and left.remaining is not None:
             assert left.remaining <= seconds
-        lock = cache_lock("killed")
+        lock = make_lock("killed")
         assert lock.acquire(blocking_timeout=30)
         assert lock.token != token
         lock.release()
@@ -196,7 +242,7 @@ def paused_holder_learns_of_its_loss_by_processes(folder: Path) -> None:
         holder.receive()
         os.kill(holder.pid, signal.SIGSTOP)
         try:
-            new = cache_lock("paused")
+            new = make_lock("paused")
             assert new.acquire(blocking_timeout=10)
         finally:
             os.kill(holder.pid, signal.SIGCONT)
@@ -208,7 +254,7 @@ def paused_holder_learns_of_its_loss_by_processes(folder: Path) -> None:
 
 def hold(name: str, timeout: float) -> None:
     """Hold a lock until killed."""
-    lock = cache_lock(name, timeout=timeout)
+    lock = make_lock(name, timeout=timeout)
     assert lock.acquire()
     tell(lock.token)
     time.sleep(60)
@@ -216,7 +262,7 @@ def hold(name: str, timeout: float) -> None:
 
 def hold_and_ensure(name: str, timeout: float, gate: Path) -> None:
     """Hold a lock until the gate is there, then say what ``ensure`` says."""
-    lock = cache_lock(name, timeout=timeout)
+    lock = make_lock(name, timeout=timeout)
     assert lock.acquire()
     tell(lock.token)
     wait_for(gate.exists, 30, "the gate did not open")
@@ -230,10 +276,10 @@ def hold_and_ensure(name: str, timeout: float, gate: Path) -> None:
 
 def holder_is_shown(folder: Path) -> None:
     """A held lock is found by name and in the list, with its holder; a free one is not."""
-    with cache_lock("shown", timeout=20) as lock:
-        found = find_lock("shown")
+    with make_lock("shown", timeout=20) as lock:
+        found = find("shown")
         assert found is not None
-        assert (found.name, found.token, found.fence) == ("shown", lock.token, lock.fence)
+        assert (found.name, found.token, found.fence) == (place("shown"), lock.token, lock.fence)
         assert found.holder.pid == os.getpid()
         assert found.holder.renewed is True
         assert abs(found.holder.since - time.time()) < 5
@@ -242,20 +288,20 @@ def holder_is_shown(folder: Path) -> None:
         else:
             assert found.remaining is not None
             assert 15 < found.remaining <= 20 + TICK
-        assert _listed() in (["shown"], None)
-    assert find_lock("shown") is None
+        assert _listed() in ([place("shown")], None)
+    assert find("shown") is None
     assert _listed() in ([], None)
 
 
 def waiter_gets_the_lock_after_its_release(folder: Path) -> None:
     """A waiter has the lock soon after its release, and nobody else has it in between."""
-    first = cache_lock("handed over")
+    first = make_lock("handed over")
     assert first.acquire()
     waiting = threading.Event()
     outcomes: list[tuple[bool, float]] = []
 
     def wait() -> None:
-        second = cache_lock("handed over")
+        second = make_lock("handed over")
         assert not second.acquire()
         waiting.set()
         acquired = second.acquire(blocking_timeout=20)
@@ -286,9 +332,9 @@ def waiting_ends_in_time(folder: Path) -> None:
         return time.monotonic() - began_at - 0.25
 
     def wait() -> None:
-        assert cache_lock("not for you").acquire(blocking_timeout=0.25) is False
+        assert make_lock("not for you").acquire(blocking_timeout=0.25) is False
 
-    with cache_lock("not for you") as lock:
+    with make_lock("not for you") as lock:
         assert lock
         # A sleep beside each shows how late everybody is on a busy machine.
         late = [(lateness(wait), lateness(lambda: time.sleep(0.25))) for _ in range(5)]
@@ -298,13 +344,13 @@ def waiting_ends_in_time(folder: Path) -> None:
 
 def operator_frees_only_what_was_seen(folder: Path) -> None:
     """Releasing a lock as an operator frees the acquisition that was seen, and no later one."""
-    first = cache_lock("operated", timeout=60, renew=False)
+    first = make_lock("operated", timeout=60, renew=False)
     assert first.acquire()
-    seen = find_lock("operated")
+    seen = find("operated")
     assert seen is not None
     assert release_lock(seen) is True
-    assert find_lock("operated") is None
-    second = cache_lock("operated")
+    assert find("operated") is None
+    second = make_lock("operated")
     assert second.acquire()
     assert release_lock(seen) is False
     assert second.held
@@ -317,21 +363,21 @@ def odd_names_are_locks_of_their_own(folder: Path) -> None:
     """Very long names and names with spaces, control or other characters work like any."""
     long = "x" * 10_000
     names = [long, long + "y", "with space", "tab\tnewline\n", "\x00", "žluťoučký", "%s:{}"]
-    locks = [cache_lock(name) for name in names]
+    locks = [make_lock(name) for name in names]
     assert all(lock.acquire() for lock in locks)
-    assert not any(cache_lock(name).acquire() for name in names)
-    assert set(_listed() or names) == set(names)
+    assert not any(make_lock(name).acquire() for name in names)
+    assert set(_listed() or map(place, names)) == set(map(place, names))
     assert all(lock.release() for lock in locks)
 
 
 def extend_sets_the_lease(folder: Path) -> None:
     """extend() makes the lease as long as asked, longer or shorter."""
-    with cache_lock("extended", timeout=lease(5), renew=False) as lock:
+    with make_lock("extended", timeout=lease(5), renew=False) as lock:
         for seconds in (100, lease(3)):
             lock.extend(seconds)
             trusted = seconds - store().early
             assert trusted - 1 < lock.remaining <= trusted
-            found = find_lock("extended")
+            found = find("extended")
             assert found is not None
             if not isinstance(store(), PortableStore):
                 assert found.remaining is not None
@@ -347,8 +393,8 @@ def too_short_a_lease_is_refused(folder: Path) -> None:
     if shortest < 1:
         return
     with pytest.raises(ConfigurationError, match=f"from {shortest:g} s"):
-        cache_lock("short", timeout=shortest / 2).acquire()
-    with cache_lock("short") as lock:
+        make_lock("short", timeout=shortest / 2).acquire()
+    with make_lock("short") as lock:
         with pytest.raises(ConfigurationError, match=f"from {shortest:g} s"):
             lock.extend(shortest / 2)
         lock.ensure()
@@ -358,11 +404,12 @@ def acquiring_again_with_the_same_token_is_no_conflict(folder: Path) -> None:
     """A request that a client repeats because the answer got lost still acquires."""
 
     token = "0123456789abcdef" * 2
-    first = store().acquire("repeated", token, 10, Holder("here", 1))
-    again = store().acquire("repeated", token, 10, Holder("here", 1))
+    hold_other_places("repeated")
+    first = store().acquire("repeated", token, 10, Holder("here", 1), limit=limit())
+    again = store().acquire("repeated", token, 10, Holder("here", 1), limit=limit())
     assert isinstance(first, Acquired)
     assert again == first
-    assert store().release("repeated", token) is True
+    assert store().release(place("repeated"), token) is True
 
 
 def many_are_extended_together(folder: Path) -> None:
@@ -370,14 +417,15 @@ def many_are_extended_together(folder: Path) -> None:
 
     ours, theirs = "a" * 32, "b" * 32
     seconds = lease(2)
-    store().acquire("one", ours, seconds, Holder("here", 1))
-    store().acquire("two", theirs, seconds, Holder("there", 2))
-    renewals = [Renewal("one", ours, 50), Renewal("two", ours, 50), Renewal("three", ours, 50)]
+    for name, token in (("one", ours), ("two", theirs)):
+        hold_other_places(name)
+        store().acquire(name, token, seconds, Holder("here", 1), limit=limit())
+    renewals = [Renewal(place(name), ours, 50) for name in ("one", "two", "three")]
     assert store().extend(renewals) == [True, False, False]
-    assert store().peek("three") is None
+    assert store().peek(place("three")) is None
     _wait_until_free("two")
-    assert store().peek("one") is not None
-    assert store().release("one", ours) is True
+    assert store().peek(place("one")) is not None
+    assert store().release(place("one"), ours) is True
 
 
 def the_clock_is_told(folder: Path) -> None:
@@ -423,3 +471,12 @@ SHARED: list[Case] = [
     killed_holders_lock_ends_with_its_lease_by_processes,
     paused_holder_learns_of_its_loss_by_processes,
 ]
+
+
+def race_for_places(gauge: Gauge, times: int) -> None:
+    """Be inside as one of three, again and again."""
+    for _ in range(times):
+        with cache_lock("places", limit=3, blocking_timeout=60) as held:
+            assert held
+            with gauge.inside():
+                time.sleep(0.02)

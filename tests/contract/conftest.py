@@ -8,40 +8,72 @@ from pytest_django import Settings
 
 from django_celery_safe.locks.stores import local
 from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.contract import cases
 
-#: Stores whose cases are long: two have the code of another, the last has leases of seconds.
-LONG_STORES = ["redis-cache", "redis-plain", "portable"]
+#: Stores whose cases are long: six have the code of another, the last has leases of seconds.
+LONG_STORES = [
+    "redis-cache",
+    "redis-plain",
+    "cluster",
+    "valkey",
+    "pgbouncer",
+    "mariadb",
+    "portable",
+]
 
 #: Each store that processes share, by the name that its tests carry.
 SHARED_STORES = [
     "django-redis",
     "redis-cache",
     "redis-plain",
+    "cluster",
+    "valkey",
     "memcached",
     "postgres",
+    "pgbouncer",
+    "mariadb",
     "sqlite",
     "portable",
 ]
 
-#: Those whose leases are of seconds.
+#: Stores whose leases are whole seconds.
 COARSE_STORES = ["memcached", "portable"]
 
-#: Those whose leases can be as short as a test likes.
+#: Stores whose leases can be as short as a test likes.
 FINE_STORES = [name for name in SHARED_STORES if name not in COARSE_STORES]
 
 
+#: Stores in which several may hold a lock.
+LIMITING_STORES = [
+    name for name in FINE_STORES if name not in {"redis-cache", "redis-plain", "valkey"}
+]
+
+
 def _params(stores: list[str]) -> list[Any]:
+    """Return each store, and those that can once more with three holders for each lock."""
+    limited = [f"{name}-of-3" for name in [*LIMITING_STORES, "local"] if name in stores]
     return [
-        pytest.param(name, marks=[pytest.mark.long] if name in LONG_STORES else [])
-        for name in stores
+        pytest.param(name, marks=_marks(name.partition("-of-")[0])) for name in stores + limited
     ]
 
 
+def _marks(store: str) -> list[pytest.MarkDecorator]:
+    """Return the tiers of a store's cases."""
+    later = [pytest.mark.mariadb] if store == "mariadb" else []
+    return [pytest.mark.long, *later] if store in LONG_STORES else []
+
+
 @pytest.fixture
-def use_store(request: pytest.FixtureRequest, settings: Settings) -> Callable[[str], None]:
+def use_store(
+    request: pytest.FixtureRequest, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
     """Put the locks of this test into the store of that name."""
+    cases.hold_other_places.cache_clear()
 
     def use(name: str) -> None:
+        name, is_limited, limit = name.partition("-of-")
+        if is_limited:
+            monkeypatch.setenv(cases.LIMIT, limit)
         if name == "local":
             settings.CACHES = {
                 "default": {
@@ -50,12 +82,19 @@ def use_store(request: pytest.FixtureRequest, settings: Settings) -> Callable[[s
                 }
             }
             local.clear()
-        elif name in {"postgres", "sqlite"}:
+        elif name in {"postgres", "mariadb", "sqlite"}:
             make_database: MakeDatabase = request.getfixturevalue("make_database")
-            kind = "postgres" if name == "postgres" else "sqlite-immediate"
+            kind = "sqlite-immediate" if name == "sqlite" else name
             settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database(kind)}  # type: ignore[arg-type]
+        elif name == "pgbouncer":
+            alias = request.getfixturevalue("pgbouncer_alias")
+            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
         elif name == "memcached":
             settings.CACHES = request.getfixturevalue("memcached_cache_settings")()
+        elif name == "cluster":
+            settings.CACHES = request.getfixturevalue("cluster_cache_settings")()
+        elif name == "valkey":
+            settings.CACHES = request.getfixturevalue("valkey_cache_settings")()
         elif name == "portable":
             folder = str(request.getfixturevalue("tmp_path") / "diskcache")
             settings.CACHES = {

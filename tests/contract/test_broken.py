@@ -24,21 +24,40 @@ FAULTS: list[tuple[str, cases.Case]] = [
 ]
 
 
+def name_of(case: cases.Case) -> str:
+    """Return the name of a case, also with arguments of its own."""
+    return str(getattr(case, "func", case).__name__)
+
+
+#: Broken stores that break each place of a lock, too.
+OF_PLACES = [
+    *[each for each in FAULTS if each[0] in {"NoOwnerCheckCache", "NoExpiryCache"}],
+    ("OneTooManyCache", partial(cases.one_winner_for_each_new_key_by_processes, keys=20)),
+]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("fault", "case"),
-    FAULTS,
-    ids=[f"{fault}-{getattr(case, 'func', case).__name__}" for fault, case in FAULTS],
+    ("fault", "case", "limit"),
+    [
+        pytest.param(fault, case, limit, id=f"{fault}-{name_of(case)}-of-{limit}")
+        for limit, faults in (("1", FAULTS), ("3", OF_PLACES))
+        for fault, case in faults
+    ],
 )
 def test_a_broken_store_fails(
     fault: str,
     case: cases.Case,
+    limit: str,
     settings: Settings,
     redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """A store with this fault fails this case."""
     redis_server.flush()
+    cases.hold_other_places.cache_clear()
+    monkeypatch.setenv(cases.LIMIT, limit)
     settings.CACHES = {
         "default": {"BACKEND": f"tests.contract.broken.{fault}", "LOCATION": redis_server.url}
     }

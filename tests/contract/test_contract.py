@@ -10,6 +10,7 @@ import pytest
 from django_celery_safe import cache_lock
 from tests.conftest import MakeDatabase
 from tests.contract import cases
+from tests.kinds import KINDS
 from tests.processes import run_in_processes
 
 
@@ -40,7 +41,7 @@ def test_shared_store(shared_store: str, case: cases.Case, tmp_path: Path) -> No
     case(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_renewal_goes_on_beside_an_open_transaction(
     fine_shared_store: str, kind: str, make_database: MakeDatabase, tmp_path: Path
 ) -> None:
@@ -50,7 +51,7 @@ def test_renewal_goes_on_beside_an_open_transaction(
 
 
 def test_local_store_excludes_threads(use_store: object, tmp_path: Path) -> None:
-    """Of 8 threads that race for a key in local memory, exactly one gets it."""
+    """Exactly one of 8 threads that race for a key in local memory gets it."""
     use_store("local")  # type: ignore[operator]
     names = [f"threads:{number}" for number in range(150)]
     barrier = threading.Barrier(8)
@@ -71,7 +72,7 @@ def test_local_store_excludes_threads(use_store: object, tmp_path: Path) -> None
 
 
 def test_local_store_is_each_process_its_own(use_store: object) -> None:
-    """What local memory can't do is known: two processes both get the lock."""
+    """Local memory can't keep processes apart: both get the lock."""
     use_store("local")  # type: ignore[operator]
     assert run_in_processes(take_for_ever, 2) == [True, True]
 

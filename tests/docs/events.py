@@ -59,7 +59,7 @@ def made() -> str:
     about, parts = comments(), []
     for name, ways in declared().items():
         fields = ", ".join(f"`{field}`" for field in ways[0].fields)
-        kind = "" if isinstance(ways[0], Event) else "\nIt is only logged, and has no signal."
+        kind = "" if isinstance(ways[0], Event) else "\nThis event has no signal, only a record."
         records = [f"- {logging.getLevelName(way.level)}: `{shown(way)}`" for way in ways]
         parts.append(
             f"## `{name}`\n\n{about[name]}{kind}\n\nFields: {fields}\n\n" + "\n".join(records)

@@ -23,7 +23,7 @@ class Block:
     code: str
     #: Number of its first line in the page, from 1.
     line: int
-    #: What stands in the comment right above it, such as ``runnable``.
+    #: The text of the comment right above it, such as ``runnable``.
     marker: str
 
 
@@ -38,9 +38,14 @@ class Page:
         """Its path from the root of the repository."""
         return str(self.path.relative_to(ROOT))
 
+    @property
+    def is_chinese(self) -> bool:
+        """Whether it is the Chinese version of a page."""
+        return self.name == "README.zh.md" or self.name.startswith("docs/zh/")
+
     @cached_property
     def text(self) -> str:
-        """What stands in it."""
+        """Its text."""
         return self.path.read_text("utf-8")
 
     @cached_property
@@ -55,6 +60,10 @@ class Page:
             for index, token in enumerate(self.tokens)
             if token.type == "heading_open" and level in (None, int(token.tag[1]))
         ]
+
+    def levels(self) -> list[str]:
+        """Return the level of each heading, such as ``h2``."""
+        return [token.tag for token in self.tokens if token.type == "heading_open"]
 
     @cached_property
     def anchors(self) -> set[str]:
@@ -111,9 +120,15 @@ class Page:
 @cache
 def pages() -> list[Page]:
     """Return every page: those at the root, and those of docs/."""
-    names = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+    names = ("README.md", "README.zh.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
     docs = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
     return [page(name) for name in (*names, *docs)]
+
+
+def translations() -> list[tuple[Page, Page]]:
+    """Return each page that has a Chinese version, with that version."""
+    chinese = [each for each in pages() if each.is_chinese]
+    return [(page(each.name.replace("/zh/", "/").replace(".zh.", ".")), each) for each in chinese]
 
 
 @cache
@@ -123,14 +138,14 @@ def page(name: str) -> Page:
 
 
 def find_broken_link(source: Page, link: str) -> str | None:
-    """Return what is wrong with a relative link; None if nothing is."""
+    """Return the fault of a relative link; None: it is correct."""
     parts = urlsplit(link)
     if parts.scheme:
         return None
     path = (source.path.parent / unquote(parts.path)).resolve() if parts.path else source.path
     if not path.is_file():
         return f"{source.name} links to {link}, which is no file"
-    if parts.fragment and parts.fragment not in page(str(path.relative_to(ROOT))).anchors:
+    if parts.fragment and unquote(parts.fragment) not in page(str(path.relative_to(ROOT))).anchors:
         return f"{source.name} links to {link}, which has no such heading"
     return None
 

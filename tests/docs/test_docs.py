@@ -1,4 +1,4 @@
-"""What the documentation lists is what the code has, and its links lead somewhere."""
+"""The documentation lists exactly the names of the code, and its links lead somewhere."""
 
 import ast
 import inspect
@@ -9,16 +9,15 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from io import StringIO
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from django.core.management import call_command
 from django.core.management.base import BaseCommand
-from django.db.models.functions import Now
 from django.dispatch import Signal
 from django.utils import timezone
+from packaging.version import Version
 
 import django_celery_safe
 from django_celery_safe import (
@@ -27,11 +26,11 @@ from django_celery_safe import (
     conf,
     exceptions,
     idempotent,
-    inspection,
     signals,
     stages,
     testing,
 )
+from django_celery_safe.databases import Now
 from django_celery_safe.emitting import Event
 from django_celery_safe.inspection.locks import LockRow
 from django_celery_safe.inspection.records import RecordRow
@@ -64,11 +63,12 @@ def test_links_resolve(each: Page) -> None:
 
 
 def test_every_page_is_reached() -> None:
-    """Whoever begins at docs/index.md gets to every page of docs/."""
-    index = page("docs/index.md")
-    reached = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links()}
-    docs = {each.path for each in pages() if each.path.is_relative_to(ROOT / "docs")}
-    assert docs - reached == {index.path}
+    """Links from the start page of each language lead to every page of docs/ in it."""
+    docs = [each for each in pages() if each.path.is_relative_to(ROOT / "docs")]
+    for index in (page("docs/index.md"), page("docs/zh/index.md")):
+        reached = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links()}
+        language = {each.path for each in docs if each.is_chinese == index.is_chinese}
+        assert language - reached == {index.path}
 
 
 @every_page
@@ -78,6 +78,7 @@ def test_one_sentence_a_line(each: Page) -> None:
     text = re.sub(r"`[^`\n]*`", "code", text)
     # No digit before the dot: a numbered list begins with "1. ".
     assert re.findall(r".*[^\d\s][.!?] +[A-Z].*", text) == []
+    assert re.findall(r".*[。！？][^\s”」）].*", text) == []
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,14 @@ def test_members(name: str) -> None:
     assert {member for member in members if not re.search(rf"\b{member}\b", section)} == set()
 
 
+def test_options_of_the_backend() -> None:
+    """The page on Django's tasks has every key of OPTIONS; Django 5.2 can't import the code."""
+    source = (PACKAGE / "backends" / "backend.py").read_text()
+    (options,) = re.findall(r"^OPTIONS: .* = \{(.*)\}$", source, re.MULTILINE)
+    rows = page("docs/reference/django-tasks.md").rows("Options")
+    assert [names_in(row[0])[0] for row in rows] == re.findall(r'"(\w+)":', options)
+
+
 def test_stages() -> None:
     """The page on stages has every public name, the models and the tasks."""
     models_and_tasks = {"StageRun", "StageStep", "sweep_stages", "prune_stages"}
@@ -213,7 +222,7 @@ def test_querysets_of_stages(model: Any) -> None:
         if inspect.get_annotations(found)["return"] == queryset.__name__
     }
     text = page(STAGES).section(model.__name__)
-    asked, _, ours = text.partition("\nIts queryset ")[2].partition("\nAll else ")
+    asked, _, ours = text.partition("\nIts queryset ")[2].partition("\nAll other ")
     listed = set(re.findall(r"^\| `(\w+)\(", asked, re.MULTILINE))
     assert listed <= set(methods)
     assert states == (listed & states) | {name.rstrip("()") for name in names_in(ours)}
@@ -222,7 +231,7 @@ def test_querysets_of_stages(model: Any) -> None:
 @pytest.mark.parametrize(("model", "which"), [(StageRun, 0), (StageStep, 1)], ids=["run", "step"])
 def test_columns_of_stages(model: Any, which: int) -> None:
     """The page on how stages work has every column of a run and of a step, their keys apart."""
-    section = page("docs/explanation/how-stages-work.md").section("What the rows hold")
+    section = page("docs/explanation/how-stages-work.md").section("Columns of the rows")
     table = section.split("| column |")[which + 1]
     cells = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
     listed = [name for cell in cells for name in names_in(cell)]
@@ -246,7 +255,8 @@ def test_options_of_single_instance() -> None:
     """The how-to names every way to treat a conflict, and no other."""
     from django_celery_safe.concurrency.options import OnConflict
 
-    rows = page("docs/how-to/run-one-instance-of-a-task.md").rows("Say what the others do")
+    here = page("docs/how-to/run-one-instance-of-a-task.md")
+    rows = here.rows("Choose what happens on a conflict")
     assert [json.loads(names_in(row[0])[0]) for row in rows] == list(OnConflict.__args__)
 
 
@@ -304,7 +314,7 @@ def test_queryset(where: str, queryset: type, of_a_row: set[str]) -> None:
     methods = {name for name in vars(queryset) if not name.startswith("_")}
     text = page(f"docs/reference/{where}.md").text
     listed = {name for name in methods if f"| `{name}(" in text}
-    (ours,) = re.findall(r"^All else .*", text, re.MULTILINE)
+    (ours,) = re.findall(r"^All other .*", text, re.MULTILINE)
     assert [name for name in names_in(ours) if name not in of_a_row] == [
         f"{name}()" for name in vars(queryset) if name in methods - listed
     ]
@@ -312,7 +322,7 @@ def test_queryset(where: str, queryset: type, of_a_row: set[str]) -> None:
 
 def test_record_columns() -> None:
     """The page on how doing a thing once works has every column of a record."""
-    rows = page("docs/explanation/how-once-works.md").rows("What a record holds")
+    rows = page("docs/explanation/how-once-works.md").rows("Columns of a record")
     listed = [name for row in rows for name in names_in(row[0])]
     assert sorted(listed) == sorted(field.name for field in IdempotencyRecord._meta.fields)
 
@@ -333,7 +343,7 @@ def test_record_json_keys() -> None:
     rows = page(COMMANDS).rows("The keys of a record")
     listed = [names_in(key)[0] for key, _, _ in rows]
     assert listed == list(RecordRow(row).as_json())
-    # Of a claim whose holder can't be read, and that neither ended nor expires.
+    # A claim whose holder can't be read, and that neither ended nor expires.
     row.holder, row.ended_at = "", None
     nothing = RecordRow(row).as_json()
     assert {names_in(key)[0] for key, kind, _ in rows if "null" in kind} == {
@@ -343,7 +353,7 @@ def test_record_json_keys() -> None:
 
 def test_outbox_columns() -> None:
     """The page on how sending works has every column of an outbox row, its key apart."""
-    rows = page("docs/explanation/how-sending-works.md").rows("What a row holds")
+    rows = page("docs/explanation/how-sending-works.md").rows("Columns of a row")
     listed = {name for row in rows for name in names_in(row[0])}
     assert listed == {field.name for field in OutboxMessage._meta.fields} - {"id"}
 
@@ -361,7 +371,7 @@ def test_testing_names() -> None:
 
 def test_refused_caches() -> None:
     """The page on stores names every cache that is refused."""
-    refused = page("docs/explanation/stores.md").section("What is refused, and why")
+    refused = page("docs/explanation/stores.md").section("Refused uses, and why")
     assert [path for path in stores.REFUSED if path.rpartition(".")[2] not in refused] == []
 
 
@@ -387,6 +397,28 @@ def test_changelog_has_this_version() -> None:
     assert any(heading.startswith(f"[{version}]") for heading in page("CHANGELOG.md").headings(2))
 
 
+def test_versions() -> None:
+    """The table of what was tested has each cell of ``nox -s grid``, and says what came of it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    grid, classifiers = project["tool"]["grid"], "\n".join(project["project"]["classifiers"])
+    pythons = [*re.findall(r"Python :: (\d+\.\d+)$", classifiers, re.M), *grid["python_untested"]]
+    djangos = re.findall(r"Django :: (\d+\.\d+)$", classifiers, re.M)
+    expected = [
+        (python, django)
+        for python in pythons
+        for django in djangos
+        if Version(python) >= Version(grid["django_needs"].get(django, pythons[0]))
+    ]
+    rows = page("docs/reference/versions.md").rows("The grid")
+    cells = {(python, django): results for python, django, *results in rows}
+    assert list(cells) == expected
+    for results in cells.values():
+        assert len(results) == len(grid["celery"])
+        assert all(
+            re.fullmatch(r"passed \d{4}-\d\d-\d\d|not run: \S.*", result) for result in results
+        )
+
+
 API = "docs/reference/api.md"
 ERRORS = "docs/reference/errors.md"
 STAGES = "docs/reference/stages.md"
@@ -405,8 +437,8 @@ def is_ours(found: Any) -> bool:
 
 def check_ids() -> Iterator[str]:
     """Yield the id of every message that the checks can make, read from their code."""
-    for module in (checks, inspection):
-        for path in Path(str(module.__file__)).parent.glob("*.py"):
+    for folder in ("checks", "inspection", "backends"):
+        for path in (PACKAGE / folder).glob("*.py"):
             for found in re.findall(r'"([EW]\d{3})"', path.read_text()):
                 yield f"{checks.PREFIX}.{found}"
 

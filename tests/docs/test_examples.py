@@ -2,8 +2,8 @@
 
 import doctest
 import importlib
-import pkgutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from django_celery_safe import signals
 from tests.app.celery import app
 from tests.app.models import Person
 from tests.docs.pages import Block, Page, pages
+from tests.modules import find_modules
 
 
 class User(Person):
@@ -52,9 +53,20 @@ def notify(params: dict[str, Any]) -> None:
     """Be the last step of the examples."""
 
 
-def blocks(page: Page) -> list[Block]:
-    """Return the Python of a page."""
-    return [block for block in page.blocks() if block.language == "python"]
+def blocks(page: Page, sign: str = "+") -> list[Block]:
+    """Return the Python of a page; of a diff that is Python, one side."""
+    return [
+        side_of(block, sign) if block.language == "diff" else block
+        for block in page.blocks()
+        if block.language == "python" or (block.language == "diff" and block.marker)
+    ]
+
+
+def side_of(diff: Block, sign: str) -> Block:
+    """Return one side of a diff: the old one, ``-``, or the new one, ``+``."""
+    lines = diff.code.splitlines(keepends=True)
+    kept = (line[1:] or "\n" for line in lines if line[0] in (sign, " ", "\n"))
+    return replace(diff, code="".join(kept))
 
 
 def is_runnable(block: Block) -> bool:
@@ -64,17 +76,13 @@ def is_runnable(block: Block) -> bool:
 
 with_python = [page for page in pages() if blocks(page)]
 with_runnable = [page for page in with_python if any(map(is_runnable, blocks(page)))]
-modules = [
-    name
-    for _, name, _ in pkgutil.walk_packages(django_celery_safe.__path__, "django_celery_safe.")
-    if ".migrations" not in name
-]
+modules = find_modules()
 
 
 @pytest.mark.parametrize("page", with_python, ids=lambda page: page.name)
 def test_python_compiles(page: Page) -> None:
     """Every Python example is Python."""
-    for block in blocks(page):
+    for block in (*blocks(page), *blocks(page, "-")):
         compile_block(page, block)
 
 
@@ -89,8 +97,10 @@ def test_runnable_runs(page: Page, world: dict[str, Any]) -> None:
 
 def test_markers_are_known() -> None:
     """No marker above a block is misspelt, so none is passed over in silence."""
-    known = {"", "runnable", "command: demo", "command: tests"}
-    assert {block.marker for page in pages() for block in page.blocks()} <= known
+    known = {"", "runnable", "command: demo", "command: tests", "run", "prints", "diff"}
+    walked = ("file: ", "append: ", "background: ")
+    markers = {block.marker for page in pages() for block in page.blocks()}
+    assert {marker for marker in markers if not marker.startswith(walked)} <= known
 
 
 @pytest.mark.parametrize("name", ["django_celery_safe", *modules])
@@ -146,7 +156,7 @@ def no_receivers_left() -> Iterator[None]:
 def world(
     on_commit_now: None, locks_in_memory: None, eager: Celery, no_receivers_left: None
 ) -> dict[str, Any]:
-    """What the examples take as given: a model with flags, a row of it, a task."""
+    """The names that the examples presuppose: a model with flags, a row of it, a task."""
     return {
         "User": User,
         "user": User.objects.create(),

@@ -27,7 +27,7 @@ WORKER = (
     *(sys.executable, "-m", "celery", "-A", "example_project", "worker", "--loglevel=INFO"),
     *("--concurrency=2", "--without-gossip", "--without-mingle", "--hostname=albums@%h"),
 )
-#: What every page promises the browser.
+#: Headers that every page sends to the browser.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -134,7 +134,7 @@ def _run(env: Mapping[str, str], *command: str) -> str:
 
 @dataclass
 class Answer:
-    """What the site answered, redirects followed."""
+    """The site's answer, redirects followed."""
 
     status: int
     path: str

@@ -137,7 +137,7 @@ def test_album_without_pictures_says_so(visitor: Visitor) -> None:
 
 
 def test_abort_and_resume(site: Site, visitor: Visitor) -> None:
-    """What was aborted before it began can be resumed; the page has the button that applies."""
+    """A run aborted before it began can be resumed; the page has the button that applies."""
     with nothing_begins(site):
         album = upload(visitor, "Stopped", ("one.jpg", jpeg("#884422")))
         page = visitor.get(album).text
@@ -192,7 +192,7 @@ def test_buttons_need_a_token_and_a_post(visitor: Visitor, button: str) -> None:
 def test_upload_is_refused(
     visitor: Visitor, files: list[tuple[str, bytes | None]], said: str
 ) -> None:
-    """What is no picture makes no album, and the form says which file it is."""
+    """A file that is no picture makes no album, and the form names the file."""
     out = BytesIO()
     Image.new("1", (8000, 6000)).save(out, "PNG")
     given = [(name, out.getvalue() if content is None else content) for name, content in files]

@@ -90,7 +90,7 @@ StageRun.objects.bulk_create(
     StageRun(pk=n, stages=1, created_at=now, stage_at=now) for n in range(1, 301)
 )
 StageStep.objects.bulk_create(
-    StageStep(run_id=n, stage=0, position=m, priority=1, task="t", task_id=f"{n}-{m}",
+    StageStep(run_id=n, stage=1, position=m, priority=1, task="t", task_id=f"{n}-{m}",
               status="succeeded" if m else "waiting")
     for n in range(1, 301) for m in range(3)
 )

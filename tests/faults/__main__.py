@@ -5,6 +5,9 @@ Without a scenario it lists them; a scenario's own options follow its name:
 ``python -m tests.faults locks --nemesis restart outbox --broken last-id --seed 3``.
 The exit status is 0 if all promises were kept, 1 if an oracle found a violation, as it must with
 --broken, and 2 if a run could not be done. All servers are private and started for the run.
+
+``all`` stands for every scenario and for every deliberate fault, in about an hour, or in five
+minutes with ``--form short``; there the status is 1 if a fault was not found.
 """
 
 import argparse
@@ -13,13 +16,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import django
 
+from tests.evidence.files import save
+from tests.faults.forms import FORMS, commands
 from tests.faults.lab import Lab
 from tests.faults.scenario import Plan, Scenario, option_name
 from tests.faults.verdict import print_verdict
@@ -29,16 +34,30 @@ from tests.servers.databases import Databases
 #: Exit statuses.
 CLEAN, VIOLATED, UNDONE = 0, 1, 2
 
+#: The name that stands for all runs of a form.
+ALL = "all"
+
+
+class Chosen(NamedTuple):
+    """A run that the command line asks for; its fault, if any, has to be found."""
+
+    scenario: Scenario
+    plan: Plan
+    to_be_found: bool = False
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the scenarios that the command line names; return the exit status."""
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
     django.setup()
-    common, chosen = parse(sys.argv[1:] if arguments is None else arguments)
+    typed = sys.argv[1:] if arguments is None else arguments
+    common, chosen = parse(typed)
     if not chosen:
         print_list()
-    statuses = [run(number, *one, common) for number, one in enumerate(chosen, 1)]
-    return max(statuses, default=CLEAN)
+    done = [run(number, one, common) for number, one in enumerate(chosen, 1)]
+    if common.save:
+        print(f"Saved in {save('faults', typed, [result for _, result in done])}.", file=sys.stderr)
+    return max((status for status, _ in done), default=CLEAN)
 
 
 def print_list() -> None:
@@ -54,12 +73,13 @@ def scenarios() -> dict[str, Scenario]:
     return {scenario.name: scenario for scenario in SCENARIOS}
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[tuple[Scenario, Plan]]]:
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Chosen]]:
     """Return the options for all scenarios, and each scenario that is named, with its plan."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults",
         description=__doc__,
-        usage="%(prog)s [SCENARIO [OPTION...]]... [--seed N] [--keep FOLDER] [--json]",
+        usage="%(prog)s [SCENARIO [OPTION...] | all [--form FORM]]... "
+        "[--seed N] [--keep FOLDER] [--json] [--save]",
         epilog="SCENARIO -h shows the options of a scenario.",
         add_help=False,
         allow_abbrev=False,
@@ -67,13 +87,20 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[tuple[Scen
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same plan")
     parser.add_argument("--keep", type=Path, help="folder for the files of each run's witnesses")
     parser.add_argument("--json", action="store_true", help="print one JSON object a scenario")
+    parser.add_argument("--save", action="store_true", help="write a file into docs/evidence")
     common, rest = parser.parse_known_args(arguments)
     known = scenarios()
-    groups = split(rest, known)
+    groups = split(rest, {*known, ALL})
     if groups[0]:
         parser.add_argument("-h", "--help", action="help")
         parser.parse_args(groups[0])
-    return common, [make_plan(known[name], options, common.seed) for name, *options in groups[1:]]
+    chosen: list[Chosen] = []
+    for name, *options in groups[1:]:
+        if name == ALL:
+            chosen += choose_all(options, known, common.seed)
+        else:
+            chosen.append(Chosen(*make_plan(known[name], options, common.seed)))
+    return common, chosen
 
 
 def split(arguments: Sequence[str], names: Container[str]) -> list[list[str]]:
@@ -84,6 +111,15 @@ def split(arguments: Sequence[str], names: Container[str]) -> list[list[str]]:
             groups.append([])
         groups[-1].append(argument)
     return groups
+
+
+def choose_all(options: Sequence[str], known: Mapping[str, Scenario], seed: int) -> list[Chosen]:
+    """Return the runs of a form, the long one unless another is named."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.faults {ALL}")
+    parser.add_argument("--form", choices=FORMS, default="long", help="default: %(default)s")
+    runs = commands(parser.parse_args(options).form, known)
+    plans = [make_plan(known[name], given, seed) for name, *given in runs]
+    return [Chosen(*each, to_be_found=bool(each[1].broken)) for each in plans]
 
 
 def make_plan(scenario: Scenario, options: Sequence[str], seed: int) -> tuple[Scenario, Plan]:
@@ -97,20 +133,26 @@ def make_plan(scenario: Scenario, options: Sequence[str], seed: int) -> tuple[Sc
     return scenario, plan
 
 
-def run(number: int, scenario: Scenario, plan: Plan, common: argparse.Namespace) -> int:
-    """Record and check the n-th run, print the verdict and return its exit status."""
+def run(number: int, chosen: Chosen, common: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Record and check the n-th run, print the verdict; return the exit status and the result."""
+    scenario, plan, to_be_found = chosen
+    planned = {"scenario": scenario.name, **shown(scenario, plan)}
     began = time.monotonic()
     try:
         history = record(f"{number}-{scenario.name}", scenario, plan, common.keep)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
-        return UNDONE
+        return UNDONE, {**planned, "error": repr(error)}
     seconds = round(time.monotonic() - began, 1)
     violations = scenario.oracle.check(history)
-    planned = {"scenario": scenario.name, **shown(scenario, plan)}
     result = {**planned, **scenario.oracle.count(history), "seconds": seconds}
+    if to_be_found:
+        checks = {each.check for each in violations}
+        result["found"] = bool(checks & set(scenario.variants[plan.broken]))
     print_verdict(result, violations, as_json=common.json)
-    return VIOLATED if violations else CLEAN
+    is_clean = result["found"] if to_be_found else not violations
+    measured = {"violations": len(violations), "measured": scenario.oracle.measure(history)}
+    return CLEAN if is_clean else VIOLATED, {**result, **measured}
 
 
 def record(name: str, scenario: Scenario, plan: Plan, keep: Path | None) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -141,15 +142,18 @@ class RabbitMQBroker(Broker):
 
     Args:
         server: Empty.
+        queue_type: The type of its queue: classic or quorum.
     """
 
-    def __init__(self, server: RabbitMQServer) -> None:
+    def __init__(self, server: RabbitMQServer, queue_type: str = "classic") -> None:
         self.server = server
+        self._queue_type = queue_type
 
     def settings(self) -> dict[str, Any]:
         return {
             "CELERY_BROKER_URL": self.server.url,
             "CELERY_BROKER_TRANSPORT_OPTIONS": {"confirm_publish": True},
+            "CELERY_TASK_DEFAULT_QUEUE_TYPE": self._queue_type,
         }
 
     def restart(self) -> None:
@@ -196,5 +200,12 @@ class FolderBroker(Broker):
             },
         }
 
+    def flush(self) -> None:
+        for message in self._messages():
+            message.unlink(missing_ok=True)
+
     def waiting(self) -> int:
-        return sum(1 for _ in (self.folder / "messages").glob(f"*.{QUEUE}.msg"))
+        return sum(1 for _ in self._messages())
+
+    def _messages(self) -> Iterator[Path]:
+        return (self.folder / "messages").glob(f"*.{QUEUE}.msg")

@@ -50,11 +50,22 @@ class WorkerNemesis(Nemesis):
         self._journal.write("killed", child=pid, what=what)
 
     def choose_child(self, among: Collection[int] | None = None) -> psutil.Process | None:
-        """Return some child of some worker; with ``among``, one of these ids."""
-        children = self.random.choice(self.workers).children()
-        if among is not None:
-            children = [child for child in children if child.pid in among]
-        return self.random.choice(children) if children else None
+        """
+        Return some child of some worker; None: there was none just now.
+
+        Args:
+            among: Ids of which it is to be one. No other process is looked at: what such a child
+                is inside of may end soon.
+        """
+        if among is None:
+            children = self.random.choice(self.workers).children()
+            return self.random.choice(children) if children else None
+        with suppress(psutil.NoSuchProcess):
+            child = psutil.Process(self.random.choice(sorted(among))) if among else None
+            # The id of a dead one may be that of somebody else's process by now.
+            if child is not None and child.ppid() in {worker.pid for worker in self.workers}:
+                return child
+        return None
 
     def kill_child(self, child: psutil.Process, what: str = "child") -> None:
         """Kill a child."""
@@ -70,10 +81,10 @@ class WorkerNemesis(Nemesis):
         if not self.may_kill(worker):
             worker.resume()
             return False
-        pids = [worker.pid, *(child.pid for child in worker.children())]
-        worker.kill()
-        for pid in pids:
+        # They do nothing any more, and it takes a second or two until all are gone.
+        for pid in (worker.pid, *(child.pid for child in worker.children())):
             self.record_kill(pid, "worker")
+        worker.kill()
         worker.start()
         return True
 

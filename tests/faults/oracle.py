@@ -15,7 +15,7 @@ class Shown(NamedTuple):
 
 
 class Violation(NamedTuple):
-    """Which check found a broken promise, and what it says about it."""
+    """A broken promise: the check that found it, and its text."""
 
     check: str
     text: str
@@ -36,10 +36,12 @@ class Oracle(Generic[HistoryType]):
     Args:
         count: Counts what happened, for readers.
         checks: Each yields a text for whatever violates it, and is named by its function.
+        measure: Returns lists of measured values by their names, for the saved files.
     """
 
     count: Callable[[HistoryType], Mapping[str, float]]
     checks: Sequence[Callable[[HistoryType], Iterable[str | Shown]]]
+    measure: Callable[[HistoryType], Mapping[str, Sequence[float]]] = lambda history: {}
 
     def check(self, history: HistoryType) -> list[Violation]:
         """Run every check and return all violations."""

@@ -1,13 +1,15 @@
 """Scenarios: each is a plan, a function that records a run of it, and an oracle."""
 
+import random
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tests.faults.lab import Lab
 from tests.faults.oracle import Oracle
+from tests.faults.rooms import Room
 from tests.processes import Journal
 
 
@@ -60,9 +62,26 @@ class Witness:
         return self.open("journal")
 
     @property
+    def trouble(self) -> Journal:
+        """The harms that were done: what was killed, paused, restarted or delivered twice."""
+        return self.open("trouble")
+
+    @property
+    def room(self) -> Room:
+        """The processes that are inside a task just now."""
+        return Room(self.folder / "inside")
+
+    @property
     def log(self) -> Path:
         """The log of the processes."""
         return self.folder / "processes.log"
+
+
+def draw_duration(chance: random.Random, durations: Sequence[tuple[float, int]]) -> float:
+    """Return how long a task takes, s: of durations with their weights, at least half of it."""
+    times, weights = zip(*durations, strict=True)
+    (longest,) = chance.choices(times, weights)
+    return chance.uniform(longest / 2, longest)
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,7 @@ class Scenario:
     Something that goes wrong on purpose, and what must hold all the same.
 
     Args:
-        name: As the command line has it.
+        name: Its name on the command line.
         summary: One line for the list of scenarios.
         plan: Its fields made by ``option`` are the options of the command line.
         record: Runs a plan in a lab and returns the history of what happened.

@@ -12,6 +12,7 @@ SUMMARIES = {
     "mails": "e-mails sent once, by a server that misbehaves, while children die",
     "stages": "runs of stages, messages twice, workers killed, the broker restarted",
     "carried": "tasks until they are done, while workers, relay and broker lose them",
+    "poison": "tasks that kill each process that runs them, among a thousand others",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from django_celery_safe.leases.holder import place_name
 from tests.faults import __main__ as runner
 from tests.faults.lab import Lab
 from tests.faults.locks.history import History
@@ -52,7 +53,7 @@ def found(
 
 
 def find(fault: str, folders: pytest.TempPathFactory) -> Found:
-    """Return what the oracle finds; what a run meets is chance, so it gets six of them."""
+    """Return the findings of the oracle in up to six runs, since each run depends on chance."""
     names: Found = set()
     for seed in range(6):
         with ServerPool() as servers, Lab(folders.mktemp(fault), servers.get, no_database) as lab:
@@ -84,10 +85,10 @@ def test_a_slow_answer_alone_breaks_nothing(lab: Lab) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("nemesis", ["pause", "restart"])
-def test_our_locks_keep_their_promises(nemesis: str, lab: Lab) -> None:
+@pytest.mark.parametrize(("nemesis", "limit"), [("pause", 1), ("restart", 1), ("restart", 3)])
+def test_our_locks_keep_their_promises(nemesis: str, limit: int, lab: Lab) -> None:
     """Nothing is wrong with our locks while processes stand still and Redis loses its memory."""
-    plan = replace(SHORT, operations=1000, processes=6, nemesis=nemesis, locks=None)
+    plan = replace(SHORT, operations=1000, processes=6, nemesis=nemesis, locks=None, limit=limit)
     history = record(replace(plan, span=(0.04, 0.15), at_least=6.0), lab)
     assert ORACLE.check(history) == []
     counts = ORACLE.count(history)
@@ -105,12 +106,17 @@ def at(moment: float) -> int:
 
 
 def acquire(
-    token: str, sent: float, lease: float, fence: int | None = None, process: int = 0
+    token: str,
+    sent: float,
+    lease: float,
+    fence: int | None = None,
+    process: int = 0,
+    place: int = 1,
 ) -> Record:
     """Return an acquisition whose answer took 1 ms, trusted until ``sent + lease``."""
     fence = int(sent) + 1 if fence is None else fence
     answer = (YES, token, fence, lease / 1000, at(lease - 1))
-    return Record(process, "acquire", "a", at(sent), at(sent + 1), *answer)
+    return Record(process, "acquire", place_name("a", place), at(sent), at(sent + 1), *answer)
 
 
 def act(
@@ -125,9 +131,9 @@ def refused(sent: float) -> Record:
     return Record(1, "acquire", "a", at(sent), at(sent + 1), NO, seconds=0.1)
 
 
-def violations_in(*records: Record, losses: list[MemoryLoss] | None = None) -> Found:
+def violations_in(*records: Record, **more: Any) -> Found:
     """Return what the checker finds in these records, but that there are too few."""
-    history = History(list(records), 2, grace=0.05, losses=losses or [])
+    history = History(list(records), 2, grace=0.05, idle=0.05, **more)
     names = ORACLE.found(history)
     assert "too little" in names
     return names - {"too little"}
@@ -144,6 +150,42 @@ def test_two_with_a_lock_are_found() -> None:
     assert violations_in(acquire("x", 0, 100), acquire("y", 100, 100)) == set()
 
 
+def test_more_than_the_limit_are_found() -> None:
+    """A lock with places has one holder for each, and no more places than its limit."""
+    first, second = acquire("x", 0, 100), acquire("y", 10, 100, place=2)
+    assert violations_in(first, second, limit=2) == set()
+    assert violations_in(first, second) == {"too many holders"}
+    same = acquire("z", 20, 100, place=2)
+    assert violations_in(first, second, same, limit=2) == {"two holders"}
+    third = acquire("z", 20, 100, place=3)
+    assert violations_in(first, second, third, limit=2) == {"too many holders"}
+    assert violations_in(first, second, third, limit=2, losses=loss(5)) == set()
+    assert violations_in(first, act("release", "x", 15), second, third, limit=2) == set()
+    at_other_lock = third._replace(lock="b:place:3")
+    assert violations_in(first, second, at_other_lock, limit=2) == set()
+
+
+def test_a_refusal_needs_as_many_holders_as_there_are_places() -> None:
+    """A lock is refused only while all of its places may be held."""
+    first, second = acquire("x", 0, 20), acquire("y", 0, 60, place=2, fence=9)
+    assert violations_in(first, second, refused(65), limit=2) == set()
+    assert violations_in(first, second, refused(85), limit=2) == {"refusals without a holder"}
+    assert violations_in(first, refused(10), limit=2) == {"refusals without a holder"}
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_wait_for_a_place_that_is_free_is_found(limit: int) -> None:
+    """A waiter has a place within the grace after one is free, if its process runs."""
+    held = [acquire(f"x{place}", 0, 20, fence=place, place=place) for place in range(1, limit + 1)]
+    late = acquire("y", 5, 90)._replace(returned=at(190), process=1)
+    soon = late._replace(returned=at(160))
+    assert violations_in(*held, late, limit=limit) == {"idle places"}
+    assert violations_in(*held, late, limit=limit, losses=loss(100)) == set()
+    assert violations_in(*held, soon, limit=limit) == set()
+    paused = [Pause(1, at(100), at(120))]
+    assert violations_in(*held, late, limit=limit, pauses=paused) == set()
+
+
 def test_a_promise_ends_with_the_request_to_release() -> None:
     """From the request to release on its holder does not count as trusted."""
     released = act("release", "x", 20)
@@ -158,14 +200,17 @@ def test_locks_of_two_names_do_not_meet() -> None:
 
 
 def test_a_shorter_lease_replaces_a_longer_one() -> None:
-    """Who asks for a shorter lease gives up what it was promised, as it is told."""
+    """A holder that asks for a shorter lease gives up the longer one."""
     shorter = act("extend", "x", 10, left=20, seconds=0.02)
     assert violations_in(acquire("x", 0, 100), shorter, acquire("y", 31, 60)) == set()
     assert violations_in(acquire("x", 0, 100), shorter, acquire("y", 29, 60)) == {"two holders"}
+    lost = act("extend", "x", 10, "LockLost", seconds=0.02)._replace(returned=at(99))
+    assert violations_in(acquire("x", 0, 100), lost, acquire("y", 31, 60)) == set()
+    assert violations_in(acquire("x", 0, 100), lost, acquire("y", 28, 60)) == {"two holders"}
 
 
 def test_a_longer_lease_counts_from_its_answer() -> None:
-    """What an extended lease promises must be kept too."""
+    """The promise of an extended lease must be kept too."""
     longer = act("extend", "x", 10, left=98, seconds=0.1)
     assert violations_in(acquire("x", 0, 50), longer, acquire("y", 60, 60)) == {"two holders"}
 
@@ -213,7 +258,7 @@ def test_memory_loss_excuses_what_it_explains() -> None:
         act("ensure", "x", 50, "LockLost"),
         act("extend", "x", 50, "LockLost", seconds=0.1),
         act("look", "x", 50, NO),
-        act("write", "x", 50, NO, fence=1, place=1),
+        act("write", "x", 50, NO, fence=1, number=1),
     ],
     ids=lambda broken: broken.action,
 )
@@ -249,8 +294,8 @@ def test_a_fence_is_given_once() -> None:
 def test_an_older_write_is_found() -> None:
     """A write is not accepted after one with a newer fence."""
     first, second = acquire("x", 0, 10, fence=5), acquire("y", 20, 10, fence=6)
-    newer = act("write", "y", 22, fence=6, place=1)
-    older = act("write", "x", 24, fence=5, place=2)
+    newer = act("write", "y", 22, fence=6, number=1)
+    older = act("write", "x", 24, fence=5, number=2)
     assert violations_in(first, second, newer, older) == {"older writes"}
     assert violations_in(first, second, newer, older._replace(outcome=NO)) == set()
 
@@ -258,20 +303,20 @@ def test_an_older_write_is_found() -> None:
 def test_a_write_of_an_older_acquisition_is_found() -> None:
     """A fence that is larger only by a fault does not make an older acquisition newer."""
     first, second = acquire("x", 0, 10, fence=6), acquire("y", 20, 10, fence=5)
-    newer = act("write", "y", 22, fence=5, place=1)
-    older = act("write", "x", 24, fence=6, place=2)
+    newer = act("write", "y", 22, fence=5, number=1)
+    older = act("write", "x", 24, fence=6, number=2)
     found = violations_in(first, second, newer, older)
     assert found == {"older writes", "unordered fences"}
 
 
 def test_a_missing_write_is_found() -> None:
     """Every write that the resource counted must be in the records."""
-    write = act("write", "x", 2, fence=1, place=2)
+    write = act("write", "x", 2, fence=1, number=2)
     assert violations_in(acquire("x", 0, 10), write) == {"incomplete answers"}
 
 
 def test_a_refusal_needs_a_holder() -> None:
-    """Nobody is refused when every lease that may have been is over, and the grace with it."""
+    """No request is refused once every possible lease and the grace are over."""
     held = acquire("x", 0, 20)
     assert violations_in(held, refused(71)) == set()
     assert violations_in(held, refused(72)) == {"refusals without a holder"}
@@ -282,13 +327,13 @@ def test_a_refusal_needs_a_holder() -> None:
 
 
 def test_an_acquisition_without_an_answer_may_be_a_holder() -> None:
-    """Who was not answered may have acquired the lock all the same."""
+    """A process that got no answer may have acquired the lock all the same."""
     unknown = refused(0)._replace(outcome="LockBackendError")
     assert violations_in(unknown, refused(90)) == set()
 
 
 def test_an_answer_is_complete() -> None:
-    """Who acquires has a token of its own and a fence."""
+    """An acquisition has a token of its own and a fence."""
     assert violations_in(acquire("x", 0, 10)._replace(token=None)) == {"incomplete answers"}
     assert violations_in(acquire("x", 0, 10)._replace(fence=None)) == {"incomplete answers"}
     twice = violations_in(acquire("x", 0, 10), acquire("x", 20, 10))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.core.mail import EmailMessage, get_connection
+from django.core.mail import EmailMessage
+from django.core.mail.backends.smtp import EmailBackend
 
 from django_celery_safe.idempotency.flags import Guarantee
 from tests.faults.lab import Lab
@@ -37,7 +38,7 @@ CROWDED = replace(SHORT, users=24, copies=6)
 
 @pytest.mark.long
 def test_at_most_once_sends_nobody_two(lab: Lab) -> None:
-    """Nobody gets a second e-mail, and who met neither fault nor kill got one."""
+    """No user gets a second e-mail, and a user without a fault or a kill got one."""
     history = record(replace(SHORT, guarantee="at_most_once"), lab)
     assert ORACLE.check(history) == []
     assert max(map(len, history.mails.values())) == 1
@@ -65,9 +66,9 @@ def test_doubles_without_a_cause_are_found(fault: str, lab: Lab) -> None:
 
 def send_mail(server: MailServer, timeout: float = EMAIL_TIMEOUT) -> None:
     """Send one e-mail."""
-    backend = "django.core.mail.backends.smtp.EmailBackend"
-    connection = get_connection(backend, host=HOST, port=server.port, timeout=timeout)
-    EmailMessage("Welcome", "the-run", to=["1@example.org"], connection=connection).send()
+    # With an alias, because since Django 6.1 a backend has one.
+    backend = EmailBackend(alias="default", host=HOST, port=server.port, timeout=timeout)
+    backend.send_messages([EmailMessage("Welcome", "the-run", to=["1@example.org"])])
 
 
 def server_that(behaviour: Behaviour, folder: Path) -> MailServer:
@@ -176,7 +177,7 @@ def history_of(
     Return the history of user 1.
 
     Args:
-        mails: Runs whose e-mails were taken, and what the server did; unset: of all runs.
+        mails: Runs whose e-mails were taken, and the server's answers; unset: all runs.
     """
     history = History(replace(CALM, guarantee=guarantee), flags={1: True})
     history.runs = {run.id: run for run in runs}
@@ -235,9 +236,9 @@ def test_a_double_with_a_cause_is_in_order(cause: str, history: History) -> None
         # It failed for another reason, or too soon.
         history_of(failed_run("1-a", "SMTPConnectError", took=PATIENCE), LATER),
         history_of(failed_run("1-a", took=PATIENCE - 1), LATER),
-        # Of three, one with a cause.
+        # Three e-mails, one with a cause.
         history_of(good_run("3-c"), failed_run("1-a"), LATER, mails={**DROP, "3-c": "accepted"}),
-        # Of no run that is known.
+        # An e-mail of an unknown run.
         history_of(LATER, mails={"9-z": "accepted", "2-b": "accepted"}),
     ],
 )
@@ -248,7 +249,7 @@ def test_a_double_without_a_cause_is_found(history: History) -> None:
 
 
 def test_a_needless_send_is_found() -> None:
-    """Nobody may begin to send after a good one began, even if that send fails."""
+    """No run may begin to send after a good one began, even if its send fails."""
     late = replace(failed_run("2-b"), begun=12)
     assert wrong(history_of(good_run(), late, mails=ONE)) == {"needless sends"}
     early = replace(late, begun=10)

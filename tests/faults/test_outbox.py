@@ -18,14 +18,14 @@ SHORT = Plan(
     random_kills=1,
     troubles=("killed",),
     pause=0.2,
-    patience=20,
+    patience=60,
     quiet=30,
-    at_most=40,
+    at_most=150,
 )
 
 ON_RABBITMQ = replace(SHORT, broker="rabbitmq", random_kills=0, troubles=("stopped",))
 
-#: The same where tasks are lost on purpose: nobody waits for them for long.
+#: The same where tasks are lost on purpose, with a short wait for them.
 LOSING = replace(SHORT, troubles=(), quiet=4)
 
 #: One in which nothing goes wrong but what is broken on purpose.
@@ -59,7 +59,7 @@ def test_a_relay_that_remembers_the_last_id_is_found(lab: Lab) -> None:
 
 @pytest.mark.long
 def test_a_relay_that_deletes_before_it_sends_is_found(lab: Lab) -> None:
-    """What it had deleted when it was killed is lost, and the outbox is empty."""
+    """A relay that deletes first loses its messages when it is killed, and the outbox is empty."""
     history = record(replace(LOSING, broken="delete-first"), lab)
     assert "lost tasks" in ORACLE.found(history)
     assert history.left == []

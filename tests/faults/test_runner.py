@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.evidence import files
 from tests.faults import __main__ as runner
 from tests.faults import scenarios
+from tests.faults.forms import FORMS, SMALL
 from tests.faults.lab import Lab
 from tests.faults.oracle import Oracle, Shown, Violation
 from tests.faults.scenario import Plan, Scenario
@@ -91,7 +93,7 @@ def test_a_wrong_command_line_runs_nothing(
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_the_options_are_the_plan(scenario: Scenario) -> None:
     """The same command line gives the same plan, and another seed another one."""
-    plans = [runner.parse([scenario.name, "--seed", seed])[1][0][1] for seed in "112"]
+    plans = [runner.parse([scenario.name, "--seed", seed])[1][0].plan for seed in "112"]
     assert plans[0] == plans[1] == scenario.plan(seed=1)
     assert plans[2] == scenario.plan(seed=2)
 
@@ -101,6 +103,41 @@ def test_each_fault_is_looked_for_by_a_check(scenario: Scenario) -> None:
     """A variant names checks that the oracle has."""
     checks = {check.__name__.replace("_", " ") for check in scenario.oracle.checks}
     assert {name for names in scenario.variants.values() for name in names} <= checks
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_stands_for_each_scenario_and_its_faults(form: str) -> None:
+    """Each run of a form is one that the command line takes, and a fault in it is to be found."""
+    _, chosen = runner.parse(["all", "--form", form, "--seed", "7"])
+    assert {one.scenario.name for one in chosen} == {one.name for one in SCENARIOS}
+    assert {one.plan.seed for one in chosen} == {7}
+    faults = {(one.scenario.name, one.plan.broken) for one in chosen if one.to_be_found}
+    each = {(one.name, fault) for one in SCENARIOS for fault in one.variants}
+    assert faults == each if form == "long" else faults < each
+
+
+@pytest.mark.parametrize(("numbers", "status"), [((1, 2), 0), ((1, 3), 1)])
+def test_all_saves_what_was_found(
+    numbers: tuple[int, ...],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """There the status is that of a fault that was found or not, and a file keeps it."""
+    monkeypatch.setattr(scenarios, "SCENARIOS", (make_scenario(*numbers),))
+    monkeypatch.setitem(FORMS, "short", ())
+    monkeypatch.setitem(SMALL, "numbers", "")
+    monkeypatch.setattr(files, "FOLDER", tmp_path)
+    for _ in range(2):
+        assert runner.main(["all", "--form", "short", "--save", "--seed", "3"]) == status
+    evidence, second = files.load("faults", tmp_path)
+    assert evidence.results == second.results
+    assert evidence.command == "python -m tests.faults all --form short --save --seed 3"
+    (result,) = evidence.results
+    assert (result["--broken"], result["found"]) == ("odd", status == 0)
+    assert result["violations"] == 1 - status
+    assert evidence.versions["Redis"]
 
 
 def test_the_verdict_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

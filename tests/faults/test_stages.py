@@ -23,10 +23,10 @@ SHORT = Plan(
     worker_kills=0,
     restarts=0,
     quiet=3.5,
-    at_most=90,
+    at_most=220,
 )
 
-#: One in which nothing goes wrong but what is broken on purpose.
+#: A plan without faults, except for the part that is broken on purpose.
 CALM = replace(
     SHORT,
     runs=5,
@@ -70,7 +70,7 @@ FIRST, SECOND = Execution(1, 7, 10, 0, 20), Execution(2, 7, 30, 1, 40)
 
 
 def history_of(*executions: Execution, **changes: Any) -> History:
-    """Return the history of a run with these executions; unset: of one that went well."""
+    """Return the history of a run with these executions; without any, of one that went well."""
     history = History(
         replace(CALM, runs=1, stages=2, steps=1),
         runs={1: Run("succeeded", frozenset({"0.0", "1.0"}))},

@@ -76,7 +76,7 @@ def test_an_overlap_is_found(until: str) -> None:
 
 @pytest.mark.parametrize("runs", [[], [Run("a", 11, 20, "retried")]])
 def test_a_lost_task_is_found(until: str, runs: list[Run]) -> None:
-    """What was published must run, and if it is retried, run again."""
+    """A published task must run, and run again if it is retried."""
     assert "lost tasks" in found(story_of(until, runs=runs))
 
 
@@ -89,7 +89,7 @@ def test_work_that_nobody_saw_is_found() -> None:
 
 
 def test_a_duplicate_of_what_is_over_is_found() -> None:
-    """Until the end, a send is no duplicate of a task whose locks have been given back."""
+    """Until the end, a send is not a duplicate of a task whose locks have been given back."""
     sends = [send("a", 0, "end"), send("b", 23, "end", duplicate_of="a")]
     assert found(story_of("end", sends=sends)) == {"swallowed sends"}
 

@@ -40,7 +40,7 @@ def writing(self: Any, room: str) -> Any:
 @shared_task(base=SafeTask, bind=True, max_retries=5)
 @idempotent
 def repeating(self: Any, room: str) -> int:
-    """Retry twice without delay; nobody may wait for the lease, which is long."""
+    """Retry twice without delay; no attempt may wait for the lease, which is long."""
     with Room(Path(room)).entered(self):
         if self.request.retries < 2:
             raise self.retry(countdown=0)

@@ -14,10 +14,10 @@ from typing import Any, Final
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DatabaseError, connections, transaction
-from django.db.models.functions import Now
 from psycopg import sql
 
 from django_celery_safe import AlreadyClaimed, ClaimLost, IdempotencyError, idempotent
+from django_celery_safe.databases import Now
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.signals import claim_failed, claim_finished, claim_lost
 from tests.app.models import Person
@@ -108,7 +108,7 @@ def kill_holder(alias: str, gate: Path, way: str) -> None:
 def test_a_killed_holder_is_followed_after_its_lease(
     kind: Any, make_database: MakeDatabase, tmp_path: Path
 ) -> None:
-    """What a killed process was doing is free when its lease is over, and not before."""
+    """The work of a killed process is free when its lease is over, and not before."""
     alias = make_database(kind)
     kill_holder(alias, tmp_path / "gate", "finish")
     ends_at: datetime = record_of(alias).ends_at
@@ -218,7 +218,7 @@ def test_stricter_isolation_makes_no_other_errors(
     step: Callable[[Any], None], ending: str | None, level: str,
     postgres_alias: str, postgres_server: PostgresServer,
 ) -> None:  # fmt: skip
-    """Who claims at the same moment, and is second, is told what the other claims or has done."""
+    """The second of two claims at one moment reports the other's claim or result."""
     set_default(postgres_server, postgres_alias, "default_transaction_isolation", level)
     connections[postgres_alias].close()
     records = IdempotencyRecord.objects.using(postgres_alias)
@@ -344,7 +344,7 @@ def test_a_failure_that_cant_be_noted_is_no_loss(
         raise ValueError("of the work")
     assert told == []
     assert record_of(postgres_alias).state == "running"
-    assert "can't be noted; it is free when its lease is over" in caplog.text
+    assert "failed; it is free when its lease is over" in caplog.text
 
 
 def test_a_failure_is_noted_by_a_new_connection(
@@ -376,6 +376,7 @@ def test_what_was_committed_is_done_though_the_connection_breaks(
             claim.finish("stored")
         end_sessions(postgres_server, postgres_alias)
     assert [event["signal"] for event in told] == [claim_finished]
+    connections[postgres_alias].close()  # it broke under the caller, and nobody has asked since
     assert result_of_repeat(postgres_alias) == "stored"
     assert record_of(postgres_alias).claims == 1
 
@@ -383,7 +384,7 @@ def test_what_was_committed_is_done_though_the_connection_breaks(
 def test_a_database_that_can_only_be_read_for_a_while_is_asked_again(
     postgres_alias: str, postgres_server: PostgresServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after a failover to a server that is about to take writes: it is asked anew."""
+    """The statement is repeated, as after a failover to a server that will soon take writes."""
 
     def let_write(allowed: bool) -> None:
         value = "off" if allowed else "on"
@@ -486,7 +487,7 @@ def test_a_database_that_is_away_begins_nothing(
 def test_an_error_while_the_database_is_away_comes_through(
     postgres_alias: str, postgres_server: PostgresServer
 ) -> None:
-    """The work's own error leaves the block although its failure can't be noted."""
+    """The work's own error leaves the block although its failure can't be recorded."""
     try:
         with (
             pytest.raises(ValueError, match="of the work"),
@@ -496,7 +497,7 @@ def test_an_error_while_the_database_is_away_comes_through(
             raise ValueError("of the work")
     finally:
         postgres_server.start()
-    # As Celery and Django do between two tasks, or requests.
+    # Celery and Django do that between two tasks, or requests.
     connections[postgres_alias].close_if_unusable_or_obsolete()
     wait_for(lambda: try_once(postgres_alias, "of the second"), 30, "it was not freed")
 
@@ -565,7 +566,7 @@ def test_an_answer_that_gets_lost_does_not_lose_the_claim(
 def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(
     gateway: tuple[str, str, Gateway],
 ) -> None:
-    """Who does not know whether it has the claim does nothing, and another does it later."""
+    """A process that does not know whether it has the claim does nothing; another works later."""
     direct, through, way = gateway
     connections[through].ensure_connection()
     # The look that comes first is answered: this is the claim's own.

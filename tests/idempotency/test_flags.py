@@ -1,4 +1,4 @@
-"""do_once on one connection: what it yields, sets, refuses and says."""
+"""do_once on one connection: its rows, its flags and its errors."""
 
 import logging
 import pickle
@@ -79,7 +79,7 @@ def test_a_failed_block_is_not_done(person: Person, error: Exception) -> None:
 
 
 def test_only_the_flag_is_saved(person: Person) -> None:
-    """What the block changes on the row and does not save is not saved."""
+    """Changes of the row that the block does not save are not saved."""
     with Person.do_once(person.pk, "is_welcome_email_sent") as row:
         assert row is not None
         row.email = "unsaved@example.org"
@@ -235,7 +235,7 @@ def test_any_primary_key_will_do(model: Any, pk: object, flag: str, db: None) ->
 
 
 def test_a_base_manager_that_hides_rows_hides_none_here(db: None) -> None:
-    """Neither the default manager nor the base manager of the model is asked."""
+    """do_once uses neither the default manager nor the base manager of the model."""
     guest = Guest.everyone.create()
     assert not Guest._base_manager.exists()
     with Guest.do_once(guest.pk, "is_greeted") as row:
@@ -337,7 +337,7 @@ def test_a_wish_to_run_again_is_an_error_under_at_most_once(
     """Retry, and Reject that gives the message back, would find the flag set: both are errors."""
     with (
         hearing(once_failed) as failures,
-        pytest.raises(IdempotencyError, match="asked to be run again") as caught,
+        pytest.raises(IdempotencyError, match="asked for a retry") as caught,
         Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once"),
     ):
         raise wish

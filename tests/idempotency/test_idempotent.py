@@ -1,4 +1,4 @@
-"""idempotent on one connection: what it yields, returns, stores, refuses and says."""
+"""idempotent on one connection: its claims, its stored results and its errors."""
 
 import functools
 import inspect
@@ -18,7 +18,6 @@ import pytest
 from celery import Celery, Task, shared_task
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 from django.db import transaction
-from django.db.models.functions import Now
 from django.test import TestCase
 from pytest_django import Settings
 
@@ -34,10 +33,12 @@ from django_celery_safe import (
     idempotent,
     single_instance,
 )
-from django_celery_safe.idempotency.claim import Claim
+from django_celery_safe.databases import Now
+from django_celery_safe.idempotency.claim import RecordClaim
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.signals import claim_failed, claim_finished, claim_lost, claim_repeated
 from tests.conftest import MakeDatabase
+from tests.kinds import LATER_MARIADB
 from tests.sending.conftest import hearing
 from tests.servers.databases import registered, sqlite_settings
 
@@ -60,7 +61,7 @@ def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[tupl
     return work, calls
 
 
-# As a context manager.
+# The context manager.
 
 
 def test_the_block_is_done_once(db: None) -> None:
@@ -102,7 +103,7 @@ def test_what_failed_is_done_by_the_next(error: BaseException, db: None) -> None
 
 
 def test_an_error_after_finish_leaves_it_done(db: None) -> None:
-    """What was finished outside atomic() is done, whatever happens after that."""
+    """Work that was finished outside atomic() is done, even if the block raises after that."""
     with pytest.raises(ValueError, match="no"), idempotent("invoice:1") as claim:
         claim.finish(1)
         raise ValueError("no")
@@ -158,7 +159,7 @@ def test_one_object_serves_one_block_at_a_time(db: None) -> None:
 def test_a_block_needs_a_text_as_its_key(key: Any, db: None) -> None:
     """Only the decorator has arguments, from which a key could be made."""
     with (
-        pytest.raises(ConfigurationError, match="needs a text that is not empty"),
+        pytest.raises(ConfigurationError, match="needs a string, not empty"),
         idempotent(key=key),
     ):
         pytest.fail("the block ran")
@@ -167,7 +168,7 @@ def test_a_block_needs_a_text_as_its_key(key: Any, db: None) -> None:
 
 def test_a_block_needs_a_key(db: None) -> None:
     """Without any key, or with None, nothing would stand for the work."""
-    with pytest.raises(ConfigurationError, match="needs a text"), idempotent():
+    with pytest.raises(ConfigurationError, match="needs a string"), idempotent():
         pytest.fail("the block ran")
     with pytest.raises(ConfigurationError, match="key=None"):
         idempotent(key=None)  # type: ignore[call-overload]
@@ -178,7 +179,7 @@ def test_a_block_needs_a_key(db: None) -> None:
 def test_a_key_that_was_not_filled_in_is_refused(db: None) -> None:
     """In a block nothing fills the key in, so a forgotten f is found."""
     with (
-        pytest.raises(ConfigurationError, match="Write it as an f-string"),
+        pytest.raises(ConfigurationError, match="Write the key as an f-string"),
         idempotent("invoice:{number}"),
     ):
         pytest.fail("the block ran")
@@ -202,7 +203,7 @@ def test_a_repeat_that_does_not_ask_is_warned_of(db: None) -> None:
     with idempotent("invoice:1"):
         pass
     with (
-        pytest.warns(RuntimeWarning, match="'invoice:1' was done before, and did not ask") as told,
+        pytest.warns(RuntimeWarning, match="'invoice:1' was already done") as told,
         idempotent("invoice:1"),
     ):
         pass
@@ -220,7 +221,7 @@ def test_an_error_in_a_repeat_comes_through(db: None) -> None:
         assert (bool(claim), claim.result) == (False, 1)
 
 
-# What a claim can do.
+# Methods of a claim.
 
 
 def test_a_claim_is_finished_once(db: None) -> None:
@@ -271,7 +272,7 @@ def test_a_lost_claim_does_not_finish(taken: bool, db: None) -> None:
 
 
 def test_an_error_of_a_lost_claim_changes_nothing(db: None) -> None:
-    """Who lost its claim can't note its failure over the claim of another."""
+    """A process that lost its claim can't record its failure over another's claim."""
     with (
         hearing(claim_lost) as losses,
         hearing(claim_failed) as failures,
@@ -313,7 +314,7 @@ RESULTS: Final[list[Any]] = [
 
 @pytest.mark.parametrize("result", RESULTS, ids=repr)
 def test_a_repeat_gets_the_result(result: Any, db: None) -> None:
-    """What kombu's JSON carries comes back with its type, None and what is false too."""
+    """Each value of kombu's JSON comes back with its type, even None and other false ones."""
     work, calls = counted(lambda number, currency: result)
     once = idempotent(work)
     assert once(1) == result
@@ -333,7 +334,7 @@ def test_work_whose_result_can_not_be_kept_is_done(result: Any, db: None) -> Non
     once = idempotent(work)
     with hearing(claim_finished) as ends, hearing(claim_failed) as failures:
         for _ in range(3):
-            with pytest.raises(ResultNotStored, match="can't be kept"):
+            with pytest.raises(ResultNotStored, match="can't be stored"):
                 once(1)
     assert len(calls) == 1
     assert (len(ends), failures) == (1, [])
@@ -361,7 +362,7 @@ def test_the_longest_result_is_kept(db: None) -> None:
         assert (bool(claim), claim.result) == (False, LONG[2:])
 
 
-# As a decorator.
+# The decorator.
 
 
 @pytest.mark.parametrize(
@@ -561,7 +562,7 @@ class Letter(Parcel):
 
 
 @idempotent(key="{order}")
-def note(task: Task[Any, Any], order: int) -> str:
+def note(task: "Task[Any, Any]", order: int) -> str:
     """Return what was done."""
     return "noted"
 
@@ -773,14 +774,14 @@ class Odd:
         raise AttributeError("no form\0 for \ud800")
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+@pytest.mark.parametrize("kind", ["sqlite", "postgres", LATER_MARIADB])
 @pytest.mark.parametrize(
     "result", [Odd(), {"__type__": "invoice", "__value__": 5}], ids=["raises", "can't be read back"]
 )
 def test_a_result_that_json_fails_at_is_not_done_again(
     result: Any, kind: Any, make_database: MakeDatabase
 ) -> None:
-    """Whatever is wrong with the result, the work is done, and each call is told."""
+    """The work is done even if its result can't be stored, and each call raises."""
     work, calls = counted(lambda number, currency: result)
     once = idempotent(key="{number}", using=make_database(kind))(work)
     for _ in range(2):
@@ -818,7 +819,7 @@ def test_a_time_limit_while_the_result_is_written_down_stays_one(way: str, db: N
 
 def test_an_interruption_before_the_block_leaves_no_claim_behind(db: None) -> None:
     """At whatever line a time limit hits, the code that runs then works under no claim."""
-    code = inspect.unwrap(Claim.working).__code__
+    code = inspect.unwrap(RecordClaim.working).__code__
     before = sys.gettrace()
     for number in itertools.count(1):
         left = number
@@ -861,14 +862,14 @@ def test_a_methods_other_arguments_are_noticed(db: None) -> None:
         Shop().order(1, "USD")
 
 
-# What is refused at once.
+# Mistakes that are refused at once.
 
 
 @pytest.mark.parametrize("field", ["{pk}", "{user.pk}", "{user[pk]}", "{n:03}", "{n!r}", "{ünit}"])
 def test_a_forgotten_f_string_is_refused(field: str, db: None) -> None:
     """A field in the key of a block would be the same for all."""
     with (
-        pytest.raises(ConfigurationError, match="Write it as an f-string"),
+        pytest.raises(ConfigurationError, match="Write the key as an f-string"),
         idempotent(f"a:{field}"),
     ):
         pytest.fail("the block ran")

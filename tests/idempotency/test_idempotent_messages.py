@@ -1,4 +1,4 @@
-"""What a message of an idempotent task does, without a worker."""
+"""Messages of idempotent tasks, without a worker."""
 
 import threading
 import time
@@ -12,7 +12,6 @@ import pytest
 from celery import Task
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 from django.db import OperationalError, connections
-from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
 from pydantic import BaseModel
 from pytest_django import Settings
@@ -28,6 +27,7 @@ from django_celery_safe import (
     iter_locks,
     single_instance,
 )
+from django_celery_safe.databases import Now
 from django_celery_safe.delivery import copies
 from django_celery_safe.events import TASK_OWN_COPY
 from django_celery_safe.idempotency.record_table import read_claim
@@ -41,13 +41,14 @@ from tests.conftest import MakeDatabase
 from tests.idempotency.test_flags_race import end_sessions
 from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
+from tests.versions import IS_CELERY_57
 
 __all__ = ["mailbox"]
 
 NAME: Final = "tests.ordering"
-#: What is left of the lease of somebody who works on it, s.
+#: Time left of the lease of the other process that does the work, s.
 LEASE: Final = 20
-#: Who that is.
+#: The token of that process.
 TOKEN: Final = "0123456789abcdef" * 2
 
 
@@ -253,7 +254,7 @@ def test_without_a_message_it_is_an_error(way: Callable[..., Any], ordering: Ord
 
 
 def test_a_block_in_a_task_lets_the_message_come_back(mailbox: Mailbox, db: None) -> None:
-    """What stands before the block is done again; the block gets the other's result."""
+    """The code before the block runs again; the block gets the other's result."""
     steps: list[str] = []
 
     def work(number: int) -> Any:
@@ -395,7 +396,7 @@ def test_a_copy_of_a_claim_that_meets_the_lock_is_not_lost(
 
 
 def test_a_retry_of_a_copy_is_no_copy(mailbox: Mailbox, db: None, locks_in_memory: None) -> None:
-    """What a run that was a copy sends by itself does not carry the copy's token."""
+    """Messages that the run of a copy sends do not carry the copy's token."""
 
     def work(task: Any, number: int) -> str:
         with idempotent(f"{NAME}:{number}"):
@@ -415,8 +416,7 @@ def test_a_retry_of_a_copy_is_no_copy(mailbox: Mailbox, db: None, locks_in_memor
     ordering.records.update(ends_at=Now() - timedelta(seconds=1))
     assert mailbox.deliver(copy).state == "RETRY"
     retry = mailbox.take_one()
-    assert "key" in retry.ours
-    assert "claim_copy" not in retry.ours
+    assert retry.ours == {}
     assert mailbox.deliver(retry) == ("SUCCESS", "done")
     assert notes() == []
 
@@ -485,7 +485,7 @@ def test_a_retry_after_a_connection_broke_does_it_at_once(
 
 
 def test_a_retry_does_it(mailbox: Mailbox, db: None) -> None:
-    """What self.retry() sends finds the work not done, and does it."""
+    """The message of self.retry() finds the work not done, and does it."""
 
     def retry_twice(task: Any) -> str:
         if task.request.retries < 2:
@@ -505,7 +505,7 @@ def test_a_retry_does_it(mailbox: Mailbox, db: None) -> None:
 
 
 def test_autoretry_does_it(mailbox: Mailbox, db: None) -> None:
-    """What autoretry_for sends does it too, and a last failure leaves it for others."""
+    """A message of autoretry_for does the work too; after a last failure another call may."""
 
     def fail(task: Any) -> str:
         raise ValueError("no")
@@ -591,7 +591,7 @@ def test_its_keys_are_those_of_single_instance(
 
 
 class Feed(BaseModel):
-    """What a pydantic task gets."""
+    """The argument of a pydantic task."""
 
     url: str
     limit: int = 10
@@ -611,7 +611,8 @@ def test_a_pydantic_task_is_done_once(mailbox: Mailbox, db: None) -> None:
     message = mailbox.take_one()
     assert mailbox.deliver(message).value == "u"
     assert mailbox.deliver(message).value == "u"
-    assert task(Feed(url="u", limit=10)) == "u"
+    if IS_CELERY_57:
+        assert task(Feed(url="u", limit=10)) == "u"
     assert len(runs) == 1
     assert isinstance(runs[0], Feed)
 

@@ -23,6 +23,7 @@ from tests.idempotency import tasks
 from tests.processes import CeleryWorker
 from tests.sending.conftest import connections_of_this_module
 from tests.servers import RedisServer
+from tests.versions import needs_quick_redelivery
 from tests.worker.rooms import Room
 from tests.worker.test_own_copy import PATIENCE, VISIBILITY_TIMEOUT, Broker
 
@@ -123,6 +124,7 @@ def _all_at_once(live: object, dead: object, open_end: object) -> None:
     """Let the stories happen at the same time, whichever test comes first."""
 
 
+@needs_quick_redelivery
 def test_a_live_holder(live: tuple[Delivery, str], broker: Broker, shop: str) -> None:
     """Delivered again and again while it runs, it is done once, and all get its result."""
     delivery, second = live
@@ -145,7 +147,7 @@ def test_a_live_holder(live: tuple[Delivery, str], broker: Broker, shop: str) ->
 
 
 def test_a_dead_holder(dead: Delivery, broker: Broker) -> None:
-    """What a killed process was doing is done by a redelivery when the lease is over."""
+    """A redelivery does the work of a killed process when its lease is over."""
     room = dead.room
     assert result_of(dead.id) == [dead.id, 0]
     first, second = room.runs()
@@ -158,7 +160,7 @@ def test_a_dead_holder(dead: Delivery, broker: Broker) -> None:
 
 
 def test_a_holder_killed_before_its_commit(open_end: Delivery, broker: Broker, shop: str) -> None:
-    """What was written and finished in one transaction is there once."""
+    """Rows that were written and finished in one transaction are there once."""
     room = open_end.room
     assert result_of(open_end.id) in ([open_end.id, 0], "written")
     room.until(lambda: not broker.count()[open_end.id], "messages are left over", PATIENCE)

@@ -10,13 +10,14 @@ from typing import Any, Final
 import pytest
 from celery import shared_task
 from django.db import transaction
-from django.db.models.functions import Now
 
 from django_celery_safe import AlreadyClaimed, idempotent
+from django_celery_safe.databases import Now
 from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
 from tests.conftest import MakeDatabase
 from tests.idempotency.test_flags_race import make_patient
+from tests.kinds import LATER_MARIADB
 from tests.processes import Journal, run_in_processes
 
 ROWS: Final = 48
@@ -26,6 +27,8 @@ RACES: Final = pytest.mark.parametrize(
     ("kind", "processes"),
     [
         ("postgres", 8),
+        pytest.param("mariadb", 8, marks=LATER_MARIADB.marks),
+        pytest.param("mariadb-repeatable", 8, marks=LATER_MARIADB.marks),
         ("sqlite", 4),
         ("sqlite-immediate", 4),
         pytest.param("sqlite", 8, marks=pytest.mark.long),
@@ -87,8 +90,8 @@ def test_one_effect_for_each_key(
 
 
 def deliver_all(alias: str, journal: Journal, processes: int) -> None:
-    """Deliver one share of everything; what somebody else does comes back later."""
-    # Those of one thing follow each other, and so go to processes that run in step.
+    """Deliver one share of all messages; one that meets another's claim comes back later."""
+    # The deliveries of one key follow each other, so they go to processes that run in step.
     deliveries = [number for number in range(ROWS) for _ in range(DELIVERIES)]
     waiting = deque(deliveries[_take_seat(journal.path.parent) :: processes])
     while waiting:
@@ -112,7 +115,7 @@ def _take_seat(folder: Path) -> int:
 def test_a_record_that_is_free_has_one_claimer(
     kind: str, processes: int, make_database: MakeDatabase, tmp_path: Path
 ) -> None:
-    """Of those who come after a failure, an expiry or a death, one does it, for each key."""
+    """After a failure, an expiry or a death exactly one process does the work of each key."""
     alias = make_patient(make_database, kind)
     long_ago = timedelta(minutes=1)
     free: list[dict[str, Any]] = [

@@ -11,9 +11,9 @@ from typing import Any
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.cache.backends.redis import RedisCache
 
-from django_celery_safe.leases.holder import HeldLock, Holder
+from django_celery_safe.leases.holder import HeldLock
 from django_celery_safe.locks import stores
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.portable import PortableStore
 from django_celery_safe.locks.stores.redis import RedisStore
 from tests.faulty import let_choose
@@ -22,22 +22,18 @@ from tests.faulty import let_choose
 class GenerousStore(RedisStore):
     """Gives the lock to everybody."""
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """Say yes, whoever holds it."""
-        outcome = super().acquire(name, token, seconds, holder, patience)
+        outcome = super().take(request)
         return outcome if isinstance(outcome, Acquired) else Acquired(outcome.fence)
 
 
 class HastyStore(RedisStore):
     """Ends each lease early."""
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """Acquire for half of the time."""
-        return super().acquire(name, token, seconds / 2, holder, patience)
+        return super().take(request._replace(seconds=request.seconds / 2))
 
 
 class SecretiveStore(RedisStore):
@@ -67,12 +63,10 @@ class BaffledStore(RedisStore):
 class DistantStore(RedisStore):
     """Is far away."""
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """Acquire, but not at once."""
         time.sleep(0.3)
-        return super().acquire(name, token, seconds, holder, patience)
+        return super().take(request)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         """Release, but not at once."""
@@ -110,7 +104,7 @@ class DistantCache(RedisCache):
 
 
 class OverwritingCache(RedisCache):
-    """Adds by reading and then writing; of it no more is known than Django's API."""
+    """Adds by reading and then writing; nothing but Django's API is known of it."""
 
     def add(
         self, key: str, value: Any, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None

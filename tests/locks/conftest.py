@@ -1,4 +1,4 @@
-"""What tests of locks share: the losses that are told, and a Redis that they may stop."""
+"""Fixtures of the tests of locks: reported losses, and a Redis that they may stop."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Which callables the decorator guards, and what it says of the others."""
+"""The callables that the decorator guards, and its errors for the others."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("function", "instead"), REFUSED.values(), ids=REFUSED)
 def test_what_a_call_does_not_do_is_refused(function: Any, instead: str) -> None:
-    """What a lock around the call would not guard is refused, with the way that works."""
+    """Work that outlasts its call is refused, with the way that works."""
     with pytest.raises(ConfigurationError, match=f"cache_lock can't decorate .*{instead}"):
         cache_lock("guarded")(function)
 
@@ -94,7 +94,7 @@ GUARDED: dict[str, Callable[..., int]] = {
 
 @pytest.mark.parametrize("function", GUARDED.values(), ids=GUARDED)
 def test_what_a_call_does_is_guarded(function: Callable[..., int]) -> None:
-    """What is done when the call returns is guarded."""
+    """Work that is done when the call returns is guarded."""
     assert cache_lock("guarded")(function)() in (0, 1)
 
 

@@ -12,19 +12,19 @@ from typing import Any
 
 import psutil
 import pytest
-from django.core import checks
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock, conf, iter_locks
 from django_celery_safe.inspection import race
 from django_celery_safe.inspection.doctor import examine
 from django_celery_safe.inspection.findings import Finding, Verdict
+from tests import checking
 from tests.conftest import REDIS_BACKENDS, MakeDatabase, MakeRedisCache
 from tests.processes import wait_for
 from tests.processes.settings import settings_environment
 from tests.servers import RedisServer
 
-#: What a store finds that promises everything and shares its place with the default cache.
+#: Findings for a store that promises everything and shares its place with the default cache.
 ALL_WELL = {
     "store": "ok",
     "permissions": "ok",
@@ -115,8 +115,12 @@ def test_redis_is_safe(
         "expired_tries": 20,
         "expired_acquired": values["expired_acquired"],
         "expired_overlaps": 0,
+        "places_tries": 20,
+        "places_acquired": values["places_acquired"],
+        "places_overlaps": 0,
         "errors": 0,
     }
+    assert values["places_acquired"] >= 5
     assert found["fencing"].values == {"acquisitions": values["acquired"] + 2}
     assert 1 <= found["lease"].values["free_after_s"] < 30
     assert abs(found["clock"].values["offset_s"]) < 5
@@ -250,7 +254,7 @@ def test_check_and_doctor_say_the_same(fragile_redis: RedisServer) -> None:
         admin.config_set("maxmemory-policy", "allkeys-lru")
     with closing(examine()) as findings:
         found = {finding.check: finding for finding in islice(findings, 4)}
-    messages = checks.run_checks(tags=["django_celery_safe"], include_deployment_checks=True)
+    messages = checking.find_messages(deploy=True)
     said = {message.id: f"{message.msg} {message.hint}" for message in messages}
     assert said["django_celery_safe.W005"] == found["clearing"].said
     assert said["django_celery_safe.W006"] == found["eviction"].said
@@ -293,7 +297,7 @@ def test_a_server_that_is_down(fragile_redis: RedisServer) -> None:
 def test_a_server_that_goes_down(
     fragile_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What could not be asked any more is unknown, and each check is named all the same."""
+    """Checks that could not be run any more are unknown, and named all the same."""
     share_settings(monkeypatch)
     findings = examine()
     first = next(findings)
@@ -353,7 +357,7 @@ def test_a_store_that_is_far_away(redis_server: RedisServer, settings: Settings)
 
 @pytest.mark.long
 def test_a_store_that_loses_its_memory(fragile_redis: RedisServer) -> None:
-    """A lock that is gone before its release is unsafe; nobody blames the network, nor Redis."""
+    """A lock that is gone before its release is unsafe; the text blames no network or Redis."""
     stop = threading.Event()
 
     def empty_it() -> None:
@@ -423,7 +427,7 @@ def test_locks_on_an_alias_of_their_own(
 def test_an_examination_that_is_left_leaves_nothing(
     check: str, redis_cache_settings: MakeRedisCache, redis_server: RedisServer, settings: Settings
 ) -> None:
-    """Whoever stops to read findings finds the store as it was."""
+    """A caller that stops reading the findings finds the store as it was."""
     settings.CACHES = redis_cache_settings("django-redis")
     with cache_lock("first"):
         pass
@@ -441,7 +445,7 @@ def test_processes_with_other_settings(
     settings.CACHES = redis_cache_settings("django")
     finding = find_until("exclusion")
     assert finding.verdict == "unknown"
-    assert "keep their locks elsewhere than this one, whose settings differ" in finding.said
+    assert "keep their locks in another place than this one, whose settings differ" in finding.said
 
 
 @pytest.mark.long

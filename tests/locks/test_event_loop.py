@@ -1,4 +1,4 @@
-"""Locks and coroutines: what would block the event loop is refused, with the way that works."""
+"""Locks and coroutines: calls that would block the loop are refused, with the way that works."""
 
 import asyncio
 from collections.abc import Callable

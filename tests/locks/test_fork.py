@@ -24,7 +24,7 @@ from tests.app.models import Account
 from tests.conftest import MakeRedisCache
 from tests.processes import run_in_processes, start_in_process, tell, wait_for
 
-#: What only the owner of a lock may do.
+#: Calls that only the owner of a lock may make.
 OWNERS: dict[str, Callable[[CacheLock], object]] = {
     "release": CacheLock.release,
     "ensure": CacheLock.ensure,
@@ -128,7 +128,7 @@ def fork_and_wait_to_be_killed() -> None:
 
 
 def test_a_child_forked_at_any_moment_can_lock(in_redis: None) -> None:
-    """Whatever other threads do with leases when a process forks, its child can lock."""
+    """The child of a fork can lock, whatever other threads do with leases at that moment."""
     assert run_in_processes(fork_amid_leases, 1) == [["child's"] * 40]
 
 
@@ -283,7 +283,7 @@ def test_a_lock_belongs_to_the_thread_that_took_it(
 def test_the_error_says_which_thread(
     locks_in_memory: None, other_thread: ThreadPoolExecutor
 ) -> None:
-    """Who uses a lock in the wrong thread is told so, and what to do."""
+    """The use of a lock in the wrong thread is an error that says what to do."""
     with cache_lock("threads"):
         pass
     lock = other_thread.submit(_acquire, "threads").result()

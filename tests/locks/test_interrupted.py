@@ -1,4 +1,4 @@
-"""What stays behind when a soft time limit, an error or a change of settings hits in between."""
+"""Locks after a soft time limit, an error or a change of settings in between."""
 
 import logging
 import threading
@@ -18,6 +18,7 @@ from django_celery_safe.leases import renewer
 from django_celery_safe.locks import lock as lock_module
 from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores import local
+from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_acquired
 from tests.servers import RedisServer
@@ -33,9 +34,9 @@ class InterruptedStore(LocalStore):
     before: dict[str, BaseException] = {}
     after: dict[str, BaseException] = {}
 
-    def acquire(self, *args: Any, **options: Any) -> Any:
+    def take(self, request: LockRequest) -> Any:
         """Acquire."""
-        return self._interrupted("acquire", lambda: LocalStore.acquire(self, *args, **options))
+        return self._interrupted("acquire", lambda: LocalStore.take(self, request))
 
     def release(self, *args: Any, **options: Any) -> Any:
         """Release."""

@@ -1,4 +1,4 @@
-"""CacheLock on its own: what it says, refuses and warns of."""
+"""CacheLock on its own: its texts, errors and warnings."""
 
 import logging
 import os
@@ -80,7 +80,7 @@ def test_ensure_sees_a_lock_freed_by_an_operator(renew: bool) -> None:
 
 
 def test_each_call_of_a_decorated_function_takes_a_lock() -> None:
-    """As a decorator a lock is taken for each call, and a call without it is refused."""
+    """A decorator takes the lock for each call, and a call without it is refused."""
 
     @cache_lock("decorated")
     def work(value: int) -> int:

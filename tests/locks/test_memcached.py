@@ -39,7 +39,7 @@ BACKEND = "django.core.cache.backends.memcached.PyMemcacheCache"
 #: Timeout of the clients of servers that stop to answer, s.
 TIMEOUT = 0.3
 THIRTY_DAYS = 30 * 24 * 3600 - 1
-#: What stands before a lock's name where the cache has no prefix and version 1.
+#: The part of a key before the lock's name, in a cache without a prefix, of version 1.
 PREFIX = ":1:celery_safe:lock:"
 
 
@@ -180,7 +180,7 @@ def test_the_first_command_after_a_restart_costs_no_error(fragile: MemcachedServ
 
 
 def test_a_restart_costs_no_error_after_many_threads(fragile: MemcachedServer) -> None:
-    """That is so too when several connections were in use before."""
+    """The same holds when several connections were in use before."""
     meeting = threading.Barrier(6)
 
     def ask(number: int) -> None:
@@ -218,7 +218,7 @@ def test_a_silent_server_is_an_error(
             finally:
                 fragile.resume()
         kept.ensure()
-        # What the server answered late is nobody's answer.
+        # A late answer of the server is not taken for another request's.
         for lock in (kept, other):
             found = find_lock(lock.name)
             assert found is not None
@@ -476,7 +476,7 @@ def test_a_release_wins_against_renewals(memcached: MemcachedServer) -> None:
     assert repeated > 0, "no two of them met"
 
 
-# What stands under a key
+# Values under a key
 
 
 GARBLED = {
@@ -512,7 +512,7 @@ def test_a_garbled_value_is_someone_unknown(value: bytes, memcached: MemcachedSe
 
 
 def test_a_value_of_django_is_someone_unknown(memcached: MemcachedServer) -> None:
-    """What a project itself wrote under a lock's key, pickled, is no crash either."""
+    """A pickled value that a project wrote under a lock's key causes no crash either."""
     cache.set("celery_safe:lock:pickled", {"not": ["ours"]})
     assert not cache_lock("pickled").acquire()
     found = find_lock("pickled")

@@ -13,6 +13,7 @@ import pytest
 from celery import Celery
 
 from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
+from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.processes import wait_for
 
@@ -69,16 +70,16 @@ def test_a_block_that_is_refused_leaves_the_outer_block_alone() -> None:
 
 
 def test_threads_that_race_for_one_object_get_one_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two threads that acquire by one object at once, one is refused and costs no lock."""
-    acquire = LocalStore.acquire
+    """If two threads acquire with one object at once, one is refused and no lock is lost."""
+    take = LocalStore.take
     asked, may_go_on = threading.Event(), threading.Event()
 
-    def late(self: LocalStore, *args: object, **options: object) -> object:
+    def late(self: LocalStore, request: LockRequest) -> object:
         asked.set()
         assert may_go_on.wait(10)
-        return acquire(self, *args, **options)  # type: ignore[arg-type]
+        return take(self, request)
 
-    monkeypatch.setattr(LocalStore, "acquire", late)
+    monkeypatch.setattr(LocalStore, "take", late)
     lock = cache_lock("raced")
     with ThreadPoolExecutor(1) as other:
         first = other.submit(lock.acquire)
@@ -100,7 +101,7 @@ def test_a_block_that_fails_after_its_lease_leaves_the_next_thread_alone() -> No
         with pytest.raises(KeyError), lock:
             wait_for(lambda: not lock.held, 10)
             wait_for(lambda: find_lock("shared") is None, 10)
-            lock._timeout = 30.0
+            lock._options = lock._options._replace(timeout=30.0)
             assert other.submit(lock.acquire).result()
             raise KeyError
         assert cache_lock("shared").acquire() is False

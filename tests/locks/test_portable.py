@@ -1,4 +1,4 @@
-"""Locks in any other cache: what they hold to there, and caches that break in some way."""
+"""Locks in any other cache: their promises there, and caches that break in some way."""
 
 import logging
 import threading
@@ -93,7 +93,7 @@ class ForgetfulCache(DictCache):
 
 
 class RefusingCache(DictCache):
-    """Adds nothing, though there is nothing: what some clients say of a server that is gone."""
+    """Adds nothing, though the key is free: some clients do so when the server is gone."""
 
     def add(self, key: str, value: Any, *args: Any, **kwargs: Any) -> bool:
         """Do nothing."""
@@ -175,7 +175,7 @@ def diskcache(settings: Settings, tmp_path: Path) -> None:
     }
 
 
-# What it holds to
+# Promises
 
 
 def test_other_caches_are_portable(diskcache: None) -> None:
@@ -253,7 +253,7 @@ def test_a_lock_in_the_end_of_its_lease_is_left_to_end(diskcache: None) -> None:
 
 
 def test_threads_exclude_each_other(diskcache: None) -> None:
-    """Of threads that want one lock, one has it at a time."""
+    """Only one of several threads has the lock at a time."""
     inside: list[int] = []
 
     def take(number: int) -> bool:
@@ -292,7 +292,7 @@ def test_a_cache_that_keeps_nothing_is_an_error(broken: type[BaseCache], use: Us
 
 
 def test_what_a_cache_raises_is_told(use: UseCache) -> None:
-    """Whatever a cache raises is an error of the lock's, with what it said."""
+    """Any error of a cache becomes the lock's own error, with its text."""
     use(RaisingCache)
     requests: dict[str, tuple[str, Callable[[Any], object]]] = {
         "add": ("acquire", lambda lock: cache_lock("new").acquire()),

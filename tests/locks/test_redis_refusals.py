@@ -1,4 +1,4 @@
-"""Redis servers that answer, and refuse: what the errors say, and that no lock is left behind."""
+"""Redis servers that answer, and refuse: the errors' texts, and no lock left behind."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import redis
-from django.core.cache.backends.redis import RedisCache
 from pytest_django import Settings
 
 from django_celery_safe import (
@@ -21,7 +19,7 @@ from django_celery_safe.inspection.doctor import examine
 from django_celery_safe.inspection.findings import Finding
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores import redis as redis_store
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache
+from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
 from tests.processes import free_port
 from tests.servers import RedisServer
 
@@ -100,7 +98,7 @@ def refusing_by_acl() -> Iterator[None]:
 
 @pytest.mark.parametrize("command", redis_store.COMMANDS)
 def test_a_refused_command_leaves_no_lock_of_nobody(command: str, restricted: Restricted) -> None:
-    """Whatever the ACL refuses, an acquisition that raised holds nothing; the doctor names it."""
+    """An acquisition that the ACL refuses holds nothing; the doctor names the command."""
     restricted.refuse(command)
     for _ in range(150 if command == "zremrangebyscore" else 1):
         lock = cache_lock("refused", renew=False)
@@ -169,18 +167,6 @@ def test_a_refusal_is_not_called_silence(
     assert "is up" not in str(caught.value)
 
 
-class ClusterCache(RedisCache):
-    """A cache with redis-py's client for Redis Cluster."""
-
-    @property
-    def _cache(self) -> Any:
-        return self
-
-    def get_client(self, key: Any = None, *, write: bool = False) -> Any:
-        """Return a client of the whole cluster."""
-        return redis.RedisCluster.from_url(self._servers[0])
-
-
 @pytest.fixture
 def node() -> Iterator[RedisServer]:
     """The only node of a Redis Cluster."""
@@ -188,14 +174,14 @@ def node() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.mark.parametrize(
-    "backend", [REDIS_BACKENDS["django"], f"{__name__}.{ClusterCache.__qualname__}"]
-)
-def test_a_cluster_is_refused(backend: str, node: RedisServer, settings: Settings) -> None:
-    """With a plain client, and with one for clusters, the first lock and the doctor refuse it."""
-    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": node.url}}
-    with pytest.raises(BackendNotSupported, match=r"is a Redis Cluster.*Use one Redis"):
+@pytest.mark.parametrize("kind", ["django-redis", "django"])
+def test_a_plain_client_of_a_cluster_is_refused(
+    kind: RedisCacheKind, node: RedisServer, settings: Settings
+) -> None:
+    """With a client for one server, the first lock and the doctor say that it needs another."""
+    settings.CACHES = {"default": {"BACKEND": REDIS_BACKENDS[kind], "LOCATION": node.url}}
+    with pytest.raises(BackendNotSupported, match=r"node of Redis Cluster.*a client for Redis Clu"):
         cache_lock("x").acquire()
     with closing(examine()) as findings:
         unsafe = next(one for one in findings if one.verdict == "unsafe")
-    assert "is a Redis Cluster" in unsafe.said
+    assert "is a node of Redis Cluster" in unsafe.said

@@ -76,7 +76,7 @@ def begun_at(lock: CacheLock) -> float:
 
 
 def wait_for_renewal(*locks: CacheLock) -> None:
-    """Wait until each lease has begun anew."""
+    """Wait until each lease was renewed."""
     since = time.monotonic()
     wait_for(lambda: all(begun_at(lock) > since for lock in locks), 6, "not all were renewed")
     assert all(lock.held for lock in locks)
@@ -207,7 +207,7 @@ def test_ignored_exceptions_are_not_ignored_by_locks(settings: Settings) -> None
 
 
 def test_a_restart_leaves_no_connection_behind(fragile_redis: RedisServer) -> None:
-    """What was connected anew after a restart is closed with its store, as before one."""
+    """Connections made after a restart are closed with their store, like earlier ones."""
     store = locate().store()
     with cache_lock("before"):
         pass
@@ -246,7 +246,7 @@ def test_a_silent_server_is_an_error_and_costs_no_lock(
     impatient: RedisServer,
     losses: list[str],
 ) -> None:
-    """Whoever asks a silent server gets an error in time; what it held is held when it answers."""
+    """A silent server is an error in time; its locks are still held when it answers again."""
     silent = threading.Event()
     all_ready = threading.Barrier(7)
 
@@ -408,7 +408,7 @@ def spoil(admin: Any, key: str, value: Any) -> None:
 def test_a_garbled_value_is_a_lock_of_someone_unknown(
     value: Any, own_keys: None, redis_server: RedisServer
 ) -> None:
-    """Whatever stands under a lock's key, it is held by someone unknown or a clear error."""
+    """A foreign value under a lock's key is an unknown holder or a clear error."""
     with redis_server.client() as admin, cache_lock("sound") as sound:
         spoiled = cache_lock("garbled", renew=False)
         assert spoiled.acquire()

@@ -148,9 +148,11 @@ def test_locks_work_for_a_restricted_user(
 ) -> None:
     """A user with a password, for our keys and no dangerous command, is enough for locks."""
     given = {"username": "locker", "password": "se:cr@t"}
-    if kind == "django-redis":
-        given = {name.upper(): value for name, value in given.items()}
-    settings.CACHES = redis_cache_settings(kind, LOCATION=cut.url(redis_server.url), OPTIONS=given)
+    options: dict[str, Any] = given
+    if kind == "django-redis":  # which has USERNAME and PASSWORD since 7.0
+        options = {"CONNECTION_POOL_KWARGS": given}
+    location = cut.url(redis_server.url)
+    settings.CACHES = redis_cache_settings(kind, LOCATION=location, OPTIONS=options)
     cut.admin.acl_setuser(
         "locker",
         enabled=True,
@@ -336,7 +338,7 @@ def test_the_list_does_not_grow_without_bound(index: Index) -> None:
     abandon([f"first:{number}" for number in range(1500)], 0.001)
     ends_at = index.admin.time()[0] + 1
     wait_for(lambda: index.admin.time()[0] > ends_at)
-    # That none of 1,500 acquisitions trims happens once in three million times.
+    # The chance that none of 1,500 acquisitions trims is one in three million.
     abandon([f"second:{number}" for number in range(1500)], 0.001)
     assert len(index) <= 1500
 
@@ -384,7 +386,7 @@ def test_the_list_holds_still_for_what_stays(index: Index) -> None:
 
 
 def test_the_list_tells_the_same_time_as_the_lock(index: Index) -> None:
-    """What the list says is left of a lease is what the lock's own key says."""
+    """The list shows the same time left of a lease as the lock's own key."""
     for _ in range(5):
         with cache_lock("timed", timeout=5):
             before, (listed,), after = find_lock("timed"), iter_locks(), find_lock("timed")

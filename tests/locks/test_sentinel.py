@@ -131,7 +131,7 @@ def test_a_killed_master_is_replaced(sentinel: SentinelServer) -> None:
         assert not cache_lock("before").acquire()
         assert after.release()
         assert lock.release()
-        # It may have asked while there was no master; that someone else has it is not true.
+        # It may have asked while there was no master, but no other holder has the lock.
         with contextlib.suppress(LockBackendError):
             assert waiting.result(20) is True
     assert not list(iter_locks())

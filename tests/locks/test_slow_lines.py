@@ -14,7 +14,7 @@ from django_celery_safe.leases.holder import HeldLock
 from django_celery_safe.leases.store import Renewable
 from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores import local, locate
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache
 from tests.locks.lines import Line, line_to
@@ -57,15 +57,22 @@ def memcached_line(settings: Settings, memcached_server: MemcachedServer) -> Ite
 
 
 @pytest.mark.parametrize("bytes_read", range(4))
-def test_a_release_whose_answer_is_lost_has_released(
-    bytes_read: int, redis_line: Line, losses: list[str]
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_request_whose_answer_is_lost_is_done_once(
+    limit: int, bytes_read: int, redis_line: Line, losses: list[str]
 ) -> None:
-    """A release that Redis did, and whose answer is cut off, is no loss of the lock."""
-    lock = cache_lock("cut off", renew=False)
-    assert lock.acquire()
-    redis_line.cut_after = bytes_read
-    assert lock.release() is True
-    assert find_lock("cut off") is None
+    """A request whose answer is cut off takes no second place, and its lock is not lost."""
+    locks = [cache_lock("cut off", renew=False, limit=limit) for _ in range(limit)]
+    # Each look makes a new connection, so that it is the request's own answer that is cut off.
+    for number, lock in enumerate(locks):
+        assert len(list(iter_locks())) == number
+        redis_line.cut_after = bytes_read
+        assert lock.acquire()
+    for number, lock in enumerate(locks):
+        assert len(list(iter_locks())) == limit - number
+        redis_line.cut_after = bytes_read
+        assert lock.release() is True
+    assert list(iter_locks()) == []
     assert not losses
 
 
@@ -122,9 +129,9 @@ class DistantStore(LocalStore):
 
     takes = 0.0
 
-    def acquire(self, *args: object, **options: object) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """Acquire, and answer late."""
-        outcome = super().acquire(*args, **options)  # type: ignore[arg-type]
+        outcome = super().take(request)
         time.sleep(self.takes)
         return outcome
 
@@ -221,4 +228,4 @@ def test_a_lock_that_was_handed_on_leaves_the_list(
     store = locate().store()
     assert list(iter_locks()) == []
     with redis_server.client() as admin:
-        assert admin.zcard(store._index_key) == 0  # type: ignore[attr-defined]
+        assert admin.zcard(store._keys("").listing) == 0  # type: ignore[attr-defined]

@@ -111,7 +111,7 @@ class Surroundings:
     #: Lets the store forget its scripts; None: it has none.
     forget_scripts: Callable[[], object] | None = None
     holders: list[Holder] = field(default_factory=lambda: [*map(Holder, range(HOLDERS))])
-    #: What was found to be wrong; a schedule that depends on time may not show it twice.
+    #: Faults that were found; a schedule that depends on time may not show them twice.
     faults: list[str] = field(default_factory=list)
     _number: Iterator[int] = field(default_factory=itertools.count)
 
@@ -174,9 +174,9 @@ class Schedule(RuleBasedStateMachine):
 
     names = st.sampled_from(NAMES)
     numbers = st.integers(0, HOLDERS - 1)
-    #: Which of the leases and pauses.
+    #: Index of a lease or a pause.
     choices = st.integers(0, 2)
-    #: Which of the claims or sights, of which there may be any number.
+    #: Index of a claim or a sight, modulo their number.
     picks = st.integers(0, 9)
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -186,13 +186,13 @@ class Schedule(RuleBasedStateMachine):
         self.prefix = surroundings.new_prefix()
         #: The lock objects of those who have not crashed.
         self.alive: list[Claim] = []
-        #: What an operator has seen.
+        #: The locks that an operator has seen.
         self.sights: list[HeldLock] = []
         #: The last acquisition of each name.
         self.last: dict[str, Acquisition] = {}
         self.highest_fence = 0
 
-    # What may happen.
+    # Rules.
 
     @rule(name=names, number=numbers, lease=choices, renew=st.booleans(), wait=st.booleans())
     def acquire(self, name: str, number: int, lease: int, renew: bool, wait: bool) -> None:
@@ -302,7 +302,7 @@ class Schedule(RuleBasedStateMachine):
         """Nothing happens for a while."""
         time.sleep(self.around.pauses[pause])
 
-    # What must be true.
+    # Invariants.
 
     @invariant()
     def at_most_one_is_trusted(self) -> None:
@@ -336,7 +336,7 @@ class Schedule(RuleBasedStateMachine):
             self.require(ends, f"{last} was to last {longest} s, but the store has {found}")
 
     def teardown(self) -> None:
-        """Free what is held; what nobody can free any more ends by itself."""
+        """Free the locks that are held; the others end by themselves."""
         for claim in self.alive:
             with suppress(LockNotAcquired):
                 claim.holder.do(claim.lock.release)
@@ -379,8 +379,8 @@ class Schedule(RuleBasedStateMachine):
                     self.require(ended, f"Two are trusted: {other.acquired} and {claim.lock!r}")
             self._note(claim)
             return
-        assert isinstance(claim.lock._timeout, float)
-        if at - asked_at > wait + claim.lock._timeout:
+        assert isinstance(claim.lock._options.timeout, float)
+        if at - asked_at > wait + claim.lock._options.timeout:
             # So slow that the lease may have ended before anybody knew of it.
             return
         taken = last is not None and not last.freed and asked_at <= last.ends_by + self.around.late
@@ -407,7 +407,7 @@ class Schedule(RuleBasedStateMachine):
 
     def _note(self, claim: Claim) -> None:
         """Note an acquisition."""
-        name, lease, fence = claim.lock.name, claim.lock._timeout, claim.lock.fence
+        name, lease, fence = claim.lock.name, claim.lock._options.timeout, claim.lock.fence
         assert isinstance(lease, float)
         token = claim.holder.do(lambda: claim.lock.token)
         assert token is not None
@@ -475,7 +475,7 @@ class Schedule(RuleBasedStateMachine):
         self.require(False, f"{claim.lock!r} was never acquired: {method.__name__}() must refuse")
 
     def _trusted(self, name: str) -> list[Acquisition]:
-        """Return what is trusted of this name. Nobody acquires anything meanwhile."""
+        """Return the claims on this name that may rely on it. No acquisition runs meanwhile."""
         claims = [claim for claim in self.alive if claim.lock.name == name and claim.acquired]
         trusted: list[Acquisition] = []
         for holder in self.around.holders:
@@ -553,7 +553,7 @@ def run(around: Surroundings, schedules: int, *, steps: int = 60) -> None:
         settings=hypothesis_settings(
             max_examples=max(1, schedules),
             stateful_step_count=steps,
-            # What depends on time does not get shorter.
+            # An example that depends on time can't be shrunk.
             phases=[Phase.generate],
             deadline=None,
             database=None,

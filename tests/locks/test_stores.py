@@ -1,4 +1,4 @@
-"""Which store a lock lives in, and what is refused."""
+"""The store that a lock lives in, and places that are refused."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ from tests.servers.databases import migrate, postgres_settings, registered, with
 
 REFUSED = {
     "django.core.cache.backends.filebased.FileBasedCache": "a read and then a write",
-    "django.core.cache.backends.db.DatabaseCache": "taken anew in between",
+    "django.core.cache.backends.db.DatabaseCache": "taken again in between",
     "django.core.cache.backends.dummy.DummyCache": "every add",
 }
 
@@ -71,6 +71,31 @@ def test_a_sharding_client_is_refused(settings: Settings) -> None:
     }
     with pytest.raises(BackendNotSupported, match="several servers"):
         cache_lock("x").acquire()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "django.core.cache.backends.redis.RedisCache",
+        "django.core.cache.backends.memcached.PyMemcacheCache",
+        "diskcache.DjangoCache",
+    ],
+)
+def test_keys_of_the_current_tenant_are_refused(
+    backend: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the KEY_FUNCTION of django-tenants, a thread without a tenant would renew other keys."""
+    folder = tmp_path / "django_tenants"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "cache.py").write_text("def make_key(key, prefix, version): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = {"BACKEND": backend, "LOCATION": str(tmp_path / "cache")}
+    settings.CACHES = {"default": {**entry, "KEY_FUNCTION": "django_tenants.cache.make_key"}}
+    with pytest.raises(BackendNotSupported, match=r"for each tenant.*without that KEY_FUNCTION"):
+        cache_lock("x").acquire()
+    monkeypatch.delitem(sys.modules, "django_tenants.cache")
+    monkeypatch.delitem(sys.modules, "django_tenants")
 
 
 SEVERAL_SERVERS: list[Any] = [
@@ -100,6 +125,7 @@ def test_several_memcached_servers_are_refused(
     [
         ("django_redis.cache.RedisCache", RedisStore),
         ("django.core.cache.backends.redis.RedisCache", RedisStore),
+        ("django_valkey.cache.ValkeyCache", RedisStore),
         ("django.core.cache.backends.memcached.PyMemcacheCache", MemcachedStore),
         ("django.core.cache.backends.locmem.LocMemCache", LocalStore),
         ("diskcache.DjangoCache", PortableStore),

@@ -20,7 +20,7 @@ from tests.servers import RedisServer
 
 @pytest.fixture(scope="module")
 def redis_server() -> Iterator[RedisServer]:
-    """A Redis of this module alone: what other tests left closes its connections at any time."""
+    """A Redis of this module alone: connections of other tests may close at any time."""
     with RedisServer() as server:
         yield server
 
@@ -144,7 +144,7 @@ def pack_numbers(url: str) -> list[object]:
 
 
 def test_a_connection_opened_in_haste_is_not_for_others(redis_server: RedisServer) -> None:
-    """Who may wait as long as the settings say does so, whoever opened a connection before."""
+    """A request waits as long as its settings say, on a connection that another opened, too."""
     gc.collect()  # what other tests left
     before = connections_to(redis_server)
     with Redis.from_url(redis_server.url, socket_timeout=30) as client:

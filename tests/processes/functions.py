@@ -74,7 +74,7 @@ class FunctionProcess:
 
     def result(self, timeout: float = 60) -> Any:
         """
-        Return what the function returned; what it told and nobody received is dropped.
+        Return the function's result; values that it told and were not received are dropped.
 
         Raises:
             FunctionFailed: It raised, or its process was killed.
@@ -168,7 +168,7 @@ def run_in_processes(
         timeout: Seconds for everything, start-up included.
 
     Returns:
-        What each returned, in the order in which they ended.
+        The result of each, in the order in which they ended.
 
     Raises:
         FunctionFailed: One raised, or was killed. The others are ended.
@@ -224,7 +224,7 @@ def _start(
         running.close()
 
 
-# What follows runs in the other process.
+# The code below runs in the other process.
 
 
 def tell(value: Any) -> None:

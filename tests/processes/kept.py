@@ -28,8 +28,8 @@ class KeptProcess:
         log_path: File for its output; unset: ``output.log`` in the folder.
         env: Its whole environment; None: ours.
         identity: ``user``, ``group`` and ``extra_groups`` as for ``subprocess.Popen``.
-        stop_signal: What asks it to end in order.
-        owned_folder: Removed by the keeper if the tests die.
+        stop_signal: The signal that asks it to end in order.
+        owned_folder: A folder that the keeper removes if the tests die.
     """
 
     def __init__(

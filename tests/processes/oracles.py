@@ -1,5 +1,5 @@
 """
-Witnesses outside the locks: what really happened, written to files.
+Witnesses outside the locks: they write the real events to files.
 
 Both are found by their folder or path alone, so any process can take part: pass
 the object to ``run_in_processes``, or its path to a worker.
@@ -41,7 +41,7 @@ class Journal:
             os.close(descriptor)
 
     def entries(self, effect: str | None = None, **details: Any) -> list[dict[str, Any]]:
-        """Return the entries of this effect (None: of all) with these details, as written."""
+        """Return the entries of this effect (None: any) with these details, as written."""
         wanted = details if effect is None else {"effect": effect, **details}
         if not self.path.exists():
             return []
@@ -62,8 +62,8 @@ class Gauge:
     """
     Counts how many processes are inside a critical section at once.
 
-    Who enters puts down a file of its own and then counts the files. Of two whose
-    stays overlap, the one that came later always sees the other, so no overlap is
+    A process that enters writes a file of its own and then counts the files. If two
+    stays overlap, the later process always sees the other's file, so no overlap is
     missed. Files of dead processes do not count.
     """
 

@@ -1,5 +1,5 @@
 """
-What the server behind ``functions`` imports before it forks, to save each fork the time.
+Imports of the server behind ``functions`` before it forks, to save each fork the time.
 
 Only libraries: Django is set up, and our own modules are imported, after the fork.
 """

@@ -30,7 +30,7 @@ def wait_for(
 
     Args:
         timeout: Seconds to wait at most; the condition is asked once more at the end.
-        message: What did not happen, for the error.
+        message: The event that did not happen, for the error.
 
     Raises:
         TimeoutError: It stayed false.
@@ -52,6 +52,23 @@ def free_port() -> int:
         if port_is_free(port):
             return port
     raise RuntimeError("No free port found on 127.0.0.1.")
+
+
+def reserve_port() -> tuple[int, socket.socket]:
+    """
+    Return a free port, and the socket that keeps it from others until the socket is closed.
+
+    A server that is prepared for seconds would otherwise lose its port to one that is quicker.
+    """
+    while True:
+        # Without SO_REUSEADDR: another socket can't be bound to the port beside this one.
+        reservation = socket.socket()
+        try:
+            reservation.bind(("127.0.0.1", port := free_port()))
+        except OSError:  # taken since the look
+            reservation.close()
+        else:
+            return port, reservation
 
 
 def port_is_free(port: int) -> bool:

@@ -22,7 +22,7 @@ from tests.processes.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: What a worker prints, at INFO, when it takes messages.
+#: The line that a worker prints, at INFO, when it takes messages.
 READY = re.compile(r"\S+@\S+ ready\.")
 
 
@@ -72,7 +72,6 @@ class CeleryWorker(Started):
         self.env = dict(env or {})
         self.timeout = timeout
         self._stack = ExitStack()
-        self._process: KeptProcess | None = None
 
     #: The workers that were started and not closed, by name.
     open: ClassVar[dict[str, "CeleryWorker"]] = {}
@@ -97,27 +96,6 @@ class CeleryWorker(Started):
             raise RuntimeError(f"The worker ended instead of getting ready:\n{self.log}")
         return READY.search(self.log) is not None
 
-    @property
-    def process(self) -> KeptProcess:
-        """The worker's parent process."""
-        assert self._process is not None, "The worker was not started."
-        return self._process
-
-    @property
-    def pid(self) -> int:
-        """The id of the worker's parent process."""
-        return self.process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the parent process lives."""
-        return self.process.running
-
-    @property
-    def log(self) -> str:
-        """Everything the worker has printed so far, its end included."""
-        return self.process.log
-
     def children(self) -> list[psutil.Process]:
         """Return the pool's processes; other pools than prefork have none."""
         return self.process.children()
@@ -129,14 +107,6 @@ class CeleryWorker(Started):
     def kill(self) -> None:
         """End the worker and its children with SIGKILL, each by its id."""
         self.process.kill()
-
-    def pause(self) -> None:
-        """Stop the worker and its children with SIGSTOP."""
-        self.process.pause()
-
-    def resume(self) -> None:
-        """Let them go on after ``pause``."""
-        self.process.resume()
 
     def show_stacks(self) -> None:
         """Have the worker and its children print where they are into its log."""

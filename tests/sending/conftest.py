@@ -1,18 +1,22 @@
-"""Fixtures: what is published, Celery apps of their own, and listening to signals."""
+"""Fixtures: published messages, separate Celery apps, and receivers of signals."""
 
 import gc
 import inspect
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Protocol
 
 import pytest
 from celery import Celery
 
 from django_celery_safe.emitting import LoggedEvent
+from tests.concurrency.mailbox import Mailbox
+from tests.conftest import MakeDatabase
+from tests.kinds import KINDS
 from tests.listening import handling
+from tests.sending.carrying import Carried
 from tests.sending.published import Published, take_published
 from tests.servers import RedisServer
 
@@ -129,3 +133,18 @@ def take_records(caplog: pytest.LogCaptureFixture, event: LoggedEvent) -> list[l
     found = [record for record in caplog.records if record.name == event.logger.name]
     caplog.clear()
     return found
+
+
+@pytest.fixture
+def mailbox(locks_in_memory: None) -> Iterator[Mailbox]:
+    """A mailbox whose locks are in memory."""
+    with closing(Mailbox()) as mailbox:
+        yield mailbox
+
+
+@pytest.fixture(params=KINDS)
+def carried(
+    request: pytest.FixtureRequest, mailbox: Mailbox, make_database: MakeDatabase
+) -> Carried:
+    """A carried task, with its rows in one database after the other."""
+    return Carried(mailbox, make_database(request.param))

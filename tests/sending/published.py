@@ -1,4 +1,4 @@
-"""What stands in the queues of the private Redis, read without Celery."""
+"""The messages in the queues of the private Redis, read without Celery."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What stands in the queues of a private broker, Redis or RabbitMQ, read without Celery."""
+"""The messages in the queues of a private Redis or RabbitMQ, read without Celery."""
 
 import json
 import re
@@ -16,17 +16,17 @@ from tests.servers import RabbitMQServer, RedisServer
 #: Ids of tasks, and the token of a lock of the send.
 ID = re.compile(f"{UUID.pattern}|\\b[0-9a-f]{{32}}\\b")
 
-#: What is new with each publication, or says how many are left in the queue.
+#: Keys that differ with each publication, or count the messages left in the queue.
 NEW = ("delivery_tag", "message_count")
 
 
 class Queues(Protocol):
     """The queues of one broker."""
 
-    #: As the tests' parameter.
+    #: The name in the tests' parameters.
     kind: str
     url: str
-    #: Of kombu, so that what was published is in its queue when the publication returns.
+    #: kombu's options, so that a message is in its queue when the publication returns.
     transport_options: dict[str, Any]
 
     def take(self, *names: str) -> list[Published]:

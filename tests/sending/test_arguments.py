@@ -40,7 +40,7 @@ def take_plainly(*args: object, **kwargs: object) -> None:
     """Be a plain Celery task."""
 
 
-#: What must not travel, and what the error calls it.
+#: Values that must not travel, and their names in the error.
 UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "model instance": (lambda: Person(pk=1), "an instance of Person.*Pass the primary key"),
     "request.user": (
@@ -249,7 +249,7 @@ def test_a_header_that_the_broker_can_not_take_is_an_error_at_the_call(
 
 
 def test_headers_of_plain_data_travel(sent: Sent) -> None:
-    """What kombu's JSON knows is plain data too."""
+    """The types of kombu's JSON count as plain data too."""
     headers = {"text": "é", "list": [1, {"deep": None}], "id": uuid.UUID(int=1)}
     with transaction.atomic():
         take.apply_async_on_commit((1,), headers=headers)

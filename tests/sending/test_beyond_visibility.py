@@ -38,7 +38,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 Sent = Callable[[], list[Published]]
 Warned = Callable[[], list[logging.LogRecord]]
 
-#: What the broker waits for an acknowledgement, s; far from all that tests send.
+#: Time that the broker waits for an acknowledgement, s; far from all delays in the tests.
 PATIENCE = 600
 LONG, SHORT = 1000, 300
 
@@ -126,7 +126,7 @@ def test_a_late_send_is_told(
 def test_a_send_in_time_is_not_told(
     form: Callable[[float], dict[str, Any]], sent: Sent, warned: Warned
 ) -> None:
-    """What is due before the broker gives it again is told in no form."""
+    """A message that is due before the broker redelivers it is not reported at all."""
     with hearing(SENT_BEYOND_VISIBILITY) as told:
         add.apply_async((1,), **form(SHORT))
     assert (warned(), told, len(sent())) == ([], [], 1)
@@ -149,7 +149,7 @@ def test_a_send_in_time_is_not_told(
 )
 @pytest.mark.usefixtures("patient")
 def test_what_is_no_late_send(options: dict[str, Any], sent: Sent, warned: Warned) -> None:
-    """Neither what is due now, nor at the last moment, in the past, or expires late."""
+    """Messages due now, at the last moment or in the past are not reported, nor late expiries."""
     add.apply_async((1,), **options)
     assert (warned(), len(sent())) == ([], 1)
 
@@ -215,7 +215,7 @@ def test_each_way_to_send_is_told_once(
 
 
 def test_a_relay_tells_nothing(patient: Celery, sent: Sent, warned: Warned) -> None:
-    """What was told when it was put into the outbox is not told where nobody sends it."""
+    """An event from the call that wrote the row is not repeated by a relay."""
     with transaction.atomic():
         add.apply_async_on_commit((1,), countdown=LONG, outbox=True)
         transaction.get_connection().run_on_commit.clear()
@@ -339,7 +339,7 @@ def lines_of(function: Callable[..., Any]) -> set[int]:
 
 @pytest.mark.usefixtures("patient")
 def test_a_send_by_another_thread(sent: Sent, warned: Warned) -> None:
-    """What a thread is given to send has no place in the code: it is Celery itself that sends."""
+    """A thread that runs only the send has no place in the code: the log names Celery itself."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(add.apply_async, (1,), countdown=LONG).result()
     thread = Thread(target=add.apply_async, args=((1,),), kwargs={"countdown": LONG})
@@ -472,7 +472,7 @@ def test_a_rabbitmq_waits(
 
 @pytest.mark.parametrize("url", ["memory://", "filesystem://"])
 def test_other_brokers_wait(make_app: MakeApp, warned: Warned, url: str) -> None:
-    """What delivers nothing again by time is not told of."""
+    """Brokers that do not redeliver by time cause no event."""
     task = make_patient_task(make_app, broker_url=url)
     with transaction.atomic():
         task.apply_async_on_commit(countdown=LONG)
@@ -523,7 +523,7 @@ def test_no_connection_is_opened() -> None:
     ):
         listener.setblocking(False)
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}/0"
-        # Who asks it all the same waits for an answer, and not for long.
+        # A client that asks it all the same waits for an answer, but not for long.
         soon = {"socket_timeout": 2, "visibility_timeout": PATIENCE}
         app.conf.update(broker_url=url, broker_transport_options=soon)
         task: Any = make_task(app)

@@ -1,27 +1,30 @@
-"""Tasks that are carried until done: what happens to their row at each event, by real tracers."""
+"""Tasks that are carried until done: their row after each event, run by real tracers."""
 
+import asyncio
 import os
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import chain, chord, group
 from celery.contrib.django.task import DjangoTask
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.exceptions import (
+    Ignore,
+    Reject,
+    SoftTimeLimitExceeded,
+    WorkerShutdown,
+    WorkerTerminate,
+)
 from celery.signals import before_task_publish, task_retry
 from django.db import DataError, connections, transaction
-from django.db.models import F
-from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
 
 from django_celery_safe import (
     ConfigurationError,
     MessageLost,
-    SafeTask,
     TaskPoisoned,
     cache_lock,
     find_lock,
@@ -30,113 +33,28 @@ from django_celery_safe import (
     send_on_commit,
     single_instance,
 )
-from django_celery_safe.models import OutboxMessage
+from django_celery_safe.databases import Now
+from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.sending import carried as carried_module
-from django_celery_safe.sending.relay import Relay
+from django_celery_safe.sending.outbox import CarriedAttempt, settle_rows
 from django_celery_safe.signals import (
     message_brought_back,
+    message_done,
     message_failed,
     message_lost,
     task_poisoned,
 )
-from tests.concurrency.mailbox import Mailbox, Message, Outcome
-from tests.conftest import MakeDatabase
+from tests.concurrency.mailbox import Outcome
+from tests.kinds import more_for_claim
 from tests.processes import free_port
+from tests.sending.carrying import Carried, leave_dead
 from tests.sending.conftest import hearing
 
 if TYPE_CHECKING:
     from pytest_django import Settings
 
-Body = Callable[..., Any]
 #: Statements that open and close transactions.
 BRACKETS = ("BEGIN", "COMMIT", "SAVEPOINT", "RELEASE")
-
-
-class Carried:
-    """
-    A carried task in a mailbox, whose body each test gives; its messages are delivered by hand.
-
-    Args:
-        alias: Where the rows are.
-        options: Options of the task.
-    """
-
-    def __init__(self, mailbox: Mailbox, alias: str, **options: Any) -> None:
-        self.mailbox, self.alias = mailbox, alias
-        self.calls: list[Any] = []
-        self.body: Body = lambda task, *args: args[0] if args else None
-        self.task = self.make_task("tests.carried", **options)
-
-    def make_task(self, name: str, decorate: Any = None, **options: Any) -> Any:
-        """Make a task that does what ``body`` does, with a base that carries it."""
-
-        def work(task: Any, *args: Any) -> Any:
-            self.calls.append(args[0] if args else None)
-            return self.body(task, *args)
-
-        function = work if decorate is None else decorate(work)
-        options = {"base": SafeTask, "outbox": "until_done", **options}
-        return self.mailbox.task(function, name=name, bind=True, **options)
-
-    def send(self, *args: Any, task: Any = None, **options: Any) -> Message:
-        """Send the task; return its message, which left at once."""
-        (task or self.task).apply_async_on_commit(args, using=self.alias, **options)
-        return self.mailbox.take_one()
-
-    def relay(self) -> list[Message]:
-        """Send what is due, as a relay does; return it."""
-        relay = Relay(self.alias)
-        with closing(relay):
-            while relay.relay_batch():
-                pass
-        return self.mailbox.take()
-
-    def deliver_elsewhere(self, message: Message) -> Outcome:
-        """Run a message as another process does, while this one is inside a task."""
-
-        def deliver() -> Outcome:
-            self.mailbox.app.set_current()
-            with closing(connections[self.alias]):
-                return self.mailbox.deliver(message)
-
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(deliver).result()
-
-    def make_due(self) -> None:
-        """Let the time come at which a relay looks at the rows: leases expire, too."""
-        self.rows.filter(due_at__isnull=False).update(due_at=Now() - timedelta(seconds=1))
-
-    @property
-    def rows(self) -> Any:
-        """The outbox."""
-        return OutboxMessage.objects.using(self.alias)
-
-    @property
-    def row(self) -> Any:
-        """The only row of the outbox."""
-        return self.rows.get()
-
-    @property
-    def waits(self) -> float:
-        """In how many seconds a relay looks at the only row."""
-        row = self.rows.annotate(left=F("due_at") - Now()).get()
-        seconds: float = row.left.total_seconds()
-        return seconds
-
-
-@pytest.fixture
-def mailbox(locks_in_memory: None) -> Iterator[Mailbox]:
-    """A mailbox whose locks are in memory."""
-    with closing(Mailbox()) as mailbox:
-        yield mailbox
-
-
-@pytest.fixture(params=["sqlite-immediate", "postgres"])
-def carried(
-    request: pytest.FixtureRequest, mailbox: Mailbox, make_database: MakeDatabase
-) -> Carried:
-    """A carried task, with its rows in one database after the other."""
-    return Carried(mailbox, make_database(request.param))
 
 
 def test_the_row_stays_until_the_task_is_done(carried: Carried) -> None:
@@ -166,7 +84,7 @@ def test_the_row_stays_until_the_task_is_done(carried: Carried) -> None:
         sum(not query["sql"].startswith(BRACKETS) for query in queries)
         for queries in (sending, running)
     ]
-    assert counts == [1, 2]
+    assert counts == [1, 2 + more_for_claim(carried.alias)]
 
 
 def test_a_message_of_what_is_done_or_discarded_does_nothing(carried: Carried) -> None:
@@ -206,26 +124,6 @@ def test_a_message_that_meets_a_live_run_is_forgotten(carried: Carried) -> None:
     assert (carried.calls, carried.mailbox.take()) == ([1], [])
 
 
-def leave_dead(carried: Carried, message: Message) -> None:
-    """Begin the task of a message as a process that dies in it, and whose lease is over."""
-
-    class Death(BaseException):
-        """The end of a process, after which nothing of it is done."""
-
-    def die(task: Any, *args: Any) -> None:
-        row = carried.row
-        before.update({name: getattr(row, name) for name in ("token", "holder")})
-        raise Death
-
-    before: dict[str, Any] = {}
-    body, carried.body = carried.body, die
-    with pytest.raises(Death):
-        carried.mailbox.deliver(message)
-    carried.body = body
-    carried.rows.update(sent_at=Now(), error="", **before)
-    carried.make_due()
-
-
 def test_what_died_is_sent_again_by_a_relay(carried: Carried) -> None:
     """Under the same id, with one death more, which is told of; it is done once more."""
     message = carried.send(1)
@@ -235,7 +133,7 @@ def test_what_died_is_sent_again_by_a_relay(carried: Carried) -> None:
     assert again.id == message.id
     assert (carried.row.state, carried.row.deaths) == ("sent", 1)
     assert [event["task_id"] for event in heard] == [message.id]
-    assert "its process died" in heard[0]["reason"]
+    assert heard[0]["reason"] == "its process died (death 1)"
     assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
     assert carried.mailbox.deliver(message).state == "IGNORED"
     assert not carried.rows.exists()
@@ -255,10 +153,14 @@ def test_what_no_worker_began_is_sent_again_later_and_later(carried: Carried) ->
     """After OUTBOX_RESEND_AFTER, then twice that, and so on; it still runs once."""
     messages = [carried.send(1)]
     waits = [carried.waits]
-    for _ in range(9):
-        carried.make_due()
-        messages += carried.relay()
-        waits.append(carried.waits)
+    with hearing(message_brought_back) as heard:
+        for _ in range(9):
+            carried.make_due()
+            messages += carried.relay()
+            waits.append(carried.waits)
+    assert [event["reason"] for event in heard] == [
+        f"no worker began it, {times} time(s) so far" for times in range(1, 10)
+    ]
     assert [round(wait / 600, 1) for wait in waits] == [1, 2, 4, 8, 16, 32, 64, 128, 128, 128]
     assert carried.row.deaths == 0
     states = [carried.mailbox.deliver(message).state for message in messages]
@@ -345,8 +247,9 @@ def test_a_failed_task_is_kept(carried: Carried) -> None:
 
     carried.body = fail
     message = carried.send(1)
-    with hearing(message_failed) as heard:
+    with hearing(message_failed) as heard, hearing(message_done) as done:
         assert carried.mailbox.deliver(message).state == "FAILURE"
+    assert done == []
     row = carried.row
     assert (row.state, row.error_type, row.error[:13]) == ("failed", "ValueError", "no such order")
     assert len(row.traceback) == 4000
@@ -358,8 +261,10 @@ def test_a_failed_task_is_kept(carried: Carried) -> None:
     assert carried.rows.revive() == 1
     (again,) = carried.relay()
     assert again.id == message.id
-    assert carried.mailbox.deliver(again) == ("SUCCESS", "mended")
+    with hearing(message_done) as done:
+        assert carried.mailbox.deliver(again) == ("SUCCESS", "mended")
     assert not carried.rows.exists()
+    assert [(event["task"], event["task_id"]) for event in done] == [(carried.task.name, again.id)]
 
 
 @pytest.mark.parametrize(
@@ -383,11 +288,19 @@ def test_how_other_ends_leave_the_row(carried: Carried, error: Exception, state:
     assert rows == ([] if state == "gone" else [state])
 
 
-def test_a_process_that_is_told_to_end_gives_its_task_back(carried: Carried) -> None:
+@pytest.mark.parametrize(
+    "error",
+    # billiard's children leave so at SIGTERM; the others end workers without children.
+    [SystemExit(-241), WorkerShutdown(0), WorkerTerminate(1)],
+    ids=["a child", "WorkerShutdown", "WorkerTerminate"],
+)
+def test_a_process_that_is_told_to_end_gives_its_task_back(
+    carried: Carried, error: SystemExit
+) -> None:
     """It is due at once, and no death is counted."""
 
     def end(task: Any) -> None:
-        raise SystemExit(-241)  # as billiard's children leave at SIGTERM
+        raise error
 
     carried.body = end
     with pytest.raises(SystemExit):
@@ -396,6 +309,30 @@ def test_a_process_that_is_told_to_end_gives_its_task_back(carried: Carried) -> 
     (again,) = carried.relay()
     carried.body = lambda task: None
     assert carried.mailbox.deliver(again).state == "SUCCESS"
+
+
+def test_a_task_that_was_cancelled_has_failed(carried: Carried) -> None:
+    """asyncio's CancelledError ends no process, so that the task would be run again for ever."""
+
+    async def cancel() -> None:
+        raise asyncio.CancelledError
+
+    carried.body = lambda task: asyncio.run(cancel())
+    with pytest.raises(asyncio.CancelledError):
+        carried.mailbox.deliver(carried.send())
+    assert (carried.row.state, carried.row.error_type) == ("failed", "CancelledError")
+
+
+@pytest.mark.parametrize("retention", [0, 60])
+def test_a_run_that_lost_its_claim_leaves_the_row_alone(
+    carried: Carried, settings: "Settings", retention: int
+) -> None:
+    """Another run has it, and has not ended; without its row it would be lost with its process."""
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": retention}
+    carried.body = lambda task: carried.rows.update(token="another")
+    state, error = carried.mailbox.deliver(carried.send())
+    assert (state, type(error)) == ("FAILURE", MessageLost)
+    assert (carried.row.state, carried.row.token) == ("running", "another")
 
 
 def test_poison_is_not_run_for_ever(carried: Carried) -> None:
@@ -434,8 +371,11 @@ def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
     """The task before it is failed, instead of being done without it or for ever again."""
     first, second = (carried.make_task(f"tests.{name}") for name in ("first", "second"))
     send_on_commit(chain(first.s(1), second.s().set(using="nowhere")), using=carried.alias)
-    with pytest.warns(RuntimeWarning, match="outside body"):
+    # Not pytest.warns, which raises what garbage collection may warn of meanwhile.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         carried.mailbox.deliver(carried.mailbox.take_one())
+    assert any("outside body" in str(one.message) for one in caught)
     assert (carried.row.task, carried.row.state) == ("tests.first", "failed")
     assert carried.row.error == "Its result can't be stored, or what follows it be sent."
 
@@ -446,7 +386,7 @@ def test_parts_of_a_canvas_that_can_not_be_carried(carried: Carried) -> None:
     send_on_commit(group(carried.task.si(1), plain.si(2)), using=carried.alias)
     assert [row.task for row in carried.rows.all()] == ["tests.carried"]
     assert len(carried.mailbox.take()) == 2
-    with pytest.raises(ConfigurationError, match="is no SafeTask that is known here"):
+    with pytest.raises(ConfigurationError, match="is not a SafeTask that is known here"):
         send_on_commit(plain.si(1), using=carried.alias, outbox="until_done")
 
 
@@ -455,6 +395,27 @@ def test_nothing_of_a_run_is_left_in_the_process(carried: Carried) -> None:
     for _ in range(3):
         carried.mailbox.deliver(carried.send(1))
     assert not carried_module._runs
+
+
+@pytest.mark.parametrize("goes_on", ["by a retry", "by its row"])
+def test_a_sender_that_records_too_late_records_nothing(carried: Carried, goes_on: str) -> None:
+    """The task has begun meanwhile, and is to be sent again: a relay has to do that soon."""
+
+    def end(task: Any, number: int) -> None:
+        if goes_on == "by a retry":
+            raise task.retry(countdown=0)
+        raise SystemExit(1)
+
+    carried.body = end
+    message = carried.send(1)
+    sent = {carried.row.pk: CarriedAttempt(message.ours["attempt"], 0.0, 0)}
+    with suppress(SystemExit):
+        carried.mailbox.deliver(message)
+    carried.rows.update(sent_at=None, due_at=Now())
+    settle_rows(carried.rows, sent)
+    assert carried.row.state == "pending"
+    carried.mailbox.take()
+    assert [one.ours["attempt"] for one in carried.relay()] == [carried.row.attempt]
 
 
 @pytest.mark.parametrize("requeue", [False, True])
@@ -471,14 +432,19 @@ def test_a_task_whose_row_has_ended_is_not_retried(carried: Carried, requeue: bo
     assert carried.row.state == ("pending" if requeue else "failed")
 
 
-def test_a_task_that_exits_dies(carried: Carried) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [*map(SystemExit, [0, 1, -1, "no such order"]), KeyboardInterrupt()],
+    ids=repr,
+)
+def test_a_task_that_exits_dies(carried: Carried, error: BaseException) -> None:
     """sys.exit() counts as a death, so that it is not run for ever."""
 
     def leave(task: Any) -> None:
-        sys.exit(1)
+        raise error
 
     carried.body = leave
-    with pytest.raises(SystemExit):
+    with pytest.raises(type(error)):
         carried.mailbox.deliver(carried.send())
     assert (carried.row.state, carried.row.deaths) == ("pending", 1)
     assert carried.row.last_death == carried.row.holder
@@ -630,7 +596,7 @@ def test_a_duplicate_leaves_no_row(carried: Carried) -> None:
 
 
 def test_the_retry_of_a_unique_task_is_sent(carried: Carried) -> None:
-    """It goes on with the lock of its message, and is no duplicate of itself."""
+    """It goes on with the lock of its message, and is not a duplicate of itself."""
     task = make_unique(carried, "tests.unique")
 
     def retry(task: Any, number: int) -> int:
@@ -744,6 +710,15 @@ def test_a_message_whose_database_is_away_comes_back(
     assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
     assert carried.mailbox.deliver(message).state == "IGNORED"
     assert (carried.calls, carried.rows.count()) == ([1], 0)
+
+
+def test_a_worker_that_lacks_the_database_of_the_row(carried: Carried) -> None:
+    """It says what to change, and runs nothing."""
+    message = carried.send(1)
+    message.headers[HEADER]["using"] = "elsewhere"
+    state, error = carried.mailbox.deliver(message)
+    assert (state, type(error), carried.calls) == ("FAILURE", ConfigurationError, [])
+    assert "the database 'elsewhere', which DATABASES of this worker has not" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["task", "chain", "chord"])

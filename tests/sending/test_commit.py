@@ -59,7 +59,7 @@ def ids(messages: list[Published]) -> list[str]:
 
 
 def test_a_rollback_sends_nothing(sent: Sent) -> None:
-    """What was rolled back is not sent, now or with a later commit."""
+    """A send that was rolled back is not made, now or with a later commit."""
     with rolled_back():
         add.delay_on_commit(1)
         send_on_commit(group(add.s(1), add.s(2)))
@@ -69,7 +69,7 @@ def test_a_rollback_sends_nothing(sent: Sent) -> None:
 
 
 def test_a_rollback_leaves_nothing_of_a_chord(sent: Sent, redis_server: RedisServer) -> None:
-    """What the result backend has to know of a chord is written at the commit, too."""
+    """The result backend gets the chord's data at the commit, too."""
     with rolled_back():
         send_on_commit(chord([group(add.s(1), add.s(2)), add.s(3)], total.s()))
     with redis_server.client(db=2) as client:
@@ -246,7 +246,7 @@ def test_the_setting_defers_plain_sends(
 
 
 def test_positional_options_are_those_of_celery(sent: Sent) -> None:
-    """What apply_async takes by position after the arguments arrives in a deferred send, too."""
+    """Positional parameters of apply_async after the arguments reach a deferred send, too."""
     with transaction.atomic():
         deferring.apply_async((1,), None, "an-id", None, add.s(), None, "a shadow")
     (message,) = sent()
@@ -255,7 +255,7 @@ def test_positional_options_are_those_of_celery(sent: Sent) -> None:
 
 
 def test_arguments_are_those_of_the_call(sent: Sent) -> None:
-    """What changes after the call, arguments or headers, changes nothing of the message."""
+    """Later changes of arguments or headers do not change the message."""
     numbers, options, headers = [1], {"deep": {"er": [1]}}, {"trace": {"span": [1]}}
     signature = chain(deferring.s(numbers), deferring.s(options=options))
     with transaction.atomic():

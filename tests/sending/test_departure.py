@@ -1,4 +1,4 @@
-"""What the sends of one commit share: which rows are there, and how long the commit waits."""
+"""The sends of one commit share the look at their rows and the time that the commit waits."""
 
 import socket
 import threading
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from celery import chain, chord, group
 from django.db import DatabaseError, connections, transaction
-from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from django_celery_safe import send_on_commit
+from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, OutboxMessages
 from django_celery_safe.sending import commit as commit_module
 from django_celery_safe.sending import departure as departure_module
@@ -24,6 +24,7 @@ from django_celery_safe.signals import task_send_failed
 from tests.app.models import Person
 from tests.app.tasks import add
 from tests.conftest import MakeDatabase
+from tests.kinds import KINDS, words_of_change
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing
 from tests.sending.published import Published
 from tests.servers import RedisServer
@@ -38,7 +39,7 @@ Sent = Callable[[], list[Published]]
 TABLE = OutboxMessage._meta.db_table
 
 
-@pytest.fixture(params=["postgres", "sqlite-immediate"])
+@pytest.fixture(params=KINDS)
 def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
     """The alias of a database of each kind."""
     return make_database(request.param)
@@ -68,10 +69,10 @@ def test_a_savepoint_that_is_rolled_back_by_its_id_sends_nothing(
     """Django runs the callbacks all the same; a message whose row is not there is not sent."""
     with transaction.atomic(using=alias):
         before = keep(1, alias)
-        savepoint = transaction.savepoint(using=alias)
+        savepoint = connections[alias].savepoint()
         gone = keep(2, alias)
         send_on_commit(group(add.s(3), add.s(4)), using=alias, outbox=True)
-        transaction.savepoint_rollback(savepoint, using=alias)
+        connections[alias].savepoint_rollback(savepoint)
         after = keep(5, alias)
     assert ids(sent()) == [before.id, after.id]
     assert not table(alias).exists()
@@ -99,16 +100,16 @@ def test_after_a_long_transaction_the_row_decides_too(
     """The sender claims the rows of all sends of the commit by one query, and misses one."""
     monkeypatch.setattr(departure_module, "GRACE", -1.0)
     with transaction.atomic(using=alias):
-        savepoint = transaction.savepoint(using=alias)
+        savepoint = connections[alias].savepoint()
         keep(1, alias)
-        transaction.savepoint_rollback(savepoint, using=alias)
+        connections[alias].savepoint_rollback(savepoint)
         result = keep(2, alias)
         monkeypatch.setattr(departure_module, "GRACE", 5.0)
         queries = CaptureQueriesContext(connections[alias]).__enter__()
     queries.__exit__(None, None, None)
     assert ids(sent()) == [result.id]
     words = [query["sql"].split()[0] for query in queries.captured_queries if TABLE in query["sql"]]
-    assert words == ["UPDATE", "DELETE"]
+    assert words == [*words_of_change(alias), "DELETE"]
 
 
 def test_the_sends_of_a_commit_look_for_their_rows_once(alias: str, sent: Sent) -> None:

@@ -108,7 +108,7 @@ class Eager:
 
 
 class EagerTests(Eager, TestCase):
-    """What the documentation promises to a plain TestCase."""
+    """The promises of the documentation to a plain TestCase."""
 
     def test_a_send_waits_for_the_callbacks(self) -> None:
         """Nothing runs before captureOnCommitCallbacks does it; then the result has its value."""
@@ -202,7 +202,7 @@ class EagerTests(Eager, TestCase):
         assert (later.get(), other.get()) == (1, [2, {}])
 
     def test_a_task_that_sends_at_its_own_commit(self) -> None:
-        """What a task sends on commit runs when the task's transaction is over."""
+        """A task that a task sends on commit runs when the transaction is over."""
         with self.captureOnCommitCallbacks(execute=True):
             person = Person.everyone.create()
             result = greet.delay(person.pk)

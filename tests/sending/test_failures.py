@@ -69,7 +69,7 @@ SENDS: dict[str, Callable[[Any], Any]] = {
 def test_nothing_is_contacted_before_the_commit(
     server: str, send: Callable[[Any], Any], make_app: MakeApp, silent: socket.socket
 ) -> None:
-    """Neither the broker nor the result backend is connected to inside the transaction."""
+    """A send inside the transaction connects neither to the broker nor to the result backend."""
     app = make_app(**{server: f"redis://127.0.0.1:{silent.getsockname()[1]}/0"})
     with transaction.atomic():
         send(app.tasks[add.name])
@@ -143,7 +143,7 @@ def test_a_broker_that_is_gone_is_tried_once_for_a_canvas(
 
 
 def test_the_others_go_out_when_one_send_fails(sent: Sent) -> None:
-    """Of several sends of one transaction only the failing one is lost."""
+    """A send that fails does not lose the other sends of its transaction."""
     nowhere = Connection(refusing(), transport_options=ONE_TRY)
     with nowhere, transaction.atomic():
         first = add.delay_on_commit(1)

@@ -1,4 +1,4 @@
-"""What goes out on commit is what a plain send publishes, under the ids announced."""
+"""A send on commit publishes the same messages as a plain send, under the announced ids."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -236,7 +236,7 @@ def test_a_countdown_begins_at_the_call(options: dict[str, Any], sent: Sent) -> 
 
 @pytest.mark.parametrize("as_moment", [False, True], ids=["seconds", "moment"])
 def test_the_time_to_live_counts_from_the_publication(as_moment: bool, sent: Sent) -> None:
-    """``expires`` is fixed at the call; what the broker gets is what is left at the commit."""
+    """``expires`` is fixed at the call; the broker gets the time that is left at the commit."""
     expires: Any = timezone.now() + timedelta(seconds=60) if as_moment else 60
     with transaction.atomic():
         called = timezone.now()

@@ -1,5 +1,5 @@
 """
-What a relay sends from the outbox is what Celery itself would have sent.
+A relay sends the same message from the outbox that Celery itself would have sent.
 
 Each kind of send is made twice: directly, by Celery's ``apply_async`` outside of a
 transaction, and into the outbox by a process that then never publishes, so that a relay
@@ -59,6 +59,7 @@ from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable
 from tests.sending.relaying import meet_once_claimed
 from tests.sending.test_messages import CANVASES, OPTIONS, stamped
 from tests.servers import RedisServer
+from tests.versions import IS_CELERY_57
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -409,7 +410,7 @@ CONFIGURED: dict[str, Kind] = {
     ),
 }
 
-#: What JSON can say, and an AMQP table can not.
+#: Values that JSON can hold, and an AMQP table can not.
 ONLY_REDIS: dict[str, Kind] = {
     "headers": Kind(
         options={
@@ -426,7 +427,7 @@ ONLY_REDIS: dict[str, Kind] = {
     # Kombu itself can't write it into an AMQP property.
     "reply_to, queue": Kind(options={"reply_to": Queue("answers")}),
 }
-#: What Redis has not, or forgets unless a consumer or a declaration comes first.
+#: Features that Redis lacks, or forgets unless a consumer or a declaration comes first.
 ONLY_RABBITMQ: dict[str, Kind] = {
     "fanout": Kind(
         options={"queue": shop(kind="fanout")},
@@ -487,7 +488,7 @@ def test_what_is_relayed_is_what_celery_sends(kind: Kind, make_line: MakeLine) -
 @pytest.mark.parametrize("kind", ONLY_REDIS.values(), ids=ONLY_REDIS)
 @pytest.mark.parametrize("queues", ["redis"], indirect=True)
 def test_what_is_relayed_is_what_celery_sends_to_redis(kind: Kind, make_line: MakeLine) -> None:
-    """What only Redis can carry is the same too."""
+    """Messages that only Redis can carry are the same, too."""
     check(make_line(kind))
 
 
@@ -788,6 +789,8 @@ def test_the_time_to_live_is_what_is_left_at_the_relay(
     expires: Callable[[], Any], protocol: int, make_line: MakeLine
 ) -> None:
     """``expires`` stays that of the send; the broker gets the rest of the time."""
+    if protocol == 1 and isinstance(expires(), str) and not IS_CELERY_57:
+        pytest.skip("Celery before 5.7 can't send it, not even by itself")
     line = make_line(task_protocol=protocol)
     line.kind = Kind(options={"expires": expires()})
     direct, _ = line.directly()
@@ -825,7 +828,7 @@ def test_what_expired_before_the_relay_is_sent_as_expired(make_line: MakeLine) -
 def test_a_signature_of_another_app_goes_out_by_its_own(
     make_line: MakeLine, redis_server: RedisServer
 ) -> None:
-    """What belongs to another app is relayed to that one's broker, into its default queue."""
+    """A message of another app goes to that app's broker, into its default queue."""
     line = make_line()
     elsewhere = RedisQueues(redis_server, 3)
     conf = {**line.app.conf.changes, "broker_url": elsewhere.url, "task_default_queue": "others"}
@@ -929,7 +932,7 @@ def test_what_is_late_for_a_quorum_queue_arrives(delaying: Line) -> None:
     assert comparable(relayed) == comparable(direct)
 
 
-#: What RabbitMQ notes of the delays that a message went through, and the ETA itself.
+#: Headers in which RabbitMQ records a message's delays, and the ETA itself.
 TRAVELLED = (
     "eta",
     "x-death",
@@ -1145,7 +1148,7 @@ QUICKLY = hypothesis_settings(
     max_examples=100, deadline=None, database=None, phases=[Phase.explicit, Phase.generate]
 )
 
-#: What a message can carry in its headers and properties, and JSON in kombu's dialect can say.
+#: Values that headers and properties can carry, and kombu's JSON can hold.
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -1231,7 +1234,7 @@ def test_a_row_brings_back_its_message(
     eta: str | None,
     expires: str | None,
 ) -> None:
-    """Whatever the options and headers are, the message of the row is the one that was kept."""
+    """The message read from a row equals the one that was kept, with any options and headers."""
     message = Message(
         app=round_app,
         task=task,

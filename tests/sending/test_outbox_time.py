@@ -27,6 +27,7 @@ from django_celery_safe.sending.broker import _silent_until
 from tests.app.models import Person
 from tests.app.tasks import add
 from tests.conftest import MakeDatabase
+from tests.kinds import KINDS, words_of_change
 from tests.processes import CeleryWorker, Journal, free_port, start_in_process, wait_for
 from tests.sending.conftest import MakeApp
 from tests.sending.published import Published
@@ -42,7 +43,7 @@ Sent = Callable[[], list[Published]]
 
 #: OUTBOX_SEND_TIMEOUT where a broker is silent, s.
 TIMEOUT = 1.0
-#: What a busy machine may add to a bound, s; less than waiting once more.
+#: Time that a busy machine may add to a bound, s; less than one more wait.
 NOISE = 0.9
 #: How long something that may hang is waited for, s.
 HANGS = 15.0
@@ -61,7 +62,7 @@ def row_ids(using: str = "default") -> list[str]:
     return list(rows.values_list("task_id", flat=True))
 
 
-@pytest.fixture(params=["postgres", "sqlite-immediate"])
+@pytest.fixture(params=KINDS)
 def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
     """The alias of a database of each kind."""
     return make_database(request.param)
@@ -186,7 +187,7 @@ def test_a_broker_that_falls_silent_is_given_up_in_time(
     assert (first.send_error, row_ids(alias)) == (None, [])
     bound = TIMEOUT + plain_time(alias) + NOISE
     with server.silence():
-        # What is connected waits for a confirmation, what is not for a connection.
+        # A connected send waits for a confirmation, another one for a connection.
         connected, unconnected = commit_time(send, alias), best_time(send, alias, bound)
     assert connected[0] <= bound
     assert unconnected[0] <= bound
@@ -247,7 +248,7 @@ def test_after_a_silence_nobody_waits_again(
 def test_a_large_message_to_a_silent_broker_is_given_up_in_time(
     make_app: MakeApp, redis_server: RedisServer, sqlite_immediate_alias: str
 ) -> None:
-    """What fills the socket's buffer waits as long as what waits for an answer."""
+    """A send that fills the socket's buffer waits as long as one that waits for an answer."""
     app, alias = make_app(), sqlite_immediate_alias
 
     def send() -> Any:
@@ -404,7 +405,7 @@ def wait_until_due(alias: str, count: int) -> None:
 
 @pytest.mark.usefixtures("short_grace")
 def test_after_a_long_transaction_the_sender_claims_its_rows(alias: str, sent: Sent) -> None:
-    """One UPDATE more, and it publishes them: nobody else has them."""
+    """After one more UPDATE it publishes them, since no relay has them."""
     with transaction.atomic(using=alias):
         result = SENDS["group"](add, alias)
         wait_until_due(alias, 5)
@@ -415,7 +416,7 @@ def test_after_a_long_transaction_the_sender_claims_its_rows(alias: str, sent: S
     assert row_ids(alias) == []
     table = OutboxMessage._meta.db_table
     words = [query["sql"].split()[0] for query in watch.captured_queries if table in query["sql"]]
-    assert words == ["UPDATE", "DELETE"]
+    assert words == [*words_of_change(alias), "DELETE"]
 
 
 @pytest.mark.parametrize("taken", [5, 1])
@@ -491,7 +492,7 @@ def send_around_a_fork(alias: str) -> list[str]:
     connections[alias].close()
     reader, writer = os.pipe()
     if not (child := os.fork()):
-        # What the child drops of its parent's must not end the parent's connections.
+        # Objects of the parent that the child drops must not end the parent's connections.
         gc.collect()
         os.write(writer, json.dumps([send() for _ in range(20)]).encode())
         os._exit(0)

@@ -1,6 +1,7 @@
-"""The relay: what it sends, when it is alone and beside others, and what it leaves behind."""
+"""The relay, alone and beside others: the messages it sends, and the rows it leaves."""
 
 import io
+import json
 import math
 import os
 import signal
@@ -19,13 +20,14 @@ from celery.backends.redis import RedisBackend
 from celery.signals import after_task_publish
 from django.core.management import call_command
 from django.db import connections, transaction
-from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
 from kombu import Queue
 from kombu.exceptions import OperationalError
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
+from django_celery_safe.databases import Now
 from django_celery_safe.models import DatabaseLock, OutboxMessage, OutboxMessages, OutboxRelay
+from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import publisher as publisher_module
 from django_celery_safe.sending import relay as relay_module
 from django_celery_safe.sending.outbox import outbox_aliases
@@ -33,6 +35,7 @@ from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_duplicate, task_sent
 from tests.app.tasks import add, note, total
 from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.kinds import KINDS
 from tests.processes import (
     CeleryWorker,
     FunctionFailed,
@@ -63,7 +66,7 @@ def unique(number: int) -> None:
     """Be sent once until it ends."""
 
 
-@pytest.fixture(params=["postgres", "sqlite-immediate"])
+@pytest.fixture(params=KINDS)
 def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
     """The alias of a database of each kind."""
     return make_database(request.param)
@@ -144,7 +147,7 @@ def ids(messages: list[Published]) -> list[str]:
     return [message.id for message in messages]
 
 
-# What it sends.
+# Messages that it sends.
 
 
 def test_it_sends_what_is_due_and_deletes_it(alias: str, sent: Sent) -> None:
@@ -160,7 +163,7 @@ def test_it_sends_what_is_due_and_deletes_it(alias: str, sent: Sent) -> None:
 
 
 def test_it_leaves_what_is_not_due(alias: str, sent: Sent) -> None:
-    """What its sender may still be publishing, what is claimed, and the dead stay as they are."""
+    """Dead rows, claimed rows, and rows that their sender may be publishing stay as they are."""
     with dying_sender(alias):
         add.apply_async_on_commit((1,), using=alias, outbox=True)
     before = list(table(alias).values())
@@ -186,7 +189,7 @@ def test_sent_rows_are_kept_and_pruned(alias: str, sent: Sent, settings: "Settin
     assert len(sent()) == 3
 
 
-@pytest.mark.parametrize("kind", ["postgres", "sqlite-immediate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_queries_are_counted_by_batches(
     kind: Any, make_database: MakeDatabase, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +206,9 @@ def test_queries_are_counted_by_batches(
     # At the end it looks where the last batch ended, and then from the beginning.
     if kind == "postgres":
         assert words == {"SELECT": 3 + 2, "UPDATE": 3, "DELETE": 3}
+    elif kind == "mariadb":
+        # The UPDATE returns nothing, so its rows are looked for before and after it.
+        assert words == {"SELECT": 3 + 3 * 2 + 2, "UPDATE": 3, "DELETE": 3}
     else:
         # It looks before it locks all others out; the lock is one more UPDATE.
         assert words == {"SELECT": 3 + 3 + 2, "UPDATE": 3 + 3, "DELETE": 3}
@@ -210,7 +216,7 @@ def test_queries_are_counted_by_batches(
 
 
 def test_rows_that_a_set_back_clock_left_are_sent(alias: str, sent: Sent) -> None:
-    """What is due later than anything can be is due at once."""
+    """A row that is due impossibly late is made due at once."""
     wanted = leave(alias)
     table(alias).update(due_at=Now() + timedelta(hours=1))
     assert drain(alias) == 1
@@ -471,7 +477,7 @@ def test_a_killed_relay_is_no_duplicate_of_itself(
 def test_a_real_duplicate_is_dropped(
     alias: str, sent: Sent, settings: "Settings", redis_cache_settings: MakeRedisCache
 ) -> None:
-    """Of two equal messages the first is sent; the other's row goes, and a signal tells."""
+    """The first of two equal messages is sent; the other's row is deleted, with a signal."""
     settings.CACHES = redis_cache_settings("django-redis")
     (first,), (second,) = leave(alias, task=unique), leave(alias, task=unique)
     with hearing(task_duplicate) as told:
@@ -558,14 +564,14 @@ def make_counting(make_app: MakeApp, redis_server: RedisServer) -> Callable[...,
     return make
 
 
-#: What a result backend is told of a chord.
+#: Calls that make a chord known to a result backend.
 ONCE_EACH = ["set_chord_size", "apply_chord"]
 
 
 def test_a_chord_is_told_once_by_several_rows(
     alias: str, make_counting: Callable[..., CountingApp], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever row is first tells, in one batch or several, by one relay or the next."""
+    """The first row makes the chord known, in one batch or several, by one relay or the next."""
     monkeypatch.setattr(relay_module, "BATCH", 2)
     counting = make_counting(CountingBackend)
     result = counting.leave_chord(alias, 5)
@@ -685,7 +691,7 @@ def test_it_ends_soon_and_finishes_its_batch(alias: str, sent: Sent) -> None:
 
 
 def test_an_idle_relay_looks_again(alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What gets due while it waits is sent after its pause."""
+    """A message that becomes due during its pause is sent after it."""
     monkeypatch.setattr(relay_module, "IDLE", 0.05)
     with relaying(alias):
         wait_for(lambda: OutboxRelay.objects.using(alias).exists())
@@ -708,21 +714,20 @@ def test_it_notes_once_a_minute_that_it_is_there(
 ) -> None:
     """One row for all relays of a database says who was here last, and when."""
     relay, other = Relay(alias), Relay(alias)
-    relay.heartbeat_and_prune()
+    relay.housekeeping.take_turn_if_due()
     with CaptureQueriesContext(connections[alias]) as queries:
-        relay.heartbeat_and_prune()
-        monkeypatch.setattr(relay_module, "HOST", "elsewhere")
+        relay.housekeeping.take_turn_if_due()
+        monkeypatch.setattr(housekeeping, "HOST", "elsewhere")
         assert OutboxRelay.objects.using(alias).get().pid == os.getpid()
-        other.heartbeat_and_prune()
+        other.housekeeping.take_turn_if_due()
     assert sum("outboxrelay" in q["sql"] for q in queries.captured_queries) == 2
     row = OutboxRelay.objects.using(alias).get()
     assert (str(row), row.pk) == (f"elsewhere pid {os.getpid()}", 1)
-    monkeypatch.setattr(relay_module, "MINUTE", 0.0)
-    Relay(alias).heartbeat_and_prune()
+    monkeypatch.setattr(housekeeping, "MINUTE", 0.0)
+    third = Relay(alias)
 
     def is_newer() -> bool:
-        relay._looks_after_at = 0.0
-        relay.heartbeat_and_prune()
+        third.housekeeping.take_turn_if_due()
         return OutboxRelay.objects.using(alias).get().seen_at > row.seen_at
 
     wait_for(is_newer)
@@ -773,6 +778,41 @@ def test_a_row_whose_app_is_not_here_waits_for_it(
     elsewhere.close()
     assert ids(sent()) == [wanted]
     assert not table(alias).exists()
+
+
+def rewrite_properties(alias: str, **changes: Any) -> None:
+    """Give the one row that is there other properties, or by None fewer, and make it due."""
+    properties = {**json.loads(table(alias).get().properties), **changes}
+    kept = {name: value for name, value in properties.items() if value is not None}
+    table(alias).update(properties=json.dumps(kept))
+    make_due(alias)
+
+
+def test_a_row_of_the_first_format_is_sent(alias: str, broker: Celery, sent: Sent) -> None:
+    """Rows had no number at first; those that an upgrade finds are sent as they were meant."""
+    wanted = leave(alias)
+    assert json.loads(table(alias).get().properties)["format"] == 1
+    rewrite_properties(alias, format=None)
+    assert drain(alias) == 1
+    assert ids(sent()) == wanted
+
+
+def test_a_row_of_a_newer_format_waits_for_a_newer_relay(
+    alias: str, broker: Celery, sent: Sent
+) -> None:
+    """In a rolling deploy an older relay uses up no attempt, and sends the other rows."""
+    (newer,) = leave(alias)
+    rewrite_properties(alias, format=2)
+    others = leave(alias, 2)
+    assert drain(alias) == 2
+    assert ids(sent()) == others
+    left = table(alias).get()
+    assert (left.task_id, left.attempts, left.dead_at) == (newer, 0, None)
+    assert left.error.startswith("its row is of format 2, and this release knows 1: update ")
+
+    rewrite_properties(alias, format=1)
+    assert drain(alias) == 1
+    assert ids(sent()) == [newer]
 
 
 def rabbitmq_app(make_app: MakeApp, server: RabbitMQServer, **conf: Any) -> Celery:

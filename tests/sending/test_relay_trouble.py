@@ -19,23 +19,23 @@ from celery import Celery, chord, group, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.signals import after_task_publish
 from django.db import connections, transaction
-from django.db.models.functions import Now
 from kombu import Queue
 from kombu.exceptions import OperationalError
 from psycopg import sql
 
-from django_celery_safe import SafeTask, send_on_commit, single_instance
+from django_celery_safe import SafeTask, conf, send_on_commit, single_instance
+from django_celery_safe.databases import Now
 from django_celery_safe.exceptions import ConfigurationError
 from django_celery_safe.models import OutboxRelay
 from django_celery_safe.sending import relay as relay_module
 from django_celery_safe.sending import trouble as trouble_module
 from django_celery_safe.sending.broker import BrokerGone, bounded_producer
-from django_celery_safe.sending.departure import send_timeout
 from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_dead, task_send_failed
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.kinds import KINDS
 from tests.processes import free_port, wait_for
 from tests.sending.conftest import MakeApp, hearing
 from tests.sending.published import Published, take_published
@@ -64,7 +64,7 @@ Sent = Callable[[], list[Published]]
 SECRET = "hunter2"
 
 
-@pytest.fixture(params=["postgres", "sqlite-immediate"])
+@pytest.fixture(params=KINDS)
 def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
     """The alias of a database of each kind."""
     return make_database(request.param)
@@ -451,7 +451,7 @@ def test_relays_side_by_side_wait_for_a_broker(
     with paused(own_redis):
         wanted = leave(outbox, 3, task=own_task)
         with relaying(outbox), relaying(outbox):
-            # Each has found the broker silent; what more they say comes within a few waits.
+            # Each has found the broker silent; further log records come within a few waits.
             with suppress(TimeoutError):
                 wait_for(lambda: messages_of(caplog, "WARNING"), 3)
             assert messages_of(caplog, "WARNING") == []
@@ -462,7 +462,7 @@ def test_relays_side_by_side_wait_for_a_broker(
 
 
 def test_rows_are_given_back_at_once(outbox: str, own_redis: RedisServer, own_task: Any) -> None:
-    """Another relay need not wait for a lease; who drains gets the error."""
+    """Another relay need not wait for a lease; drain() raises the error."""
     leave(outbox, 3, task=own_task)
     own_redis.stop()
     with pytest.raises(BrokerGone, match="OperationalError"):
@@ -537,7 +537,7 @@ def test_a_message_that_breaks_the_connection_costs_the_others_nothing(
 def test_a_connection_that_is_cut_in_mid_batch(
     cuts: int, after: int, outbox: str, own_redis: RedisServer, make_app: MakeApp
 ) -> None:
-    """What was not confirmed is published again: nothing is missing, no attempt is used."""
+    """Unconfirmed messages are published again: none is missing, and no attempt is used."""
     with proxy_to(own_redis.port) as proxy:
         app = make_app(broker_url=f"redis://127.0.0.1:{proxy.port}/0", result_backend=None)
         wanted = leave(outbox, 30, task=app.tasks[add.name])
@@ -665,13 +665,13 @@ def test_what_a_relay_did_not_reach_is_given_back(
     redis_cache_settings: MakeRedisCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Half of the lease is over in mid-batch: what is left of that is due now, not at its end."""
+    """If half of the lease is over in mid-batch, the batch's other rows become due at once."""
     settings.CACHES = redis_cache_settings("django-redis")
     clock, ahead = time.monotonic, [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead[0])
     with redis_server.client(db=1) as client:
         client.set("odd", "no list")
-    # Those that are published one by one.
+    # Messages that are published one by one.
     leave(outbox, task=unique, queue="odd")
     wanted = leave(outbox, 3, task=unique)
 
@@ -753,7 +753,7 @@ def once_published(act: Callable[[], object]) -> Iterator[None]:
 def test_a_body_that_cant_be_read_silences_no_event(
     outbox: str, own_redis: RedisServer, make_app: MakeApp
 ) -> None:
-    """Of a message that nobody can decode, and of those after it, the events are sent."""
+    """Events are sent even for a message that can't be decoded, and for those after it."""
     app = make_app(broker_url=own_redis.url, result_backend=None, task_send_sent_event=True)
     wanted = leave(outbox, 3, task=app.tasks[add.name])
     first = table(outbox).order_by("pk").first()
@@ -790,7 +790,7 @@ def test_a_database_gone_in_mid_relay(
     sent: Sent,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What was published is deleted when it is back, and not sent again."""
+    """Published rows are deleted when the database is back, and not sent again."""
     alias = make_database("postgres")
     wanted = leave(alias, 5)
     is_gone = threading.Event()
@@ -890,7 +890,7 @@ def test_an_alias_that_stands_for_another_has_no_outbox(alias: str) -> None:
 
 
 def test_a_database_without_autocommit_is_refused(alias: str) -> None:
-    """What a relay does there would not be committed."""
+    """The changes of a relay there would not be committed."""
     manual = {**connections.settings[alias], "AUTOCOMMIT": False}
     with registered("manual", manual), pytest.raises(ConfigurationError) as caught:
         Relay("manual")
@@ -900,9 +900,10 @@ def test_a_database_without_autocommit_is_refused(alias: str) -> None:
 def test_a_database_whose_insert_returns_nothing(
     outbox: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without INSERT ... RETURNING, as in MySQL, the send is an error, and nothing is sent."""
+    """Without RETURNING, which MySQL alone may lack, the send is an error; nothing is sent."""
     # A SQLite of before 3.35, as Django sees it.
-    monkeypatch.setattr(connections[outbox].features, "can_return_columns_from_insert", False)
+    features = type(connections[outbox].features)
+    monkeypatch.setattr(features, "can_return_rows_from_bulk_insert", False)
     why = "can't hold an outbox, since its INSERT returns no keys"
     with pytest.raises(ConfigurationError, match=why), transaction.atomic(using=outbox):
         add.apply_async_on_commit((1,), using=outbox, outbox=True)
@@ -1052,7 +1053,7 @@ def test_connections_that_are_all_in_use(
     """A send that gets none says so, with the setting that bounds them, and a relay has its row."""
     app = make_app(broker_pool_limit=1)
     task = app.tasks[add.name]
-    with bounded_producer(app, send_timeout()):
+    with bounded_producer(app, conf.send_timeout()):
         result = task.apply_async_on_commit((1,), using=outbox, outbox=True)
     assert isinstance(result.send_error, OperationalError)
     assert str(result.send_error) == (

@@ -1,4 +1,4 @@
-"""What counts as the running task's own message sent again, and what does not."""
+"""Sends that count as the running task's own message sent again, and others."""
 
 from collections.abc import Iterator
 from contextlib import closing

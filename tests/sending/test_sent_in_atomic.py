@@ -119,7 +119,7 @@ def test_the_place_is_the_line_of_the_call(warned: Warned) -> None:
     ],
 )
 def test_a_program_of_the_project_is_a_place(path: str, passed: bool) -> None:
-    """What is run as a program counts as the project's code, unless it is Celery's own."""
+    """A module run as a program counts as the project's code, unless it is Celery's own."""
     names: dict[str, Any] = {"__name__": "__main__", "calling_line": calling_line}
     exec(compile("place = calling_line()", path, "exec"), names)
     here = f"{__file__}:{inspect.stack(context=0)[0].lineno - 1} in "
@@ -236,7 +236,7 @@ def test_a_run_that_is_sent_again_is_not_told(
 def test_an_eager_run_at_the_commit_is_not_told(
     broker: Celery, warned: Warned, make_database: MakeDatabase
 ) -> None:
-    """What a commit runs eagerly has waited for it, also while another transaction is open."""
+    """An eager run at a commit has waited for it, also while another transaction is open."""
     broker.conf.task_always_eager = True
     other = make_database("sqlite")
     with hearing(sent_in_atomic) as told, transaction.atomic(using=other):
@@ -252,7 +252,7 @@ def test_an_eager_run_at_the_commit_is_not_told(
 
 
 class TestCaseTests(TestCase):
-    """What a plain Django TestCase is told."""
+    """The warnings in a plain Django TestCase."""
 
     @pytest.fixture(autouse=True)
     def use_private_broker(self, broker: Celery, warned: Warned) -> None:
@@ -261,7 +261,7 @@ class TestCaseTests(TestCase):
 
     @override_settings(DJANGO_CELERY_SAFE=ON)
     def test_its_own_transactions_do_not_count(self) -> None:
-        """The test's own atomic() stands for no transaction; that of the code under test counts."""
+        """The test's own atomic() does not count, but the one of the code under test does."""
         with hearing(sent_in_atomic) as told:
             add.delay(1)
             with self.captureOnCommitCallbacks(execute=True):

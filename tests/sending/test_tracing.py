@@ -1,4 +1,4 @@
-"""Tracing: what receivers of Celery's publish signals set lasts as long as the publication."""
+"""Tracing: values that receivers of Celery's publish signals set last for one publication."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,7 +63,7 @@ def parent_of(span: ReadableSpan) -> int | None:
 def test_the_span_of_a_send_is_not_current_after_the_call(
     outbox: bool, spans: Spans, sent: Sent
 ) -> None:
-    """Neither until the commit nor after it; it ends with the publication, under the caller's."""
+    """The span lasts for the publication only, as a child of the caller's span."""
     outside = trace.get_current_span()
     with spans.tracer.start_as_current_span("request") as request:
         with transaction.atomic():
@@ -84,7 +84,7 @@ def test_the_span_of_a_send_is_not_current_after_the_call(
 
 @pytest.mark.parametrize("outbox", [True, False])
 def test_a_rollback_leaves_no_span_behind(outbox: bool, spans: Spans, sent: Sent) -> None:
-    """What comes after it is no part of a send that never happened."""
+    """Code after a rollback does not run in the span of the send."""
     outside = trace.get_current_span()
     with transaction.atomic():
         add.apply_async_on_commit((1,), outbox=outbox)

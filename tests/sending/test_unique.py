@@ -1,4 +1,4 @@
-"""Tasks with ``unique_until``, sent without a worker: what is a duplicate, and what is left."""
+"""Tasks with ``unique_until``, sent without a worker: duplicates, and locks that stay."""
 
 import logging
 import pickle
@@ -28,10 +28,11 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.delivery.copies import resending
-from django_celery_safe.delivery.header import HEADER
+from django_celery_safe.delivery.header import FORMAT, HEADER
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.celery import app
 from tests.app.tasks import add
+from tests.concurrency.holders import remaining
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache, require
 from tests.contract.conftest import SHARED_STORES, use_store
@@ -121,7 +122,7 @@ def ids(messages: list[Published]) -> list[str]:
     return [message.id for message in messages]
 
 
-# What is a duplicate.
+# Duplicates.
 
 
 @pytest.mark.parametrize("name", [*SHARED_STORES, "local"])
@@ -154,8 +155,7 @@ def test_only_a_unique_task_is_sent_once(sent: Sent) -> None:
     assert [getattr(result, "is_duplicate", None) for result in results] == [False] * 4 + [None] * 2
     messages = sent()
     assert ids(messages) == [result.id for result in results]
-    ours = {"task": alone.name, "key": "1"}
-    assert [message.headers.get(HEADER) for message in messages[2:]] == [ours] * 2 + [None] * 2
+    assert [message.headers.get(HEADER) for message in messages] == [None] * 6
     assert list(iter_locks()) == []
 
 
@@ -179,7 +179,7 @@ def send_ten_times_together() -> tuple[list[str], int]:
 
 
 def test_calls_that_are_no_calls_take_no_lock(sent: Sent) -> None:
-    """Arguments that don't fit or can't be sent raise, and the next send is no duplicate."""
+    """Arguments that don't fit or can't be sent raise, and the next send is not a duplicate."""
     with pytest.raises(TypeError, match="number"):
         once.delay()
     with pytest.raises(NotSerializable):
@@ -189,7 +189,7 @@ def test_calls_that_are_no_calls_take_no_lock(sent: Sent) -> None:
 
 
 def test_the_very_message_is_no_duplicate_of_itself(sent: Sent) -> None:
-    """What a run sends again with its id is published again, under the token of the first."""
+    """A run's re-send under its own id is published, under the token of the first."""
     assert once.apply_async((1,), task_id="the same").is_duplicate is False
     assert once.apply_async((1,), task_id="the same").is_duplicate is True
     messages = sent()
@@ -290,7 +290,7 @@ def test_a_duplicate_shows_at_the_commit(send_later: Callable[[int], Any], sent:
 
 
 def test_one_transaction_sends_the_same_once(send_later: Callable[[int], Any], sent: Sent) -> None:
-    """Of two sends in one transaction the second is the duplicate."""
+    """The second of two sends in one transaction is the duplicate."""
     with transaction.atomic():
         first, second, other = send_later(1), send_later(1), send_later(2)
         assert first.is_duplicate is second.is_duplicate is None
@@ -300,7 +300,7 @@ def test_one_transaction_sends_the_same_once(send_later: Callable[[int], Any], s
 
 
 def test_a_rollback_leaves_no_lock(send_later: Callable[[int], Any], sent: Sent) -> None:
-    """What was rolled back, savepoint included, keeps nobody from sending the same."""
+    """A send that was rolled back, also to a savepoint, does not block later ones."""
     with rolled_back():
         lost = send_later(1)
     assert list(iter_locks()) == []
@@ -377,7 +377,7 @@ def test_a_duplicate_may_raise(sent: Sent) -> None:
     ],
 )
 def test_raising_and_waiting_for_the_commit_contradict(send: Callable[[], Any], sent: Sent) -> None:
-    """Nobody is left to raise to then: a TypeError at the call says what to do instead."""
+    """At the commit it could not raise to the caller, so the call itself is a TypeError."""
     with transaction.atomic(), pytest.raises(TypeError, match=r'"raise".*on_duplicate="existing"'):
         send()
     assert sent() == []
@@ -402,7 +402,7 @@ def test_a_canvas_does_not_raise(sent: Sent) -> None:
     assert {message.id for message in messages} <= announced
 
 
-# What can fail.
+# Failures.
 
 
 def refusing() -> str:
@@ -418,7 +418,7 @@ def without_broker(make_app: MakeApp) -> Any:
 
 
 def test_a_send_that_fails_frees_the_lock(without_broker: Any, sent: Sent) -> None:
-    """The error reaches the caller as ever, and the next send is no duplicate."""
+    """The error reaches the caller as ever, and the next send is not a duplicate."""
     for _ in range(2):
         with pytest.raises(OperationalError):
             without_broker.delay(1)
@@ -427,7 +427,7 @@ def test_a_send_that_fails_frees_the_lock(without_broker: Any, sent: Sent) -> No
 
 
 def test_a_send_on_commit_that_fails_frees_the_lock(without_broker: Any, sent: Sent) -> None:
-    """The error is kept and told; of two of the same, neither is a duplicate of a lost one."""
+    """The error is kept and sent as a signal; neither of two equal sends is a duplicate."""
     with hearing(task_send_failed) as failures, transaction.atomic():
         results = [without_broker.delay_on_commit(1) for _ in range(2)]
     assert all(isinstance(result.send_error, OperationalError) for result in results)
@@ -450,7 +450,7 @@ def test_a_failing_send_leaves_the_lock_of_another(without_broker: Any, sent: Se
 
 @pytest.fixture
 def store_gone(settings: "Settings", locks: None) -> None:
-    """Nobody listens where the locks should be."""
+    """No server listens where the locks should be."""
     nowhere = {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": refusing()}
     settings.CACHES = {**settings.CACHES, "default": nowhere}
 
@@ -489,13 +489,6 @@ def test_without_the_lock_store_others_of_the_commit_are_sent(sent: Sent) -> Non
 
 
 # The lease.
-
-
-def remaining(lock: HeldLock | None) -> float:
-    """Return what is left of a lock's lease, s."""
-    assert lock is not None
-    assert lock.remaining is not None
-    return lock.remaining
 
 
 def soon(seconds: float) -> datetime:
@@ -551,7 +544,7 @@ def test_the_task_has_its_own_lease_and_cache(
 
 
 def test_the_setting_may_be_a_timedelta(sent: Sent, settings: "Settings") -> None:
-    """As every duration in the settings."""
+    """The setting may be a timedelta, like every duration."""
     settings.DJANGO_CELERY_SAFE = {"SENT_TIMEOUT": timedelta(minutes=3)}  # type: ignore[arg-type]
     once.delay(1)
     assert 180 - SLACK < remaining(lock_of(1)) <= 180
@@ -563,7 +556,7 @@ def test_an_hour_is_the_default(sent: Sent) -> None:
     assert 3600 - SLACK < remaining(lock_of(1)) <= 3600
 
 
-# What it costs, and what travels.
+# Costs, and headers.
 
 
 @pytest.fixture
@@ -603,7 +596,7 @@ def test_the_message_carries_the_token_of_its_lock(sent: Sent) -> None:
     locks = {number: lock_of(number) for number in (1, 2)}
     tokens = {number: lock.token for number, lock in locks.items() if lock is not None}
     assert single.headers["ours"] == 1
-    one, two = {"task": once.name, "key": "1"}, {"task": once.name, "key": "2"}
+    one, two = ({"task": once.name, "key": key, "format": FORMAT} for key in "12")
     assert single.headers[HEADER] == {**one, "sent": tokens[1], "canvas": False}
     assert member.headers[HEADER] == {**two, "sent": tokens[2], "canvas": True}
     marked = duplicate.headers[HEADER]
@@ -642,7 +635,7 @@ def test_a_publication_is_announced_once(sent: Sent) -> None:
 
 
 def test_a_receiver_may_send_a_task_itself(sent: Sent) -> None:
-    """What a receiver of before_task_publish sends goes out, too, as with a plain task."""
+    """A send by a receiver of before_task_publish goes out, too, as with a plain task."""
 
     def audit(sender: str, **said: Any) -> None:
         if sender != add.name:
@@ -745,7 +738,7 @@ def test_a_pool_of_one_connection_is_enough(
     assert set(published) <= set(announced)
 
 
-# What a duplicate leaves behind.
+# After a duplicate.
 
 
 @pytest.mark.parametrize("on_commit", [False, True])

@@ -48,7 +48,7 @@ def worker(redis_server: RedisServer, shop: str) -> Iterator[CeleryWorker]:
 
 @pytest.fixture
 def journal(tmp_path: Path, broker: object, worker: CeleryWorker) -> Journal:
-    """What the tasks of one test did; the worker runs, and this process can send to it."""
+    """The journal of one test's tasks; the worker runs, and this process can send to it."""
     return Journal(tmp_path / "journal")
 
 
@@ -73,7 +73,7 @@ CANVASES: dict[str, tuple[Callable[[], Signature[Any]], Any]] = {
 def test_the_result_comes_under_the_id_announced(
     make: Callable[[], Signature[Any]], value: Any, shop: str, journal: Journal
 ) -> None:
-    """What send_on_commit returned before the commit has the result after it."""
+    """The result object of send_on_commit has the task's result after the commit."""
     with transaction.atomic(using=shop):
         result = send_on_commit(make(), using=shop)
         assert not result.ready()
@@ -96,7 +96,7 @@ def test_a_retry_inside_do_once_runs_again(failures: int, shop: str, journal: Jo
 
 
 def test_autoretry_inside_a_transaction_runs_again(shop: str, journal: Journal) -> None:
-    """The retries that Celery makes by itself go out; what the failed runs sent does not."""
+    """The retries that Celery makes go out; the sends of the failed runs do not."""
     before = Person.everyone.using(shop).count()
     result = tasks.reconnect.delay(str(journal.path), 2)
     assert result.get(timeout=PATIENCE) == "connected"

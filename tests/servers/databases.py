@@ -3,7 +3,8 @@ Databases that Django knows by an alias while a test runs.
 
 Each is empty but migrated, real (other processes and threads can use it) and nobody
 else's while the test runs. Migrating is slow, so it is done once for each kind and
-copied. Copying is slow in PostgreSQL, so the next test gets the same database, emptied.
+copied. Copying is slow in PostgreSQL and MariaDB, so the next test gets the same database,
+emptied.
 """
 
 import shutil
@@ -16,12 +17,21 @@ from typing import Any, Literal
 from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS, connections
 
+from tests.mysql_driver import load_driver
 from tests.processes.waiting import free_port
+from tests.servers.mariadb import MariaDBServer
+from tests.servers.pgbouncer import PgBouncerServer
 from tests.servers.pool import ServerPool
 from tests.servers.postgres import PostgresServer
 
-#: ``sqlite`` is Django's default (DEFERRED), ``sqlite-immediate`` has IMMEDIATE and WAL.
-DatabaseKind = Literal["postgres", "sqlite", "sqlite-immediate"]
+#: ``sqlite`` is Django's default (DEFERRED), ``sqlite-immediate`` has IMMEDIATE and WAL;
+#: ``mariadb`` is Django's default (READ COMMITTED), ``mariadb-repeatable`` the server's
+#: (REPEATABLE READ); ``pgbouncer`` is a PostgreSQL behind a PgBouncer of its own.
+DatabaseKind = Literal[
+    "postgres", "pgbouncer", "mariadb", "mariadb-repeatable", "sqlite", "sqlite-immediate"
+]
+#: Databases with a server, which many processes can use.
+SERVERS: tuple[DatabaseKind, ...] = ("postgres", "pgbouncer", "mariadb", "mariadb-repeatable")
 
 IMMEDIATE = {
     "transaction_mode": "IMMEDIATE",
@@ -65,7 +75,7 @@ class Databases:
     Makes databases for Django, each under an alias of its own.
 
     Args:
-        servers: Where PostgreSQL runs; it is started when first needed.
+        servers: Where PostgreSQL and MariaDB run; each is started when first needed.
         folder: For the migrated SQLite file that is copied.
     """
 
@@ -77,6 +87,10 @@ class Databases:
         self._shape = ""
         #: PostgreSQL's databases that tests have used and that are as they were migrated.
         self._unused: list[str] = []
+        #: The same of MariaDB, and the statements that make one.
+        self._unused_mariadb: list[str] = []
+        self._mariadb_dump: list[str] = []
+        self._mariadb_shape: object = None
 
     @contextmanager
     def alias(self, kind: DatabaseKind, folder: Path, alias: str | None = None) -> Iterator[str]:
@@ -88,12 +102,22 @@ class Databases:
             alias: The alias to use; None: a new one.
 
         Raises:
-            RuntimeError: At the end: somebody is still connected to the PostgreSQL
-                database; the message says who.
+            RuntimeError: At the end: somebody is still connected to the database of a
+                server; the message says who.
         """
         alias = alias or f"{kind}-{uuid.uuid4().hex[:8]}"
         if kind == "postgres":
             with self._postgres(self.servers.postgres, alias):
+                yield alias
+        elif kind == "pgbouncer":
+            with (
+                self._postgres(self.servers.postgres, f"behind-{alias}") as name,
+                PgBouncerServer(self.servers.postgres) as bouncer,
+                registered(alias, pgbouncer_settings(bouncer, name)),
+            ):
+                yield alias
+        elif kind.startswith("mariadb"):
+            with self._mariadb(self.servers.get(MariaDBServer), alias, kind):
                 yield alias
         else:
             path = self._copy_sqlite(kind, folder / f"{alias}.sqlite3")
@@ -101,11 +125,11 @@ class Databases:
                 yield alias
 
     @contextmanager
-    def _postgres(self, server: PostgresServer, alias: str) -> Iterator[None]:
+    def _postgres(self, server: PostgresServer, alias: str) -> Iterator[str]:
         name = self._unused.pop() if self._unused else self._copy_postgres(server)
         try:
             with registered(alias, postgres_settings(server, name)):
-                yield
+                yield name
         finally:
             server.wait_until_unused(name)
             if server.try_empty_database(name, self._shape):
@@ -123,6 +147,31 @@ class Databases:
         server.create_database(name, template=template)
         return name
 
+    @contextmanager
+    def _mariadb(self, server: MariaDBServer, alias: str, kind: DatabaseKind) -> Iterator[None]:
+        unused = self._unused_mariadb
+        name = unused.pop() if unused else self._copy_mariadb(server)
+        try:
+            with registered(alias, mariadb_settings(server, name, kind)):
+                yield
+        finally:
+            server.wait_until_unused(name)
+            if server.try_empty_database(name, self._mariadb_shape):
+                unused.append(name)
+            else:  # The test changed a table or an index.
+                server.drop_database(name)
+
+    def _copy_mariadb(self, server: MariaDBServer) -> str:
+        if not self._mariadb_dump:
+            template = f"template_{uuid.uuid4().hex}"
+            server.create_database(template)
+            migrate(mariadb_settings(server, template))
+            self._mariadb_dump = server.dump(template)
+            self._mariadb_shape = server.shape(template)
+        name = f"test_{uuid.uuid4().hex}"
+        server.create_database(name, self._mariadb_dump)
+        return name
+
     def _copy_sqlite(self, kind: DatabaseKind, path: Path) -> Path:
         # Migrated with the settings it is used with, as a project's is. A file that
         # is not in WAL mode yet is switched by its first connection, and of several
@@ -134,7 +183,7 @@ class Databases:
         return path
 
 
-def postgres_settings(server: PostgresServer, name: str) -> dict[str, Any]:
+def postgres_settings(server: PostgresServer | PgBouncerServer, name: str) -> dict[str, Any]:
     """Return the DATABASES entry of a database on this server."""
     return {
         "ENGINE": "django.db.backends.postgresql",
@@ -142,6 +191,27 @@ def postgres_settings(server: PostgresServer, name: str) -> dict[str, Any]:
         "USER": "postgres",
         "HOST": server.host,
         "PORT": str(server.port),
+    }
+
+
+def pgbouncer_settings(bouncer: PgBouncerServer, name: str) -> dict[str, Any]:
+    """Return the DATABASES entry of a database behind PgBouncer."""
+    return {**postgres_settings(bouncer, name), "DISABLE_SERVER_SIDE_CURSORS": True}
+
+
+def mariadb_settings(
+    server: MariaDBServer, name: str, kind: DatabaseKind = "mariadb"
+) -> dict[str, Any]:
+    """Return the DATABASES entry of a database on this server."""
+    load_driver()
+    options = {"isolation_level": "repeatable read"} if kind == "mariadb-repeatable" else {}
+    return {
+        "ENGINE": "django.db.backends.mysql",
+        "NAME": name,
+        "USER": "root",
+        "HOST": server.host,
+        "PORT": str(server.port),
+        "OPTIONS": options,
     }
 
 

@@ -14,7 +14,7 @@ class MemcachedServer(Server):
     memcached with 64 MB; a restart loses everything.
 
     Args:
-        places: As for all servers.
+        places: See :class:`Server`.
         unix_socket: Whether it listens on ``socket_path``, and then on no port.
         arguments: More arguments of its command line, such as ``("-m", "1")``; of one
             that is there already, the last counts.

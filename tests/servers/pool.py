@@ -1,7 +1,7 @@
 """Servers that start on first use and end together."""
 
 from contextlib import ExitStack
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from tests.servers.memcached import MemcachedServer
 from tests.servers.postgres import PostgresServer
@@ -13,9 +13,15 @@ AnyServer = TypeVar("AnyServer", bound=Server)
 
 
 class ServerPool:
-    """One server of each kind, started when first asked for and closed at the block's end."""
+    """
+    One server of each kind, started when first asked for and closed at the block's end.
 
-    def __init__(self) -> None:
+    Args:
+        database: The kind of database that a benchmark is to use.
+    """
+
+    def __init__(self, database: Any = "postgres") -> None:
+        self.database = database
         self._stack = ExitStack()
         self._servers: dict[type[Server], Server] = {}
 

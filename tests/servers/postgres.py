@@ -10,9 +10,8 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from tests.processes.waiting import wait_for
+from tests.servers.database_server import MIGRATED, DatabaseServer
 from tests.servers.programs import is_open_to_others
-from tests.servers.server import Server
 
 #: Quick for tests: nothing survives a crash of the machine, but what clients see
 #: of each other (commits, locks, isolation) is as ever.
@@ -29,14 +28,8 @@ SETTINGS = {
     "wal_level": "minimal",
 }
 
-#: Seconds for clients that were told to end to be gone from the server's list.
-DROP_PATIENCE = 20.0
-
-#: Tables whose rows the migrations made.
-MIGRATED = ("auth_permission", "django_content_type", "django_migrations")
-
-#: What a test may change in a database beside rows, as one text. A copy of a database
-#: has the object ids of its template.
+#: A query for everything that a test may change in a database beside rows, as one text. A copy
+#: of a database has the object ids of its template.
 SHAPE = """
     SELECT concat_ws(E'\\n',
         (SELECT md5(string_agg(format('%s %s %s', oid, relname, reloptions), ',' ORDER BY oid))
@@ -76,7 +69,7 @@ EMPTY = """
 """
 
 
-class PostgresServer(Server):
+class PostgresServer(DatabaseServer):
     """PostgreSQL over TCP; the superuser ``postgres`` needs no password."""
 
     name = "postgresql"
@@ -85,7 +78,6 @@ class PostgresServer(Server):
     refuses_root = True
     # Fast shutdown: ends the clients' sessions instead of waiting for them.
     stop_signal = signal.SIGINT
-    _session: "psycopg.Connection[Any] | None" = None
 
     @property
     def url(self) -> str:
@@ -131,13 +123,6 @@ class PostgresServer(Server):
         with self.connect():
             return True
 
-    def stop(self) -> None:
-        """End it in order, this process's own session first."""
-        if self._session is not None:
-            self._session.close()
-        self._session = None
-        super().stop()
-
     def connect(self, database: str = "postgres") -> "psycopg.Connection[Any]":
         """Return a connection in autocommit mode, to be closed by the caller."""
         return psycopg.connect(
@@ -168,20 +153,9 @@ class PostgresServer(Server):
             )
             return True
 
-    def wait_until_unused(self, name: str) -> None:
-        """
-        Wait until nobody is connected to a database.
-
-        Raises:
-            RuntimeError: Somebody stays connected: who, and what was done last. The
-                database is removed.
-        """
-        try:
-            wait_for(lambda: not self.sessions(name), DROP_PATIENCE)
-        except TimeoutError:
-            left = "\n".join(f"  {session}" for session in self.sessions(name))
-            self._execute("DROP DATABASE {} WITH (FORCE)", name)
-            raise RuntimeError(f"Still connected to database {name}:\n{left}") from None
+    def drop_used_database(self, name: str) -> None:
+        """Remove a database, and end the sessions of those who use it."""
+        self._execute("DROP DATABASE {} WITH (FORCE)", name)
 
     def sessions(self, database: str) -> list[dict[str, Any]]:
         """Return who is connected to a database, with the state and the last query."""

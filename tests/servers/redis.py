@@ -12,10 +12,17 @@ import redis
 from tests.processes.waiting import free_port, port_is_free, wait_for
 from tests.servers.server import Server
 
+#: Counters of INFO for reads and connections.
+COUNTERS = ("total_reads_processed", "total_connections_received", "connected_clients")
+
+
+#: How many slots a Redis Cluster has.
+SLOTS = 16384
+
 
 @dataclass
 class Count:
-    """What the server saw during ``RedisServer.counting``; filled in when the block ends."""
+    """The counts of one ``RedisServer.counting`` block; filled in when the block ends."""
 
     #: How often the server found something to read: one for each request of a
     #: client that waits for its answers, however many commands the request holds.
@@ -29,10 +36,10 @@ class RedisServer(Server):
     Redis that keeps nothing on disk: a restart loses everything.
 
     Args:
-        places: As for all servers.
+        places: See :class:`Server`.
         unix_socket: Whether it listens on ``socket_path`` too.
         cluster: Whether it is the only node of a Redis Cluster, with all slots.
-        options: More of its command line.
+        options: Further arguments of its command line.
     """
 
     name = "redis"
@@ -47,10 +54,13 @@ class RedisServer(Server):
         options: tuple[str, ...] = (),
     ) -> None:
         super().__init__(places)
-        # Nodes talk to each other on a port that is so much higher.
-        while cluster and not (self.port < 55_536 and port_is_free(self.port + 10_000)):
+        # Nodes talk to each other on a port that is 10,000 higher, here below those that Linux
+        # gives to clients.
+        while cluster and not (self.port < 22_768 and port_is_free(self.port + 10_000)):
             self.port = free_port()
         self.cluster = cluster
+        #: The slots that it takes at its first start, if it is a node of a cluster.
+        self.slots = range(SLOTS)
         self.unix_socket = unix_socket
         self.options = options
         self.socket_path = self.folder / "redis.sock"
@@ -85,9 +95,9 @@ class RedisServer(Server):
             if not self.cluster:
                 return bool(client.ping())
             info = client.cluster("info")
-            if info["cluster_slots_assigned"] == "0":
-                client.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
-            return bool(info["cluster_state"] == "ok")
+            if info["cluster_slots_assigned"] == "0" and self.slots:
+                client.execute_command("CLUSTER", "ADDSLOTS", *self.slots)
+            return bool(info["cluster_state"] == "ok") or len(self.slots) < SLOTS
 
     def client(self, **options: Any) -> "redis.Redis":
         """Return a plain client, to be closed by the caller."""
@@ -110,8 +120,11 @@ class RedisServer(Server):
             before = client.info("all")
             yield count
             after = client.info("all")
+        grown = {name: after[name] - before[name] for name in COUNTERS}
+        # The end of a connection is a read, too: garbage collection may close an old one.
+        ended = grown["total_connections_received"] - grown["connected_clients"]
         # Each INFO counts itself as read, but not yet as called.
-        count.round_trips = after["total_reads_processed"] - before["total_reads_processed"] - 1
+        count.round_trips = grown["total_reads_processed"] - ended - 1
         calls = {name: _calls(after, name) - _calls(before, name) for name in after}
         calls["cmdstat_info"] -= 1
         count.commands = {
@@ -126,7 +139,7 @@ class SentinelServer(Server):
     It fails over within about three seconds. ``first`` is the master at the start.
 
     Args:
-        places: As for all servers; for all three of them.
+        places: See :class:`Server`; for all three of them.
     """
 
     name = "sentinel"
@@ -136,7 +149,7 @@ class SentinelServer(Server):
         super().__init__(places)
         self.first = RedisServer(places)
         self.second = RedisServer(places)
-        #: What Sentinel calls the two. Not the same in two tests: django-redis keeps
+        #: Sentinel's name for the two servers. It differs between tests: django-redis keeps
         #: its pools by URL for as long as the process lives.
         self.service = f"redis-{self.port}"
 
@@ -192,10 +205,10 @@ class SentinelServer(Server):
         old = self.master
         new = self.second if old is self.first else self.first
         for patience in (5, 5, 20):
-            # It refuses while it is at it.
+            # Sentinel refuses while a failover is under way.
             with self.client() as client, suppress(redis.ResponseError):
                 client.execute_command("SENTINEL", "FAILOVER", self.service)
-            # On a machine that is slow for a second it gives up, and has to be asked again.
+            # On a slow machine Sentinel gives up, and has to be asked again.
             with suppress(TimeoutError):
                 wait_for(lambda: self.master is new, patience)
                 break

@@ -1,4 +1,4 @@
-"""What all servers share: a folder, a port, start, stop and pause."""
+"""The base of all servers: a folder, a port, start, stop and pause."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from tests.processes.kept import KeptProcess
 from tests.processes.started import Started
-from tests.processes.waiting import free_port, port_is_free, wait_for
+from tests.processes.waiting import port_is_free, reserve_port, wait_for
 from tests.servers.programs import find_programs_folder, identity, make_folder
 
 
@@ -28,7 +28,7 @@ class Server(Started):
         ProgramNotFound: The program is not there.
     """
 
-    #: What the summary of a run calls it.
+    #: Its name in the summary of a run.
     name: ClassVar[str]
     program: ClassVar[str]
     companions: ClassVar[tuple[str, ...]] = ()
@@ -43,8 +43,7 @@ class Server(Started):
         self.programs = find_programs_folder(self.program, *self.companions, places=places)
         self.identity: dict[str, Any] = identity() if self.refuses_root else {}
         self.folder = make_folder(f"safe-{self.name}-", self.identity)
-        self.port = free_port()
-        self._process: KeptProcess | None = None
+        self.port, self._reservation = reserve_port()
         self._prepared = False
 
     @property
@@ -81,6 +80,7 @@ class Server(Started):
         if not self._prepared:
             self.prepare()
             self._prepared = True
+        self._reservation.close()
         wait_for(lambda: port_is_free(self.port), message=f"port {self.port} is in use")
         self._process = self.keep(self.command())
         self._process.start()
@@ -106,14 +106,6 @@ class Server(Started):
         self.stop()
         self.start()
 
-    def pause(self) -> None:
-        """Make it silent: it accepts connections and answers nothing."""
-        self.process.pause()
-
-    def resume(self) -> None:
-        """Let it answer again after ``pause``."""
-        self.process.resume()
-
     @contextmanager
     def silence(self) -> Iterator[None]:
         """Have it silent during the block."""
@@ -128,28 +120,8 @@ class Server(Started):
         try:
             self.stop()
         finally:
+            self._reservation.close()
             shutil.rmtree(self.folder, ignore_errors=True)
-
-    @property
-    def process(self) -> KeptProcess:
-        """The running program."""
-        assert self._process is not None, f"{self.name} does not run."
-        return self._process
-
-    @property
-    def pid(self) -> int:
-        """The program's process id."""
-        return self.process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the program lives."""
-        return self._process is not None and self._process.running
-
-    @property
-    def log(self) -> str:
-        """What the program printed."""
-        return "" if self._process is None else self._process.log
 
     def keep(self, command: list[str | Path], env: Mapping[str, str] | None = None) -> KeptProcess:
         """Return a command of this server as a process that can't outlive the tests."""

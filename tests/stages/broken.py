@@ -1,7 +1,7 @@
 """
 Engines that end a stage wrongly, which the tests of stages must notice.
 
-Each patches the engine of this process alone. Their steps are claimed, marked and sent as
+Each patches the engine of this process alone. Their steps are claimed, recorded and sent as
 ever; only who begins the next stage is decided by what looks right and is not.
 """
 
@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 
 from django.db import DatabaseError, connections, transaction
-from django.db.models.functions import Now
 
-from django_celery_safe.events import RUN_ENDED, STAGE_STARTED, STEP_SUCCEEDED
+from django_celery_safe.databases import Now
+from django_celery_safe.events import RUN_ENDED, STAGE_STARTED
 from django_celery_safe.models import StageStep
 from django_celery_safe.stages import Status, engine, step_messages
 from django_celery_safe.stages.plan import LONGEST_PARAMS
-from django_celery_safe.stages.step_table import ClaimedStep, StepTable
+from django_celery_safe.stages.step_table import StepTable
 from django_celery_safe.values import encode
 
 logger = logging.getLogger(__name__)
@@ -54,35 +54,17 @@ def use_chosen() -> None:
 
 @contextmanager
 def _ending_stages(is_last: IsLast) -> Iterator[None]:
-    def finish(claimed: ClaimedStep, params: dict[str, Any]) -> bool:
-        claim, step = claimed
-        store = claim.table
-        # Committed by itself: the others see it, and nobody waits for the run.
-        if (
-            not store.steps()
-            .filter(pk=step.pk, status=Status.RUNNING, token=claim.token)
-            .update(
-                status=Status.SUCCEEDED,
-                params_text=encode(params, LONGEST_PARAMS) if params else "",
-                ended_at=Now(),
-                error_type="",
-                error="",
-            )
-        ):
-            return False
-        STEP_SUCCEEDED.emit(
-            engine.start, run=step.run_id, step=step.pk, task=step.task, task_id=step.task_id
-        )
+    def leave_stage(store: StepTable, step: StageStep) -> None:
+        # Without the run's lock, for which the right one waits.
         if is_last(store, step):
             _go_on(store, step)
-        return True
 
-    before = engine.finish
-    engine.finish = finish
+    before = engine.leave_stage
+    engine.leave_stage = leave_stage
     try:
         yield
     finally:
-        engine.finish = before
+        engine.leave_stage = before
 
 
 def _is_last_by_count(store: StepTable, step: StageStep) -> bool:
@@ -92,12 +74,14 @@ def _is_last_by_count(store: StepTable, step: StageStep) -> bool:
 
 def _is_last_by_counter(store: StepTable, step: StageStep) -> bool:
     place = [step.run_id, step.stage]
+    is_mysql = connections[store.alias].vendor == "mysql"
+    there = "ON DUPLICATE KEY UPDATE" if is_mysql else "ON CONFLICT (run, stage) DO UPDATE SET"
     with connections[store.alias].cursor() as cursor:
         try:
-            cursor.execute(_RAISE, place)
+            cursor.execute(_RAISE.format(there), place)
         except DatabaseError:
             _make_counters(store.alias)
-            cursor.execute(_RAISE, place)
+            cursor.execute(_RAISE.format(there), place)
         total = store.steps().filter(run=step.run_id, stage=step.stage).count()
         # Another step may have raised it, too, since: then both read the same.
         cursor.execute(_READ, place)
@@ -106,7 +90,7 @@ def _is_last_by_counter(store: StepTable, step: StageStep) -> bool:
 
 _RAISE: Final = (
     "INSERT INTO broken_counters (run, stage, ended) VALUES (%s, %s, 1) "
-    "ON CONFLICT (run, stage) DO UPDATE SET ended = broken_counters.ended + 1"
+    "{} ended = broken_counters.ended + 1"
 )
 _READ: Final = "SELECT ended FROM broken_counters WHERE run = %s AND stage = %s"
 _MAKE: Final = (
@@ -120,7 +104,7 @@ def _make_counters(alias: str) -> None:
         with connections[alias].cursor() as cursor:
             cursor.execute(_MAKE)
     except DatabaseError:
-        # Of several that make it at a time PostgreSQL refuses all but one, after that one.
+        # PostgreSQL refuses all but one of several that make it at the same time.
         logger.debug("The counters were made by another.")
 
 
@@ -139,6 +123,6 @@ def _go_on(store: StepTable, step: StageStep) -> None:
         store.runs().filter(pk=run.pk).update(**changes)
         step_messages.send(store, following)
     if following:
-        STAGE_STARTED.emit(engine.start, run=run.pk, stage=step.stage + 2, steps=len(following))
+        STAGE_STARTED.emit(engine.start, run=run.pk, stage=step.stage + 1, steps=len(following))
     else:
         RUN_ENDED.emit(engine.start, run=run.pk, status=Status.SUCCEEDED.value, error="")

@@ -1,7 +1,9 @@
 """Rare ends of steps and runs: duplicates, old code, replicas, eager mode, odd plans."""
 
+import asyncio
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -12,16 +14,29 @@ from typing import Any, Final
 import pytest
 from celery import Celery
 from celery.app.task import Context
-from celery.exceptions import TimeLimitExceeded
-from celery.signals import before_task_publish, import_modules, task_failure, task_revoked
+from celery.exceptions import Retry, TimeLimitExceeded
+from celery.signals import (
+    before_task_publish,
+    import_modules,
+    task_failure,
+    task_revoked,
+    task_unknown,
+)
 from django.db import connections, router, transaction
-from django.db.models.functions import Now
 from django.test.utils import CaptureQueriesContext
 
-from django_celery_safe import InvalidPlan, SafeTask, StepLost, WrongTransaction, stages
+from django_celery_safe import (
+    InvalidPlan,
+    SafeTask,
+    StepLost,
+    TaskPoisoned,
+    WrongTransaction,
+    stages,
+)
+from django_celery_safe.databases import Now
 from django_celery_safe.delivery import worker
 from django_celery_safe.models import StageRun, StageStep
-from django_celery_safe.stages.engine import MOST_DEATHS
+from django_celery_safe.signals import task_poisoned
 from django_celery_safe.stages.repairs import sweep
 from django_celery_safe.stages.step_table import StepTable
 from tests.concurrency.conftest import mailbox
@@ -33,13 +48,13 @@ from tests.servers.databases import registered, sqlite_settings
 from tests.stages.test_messages import (
     Staged,
     impatient,
-    postgres_of_module,
+    of_module,
     shown,
     staged,
     staged_on_sqlite,
 )
 
-__all__ = ["impatient", "mailbox", "postgres_of_module", "staged", "staged_on_sqlite"]
+__all__ = ["impatient", "mailbox", "of_module", "staged", "staged_on_sqlite"]
 
 HOUR: Final = timedelta(hours=1)
 #: Most queries of a sweep that sends again 300 steps of one run. It took 14.
@@ -60,6 +75,24 @@ def settle() -> None:
     if worker._background is not None:
         worker._background.shutdown(wait=True)
         worker._background = None
+
+
+@pytest.mark.parametrize("staged", ["sqlite-immediate"], indirect=True)
+def test_a_worker_that_does_not_know_the_task(staged: Staged) -> None:
+    """A step whose message a worker dropped waits with an error that says so, until it succeeds."""
+    run = staged.start("a")
+    message = staged.take_one()
+    task_unknown.send(sender=None, message=message, name=staged.task.name, id=message.id, exc=None)
+    settle()
+    step = run.steps.get()
+    assert (step.status, step.error_type) == ("waiting", "NotRegistered")
+    assert "does not know the task: it runs another release" in step.error
+    staged.deliver(message)
+    assert statuses(run) == ("succeeded", "s")
+    assert run.steps.get().error == ""
+    task_unknown.send(sender=None, message=message, name=staged.task.name, id=message.id, exc=None)
+    settle()
+    assert run.steps.get().error == ""
 
 
 def revoke(
@@ -116,7 +149,7 @@ def test_a_duplicate_that_is_refused_fails_nothing_that_runs(
 def test_a_message_that_is_refused_fails_the_step_that_waits(
     expired: bool, says: str, staged_on_sqlite: Staged
 ) -> None:
-    """Nobody else runs it, so that the run would wait for ever."""
+    """No other process runs it, so the run would wait for ever."""
     staged = staged_on_sqlite
     run = staged.start("a", "b")
     revoke(staged, staged.take_one(), terminated=False, expired=expired)
@@ -189,22 +222,92 @@ def test_a_time_limit_without_tables_is_no_error(
 
 
 @pytest.mark.parametrize(
-    ("deaths", "status", "calls"),
-    [(MOST_DEATHS - 1, "succeeded", ["a"]), (MOST_DEATHS, "failed", [])],
+    ("deaths", "options", "status"),
+    [
+        (2, {}, "succeeded"),
+        (3, {}, "failed"),
+        (1, {"max_deaths": 1, "autoretry_for": (Exception,)}, "failed"),
+        (5, {"max_deaths": None}, "succeeded"),
+    ],
 )
 def test_a_step_that_kills_its_process_fails(
-    deaths: int, status: str, calls: list[str], staged: Staged
+    deaths: int, options: dict[str, Any], status: str, staged: Staged
 ) -> None:
-    """Each delivery that takes it from a dead process counts; after too many it is not run."""
-    run = staged.start("a")
+    """Each delivery that takes it from a dead process counts; after max_deaths it is not run."""
+    run = staged.start("a", task=staged.make_task(name="tests.deadly", **options))
     message = staged.take_one()
     for number in range(deaths):
         begin_and_die(staged, message, f"dead{number}")
-    assert staged.deliver(message).state == "SUCCESS"
+    is_run = status == "succeeded"
+    with hearing(task_poisoned) as heard:
+        state, value = staged.deliver(message)
     assert statuses(run) == (status, status[0])
     step = staged.step("a")
-    assert (staged.calls, step.deaths) == (calls, deaths)
-    assert step.error == ("" if calls else f"Its process died {MOST_DEATHS} times.")
+    assert (staged.calls, step.deaths) == (["a"] if is_run else [], deaths)
+    assert (state, step.error_type) == (
+        ("SUCCESS", "") if is_run else ("FAILURE", TaskPoisoned.__name__)
+    )
+    assert step.error == ("" if is_run else str(value))
+    assert [one["task_id"] for one in heard] == ([] if is_run else [message.id])
+
+
+def test_a_step_that_ends_its_process_dies(staged: Staged) -> None:
+    """sys.exit() counts as a death, so that it is not run for ever."""
+
+    def leave(task: Any) -> None:
+        sys.exit(1)
+
+    run = staged.start("a", task=staged.make_task(name="tests.leaving", max_deaths=1))
+    staged.bodies["a"] = leave
+    message = staged.take_one()
+    with pytest.raises(SystemExit):
+        staged.deliver(message)
+    step = staged.step("a")
+    assert (step.status, step.deaths, step.last_death) == ("waiting", 1, step.holder)
+    assert staged.deliver(message).state == "FAILURE"
+    assert statuses(run) == ("failed", "f")
+    assert f"process {os.getpid()} on " in staged.step("a").error
+
+
+@pytest.mark.parametrize("staged", ["postgres"], indirect=True)
+@pytest.mark.parametrize("end", ["well", "with an error", "by a retry"])
+def test_a_forked_child_does_not_end_its_parent_s_step(staged: Staged, end: str) -> None:
+    """It leaves the function as the parent does, and the step is the parent's alone."""
+
+    def fork(task: Any) -> dict[str, str]:
+        child = os.fork()
+        if not child:
+            if end == "with an error":
+                raise ValueError("child")
+            if end == "by a retry":
+                raise Retry("child", when=60)
+            return {"a": "child"}
+        os.waitpid(child, 0)
+        return {"a": str(staged.step("a").status)}
+
+    staged.bodies["a"] = fork
+    run = staged.start("a")
+    before = os.getpid()
+    outcome = staged.deliver(staged.take_one())
+    if os.getpid() != before:
+        os._exit(0)
+    assert outcome == ("SUCCESS", {"a": "running"})
+    run.refresh_from_db()
+    assert (*statuses(run), run.params) == ("succeeded", "s", {"a": "running"})
+
+
+def test_a_step_that_was_cancelled_has_failed(staged: Staged) -> None:
+    """asyncio's CancelledError ends no process, so that the step would be run again for ever."""
+
+    async def cancel() -> None:
+        raise asyncio.CancelledError
+
+    staged.bodies["a"] = lambda task: asyncio.run(cancel())
+    run = staged.start("a", "b")
+    with pytest.raises(asyncio.CancelledError):
+        staged.deliver(staged.take_one())
+    assert statuses(run) == ("failed", "fa")
+    assert staged.step("a").error_type == "CancelledError"
 
 
 def test_a_dead_step_of_an_aborted_run_is_not_run(staged: Staged) -> None:
@@ -267,7 +370,7 @@ def loading(app: Celery, load: Callable[[], Any]) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore::celery.exceptions.CDeprecationWarning")  # of the queue
 def test_a_task_that_is_not_loaded_keeps_its_queue(staged_on_sqlite: Staged) -> None:
-    """Who resumes a run without the task's module, such as a command, loads it for the queue."""
+    """A command that resumes a run without the task's module loads the module for its queue."""
     staged, app = staged_on_sqlite, staged_on_sqlite.mailbox.app
     name = "tests.slow"
 
@@ -325,7 +428,7 @@ def test_a_task_of_another_app_is_refused(mailbox: Any) -> None:
         """Do nothing."""
 
     task = other.task(stages.step(resize), name="tests.theirs", base=SafeTask, shared=False)
-    with pytest.raises(InvalidPlan, match=r"'tests\.theirs', which nobody knows here"):
+    with pytest.raises(InvalidPlan, match=r"'tests\.theirs', which this process does not know"):
         stages.make_plan([(task, 1)])
     other.close()
 
@@ -334,7 +437,7 @@ def test_a_task_of_another_app_is_refused(mailbox: Any) -> None:
 def test_a_priority_that_is_no_float_is_refused(priority: int, staged_on_sqlite: Staged) -> None:
     """It would be that of another entry, or none at all; those that floats have are taken."""
     task = staged_on_sqlite.task
-    with pytest.raises(InvalidPlan, match="too large to be told from others"):
+    with pytest.raises(InvalidPlan, match="so large that others would equal it"):
         stages.make_plan([(task, priority, {"name": "a"})])
     plan = stages.make_plan([(task, number, {"name": "a"}) for number in (2**53, 2**53 + 2)])
     assert len(plan.stages) == 2

@@ -1,4 +1,4 @@
-"""Plans: what can be run, what can't, and what is said about it."""
+"""Plans: valid ones, invalid ones, and their errors."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def names(plan: stages.Plan) -> list[list[str]]:
     return [[entry.task for entry in entries] for entries in plan.stages]
 
 
-# What can be run.
+# Valid plans.
 
 
 def test_higher_priorities_come_first() -> None:
@@ -75,7 +75,7 @@ def test_any_iterable_is_a_plan() -> None:
 
 
 def test_a_finished_plan_stays() -> None:
-    """Of a plan that was made, only the params are replaced, and only by others."""
+    """A finished plan keeps its entries; other params replace its own."""
     plan = stages.make_plan([(note, 1)], {"album": 7})
     assert stages.make_plan(plan) is plan
     assert stages.make_plan(plan, {"album": 8}) == plan._replace(params='{"album": 8}')
@@ -93,7 +93,7 @@ def test_the_dictionary_of_the_document() -> None:
 
 
 def test_the_caller_keeps_what_was_given() -> None:
-    """What is given is frozen at the call, and left as it was."""
+    """The plan copies its arguments at the call, and does not change them."""
     params: dict[str, Any] = {"ids": [1]}
     arguments: dict[str, Any] = {"value": [1]}
     given = {"sub_tasks": [[NOTE, 1, arguments]], "params": params}
@@ -121,7 +121,7 @@ def test_describe_shows_stages_and_arguments() -> None:
     )
 
 
-# What can't.
+# Invalid plans.
 
 
 def entries() -> Iterator[Any]:
@@ -130,7 +130,7 @@ def entries() -> Iterator[Any]:
     raise KeyError("theirs")
 
 
-#: What is planned, what the error names, and what it says about it.
+#: A plan, the part that the error names, and the error's reason.
 INVALID: list[tuple[Any, str, str]] = [
     ([], "it", "has no entries"),
     (7, "7", "is not a list of entries"),
@@ -151,9 +151,14 @@ INVALID: list[tuple[Any, str, str]] = [
     ([(NOTE, 1, ["a"])], "entry 1", "has the arguments ['a']. Give them by name"),
     ([(NOTE, 1, {1: "a"})], "entry 1", "has the arguments {1: 'a'}. Give them by name"),
     ([(NOTE, 1, {"value": object()})], "entry 1", "has arguments that can't be kept: JSON"),
+    ([(NOTE, 1, {"value": float("inf")})], "entry 1", "has arguments that can't be kept: JSON"),
     ([(NOTE, 1, {"value": "x" * 65536})], "entry 1", "can't be kept: it is 65,549 characters"),
-    ([("tests.stages.tasks.not", 1)], "entry 1", f"nobody knows here. Did you mean {NOTE!r}?"),
-    ([("§§§", 1)], "entry 1", "nobody knows here. Is its module among the app's?"),
+    (
+        [("tests.stages.tasks.not", 1)],
+        "entry 1",
+        f"does not know. Did you mean {NOTE!r}?",
+    ),
+    ([("§§§", 1)], "entry 1", "this process does not know. Is its module among the app's?"),
     ([(len, 1)], "entry 1", "<built-in function len>, which is not a task"),
     ([(None, 1)], "entry 1", "None, which is not a task"),
     (plain, "<@task: tests.stages.tasks.plain", "is not a list of entries"),
@@ -194,6 +199,8 @@ def test_an_invalid_plan_is_refused(
     [
         ({"file": object()}, "can't be kept: JSON can't take it (TypeError"),
         ({"text": "x" * 65536}, "can't be kept: it is 65,548 characters of JSON, of 65,536"),
+        ({"ratio": float("nan")}, "can't be kept: JSON can't take it (ValueError: Out of range"),
+        ({"ratios": [float("-inf")]}, "can't be kept: JSON can't take it (ValueError"),
         ([1], "are [1]. Give a dict"),
         ({1: 2}, "are {1: 2}. Give a dict"),
         ("text", "are 'text'. Give a dict"),
@@ -231,12 +238,12 @@ def test_too_many_entries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_callers_own_error_comes_through() -> None:
-    """What a generator of entries raises is not taken for an invalid plan."""
+    """An error of a generator of entries is not taken for an invalid plan."""
     with pytest.raises(KeyError, match="theirs"):
         stages.make_plan(entries())
 
 
-# Which tasks can be steps.
+# Tasks that can be steps.
 
 
 def test_any_celery_task_can_be_a_step(mailbox: Mailbox) -> None:
@@ -298,7 +305,7 @@ class Other(SafeTask):
 
 @pytest.mark.parametrize("kind", [Sizing, Framing])
 def test_a_class_can_be_a_step(kind: type[Any], mailbox: Mailbox) -> None:
-    """Of a task made by a class the arguments are checked as well."""
+    """The arguments are checked for a task made by a class, too."""
     task = mailbox.app.register_task(kind())
     assert names(stages.make_plan([(task, 1, {"size": 640})])) == [[kind.name]]
     with pytest.raises(InvalidPlan, match="and length"):
@@ -313,7 +320,7 @@ def test_a_class_that_takes_nothing_is_refused(mailbox: Mailbox) -> None:
 
 
 def test_a_plain_task_of_another_base_is_refused(mailbox: Mailbox) -> None:
-    """Nobody would note the end of such a step."""
+    """The end of such a step would not be recorded."""
 
     def document(data: dict[str, Any], name: str) -> None: ...
 
@@ -376,7 +383,7 @@ def test_what_would_leave_out_a_step_is_refused(name: str, base: Any, mailbox: M
 def test_other_decorators_go_along(
     decorated: Callable[[], Any], options: dict[str, Any], mailbox: Mailbox
 ) -> None:
-    """What keeps the step, or brings it back, may stand there in this order."""
+    """Decorators that keep the step, or bring it back, are allowed in this order."""
     task = mailbox.task(decorated(), name="tests.fit", base=SafeTask, **options)
     assert names(stages.make_plan([(task, 1)])) == [["tests.fit"]]
 
@@ -398,7 +405,7 @@ def test_above_single_instance_it_is_a_mistake() -> None:
 
 @pytest.mark.parametrize("thing", [None, 7, int, {"a": 1}])
 def test_it_decorates_functions(thing: Any) -> None:
-    """What is no function is refused."""
+    """Anything but a function is refused."""
     with pytest.raises(TypeError, match=r"@stages.step got .* instead of a function"):
         stages.step(thing)
 
@@ -448,7 +455,7 @@ def test_errors_survive_pickling(error: Exception) -> None:
 
 
 def test_a_refusal_of_the_planner_survives_pickling() -> None:
-    """Also with a task in it: what is kept is text."""
+    """The error keeps its text, even if the plan had a task object."""
     with pytest.raises(InvalidPlan) as caught:
         stages.make_plan([(note, "high")])
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

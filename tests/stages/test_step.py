@@ -2,7 +2,10 @@
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,12 +15,14 @@ from django.test import TestCase
 
 from django_celery_safe import (
     ConfigurationError,
+    IllegalTransition,
     InvalidResult,
     SafeTask,
     WrongTransaction,
     single_instance,
     stages,
 )
+from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from django_celery_safe.signals import run_started, stage_started
 from tests.concurrency.conftest import mailbox
@@ -27,14 +32,15 @@ from tests.sending.conftest import hearing
 from tests.stages.tasks import add, crash, note, plain
 from tests.stages.test_messages import (
     Staged,
-    postgres_of_module,
+    of_module,
+    refuse,
     shown,
     staged,
     staged_on_sqlite,
 )
 from tests.testcases import run_testcase
 
-__all__ = ["mailbox", "postgres_of_module", "staged", "staged_on_sqlite"]
+__all__ = ["mailbox", "of_module", "staged", "staged_on_sqlite"]
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def do(stage: Staged, *plan: Any, params: Any = None) -> StageRun:
     return run
 
 
-# What a step returns.
+# Results of steps.
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,10 @@ def test_what_says_that_it_failed(result: Any, stage: Staged) -> None:
     run.refresh_from_db()
     assert (run.status, shown(run), run.params) == ("failed", "fa", {})
     assert run.error_step is not None
-    assert (run.error_step.error_type, run.error_step.error) == ("", "it returned False")
+    assert (run.error_step.error_type, run.error_step.error) == (
+        "ReturnedFalse",
+        "it returned False",
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,6 +118,8 @@ def test_what_says_that_it_failed(result: Any, stage: Staged) -> None:
         ((False, 7), "its params are 7"),
         ({1: 2}, "its params are {1: 2}"),
         ({"file": object()}, "JSON can't take it"),
+        ({"ratio": float("nan")}, "JSON can't take it"),
+        ((True, {"ratio": float("inf")}), "JSON can't take it"),
         ({"text": "x" * 65536}, "it is 65,548 characters of JSON, of 65,536 at most"),
     ],
 )
@@ -135,12 +146,12 @@ def lambda_returning(result: Any) -> Any:
     return work
 
 
-# What a step is given.
+# Arguments of steps.
 
 
 @pytest.mark.parametrize("bind", [False, True])
 def test_run_and_step_are_given_by_name(bind: bool, stage: Staged) -> None:
-    """Who asks for them gets the rows as they are now; others are not troubled with them."""
+    """A step that names them gets the current rows; other steps don't."""
     seen: list[Any] = []
 
     def unbound(params: dict[str, Any], run: Any, step: Any, size: int = 1) -> None:
@@ -176,7 +187,7 @@ def test_one_of_them_is_enough(asks: str, stage: Staged) -> None:
 
 
 def test_each_step_has_params_of_its_own(stage: Staged) -> None:
-    """What a step changes in them reaches nobody: only what it returns does."""
+    """A step's changes to its params stay with it; only its return value goes on."""
     seen: list[Any] = []
 
     def change(params: dict[str, Any]) -> None:
@@ -303,8 +314,8 @@ def test_a_plain_task_need_not_return_params(result: Any, stage: Staged) -> None
 @pytest.mark.parametrize(
     ("result", "error_type", "error"),
     [
-        ({"result": False}, "", 'its "result" is False'),
-        ({"result": False, "error_info": "ValueError:no"}, "", "ValueError:no"),
+        ({"result": False}, "ReturnedFalse", 'its "result" is False'),
+        ({"result": False, "error_info": "ValueError:no"}, "ReturnedFalse", "ValueError:no"),
         ({"result": 1}, "InvalidResult", "a task without @stages.step returns"),
         ({}, "InvalidResult", "it is {}, and a task without @stages.step returns"),
         (None, "InvalidResult", "it is None, and"),
@@ -385,7 +396,7 @@ def test_params_reach_the_next_stage(stage: Staged) -> None:
 def test_the_later_in_the_plan_wins(
     first: int, stage: Staged, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever ends last: of two that set one key the plan decides, and a warning says so."""
+    """If two steps set one key, the later one in the plan wins, and a warning says so."""
     run = stages.start(
         [(note, 1, {"name": "size", "value": value}) for value in (1, 2, 3)], {"size": 0}
     )
@@ -423,7 +434,7 @@ def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_params_count_up_through_the_stages(stage: Staged) -> None:
-    """What a stage makes of the params is the next one's."""
+    """The next stage gets the params as the stage before has changed them."""
     run = do(stage, *[(add, priority, {"number": priority}) for priority in range(1, 5)])
     assert run.params == {"sum": 10}
 
@@ -460,9 +471,9 @@ def test_a_savepoint_that_is_rolled_back_never_was(staged: Staged) -> None:
 
 
 def test_a_run_that_starts_is_shown(staged: Staged) -> None:
-    """What start returns can be asked at once."""
+    """The run that start returns can be read at once."""
     run = staged.start("ab", "c")
-    assert (run.status, run.stage, run.stages, run.params) == ("waiting", 0, 2, {})
+    assert (run.status, run.stage, run.stages, run.params) == ("waiting", 1, 2, {})
     assert (run.progress, run.progress.percent) == ((0, 3, 1, 2), 0)
     assert shown(run) == "www"
     assert run.error_step is None
@@ -510,6 +521,38 @@ def test_a_run_is_not_waited_for_where_it_can_not_end(staged: Staged) -> None:
     assert run.status == "succeeded"
 
 
+def test_waiting_until_nothing_runs(staged: Staged) -> None:
+    """With idle=True it is waited until no step of a stopped run is at work, and resume works."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def outlive(task: Any) -> None:
+        begun.set()
+        assert may_end.wait(60)
+
+    staged.bodies |= {"a": outlive, "b": refuse}
+    run = staged.start("ab")
+    first, second = staged.take()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(staged.deliver_elsewhere, first)
+        try:
+            assert begun.wait(60)
+            staged.deliver(second)
+            assert run.wait(0).status == "failed"
+            with pytest.raises(TimeoutError, match="still has running steps after 0: 0 of 2"):
+                run.wait(0, idle=True)
+            with pytest.raises(IllegalTransition, match="still runs"):
+                run.resume()
+        finally:
+            may_end.set()
+        assert run.wait(60, idle=True).status == "failed"
+        done.result()
+    assert run.resume().status == "running"
+    # A process that died is not waited for.
+    run.steps.update(status="running", ends_at=Now() - timedelta(seconds=1))
+    StageRun.objects.using(staged.alias).update(status="failed")
+    assert run.wait(0, idle=True).status == "failed"
+
+
 # Eagerly.
 
 
@@ -550,7 +593,7 @@ def test_eagerly_a_run_waits_for_the_commit(eager: Staged) -> None:
 
 @pytest.mark.parametrize("way", ["error", "False"])
 def test_eagerly_a_failure_stops_the_run(way: str, eager: Staged) -> None:
-    """What failed is shown, and resumed at once."""
+    """A failed run shows its error, and can be resumed at once."""
 
     def fail(task: Any) -> bool:
         if way == "error":

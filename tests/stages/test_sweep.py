@@ -1,4 +1,4 @@
-"""Sweeping and pruning: what a crash has left is repaired once, and only what ended is deleted."""
+"""Sweeping repairs a run once after a crash, and pruning deletes only runs that ended."""
 
 import logging
 import os
@@ -14,45 +14,51 @@ import pytest
 from celery import Celery, current_app, shared_task
 from django.db import connections, transaction
 from django.db.models import F
-from django.db.models.functions import Now
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, stages
+from django_celery_safe import SafeTask, TaskPoisoned, stages
+from django_celery_safe.conf import DEFAULTS
+from django_celery_safe.databases import Now
 from django_celery_safe.delivery.header import Header, with_header
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.management.commands.celery_outbox import run_all
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
-from django_celery_safe.models.step_states import MOST_PATIENCE
+from django_celery_safe.models.message_states import MOST_DOUBLINGS
 from django_celery_safe.sending.relay import Relay
-from django_celery_safe.signals import run_ended, run_repaired, stage_started, step_failed
+from django_celery_safe.signals import (
+    run_ended,
+    run_repaired,
+    stage_started,
+    step_failed,
+    task_poisoned,
+)
 from django_celery_safe.stages import Status
 from django_celery_safe.stages.repairs import (
-    MOST_DEATHS,
-    PATIENCE,
     SETTLING,
+    UNSTARTED_AFTER,
     Repair,
     get_prunable,
     sweep,
-    sweep_housekeeping,
 )
 from django_celery_safe.stages.step_table import StepTable
 from django_celery_safe.tasks import prune_stages, relay_outbox, sweep_stages
 from tests.conftest import MakeDatabase
+from tests.kinds import KINDS
 from tests.processes import wait_for
 from tests.routing import runs_in
 from tests.sending.conftest import hearing
 from tests.servers import RedisServer
-from tests.servers.databases import DatabaseKind
 from tests.stages.tasks import note
 from tests.test_outbox_command import relaying, sent_to
 
-KINDS: Final[tuple[DatabaseKind, ...]] = ("sqlite-immediate", "postgres")
+#: After so many deaths a step fails.
+MOST_DEATHS: Final[int] = DEFAULTS["MAX_DEATHS"]
 #: A lease that no test outlasts, s.
 LEASE: Final = 600
 #: One that is over, s.
 OVER: Final = -1
 #: A little more than the patience with a step that nobody begins.
-LONG: Final = PATIENCE + timedelta(seconds=30)
+LONG: Final = UNSTARTED_AFTER + timedelta(seconds=30)
 #: How many sweep at once.
 SWEEPERS: Final = 5
 
@@ -92,7 +98,7 @@ def queue(redis_server: RedisServer, broker: Celery) -> Queue:
     return lambda: sent_to(redis_server)
 
 
-# What a crash leaves
+# After a crash
 
 
 def begin(*stage_sizes: int) -> StageRun:
@@ -136,6 +142,13 @@ def deliver(step: StageStep) -> Any:
     return task.apply([place], task_id=step.task_id, throw=True, **options).get()
 
 
+def poison(step: StageStep) -> None:
+    """Let a step fail because so many processes died in it."""
+    at(step).update(deaths=MOST_DEATHS)
+    with pytest.raises(TaskPoisoned):
+        deliver(step)
+
+
 def wait_since(run: StageRun, age: timedelta) -> None:
     """Let what was sent last of a run have been sent so long ago."""
     rows = StageRun.objects.using(run._state.db).filter(pk=run.pk)
@@ -172,7 +185,7 @@ def swept(alias: str) -> list[Repair]:
     return done
 
 
-# What is found, and what is done
+# Findings and repairs
 
 
 def test_nothing_to_repair(shop: str, queue: Queue) -> None:
@@ -221,7 +234,7 @@ def test_a_step_that_nobody_began_is_sent_again(
     step = leave_unbegun(run)
     (repair,) = swept(shop)
     assert repair == (run.pk, str(step), at(step).get().note)
-    assert repair.reason == "it was sent, nobody began it for long, and it was sent again"
+    assert repair.reason == "no worker began it for long, so it was sent again"
     assert at(step).get().resent == 1
     assert queue() == [step.task_id] * 2
     assert f"Run {run.pk}, step {step}: {repair.reason}." in caplog.messages
@@ -231,14 +244,14 @@ def test_a_step_that_nobody_began_is_sent_again(
 def test_the_patience_doubles(shop: str, queue: Queue) -> None:
     """Sent again after 5 minutes, 10, 20 and so on, up to about ten hours."""
     run = begin(1)
-    for resent in range(MOST_PATIENCE + 3):
-        patience = PATIENCE * 2 ** min(resent, MOST_PATIENCE)
+    for resent in range(MOST_DOUBLINGS + 3):
+        patience = UNSTARTED_AFTER * 2 ** min(resent, MOST_DOUBLINGS)
         wait_since(run, patience - timedelta(seconds=30))
         assert swept(shop) == []
         wait_since(run, patience + timedelta(seconds=1))
         assert len(swept(shop)) == 1
         assert run.steps[0].resent == resent + 1
-    assert len(queue()) == 1 + MOST_PATIENCE + 3
+    assert len(queue()) == 1 + MOST_DOUBLINGS + 3
 
 
 def test_a_patience_that_is_given(shop: str, queue: Queue) -> None:
@@ -279,41 +292,30 @@ def test_a_dead_message_is_no_reason_to_wait(shop: str, queue: Queue) -> None:
     assert queue() == [run.steps[0].task_id]
 
 
-def test_many_deaths_fail_a_step(shop: str, queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
-    """A step in which too many processes died fails, its run with it, and what waits is aborted."""
+def test_a_sweep_counts_deaths_until_a_worker_fails_the_step(shop: str, queue: Queue) -> None:
+    """It sends a poisoned step again, too; its run fails when a worker gets the message."""
     run = begin(2, 1)
     step = run.steps[0]
-    for _ in range(MOST_DEATHS - 1):
+    for _ in range(MOST_DEATHS):
         claim(step, OVER)
         assert len(swept(shop)) == 1
-    assert queue().count(step.task_id) == MOST_DEATHS
-    claim(step, OVER)
-    with hearing(step_failed, run_ended) as heard:
-        (repair,) = swept(shop)
-    assert repair.reason == f"its process died {MOST_DEATHS} times, and it failed"
+    assert queue().count(step.task_id) == MOST_DEATHS + 1
+    heard_of = hearing(step_failed, run_ended, task_poisoned)
+    with heard_of as heard, pytest.raises(TaskPoisoned) as caught:
+        deliver(step)
+    assert (caught.value.deaths, caught.value.last) == (MOST_DEATHS, "process 42 on web1")
     run.refresh_from_db()
     assert run.status == Status.FAILED
     assert run.ended_at is not None
-    assert run.error_step is not None
-    assert (run.error_step.pk, run.error_step.error) == (step.pk, repair.reason)
+    failed = run.error_step
+    assert failed is not None
+    assert (failed.pk, failed.error_type, failed.error) == (
+        step.pk,
+        "TaskPoisoned",
+        str(caught.value),
+    )
     assert list(run.steps.values_list("status", flat=True)) == ["failed", "aborted", "aborted"]
-    assert [one["signal"] for one in heard] == [step_failed, run_ended]
-    assert queue().count(step.task_id) == MOST_DEATHS
-    assert f"Run {run.pk}, step {step}: {repair.reason}." in caplog.messages
-    assert swept(shop) == []
-
-
-def test_others_are_not_sent_when_one_fails(shop: str, queue: Queue) -> None:
-    """Of two dead steps of which one fails its run, the other is aborted and not sent."""
-    run = begin(3)
-    first, second, third = run.steps
-    at(second).update(deaths=MOST_DEATHS - 1)
-    for step in (first, second, third):
-        claim(step, OVER)
-    assert len(swept(shop)) == 3
-    statuses = list(run.steps.values_list("status", flat=True))
-    assert statuses == ["aborted", "failed", "aborted"]
-    assert len(queue()) == 3
+    assert [one["signal"] for one in heard] == [step_failed, run_ended, task_poisoned]
     assert swept(shop) == []
 
 
@@ -326,9 +328,7 @@ def test_a_dead_step_of_a_stopped_run_is_aborted(shop: str, queue: Queue, end: S
     if end == Status.ABORTED:
         run.abort()
     else:
-        claim(other, OVER)
-        at(other).update(deaths=MOST_DEATHS - 1)
-        assert len(swept(shop)) == 1
+        poison(other)
     assert swept(shop) == []
     at(step).update(ends_at=Now() - timedelta(seconds=1))
     (repair,) = swept(shop)
@@ -355,7 +355,7 @@ def test_a_complete_stage_goes_on(
     run.refresh_from_db()
     assert run.note == repair.reason
     assert f"Run {run.pk}: {repair.reason}." in caplog.messages
-    assert (run.status, run.stage) == ((Status.SUCCEEDED, 0) if last else (Status.RUNNING, 1))
+    assert (run.status, run.stage) == ((Status.SUCCEEDED, 1) if last else (Status.RUNNING, 2))
     assert [one["signal"] for one in heard] == [run_ended if last else stage_started]
     assert len(queue()) == (1 if last else 3)
     assert swept(shop) == []
@@ -430,7 +430,7 @@ def test_each_is_repaired_exactly_once(
     broker: Celery,
     leave: Callable[[StageRun], StageStep],
 ) -> None:
-    """Of several who sweep at once one repairs, tells of it and sends; the others find nothing."""
+    """One of several sweeps at once repairs the run, with events; the others find nothing."""
     runs = [begin(1, 1) for _ in range(4)]
     for run in runs:
         leave(run)
@@ -482,9 +482,7 @@ def ended(age: timedelta, status: Status = Status.SUCCEEDED, *, alias: str) -> S
     elif status == Status.SUCCEEDED:
         deliver(run.steps[0])
     else:
-        claim(run.steps[0], OVER)
-        run.steps.update(deaths=MOST_DEATHS - 1)
-        sweep(StepTable(alias))
+        poison(run.steps[0])
     rows = StageRun.objects.using(alias).filter(pk=run.pk)
     rows.update(ended_at=Now() - age)
     run.refresh_from_db()
@@ -583,8 +581,8 @@ def delete_rows(run: StageRun) -> None:
     StageRun.objects.using(run._state.db).filter(pk=run.pk).delete()
 
 
-def erase_rows(run: StageRun) -> None:
-    """Delete a run as prune does."""
+def prune_rows(run: StageRun) -> None:
+    """Delete a run as a relay does."""
     StageRun.objects.using(run._state.db).filter(pk=run.pk).prune()
 
 
@@ -609,10 +607,7 @@ def before(alias: str, begin_of_sql: str, do: Callable[[], object]) -> Iterator[
         yield
 
 
-DELETIONS: Final = pytest.mark.parametrize("delete", [delete_run, delete_rows, erase_rows])
-
-
-@DELETIONS
+@pytest.mark.parametrize("delete", [delete_run, delete_rows])
 def test_a_deletion_waits_for_a_stage_that_begins(
     postgres: str, queue: Queue, broker: Celery, delete: Callable[[StageRun], None]
 ) -> None:
@@ -640,7 +635,7 @@ def test_a_deletion_waits_for_a_stage_that_begins(
     assert ids(postgres) == set()
 
 
-@DELETIONS
+@pytest.mark.parametrize("delete", [delete_run, delete_rows, prune_rows])
 def test_a_step_that_ends_waits_for_a_deletion(
     postgres: str, queue: Queue, broker: Celery, delete: Callable[[StageRun], None]
 ) -> None:
@@ -700,26 +695,10 @@ def test_the_relay_task_sweeps(shop: str, queue: Queue) -> None:
     assert queue() == [step.task_id] * 3
 
 
-def test_what_is_beside_a_relay_is_done_once_a_minute(
-    sqlite_alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Looking after things does it at first, and again when a minute is over."""
-    done: list[str] = []
-    relay = Relay(sqlite_alias, housekeeping=done.append)
-    for _ in range(3):
-        relay.heartbeat_and_prune()
-    assert done == [sqlite_alias]
-    monkeypatch.setattr("django_celery_safe.sending.relay.MINUTE", 0.0)
-    relay = Relay(sqlite_alias, housekeeping=done.append)
-    for _ in range(3):
-        relay.heartbeat_and_prune()
-    assert done == [sqlite_alias] * 4
-
-
 def test_a_sweep_that_fails_stops_no_relay(
     shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever keeps runs from being swept is logged, and the outbox is relayed as ever."""
+    """An error of the sweep is logged, and the outbox is relayed all the same."""
     with transaction.atomic(using=shop):
         run = begin(1)
         connections[shop].run_on_commit.clear()
@@ -752,6 +731,6 @@ def test_a_relay_where_no_runs_are(
 
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(end)
-        run_all([Relay(shop, housekeeping=sweep_housekeeping)], stop)
+        run_all([Relay(shop)], stop)
         ending.result(30)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -1,4 +1,4 @@
-"""What becomes of a run: failures, resuming and aborting, at every moment of a plan."""
+"""Failures, resuming and aborting of a run at every moment of its plan."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -6,9 +6,9 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 from django.db import connections, transaction
-from django.db.models.functions import Now
 
-from django_celery_safe import IllegalTransition, stages
+from django_celery_safe import IllegalTransition
+from django_celery_safe.databases import Now
 from django_celery_safe.models import StageRun
 from django_celery_safe.signals import run_ended, stage_started
 from django_celery_safe.stages.status import Status
@@ -18,12 +18,12 @@ from tests.processes import wait_for
 from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
 from tests.servers.databases import waits_for_a_lock
-from tests.stages.test_messages import Staged, impatient, postgres_of_module, refuse, shown, staged
+from tests.stages.test_messages import Staged, impatient, of_module, refuse, shown, staged
 
-__all__ = ["impatient", "mailbox", "postgres_of_module", "staged"]
+__all__ = ["impatient", "mailbox", "of_module", "staged"]
 
-# The plan of all tests here is ab, cd, e: two steps, then two, then one. What ``shown``
-# returns has a letter for each of them: waiting, running, succeeded, failed, aborted.
+# The plan of all tests here is ab, cd, e: two steps, then two, then one. The text of
+# ``shown`` has a letter for each of them: waiting, running, succeeded, failed, aborted.
 
 
 def now(run: StageRun) -> tuple[str, str]:
@@ -50,8 +50,8 @@ class Failure(NamedTuple):
     Attributes:
         fails: The names of the steps that fail.
         order: In which order the messages of a stage come.
-        steps: What becomes of the steps.
-        error_step: Which one failed first.
+        steps: The final states of the steps.
+        error_step: The step that failed first.
         again: The steps that a resumed run does.
     """
 
@@ -97,12 +97,12 @@ def test_a_failure_stops_what_has_not_begun(failure: Failure, staged: Staged) ->
     assert run.status == "running"
     assert run.ended_at is None
     assert run.error_step is None
-    assert [event["stage"] for event in begun] == [run.stage + 1]
+    assert [event["stage"] for event in begun] == [run.stage]
     refused(run.resume, f"resume {run}: it is running")
     staged.deliver_all(failure.order)
     assert now(run) == ("succeeded", "sssss")
     assert sorted(staged.calls[done_before:]) == list(failure.again)
-    # Those of the stages that had ended before, too.
+    # The params of the stages that had ended before are there, too.
     assert run.params == dict.fromkeys("abcde", True)
     refused(run.resume, f"resume {run}: it is succeeded")
     refused(run.abort, f"abort {run}: it has succeeded")
@@ -220,12 +220,12 @@ def test_a_step_whose_process_died_keeps_nobody_from_resuming(staged: Staged) ->
 
 class Moment(NamedTuple):
     """
-    A moment of a run, and what aborting it then leads to.
+    A moment of a run, and the result of aborting it then.
 
     Attributes:
         during: The step that aborts its run from inside; "": none.
         delivered: How many messages come before it is aborted otherwise.
-        steps: What becomes of the steps.
+        steps: The final states of the steps.
         again: The steps that a resumed run does.
     """
 
@@ -250,7 +250,7 @@ MOMENTS: Final = {
 
 @pytest.mark.parametrize("name", MOMENTS)
 def test_an_abort_stops_what_has_not_begun(name: str, staged: Staged) -> None:
-    """At each moment: what runs ends as it will, the rest is not begun, and can be resumed."""
+    """Running steps go on to their end; the others are not begun, and can be resumed."""
     moment = MOMENTS[name]
 
     def abort(task: Any) -> dict[str, bool]:
@@ -273,7 +273,7 @@ def test_an_abort_stops_what_has_not_begun(name: str, staged: Staged) -> None:
         if not moment.during:
             run.refresh_from_db()
             assert run.abort() is run
-        # What was sent before comes all the same.
+        # Messages that were sent before arrive all the same.
         for message in waiting:
             staged.deliver(message)
         staged.deliver_all()
@@ -321,7 +321,7 @@ def test_an_abort_between_retries(name: str, staged: Staged) -> None:
 
 @pytest.mark.parametrize("ends", ["error", "retry"])
 def test_a_step_that_ends_after_the_abort(ends: str, staged: Staged) -> None:
-    """An error is noted and the run stays aborted; what would retry is aborted with it."""
+    """An error is recorded and the run stays aborted; a step that would retry is aborted too."""
 
     def abort(task: Any) -> None:
         run.abort()
@@ -342,7 +342,7 @@ def test_a_step_that_ends_after_the_abort(ends: str, staged: Staged) -> None:
     assert now(run) == ("succeeded", "sssss")
 
 
-# What can't be done.
+# Refused transitions.
 
 
 def test_only_a_stopped_run_is_resumed(staged: Staged) -> None:
@@ -405,27 +405,36 @@ def test_a_change_waits_for_another_at_every_isolation_level(
 
 
 def test_results_that_are_too_much_fail_the_run(staged: Staged) -> None:
-    """If a stage returned more than can be kept, the next is not begun without it."""
+    """The next stage is not begun without them; mended and resumed, the run succeeds."""
     staged.bodies |= {name: lambda task: {task.request.id: "x" * 40_000} for name in "ab"}
-    run = staged.start()
+    staged.bodies["c"] = lambda task: None
+    run = staged.start("abc", "d")
     staged.deliver_all()
-    assert now(run) == ("failed", "ssaaa")
-    assert run.error.startswith("What stage 1 returned can't be kept for the next one: it is 80,")
+    assert now(run) == ("failed", "sssa")
+    assert run.error.startswith("The results of stage 1 can't be kept for the next one: it is 80,")
+    assert run.error.endswith("those that returned something run again.")
     assert run.error_step is None
     run.resume()
+    assert now(run) == ("running", "wwsw")
     staged.deliver_all()
-    assert now(run) == ("failed", "ssaaa")
-    assert sorted(staged.calls) == ["a", "b"]
+    assert now(run) == ("failed", "sssa")  # nothing was mended
+    staged.bodies.clear()
+    staged.calls.clear()
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "ssss")
+    assert staged.calls == list("abd")  # what returned nothing was not done again
+    assert run.params == dict.fromkeys("abd", True)
 
 
 def test_results_of_the_last_stage_that_are_too_much_fail_the_run(staged: Staged) -> None:
-    """All steps succeeded, and the run says why it did not; resumed, it says so again."""
-    big = {name: lambda task: {task.request.id: "x" * 40_000} for name in "ab"}
-    staged.bodies |= big
+    """All steps succeeded, and the run says why it did not; mended and resumed, it does."""
+    staged.bodies |= {name: lambda task: {task.request.id: "x" * 40_000} for name in "ab"}
     run = staged.start("ab")
     staged.deliver_all()
-    for _ in range(2):
-        assert now(run) == ("failed", "ss")
-        assert "What stage 1 returned can't be kept" in run.error
-        run.resume()
-    assert stages.Status(run.status) is stages.Status.FAILED
+    assert now(run) == ("failed", "ss")
+    assert "The results of stage 1 can't be kept" in run.error
+    staged.bodies.clear()
+    run.resume()
+    staged.deliver_all()
+    assert now(run) == ("succeeded", "ss")

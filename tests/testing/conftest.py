@@ -7,8 +7,9 @@ import pytest
 from celery import Celery
 from django.db import connection
 from kombu import Producer
+from pytest_django import Settings
 
-from tests.conftest import UseBroker
+from tests.conftest import UseBroker, forget_first_use
 from tests.processes import free_port
 from tests.sending.conftest import ONE_TRY
 from tests.testing.tasks import effects
@@ -21,7 +22,7 @@ def no_effects() -> None:
 
 
 @pytest.fixture
-def unreachable(use_broker: UseBroker) -> Iterator[Any]:
+def unreachable(use_broker: UseBroker, settings: Settings) -> Iterator[Any]:
     """The tests' app, with a broker and a result backend where nobody listens."""
     app: Any = use_broker()
     before = {name: app.conf[name] for name in ("broker_url", "result_backend")}
@@ -33,11 +34,13 @@ def unreachable(use_broker: UseBroker) -> Iterator[Any]:
         task_publish_retry=False,
         result_backend_transport_options={"retry_policy": {"max_retries": 0}},
     )
-    app._local.__dict__.pop("backend", None)
+    # Before 5.7 Celery asks Django's settings first.
+    settings.CELERY_BROKER_URL = settings.CELERY_RESULT_BACKEND = nobody
+    forget_first_use()
     publish, backend = Producer.publish, Celery.backend
     yield app
     assert (Producer.publish, Celery.backend) == (publish, backend)
-    # What runs after this, without a broker of its own, is not to look for one there.
+    # Later tests without a broker of their own must not look for one there.
     app.conf.update(before, task_publish_retry=True, result_backend_transport_options={})
     app._local.__dict__.pop("backend", None)
 

@@ -9,7 +9,7 @@ from django.db import transaction
 from django_celery_safe import SafeTask, idempotent, single_instance, stages
 from tests.app.models import Person
 
-#: What the tasks did, emptied before each test.
+#: Effects of the tasks, emptied before each test.
 effects: list[Any] = []
 
 

@@ -1,4 +1,4 @@
-"""What of ``testing`` has to do with commits: on_commit_now, assert_sent_on_commit."""
+"""The parts of ``testing`` for commits: on_commit_now, assert_sent_on_commit."""
 
 import re
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def queue_length(redis_server: RedisServer) -> int:
 def test_on_commit_sends_at_the_end_of_the_block(
     on_commit_now: None, broker: Celery, redis_server: RedisServer
 ) -> None:
-    """What waits for a commit goes out at the end of the outermost atomic of the tested code."""
+    """A send on commit goes out at the end of the outermost atomic of the tested code."""
     with transaction.atomic():
         with transaction.atomic():
             add.delay_on_commit(1, 2)
@@ -55,7 +55,7 @@ def test_on_commit_sends_at_once_outside_a_block(
 def test_on_commit_drops_what_is_rolled_back(
     on_commit_now: None, broker: Celery, redis_server: RedisServer
 ) -> None:
-    """What is rolled back stays unsent, whole blocks and savepoints alike."""
+    """A rollback leaves its sends unsent, for whole blocks and savepoints alike."""
     with pytest.raises(ZeroDivisionError), transaction.atomic():
         add.delay_on_commit(1, 2)
         raise ZeroDivisionError
@@ -105,14 +105,14 @@ class InPlainTestCase(TestCase):
         assert seen == [1]
 
     def test_it_waits_for_django(self) -> None:
-        """What Django's own block ran before is not run again, and is not counted."""
+        """Callbacks that Django's own block ran before are not run again, and do not count."""
         greet.delay_on_commit("before")
         with assert_sent_on_commit(greet, "inside"):
             greet.delay_on_commit("inside")
         assert waiting_for_commit() == 1
 
 
-# What is sent on commit.
+# Sends on commit.
 
 
 def on_commit() -> None:
@@ -258,7 +258,7 @@ WRONG = {
 def test_what_is_wrong_fails(
     send: Callable[[], None], said: str, eager: bool, any_database: str, unreachable: Celery
 ) -> None:
-    """What is sent too early, not at all, too often or otherwise is told, with what was sent."""
+    """The error says what is wrong, and lists the messages that were sent."""
     unreachable.conf.task_always_eager = eager
     with pytest.raises(AssertionError, match=said), assert_sent_on_commit(greet, "kim"):
         send()
@@ -314,7 +314,7 @@ def test_how_often(times: int, any_database: str, unreachable: Celery) -> None:
 
 
 def test_not_at_all_is_also_not_before(db: None, unreachable: Celery) -> None:
-    """What must not be sent must not be sent at once either."""
+    """A task that must not be sent on commit must not be sent at once either."""
     with pytest.raises(AssertionError), assert_sent_on_commit(greet, "kim", times=0):
         greet.delay("kim")
 

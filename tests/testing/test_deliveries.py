@@ -47,7 +47,7 @@ from tests.testing.tasks import (
 
 @pytest.fixture(autouse=True)
 def no_rows_left(any_database: str, unreachable: Celery) -> Iterator[None]:
-    """What is tested leaves nothing in the outbox, and runs nothing eagerly."""
+    """The tested task leaves nothing in the outbox, and runs nothing eagerly."""
     unreachable.conf.task_always_eager = True
     yield
     assert unreachable.conf.task_always_eager
@@ -65,7 +65,7 @@ def test_it_shows_what_is_done_twice() -> None:
 
 
 def test_it_shows_what_is_done_once() -> None:
-    """Of an idempotent task both have one result; of do_once the effect is there once."""
+    """Both deliveries of an idempotent task have one result; do_once has its effect once."""
     first, second = deliver_twice(charge_once, order=42)
     assert (first.result, second.result) == ("receipt 1", "receipt 1")
     person = Person.everyone.create()
@@ -75,7 +75,7 @@ def test_it_shows_what_is_done_once() -> None:
 
 
 def test_it_is_one_message_and_a_real_run() -> None:
-    """Both are one message under one id, the second redelivered; what a run spoils is its own."""
+    """Both have one id; the second is redelivered, and does not see the first's changes."""
     first, second = deliver_twice(look_around, ["a"])
     assert first.task_id == second.task_id
     assert effects == [(first.task_id, False, ["a"]), (first.task_id, True, ["a"])]
@@ -97,7 +97,7 @@ def test_a_lock_that_is_held_is_met_by_both(locks_in_memory: None) -> None:
 
 
 def test_a_retry_comes_back(caplog: pytest.LogCaptureFixture) -> None:
-    """A task that is retried is not run again; what it sends again is told."""
+    """A retried task is not run again; its new message is in ``sent``."""
     first, second = deliver_twice(stumble)
     assert (first.state, second.state, effects) == ("RETRY", "RETRY", [0, 0])
     assert isinstance(first.error, Retry)
@@ -122,7 +122,7 @@ def test_other_ends(task: Any, state: str, error: type[Exception]) -> None:
 
 
 def test_what_a_run_sends_is_told() -> None:
-    """What a run sends at once, on commit and through the outbox is told, in order."""
+    """A run's sends at once, on commit and through the outbox are in ``sent``, in order."""
     first, _ = deliver_twice(count_down, 1)
     sent = [(one.task.rpartition(".")[2], one.args) for one in first.sent]
     assert sent == [("count_down", [0]), ("greet", [1])]
@@ -195,7 +195,7 @@ def test_the_outbox_is_run_in_order(by_messages: None) -> None:
 
 
 def test_what_has_expired_is_not_run(by_messages: None) -> None:
-    """As a worker does, a message whose time is over is dropped."""
+    """An expired message is dropped, as a worker does."""
     late = datetime.now(UTC) - timedelta(seconds=1)
     keep(greet.s("late").set(expires=late), greet.s("in time"))
     assert [one.state for one in drain_outbox()] == ["REVOKED", "SUCCESS"]
@@ -203,7 +203,7 @@ def test_what_has_expired_is_not_run(by_messages: None) -> None:
 
 
 def test_what_follows_through_the_outbox_is_run(by_messages: None) -> None:
-    """What tasks put into the outbox is run too; what they send past it is only told."""
+    """Messages that tasks put into the outbox run too; others are only in ``sent``."""
     keep(count_down.s(2))
     done = drain_outbox()
     assert effects == [2, 1, 0]
@@ -231,7 +231,7 @@ def test_without_end(by_messages: None) -> None:
 
 
 def test_the_limit_is_how_many_may_run(by_messages: None) -> None:
-    """As many as the limit are run without complaint."""
+    """No error is raised for exactly as many messages as the limit."""
     keep(charge.s(1), charge.s(2))
     assert len(drain_outbox(limit=2)) == 2
 
@@ -266,7 +266,7 @@ def test_duplicates_are_dropped(by_messages: None, locks_in_memory: None) -> Non
 
 
 def test_it_is_empty_where_all_was_sent(by_messages: None) -> None:
-    """What a block took at its commit is not in the outbox any more."""
+    """Messages that a block took at its commit are not in the outbox any more."""
     with on_commit_now(), assert_sent_on_commit(charge, 1):
         keep(charge.s(1))
     assert drain_outbox() == []

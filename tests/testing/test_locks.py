@@ -40,7 +40,7 @@ def found(name: str) -> HeldLock:
 
 
 def test_locks_are_in_memory_and_cleared(settings: Settings) -> None:
-    """Whatever the settings say, locks live in memory, and none is left for the next test."""
+    """Locks live in memory, whatever the settings say, and none is left for the next test."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "default", "LOCK_TIMEOUT": 5}
     with locks_in_memory():
         lock = cache_lock("kept")
@@ -85,7 +85,7 @@ def test_what_an_operator_frees_is_free(locks_in_memory: None) -> None:
 
 
 def test_two_cant_hold_it(locks_in_memory: None) -> None:
-    """That someone holds it already is told by who it is."""
+    """The error for a lock that is held already names its holder."""
     with (
         hold_lock("feed"),
         pytest.raises(LockNotAcquired, match=r"feed.*process"),
@@ -128,6 +128,38 @@ def test_the_lock_of_a_task_needs_no_name(locks_in_memory: None) -> None:
         assert import_feed("another") == "imported"
     assert import_feed(URL) == "imported"
     assert effects == ["another", URL]
+
+
+def test_all_places_of_a_lock_are_held(locks_in_memory: None) -> None:
+    """A lock with a limit keeps others out as one of one does, until a place is released."""
+    with hold_lock("few", limit=3, task_id="id-1") as held:
+        assert not cache_lock("few", limit=3).acquire()
+        assert cache_lock("few", limit=4).acquire()
+        assert held.release()
+        assert cache_lock("few", limit=3).acquire()
+        with pytest.raises(LockNotAcquired), hold_lock("few", limit=5):
+            pass
+        assert find_lock("few:place:5") is None
+
+
+def test_a_task_with_a_limit_meets_a_conflict(mailbox: Mailbox, locks_in_memory: None) -> None:
+    """All places of a task's lock are held, the first for the task id that is given."""
+
+    @single_instance(limit=3, on_conflict="raise")
+    def work(number: int) -> int:
+        return number
+
+    task = mailbox.task(work, name="tests.few")
+    name = lock_name(task, 7)
+    with hold_lock(task, 7, task_id="id-1") as held:
+        with pytest.raises(AlreadyRunning):
+            task(7)
+        holders = [found(name).holder, found(f"{name}:place:2").holder]
+        assert [holder.task for holder in holders] == [task.name] * 2
+        assert holders[0].task_id == "id-1" != holders[1].task_id
+        assert held.release()
+        assert task(7) == 7
+    assert task(7) == 7
 
 
 def test_the_lock_of_a_task_in_a_cache_of_its_own(
@@ -177,6 +209,6 @@ def test_a_worker_meets_it(typed: bool, mailbox: Mailbox, locks_in_memory: None)
     ],
 )
 def test_what_is_no_lock(hold: Callable[[], Any], said: str, unreachable: Celery) -> None:
-    """What has no lock, or not this one, is an error that says what to write."""
+    """A task without a lock, or without this one, is an error that says what to write."""
     with pytest.raises((ConfigurationError, TypeError), match=said), hold():
         pass

@@ -115,15 +115,18 @@ def stages_started_elsewhere() -> StageRun:
 
 @pytest.mark.parametrize("plan", [[("no.such.task", 1)], []])
 def test_what_is_no_plan(plan: Any) -> None:
-    """What can't be run is refused as ``stages.start`` refuses it."""
+    """An invalid plan is refused like by ``stages.start``."""
     with pytest.raises(InvalidPlan):
         run_stages(plan)
 
 
 def test_what_does_not_fit() -> None:
-    """A run has params of its own; and nothing is run inside of a transaction."""
+    """A run has its own params, key and name; and nothing is run inside of a transaction."""
     run = run_stages([(note, 1)])
-    with pytest.raises(TypeError, match="params of its own"):
+    with pytest.raises(TypeError, match="has its own params"):
         run_stages(run, {})
+    with pytest.raises(TypeError, match="has its own params, key: give a plan"):
+        run_stages(run, {}, key="album:7")
+    assert run_stages([(note, 1)], key="album:7").key == "album:7"
     with pytest.raises(WrongTransaction), transaction.atomic():
         run_stages([(note, 1)])

@@ -1,1 +1,1 @@
-"""What type checkers make of the public names: ``uses`` is checked by mypy, and never run."""
+"""Type checkers and the public names: mypy checks ``uses``, which is never run."""

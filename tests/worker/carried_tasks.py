@@ -1,11 +1,14 @@
 """Tasks that are carried until done, for the workers of ``test_carried``."""
 
+import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 from celery import chord, shared_task
+from celery.signals import task_failure
 
 from django_celery_safe import SafeTask, single_instance
 from django_celery_safe.models import OutboxMessage
@@ -32,6 +35,12 @@ def wait(place: Room) -> None:
 def stay(self: Any, room: str, alias: str) -> None:
     """Stay in the room until its gate opens."""
     wait(enter(self, room, alias))
+
+
+@task_failure.connect(sender=stay)
+def note_failure(args: Any, exception: BaseException, task_id: str, **details: Any) -> None:
+    """Note what receivers of Celery's signal get."""
+    Room(Path(args[0])).journal.write("failed", id=task_id, error=type(exception).__name__)
 
 
 @shared_task(**CARRIED, acks_late=True, reject_on_worker_lost=True)
@@ -107,8 +116,23 @@ def fail(self: Any, room: str, alias: str) -> None:
 
 
 @shared_task(**CARRIED)
+def cancel(self: Any, room: str, alias: str) -> None:
+    """Be cancelled, as a task of asyncio is."""
+    enter(self, room, alias)
+    raise asyncio.CancelledError("no such order")
+
+
+@shared_task(**CARRIED)
 def give_way(self: Any, room: str, alias: str) -> None:
     """Be replaced by a chord of carried tasks."""
     enter(self, room, alias)
     parts = [note.s(room, alias).set(using=alias) for _ in range(2)]
     raise self.replace(chord(parts, gather.s(room, alias).set(using=alias)))
+
+
+@shared_task(**CARRIED)
+def leave(self: Any, room: str, alias: str, code: int) -> None:
+    """End its own process in its first two runs, as a task that calls ``sys.exit()``."""
+    enter(self, room, alias)
+    if OutboxMessage.objects.using(alias).get(task_id=self.request.id).deaths < 2:
+        sys.exit(code)

@@ -76,7 +76,7 @@ def retrying(self: Any, room: str) -> Any:
 @shared_task(**LATE)
 @single_instance(key=["room"], timeout=LEASE)
 def sending_slowly(self: Any, room: str) -> Any:
-    """Stay in the room; who sends its first copy stands still right after that."""
+    """Stay in the room; a run that sends its first copy stands still right after that."""
     return Room(Path(room)).stay(self)
 
 
@@ -93,7 +93,7 @@ def _stand_still(headers: Any, body: Any, **kwargs: Any) -> None:
 
 
 @shared_task(base=SafeTask, bind=True, acks_late=True, time_limit=TIME_LIMIT)
-@single_instance(key=["room"], timeout=LEASE)
+@single_instance(key=["room"], timeout=2 * LEASE)
 def limited(self: Any, room: str) -> Any:
     """Stay in the room beyond its hard time limit."""
     return Room(Path(room)).stay(self)

@@ -80,7 +80,7 @@ def for_each(
 
     Args:
         lock: More options of ``single_instance``.
-        options: Of ``shared_task``.
+        options: Options of ``shared_task``.
     """
     lock = lock or {}
 

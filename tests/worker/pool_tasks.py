@@ -47,7 +47,7 @@ def connection_id() -> int:
 
 def count_renewing_threads(locks: list[CacheLock]) -> int:
     """Return how many threads of this process renew these locks."""
-    # Those of other tests' locks may be there still, to end soon.
+    # Lanes of other tests' locks may still be there, and end soon.
     return len({lock._lease.lane for lock in locks if lock._lease is not None})
 
 

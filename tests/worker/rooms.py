@@ -20,7 +20,7 @@ class Room:
 
     @property
     def path(self) -> str:
-        """What is sent to the task."""
+        """The path as a text, which is sent to the task."""
         return str(self.folder)
 
     @property
@@ -30,7 +30,7 @@ class Room:
 
     @property
     def journal(self) -> Journal:
-        """What the tasks noted."""
+        """The journal that the tasks write."""
         return Journal(self.folder / "journal")
 
     @contextmanager

@@ -35,6 +35,13 @@ def returning(self: Any, room: str) -> Any:
     return Room(Path(room)).stay(self)
 
 
+@shared_task(base=Witnessed, bind=True, max_retries=0)
+@single_instance(key=["room"], limit=2, on_conflict="retry", retry_delay=0.2)
+def two_at_once(self: Any, room: str) -> Any:
+    """Stay in the room; come back if two are there."""
+    return Room(Path(room)).stay(self)
+
+
 @shared_task(base=Witnessed, bind=True)
 @single_instance(key=["room"], on_conflict="retry", retry_delay=5)
 def returning_late(self: Any, room: str) -> Any:

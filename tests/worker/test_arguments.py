@@ -1,4 +1,4 @@
-"""What a lock tells of the arguments of the task that holds it, on a real prefork worker."""
+"""A lock shows the arguments of the task that holds it, on a real prefork worker."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

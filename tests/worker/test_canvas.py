@@ -81,7 +81,7 @@ def worker(redis_server: RedisServer) -> Iterator[CeleryWorker]:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Journal:
-    """What the tasks of one test did."""
+    """The journal of one test's tasks."""
     return Journal(tmp_path / "journal")
 
 
@@ -192,7 +192,7 @@ def test_a_canvas_goes_on_over_a_duplicate(on_commit: bool, task: Any, tmp_path:
 
 @pytest.mark.parametrize("on_commit", [False, True], ids=["now", "on commit"])
 def test_links_go_on_over_a_duplicate(on_commit: bool, task: Any, journal: Journal) -> None:
-    """A duplicate as link and as link_error does nothing; what is linked to it comes."""
+    """A duplicate as link and as link_error does nothing, and its own links run."""
     parts = Parts(journal, task)
     as_error, linking = Parts(journal, task).twin, Parts(journal, task).twin
     task.apply_async((parts.path,), countdown=LATER)
@@ -212,7 +212,7 @@ def test_links_go_on_over_a_duplicate(on_commit: bool, task: Any, journal: Journ
 
 @pytest.mark.parametrize("on_commit", [False, True], ids=["now", "on commit"])
 def test_a_canvas_with_twins_runs_one(on_commit: bool, task: Any, journal: Journal) -> None:
-    """Of equal members of one group the first runs; one after the other, both do."""
+    """Only the first of two equal members of a group runs; in a chain both run."""
     member = task.si(str(journal.path))
     # The first must not have ended when the second is sent.
     twins = group(member.clone().set(countdown=1.5), member.clone())

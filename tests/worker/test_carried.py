@@ -1,5 +1,5 @@
 """
-Tasks that are carried until done, on real workers: what their rows say, and what ran how often.
+Tasks that are carried until done, on real workers: their rows, and the number of their runs.
 
 The rows are in PostgreSQL, and a relay runs in a process of its own. Leases are 2 s.
 """
@@ -23,11 +23,11 @@ from django_celery_safe import SafeTask, iter_locks, send_on_commit
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import Relay
 from tests.app.celery import app, tell_workers
-from tests.conftest import REDIS_BACKENDS, _forget_first_use
 from tests.processes import CeleryWorker, start_in_process, wait_for
-from tests.servers import RabbitMQServer, RedisServer, Server
+from tests.servers import RedisServer, Server
 from tests.servers.databases import Databases
 from tests.worker import carried_tasks as tasks
+from tests.worker.brokers import app_on_broker, result_state
 from tests.worker.rooms import Room
 
 if TYPE_CHECKING:
@@ -139,26 +139,14 @@ def scene(
     django_db_blocker: "DjangoDbBlocker",
 ) -> Iterator[Scene]:
     """An outbox in PostgreSQL, either broker, and results and locks in the private Redis."""
-    redis_server.flush()
     broker: Server = request.getfixturevalue(f"{request.param}_server")
-    url = redis_server.database_url(1)
-    if isinstance(broker, RabbitMQServer):
-        url = broker.url
-    chosen = {"broker_url": url, "result_backend": redis_server.database_url(2)}
-    settings: dict[str, Any] = {f"CELERY_{name.upper()}": chosen[name] for name in chosen}
-    backend = REDIS_BACKENDS["django-redis"]
-    settings["CACHES"] = {"default": {"BACKEND": backend, "LOCATION": redis_server.url}}
-    settings["DJANGO_CELERY_SAFE"] = LEASE
     with ExitStack() as stack:
-        stack.enter_context(override_settings(**settings))
+        stack.enter_context(app_on_broker(broker, redis_server, **LEASE))
         stack.enter_context(django_db_blocker.unblock())
         folder = tmp_path_factory.mktemp("carried")
         alias = stack.enter_context(_databases.alias("postgres", folder))
-        _forget_first_use()
-        app.conf.update(chosen)
         yield Scene(alias, broker)
         gc.collect()  # Results unsubscribe when they go.
-        _forget_first_use()
 
 
 @pytest.fixture(autouse=True)
@@ -200,12 +188,6 @@ def kill_run(room: Room) -> None:
     os.kill(room.runs()[-1]["pid"], signal.SIGKILL)
 
 
-def result_state(task_id: str) -> str:
-    """Return what the result backend says of a task."""
-    state: str = app.AsyncResult(task_id).state
-    return state
-
-
 # Processes that die.
 
 
@@ -227,12 +209,14 @@ def test_a_killed_child_is_followed_by_one_more_run(scene: Scene, room: Room, ta
 
 
 def test_a_death_is_no_failure(scene: Scene, room: Room, worker: CeleryWorker) -> None:
-    """While a row brings the task back its result is open, and no errback is called."""
+    """While a row brings it back its result is open, and only the signal reports the death."""
     errback = scene.signature(tasks.note, room).set(immutable=True)
     task_id = scene.send(tasks.stay, room, link_error=errback)
     kill_run(room)
     wait_for(lambda: f"{task_id}] died" in worker.log, PATIENCE)
     assert result_state(task_id) == "PENDING"
+    failed = room.journal.entries("failed")
+    assert [(one["id"], one["error"]) for one in failed] == [(task_id, "WorkerLostError")]
     with scene.relaying():
         room.until(lambda: len(room.runs()) == 2, "it is not run again", PATIENCE)
     room.open()
@@ -322,12 +306,15 @@ def test_a_hard_time_limit_fails_it(scene: Scene, room: Room) -> None:
 
 
 @pytest.mark.usefixtures("worker", "relay")
-def test_an_error_fails_it(scene: Scene, room: Room) -> None:
+@pytest.mark.parametrize(
+    ("task", "error"), [(tasks.fail, "ValueError"), (tasks.cancel, "CancelledError")]
+)
+def test_an_error_fails_it(scene: Scene, room: Room, task: Any, error: str) -> None:
     """Its row and its result say so, its errback is called, and it is not run again."""
     errback = scene.signature(tasks.note, room).set(immutable=True)
-    task_id = scene.send(tasks.fail, room, link_error=errback)
+    task_id = scene.send(task, room, link_error=errback)
     row = scene.until(task_id, "failed", room)
-    assert (row.error_type, row.error, row.due_at) == ("ValueError", "no such order", None)
+    assert (row.error_type, row.error, row.due_at) == (error, "no such order", None)
     room.until(lambda: len(room.runs()) == 2, "the errback is not called", PATIENCE)
     room.until(lambda: scene.rows.count() == 1, "the errback is not done", PATIENCE)
     assert result_state(task_id) == "FAILURE"
@@ -454,3 +441,20 @@ def test_a_unique_message_is_done(scene: Scene, room: Room) -> None:
     scene.until(task_id, "gone", room)
     room.until(lambda: not [one for one in iter_locks() if room.path in one.name], "locked")
     assert deaths(room) == [0]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.usefixtures("worker", "relay")
+def test_a_task_that_leaves_by_itself_is_run_again(scene: Scene, room: Room, code: int) -> None:
+    """``sys.exit()`` of a task is a death, and no result is stored for it."""
+    task_id = scene.send(tasks.leave, room, code)
+    states = set()
+
+    def is_done() -> bool:
+        states.add(result_state(task_id))
+        return scene.state(task_id) == "gone"
+
+    room.until(is_done, "it is not done", PATIENCE)
+    assert deaths(room) == [0, 1, 2]
+    wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
+    assert "FAILURE" not in states

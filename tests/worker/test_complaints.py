@@ -1,5 +1,5 @@
 """
-What users of locks for Celery complain of most: a test for each complaint, named after it.
+The most frequent complaints about locks for Celery: a test for each, named after it.
 
 A complaint is played as its user met it, on a real worker with Redis, by public names
 alone. Leases are 30 s where nothing else is said, and messages keep others from being
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 #: lease still has, 20 s at least.
 SOON = 15
 
-#: The broker's, s: what is not acknowledged for that long comes again.
+#: The broker's visibility timeout, s: it redelivers unacknowledged messages after that.
 VISIBILITY_TIMEOUT = 3
 
 MakeRoom = Callable[[str], Room]
@@ -110,7 +110,7 @@ def begin(task: Any, room: Room, *more: Any, **options: Any) -> Any:
 
 
 def runs_again(task: Any, room: Room, timeout: float = SOON) -> None:
-    """Send the same until it is no duplicate, and let it run: no lock is in its way."""
+    """Send the same until it is not a duplicate, and let it run: no lock is in its way."""
     room.open()
 
     def sent() -> Any:
@@ -204,7 +204,7 @@ def test_a_lock_is_left_behind_after_a_time_limit(make_room: MakeRoom) -> None:
 
 
 def test_a_lock_is_left_behind_after_a_failed_send(room: Room) -> None:
-    """What could not be sent, because the broker was down, can be sent when it is back."""
+    """A send that failed because the broker was down can be repeated when it is back."""
     once = {"max_retries": 1, "interval_start": 0}
     broker = Connection(f"redis://127.0.0.1:{free_port()}", transport_options=once)
     with broker, pytest.raises(OperationalError):
@@ -247,7 +247,7 @@ def test_an_expired_lock_is_deleted_by_its_old_owner(room: Room) -> None:
 
 
 def test_no_renewal(room: Room) -> None:
-    """Nobody gets in while a run goes on, however short its lease is."""
+    """No second run gets in while the first goes on, however short the lease is."""
     first = begin(tasks.crawl, room)
     ends_at = time.monotonic() + 1.5 * SHORT_LEASE
     while time.monotonic() < ends_at:
@@ -333,7 +333,7 @@ def test_beat_bypasses_the_lock(room: Room, redis_server: RedisServer) -> None:
 
 
 def test_send_task_bypasses_the_lock(room: Room) -> None:
-    """What is sent by its name meets the lock of what was sent by ``delay``, and vice versa."""
+    """A task sent by its name meets the lock of one sent by ``delay``, and vice versa."""
     first = app.send_task(tasks.import_feed.name, (room.path,))
     room.until(room.runs, "it did not start")
     named = app.send_task(tasks.import_feed.name, kwargs={"room": room.path})
@@ -469,7 +469,7 @@ def test_no_way_to_free_a_lock(room: Room) -> None:
     assert tasks.export.delay(room.path).is_duplicate
     name = f"sent:{tasks.export.name}:{room.path}"
     lines = celery_locks().splitlines()
-    assert lines[lines.index(name) + 1].endswith("message  a message under way")
+    assert lines[lines.index(name) + 1].endswith("message  a message")
     assert f"    {purged.id}" in lines
     assert celery_locks("release", name, "--no-input") == f"Released {name}\n"
     room.open()

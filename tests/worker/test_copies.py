@@ -22,8 +22,11 @@ from tests.app.celery import tell_workers
 from tests.conftest import LOOKING_OFTEN, app_on_redis
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
+from tests.versions import needs_quick_redelivery
 from tests.worker import copy_tasks
 from tests.worker.rooms import Room
+
+pytestmark = needs_quick_redelivery
 
 VISIBILITY_TIMEOUT = 60
 #: Seconds for what has to come; a lease is 3 s or 6 s, a time limit 5 s.
@@ -71,7 +74,7 @@ class Story:
 
     def until_copies(self, number: int) -> None:
         """Wait until so many copies were sent and noted."""
-        text = "a copy comes back"
+        text = "a copy arrives"
         self.room.until(lambda: self.says(text) >= number, f"not {number} copies", PATIENCE)
 
     def until_runs(self, number: int) -> None:
@@ -128,7 +131,7 @@ def test_what_follows_a_run_meets_its_slow_end(task: Any, retries: list[int], be
     """
     Its copy is not dropped when the run before it ends well.
 
-    A retry's copy is another message than that run; that of what replaces a run has its id.
+    A retry's copy is another message than that run; the copy of a replacement has the run's id.
     """
     story = begin(task)
     story.until_copies(1)

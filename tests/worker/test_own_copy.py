@@ -19,9 +19,12 @@ import pytest
 from tests.conftest import LOOKING_OFTEN
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
+from tests.versions import needs_quick_redelivery
 from tests.worker import tasks
 from tests.worker.conftest import StartWorker
 from tests.worker.rooms import Room
+
+pytestmark = needs_quick_redelivery
 
 VISIBILITY_TIMEOUT = 3
 #: Seconds for what has to come; the lease is 6 s.
@@ -146,7 +149,9 @@ def test_a_dead_holder(dead: Delivery, broker: Broker) -> None:
     assert 5 < waited < PATIENCE
     room.until(lambda: not broker.count()[dead.id], "messages are left over", PATIENCE)
     assert room.gauge.violations() == []
-    assert room.tries(dead.id) > 3
+    # The killed run, the last one, and what met the dead lock in between: how often that was
+    # depends on when the worker notices the death.
+    assert room.tries(dead.id) >= 3
     assert broker.highest[dead.id] <= 2
 
 

@@ -93,7 +93,7 @@ def test_a_waiting_task_is_woken_by_another(rooms: dict[str, Room]) -> None:
     for pool in TOGETHER:
         room = rooms[pool]
         room.until(lambda: room.journal.entries("waits"), "nobody waits", SOON)  # noqa: B023
-    # Who waits blocks no other task of its pool; prefork has no other child here.
+    # A waiting task blocks no other task of its pool; prefork has no other child here.
     doubled = [send(pool_tasks.double, pool, 21) for pool in ("threads", "gevent") * 3]
     assert [result.get(timeout=SOON) for result in doubled] == [42] * 6
     assert not any(rooms[pool].journal.entries("stopped waiting") for pool in TOGETHER)

@@ -52,7 +52,7 @@ def test_a_skipped_duplicate_returns_none_at_once(room: Room) -> None:
 
 
 def test_a_chain_and_a_group_go_on_behind_a_skipped_duplicate(room: Room) -> None:
-    """What is linked to a duplicate is not lost."""
+    """The links of a duplicate are not lost."""
     begin(tasks.skipping, room)
     linked = chain(tasks.skipping.si(room.path), add.si(1, 2)).delay()
     joined = group(tasks.skipping.si(room.path), add.si(3, 4)).delay()
@@ -73,6 +73,34 @@ def test_a_retried_duplicate_runs_afterwards(room: Room) -> None:
     # max_retries is 0: a counted retry would have failed.
     assert second.get(timeout=SOON) == [second.id, 0]
     assert room.gauge.violations() == []
+
+
+def test_with_a_limit_as_many_run_and_the_next_comes_back(room: Room) -> None:
+    """The third runs when a place is free: that of a killed run is at once."""
+    first, second = begin(tasks.two_at_once, room), tasks.two_at_once.delay(room.path)
+    room.until(lambda: room.runs(second.id), "the second did not start")
+    third = tasks.two_at_once.delay(room.path)
+    room.until(lambda: room.tries(third.id) > 2, "the third did not come back")
+    assert room.runs(third.id) == []
+    os.kill(room.runs(first.id)[0]["pid"], signal.SIGKILL)
+    room.until(lambda: room.runs(third.id), "the place of the killed run is not free", SOON)
+    room.open()
+    for result in (second, third):
+        assert result.get(timeout=SOON) == [result.id, 0]
+    assert room.gauge.highest() == 2
+
+
+def test_with_a_limit_one_message_does_not_run_beside_itself(room: Room) -> None:
+    """Delivered again while it runs, it comes back, though a place is free."""
+    first = begin(tasks.two_at_once, room)
+    tasks.two_at_once.apply_async((room.path,), task_id=first.id)
+    room.until(lambda: room.tries(first.id) >= 2, "it was not delivered again")
+    second = tasks.two_at_once.delay(room.path)
+    room.until(lambda: room.runs(second.id), "the other place is not free")
+    assert len(room.runs(first.id)) == 1
+    room.open()
+    assert second.get(timeout=SOON) == [second.id, 0]
+    room.until(lambda: len(room.runs(first.id)) == 2, "the other delivery was lost", SOON)
 
 
 def test_a_rejected_duplicate_fails(room: Room) -> None:

@@ -148,7 +148,7 @@ def test_the_same_is_sent_again_when_the_run_starts_or_ends(
         room.open()
     assert values(first) == {pool: [result.id, 0] for pool, result in first.items()}
     assert values(second) == {pool: [result.id, 0] for pool, result in second.items()}
-    # What a result tells of is over.
+    # The run is over once its result is there.
     assert senders(task, rooms) == NOBODY
     fourth = send_to_all(task, rooms)
     assert duplicates(fourth) == {False}
@@ -202,7 +202,7 @@ def test_a_retry_leaves_the_lock_of_what_was_sent_since_the_start(rooms: dict[st
 
 
 def test_every_end_frees_the_lock(until: str, rooms: dict[str, Room]) -> None:
-    """Whatever ends a run for good, the same can be sent again at once."""
+    """The same can be sent again at once, in whatever way a run ends for good."""
     task = TASKS[until]
     parts = {
         how: {pool: Room(room.folder / how) for pool, room in rooms.items()} for how in ENDINGS

@@ -1,8 +1,9 @@
 """
-Which store a lock lives in.
+The stores of locks, and how to find the store that a lock lives in.
 
-:func:`locate` finds the place that the settings or a cache alias name, :meth:`Location.store`
-returns its store. A cache on which two can hold one lock is refused, with what to use instead.
+:func:`locate` returns the place that the settings or a cache alias name, and
+:meth:`Location.store` returns its store. A cache in which two processes could hold one lock is
+refused; the error says what to use instead.
 """
 
 from __future__ import annotations
@@ -26,26 +27,43 @@ from ...leases.holder import HeldLock
 from .base import Store
 
 USE_INSTEAD: Final = (
-    "Use Redis (django-redis or Django's RedisCache), or set LOCK_DATABASE to a database alias."
+    "Use Redis (django-redis or Django's RedisCache) or Valkey (django-valkey), or set "
+    "LOCK_DATABASE to a database alias."
 )
 
-#: Caches on which two can hold one lock, and why. Measured: docs/explanation/stores.md.
+INSTALL: Final = (
+    "Its client: pip install 'django-celery-safe[redis]', or with [valkey] or [memcached]; for "
+    "Django's RedisCache redis."
+)
+
+SHARDED: Final = "it spreads keys over several servers, and a lost server moves them"
+
+#: Caches in which two processes could hold one lock, and why (measured in
+#: docs/explanation/stores.md).
 REFUSED: Final = {
     "django.core.cache.backends.filebased.FileBasedCache": (
         "its add() is a read and then a write, so several processes get the same lock, and it "
         "drops entries when it is full"
     ),
     "django.core.cache.backends.db.DatabaseCache": (
-        "its get() deletes an expired row that may have been taken anew in between, and it drops "
+        "its get() deletes an expired row that may have been taken again in between, and it drops "
         "entries when it is full"
     ),
     "django.core.cache.backends.dummy.DummyCache": "it stores nothing, so every add() succeeds",
-    "django_redis.client.sharded.ShardClient": (
-        "it spreads keys over several servers, and a lost server moves them"
+    "django_redis.client.sharded.ShardClient": SHARDED,
+    "django_valkey.client.sharded.ShardClient": SHARDED,
+    "django_valkey.async_cache.cache.AsyncValkeyCache": (
+        "each of its methods returns a coroutine, which locks do not await"
     ),
 }
 
-#: Every memcached backend of Django.
+#: Caches whose ``client`` is an object of a configurable class.
+WITH_CLIENT: Final = {"django_redis.cache.RedisCache", "django_valkey.cache.ValkeyCache"}
+
+#: Key functions that depend on the current tenant.
+OF_TENANT: Final = {"django_tenants.cache.make_key", "tenant_schemas.cache.make_key"}
+
+#: The base class of all memcached backends of Django.
 MEMCACHED: Final = "django.core.cache.backends.memcached.BaseMemcachedCache"
 
 
@@ -53,20 +71,26 @@ class Location(NamedTuple):
     """
     Where locks live: a cache alias or a database alias.
 
-    Unlike a store, which belongs to one process and one state of the settings, a
-    location can be kept.
+    A location can be kept, unlike a store, which belongs to one process and to the current
+    settings.
     """
 
     kind: str
     alias: str
 
     def store(self) -> Store:
-        """Return this process's store for the location; threads may share it."""
+        """Return this process's store for the location; threads may share the store."""
         return _cache_store(self.alias) if self.kind == "cache" else _database_store(self.alias)
+
+    def close(self) -> None:
+        """Close the thread's own connection, if it has one: it would be dead by the next use."""
+        store = self.store()
+        if store.connects_threads:
+            store.close()
 
 
 def locate(cache: str | conf.Unset = conf.UNSET) -> Location:
-    """Return where locks live: in ``cache``; unset: where the settings say."""
+    """Return where locks live: in ``cache``; unset: in the place that the settings name."""
     if not isinstance(cache, conf.Unset):
         return Location("cache", cache)
     settings = conf.current()
@@ -77,7 +101,7 @@ def locate(cache: str | conf.Unset = conf.UNSET) -> Location:
 
 
 def get_store(cache: str | conf.Unset = conf.UNSET) -> Store:
-    """Return this process's store of the locks in ``cache``; unset: where the settings say."""
+    """Return this process's store for locks in ``cache``; unset: the store in the settings."""
     return locate(cache).store()
 
 
@@ -85,13 +109,13 @@ def iter_locks(
     prefix: str | None = None, task: str | None = None, *, cache: str | conf.Unset = conf.UNSET
 ) -> Iterator[HeldLock]:
     """
-    Yield every lock that is held, in no order, read a page at a time.
+    Yield every lock that is held, in no particular order, reading a page at a time.
 
     Args:
-        prefix: Only locks whose name begins with this text; None: all.
-        task: Only locks held by a run, or a message, of the Celery task of this name;
+        prefix: Only locks whose name starts with this text; None: all.
+        task: Only locks held by a run, or a message, of the Celery task with this name;
             None: all.
-        cache: Alias of the cache to look into; unset: where the settings say.
+        cache: Alias of the cache to search; unset: the place that the settings name.
 
     Raises:
         BackendNotSupported: The cache can't list what it holds.
@@ -105,7 +129,7 @@ def iter_locks(
 
 
 def find_lock(name: str, cache: str | conf.Unset = conf.UNSET) -> HeldLock | None:
-    """Return the lock called ``name``; None if nobody holds it."""
+    """Return the lock called ``name``, with its holder; None: it is free."""
     return get_store(cache).peek(name)
 
 
@@ -116,16 +140,16 @@ def locks_are_shared(cache: str | conf.Unset = conf.UNSET) -> bool:
 
 def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
     """
-    Free somebody else's lock, as an operator.
+    Free a lock that someone else holds, as an operator.
 
-    Only the acquisition that ``lock`` shows is freed: if it ended meanwhile and
-    someone else holds the lock now, that one is left alone.
+    Only the acquisition that ``lock`` shows is freed: if it has ended since then and
+    someone else holds the lock now, the lock is left alone.
 
     Returns:
         True if it was freed, which is also logged and sent as ``lock_freed``; False if that
         acquisition had ended already.
     """
-    # Without a token nobody is known to hold it, and any holder would match.
+    # Without a token the holder is not known, and any holder would match.
     store = get_store(cache)
     if not lock.token or not store.release(lock.name, lock.token, lock.remaining):
         return False
@@ -134,7 +158,7 @@ def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
 
 
 def emptied_with_locks(location: Location) -> list[str]:
-    """Return what one ``clear()`` empties along with the locks, as messages name it."""
+    """Return, as text for messages, what a ``clear()`` would empty along with the locks."""
     emptied = location.store().emptied_with()
     if emptied is None:
         return []
@@ -155,35 +179,30 @@ def _emptied_with(alias: str) -> object:
 
 
 class _StoreCache:
-    """The stores that this process has used, and the caches that they were made for."""
+    """The stores that this process has used, and Django's ``caches`` that they were made for."""
 
     stores: dict[str, Store] = {}
     caches: object = None
 
 
-# The parent's connections are not the child's.
+# A forked child must not use its parent's connections.
 os.register_at_fork(after_in_child=lambda: _StoreCache.stores.clear())
 
 
 def _cache_store(alias: str) -> Store:
-    # Looking up the cache costs more than all else that happens before a request.
-    # Django puts a new object there when the setting CACHES changes.
+    # Looking up the cache would cost more than everything else before a request, so compare
+    # ``_connections``: Django replaces it when the setting CACHES changes.
     current: object = caches._connections  # type: ignore[attr-defined]
     if _StoreCache.caches is not current:
         _StoreCache.stores, _StoreCache.caches = {}, current
     store = _StoreCache.stores.get(alias)
     if store is None:
-        # Threads that come first at once make several, and all use the first: each store
-        # has threads of its own that renew its leases.
+        # Threads that arrive at the same time may make several stores, but all use the first:
+        # each store has its own threads that renew its leases.
         try:
             store = _make_cache_store(alias, _find_cache(alias))
         except ImportError as error:
-            raise ConfigurationError(
-                f"Locks were asked for in the cache {alias!r}, which can't be imported "
-                f"({error}). If its client is not installed: for Redis, pip install "
-                f"'django-celery-safe[redis]'; for memcached, pip install "
-                f"'django-celery-safe[memcached]'."
-            ) from error
+            raise _not_imported(alias, error) from error
         store = _StoreCache.stores.setdefault(alias, store)
     return store
 
@@ -192,20 +211,35 @@ def _find_cache(alias: str) -> Any:
     try:
         return caches[alias]
     except (InvalidCacheBackendError, TypeError) as error:
+        if isinstance(error.__cause__, ImportError):  # CACHES has the alias
+            raise _not_imported(alias, error.__cause__) from error
         raise ConfigurationError(
             f"Locks were asked for in the cache {alias!r}, which CACHES does not have or can't "
             f"load ({error}). {_name_known(alias, django_settings.CACHES)}"
         ) from error
 
 
+def _not_imported(alias: str, error: ImportError) -> ConfigurationError:
+    return ConfigurationError(
+        f"The cache {alias!r} for locks can't be imported ({error}). {INSTALL}"
+    )
+
+
 def _make_cache_store(alias: str, cache: Any) -> Store:
     classes = [_path(cls) for cls in type(cache).__mro__]
-    client: Any = cache.client if "django_redis.cache.RedisCache" in classes else None
+    client: Any = cache.client if WITH_CLIENT.intersection(classes) else None
     classes += [_path(cls) for cls in type(client).__mro__] if client is not None else []
     where = f'CACHES["{alias}"] ({type(cache).__name__})'
     for path, reason in REFUSED.items():
         if path in classes:
             raise BackendNotSupported(where, reason, USE_INSTEAD)
+    if _path(getattr(cache, "key_func", None)) in OF_TENANT:
+        raise BackendNotSupported(
+            where,
+            "its KEY_FUNCTION makes other keys for each tenant, and the thread that renews a lock "
+            "has no tenant",
+            "Give the locks an alias without that KEY_FUNCTION, and name the tenant in their keys.",
+        )
     if len(getattr(cache, "_servers", ())) > 1 and MEMCACHED in classes:
         raise BackendNotSupported(
             where,
@@ -228,9 +262,7 @@ def _database_store(alias: str) -> Store:
 
 
 def _name_known(alias: str, setting: Mapping[str, Any]) -> str:
-    meant = conf.closest(alias, setting)
-    guess = f" Did you mean {meant!r}?" if meant else ""
-    return f"It has: {', '.join(sorted(setting))}.{guess}"
+    return f"It has: {', '.join(sorted(setting))}.{conf.did_you_mean(alias, setting)}"
 
 
 @lru_cache
@@ -241,18 +273,22 @@ def _kept_database_store(alias: str) -> Store:
 
 
 def _lazily(path: str) -> Callable[[str, BaseCache], Store]:
-    """Return a maker of stores that imports the store, and its client, at the first use."""
+    """Return a store factory that imports the store class, and its client, on first use."""
     return lambda alias, cache: import_string(f"{__name__}.{path}")(alias, cache)
 
 
+_REDIS: Final = _lazily("redis_cluster.make_redis_store")
 _MAKERS: Final[dict[str, Callable[[str, BaseCache], Store]]] = {
-    "django_redis.cache.RedisCache": _lazily("redis.RedisStore"),
-    "django.core.cache.backends.redis.RedisCache": _lazily("redis.RedisStore"),
+    "django_redis.cache.RedisCache": _REDIS,
+    "django.core.cache.backends.redis.RedisCache": _REDIS,
+    "django_valkey.cache.ValkeyCache": _REDIS,
+    "django_valkey.cluster_cache.cache.ClusterValkeyCache": _REDIS,
     "django.core.cache.backends.memcached.PyMemcacheCache": _lazily("memcached.MemcachedStore"),
     "django.core.cache.backends.locmem.LocMemCache": _lazily("local.LocalStore"),
 }
 _PORTABLE: Final = _lazily("portable.PortableStore")
 
 
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+def _path(named: Any) -> str:
+    """Return the import path of a class or function."""
+    return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', '')}"

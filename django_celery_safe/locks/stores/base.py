@@ -1,9 +1,9 @@
 """
-The contract of a lock store, and what it says about locks.
+The contract of a lock store, and the types that it uses.
 
-A store keeps, for each lock's name, who holds it and until when. Everything
-that decides anything happens in one atomic step on the store's side. The suite
-in tests/contract holds every store to this.
+A store keeps, for each lock's name, who holds it and until when. Every
+decision happens in one atomic step on the store's side. The suite
+in tests/contract tests every store against this contract.
 """
 
 from __future__ import annotations
@@ -12,30 +12,69 @@ import random
 import re
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Final, NamedTuple
 
 from ... import conf
-from ...exceptions import (
-    BackendNotSupported,
-    CelerySafeError,
-    ConfigurationError,
-    LockBackendError,
-    describe_error,
-)
+from ...exceptions import BackendNotSupported, CelerySafeError, ConfigurationError, LockBackendError
+from ...foreign_errors import describe_error
 from ...leases.holder import HeldLock, Holder
 from ...leases.store import LeaseStore
 
-#: First and longest pause between two tries of a waiter that nobody wakes, s.
+#: First and longest pause between two tries of a waiter that polls, s.
 FIRST_PAUSE: Final = 0.01
 LONGEST_PAUSE: Final = 0.5
 
 
 class Acquired(NamedTuple):
-    """The lock is ours; ``fence`` is None where the store has none."""
+    """
+    A successful acquisition: the lock is ours.
+
+    Attributes:
+        fence: The number of the acquisition; None: the store has no fences.
+        place: Which of the lock's places it is, from 1.
+    """
 
     fence: int | None
+    place: int = 1
+
+
+class LockRequest(NamedTuple):
+    """The arguments of :meth:`Store.acquire`."""
+
+    name: str
+    token: str
+    seconds: float
+    holder: Holder
+    patience: float | None = None
+    limit: int = 1
+
+
+def choose_place(
+    held: Sequence[HeldLock | None], request: LockRequest
+) -> int | Acquired | HeldLock:
+    """
+    Choose a free place, for stores that read all places of a lock before they acquire it.
+
+    Args:
+        held: The lock at each place, in order; None: the place is free.
+
+    Returns:
+        The number of the first free place; Acquired if this acquisition holds a place already;
+        otherwise the lock that is in the way.
+    """
+    places = dict(enumerate(held, 1))
+    for place, lock in places.items():
+        if lock is not None and lock.token == request.token:
+            return Acquired(lock.fence, place)
+    locks = [lock for lock in held if lock is not None]
+    task_id = request.holder.task_id if request.limit > 1 else None
+    for lock in locks:
+        if task_id is not None and lock.holder.task_id == task_id:
+            return lock
+    free = next((place for place, lock in places.items() if lock is None), None)
+    return min(locks, key=lambda lock: lock.remaining or 0.0) if free is None else free
 
 
 class Eviction(NamedTuple):
@@ -43,9 +82,9 @@ class Eviction(NamedTuple):
     How a server makes room when its memory is short.
 
     Attributes:
-        policy: Its own name for it, such as ``noeviction``.
-        max_memory: Bytes that it may use; 0: no limit, so nothing is deleted yet.
-        spares_locks: Whether no lock is ever deleted by it, however full the server is.
+        policy: The server's name for its policy, such as ``noeviction``.
+        max_memory: Bytes that the server may use; 0: no limit, so nothing is evicted yet.
+        spares_locks: Whether the policy never deletes a lock, however full the server is.
     """
 
     policy: str
@@ -54,45 +93,60 @@ class Eviction(NamedTuple):
 
 
 class Store(LeaseStore):
-    """Where locks live."""
+    """A place where locks live."""
 
-    #: Whether every acquisition gets a number above all earlier ones.
+    #: Whether every acquisition gets a number greater than those of all earlier acquisitions.
     fences: ClassVar[bool] = True
     #: Whether :meth:`iter_locks` works.
     lists: ClassVar[bool] = True
+    #: Whether a lock may have several holders.
+    limits: ClassVar[bool] = False
     #: Whether processes other than this one see the locks.
     shared: ClassVar[bool] = True
-    #: Whether a release wakes a waiter; without it waiters ask again and again.
+    #: Whether a release wakes a waiter; otherwise waiters poll.
     wakes: ClassVar[bool] = False
     #: Shortest and longest lease that the store can keep, s.
     shortest_lease: ClassVar[float] = conf.SHORTEST_LEASE
     longest_lease: ClassVar[float] = conf.LONGEST_LEASE
-    #: How locks get lost there, as a clause for the checks; "": in no way of its own.
+    #: How this store can lose locks, as a clause for the checks; "": no known weakness.
     weakness: ClassVar[str] = ""
-    #: Errors of the client that say that the store did not answer, or refused.
-    client_errors: ClassVar[tuple[type[Exception], ...]] = ()
-    #: Patterns of a server's refusals; what each means, as a clause; and what to do, as a
-    #: sentence.
+    #: Client errors that mean that the store did not answer, or refused the request.
+    client_errors: tuple[type[Exception], ...] = ()
+    #: Patterns of a server's refusals, each with its meaning (a clause) and advice (a
+    #: sentence).
     refusals: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
-    @abstractmethod
     def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
+        self,
+        name: str,
+        token: str,
+        seconds: float,
+        holder: Holder,
+        patience: float | None = None,
+        limit: int = 1,
     ) -> Acquired | HeldLock:
         """
-        Take the lock if nobody holds it.
+        Acquire the lock, or one of its places, if it is free.
 
-        Asking again with a token that holds the lock already says Acquired,
-        because a client may send a request twice when the answer got lost.
+        A second request with a token that holds the lock already returns Acquired,
+        because a client may repeat a request whose answer was lost.
 
         Args:
-            patience: None: this is the only try. Else the caller is a waiter, whom
-                a release may wake: seconds to wait for one before the try; 0: try
-                now. Only what :meth:`wait` returned, or 0.
+            patience: None: this is the only try. Otherwise the caller is a waiter that a
+                release may wake: the seconds to wait for a release before the try; 0: try
+                now. Pass only the result of :meth:`wait`, or 0.
+            limit: How many places the lock has; more than 1 only if the store :attr:`limits`. A
+                task id that holds a place gets no second one: its message was delivered twice.
 
         Returns:
-            Acquired, or the lock of whoever holds it.
+            Acquired, or the lock with its holder. If there are several holders: the place held
+            by the same task id, or else the place whose lease ends first.
         """
+        return self.take(LockRequest(name, token, seconds, holder, patience, limit))
+
+    @abstractmethod
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        """Acquire the lock as :meth:`acquire` describes."""
 
     @abstractmethod
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
@@ -100,25 +154,26 @@ class Store(LeaseStore):
         Free the lock if ``token`` holds it; return whether it did.
 
         Args:
-            remaining: Seconds of the lease that are left for certain; None: not
-                known. For stores that can't compare and delete in one step, and for a
-                request that is repeated because its answer got lost: if the lease was
-                certain and the lock is gone then, the first try has freed it.
+            remaining: Seconds for which the lease is certain to last; None: not
+                known. Used by stores that can't compare and delete in one step, and for a
+                request that is repeated because its answer was lost: if the lease could not
+                have expired and the lock is gone, the first request freed it.
         """
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         """
-        Let time pass until the next try.
+        Pause before the next try, or return how long the next :meth:`acquire` should wait.
 
         Args:
             left: Longest time to wait, seconds; inf: for ever.
             held_for: Seconds until the holder's lease ends, if it is not renewed;
-                inf where that is not known.
-            tries: How often the waiter has tried, which decides how long to pause.
-            seconds: Length of the lease that it wants.
+                inf if that is not known.
+            tries: How many times the waiter has tried, which decides how long to pause.
+            seconds: Length of the lease that the waiter requests.
 
         Returns:
-            The patience for :meth:`acquire`, where it is that which waits; else 0.
+            The ``patience`` for :meth:`acquire`, in stores where :meth:`acquire` waits;
+            otherwise 0.
         """
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 1.5 ** min(tries, 20))
         time.sleep(min(left, held_for, pause * random.uniform(0.5, 1.0)))  # noqa: S311
@@ -128,16 +183,16 @@ class Store(LeaseStore):
         self, name: str, token: str, other: str, remaining: float | None = None
     ) -> tuple[bool, bool]:
         """
-        Release, and look at another lock, in one request where possible.
+        Release a lock and check another lock, in one request where possible.
 
         Returns:
-            The result of :meth:`release`, and whether anybody holds ``other``.
+            The result of :meth:`release`, and whether the lock ``other`` is held.
         """
         return self.release(name, token, remaining), self.peek(other) is not None
 
     def iter_locks(self) -> Iterator[HeldLock]:
         """
-        Yield every lock held in this store, a page at a time, in no order.
+        Yield every lock held in this store, a page at a time, in no particular order.
 
         Raises:
             BackendNotSupported: This store can't list its locks.
@@ -159,7 +214,7 @@ class Store(LeaseStore):
             raise self.explain(action, error) from error
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
-        """Return the error that says what the client's error means."""
+        """Return an error that explains the client's error."""
         text = describe_error(error)
         for pattern, (meaning, hint) in self.refusals.items():
             if re.search(pattern, text):
@@ -171,13 +226,28 @@ class Store(LeaseStore):
         Refuse a lease that this store can't keep.
 
         Raises:
-            ConfigurationError: It is too short or too long.
+            ConfigurationError: The lease is too short or too long.
         """
         if not self.shortest_lease <= seconds <= self.longest_lease:
             raise ConfigurationError(
                 f"A lease of {seconds:.10g} s can't be kept in {self.where}: it has to be from "
                 f"{self.shortest_lease:g} s to {self.longest_lease:.10g} s there. Give another "
-                f"timeout, or keep the locks in Redis or a database."
+                f"one, or keep the locks in Redis or a database."
+            )
+
+    def check_limit(self, limit: int) -> None:
+        """
+        Refuse a lock with more holders than this store can count.
+
+        Raises:
+            BackendNotSupported: The store can't count holders.
+        """
+        if limit > 1 and not self.limits:
+            raise BackendNotSupported(
+                self.where,
+                "it can't tell in one step which of several places is free",
+                "Keep the lock in Redis or a database, or leave out limit.",
+                what=f"hold a lock with limit={limit}",
             )
 
     def nearest_lease(self, seconds: float) -> float:
@@ -185,21 +255,21 @@ class Store(LeaseStore):
         return min(max(seconds, self.shortest_lease), self.longest_lease)
 
     def emptied_with(self) -> object:
-        """Return what ``clear()`` empties as a whole, to compare with others; None: only itself."""
+        """Return a value equal for stores that one ``clear()`` empties together; None: none."""
         return None
 
     def ask_eviction(self) -> Eviction | None:
-        """Ask the server how it makes room when memory is short; None: it can't be asked that."""
+        """Ask the server how it makes room when memory is short; None: it can't say."""
         return None
 
     def ask_refused(self) -> list[str] | None:
         """
-        Try what locks ask of the server; return what it refuses to this user, with its errors.
+        Try the commands that locks need; return those that the server refuses, with its errors.
 
-        None: it can't be tried.
+        None: the store can't try them.
         """
         return None
 
     def ask_time(self) -> float | None:
-        """Ask for the server's clock, seconds since the epoch; None: it has none that tells."""
+        """Return the time of the server's clock, seconds since the epoch; None: it has no clock."""
         return None

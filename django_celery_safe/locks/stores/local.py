@@ -1,8 +1,8 @@
 """
 Locks in this process's own memory, for tests and for single-process use.
 
-Chosen when the lock cache is LocMemCache. The locks are kept beside that cache,
-not in it: LocMemCache drops entries at random once it is full.
+Chosen when the lock cache is LocMemCache. The locks are kept outside that cache,
+because LocMemCache drops entries at random once it is full.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import ClassVar
 from django.conf import settings
 
 from ...exceptions import BackendNotSupported
-from ...leases.holder import HeldLock, Holder
+from ...leases.holder import HeldLock, place_names
 from ...leases.store import Renewable
-from .base import Acquired, Store
+from .base import Acquired, LockRequest, Store, choose_place
 
 
 class _Memory:
-    """The locks of one LocMemCache location, each with the moment at which its lease ends."""
+    """The locks of one LocMemCache location, each with the time at which its lease ends."""
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
@@ -34,7 +34,7 @@ class _Memory:
         self.locks[lock.name] = lock, time.monotonic() + seconds
 
     def find(self, name: str, token: str | None = None) -> HeldLock | None:
-        """Return the lock if somebody holds it, or if ``token`` does."""
+        """Return the lock if it is held (if a token is passed: by that token); otherwise None."""
         lock, ends_at = self.locks.get(name, (None, 0.0))
         left = ends_at - time.monotonic()
         if left <= 0:
@@ -47,24 +47,25 @@ class _Memory:
 #: One memory for each LOCATION, as LocMemCache itself has.
 _memories: dict[str, _Memory] = {}
 
-#: Processes of the worker pool that this process belongs to.
+#: Number of processes in the worker pool that this process belongs to.
 _pool_processes = 1
 
 
 def set_pool_processes(count: int) -> None:
-    """Note that this process, or its children, are a worker pool of ``count`` processes."""
+    """Record that this process, or its children, form a worker pool of ``count`` processes."""
     global _pool_processes
     _pool_processes = count
 
 
 def clear() -> None:
-    """Forget every lock in this process's memory."""
+    """Delete every lock in this process's memory."""
     for memory in _memories.values():
         with memory.mutex:
             memory.locks.clear()
 
 
-# What the parent holds is not the child's, and its mutex may be taken for ever.
+# A forked child does not own its parent's locks, and would wait for ever for a mutex that
+# another thread of the parent held.
 os.register_at_fork(after_in_child=_memories.clear)
 
 
@@ -72,14 +73,13 @@ class LocalStore(Store):
     """Locks that only the threads of this process see."""
 
     shared: ClassVar[bool] = False
+    limits: ClassVar[bool] = True
 
     def __init__(self, alias: str, cache: object) -> None:
         self.where = f'CACHES["{alias}"] (LocMemCache)'
         self._location = str(settings.CACHES[alias].get("LOCATION", ""))
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         if _pool_processes > 1:
             raise BackendNotSupported(
                 self.where,
@@ -89,12 +89,20 @@ class LocalStore(Store):
                 "--concurrency=1.",
             )
         with self._memory() as memory:
-            held = memory.find(name)
-            if held is not None:
-                return Acquired(held.fence) if held.token == token else held
+            names = place_names(request.name, request.limit)
+            place = choose_place(list(map(memory.find, names)), request)
+            if not isinstance(place, int):
+                return place
             memory.fence = max(memory.fence + 1, time.time_ns() // 1000)
-            memory.put(HeldLock(name, token, fence=memory.fence, holder=holder), seconds)
-            return Acquired(memory.fence)
+            lock = HeldLock(
+                names[place - 1],
+                request.token,
+                fence=memory.fence,
+                holder=request.holder,
+                limit=request.limit,
+            )
+            memory.put(lock, request.seconds)
+            return Acquired(memory.fence, place)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         with self._memory() as memory:
@@ -119,7 +127,7 @@ class LocalStore(Store):
 
     @contextmanager
     def _memory(self) -> Iterator[_Memory]:
-        # setdefault is one step, so two threads get the same memory.
+        # setdefault is atomic, so two threads get the same memory.
         memory = _memories.setdefault(self._location, _Memory())
         with memory.mutex:
             yield memory

@@ -1,10 +1,10 @@
 """
-Locks in any other cache that processes share, by ``add`` alone.
+Locks in any other cache that processes share, based only on ``add``.
 
-Such a cache can't compare and delete in one step, so whoever deletes asks first
-who holds the lock, and never in the last seconds of a lease, when it might be
-somebody else's a moment later. How well the locks exclude rests on the cache's
-``add``. Redis, memcached and databases have stores that do better.
+Such a cache can't compare and delete in one step, so a release first reads who holds the
+lock, and deletes nothing in the last seconds of a lease, when someone else might hold the
+lock a moment later. Mutual exclusion depends on the cache's ``add``. Redis, memcached and
+databases have better stores.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from django.conf import settings
 from django.core.cache import caches
 
 from ...exceptions import LockBackendError
-from ...leases.holder import HeldLock, Holder, encode_holder, plain_name, read_lock
+from ...leases.holder import HeldLock, encode_holder, plain_name, read_lock
 from ...leases.store import Renewable
-from .base import Acquired, Store
+from .base import Acquired, LockRequest, Store
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
 
-#: How often a lock that comes and goes is tried to be taken or read, and the longest
-#: pause in between, s.
+#: How many times to try to acquire a lock that appears and disappears in between, and the
+#: longest pause between two tries, s.
 TRIES: Final = 5
 PAUSE: Final = 0.01
-#: In this last part of a lease, s, its lock is left to end by itself.
+#: A lock with less of its lease left than this, s, is not deleted but left to expire.
 NO_DELETE: Final = 3.0
 
 
 class PortableStore(Store):
-    """Locks in a cache of which nothing is known but Django's cache API."""
+    """Locks in a cache that is only known to have Django's cache API."""
 
     fences: ClassVar[bool] = False
     lists: ClassVar[bool] = False
-    #: A shorter one would never be freed before its end; caches count whole seconds.
+    #: A lock with a shorter lease would never be freed before its end, see NO_DELETE;
+    #: caches count whole seconds.
     shortest_lease: ClassVar[float] = 5.0
     early: ClassVar[float] = 1.0
     weakness: ClassVar[str] = (
@@ -47,7 +48,7 @@ class PortableStore(Store):
         "it holds, and a lock is compared and deleted in two steps"
     )
 
-    #: Nothing is known of what such a cache raises.
+    #: Such a cache may raise any error.
     client_errors = (Exception,)
 
     def __init__(self, alias: str, cache: BaseCache) -> None:
@@ -56,22 +57,21 @@ class PortableStore(Store):
 
     @property
     def _cache(self) -> BaseCache:
-        # Django keeps one for each thread, and most are not to be shared.
+        # Django keeps a cache object for each thread; most must not be shared.
         return caches[self._alias]
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
-        value = token + encode_holder(name, holder)
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        name = request.name
+        value = request.token + encode_holder(name, request.holder)
         with self.errors("acquire"):
             for _ in range(TRIES):
-                added = self._cache.add(_key(name), value, timeout=math.ceil(seconds))
+                added = self._cache.add(_key(name), value, timeout=math.ceil(request.seconds))
                 lock = self._find(name)
                 if lock is not None:
-                    return Acquired(None) if lock.token == token else lock
+                    return Acquired(None) if lock.token == request.token else lock
                 if added:
                     break
-                # Released in between, unless the cache says False for "I could not".
+                # Released in between, unless the cache returns False for a failed request.
                 time.sleep(random.uniform(0, PAUSE))  # noqa: S311
         raise LockBackendError(
             self.where, "acquire", "it neither keeps a value that is added nor shows another one"
@@ -98,8 +98,8 @@ class PortableStore(Store):
         return given["BACKEND"], given.get("LOCATION", self._alias)
 
     def _extend(self, name: str, token: str, seconds: float) -> bool:
-        # Asked again after it, since it may have been somebody else's that was extended:
-        # that harms them less than two who trust one lock.
+        # Checked again afterwards, because touch() may have extended another holder's lock.
+        # Extending that lock does less harm than letting two processes rely on one lock.
         return (
             self._is_held_by(name, token)
             and self._cache.touch(_key(name), timeout=math.ceil(seconds))

@@ -1,48 +1,50 @@
 """
-Locks in Redis, through the connection of django-redis or Django's RedisCache.
+Locks in Redis or Valkey, through the connection of the cache's client.
 
-A lock is one key: ``<token><fence><holder>``, with PX as its lease. Beside it
-stand one counter for fences and one sorted set, scored by the end of each lease
-(ms by the server's clock), that lists the keys. Each step is one script, so a
-lock, its fence and its place in the list never disagree.
+A lock is one key: ``<token><fence><holder>``, with PX as its lease. All locks share one
+counter for fences and one sorted set that lists the keys, scored by the end of each lease
+(ms by the server's clock). Each step is one script, so a lock, its fence and its place in
+the list never disagree.
 
-A waiter leaves a mark, and then sends two commands at once: a blocking pop, and
-behind it the acquisition, which the server runs when the pop ends. A release that
-sees the mark pushes one element, so it wakes the one who has waited longest, and
-the lock is his before any client has heard of it.
+A lock that several may hold has that many places. Each place is a lock as above, and one
+script takes the first free place. All waiters queue at the first place.
+
+A waiter sets a mark, and then sends two commands at once: a blocking pop, and the acquisition,
+which the server runs when the pop ends. A release that sees the mark pushes one element. This
+wakes the waiter that has waited longest, and the server gives it the lock in the same moment.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
 import random
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
-from redis.exceptions import NoScriptError, RedisError
-
-from ...exceptions import (
-    BackendNotSupported,
-    CelerySafeError,
-    LockBackendError,
-    describe_error,
-)
+from ...exceptions import BackendNotSupported, CelerySafeError, LockBackendError
+from ...foreign_errors import describe_error
 from ...leases.holder import (
     GARBLED,
+    PLACE,
     TOKEN_LENGTH,
+    Head,
     HeldLock,
-    Holder,
     decode_holder,
     decode_holders,
     encode_holder,
+    place_name,
+    place_names,
     plain_name,
+    split_place,
 )
 from ...leases.store import Renewable
-from .base import Acquired, Eviction, Store
+from .base import Acquired, Eviction, LockRequest, Store
+from .client_library import library_of
+from .redis_scripts import ACQUIRE, ACQUIRE_PLACE, EXTEND, PAGE_OF_LOCKS, PEEK, RELEASE, Script
 from .wire import PlainWire, Wire
 
 if TYPE_CHECKING:
@@ -54,127 +56,39 @@ FENCE_LENGTH: Final = 16
 HEAD_LENGTH: Final = TOKEN_LENGTH + FENCE_LENGTH
 #: Keys that one step of the listing reads, and that one script extends.
 PAGE: Final = 1000
-#: A waiter whose lease would be shorter than this, s, asks again and again: the time of
-#: the pop is taken off the time for which it may trust the lease.
+#: A waiter with a shorter lease than this, s, polls: the time that it spends in a pop is
+#: subtracted from the time for which it may trust the lease.
 SHORTEST_WOKEN: Final = 1.0
-#: How late the server may end a pop, s: it looks ten times a second.
+#: How late the server may end a pop, s: it checks ten times a second.
 LATE: Final = 0.1
-#: Shortest pop, s, and the longest; half the socket timeout if that is less.
+#: Shortest and longest pop, s; no pop is longer than half the socket timeout.
 SHORTEST_POP: Final = 0.05
 LONGEST_POP: Final = 1.0
-#: How long a waiter's mark lasts, ms: a pop, and the way there and back.
+#: How long a waiter's mark lasts, ms: a pop, plus the round trip.
 MARK_LASTS: Final = "2000"
 
 
-class Script:
-    """A Lua script and its digest."""
+#: Keys without the cache's prefix: of a lock (its name follows), of the counter, of the list.
+LOCK_KEY: Final = "celery_safe:lock:"
+FENCE: Final = "celery_safe:fence"
+LISTING: Final = "celery_safe:locks"
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+#: Makes a key as the cache does.
+MakeKey = Callable[[str], Any]
 
-
-# A command that the server refuses (an ACL, a key of another type) ends a script where it
-# stands, and nothing is undone. So SET comes last, when nothing can fail any more, and what
-# comes after the end of a lock (the list, the waiter) is asked by pcall, and costs it nothing.
-#
-# The fence is the larger of last + 1 and the server's time in µs, so it grows
-# even when the counter was lost with the server's memory. It is kept as text of
-# 16 digits (until the year 2286), which compares as the number does: turning
-# numbers into text is what costs most in a script as short as this. A try that
-# fails uses up a number, which harms nothing, and fails on a replica at once. Keys
-# that nobody released are taken off the list in about one of a hundred acquisitions.
-ACQUIRE = Script("""
-local index = KEYS[3]
-local time = redis.call('TIME')
-local fence = time[1] .. string.sub(time[2] + 1000000, 2)
-local last = redis.call('GETSET', KEYS[2], fence)
-if last and last >= fence then
-    fence = string.format('%.0f', last + 1)
-    redis.call('SET', KEYS[2], fence)
-end
-local value = redis.call('GET', KEYS[1])
-if value then
-    if (ARGV[4] or '') ~= '' then
-        redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4])
-    end
-    return {value, redis.call('PTTL', KEYS[1])}
-end
-redis.call('ZADD', index, time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2], KEYS[1])
-if string.sub(fence, -2) == '00' then
-    -- Not worth an acquisition: the doctor tells of a user who may not.
-    redis.pcall('ZREMRANGEBYSCORE', index, '-inf', time[1] * 1000)
-end
-redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'PX', ARGV[2])
-return fence
-""")
-
-# KEYS: the lock, the list, and another lock that is looked at, if one is wanted. Names have
-# no space, so no lock is called like another's mark or list.
-RELEASE = Script("""
-local other = KEYS[3] and redis.pcall('EXISTS', KEYS[3]) == 1 and 1 or 0
-local value = redis.call('GET', KEYS[1])
-if not value or string.sub(value, 1, 32) ~= ARGV[1] then return {0, other} end
-redis.call('DEL', KEYS[1])
--- Also when it is handed on: the waiter may be gone.
-redis.pcall('ZREM', KEYS[2], KEYS[1])
-if redis.pcall('EXISTS', KEYS[1] .. ' waiting') == 1 then
-    local wake = KEYS[1] .. ' wake'
-    if redis.pcall('RPUSH', wake, '') ~= 1 then redis.pcall('LTRIM', wake, 0, 0) end
-    redis.pcall('PEXPIRE', wake, 1000)
-end
-return {1, other}
-""")
-
-# KEYS: the list, then the locks; ARGV: all tokens without anything in between, and all
-# leases with spaces, since a client takes its time over each argument. Answers with
-# the places, from 0, of the locks that were not extended.
-EXTEND = Script("""
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local each_lease = string.gmatch(ARGV[2], '%d+')
-local lost = {}
-for i = 2, #KEYS do
-    local token, lease = string.sub(ARGV[1], 32 * i - 63, 32 * i - 32), each_lease()
-    -- A key of another type must not cost the other leases.
-    local value = redis.pcall('GET', KEYS[i])
-    if type(value) == 'string' and string.sub(value, 1, 32) == token then
-        redis.call('PEXPIRE', KEYS[i], lease)
-        -- Nor must the list, which is for people.
-        redis.pcall('ZADD', KEYS[1], now + lease, KEYS[i])
-    else
-        lost[#lost + 1] = i - 2
-    end
-end
-return lost
-""")
-
-PEEK = Script("""
-return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
-""")
-
-# One step through the list, and the time. Whatever is on the list all the while is in
-# one of the steps, however much comes, goes or is renewed meanwhile.
-PAGE_OF_LOCKS = Script("""
-local time = redis.call('TIME')
-local page = redis.call('ZSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
-return {time[1] * 1000 + math.floor(time[2] / 1000), page[1], page[2]}
-""")
-
-
-#: Each command that a user of the server needs for locks, with arguments that harm nothing:
-#: ``{key}``, ``{index}`` and ``{wake}`` are keys that are gone at the end.
+#: Each command that locks need, with harmless arguments: ``{key}``, ``{index}`` and ``{wake}``
+#: are keys that the last command deletes.
 HARMLESS: Final = (
     "TIME", "GET {key}", "MGET {key}", "GETSET {key} x", "SET {key} x PX 1", "EXISTS {key}",
     "ZADD {index} 1 x", "ZSCAN {index} 0", "ZREMRANGEBYSCORE {index} -inf 0", "ZREM {index} x",
     "RPUSH {wake} x", "PEXPIRE {wake} 1000", "PTTL {wake}", "LTRIM {wake} 0 0", "BLPOP {wake} 0.05",
     "EVAL return 0", f"EVALSHA {'0' * 40} 0", "DEL {key} {index} {wake}",
 )  # fmt: skip
-#: These commands, as an ACL names them.
+#: The names of these commands, as an ACL spells them.
 COMMANDS: Final = tuple(sorted(command.split()[0].lower() for command in HARMLESS))
 
-#: How the server and redis-py say that it will not do something; what that means, as a
-#: clause; and what to do, as a sentence.
+#: Texts with which the server and redis-py refuse a request, each with its meaning (a clause)
+#: and advice (a sentence).
 REFUSALS: Final = {
     r"\b(READONLY|ReadOnlyError)\b": (
         "this server is a replica, which takes no writes",
@@ -201,95 +115,141 @@ REFUSALS: Final = {
         "Give the locks a database number of their own, or another KEY_PREFIX.",
     ),
 }
-#: Errors that only a node of Redis Cluster gives.
+#: Errors that only a Redis Cluster node returns.
 OF_CLUSTER: Final = re.compile(
     r"\b(CROSSSLOT|MOVED|CLUSTERDOWN|ClusterCrossSlotError|MovedError|ClusterDownError)\b"
 )
-USE_SINGLE: Final = (
-    "Use one Redis for the locks, or a primary with replicas behind Sentinel, or set "
-    "LOCK_DATABASE to a database alias."
+NO_CLIENT: Final = (
+    "it is a node of Redis Cluster, and the cache's client is a plain one, which asks that node "
+    "for the keys of all others"
 )
-NO_CLUSTER: Final = (
-    "it is a Redis Cluster, whose nodes refuse scripts that use keys of several slots: a lock, "
-    "its counter and the list are three keys"
+USE_CLIENT: Final = (
+    "Give the cache a client for Redis Cluster (docs/how-to/choose-where-locks-live.md shows "
+    "how), or use one Redis, or set LOCK_DATABASE to a database alias."
 )
+
+
+class Keys(NamedTuple):
+    """The keys that an acquisition of a lock writes: its own, the counter of fences, the list."""
+
+    lock: str
+    fence: str
+    listing: str
 
 
 class RedisStore(Store):
-    """Locks in one Redis database."""
+    """
+    Locks in one Redis database.
+
+    Args:
+        client: The client that writes for ``cache``; None: take it from the cache.
+    """
 
     wakes: ClassVar[bool] = True
-    #: The client that sends the commands; PlainWire keeps no connections of its own.
+    limits: ClassVar[bool] = True
+    #: Sends the commands; PlainWire, unlike Wire, leaves its connections to a redis-py pool.
     wire_class: ClassVar[type[PlainWire]] = Wire
-    client_errors = (RedisError, OSError)
     refusals = REFUSALS
 
-    def __init__(self, alias: str, cache: BaseCache) -> None:
-        self.where = f'CACHES["{alias}"] (redis)'
-        client = _client_of(cache)
-        # A client for Redis Cluster has a pool for each node, and none of its own.
-        if not hasattr(client, "connection_pool"):
-            raise BackendNotSupported(self.where, NO_CLUSTER, USE_SINGLE)
-        self._pool = client.connection_pool
+    def __init__(self, alias: str, cache: BaseCache, client: Any = None) -> None:
+        client = client_of(cache) if client is None else client
+        library = library_of(client)
+        self.where = f'CACHES["{alias}"] ({library.name})'
+        self.client_errors = library.any_error
+        self._no_script = library.no_script
         self._wire = self.wire_class(client)
-        timeout = self._pool.connection_kwargs.get("socket_timeout")
+        timeout = self._wire.options.get("socket_timeout")
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
-        self._fence_key = str(cache.make_key("celery_safe:fence"))
-        self._index_key = str(cache.make_key("celery_safe:locks"))
-        # Kept, since each lock is asked about at least twice.
-        self._key = lru_cache(maxsize=10_000)(partial(_lock_key, cache))
+        # Cached, because each lock's keys are needed at least twice.
+        self._keys = lru_cache(maxsize=10_000)(partial(self.make_keys, cache.make_key))
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
-        keys = [self._key(name), self._fence_key, self._index_key]
+    @staticmethod
+    def make_keys(make_key: MakeKey, name: str) -> Keys:
+        """Return the keys of a lock, or of a place of a lock."""
+        return Keys(
+            str(make_key(LOCK_KEY + plain_name(name))), str(make_key(FENCE)), str(make_key(LISTING))
+        )
+
+    def _key(self, name: str) -> str:
+        return self._keys(name).lock
+
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        name, token, seconds, holder, patience, limit = request
+        if limit > 1:
+            return self._take_place(request)
+        keys = self._keys(name)
         args = [token, _milliseconds(seconds), encode_holder(name, holder)]
         ask = self._wire.ask
         if patience is not None:
             args.append(MARK_LASTS)
             if patience:
-                ask = partial(self._wire.ask_after_pop, keys[0] + " wake", patience)
+                ask = partial(self._wire.ask_after_pop, keys.lock + " wake", patience)
         answer = self._run("acquire", ACQUIRE, keys, args, ask)
         if not isinstance(answer, list):
             return Acquired(int(answer))
-        # Held, unless the value went between SET and GET, which one script rules out.
+        # The lock is held, perhaps by this token: the request may have been repeated.
         lock = _read_lock(name, *answer)
         return Acquired(lock.fence) if lock.token == token else lock
 
+    def _take_place(self, request: LockRequest) -> Acquired | HeldLock:
+        name, token, seconds, holder, patience, limit = request
+        first, *others = map(self._keys, place_names(name, limit))
+        keys = [*first, *[other.lock for other in others]]
+        text = encode_holder(name, holder, limit)
+        cut = len(json.dumps(name))  # behind its last character, before the quote
+        task_id = "" if holder.task_id is None else json.dumps(holder.task_id)
+        mark = "" if patience is None else MARK_LASTS
+        args = [token, _milliseconds(seconds), text[:cut], mark, text[cut:], task_id]
+        ask = (
+            partial(self._wire.ask_after_pop, first.lock + " wake", patience) if patience else None
+        )
+        place, found, *left = self._run("acquire", ACQUIRE_PLACE, keys, args, ask)
+        if not left:
+            return Acquired(int(found), place)
+        lock = _read_lock(place_name(name, place), found, *left)
+        return Acquired(lock.fence, place) if lock.token == token else lock
+
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        return self._release([self._key(name), self._index_key], token, remaining)[0]
+        return self._release(name, [], token, remaining)[0]
 
     def release_and_peek(
         self, name: str, token: str, other: str, remaining: float | None = None
     ) -> tuple[bool, bool]:
-        keys = [self._key(name), self._index_key, self._key(other)]
-        return self._release(keys, token, remaining)
+        return self._release(name, [self._keys(other).lock], token, remaining)
 
-    def _release(self, keys: list[str], token: str, remaining: float | None) -> tuple[bool, bool]:
-        answer, is_repeated = self._run("release", RELEASE, keys, [token], self._wire.ask_counted)
+    def _release(
+        self, name: str, more: list[str], token: str, remaining: float | None
+    ) -> tuple[bool, bool]:
+        own, args = self._keys(name), [token]
+        keys = (own.lock, own.listing, *more)
+        if PLACE in name:
+            args.append(self._keys(split_place(name)[0]).lock)
+        answer, is_repeated = self._run("release", RELEASE, keys, args, self._wire.ask_counted)
         released, other = map(bool, answer)
-        # It was held when the first try was sent, whose answer is lost: that has freed it.
+        # The lease was certain when the first try was sent, so that try freed the lock,
+        # although its answer was lost.
         return released or (is_repeated and remaining is not None and remaining > 0), other
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         if left <= 2 * LATE or seconds < SHORTEST_WOKEN:
             return super().wait(left, held_for, tries, seconds)
-        # Of lengths of their own: else those whose pops end at the wrong moments, each time
-        # a moment before a release, would always be last.
+        # Each pop has a random length. Otherwise a waiter whose pops always end just before a
+        # release would always be served last.
         longest = min(seconds / 4, self._longest_pop) * random.uniform(0.7, 1.0)  # noqa: S311
         return min(left - LATE, max(held_for, SHORTEST_POP), longest)
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         extended = [True] * len(renewals)
-        # In pages, so that a server with tens of thousands does not stand still.
+        # In pages, so that tens of thousands do not block the server.
         for start in range(0, len(renewals), PAGE):
             for place in self._extend_page(renewals[start : start + PAGE], within):
                 extended[start + place] = False
         return extended
 
     def _extend_page(self, renewals: Sequence[Renewable], within: float | None) -> list[int]:
-        """Return the places of those that are not ours any more."""
-        keys = [self._index_key, *[self._key(renewal.name) for renewal in renewals]]
+        """Return the positions of the renewals whose locks are no longer ours."""
+        all_keys = [self._keys(renewal.name) for renewal in renewals]
+        keys = [all_keys[0].listing, *[keys.lock for keys in all_keys]]
         tokens = "".join([renewal.token for renewal in renewals])
         leases = " ".join([_milliseconds(renewal.seconds) for renewal in renewals])
         ask = partial(self._wire.ask, within=within)
@@ -297,15 +257,17 @@ class RedisStore(Store):
         return lost
 
     def peek(self, name: str) -> HeldLock | None:
-        value, milliseconds = self._run("peek", PEEK, [self._key(name)], [])
+        value, milliseconds = self._run("peek", PEEK, [self._keys(name).lock], [])
         return None if value is None else _read_lock(name, value, milliseconds)
 
     def iter_locks(self) -> Iterator[HeldLock]:
+        return self._iter_listed(self._keys("").listing)
+
+    def _iter_listed(self, index: str) -> Iterator[HeldLock]:
+        """Yield the locks on one list."""
         cursor = "0"
         while True:
-            now, after, flat = self._run(
-                "list", PAGE_OF_LOCKS, [self._index_key], [cursor, str(PAGE)]
-            )
+            now, after, flat = self._run("list", PAGE_OF_LOCKS, [index], [cursor, str(PAGE)])
             keys, ends = flat[::2], flat[1::2]
             if keys:
                 with self.errors("list"):
@@ -313,7 +275,7 @@ class RedisStore(Store):
                 yield from _read_page(
                     (key, value, float(end) - now)
                     for key, end, value in zip(keys, ends, values, strict=True)
-                    # None: freed or ended, or lost by the server without the list.
+                    # None: released, expired, or lost by the server although it is listed.
                     if value is not None
                 )
             cursor = after.decode()
@@ -321,14 +283,17 @@ class RedisStore(Store):
                 return
 
     def emptied_with(self) -> object:
-        kept = self._pool.connection_kwargs
-        service = getattr(self._pool, "service_name", None)  # Sentinel
+        kept = self._wire.options
+        service = self._wire.service_name
         return service, kept.get("host"), kept.get("port"), kept.get("path"), kept.get("db") or 0
 
     def ask_eviction(self) -> Eviction:
+        return self._ask_eviction(self._wire)
+
+    def _ask_eviction(self, wire: PlainWire) -> Eviction:
         action = "tell how it evicts keys"
         with self.errors(action):
-            answer = self._wire.ask("INFO", "memory").decode()
+            answer = wire.ask("INFO", "memory").decode()
         info = dict(line.split(":", 1) for line in answer.splitlines() if ":" in line)
         policy = info.get("maxmemory_policy")
         if policy is None:
@@ -336,15 +301,15 @@ class RedisStore(Store):
         return Eviction(policy, int(info.get("maxmemory", "0")), policy == "noeviction")
 
     def ask_refused(self) -> list[str]:
-        name = f"doctor:{uuid.uuid4().hex}"
-        keys = {part: self._key(f"{name}:{part}") for part in ("key", "index", "wake")}
+        own = self._keys(f"doctor:{uuid.uuid4().hex}").lock
+        keys = {part: f"{own}:{part}" for part in ("key", "index", "wake")}
         refused = {}
         for command in HARMLESS:
             words = [word.format(**keys) for word in command.split()]
             try:
                 self._wire.ask(*words)
-            except NoScriptError:
-                continue  # not refused, but not known there yet
+            except self._no_script:
+                continue  # not refused: the server just does not have this script
             except self.client_errors as error:
                 explained = self.explain("try commands", error)
                 if not isinstance(explained, LockBackendError) or not explained.hint:
@@ -360,7 +325,7 @@ class RedisStore(Store):
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         text = describe_error(error)
         if OF_CLUSTER.search(text):
-            return BackendNotSupported(self.where, f"{NO_CLUSTER} ({text})", USE_SINGLE)
+            return BackendNotSupported(self.where, f"{NO_CLIENT} ({text})", USE_CLIENT)
         return super().explain(action, error)
 
     def close(self) -> None:
@@ -374,62 +339,59 @@ class RedisStore(Store):
         args: Sequence[str],
         ask: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run a script by a method of the wire; None: by :meth:`Wire.ask`."""
+        """Run a script with the wire's method ``ask``; None: with :meth:`Wire.ask`."""
         ask = ask or self._wire.ask
         words = (str(len(keys)), *keys, *args)
         # Not through errors(): a context manager costs as much as building the command.
         try:
             try:
                 return ask("EVALSHA", script.sha, *words)
-            except NoScriptError:  # first use on this server, or SCRIPT FLUSH, or a restart
+            except self._no_script:  # first use on this server, a SCRIPT FLUSH or a restart
                 return ask("EVAL", script.source, *words)
         except self.client_errors as error:
             raise self.explain(action, error) from error
 
 
-def _lock_key(cache: BaseCache, name: str) -> str:
-    return str(cache.make_key("celery_safe:lock:" + plain_name(name)))
-
-
-def _client_of(cache: BaseCache) -> Any:
-    """Return the redis-py client that writes for ``cache``."""
+def client_of(cache: BaseCache) -> Any:
+    """Return the client, of redis-py or valkey-py, that writes for ``cache``."""
     own: Any = cache
-    if hasattr(own, "client"):  # django-redis
+    if hasattr(own, "client"):  # django-redis, django-valkey
         return own.client.get_client(write=True)
-    # Django makes a new client at each call; one is enough, the pool is the same.
+    # Django makes a new client for each call; the store keeps one, as they share a pool.
     return own._cache.get_client(None, write=True)
 
 
 @lru_cache(maxsize=100)
 def _milliseconds(seconds: float) -> str:
-    # Rounded up: a lease must not end before its holder stops to trust it.
+    # Rounded up: a lease must not end before its holder stops trusting it.
     return str(math.ceil(seconds * 1000))
 
 
 def _read_page(page: Iterable[tuple[bytes, bytes, float]]) -> Iterable[HeldLock]:
-    """Return the locks of keys, values and the ms that are left of them."""
-    parsed = [
-        _parse(key.decode("utf-8", "replace"), value, max(left, 1)) for key, value, left in page
-    ]
+    """Return the locks for a page of keys, values and remaining milliseconds."""
+    parsed = [(key, *_parse(value, max(left, 1))) for key, value, left in page]
     try:
-        return decode_holders([text for text, _ in parsed], [lock for _, lock in parsed])
+        return decode_holders([text for _, text, _ in parsed], [head for _, _, head in parsed])
     except GARBLED:
-        return [decode_holder(*one) for one in parsed]
+        return [
+            decode_holder(text, HeldLock(key.decode("utf-8", "replace"), *head))
+            for key, text, head in parsed
+        ]
 
 
 def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:
-    return decode_holder(*_parse(name, value, milliseconds))
+    text, head = _parse(value, milliseconds)
+    return decode_holder(text, HeldLock(name, *head))
 
 
-def _parse(name: str, value: bytes, milliseconds: float) -> tuple[str, HeldLock]:
-    """Return the holder's text and the lock without it."""
+def _parse(value: bytes, milliseconds: float) -> tuple[str, Head]:
+    """Return the text of the holder, and the token, remaining time and fence before it."""
     text = value.decode("utf-8", "replace")
     fence = text[TOKEN_LENGTH:HEAD_LENGTH]
-    lock = HeldLock(
-        name,
+    head = Head(
         text[:TOKEN_LENGTH],
-        # -1: a key without an end, which we never write.
+        # -1: a key without an expiry, which we never write.
         milliseconds / 1000 if milliseconds >= 0 else None,
         int(fence) if fence.isdecimal() else None,
     )
-    return text[HEAD_LENGTH:], lock
+    return text[HEAD_LENGTH:], head

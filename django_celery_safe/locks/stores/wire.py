@@ -1,7 +1,7 @@
 """
 How the Redis store sends its commands: :class:`PlainWire`, or :class:`Wire`, which is faster.
 
-``RedisStore.wire_class`` decides, and nothing else knows: the contract holds with both.
+``RedisStore.wire_class`` chooses; no other code depends on it, and the contract holds with both.
 """
 
 from __future__ import annotations
@@ -10,146 +10,154 @@ import os
 import random
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
-from redis import ConnectionPool, Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError, RedisError, ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
-from redis.utils import HIREDIS_AVAILABLE
+from ...compat import take_connection
+from .client_library import Library, library_of
 
-if HIREDIS_AVAILABLE:
-    import hiredis
-
-#: A pop that the server has not ended by so much after its time, s, is given up.
+#: How long after its time, s, a pop that the server has not ended is given up.
 POP_MARGIN: Final = 0.5
-#: Idle connections that are kept: waiters may have needed hundreds.
+#: Idle connections that are kept, although waiters may have opened hundreds.
 MOST_IDLE: Final = 20
-#: Longest pause after a pop that broke, s.
+#: Longest pause after a pop whose connection broke, s.
 PAUSE: Final = 0.05
 
 
-#: What hiredis packs without a call that a signal's handler could interrupt.
+#: Types that hiredis packs without a call that a signal handler could interrupt.
 TEXT: Final = frozenset({str, bytes})
 
 
 class _TextPacker:
     """
-    Makes text of every number before hiredis packs it.
+    Converts every number to text before hiredis, or libvalkey, packs it.
 
-    hiredis 3.5 crashes when a signal's handler (a soft time limit) raises while it
-    packs an int, and redis-py greets a server with some.
+    hiredis 3.5 crashes if a signal handler (a soft time limit) raises while it packs an
+    int, and redis-py sends some ints when it connects.
     """
+
+    def __init__(self, pack: Callable[[tuple[Any, ...]], bytes]) -> None:
+        self._pack = pack
 
     def pack(self, *args: Any) -> list[bytes]:
         words = args[0].encode().split() if isinstance(args[0], str) else [args[0]]
         texts = [one if isinstance(one, str | bytes) else str(one) for one in args[1:]]
-        return [hiredis.pack_command((*words, *texts))]
+        return [self._pack((*words, *texts))]
 
 
 class PlainWire:
     """
-    Sends commands through a client of redis-py, with the settings of ``client``'s pool.
+    Sends commands through a separate client, with the settings of ``client``'s pool.
 
-    Its connections are beside that pool, so that locks can't use up those of the project.
+    Its connections come from a separate pool, so locks can't use up the project's connections.
     """
 
     def __init__(self, client: Any) -> None:
         self._pool = client.connection_pool
-        options = _connection_options(self._pool)
-        self._own_pool = ConnectionPool(self._pool.connection_class, **options)
-        self._client: Any = Redis(connection_pool=self._own_pool)
+        self._library = library_of(client)
+        options = _connection_options(self._pool, self._library)
+        self._own_pool = self._library.pool(self._pool.connection_class, **options)
+        self._client: Any = self._library.client(connection_pool=self._own_pool)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The cache's settings for each connection."""
+        options: dict[str, Any] = self._pool.connection_kwargs
+        return options
+
+    @property
+    def service_name(self) -> str | None:
+        """The name of the primary in Sentinel; None: the cache does not use Sentinel."""
+        return getattr(self._pool, "service_name", None)
 
     def ask(self, *command: str, within: float | None = None) -> Any:
         """
         Send a command and return the answer, with bytes whatever ``decode_responses`` says.
 
         Args:
-            within: Longest that the answer may take, s, and so each step of opening a
-                connection for it, where the wire can bound them; None: the socket timeout.
+            within: Longest time that the answer may take, s, and also each step of opening a
+                connection for it, if the wire can limit them; None: the socket timeout.
 
         Raises:
-            redis.exceptions.RedisError: As the client's own ``execute_command``.
+            redis.exceptions.RedisError: As for the client's own ``execute_command``.
             TimeoutError: The answer took longer than ``within``.
         """
         return self._client.execute_command(*command, NEVER_DECODE=True)
 
     def ask_counted(self, *command: str) -> tuple[Any, bool]:
         """
-        As :meth:`ask`, for a command that answers otherwise when it is done again.
+        Do what :meth:`ask` does, for a command whose answer changes when it is repeated.
 
         Returns:
-            The answer, and whether it is that to a second try although the server may have
-            done the first one, whose answer was lost.
+            The answer, and whether it may be a repeat's: the command was sent a second time,
+            and the server may have run the first one, whose answer was lost.
         """
-        connection: Any = self._own_pool.get_connection()
+        connection: Any = take_connection(self._own_pool)
         try:
             connection.send_command(*command)
             return connection.read_response(disable_decoding=True), False
-        except RedisConnectionError:
+        except self._library.connection_error:
             return PlainWire.ask(self, *command), True
         except BaseException:
-            connection.disconnect()  # an answer that nobody read would be the next command's
+            connection.disconnect()  # an unread answer would be read as the next command's
             raise
         finally:
             self._own_pool.release(connection)
 
     def ask_after_pop(self, key: str, seconds: float, *command: str) -> Any:
         """
-        Let the server wait for an element of a list, ``seconds`` at the most, and then ask.
+        Send a blocking pop of ``seconds`` at most and a command; return the command's answer.
 
-        Both are sent at once: whatever the pop brings, the command is run right after
-        it. If that does not work, it is asked after a short pause.
+        Both are sent at once: whatever the pop returns, the server runs the command right
+        after it. If the connection breaks, the command is sent again after a short pause.
 
         Raises:
-            redis.exceptions.RedisError: As :meth:`ask`.
+            redis.exceptions.RedisError: As for :meth:`ask`.
         """
         both = self._client.pipeline(transaction=False)
         both.execute_command("BLPOP", key, str(seconds))
         both.execute_command(*command, NEVER_DECODE=True)
         try:
             popped, answer = both.execute(raise_on_error=False)
-        except (RedisConnectionError, RedisTimeoutError):
+        except (self._library.connection_error, self._library.timeout_error):
             return self._ask_after_pause(*command)
-        answer = _answer_after_pop(popped, answer)
-        if isinstance(answer, ResponseError):
-            if _is_of_replica(answer):
+        answer = _answer_after_pop(popped, answer, self._library)
+        if isinstance(answer, self._library.response_error):
+            if _is_of_replica(answer, self._library):
                 self.close()
             raise answer
         return answer
 
     def _ask_after_pause(self, *command: str) -> Any:
-        # A restart, most likely, which ends every pop. Not all at once, and not in a
-        # loop without a pause where something between us and the server ends them all.
+        # Most likely a restart, which ends every pop. The random pause spreads the waiters,
+        # and prevents a busy loop if something between us and the server ends all pops.
         time.sleep(random.uniform(0, PAUSE))  # noqa: S311
         return self.ask(*command)
 
     def close(self) -> None:
-        """Close the connections; the next command opens another."""
+        """Close the connections; the next command opens a new one."""
         self._own_pool.disconnect(inuse_connections=False)
 
 
 class Wire(PlainWire):
     """
-    Keeps connections for requests that are shorter than taking one from a pool.
+    Keeps its own connections, because taking one from a pool takes longer than a request.
 
-    redis-py's client takes a connection out of its pool for each command, probes it,
-    counts, times and announces the command, and gives the connection back. That takes
-    longer than a lock's own two scripts do. Measured in November 2026 as in
+    For each command, redis-py's client takes a connection out of its pool, probes it,
+    counts, times and announces the command, and returns the connection. That takes
+    longer than a lock's own two scripts. Measured in November 2026 with
     tests/benchmarks/locks.py, where the limit is 1.10: acquire and release took 1.03 times the
     CPU of a raw SET NX and a script, and 1.57 times with :class:`PlainWire`.
 
-    Threads may share it; each that finds no connection idle opens another. The
-    first command that finds its connection broken goes through the client, so
-    that a server that was restarted costs no error.
+    Threads may share it; a thread that finds no idle connection opens a new one. The
+    first command that finds its connection broken is sent again through the client, so
+    a restart of the server does not cause an error.
     """
 
     def __init__(self, client: Any) -> None:
         super().__init__(client)
-        #: Taken out and put back in one step each: an error that hits in between (a
-        #: soft time limit) costs the connection, and leaves no lock behind.
+        #: Connections are taken out and put back in one atomic step each: an error in between
+        #: (a soft time limit) loses the connection, but leaves no mutex locked.
         self._idle: list[_Connection] = []
 
     def ask(self, *command: str, within: float | None = None) -> Any:
@@ -158,8 +166,9 @@ class Wire(PlainWire):
             return self._use(self._connect(within), command, within)
         try:
             return self._use(connection, command, within)
-        except RedisConnectionError:
-            # Broken since the last command, most likely by a restart, and the others too.
+        except self._library.connection_error:
+            # The connection broke since its last command, most likely in a restart, and so did
+            # the other connections.
             self.close()
             if within is not None:
                 return self._use(self._connect(within), command, within)
@@ -168,21 +177,21 @@ class Wire(PlainWire):
     def ask_counted(self, *command: str) -> tuple[Any, bool]:
         connection = self._take_idle()
         if connection is not None and connection.is_broken():
-            # By a restart, most likely, and the others too. It gets nothing of this.
+            # Most likely broken in a restart, like the others. The command was not sent on it.
             self.close()
             connection = None
         if connection is None:
             return self._use(self._connect(), command), False
         try:
             return self._use(connection, command), False
-        except RedisConnectionError:
+        except self._library.connection_error:
             self.close()
             return super().ask(*command), True
 
     def ask_after_pop(self, key: str, seconds: float, *command: str) -> Any:
         try:
             return self._use(self._take_idle() or self._connect(), command, pop=(key, seconds))
-        except (RedisConnectionError, RedisTimeoutError, TimeoutError):
+        except (self._library.connection_error, self._library.timeout_error, TimeoutError):
             return self._ask_after_pause(*command)
 
     def close(self) -> None:
@@ -213,70 +222,81 @@ class Wire(PlainWire):
     def _connect(self, within: float | None = None) -> _Connection:
         return _Connection(self._pool, within)
 
+    def ask_importer(self, *command: str, within: float | None = None) -> Any:
+        """Send a command to the cluster node that is taking its slot over from another node."""
+        connection = self._connect(within)
+        try:
+            connection.ask(("ASKING",), within)
+            return connection.ask(command, within)
+        finally:
+            connection.close()
+
     def _take_idle(self, within: float | None = None) -> _Connection | None:
         while True:
             try:
                 connection = self._idle.pop()
             except IndexError:
                 return None
-            # A fork shares its parent's socket, and must not write to it. An impatient one
-            # serves nobody who may wait as long as the settings say.
+            # A fork shares its parent's socket, and must not write to it. A connection with
+            # shorter timeouts is not for a request that may wait as long as the settings say.
             if connection.pid == os.getpid() and (within is not None or not connection.impatient):
                 return connection
 
 
 class _Connection:
     """
-    A connection of redis-py, closed when nobody has it any more.
+    A redis-py connection that is closed when it is garbage-collected.
 
     Args:
-        within: Longest that it waits for the server at a time, s, be it to connect; None:
-            as the pool's settings say.
+        within: Longest time that each step waits for the server, s, including the connect;
+            None: the timeouts in the pool's settings.
     """
 
     def __init__(self, pool: Any, within: float | None = None) -> None:
         self.pid = os.getpid()
-        #: Whether it gives up sooner than the pool's settings say.
+        #: Whether its timeouts may be shorter than those in the pool's settings.
         self.impatient = within is not None
-        #: Whether its server said that it is no master.
+        #: Whether its server reported that it is a replica.
         self.demoted = False
-        self._connection = pool.connection_class(**_connection_options(pool))
+        self._library = library_of(pool)
+        self._pack_text = self._library.pack
+        self._connection = pool.connection_class(**_connection_options(pool, self._library))
         if within is not None:
             self._bound(within)
-        # Without it the socket may be collected before the connection that would
-        # close it, and Python warns of that.
+        # Otherwise the socket may be collected before the connection that would close it,
+        # and Python would warn.
         self.close = weakref.finalize(self, self._connection.disconnect)
         self.close.atexit = False
         self._connection.connect()
 
     def _bound(self, within: float) -> None:
-        # Not by options: those of a unix socket, or of a class of the project's own, may differ.
+        # Not through options: a unix socket, or a project's own class, may have other options.
         for timeout in ("socket_timeout", "socket_connect_timeout"):
             own = getattr(self._connection, timeout, None)
             setattr(self._connection, timeout, within if own is None else min(own, within))
-        self._connection.retry = Retry(NoBackoff(), 0)
+        self._connection.retry = self._library.never_retry()
 
     def ask(self, command: tuple[Any, ...], within: float | None = None) -> Any:
         try:
-            # A health check would wait for its own answer first.
+            # With ``within``, no health check: it would wait for its own answer first.
             self._connection.send_packed_command(self._pack(command), check_health=within is None)
             if within is not None and not self._connection.can_read(within):
                 raise TimeoutError(f"no answer within {within:.3g} s")
             return self._connection.read_response(disable_decoding=True)
-        except ResponseError as error:
+        except self._library.response_error as error:
             self._leave_replica(error)
             raise
         except BaseException:
-            # An answer that is still to come would be taken for that of the next command.
+            # An answer that arrives later would be taken for the next command's answer.
             self.close()
             raise
 
     def is_broken(self) -> bool:
-        """Return whether an idle connection was closed by the server, and close it then."""
+        """Return whether the server closed an idle connection; if so, close it here too."""
         try:
-            # There is nothing to be read from one that is in order.
+            # A healthy idle connection has nothing to read.
             broken = self._connection.can_read(0)
-        except (RedisError, OSError):
+        except self._library.any_error:
             broken = True
         if broken:
             self.close()
@@ -293,8 +313,8 @@ class _Connection:
         except BaseException:
             self.close()
             raise
-        answer = _answer_after_pop(popped, answer)
-        if isinstance(answer, ResponseError):
+        answer = _answer_after_pop(popped, answer, self._library)
+        if isinstance(answer, self._library.response_error):
             self._leave_replica(answer)
             raise answer
         return answer
@@ -302,37 +322,39 @@ class _Connection:
     def _read(self) -> Any:
         try:
             return self._connection.read_response(disable_decoding=True)
-        except ResponseError as error:
+        except self._library.response_error as error:
             return error
 
-    def _leave_replica(self, error: ResponseError) -> None:
-        if _is_of_replica(error):
+    def _leave_replica(self, error: Exception) -> None:
+        if _is_of_replica(error, self._library):
             self.demoted = True
             self.close()
 
     def _pack(self, command: tuple[Any, ...]) -> list[bytes]:
-        if not HIREDIS_AVAILABLE:
+        if self._pack_text is None:
             return list(self._connection.pack_command(*command))
         if not TEXT.issuperset(map(type, command)):
-            return _TextPacker().pack(*command)
-        # As the stores' are: the packer would take three times as long.
-        return [hiredis.pack_command(command)]
+            return _TextPacker(self._pack_text).pack(*command)
+        # Packed directly, since a command of texts only needs no _TextPacker, which would take
+        # three times as long.
+        return [self._pack_text(command)]
 
 
-def _connection_options(pool: Any) -> dict[str, Any]:
+def _connection_options(pool: Any, library: Library) -> dict[str, Any]:
     options = dict(pool.connection_kwargs)
-    if HIREDIS_AVAILABLE:
-        options.setdefault("command_packer", _TextPacker())
+    if library.pack is not None:
+        options.setdefault("command_packer", _TextPacker(library.pack))
     return options
 
 
-def _answer_after_pop(popped: Any, answer: Any) -> Any:
-    # Otherwise a waiter whose pops are refused would hear "held" again and again, at once.
+def _answer_after_pop(popped: Any, answer: Any, library: Library) -> Any:
+    # Report the pop's error: otherwise a waiter whose pops are refused would be told "held"
+    # again and again, without a pause.
     is_held = isinstance(answer, list)
-    return popped if isinstance(popped, ResponseError) and is_held else answer
+    return popped if isinstance(popped, library.response_error) and is_held else answer
 
 
-def _is_of_replica(error: ResponseError) -> bool:
-    # A master no more: the next connection finds out who is. Redis 6.2 says it of a
-    # script in the middle of its own words.
-    return isinstance(error, ReadOnlyError) or "READONLY" in str(error)
+def _is_of_replica(error: Exception, library: Library) -> bool:
+    # The server is no longer a primary; the next connection finds the new one. For a script,
+    # Redis 6.2 reports this in the middle of another error text.
+    return isinstance(error, library.read_only) or "READONLY" in str(error)

@@ -1,4 +1,4 @@
-"""``manage.py celery_idempotency``: what was done once, and letting it be done again."""
+"""``manage.py celery_idempotency``: list the records of work done once, and delete them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ...idempotency.record_table import get_prunable, record_table
 from ...inspection.decision import Refused
 from ...inspection.records import FORGET, RecordRow, records_in, records_of
 from ...leases.holder import plain_name
-from ...models.idempotency import IdempotencyRecord, IdempotencyRecords
+from ...models.idempotency import IdempotencyRecord
+from ...pruning import prune_all
 from ...texts import printable
 from ..console import TableCommand, add_no_input, as_page, as_text, confirm, typed
 
-#: What a KEY is.
+#: Help text of KEY.
 KEY_HELP: Final = "its whole key; --json shows it as it is, where the list escapes or cuts it"
 
 
@@ -49,7 +50,7 @@ class Command(TableCommand):
         )
         forgetting.add_argument("--dry-run", action="store_true", help="only say how many")
         add_no_input(forgetting)
-        pruning = self.add_action(actions, "prune", "delete records that say nothing any more")
+        pruning = self.add_action(actions, "prune", "delete records that have expired")
         self.add_pruning(
             pruning, "those that ended so long ago, whatever their ttl: 90s, 15m, 12h, 7d, 2w"
         )
@@ -82,7 +83,7 @@ class Command(TableCommand):
         if not options["force"] and (busy := [row for row in rows if row.remaining_s]):
             names = ", ".join(f"{row.key} ({row.claimer})" for row in busy)
             raise CommandError(
-                f"Being done now: {printable(names)}. Forgotten, it would be done twice. Wait "
+                f"Still running: {printable(names)}. If you forget it now, it is done twice. Wait "
                 f"until it ends, or add --force. Nothing was forgotten."
             )
         if rows and options["interactive"] and not options["dry_run"]:
@@ -105,17 +106,17 @@ class Command(TableCommand):
     def _prune(self, aliases: list[str], options: dict[str, Any]) -> None:
         tables = (record_table(alias).all() for alias in aliases)
         chosen = (get_prunable(records, options["older_than"]) for records in tables)
-        self.prune_rows("record", chosen, IdempotencyRecords.erase, options)
+        self.prune_rows("record", chosen, prune_all, options)
 
 
 def find_all(aliases: list[str], keys: Iterable[str]) -> Iterator[RecordRow]:
-    """Yield the records of these keys in some databases."""
+    """Yield the records of these keys in these databases."""
     for alias in aliases:
         yield from records_of(alias, keys)
 
 
 def forget(row: RecordRow, options: dict[str, Any]) -> bool:
-    """Forget a record as it was shown; return whether it was still so."""
+    """Delete a record if it is still the claim that was shown; return whether it was."""
     try:
         FORGET.take(row, force=options["force"])
     except Refused:

@@ -1,9 +1,10 @@
-"""``manage.py celery_locks``: who holds what, whether they live, and freeing it."""
+"""``manage.py celery_locks``: list locks and their holders, release locks, examine the store."""
 
 from __future__ import annotations
 
 import json
 from argparse import SUPPRESS
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from django.core.management.base import CommandError, CommandParser
 from ... import conf
 from ...exceptions import CelerySafeError
 from ...inspection.decision import Refused
-from ...inspection.locks import RELEASE, LockRow, find_row, iter_rows
+from ...inspection.locks import RELEASE, LockRow, find_other_places, find_row, iter_rows
 from ...locks.stores import locks_are_shared
 from ...texts import printable
 from ..console import (
@@ -31,9 +32,9 @@ from ..console import (
 )
 from ..verdicts import add_doctor, run_doctor
 
-#: Exit status if the store could not be asked, or not this way: that says nothing of any lock.
+#: Exit status if the store did not answer or can't list locks, so that the locks are unknown.
 NOT_ASKED: Final = 2
-#: What a NAME is.
+#: Help text of NAME.
 NAME_HELP: Final = "its whole name; --json shows it as it is, where the list escapes or cuts it"
 
 HEADING: Final = (
@@ -41,7 +42,7 @@ HEADING: Final = (
 )
 LEGEND: Final = "+: its holder renews the lease. !: that is overdue, so the holder may be dead."
 
-#: The report of each outcome of a release; the first two left nothing to do.
+#: The report of each outcome of a release; the first two are successes.
 SENTENCES: Final = {
     "released": "Released {}",
     "would_release": "Would release {}",
@@ -55,7 +56,7 @@ FREED: Final = ("released", "would_release")
 class Command(SafeCommand):
     """Parses, calls, prints."""
 
-    help = "Show the locks that are held, free some of them, or examine where they live."
+    help = "Show the locks that are held, free some of them, or examine their store."
 
     def add_arguments(self, parser: CommandParser) -> None:
         self._add_common(parser)
@@ -73,8 +74,8 @@ class Command(SafeCommand):
             actions,
             "release",
             "free locks: those named, or all of a task, or all that begin with a text",
-            " Whoever holds one is not stopped: it finds out at its next renewal, or when it "
-            "calls ensure(). One that its holder renews is left alone.",
+            " Their holders are not stopped: a holder finds out at its next renewal, or when it "
+            "calls ensure(). A lock that its holder renews is left alone.",
         )
         freeing.add_argument("names", nargs="*", type=typed, metavar="NAME", help=NAME_HELP)
         self._add_choice(freeing, default=SUPPRESS)
@@ -84,7 +85,7 @@ class Command(SafeCommand):
         freeing.add_argument("--dry-run", action="store_true", help="only say which")
         add_no_input(freeing)
         examining = self._add_action(
-            actions, "doctor", "try out where locks live, and say what it really guarantees"
+            actions, "doctor", "test the lock store, and report what it really guarantees"
         )
         add_doctor(examining)
 
@@ -134,7 +135,7 @@ class Command(SafeCommand):
         action = options["action"] or "list"
         try:
             with ending_with_its_reader(self.stdout):
-                if action != "doctor":  # it says so itself, and more
+                if action != "doctor":  # the doctor reports this itself, with details
                     self._warn_if_alone(cache)
                 getattr(self, f"_{action}")(cache, options)
         except CelerySafeError as error:
@@ -154,21 +155,26 @@ class Command(SafeCommand):
         if options["as_json"]:
             write_array(self.stdout, (row.as_json() for row in rows))
             return
-        total = 0
+        total, places = 0, Counter[tuple[str, int]]()
         for total, row in enumerate(rows, 1):
             if total == 1:
                 self.stdout.write(HEADING)
             self.stdout.write(as_text(row))
+            if row.limit > 1:
+                places[row.lock, row.limit] += 1
         narrowed = options["task"] is not None or options["prefix"] is not None
         nothing = "No such lock is held." if narrowed else "No lock is held."
+        for (name, limit), held in sorted(places.items()):
+            self.stdout.write(f"{shorten(printable(name))}: {held} of {limit} places held.")
         self.stdout.write(f"{total} lock(s) held.\n{LEGEND}" if total else nothing)
 
     def _show(self, cache: Any, options: dict[str, Any]) -> None:
         row = find_row(options["name"], cache)
         if row is None:
+            name = options["name"]
             raise CommandError(
-                f"Nobody holds {printable(options['name'])}. `manage.py celery_locks` lists the "
-                f"names of all that are held."
+                f"Nobody holds {printable(name)}. {_other_places(name, cache)}"
+                f"`manage.py celery_locks` lists the names of all that are held."
             )
         as_json = options["as_json"]
         self.stdout.write(json.dumps(row.as_json(), indent=2) if as_json else as_page(row))
@@ -182,9 +188,12 @@ class Command(SafeCommand):
         outcomes: list[dict[str, str]] = []
         try:
             for name, row in found:
-                outcomes.append(release(name, row, force=options["force"], dry_run=dry_run))
+                outcome = release(name, row, force=options["force"], dry_run=dry_run)
+                if row is None:
+                    outcome["reason"] = _other_places(name, cache).rstrip(". ")
+                outcomes.append(outcome)
         finally:
-            with ending_with_its_reader(self.stdout):  # and go on: there is a status to tell
+            with ending_with_its_reader(self.stdout):  # then continue to the exit status
                 if options["as_json"]:
                     write_array(self.stdout, outcomes)
                 else:
@@ -196,7 +205,7 @@ class Command(SafeCommand):
             raise CommandError(f"{len(left)} of {len(outcomes)} lock(s) were not released.")
 
     def _find(self, cache: Any, options: dict[str, Any]) -> list[tuple[str, LockRow | None]]:
-        """Return the name of each lock that is meant, and the lock if it is held."""
+        """Return the name of each selected lock, and the lock itself if it is held."""
         names = list(dict.fromkeys(options["names"]))
         ways = [bool(names), options["task"] is not None, options["prefix"] is not None]
         if ways.count(True) != 1:
@@ -206,8 +215,8 @@ class Command(SafeCommand):
             )
         if options["prefix"] == "":
             raise CommandError(
-                "An empty --prefix means every lock, which nobody frees at once: nothing was "
-                "released. Give the text that their names begin with, or --task.",
+                "An empty --prefix would mean every lock, so nothing was released. Give the text "
+                "that their names begin with, or --task.",
                 returncode=NOT_ASKED,
             )
         if names:
@@ -215,7 +224,7 @@ class Command(SafeCommand):
         return [(row.name, row) for row in iter_chosen(cache, options)]
 
     def _confirm(self, found: list[tuple[str, LockRow | None]], options: dict[str, Any]) -> None:
-        """Show which locks are to be freed, and why others are left alone, and ask."""
+        """Show the locks to release, and why others are left alone, and ask for confirmation."""
         rows, left = [], []
         for name, row in found:
             outcome = release(name, row, force=options["force"], dry_run=True)
@@ -238,12 +247,18 @@ class Command(SafeCommand):
 
 
 def iter_chosen(cache: Any, options: dict[str, Any]) -> Iterator[LockRow]:
-    """Yield the locks that ``--task``, ``--prefix`` and ``--all`` mean."""
+    """Yield the locks that ``--task``, ``--prefix`` and ``--all`` select."""
     return iter_rows(options["prefix"], options["task"], cache, markers=options["markers"])
 
 
+def _other_places(name: str, cache: Any) -> str:
+    """Return which other places of a lock are held, as a sentence; "": no other place is."""
+    places = find_other_places(name, cache)
+    return f"Other places of it are held: {', '.join(map(printable, places))}. " if places else ""
+
+
 def release(name: str, row: LockRow | None, *, force: bool, dry_run: bool) -> dict[str, str]:
-    """Free a lock if that very acquisition still holds it; return what became of it, and why."""
+    """Release a lock if the same acquisition still holds it; return the outcome and reason."""
     outcome, reason = "would_release" if dry_run else "released", ""
     if row is None:
         outcome = "not_held"
@@ -258,6 +273,6 @@ def release(name: str, row: LockRow | None, *, force: bool, dry_run: bool) -> di
 
 
 def as_sentence(outcome: dict[str, str]) -> str:
-    """Return what became of a lock, and why it was left alone."""
+    """Return the outcome for a lock as a sentence, with the reason if it was left alone."""
     said = SENTENCES[outcome["outcome"]].format(shorten(printable(outcome["name"])))
     return f"{said}\n{wrapped(outcome['reason'], 4)}." if outcome["reason"] else said

@@ -1,4 +1,4 @@
-"""``manage.py celery_outbox``: what waits to be sent, sending it, and what to do if it can't be."""
+"""``manage.py celery_outbox``: relay and list messages, and retry or discard failed ones."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ from celery import current_app
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections
 from django.db.models import Max, Q
-from django.db.models.functions import Coalesce, Now
+from django.db.models.functions import Coalesce
 
 from ... import conf
+from ...databases import Now
 from ...inspection.messages import DISCARD, STATES, MessageRow, messages_in, status_of
 from ...inspection.row import ago, duration
-from ...models.outbox import OutboxMessage, OutboxMessages, OutboxRelay
+from ...models.message_states import OutboxMessages
+from ...models.outbox import OutboxMessage
+from ...models.outbox_relay import OutboxRelay
+from ...pruning import prune_all
 from ...sending.broker import BrokerGone
 from ...sending.outbox import outbox_aliases
 from ...sending.relay import Relay, drain_all
-from ...stages.repairs import sweep_housekeeping
 from ...texts import printable
 from ..console import ASKED_ABOUT, TableCommand, add_no_input, age, as_page, as_text, confirm, count
+from ..heartbeat import HeartbeatFile
 
-#: What is said of messages, and with --dry-run.
+#: The report of a decision about messages, without and with --dry-run.
 DONE: Final = {
     "retry": ("are due now", "would be due now"),
     "discard": ("were deleted", "would be deleted"),
 }
-#: When the last of some messages failed, or died.
+#: The latest moment at which a message failed or died.
 LAST_END: Final = Max(Coalesce("ended_at", "dead_at"))
-#: How often the main thread looks after those that relay, s.
+#: How often the main thread checks the relay threads, s.
 LISTEN: Final = 0.5
 
 
 class Command(TableCommand):
     """Parses, calls, prints."""
 
-    help = "Send what is left in the outbox, show it, or decide about what can't be sent."
+    help = "Send the messages in the outbox, show them, or decide about those that can't be sent."
     models = (OutboxMessage, OutboxRelay)
     subject = "the outbox"
     database_help = "the outbox of this database; may be repeated (default: all)"
@@ -58,14 +62,28 @@ class Command(TableCommand):
             required=True,
         )
         relaying = self.add_action(actions, "relay", "send what is due, until stopped")
-        relaying.add_argument("--once", action="store_true", help="end when nothing is due")
-        status = self.add_action(actions, "status", "count what waits, and tell for how long")
+        ending = relaying.add_mutually_exclusive_group()
+        ending.add_argument("--once", action="store_true", help="end when nothing is due")
+        ending.add_argument(
+            "--heartbeat-file",
+            type=HeartbeatFile,
+            metavar="PATH",
+            help="touch this file while the relay goes on, for a probe; removed at the end",
+        )
+        status = self.add_action(actions, "status", "count messages, and show the longest wait")
         self.add_json(status)
         status.add_argument(
             "--max-age",
             type=age,
             metavar="AGE",
             help="exit with 1 if a message waits for longer than this",
+        )
+        status.add_argument(
+            "--max-relay-age",
+            type=age,
+            metavar="AGE",
+            help="exit with 1 if no relay was seen for longer than this; each writes a heartbeat "
+            "every minute",
         )
         listing = self.add_action(actions, "list", "show the messages, the oldest first")
         self.add_json(listing)
@@ -100,18 +118,20 @@ class Command(TableCommand):
         try:
             broker = current_app.connection_for_write().as_uri()
         except KeyError as error:
-            raise CommandError(
-                f"broker_url names a transport that nobody knows: {error}"
-            ) from error
+            raise CommandError(f"broker_url names an unknown transport: {error}") from error
         self.stdout.write(f"Relaying the outbox of {', '.join(aliases)} to {broker}.")
-        self.stdout.flush()  # into a log file, too
-        relays = [Relay(alias, housekeeping=sweep_housekeeping) for alias in aliases]
+        self.stdout.flush()  # so that a log file shows it at once
+        relays = [Relay(alias) for alias in aliases]
+        heartbeat: HeartbeatFile | None = options["heartbeat_file"]
         try:
             with stopping() as stop:
                 if options["once"]:
                     drain_all(relays, stop.is_set)
-                else:
+                elif heartbeat is None:
                     run_all(relays, stop)
+                else:
+                    with heartbeat.kept(relays) as touch:
+                        run_all(relays, stop, touch)
         except BrokerGone as error:
             raise CommandError(
                 f"The broker can't be reached, and what was due stays in the outbox: {error}"
@@ -135,14 +155,28 @@ class Command(TableCommand):
                 f"A message has been waiting for {duration(oldest)}, longer than --max-age "
                 f"{longest.total_seconds():g}. Is a relay running, and is the broker up?"
             )
+        self._check_relays(rows, options["max_relay_age"])
+
+    def _check_relays(self, rows: dict[str, dict[str, Any]], longest: timedelta | None) -> None:
+        """Fail if an outbox has no relay that was seen recently."""
+        for alias, row in rows.items():
+            seen = row["relay_seen_s"]
+            if longest is None or (seen is not None and seen <= longest.total_seconds()):
+                continue
+            absent = "yet" if seen is None else f"for {duration(seen)}"
+            raise CommandError(
+                f"No relay has been seen in {alias!r} {absent}; --max-relay-age is "
+                f"{longest.total_seconds():g}. Run manage.py celery_outbox relay beside the "
+                f"workers."
+            )
 
     def _show_status(self, alias: str, row: dict[str, Any]) -> None:
         waits = "" if row["oldest_s"] is None else f", the oldest for {duration(row['oldest_s'])}"
         notes = {"pending": waits}
         counts = "\n".join(f"  {one:<7} {row[one]:>8}{notes.get(one, '')}" for one in STATES)
-        seen = "no relay was ever here"
+        seen = "no relay has been seen yet"
         if row["relay"]:
-            seen = f"a relay was here {ago(row['relay_seen_s'])} ({printable(row['relay'])})"
+            seen = f"a relay was seen {ago(row['relay_seen_s'])} ({printable(row['relay'])})"
         self.stdout.write(f"{alias}\n{counts}\n  {seen}")
 
     # list
@@ -184,7 +218,7 @@ class Command(TableCommand):
         chosen = self._choose(aliases, options, OutboxMessages.discardable)
         if options["interactive"] and not options["dry_run"]:
             if options["every"]:
-                # Those that die or fail while the question stands are not part of it.
+                # Messages that die or fail while the operator decides are not included.
                 ends = [rows.aggregate(last=LAST_END)["last"] for rows in chosen]
                 found = zip(chosen, ends, strict=True)
                 chosen = [
@@ -204,7 +238,7 @@ class Command(TableCommand):
         options: dict[str, Any],
         which: Callable[[OutboxMessages], OutboxMessages],
     ) -> list[OutboxMessages]:
-        """Return, of each database, those messages that were named, or all that were given up."""
+        """Return each database's messages that were named, or all that wait for an operator."""
         ids, task = set(options["ids"]), options["task"]
         if bool(ids) == options["every"]:
             raise CommandError(
@@ -223,7 +257,7 @@ class Command(TableCommand):
         options: dict[str, Any],
         step: Callable[[OutboxMessages], int],
     ) -> None:
-        """Take a step with messages."""
+        """Apply a decision to messages, or count them with ``--dry-run``, and print how many."""
         ids = set(options["ids"])
         total = sum(rows.count() if options["dry_run"] else step(rows) for rows in chosen)
         now, would = DONE[options["action"]]
@@ -238,13 +272,14 @@ class Command(TableCommand):
         long_ago: timedelta | None = options["older_than"]
         if long_ago is None:
             long_ago = conf.retention("OUTBOX_RETENTION")
-        chosen = (OutboxMessage.objects.using(alias).older(long_ago) for alias in aliases)
-        self.prune_rows("sent message", chosen, OutboxMessages.erase, options)
+        messages = (OutboxMessage.objects.using(alias) for alias in aliases)
+        chosen = (rows.none() if long_ago is None else rows.older(long_ago) for rows in messages)
+        self.prune_rows("sent message", chosen, prune_all, options)
 
 
 @contextmanager
 def stopping() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM and SIGINT set; at the second one they end the process."""
+    """Yield an event that SIGTERM and SIGINT set; a second signal ends the process."""
     stop = threading.Event()
     before: dict[int, Any] = {}
 
@@ -263,16 +298,23 @@ def stopping() -> Iterator[threading.Event]:
             signal.signal(caught, handler)
 
 
-def run_all(relays: list[Relay], stop: threading.Event) -> None:
-    """Run each relay in a thread of its own until all are told to stop, or one fails."""
+def run_all(
+    relays: list[Relay], stop: threading.Event, watch: Callable[[], None] = lambda: None
+) -> None:
+    """
+    Run each relay in its own thread until ``stop`` is set or a relay fails.
+
+    Args:
+        watch: Called every ``LISTEN`` s, or more often.
+    """
     app: Any = current_app._get_current_object()  # type: ignore[attr-defined]
 
     for relay in relays:
-        # Each thread has its own, and a pool may have a single one to lend.
+        # Each thread opens its own connection, and a pool may have only one.
         connections[relay.using].close()
 
     def run(relay: Relay) -> None:
-        app.set_current()  # Celery's current app is that of a thread
+        app.set_current()  # Celery's current app is set for each thread
         try:
             relay.run(stop)
         finally:
@@ -281,9 +323,10 @@ def run_all(relays: list[Relay], stop: threading.Event) -> None:
 
     with ThreadPoolExecutor(len(relays)) as threads:
         futures = [threads.submit(run, relay) for relay in relays]
-        # With a timeout, so that signals are heard on every platform.
+        # With a timeout, so that signals are handled on every platform.
         while wait(futures, timeout=LISTEN, return_when=FIRST_EXCEPTION).not_done:
             if any(future.done() for future in futures):
                 stop.set()
+            watch()
         for future in futures:
             future.result()

@@ -1,4 +1,4 @@
-"""``manage.py celery_stages``: how far runs of stages are, and what to do with those that stand."""
+"""``manage.py celery_stages``: show runs of stages, resume or abort them, and repair them."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from ...inspection.runs import (
 from ...models.outbox import OutboxMessage
 from ...models.stages import StageRun, StageRuns, StageStep
 from ...stages import StageProgress, Status
-from ...stages.repairs import PATIENCE, get_prunable, sweep
+from ...stages.repairs import UNSTARTED_AFTER, get_prunable, sweep
 from ...stages.step_table import StepTable, step_table
-from ..console import TableCommand, age, as_text, count, wrapped
+from ..console import TableCommand, age, as_text, count, typed, wrapped
 
-#: Characters of a bar.
+#: Width of a full bar, in characters.
 BAR: Final = 20
 
 
 class Command(TableCommand):
     """Parses, calls, prints."""
 
-    help = "Show runs of stages, let them go on, stop them, repair or delete what is left of them."
+    help = "Show, resume, abort or repair runs of stages, or delete old ones."
     models = (StageRun, StageStep, OutboxMessage)
     subject = "runs of stages"
     database_help = "the runs in this database (default: where the router writes them)"
@@ -46,6 +46,12 @@ class Command(TableCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         actions = self.add_actions(parser, "{list,show,resume,abort,sweep,prune}")
         listing = self.add_listing(actions, "show the runs, the newest first", Status.values)
+        listing.add_argument(
+            "--search", type=typed, metavar="TEXT", help="only those with this in their key or name"
+        )
+        listing.add_argument(
+            "--task", type=typed, metavar="NAME", help="only those with a step of this task"
+        )
         self.add_limit(listing)
         showing = self.add_action(
             actions, "show", "show a run, its stages, and the steps to be looked at"
@@ -54,11 +60,11 @@ class Command(TableCommand):
         self.add_limit(showing)
         showing.add_argument("id", type=count, metavar="RUN", help="as the list shows it")
         resuming = self.add_action(
-            actions, "resume", "run again what failed and what was not begun"
+            actions, "resume", "re-run the steps that failed, and run those that have not begun"
         )
         self._add_choice(resuming)
         aborting = self.add_action(
-            actions, "abort", "stop what has not begun; running steps end as they will"
+            actions, "abort", "cancel the steps that have not begun; running steps are not stopped"
         )
         self._add_choice(aborting)
         sweeping = self.add_action(actions, "sweep", "repair what a crash has left")
@@ -66,9 +72,9 @@ class Command(TableCommand):
             "--unstarted-after",
             type=age,
             metavar="AGE",
-            default=PATIENCE,
+            default=UNSTARTED_AFTER,
             help="for how long a step may wait to be begun: 90s, 15m, 12h "
-            f"({duration(PATIENCE.total_seconds())})",
+            f"({duration(UNSTARTED_AFTER.total_seconds())})",
         )
         pruning = self.add_action(actions, "prune", "delete runs that ended long ago")
         self.add_pruning(
@@ -87,17 +93,22 @@ class Command(TableCommand):
     # list, show
 
     def _list(self, aliases: list[str], options: dict[str, Any]) -> None:
-        state = options["state"]
+        state, text, task = options["state"], options["search"], options["task"]
 
         def read(alias: str, most: int | None) -> Iterable[RunRow]:
             runs = runs_in(alias)
-            return map(RunRow, (runs.filter(status=state) if state else runs)[:most])
+            runs = runs.filter(status=state) if state else runs
+            runs = runs.search(text) if text else runs
+            return map(RunRow, (runs.having(task) if task else runs)[:most])
 
-        self.list_rows(aliases, options, read, "No such run." if state else "There is no run.")
+        is_narrowed = state or text or task
+        self.list_rows(
+            aliases, options, read, "No such run." if is_narrowed else "There is no run."
+        )
 
     def _show(self, aliases: list[str], options: dict[str, Any]) -> None:
         run, limit = get_run(self.get_single(aliases), options["id"]), options["limit"]
-        # One more, to know whether there is more.
+        # Read one row more, to know whether there are more.
         rows = [StepRow(step) for step in steps_to_look_at(run)[: limit + 1 if limit else None]]
         steps, stages, row = rows[: limit or None], run.progress_by_stage(), RunRow(run)
         if options["as_json"]:
@@ -124,13 +135,9 @@ class Command(TableCommand):
         self._change(aliases, options, ABORT, ("was aborted", "would be aborted"))
 
     def _change(
-        self,
-        aliases: list[str],
-        options: dict[str, Any],
-        decision: Decision,
-        said: tuple[str, str],
+        self, aliases: list[str], options: dict[str, Any], decision: Decision, said: tuple[str, str]
     ) -> None:
-        """Change each of the runs that were named, also if another one can't be."""
+        """Change each of the named runs, even if another one can't be changed."""
         alias, dry_run = self.get_single(aliases), options["dry_run"]
         faults = []
         for pk in dict.fromkeys(options["ids"]):
@@ -140,7 +147,7 @@ class Command(TableCommand):
             except (CommandError, IllegalTransition) as error:
                 faults.append(str(error))
             else:
-                self.stdout.write(f"Run {pk} {said[dry_run]}: {far}.")
+                self.stdout.write(wrapped(f"{run.title} {said[dry_run]}: {far}."))
         if faults:
             raise CommandError(" ".join(faults))
 
@@ -165,7 +172,7 @@ def get_run(alias: str, pk: int) -> Any:
     Return a run.
 
     Raises:
-        CommandError: There is none.
+        CommandError: The run does not exist.
     """
     run = runs_in(alias).filter(pk=pk).first()
     if run is None:
@@ -174,7 +181,7 @@ def get_run(alias: str, pk: int) -> Any:
 
 
 def change(decision: Decision, run: StageRun, *, dry_run: bool) -> str:
-    """Take a decision about a run, and with ``dry_run`` take it back; return how far it is then."""
+    """Apply a decision to a run, roll back if ``dry_run``; return how far the run then is."""
     alias = run._state.db
     with transaction.atomic(using=alias) if dry_run else nullcontext():
         decision.take(run)
@@ -187,7 +194,7 @@ def change(decision: Decision, run: StageRun, *, dry_run: bool) -> str:
 
 
 def as_bars(stages: list[StageProgress]) -> Iterator[str]:
-    """Yield a line with a bar for each stage; it is full when all of its steps are done."""
+    """Yield a line with a bar for each stage; the bar is full when all its steps are done."""
     figures = [f"{stage.done}/{stage.total}" for stage in stages]
     digits, width = len(str(len(stages))), max(map(len, figures), default=0)
     for stage, figure in zip(stages, figures, strict=True):

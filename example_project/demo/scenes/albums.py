@@ -31,10 +31,10 @@ from django_celery_safe.models import StageRun
 PICTURES: Final = tuple(samples.SCENERIES)
 #: One fetch and one thumbnail for each, the index, the contact sheet and the e-mail.
 STEPS: Final = 2 * len(PICTURES) + 3
-#: Those of the album with a broken picture, the broken one among them.
+#: Pictures of the album with a broken picture, the broken one included.
 FEW: Final = 3
 FEW_STEPS: Final = 2 * FEW + 3
-#: Which of the thumbnails is held.
+#: Number of the thumbnail that is held.
 HELD: Final = 3
 #: Longest wait for one step of this scene, s.
 STEP_WITHIN: Final = 30.0
@@ -49,7 +49,7 @@ def play(around: Surroundings) -> Iterator[Promise]:
 
     The storage lets that one wait, so the process is in the middle of its step. Nobody
     touches the run after that. Then another album fails at a picture that was cut off;
-    that is taken out, and the album resumed, as one does on its page.
+    the picture is taken out, and the album resumed, as on its page.
     """
     around.display.scene("An album in four stages, and a process killed in the second")
     gate = Gate()
@@ -68,7 +68,7 @@ def play(around: Surroundings) -> Iterator[Promise]:
     child.kill()
     killed_at = monotonic()
     around.display.note(f"  SIGKILL to process {child.pid}")
-    begun = _run(album).stage + 1
+    begun = _run(album).stage
     _wait(around, "it is being written again", lambda: len(gate.find_waiting()) == 2)
     pause = monotonic() - killed_at
     gate.release()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from io import StringIO
 from typing import Final
 
-from django.conf import settings
 from django.core.management import call_command
 from rich.text import Text
 
@@ -19,26 +14,25 @@ from accounts.models import User
 from accounts.tasks import send_welcome_email
 from demo import senders
 from demo.promises import Promise, counted
+from demo.relay import relaying
 from demo.surroundings import Surroundings
 from django_celery_safe.models import OutboxMessage
 
 #: People whose sender is killed right after the commit, and right after the publication.
 UNSENT: Final = ("ann", "ben")
 UNSETTLED: Final = ("cleo", "dan")
-#: As the first two, without the outbox.
+#: Killed like the first two, but without the outbox.
 LOST: Final = ("eve", "fay")
 #: Longest wait for the relay, s: it takes what a dead sender left after 5 s and
 #: ``OUTBOX_SEND_TIMEOUT``.
 RELAYED_WITHIN: Final = 30.0
-#: How long the relay may take to end, s.
-ENDS_WITHIN: Final = 10.0
 
 
 def play(around: Surroundings) -> Iterator[Promise]:
     """
     Kill six processes that sign somebody up, two at each of three moments; start a relay.
 
-    Those without the outbox are killed before the publication, as the first two are.
+    The senders without the outbox are killed before the publication, like the first two.
     """
     around.display.scene("Six processes killed between a commit and the broker")
     killed = 0
@@ -52,7 +46,7 @@ def play(around: Surroundings) -> Iterator[Promise]:
         around.display.progress("sign-ups committed, their processes killed", killed, 6)
     around.display.note(Text("$ manage.py celery_outbox status\n" + _status(), "dim"))
     kept = OutboxMessage.objects.pending().count()
-    with _relay():
+    with relaying():
         around.worker.wait_until(
             lambda: _is_over(around), "the relay had sent what was left", seconds=RELAYED_WITHIN
         )
@@ -64,20 +58,6 @@ def _status() -> str:
     printed = StringIO()
     call_command("celery_outbox", "status", "--database", "default", stdout=printed)
     return printed.getvalue()
-
-
-@contextmanager
-def _relay() -> Iterator[None]:
-    """Run a relay, as one does beside the workers."""
-    command = (sys.executable, "manage.py", "celery_outbox", "relay", "--database", "default")
-    relay = subprocess.Popen(command, cwd=settings.BASE_DIR, stdout=subprocess.DEVNULL)
-    try:
-        yield
-        relay.send_signal(signal.SIGTERM)
-        relay.wait(ENDS_WITHIN)
-    finally:
-        relay.kill()
-        relay.wait()
 
 
 def _is_over(around: Surroundings) -> bool:

@@ -71,7 +71,7 @@ def _celery_locks(*arguments: str) -> str:
 
 
 def _held() -> list[dict[str, Any]]:
-    """Return all locks: of runs, and of messages under way, which belong to no process."""
+    """Return all locks: those of runs, and those of messages, which belong to no process."""
     locks: list[dict[str, Any]] = json.loads(_celery_locks("--json"))
     return locks
 

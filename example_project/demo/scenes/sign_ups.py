@@ -33,7 +33,7 @@ ENDS_WITHIN: Final = 45.0
 
 @dataclass(frozen=True)
 class SignUp:
-    """What became of one sign-up."""
+    """The outcome of one sign-up."""
 
     user_id: int
     email: str

@@ -5,14 +5,15 @@ Each is put in the place of the right one in its own process alone.
 """
 
 import os
-from collections.abc import Callable
+import uuid
 from typing import Any, Final
 
 from django.db.models import Q
-from django.db.models.functions import Now
 
+from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessages
 from django_celery_safe.sending import carried
+from django_celery_safe.sending import relay as relaying
 
 #: Has the fault that a worker is to have, see ``use_chosen``.
 VARIABLE: Final = "SAFE_TESTS_BROKEN_CARRYING"
@@ -21,19 +22,43 @@ VARIABLE: Final = "SAFE_TESTS_BROKEN_CARRYING"
 def use_chosen() -> None:
     """Let this process have the fault that the environment names, if that is one of workers."""
     if os.environ.get(VARIABLE) == "no-token":
-        carried.Run._ending = end_without_token  # type: ignore[method-assign]
+        carried.Run._end = end_without_token  # type: ignore[method-assign]
+    if os.environ.get(VARIABLE) == "done-first":
+        carried.MessageClaim.begin = begin_done  # type: ignore[method-assign]
 
 
-def end_without_token(run: carried.Run) -> Callable[[], bool]:
+def end_without_token(run: carried.Run) -> bool:
     """End a task's row, whoever has it by now."""
-    row = run.claim.table.at(run.claim.name)
-    return lambda: bool(row.erase())
+    return bool(run.claim.table.at(run.claim.name).erase())
+
+
+def begin_done(claim: Any, task: Any, request: Any) -> None:
+    """Record that a task is done when its run begins; the end of the run finds the row."""
+    begin(claim, task, request)
+    claim.stop_renewing()
+    claim.table.at(claim.name).filter(token=claim.token).update(ended_at=Now(), due_at=None)
+
+
+begin: Final = carried.MessageClaim.begin
 
 
 def break_relay(fault: str) -> None:
     """Let this process relay with a fault, if that is one of relays."""
     if fault == "ignores-leases":
         OutboxMessages.due = due_or_running  # type: ignore[method-assign]
+    if fault == "new-id":
+        relaying.ClaimedMessage.of = classmethod(read_again)  # type: ignore[method-assign]
+
+
+def read_again(cls: Any, row: Any) -> Any:
+    """Give a message that is sent again an id of its own."""
+    one = read(row)
+    if row.why_again:
+        one.message.task_id = one.message.options["headers"]["id"] = str(uuid.uuid4())
+    return one
+
+
+read: Final = relaying.ClaimedMessage.of
 
 
 def due_or_running(rows: Any) -> Any:

@@ -13,14 +13,16 @@ from tests.faults.carried.plan import LEASE, Plan, Witness
 from tests.faults.nemesis import WorkerNemesis
 from tests.processes import CeleryWorker, wait_for
 
-#: Part of the kills of children that is aimed at one inside a task.
+#: Part of the kills of children that is aimed at one inside a task; the first one is in any case.
 AIMED: Final = 0.6
 
-#: A child is paused in tasks of at least this length, s. Another run of the same task lets the
-#: child go on, and still runs itself then.
+PAUSE: Final = "children paused"
+
+#: A child is paused in tasks of at least this length, s, so that another run of the same task
+#: is still going on when it lets the child continue.
 LONG_TASK: Final = 0.2
 
-#: How long a child is paused at most, s, if nobody begins its task meanwhile.
+#: How long a child is paused at most, s, if no other process begins its task.
 LONGEST_PAUSE: Final = 3 * LEASE
 
 
@@ -29,7 +31,7 @@ class Paused:
     A child that stands still inside a task.
 
     Attributes:
-        runs: How often its task had been begun by then.
+        runs: How often its task had been begun when it was paused.
     """
 
     def __init__(self, child: psutil.Process, task_id: str, runs: int) -> None:
@@ -39,11 +41,12 @@ class Paused:
 
 class Troublemaker(WorkerNemesis):
     """
-    Does each harm of the plan when its part of the tasks was committed.
+    Does each harm of the plan when a certain number of tasks was committed.
 
     Args:
-        count_tasks: Returns how many were.
+        count_tasks: Returns how many tasks were committed.
         kill_relay: Kills the relay and starts it again.
+        restart_database: Restarts the database's server.
     """
 
     def __init__(
@@ -54,17 +57,21 @@ class Troublemaker(WorkerNemesis):
         workers: Sequence[CeleryWorker],
         count_tasks: Callable[[], int],
         kill_relay: Callable[[], None],
+        restart_database: Callable[[], None],
     ) -> None:
         super().__init__(plan, workers, witness.trouble)
         self.witness, self.broker = witness, broker
-        self._count_tasks, self._kill_relay = count_tasks, kill_relay
-        # Spread over the whole, and at no even distances.
+        self._count_tasks = count_tasks
+        self._kill_relay, self._restart_database = kill_relay, restart_database
+        # Spread over the whole run, at uneven distances. A pause needs a long task, and so comes
+        # while there are many to come: in a short run first of all.
         self._due = sorted(
-            (plan.tasks * (place + self.random.random()) / number, what)
+            (plan.tasks * (place + (what != PAUSE) * self.random.random()) / number, what)
             for what, number in plan.harms.items()
             for place in range(number)
         )
         self._paused: list[Paused] = []
+        self._has_killed_inside = False
         tasks = (task for each in plan.transactions() for task in each.tasks)
         self._long = {task.id for task in tasks if task.seconds > LONG_TASK}
 
@@ -76,8 +83,8 @@ class Troublemaker(WorkerNemesis):
         """
         Start workers again that ended by themselves, as a supervisor does.
 
-        One ends that loses a Redis from which it has messages (kombu 5.7: its connection is
-        restored to after it was forgotten).
+        A worker ends when it loses a Redis from which it has messages: kombu 5.7 restores
+        them to a connection that it has already forgotten.
         """
         ended = [worker for worker in self.workers if not worker.running]
         for worker in ended:
@@ -88,16 +95,18 @@ class Troublemaker(WorkerNemesis):
                 list(starters.map(CeleryWorker.start, ended))
 
     def strike(self) -> None:
-        """Do what is due, and let a paused child go on when another process has its task."""
+        """Do the harm that is due, and resume a paused child when another process has its task."""
         self.supervise()
         for paused in self._paused[:]:
             begun = self.witness.runs.count("begun", id=paused.task_id)
             if begun > paused.runs or time.monotonic() > paused.ends_at:
                 self._paused.remove(paused)
                 self._resume(paused.child)
-        if self._due and self._count_tasks() >= self._due[0][0] and self._do(self._due[0][1]):
-            _, what = self._due.pop(0)
-            self.witness.trouble.write(what)
+        if self._due and self._count_tasks() >= self._due[0][0]:
+            began, (_, what) = time.monotonic_ns(), self._due[0]
+            if self._do(what):
+                del self._due[0]
+                self.witness.trouble.write(what, began_ns=began)
 
     def _do(self, what: str) -> bool:
         """Do a harm; return whether it was possible."""
@@ -114,30 +123,45 @@ class Troublemaker(WorkerNemesis):
                 self.broker.restart()
             case "broker flushed":
                 self.broker.flush()
+            case "database restarted":
+                self._restart_database()
         return True
 
     def _kill_one(self) -> bool:
-        aimed = self.random.random() < AIMED
-        child = self.choose_child(self._moving() if aimed else None)
+        if self.random.random() < AIMED or not self._has_killed_inside:
+            child = self._stop_inside(lambda task_id: True)
+            self._has_killed_inside |= child is not None
+        else:
+            child = self.choose_child()
         if child is None or self._is_paused(child.pid):
             return False
         self.kill_child(child)
         return True
 
     def _pause_one(self) -> bool:
-        child = self.choose_child(self._moving())
+        child = self._stop_inside(self._long.__contains__)
         if child is None:
             return False
+        task_id = self.witness.room.what(child.pid)
+        assert task_id is not None
+        runs = self.witness.runs.count("begun", id=task_id)
+        self.witness.trouble.write("paused", child=child.pid)
+        self._paused.append(Paused(child, task_id, runs))
+        return True
+
+    def _stop_inside(self, wanted: Callable[[str], bool]) -> psutil.Process | None:
+        """Stop some child inside a task that is wanted; None: the one looked at was in none."""
+        child = self.choose_child(self._moving())
+        if child is None:
+            return None
         with contextlib.suppress(psutil.NoSuchProcess, TimeoutError):
             child.suspend()
             wait_for(lambda: child.status() == psutil.STATUS_STOPPED, 1)
-            if (task_id := self.witness.room.what(child.pid)) in self._long:
-                runs = self.witness.runs.count("begun", id=task_id)
-                self.witness.trouble.write("paused", child=child.pid)
-                self._paused.append(Paused(child, task_id, runs))
-                return True
+            task_id = self.witness.room.what(child.pid)
+            if task_id is not None and wanted(task_id):
+                return child
         self._resume(child)
-        return False
+        return None
 
     def _moving(self) -> set[int]:
         """Return the processes that are inside a task and not paused."""

@@ -1,219 +1,35 @@
 """
-Says whether each committed task was brought to its end, once, by who had it then.
+Checks that each committed task ended, once, in the run that held its row.
 
-Each check is a function of the history that yields what violates it. What a process noted is
-known even if it was killed afterwards; what was committed, and when, is known from the
-database's own ledger.
+Each check is a function of the history that yields what violates it.
 """
 
-import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
-from typing import NamedTuple, Self
 
-from django_celery_safe.leases.holder import decode_holder
-from django_celery_safe.locks import HeldLock
-from django_celery_safe.models import OutboxMessage
-from tests.faults.carried.ledger import DEATH, FAILED, GONE, RESENT, WRITTEN, Ledger
-from tests.faults.carried.plan import Plan, Witness
-from tests.faults.oracle import Findings, Oracle, scarce
-
-#: How a run ends after which its task does not go on.
-FINAL = {"done", "failed"}
-
-
-@dataclass
-class Run:
-    """One run of a task; moments are ns, None: it never came so far."""
-
-    id: str
-    pid: int
-    begun: int
-    retries: int = 0
-    worker: int = 0
-    ended: int | None = None
-    ending: str = ""
-
-
-class Death(NamedTuple):
-    """
-    The record that one more process died in the task of a row.
-
-    Attributes:
-        pid: The process.
-        lease: What was left of its lease, s.
-    """
-
-    id: str
-    pid: int
-    at: int
-    lease: float
-
-
-class Row(NamedTuple):
-    """A row that is left in the end."""
-
-    state: str
-    error_type: str
-
-
-@dataclass
-class History:
-    """
-    The events of one recording; moments are in ns.
-
-    Attributes:
-        committed: Ids of the tasks whose rows were committed.
-        runs: Of each task, in the order in which they began.
-        ends: When each row went, or said that its task failed.
-        deaths: The deaths of processes that the rows have counted.
-        killed: When each killed process was.
-        ended: Workers that ended by themselves, with their children, and when that was seen.
-        stood_still: When processes were paused, or noted that they had stood still.
-        left: Rows, by the ids of their tasks.
-        resent: How often a message was sent again since no worker had begun its task.
-        harms: How often what was done to the run, by its names in the plan.
-        inside: How many processes were killed inside a task.
-    """
-
-    plan: Plan
-    committed: set[str] = field(default_factory=set)
-    runs: dict[str, list[Run]] = field(default_factory=lambda: defaultdict(list))
-    ends: dict[str, int] = field(default_factory=dict)
-    deaths: list[Death] = field(default_factory=list)
-    killed: dict[int, int] = field(default_factory=dict)
-    ended: dict[int, int] = field(default_factory=dict)
-    stood_still: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    left: dict[str, Row] = field(default_factory=dict)
-    resent: int = 0
-    harms: Counter[str] = field(default_factory=Counter)
-    inside: int = 0
-    seconds: float = 0.0
-
-    @classmethod
-    def read(cls, plan: Plan, witness: Witness, ledger: Ledger, alias: str, seconds: float) -> Self:
-        """Put together what the witnesses wrote, and the rows."""
-        history = cls(plan, seconds=seconds)
-        for row in OutboxMessage.objects.using(alias):
-            history.left[row.task_id] = Row(row.state, row.error_type)
-        history._read_ledger(ledger)
-        history._read_runs(witness)
-        history._read_trouble(witness)
-        return history
-
-    def _read_ledger(self, ledger: Ledger) -> None:
-        for note in ledger.read():
-            if note.what == WRITTEN:
-                self.committed.add(note.task_id)
-            elif note.what in (GONE, FAILED):
-                self.ends.setdefault(note.task_id, note.at)
-            elif note.what == RESENT:
-                self.resent += 1
-            elif note.what == DEATH:
-                pid = decode_holder(note.holder, HeldLock("")).holder.pid
-                self.deaths.append(Death(note.task_id, pid, note.at, note.lease))
-
-    def _read_runs(self, witness: Witness) -> None:
-        for entry in sorted(witness.runs.entries(), key=lambda entry: entry["at_ns"]):
-            task_id, pid, at = entry["id"], entry["pid"], entry["at_ns"]
-            match entry["effect"]:
-                case "begun":
-                    self.runs[task_id].append(
-                        Run(task_id, pid, at, entry["retries"], entry["worker"])
-                    )
-                case "ended":
-                    ours = [one for one in self.runs[task_id] if one.pid == pid]
-                    ours[-1].ended, ours[-1].ending = at, entry["ending"]
-                case "stood still":
-                    self.stood_still[pid].append(at)
-
-    def _read_trouble(self, witness: Witness) -> None:
-        for entry in witness.trouble.entries():
-            match entry["effect"]:
-                case "killed":
-                    self.killed.setdefault(entry["child"], entry["at_ns"])
-                    self.inside += entry["inside"]
-                case "worker ended":
-                    self.ended[entry["worker"]] = entry["at_ns"]
-                case "paused":
-                    self.stood_still[entry["child"]].append(entry["at_ns"])
-                case harm:
-                    self.harms[harm] += 1
-
-    def all_runs(self) -> Iterator[Run]:
-        """Yield them, each task's in order."""
-        for runs in self.runs.values():
-            yield from runs
-
-    def kill_of(self, run: Run) -> int | None:
-        """Return when a run's process was killed, in it or right after it; None: it was not."""
-        killed = self.killed.get(run.pid)
-        return killed if killed is not None and self._was_in(run, killed) else None
-
-    def is_interrupted(self, run: Run) -> bool:
-        """Return whether its process stood still, or its worker ended, in it or right after it."""
-        moments = [*self.stood_still.get(run.pid, ())]
-        if run.worker in self.ended:
-            moments.append(self.ended[run.worker])
-        return any(self._was_in(run, at) for at in moments)
-
-    def _was_in(self, run: Run, moment: int) -> bool:
-        """Return whether this is the run that a process had begun last at a moment."""
-        begun = self._begun[run.pid]
-        place = bisect.bisect(begun, moment)
-        return place > 0 and begun[place - 1] == run.begun
-
-    @cached_property
-    def _begun(self) -> dict[int, list[int]]:
-        begun: dict[int, list[int]] = defaultdict(list)
-        for run in sorted(self.all_runs(), key=attrgetter("begun")):
-            begun[run.pid].append(run.begun)
-        return begun
-
-    @cached_property
-    def endings(self) -> dict[str, str]:
-        """How each committed task is to end."""
-        planned = (task for each in self.plan.transactions() for task in each.tasks)
-        return {task.id: task.ending for task in planned if task.id in self.committed}
-
-    @property
-    def failing(self) -> set[str]:
-        """The committed tasks that are to fail."""
-        return {task_id for task_id, ending in self.endings.items() if ending == "failed"}
-
-    @cached_property
-    def recoveries(self) -> list[float]:
-        """Seconds from each kill inside a run to the next beginning of its task, in order."""
-        seconds = [
-            (later.begun - kill) / 1e9
-            for runs in self.runs.values()
-            for run, later in pairwise(runs)
-            if (kill := self.kill_of(run)) is not None and later.begun > kill
-        ]
-        return sorted(seconds)
+from tests.faults.carried.history import History, Row, Run
+from tests.faults.carried.plan import FINAL
+from tests.faults.oracle import Findings, Oracle, Violation, scarce
 
 
 def lost_tasks(history: History) -> Findings:
     """Each committed task comes to its end."""
+    ended = final_runs(history)
     for task_id in sorted(history.committed):
         runs = history.runs.get(task_id, [])
-        if not any(run.ending in FINAL for run in runs):
+        if task_id not in ended:
             yield f"{task_id} was committed and never ended; it was begun {len(runs)} times."
 
 
 def unended_rows(history: History) -> Findings:
-    """In the end no row is left but those of tasks that failed."""
+    """In the end only the rows of failed tasks are left."""
     for task_id, row in history.left.items():
         if row.state != "failed":
             yield f"The row of {task_id} is {row.state}."
 
 
 def wrong_failures(history: History) -> Findings:
-    """Those that failed are those that are to fail, and of what they failed."""
+    """Exactly the tasks that are to fail have failed, with the planned error."""
     failed = {task_id for task_id, row in history.left.items() if row.state == "failed"}
     for task_id in sorted(failed | history.failing):
         row = history.left.get(task_id, Row("gone", ""))
@@ -233,8 +49,8 @@ def wrong_retries(history: History) -> Findings:
 
 
 def ghosts(history: History) -> Findings:
-    """No task of what was rolled back begins."""
-    for task_id in sorted(set(history.runs) - history.committed):
+    """No task of a rolled back transaction begins."""
+    for task_id in sorted(set(history.runs) - set(history.committed)):
         yield f"{task_id} began, and was never committed."
 
 
@@ -272,6 +88,15 @@ def attempts(history: History) -> dict[tuple[str, int], list[Run]]:
     return found
 
 
+def final_runs(history: History) -> dict[str, list[Run]]:
+    """Return the runs of each task that ended as done or failed."""
+    found: dict[str, list[Run]] = defaultdict(list)
+    for run in history.all_runs():
+        if run.ending in FINAL:
+            found[run.id].append(run)
+    return found
+
+
 def is_explained(history: History, run: Run) -> bool:
     """Return whether another process may have to do a run once more."""
     return history.kill_of(run) is not None or history.is_interrupted(run)
@@ -288,23 +113,28 @@ def two_at_once(history: History) -> Findings:
 
 
 def leases_cut_short(history: History) -> Findings:
-    """Nobody is taken for dead before its lease is over."""
+    """No process is taken for dead before its lease is over."""
     for death in history.deaths:
         if death.lease > 0:
             yield f"{death.pid} had {death.id} for another {death.lease:.3f} s."
 
 
 def needless_deaths(history: History) -> Findings:
-    """A process that is taken for dead was killed or paused, or its worker has ended."""
+    """A process that is taken for dead was killed or paused, or its worker ended."""
     gone = {run.pid for run in history.all_runs() if run.worker in history.ended}
     for death in history.deaths:
         if death.pid in gone:
             continue
-        harms = [*history.stood_still.get(death.pid, ())]
-        if death.pid in history.killed:
-            harms.append(history.killed[death.pid])
+        harms = [*history.stood_still.get(death.pid, ()), *history.killed.get(death.pid, ())]
         if not any(at < death.at for at in harms):
             yield f"{death.pid} was taken for dead in {death.id}, and was alive."
+
+
+def late_recoveries(history: History) -> Findings:
+    """A task begins again in time after its process was killed, while a worker is idle."""
+    for one in history.undisturbed:
+        if one.seconds > history.limit:
+            yield f"{one.id} began {one.seconds:.2f} s after its process was killed."
 
 
 def too_little(history: History) -> Findings:
@@ -312,41 +142,78 @@ def too_little(history: History) -> Findings:
     plan, figures = history.plan, count(history)
     wanted = {"tasks": plan.tasks, "rolled back": 1, **plan.harms}
     if plan.child_kills:
-        wanted |= {"killed inside a task": 1, "runs again": 1, "deaths counted": 1}
+        wanted["killed inside a task"] = 1
+    if plan.child_kills and plan.is_carried:
+        wanted |= {"runs again": 1, "deaths counted": 1}
+        # In a short run one harm follows the other.
+        wanted["of these by an idle worker"] = min(plan.child_kills, plan.tasks // 200) // 10
     return scarce(figures, wanted)
 
 
 def count(history: History) -> dict[str, float]:
-    """Count what happened."""
+    """Return the figures of the run."""
     endings = Counter(history.endings.values())
-    runs, seconds = list(history.all_runs()), history.recoveries
+    runs, seconds = list(history.all_runs()), [one.seconds for one in history.recoveries]
+    undisturbed = [one.seconds for one in history.undisturbed]
     return {
         "tasks": len(history.committed),
         "rolled back": sum(len(each.dropped) for each in history.plan.transactions()),
         "retried": endings["retried"],
         "failed": endings["failed"],
+        "lost": len(list(lost_tasks(history))),
+        "done twice": sum(len(ended) > 1 for ended in final_runs(history).values()),
+        "transactions whose sends raised": history.unsent,
+        "messages left in the broker": history.waiting,
         **{what: history.harms[what] for what in history.plan.harms},
         "killed inside a task": history.inside,
         "workers that ended by themselves": len(history.ended),
+        "runs that ended without a database": sum(
+            began < run.ended < over for run in runs if run.ended for began, over in history.away
+        ),
         "runs": len(runs),
         "runs again": len(runs) - len(attempts(history)),
         "deaths counted": len(history.deaths),
         "messages that no worker began in time": history.resent,
         "tasks begun again after a kill": len(seconds),
-        "seconds from a kill to that, p50": percentile(seconds, 0.5),
-        "seconds from a kill to that, p99": percentile(seconds, 0.99),
-        "seconds from a kill to that, max": percentile(seconds, 1),
+        **percentiles("seconds from a kill to that", seconds),
+        "of these by an idle worker": len(undisturbed),
+        **percentiles("seconds from a kill to an idle worker", undisturbed),
         "seconds until all had ended": round(history.seconds, 1),
     }
 
 
+def percentiles(name: str, values: list[float]) -> dict[str, float]:
+    """Return the median, the 99th percentile and the maximum of sorted values."""
+    parts = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {f"{name}, {part}": percentile(values, share) for part, share in parts.items()}
+
+
 def percentile(values: list[float], part: float) -> float:
-    """Return which of some sorted values this part does not exceed; 0: there are none."""
+    """Return the value below which this part of the sorted values lies; 0: there are none."""
     place = min(len(values) - 1, int(part * len(values)))
     return round(values[place], 2) if values else 0.0
 
 
-ORACLE = Oracle(
+class CarriedOracle(Oracle[History]):
+    """Counts the lost tasks of every kind, but reports losses of carried tasks only."""
+
+    def check(self, history: History) -> list[Violation]:
+        """Run every check, or those that hold for tasks of any kind."""
+        found = super().check(history)
+        if history.plan.is_carried:
+            return found
+        return [each for each in found if each.check in ("ghosts", "too little")]
+
+
+def measure(history: History) -> dict[str, list[float]]:
+    """Return the seconds from each kill inside a task until it began again."""
+    return {
+        "of all": [round(one.seconds, 3) for one in history.recoveries],
+        "by an idle worker": [round(one.seconds, 3) for one in history.undisturbed],
+    }
+
+
+ORACLE = CarriedOracle(
     count,
     [
         lost_tasks,
@@ -360,6 +227,8 @@ ORACLE = Oracle(
         two_at_once,
         leases_cut_short,
         needless_deaths,
+        late_recoveries,
         too_little,
     ],
+    measure,
 )

@@ -4,27 +4,41 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 from django.conf import settings
 
-from tests.faults.rooms import Room
+from tests.faults.brokers import BrokerName
 from tests.faults.scenario import Plan as AnyPlan
 from tests.faults.scenario import Witness as AnyWitness
-from tests.faults.scenario import option
+from tests.faults.scenario import draw_duration, option
 from tests.processes import Journal
+from tests.servers.databases import SERVERS
 
-#: Lease of a run, s: for so long a killed one keeps its task from others.
+#: How tasks are sent and declared: by Celery alone, with ``acks_late``, and with
+#: ``reject_on_worker_lost`` as well; in the outbox until a broker has them, or until done.
+SentName = Literal["celery", "acks-late", "reject-lost", "until-a-broker", "until-done"]
+
+#: The setting ``OUTBOX`` for each of these; the other ways use Celery alone.
+OUTBOX: Final = {"until-a-broker": True, "until-done": "until_done"}
+
+#: Endings of a run after which its task does not run again.
+FINAL: Final = {"done", "failed"}
+
+#: Lease of a run, s: a killed run keeps other runs away for that long.
 LEASE: Final = 3.0
 
-#: ``OUTBOX_RESEND_AFTER``, s: after that a relay sends again what no worker began.
+#: ``OUTBOX_RESEND_AFTER``, s: a relay then re-sends a message that no worker began.
 RESEND_AFTER: Final = 3.0
 
-#: Longest time, s, that a task takes, and how often of a thousand times; the last are
-#: longer than a lease.
+#: Pause of a relay between two looks, s.
+RELAY_LOOK: Final = 0.05
+
+#: Longest time, s, that a task takes, and how many of a thousand tasks take it; the last
+#: is longer than a lease.
 DURATIONS: Final = {0.06: 640, 0.4: 355, LEASE + 1: 5}
 
-#: Part of the transactions that is rolled back, and of those in which a savepoint is.
+#: Part of the transactions that is rolled back, and part in which only a savepoint is.
 ROLLED_BACK, HALF_ROLLED_BACK = 0.1, 0.05
 
 #: The most tasks that a transaction sends.
@@ -50,8 +64,8 @@ class Transaction(NamedTuple):
     The tasks that one transaction sends.
 
     Attributes:
-        tasks: What it commits; empty: all is rolled back.
-        dropped: What is rolled back, with a savepoint or with the whole.
+        tasks: The tasks that it commits; empty: the transaction is rolled back.
+        dropped: The tasks that are rolled back, with a savepoint or with the transaction.
     """
 
     tasks: list[Task]
@@ -65,29 +79,48 @@ class Plan(AnyPlan):
 
     Args:
         pause: Mean time between two transactions, s.
-        durations: Longest time that a task takes, s, and how often of so many times.
-        workers: How many there are.
-        concurrency: Children of each.
-        quiet: When all rows have ended and nothing has moved for so long, s, nothing will.
-        patience: The same while there are rows whose task has not ended.
-        at_most: All must have ended after this time, s.
+        durations: Longest time that a task takes, s, and the weight of that time.
+        workers: Number of workers.
+        concurrency: Children of each worker.
+        quiet: The run ends when all rows have ended and nothing has moved for this time, s.
+        patience: The same, s, while there are tasks that have not ended.
+        at_most: The run fails if it takes longer, s, plus ``at_most_each`` for each task.
+        grace: How late the task of a killed process may begin again while a worker is idle, s.
     """
 
-    broker: str = option("redis", "what carries the messages", ("redis", "rabbitmq"))
-    tasks: int = option(2_000, "how many are committed; every tenth retries")
+    sent: str = option("until-done", "how tasks are sent; others may lose some", get_args(SentName))
+    broker: str = option("redis", "the broker; with filesystem on SQLite", get_args(BrokerName))
+    database: str = option("postgres", "what has the rows; not with filesystem", SERVERS)
+    queue: str = option("classic", "the type of RabbitMQ's queue", ("classic", "quorum"))
+    tasks: int = option(2_000, "how many tasks; a tenth retries, a hundredth fails")
     child_kills: int = option(40, "how often a worker's child is killed")
     worker_kills: int = option(4, "how often a whole worker is")
     relay_kills: int = option(2, "how often the relay is")
     pauses: int = option(4, "how often a child stands still for longer than its lease")
     restarts: int = option(3, "how often the broker is restarted; Redis forgets all by that")
     flushes: int = option(2, "how often the broker loses what waits in it")
+    database_restarts: int = option(1, "how often the database's server is")
     pause: float = 0.12
     durations: tuple[tuple[float, int], ...] = tuple(DURATIONS.items())
     workers: int = 2
-    concurrency: int = 2
+    concurrency: int = 3
     quiet: float = 5.0
     patience: float = 60.0
-    at_most: float = 900.0
+    at_most: float = 600.0
+    at_most_each: float = 0.15
+    grace: float = 2.0
+
+    def objection(self) -> str | None:
+        if self.broken and not self.is_carried:
+            return "Only carried tasks can be broken."
+        if self.queue == "quorum" and self.broker != "rabbitmq":
+            return "Only RabbitMQ has quorum queues."
+        return None
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether tasks are sent with ``until_done``, which promises to lose none."""
+        return self.sent == "until-done"
 
     @property
     def harms(self) -> dict[str, int]:
@@ -99,10 +132,16 @@ class Plan(AnyPlan):
             "children paused": self.pauses,
             "broker restarted": self.restarts,
             "broker flushed": self.flushes,
+            "database restarted": self.database_restarts,
         }
 
+    @property
+    def limit(self) -> float:
+        """The seconds after which all tasks must have ended."""
+        return self.at_most + self.at_most_each * self.tasks
+
     def transactions(self) -> Iterator[Transaction]:
-        """Yield what the transactions send, until so many tasks are committed."""
+        """Yield the transactions, until the planned number of tasks is committed."""
         chance = random.Random(f"{self.seed}:transactions")
         committed, dropped = 0, 0
         while committed < self.tasks:
@@ -119,36 +158,29 @@ class Plan(AnyPlan):
 
     def _task(self, number: int, name: str, chance: random.Random) -> Task:
         ending = "failed" if number % 100 == 7 else "retried" if number % 10 == 3 else "done"
-        times, weights = zip(*self.durations, strict=True)
-        (longest,) = chance.choices(times, weights)
-        return Task(f"{name}-{number}", ending, chance.uniform(longest / 2, longest))
+        return Task(f"{name}-{number}", ending, draw_duration(chance, self.durations))
 
 
 class Witness(AnyWitness):
-    """Two journals, and a room that shows what goes on just now."""
+    """A journal beside that of trouble, and a room that shows which tasks run just now."""
 
     @property
     def runs(self) -> Journal:
         """The runs of tasks that began and ended, and the processes that were paused in one."""
         return self.open("runs")
 
-    @property
-    def trouble(self) -> Journal:
-        """The kills and pauses of processes, and the restarts and flushes of servers."""
-        return self.open("trouble")
-
-    @property
-    def room(self) -> Room:
-        """Which process is inside a task."""
-        return Room(self.folder / "inside")
+    def count_ended(self) -> int:
+        """Return how many tasks have come to their end."""
+        ended = self.runs.entries("ended")
+        return len({entry["id"] for entry in ended if entry["ending"] in FINAL})
 
     @property
     def size(self) -> int:
-        """How much was noted of runs."""
+        """The size of the journal of runs, which shows whether anything moved."""
         path = self.runs.path
         return path.stat().st_size if path.exists() else 0
 
 
 def find_witness() -> Witness:
-    """Return where this process is to note what happens."""
+    """Return the witness that this process is to write to."""
     return Witness(Path(settings.TEST_WITNESS))

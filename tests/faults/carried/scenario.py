@@ -1,19 +1,23 @@
 """How a run of the scenario ``carried`` is recorded."""
 
 import time
+from dataclasses import replace
 from typing import Final
 
+from django.db import Error, connections
+
 from django_celery_safe.models import OutboxMessage
-from tests.faults.brokers import Broker, RabbitMQBroker, RedisBroker
+from tests.faults.brokers import Broker, FolderBroker, RabbitMQBroker, RedisBroker
 from tests.faults.carried import broken
-from tests.faults.carried.ledger import WRITTEN, Ledger
+from tests.faults.carried.history import History
+from tests.faults.carried.ledger import COMMITTED, Ledger
 from tests.faults.carried.nemesis import Troublemaker
-from tests.faults.carried.oracle import History
-from tests.faults.carried.plan import LEASE, RESEND_AFTER, Plan, Witness
+from tests.faults.carried.plan import LEASE, OUTBOX, RESEND_AFTER, Plan, Witness
 from tests.faults.carried.sender import relay, send
 from tests.faults.lab import Lab
 from tests.processes import CeleryWorker
-from tests.servers import RabbitMQServer, RedisServer
+from tests.processes.waiting import wait_for
+from tests.servers import MariaDBServer, PostgresServer, RabbitMQServer, RedisServer
 
 #: Pause between two looks, s.
 LOOK: Final = 0.05
@@ -29,15 +33,20 @@ LOST_WAIT: Final = 1.0
 
 #: Deliberate faults, and the checks of which one must find each.
 VARIANTS = {
-    "until-a-broker": ("lost tasks",),
     "no-token": ("ends by others",),
     "ignores-leases": ("leases cut short", "two at once"),
+    "done-first": ("lost tasks",),
+    "new-id": ("lost tasks",),
 }
 
 
 def record(plan: Plan, lab: Lab) -> History:
-    """Let workers do what is sent while all is killed and forgotten; return what happened."""
-    witness, broker, alias = Witness(lab.folder), make_broker(plan, lab), lab.database("postgres")
+    """Let workers run tasks while processes are killed; return the history."""
+    in_files = plan.broker == "filesystem"
+    if in_files:  # there is no server to restart
+        plan = replace(plan, restarts=0, database_restarts=0)
+    witness, broker = Witness(lab.folder), make_broker(plan.broker, lab, plan.queue)
+    alias = lab.database("sqlite-immediate" if in_files else plan.database)
     ledger = Ledger(alias)
     ledger.open()
     configure(plan, lab, broker, alias)
@@ -46,24 +55,52 @@ def record(plan: Plan, lab: Lab) -> History:
     began = time.monotonic()
     sending = lab.start(send, plan)
     trouble = Troublemaker(
-        plan, witness, broker, workers, lambda: ledger.count(WRITTEN), relaying.kill
+        plan,
+        witness,
+        broker,
+        workers,
+        lambda: ledger.count(COMMITTED),
+        relaying.kill,
+        lambda: restart_database(plan, lab, alias),
     )
-    still = Stillness(plan, witness, alias)
+    still = Stillness(plan, witness, ledger, alias)
     while sending.running or not trouble.is_spent or not still.is_over():
         trouble.strike()
         still.check()
         relaying.check()
         time.sleep(LOOK)
     sending.result(0)
-    seconds = time.monotonic() - began
+    seconds, waiting = time.monotonic() - began, broker.waiting()
     lab.close()
-    return History.read(plan, witness, ledger, alias, seconds)
+    history = History.read(plan, witness, ledger, alias)
+    return replace(history, seconds=seconds, waiting=waiting)
 
 
-def make_broker(plan: Plan, lab: Lab) -> Broker:
-    """Return the broker of the plan, empty: a Redis that keeps nothing, or RabbitMQ."""
-    if plan.broker == "rabbitmq":
-        return RabbitMQBroker(lab.server(RabbitMQServer))
+def restart_database(plan: Plan, lab: Lab, alias: str) -> None:
+    """Restart the server of the database; this process's connection ends with it."""
+    connections[alias].close()
+    lab.server(MariaDBServer if plan.database.startswith("mariadb") else PostgresServer).restart()
+    wait_for(lambda: answers(alias), message="the database does not answer")
+
+
+def answers(alias: str) -> bool:
+    """Whether the database answers; PgBouncer takes a connection before its server does."""
+    try:
+        with connections[alias].cursor() as cursor:
+            cursor.execute("SELECT 1")
+    except Error:
+        connections[alias].close()
+        return False
+    return True
+
+
+def make_broker(name: str, lab: Lab, queue: str = "classic") -> Broker:
+    """Return a broker, empty: a Redis that keeps nothing, RabbitMQ, or a folder."""
+    match name:
+        case "filesystem":
+            return FolderBroker(lab.folder / "broker")
+        case "rabbitmq":
+            return RabbitMQBroker(lab.server(RabbitMQServer), queue)
     return RedisBroker(lab.server(RedisServer), silence=SILENCE)
 
 
@@ -71,11 +108,13 @@ def configure(plan: Plan, lab: Lab, broker: Broker, alias: str) -> None:
     """Set the Django settings of all processes; ``alias`` is their default database."""
     lab.use_database(alias, CONN_MAX_AGE=None)
     lab.settings |= {
+        "CELERY_TASK_ACKS_LATE": plan.sent in ("acks-late", "reject-lost"),
         "CELERY_TASK_IGNORE_RESULT": True,
+        "CELERY_TASK_REJECT_ON_WORKER_LOST": plan.sent == "reject-lost",
         "CELERY_WORKER_LOST_WAIT": LOST_WAIT,
         "DJANGO_CELERY_SAFE": {
             "LOCK_TIMEOUT": LEASE,
-            "OUTBOX": True if plan.broken == "until-a-broker" else "until_done",
+            "OUTBOX": OUTBOX.get(plan.sent, False),
             "OUTBOX_RESEND_AFTER": RESEND_AFTER,
             "OUTBOX_SEND_TIMEOUT": SEND_TIMEOUT,
             # No task is poison here, however often its processes are killed.
@@ -128,19 +167,25 @@ class Stillness:
         TimeoutError: By :meth:`check`: something has moved for too long.
     """
 
-    def __init__(self, plan: Plan, witness: Witness, alias: str) -> None:
-        self._plan, self._witness, self._alias = plan, witness, alias
-        self._ends_at = time.monotonic() + plan.at_most
+    def __init__(self, plan: Plan, witness: Witness, ledger: Ledger, alias: str) -> None:
+        self._plan, self._witness, self._ledger, self._alias = plan, witness, ledger, alias
+        self._ends_at = time.monotonic() + plan.limit
         self._seen = -1
         self._since = time.monotonic()
 
     def is_over(self) -> bool:
-        """Tell whether all tasks have ended and nothing moves, or nothing has moved for long."""
+        """Return whether all tasks have ended and nothing moves, or nothing has moved for long."""
         seconds = time.monotonic() - self._since
         if seconds < self._plan.quiet:
             return False
-        waiting = OutboxMessage.objects.using(self._alias).filter(due_at__isnull=False)
-        return seconds > self._plan.patience or not waiting.exists()
+        return seconds > self._plan.patience or not self._is_any_left()
+
+    def _is_any_left(self) -> bool:
+        """Return whether some task has not ended: carried ones have rows until then."""
+        if self._plan.is_carried:
+            rows = OutboxMessage.objects.using(self._alias).filter(due_at__isnull=False)
+            return rows.exists()
+        return self._ledger.count(COMMITTED) > self._witness.count_ended()
 
     def check(self) -> None:
         """See whether anything has moved."""
@@ -148,4 +193,4 @@ class Stillness:
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         if time.monotonic() > self._ends_at:
-            raise TimeoutError(f"After {self._plan.at_most:g} s there is no end.")
+            raise TimeoutError(f"After {self._plan.limit:g} s there is no end.")

@@ -4,14 +4,21 @@ import io
 import logging
 import random
 import time
+from contextlib import suppress
+from typing import Final
 
 from django.core.management import call_command
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connection, transaction
+from kombu.exceptions import OperationalError as BrokerError
 
 from tests.app.celery import app
 from tests.faults.carried import broken, work
-from tests.faults.carried.plan import Plan, Task, Transaction, find_witness
+from tests.faults.carried.ledger import COMMITTED, Ledger
+from tests.faults.carried.plan import OUTBOX, Plan, Task, Transaction, find_witness
 from tests.faults.outbox.relaying import hurry
+
+#: Pause before a database that was away is asked again, s.
+PAUSE: Final = 0.1
 
 
 def send(plan: Plan) -> None:
@@ -19,8 +26,34 @@ def send(plan: Plan) -> None:
     enter()
     chance = random.Random(f"{plan.seed}:pauses")
     for each in plan.transactions():
-        commit(each)
+        try:
+            insist(each)
+        except BrokerError:
+            if plan.sent in OUTBOX:
+                raise
+            # The transaction is committed, and Celery alone has no other way to say so.
+            find_witness().trouble.write("send failed")
         time.sleep(chance.expovariate(1 / plan.pause))
+
+
+def insist(each: Transaction) -> None:
+    """Run a transaction, again if it was lost because the database went away."""
+    while True:
+        try:
+            return commit(each)
+        except (OperationalError, InterfaceError):
+            if was_committed(each):
+                return None
+
+
+def was_committed(each: Transaction) -> bool:
+    """Return whether a transaction was committed; wait until the database answers."""
+    ledger = Ledger(DEFAULT_DB_ALIAS)
+    while True:
+        connection.close()
+        time.sleep(PAUSE)
+        with suppress(OperationalError, InterfaceError):
+            return any(ledger.has(COMMITTED, task.id) for task in each.tasks[:1])
 
 
 def commit(each: Transaction) -> None:
@@ -36,7 +69,8 @@ def commit(each: Transaction) -> None:
 
 
 def send_one(task: Task) -> None:
-    """Send a task when the transaction commits; for how long it is kept is a setting."""
+    """Send a task when the transaction commits; how it is kept until then is a setting."""
+    Ledger(DEFAULT_DB_ALIAS).record(task.id)
     work.work.apply_async_on_commit((task.ending, task.seconds), task_id=task.id)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from celery import shared_task
 
-from django_celery_safe import SafeTask
+from django_celery_safe import SafeTask, conf
 from tests.faults.carried import broken
 from tests.faults.carried.plan import LEASE, Witness, find_witness
 
@@ -23,7 +23,8 @@ class PlannedFailure(Exception):
     """The error of a task that is to fail."""
 
 
-@shared_task(base=SafeTask, bind=True, max_retries=5)
+# Without an outbox it is a task of Celery alone.
+@shared_task(base=SafeTask if conf.get("OUTBOX") else None, bind=True, max_retries=5)
 def work(self: Any, ending: str, seconds: float) -> None:
     """Be inside for a while, then end as it is planned."""
     witness, request = find_witness(), self.request

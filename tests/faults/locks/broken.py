@@ -12,13 +12,21 @@ from typing import Any
 
 from django.core.cache.backends.redis import RedisCache
 
-from django_celery_safe import conf
-from django_celery_safe.leases.holder import HeldLock, Holder
+from django_celery_safe import cache_lock, conf
+from django_celery_safe.leases.holder import (
+    HeldLock,
+    Holder,
+    place_names,
+    split_place,
+)
 from django_celery_safe.leases.store import Renewable
 from django_celery_safe.locks.lock import CacheLock
-from django_celery_safe.locks.stores.base import Acquired
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.redis import RedisStore
 from tests.faulty import let_choose
+
+#: Places that a broken release looks at.
+MOST_PLACES = 3
 
 
 class ExtendsAnyStore(RedisStore):
@@ -48,28 +56,60 @@ class RevivingStore(RedisStore):
 class ShortLeaseStore(RedisStore):
     """Ends each lease before its holder stops to trust it."""
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """Acquire for a part of the time."""
-        return super().acquire(name, token, seconds * 0.6, holder, patience)
+        return super().take(request._replace(seconds=request.seconds * 0.6))
 
 
 class ForgetfulFenceStore(RedisStore):
     """Counts acquisitions from 1 again after it lost its memory."""
 
-    def acquire(
-        self, name: str, token: str, seconds: float, holder: Holder, patience: float | None = None
-    ) -> Acquired | HeldLock:
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
         """Number the acquisition by a counter that knows no time."""
-        outcome = super().acquire(name, token, seconds, holder, patience)
+        outcome = super().take(request)
         if not isinstance(outcome, Acquired):
             return outcome
         with self.errors("acquire"):
-            return Acquired(int(self._wire.ask("INCR", self._key("fences of a broken store"))))
+            fence = int(self._wire.ask("INCR", self._key("fences of a broken store")))
+            return outcome._replace(fence=fence)
 
 
-class EndlessLock(CacheLock):
+class CountsPlacesStore(RedisStore):
+    """Takes the place whose number is one more than there are holders."""
+
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        """Take a place that may be held, since the first to come need not be the first to go."""
+        names = place_names(request.name, request.limit)
+        holders = sum(self.peek(place) is not None for place in names)
+        if holders == request.limit:
+            return super().take(request)
+        place = names[holders]
+        with self.errors("acquire"):
+            self._wire.ask("DEL", self._key(place))
+        outcome = super().take(request._replace(name=place, patience=None, limit=1))
+        return outcome._replace(place=holders + 1) if isinstance(outcome, Acquired) else outcome
+
+
+class ReleasesLastPlaceStore(RedisStore):
+    """Frees the place that was taken last, whoever has it."""
+
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
+        """Release the last place, too."""
+        released = super().release(name, token, remaining)
+        held = filter(None, map(self.peek, place_names(split_place(name)[0], MOST_PLACES)))
+        for last in list(held)[-1:]:
+            super().release(last.name, last.token)
+        return released
+
+
+class OtherLock(CacheLock):
+    """Made as ``cache_lock`` makes its own."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, cache_lock(name, **options)._options)
+
+
+class EndlessLock(OtherLock):
     """Trusts itself until it is released."""
 
     @property
@@ -83,7 +123,7 @@ class EndlessLock(CacheLock):
         return 0.0 if self._lease is None else self._lease.seconds
 
 
-class SlowAnswerLock(CacheLock):
+class SlowAnswerLock(OtherLock):
     """Not broken: gets some answers late, as over a slow network."""
 
     def acquire(self, blocking_timeout: conf.Duration | conf.Unset | None = conf.UNSET) -> bool:
@@ -121,11 +161,21 @@ class ForgetfulFenceCache(RedisCache):
     """Chooses ForgetfulFenceStore."""
 
 
+class CountsPlacesCache(RedisCache):
+    """Chooses CountsPlacesStore."""
+
+
+class ReleasesLastPlaceCache(RedisCache):
+    """Chooses ReleasesLastPlaceStore."""
+
+
 let_choose(
     {
         ExtendsAnyCache: ExtendsAnyStore,
         RevivingCache: RevivingStore,
         ShortLeaseCache: ShortLeaseStore,
         ForgetfulFenceCache: ForgetfulFenceStore,
+        CountsPlacesCache: CountsPlacesStore,
+        ReleasesLastPlaceCache: ReleasesLastPlaceStore,
     }
 )

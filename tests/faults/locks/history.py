@@ -6,6 +6,9 @@ from functools import cached_property
 from tests.faults.locks.holdings import Holding, holdings_of
 from tests.faults.locks.records import MemoryLoss, Pause, Record, is_operation
 
+#: How long processes may take to reconnect to a server that is back, ns.
+RECONNECTING = 1_000_000_000
+
 
 @dataclass
 class History:
@@ -17,16 +20,20 @@ class History:
         processes: How many there were.
         fences: Whether the store numbers its acquisitions.
         nemesis: The name of what was done to the run.
+        limit: How many may hold a lock at once.
         grace: By how much a lock may stay taken after the last lease that is known
             of, s: for a waiter to whom it was handed, and for a renewal that was
             sent late by a process that stood still.
+        idle: For how long a place may be free while somebody waits for it, s.
     """
 
     records: list[Record]
     processes: int
     fences: bool = True
     nemesis: str = "pause"
+    limit: int = 1
     grace: float = 2.0
+    idle: float = 2.0
     pauses: list[Pause] = field(default_factory=list)
     losses: list[MemoryLoss] = field(default_factory=list)
 
@@ -58,6 +65,22 @@ class History:
             and holding.acquired.sent < loss.gone
             for loss in self.losses
         )
+
+    def disturbed(self, record: Record) -> bool:
+        """Whether its process stood still, or the server was away, while it was done."""
+        return any(
+            since < record.returned and record.sent < until
+            for since, until in self._harm[record.process]
+        )
+
+    @cached_property
+    def _harm(self) -> list[list[tuple[int, int]]]:
+        """From when to when each process could not work."""
+        away = [(loss.since, loss.back + RECONNECTING) for loss in self.losses]
+        return [
+            away + [(one.since, one.until) for one in self.pauses if one.process == number]
+            for number in range(self.processes)
+        ]
 
     def windows(self) -> list[tuple[int, int]]:
         """Return from when to when leases ran of which the store knew nothing."""

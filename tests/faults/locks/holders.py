@@ -1,5 +1,5 @@
 """
-What each process of a run does: take a lock, use it one way or another, take the next.
+The processes of a run: each takes a lock, uses it in some way, and takes the next.
 
 Everything asked of a lock is written down with the clock read before and after.
 """
@@ -89,7 +89,8 @@ class LockUser:
             (way,) = self.random.choices(list(self.ways), list(self.ways.values()))
         wait = seconds * self.random.random() if drawn < PATIENT + WAITS else 0
         name, renew = self.random.choice(self.names), self.random.random() < 0.5
-        lock = self.make_lock(name, timeout=seconds, renew=renew, blocking_timeout=wait)
+        more = {} if self.plan.limit == 1 else {"limit": self.plan.limit}
+        lock = self.make_lock(name, timeout=seconds, renew=renew, blocking_timeout=wait, **more)
         self.show(ASKING)
         outcome = self.ask("acquire", lock, lock.acquire, seconds)
         if outcome == YES:
@@ -168,7 +169,8 @@ class LockUser:
         if lease is not None:
             renewer.remove(lease)
         now = time.monotonic_ns()
-        self.note(Record(self.number, "leave", lock.name, now, now, YES, lock.token, lock.fence))
+        about = (YES, lock.token, lock.fence)
+        self.note(Record(self.number, "leave", place_of(lock), now, now, *about))
 
     def extend(self, lock: CacheLock) -> None:
         """Ask for a lease of another length."""
@@ -184,17 +186,18 @@ class LockUser:
         if lock.fence is None:
             return
         sent = time.monotonic_ns()
-        place, accepted = self.resource.write(lock.name, lock.fence)
+        place = place_of(lock)
+        number, accepted = self.resource.write(place, lock.fence)
         returned = time.monotonic_ns()
         outcome = YES if accepted else NO
-        about = (outcome, lock.token, lock.fence, 0.0, 0, place)
-        self.note(Record(self.number, "write", lock.name, sent, returned, *about))
+        about = (outcome, lock.token, lock.fence, 0.0, 0, number)
+        self.note(Record(self.number, "write", place, sent, returned, *about))
 
     def ask(
         self, action: str, lock: CacheLock, call: Callable[[], object], seconds: float = 0.0
     ) -> str:
         """Do one thing with the lock and write it down; return the outcome."""
-        token = lock.token
+        token, place = lock.token, place_of(lock)
         sent = time.monotonic_ns()
         try:
             outcome = NO if call() is False else YES
@@ -202,8 +205,10 @@ class LockUser:
             outcome = type(error).__name__
         returned = time.monotonic_ns()
         left = int(lock.remaining * 1e9)
-        about = (outcome, token or lock.token, lock.fence, seconds, left)
-        self.note(Record(self.number, action, lock.name, sent, returned, *about))
+        if token is None:
+            token, place = lock.token, place_of(lock)
+        about = (outcome, token, lock.fence, seconds, left)
+        self.note(Record(self.number, action, place, sent, returned, *about))
         if outcome == "LockBackendError":
             time.sleep(PAUSE_AFTER_ERROR)
         return outcome
@@ -221,3 +226,10 @@ class LockUser:
     def show(self, state: int) -> None:
         """Let the nemesis see what this process does."""
         self.states[self.number] = state
+
+
+def place_of(lock: CacheLock) -> str:
+    """Return the name of the place that a lock holds; its own name while it holds none."""
+    # Locks of other makes have no lease, and one place.
+    lease = getattr(lock, "_lease", None)
+    return lock.name if lease is None else str(lease.name)

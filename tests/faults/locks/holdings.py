@@ -1,5 +1,5 @@
 """
-Who was trusted with a lock from when to when, made out of the records.
+The spans in which a process may rely on a lock, made out of the records.
 
 Trust is what the holder's own lock object said: at a moment between two readings of
 the clock its ``held`` was True, or its ``remaining`` promised that it would be until
@@ -97,6 +97,9 @@ def _read_look(holding: Holding, record: Record) -> None:
 
 def _read_extend(holding: Holding, record: Record) -> None:
     if record.outcome == LOST:
+        # The store may have set the lease that was asked for, and that was over by the answer.
+        asked = record.sent + int(record.seconds * 1e9)
+        holding.until, holding.promised = min(holding.until, asked), min(holding.promised, asked)
         _read_loss(holding, record)
         return
     # It may have become shorter: from the request on, only what is said now counts.

@@ -25,7 +25,7 @@ class Troublemaker(Nemesis):
     Stops processes for longer than any lease, one to three at a time, and restarts servers.
 
     Args:
-        server: What holds the locks; None: it is never restarted.
+        server: The server with the locks; None: it is never restarted.
     """
 
     def __init__(

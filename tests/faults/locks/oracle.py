@@ -8,12 +8,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 
+from django_celery_safe.leases.holder import split_place
 from tests.faults.locks.history import History
 from tests.faults.locks.holdings import Holding
 from tests.faults.locks.records import NO, YES, Record
 from tests.faults.oracle import Findings, Oracle, Shown
 
-#: Of a hundred operations that each process had on average, it must have acquired so many.
+#: Acquisitions that each process must have made in a hundred operations, on average.
 ENOUGH_ACQUIRED = 4
 
 #: So many of a hundred tries to acquire must have met a lock that someone held.
@@ -21,6 +22,9 @@ ENOUGH_CONTENDED = 2
 
 #: So many of a hundred ns must lie outside of the windows of memory loss.
 ENOUGH_OUTSIDE = 25
+
+#: How late a process may hear that it has a lock, or has none, ns.
+LONGEST_ANSWER = 100_000_000
 
 
 def show(text: str, *records: Record) -> Shown:
@@ -35,31 +39,56 @@ def _describe(record: Record) -> Iterator[str]:
 
 
 def two_holders(history: History) -> Findings:
-    """No two are trusted with one lock at a time, but for leases that the store forgot."""
-    for earlier, later, since, until in _overlaps(history):
-        if not history.explains(earlier, since, until):
+    """No two are trusted with one place at a time, but for leases that the store forgot."""
+    for later, others in _meetings(history):
+        for earlier in others:
+            if earlier.acquired.lock == later.acquired.lock and not _excuses(
+                history, earlier, later
+            ):
+                since, until = _since(later), min(earlier.until, later.until)
+                text = (
+                    f"{later.acquired.lock}: two trusted themselves for {_ms(until - since)}, "
+                    f"from {_at(history, since)} on."
+                )
+                yield show(text, earlier.acquired, later.acquired)
+
+
+def too_many_holders(history: History) -> Findings:
+    """No more places of a lock are trusted at a time than it has, but for forgotten leases."""
+    for later, others in _meetings(history):
+        rivals = [one for one in others if not _excuses(history, one, later)]
+        places = {one.acquired.lock for one in (*rivals, later)}
+        if len(places) > history.limit:
             text = (
-                f"{later.acquired.lock}: two trusted themselves for {_ms(until - since)}, "
-                f"from {_at(history, since)} on."
+                f"{', '.join(sorted(places))}: {len(places)} places of {history.limit} were held "
+                f"at {_at(history, _since(later))}."
             )
-            yield show(text, earlier.acquired, later.acquired)
+            yield show(text, *(one.acquired for one in rivals), later.acquired)
 
 
-def _overlaps(history: History) -> Iterator[tuple[Holding, Holding, int, int]]:
-    """Yield two that were trusted with one lock at once, and from when to when."""
+def _meetings(history: History) -> Iterator[tuple[Holding, list[Holding]]]:
+    """Yield each holding with those that were trusted with the same lock when it began."""
     by_lock: dict[str, list[Holding]] = defaultdict(list)
     for holding in history.holdings:
         if holding.since is not None and holding.since < holding.until:
-            by_lock[holding.acquired.lock].append(holding)
+            by_lock[_lock(holding.acquired)].append(holding)
     for holdings in by_lock.values():
         holdings.sort(key=_since)
         active: list[Holding] = []
         for later in holdings:
-            since = _since(later)
-            active = [one for one in active if one.until > since]
-            for earlier in active:
-                yield earlier, later, since, min(earlier.until, later.until)
+            active = [one for one in active if one.until > _since(later)]
+            yield later, active
             active.append(later)
+
+
+def _excuses(history: History, earlier: Holding, later: Holding) -> bool:
+    """Return whether the store had forgotten the earlier one when the later one began."""
+    return history.explains(earlier, _since(later), min(earlier.until, later.until))
+
+
+def _lock(record: Record) -> str:
+    """Return the name of the lock that a place belongs to."""
+    return split_place(record.lock)[0]
 
 
 def _since(holding: Holding) -> int:
@@ -69,7 +98,7 @@ def _since(holding: Holding) -> int:
 
 def broken_promises(history: History) -> Findings:
     """
-    What a holder is promised comes true.
+    The promises to a holder come true.
 
     Before its trusted time is over it does not lose the lock, and no write of its is
     refused, unless the store lost its memory after the promise.
@@ -88,7 +117,7 @@ def broken_promises(history: History) -> Findings:
 
 
 def unordered_fences(history: History) -> Findings:
-    """Who asked after another had got its answer gets the larger fence; none is given twice."""
+    """A request after another's answer gets a larger fence, and no fence is given twice."""
     acquired = [one.acquired for one in history.holdings if one.acquired.fence is not None]
     by_return = sorted(acquired, key=lambda record: record.returned)
     largest, returned = None, 0
@@ -136,11 +165,12 @@ def older_writes(history: History) -> Findings:
 
 def refusals_without_a_holder(history: History) -> Findings:
     """A lock is refused only while someone may hold it: a lease ends by itself."""
-    taken = _taken(history)
+    grace = int(history.grace * 1e9)
+    taken = _full(history, [(lock, start, end + grace) for lock, start, end in _spans(history)])
     for record in history.records:
         if record.action != "acquire" or record.outcome != NO:
             continue
-        starts, ends = taken.get(record.lock, ([], []))
+        starts, ends = taken.get(_lock(record), ([], []))
         # The last time that began before the answer; ends grow along with the starts.
         index = bisect_right(starts, record.returned) - 1
         if index < 0 or ends[index] < record.sent:
@@ -151,30 +181,76 @@ def refusals_without_a_holder(history: History) -> Findings:
             yield show(text, record)
 
 
-def _taken(history: History) -> dict[str, tuple[list[int], list[int]]]:
-    """Return for each lock when it may have been taken: starts, and ends, of each time."""
-    spans = [(one.acquired.lock, one.acquired.sent, one.could_end) for one in history.holdings]
+def idle_places(history: History) -> Findings:
+    """
+    No place stays free for much longer than a hand-off while a process waits for one.
+
+    Only waits of a process that ran all the while, of a server that did, say anything.
+    """
+    taken = _full(history, _spans(history, soon=True))
+    for record in history.records:
+        answered = record.action == "acquire" and record.outcome in {YES, NO}
+        if not answered or history.disturbed(record):
+            continue
+        until = record.returned - LONGEST_ANSWER
+        idle = _longest_gap(record.sent, until, *taken.get(_lock(record), ([], [])))
+        if idle > history.idle * 1e9:
+            yield show(f"{record.lock}: a place was free for {_ms(idle)} of a wait.", record)
+
+
+def _longest_gap(since: int, until: int, starts: list[int], ends: list[int]) -> int:
+    """Return the longest time within a wait in which fewer than all places were taken."""
+    longest, free_from = 0, since
+    for start, end in zip(starts, ends, strict=True):
+        if end > since and start < until:
+            longest = max(longest, start - free_from)
+            free_from = end
+    return max(longest, until - free_from)
+
+
+def _spans(history: History, *, soon: bool = False) -> list[tuple[str, int, int]]:
+    """
+    Return when a place of a lock may have been taken.
+
+    Args:
+        soon: Whether whoever was acquired by a process that runs had it only just before.
+    """
+    spans = []
+    for holding in history.holdings:
+        record = holding.acquired
+        begins = record.sent
+        if soon and not history.disturbed(record):
+            begins = max(begins, record.returned - LONGEST_ANSWER)
+        spans.append((_lock(record), begins, holding.could_end))
     # Without an answer it may have been acquired all the same, and nobody knows.
     spans += [
         (record.lock, record.sent, record.returned + int(record.seconds * 1e9))
         for record in history.records
         if record.action == "acquire" and record.outcome not in {YES, NO}
     ]
-    spans.sort(key=lambda span: span[1])
+    return spans
+
+
+def _full(
+    history: History, spans: list[tuple[str, int, int]]
+) -> dict[str, tuple[list[int], list[int]]]:
+    """Return for each lock when all its places may have been taken: starts, ends of each time."""
+    # A place that is taken when another is freed comes first.
+    changes = [(start, 0, lock) for lock, start, _ in spans]
+    changes += [(end, 1, lock) for lock, _, end in spans]
     taken: dict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-    grace = int(history.grace * 1e9)
-    for lock, start, end in spans:
-        starts, ends = taken[lock]
-        if starts and start <= ends[-1]:
-            ends[-1] = max(ends[-1], end + grace)
-        else:
-            starts.append(start)
-            ends.append(end + grace)
+    holders: dict[str, int] = defaultdict(int)
+    for moment, is_end, lock in sorted(changes):
+        if not is_end:
+            holders[lock] += 1
+        if holders[lock] == history.limit:
+            taken[lock][is_end].append(moment)
+        holders[lock] -= is_end
     return taken
 
 
 def incomplete_answers(history: History) -> Findings:
-    """Who acquires gets a token of its own, and a fence if there are any; no write is missing."""
+    """Each acquisition has its own token, and a fence if there are any; no write is missing."""
     tokens: set[str] = set()
     for record in history.records:
         if record.action != "acquire" or record.outcome != YES:
@@ -190,7 +266,7 @@ def incomplete_answers(history: History) -> Findings:
             yield show(text, record)
         tokens.add(record.token or "")
     for lock, writes in _writes(history).items():
-        if [write.place for write in writes] != list(range(1, len(writes) + 1)):
+        if [write.number for write in writes] != list(range(1, len(writes) + 1)):
             text = f"{lock}: the resource saw writes of which there is no record."
             yield text
 
@@ -216,6 +292,8 @@ def _missing(history: History) -> Iterator[str]:
     wanted += ["refused writes"] if history.fences else []
     wanted += ["restarts"] if history.nemesis == "restart" else []
     yield from (f"{name}: none." for name in wanted if not counts[name])
+    if counts["most at once"] < history.limit:
+        yield f"no lock had {history.limit} holders at once."
     if history.losses:
         yield from _missing_around_losses(history)
 
@@ -264,6 +342,7 @@ def count(history: History) -> dict[str, int]:
         "pauses": len(history.pauses),
         "outlived pauses": _outlived_pauses(history),
         "restarts": len(history.losses),
+        "most at once": max((len(others) + 1 for _, others in _meetings(history)), default=0),
         "two holders by memory loss": _excused(history),
     }
 
@@ -271,7 +350,9 @@ def count(history: History) -> dict[str, int]:
 def _excused(history: History) -> int:
     """Count pairs that trusted themselves at once because the store had lost its memory."""
     return sum(
-        history.explains(earlier, since, until) for earlier, _, since, until in _overlaps(history)
+        earlier.acquired.lock == later.acquired.lock and _excuses(history, earlier, later)
+        for later, others in _meetings(history)
+        for earlier in others
     )
 
 
@@ -306,7 +387,7 @@ def _writes(history: History) -> dict[str, list[Record]]:
         if record.action == "write":
             writes[record.lock].append(record)
     for of_one in writes.values():
-        of_one.sort(key=lambda write: write.place)
+        of_one.sort(key=lambda write: write.number)
     return writes
 
 
@@ -322,10 +403,12 @@ ORACLE = Oracle(
     count,
     [
         two_holders,
+        too_many_holders,
         broken_promises,
         unordered_fences,
         older_writes,
         refusals_without_a_holder,
+        idle_places,
         incomplete_answers,
         too_little,
     ],

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from tests.faults.scenario import Plan as AnyPlan
 from tests.faults.scenario import option
 
-#: What a process does at this moment, as the nemesis sees it.
+#: The state of a process at this moment, as the nemesis sees it.
 IDLE, ASKING, HOLDING = 0, 1, 2
 
-#: What is done with a lock that is held (methods of ``holders.LockUser``), and how often
+#: Uses of a lock that is held (methods of ``holders.LockUser``), and how often
 #: of a hundred times: as in a long run, where everything happens often enough,
 OFTEN = {
     "write_and_release": 40,
@@ -40,7 +40,7 @@ ROUGH = {
 #: In which state a process is to be stopped, and how often of a hundred times.
 WHEN = {HOLDING: 65, ASKING: 30, IDLE: 5}
 
-#: What is done by those who waited for long: nothing that takes long.
+#: Uses of a lock after a long wait: none of them takes long.
 QUICK = ("write_and_release", "look_around_and_release", "ensure_and_release")
 
 #: Shortest and longest lease of those who are ready to wait as long, s: on Redis only
@@ -58,6 +58,7 @@ class Store(NamedTuple):
         whole: Its leases are whole seconds.
         forgetful: It loses its memory with a restart.
         fences: It numbers its acquisitions.
+        wakes: A release wakes a waiter.
     """
 
     backend: str | None
@@ -65,12 +66,13 @@ class Store(NamedTuple):
     whole: bool = False
     forgetful: bool = False
     fences: bool = True
+    wakes: bool = False
 
 
 STORES = {
-    "django-redis": Store("django_redis.cache.RedisCache", (0.05, 0.3), forgetful=True),
+    "django-redis": Store("django_redis.cache.RedisCache", (0.05, 0.3), forgetful=True, wakes=True),
     "redis-cache": Store(
-        "django.core.cache.backends.redis.RedisCache", (0.05, 0.3), forgetful=True
+        "django.core.cache.backends.redis.RedisCache", (0.05, 0.3), forgetful=True, wakes=True
     ),
     "postgres": Store(None, (0.1, 0.5)),
     "sqlite": Store(None, (0.1, 0.5)),
@@ -91,10 +93,10 @@ class Plan(AnyPlan):
     The plan of one recording.
 
     Args:
-        locks: Number of names; None: three for each four processes.
+        locks: Number of names; None: as many as give three places to each four processes.
         span: Shortest and longest lease, s; None: those that suit the store.
-        ways: What is done with a lock, and how often of a hundred times.
-        when: In which state a process is to be stopped, and how often of a hundred times.
+        ways: Uses of a lock, and how often of a hundred times.
+        when: States in which a process is to be stopped, and how often of a hundred times.
         at_least: The run lasts this long even if it has its operations before, s.
         make_lock: Dotted path of what is called as ``cache_lock`` is.
         backend: Cache backend instead of the store's own; None: the store's own.
@@ -107,6 +109,7 @@ class Plan(AnyPlan):
     processes: int = option(8, "how many use the locks")
     nemesis: str = option("pause", "restart also restarts the server", ("pause", "restart"))
     store: str = option("django-redis", "what holds the locks", tuple(STORES))
+    limit: int = option(1, "how many may hold a lock at once")
     at_most: float = option(1800.0, "the run fails when it takes longer, s")
     locks: int | None = None
     span: tuple[float, float] | None = None
@@ -130,8 +133,8 @@ class Plan(AnyPlan):
     @property
     def names(self) -> list[str]:
         """The locks' names."""
-        number = max(1, self.processes * 3 // 4) if self.locks is None else self.locks
-        return [f"lock-{index}" for index in range(number)]
+        number = self.processes * 3 // 4 // self.limit if self.locks is None else self.locks
+        return [f"lock-{index}" for index in range(max(1, number))]
 
     @property
     def longest_pause(self) -> float:

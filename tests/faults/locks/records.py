@@ -1,5 +1,5 @@
 """
-What is written down about a run: one record for each operation, and what was done to it.
+The records of a run: one for each operation, and one for each fault.
 
 All times are ns by CLOCK_MONOTONIC, which is one clock for all processes of a machine.
 """
@@ -24,15 +24,16 @@ class Record(NamedTuple):
         process: Number of the process.
         action: acquire, extend, ensure, release, look (``held`` was read), write (to
             the guarded resource) or leave (the lock was dropped without a release).
-        lock: The lock's name.
+        lock: The name of the place that the acquisition has, which is the lock's own name for
+            the first one, and for an acquisition that did not succeed.
         sent: Read from the clock before the call.
         returned: Read from the clock after the call.
         outcome: ``yes``, ``no``, or the name of the error that was raised.
-        token: Which acquisition it was about; None for one that did not succeed.
-        fence: Of that acquisition.
-        seconds: Length of the lease that was asked for; 0 where none was.
-        left: What ``remaining`` said right after ``returned``, ns.
-        place: Of a write: which one it was at the resource, counted from 1.
+        token: The acquisition that it was about; None: it did not succeed.
+        fence: The fence of that acquisition.
+        seconds: Length of the lease that was asked for; 0: none was.
+        left: The value of ``remaining`` right after ``returned``, ns.
+        number: The number of a write at the resource, from 1 on.
     """
 
     process: int
@@ -45,7 +46,7 @@ class Record(NamedTuple):
     fence: int | None = None
     seconds: float = 0.0
     left: int = 0
-    place: int = 0
+    number: int = 0
 
 
 class Pause(NamedTuple):

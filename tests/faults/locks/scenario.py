@@ -16,12 +16,20 @@ from tests.servers import MemcachedServer, RedisServer, Server
 #: How late a renewal that is under way may be sent on a busy machine, s.
 SLOWNESS = 0.5
 
+#: For how long a place may be free while a process waits, s: the longest pause of a waiter that
+#: polls is half of that; and for how long a process that stands still inside a transaction may
+#: keep all others from a database.
+IDLE, LONGEST_TRANSACTION = 1.0, 5.0
+
 CONTRACT, OURS = "tests.contract.broken.", "tests.faults.locks.broken."
 
 #: Holders that go on beyond their leases while others come and go.
 OUTSTAYING = {"outstay_and_write": 40, "write_and_release": 60}
 
-#: Each fault: what is changed in the plan, and the check that must see it.
+#: One lock with places for half of the processes.
+PLACES = {"limit": 2, "locks": 1}
+
+#: Each fault: the changes of the plan, and the check that must find it.
 FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
     "release-any": ({"backend": CONTRACT + "NoOwnerCheckCache"}, "two holders"),
     "endless-lease": (
@@ -44,6 +52,9 @@ FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
     "endless-trust": ({"make_lock": OURS + "EndlessLock"}, "two holders"),
     "late-clock": ({"make_lock": OURS + "LateClockLock", "ways": OUTSTAYING}, "two holders"),
     "unguarded": ({"guarded": False}, "older writes"),
+    "one-too-many": ({"backend": CONTRACT + "OneTooManyCache", **PLACES}, "too many holders"),
+    "counted-place": ({"backend": OURS + "CountsPlacesCache", **PLACES}, "two holders"),
+    "other-place": ({"backend": OURS + "ReleasesLastPlaceCache", **PLACES}, "two holders"),
 }
 
 #: The checks that must find each.
@@ -80,7 +91,9 @@ def record(plan: Plan, lab: Lab) -> History:
         processes=plan.processes,
         fences=STORES[plan.store].fences,
         nemesis=plan.nemesis,
+        limit=plan.limit,
         grace=plan.leases[1] * 2 + SLOWNESS,
+        idle=IDLE if STORES[plan.store].wakes else IDLE + LONGEST_TRANSACTION,
         pauses=trouble.pauses,
         losses=trouble.losses,
     )

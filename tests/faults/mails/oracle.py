@@ -27,7 +27,7 @@ AFTER_A_KILL = "doubles after a kill"
 #: Errors of a send whose answer did not come in time.
 NO_ANSWER = {"TimeoutError", "SMTPServerDisconnected"}
 
-#: What an e-mail's task is retried for, by name.
+#: Names of the errors for which an e-mail's task is retried.
 EXPECTED = NO_ANSWER | {
     "ConnectionRefusedError",
     "ConnectionResetError",
@@ -36,7 +36,7 @@ EXPECTED = NO_ANSWER | {
     "SMTPRecipientsRefused",
 }
 
-#: What must not happen, or need not: a kill, or an answer, may come in time or not.
+#: Figures that may be zero: a kill, or an answer, may come in time or not.
 BY_CHANCE = {
     f"doubles: {cause}" for cause in (KILLED_WAITING, KILLED_LATER, DROPPED, LATE, UNEXPLAINED)
 } | {"users without an e-mail", "users with several e-mails"}
@@ -81,7 +81,7 @@ class Run:
 @dataclass
 class History:
     """
-    What happened.
+    The events of a run.
 
     Attributes:
         flags: Whether the flag of each user is set in the end.
@@ -185,7 +185,7 @@ def missing_mails(history: History) -> Findings:
 
 
 def unexplained_doubles(history: History) -> Findings:
-    """Of a user's e-mails, all but one have a cause why they did not count."""
+    """All but one of a user's e-mails have a cause why they did not count."""
     for user, mails in history.doubles():
         if sum(cause is None for _, cause in mails) > 1:
             yield f"User {user}: {describe(mails)}."

@@ -19,7 +19,7 @@ VISIBILITY_TIMEOUT: Final = 3.0
 
 
 class Behaviour(StrEnum):
-    """What the mail server does with one connection."""
+    """The mail server's treatment of one connection."""
 
     ACCEPT = "accepted"
     REFUSE_CONNECTION = "refused at connect"
@@ -86,15 +86,15 @@ class Witness(AnyWitness):
 
     @property
     def server(self) -> Journal:
-        """What the mail server did; it alone writes here."""
+        """The mail server's journal; it alone writes here."""
         return self.open("server")
 
     @property
     def tasks(self) -> Journal:
-        """What tasks began and ended."""
+        """The beginnings and ends of tasks."""
         return self.open("tasks")
 
     @property
     def kills(self) -> Journal:
-        """Which children were killed, and how each was chosen."""
+        """The children that were killed, and how each was chosen."""
         return self.open("kills")

@@ -1,7 +1,7 @@
 """
 A mail server that misbehaves by a plan, in a thread of its own.
 
-What it took is in its journal before anybody hears of it.
+An e-mail that it took is in its journal before the answer is sent.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class MailServer:
 
 
 class Delivery:
-    """What is done with the e-mail of one connection; aiosmtpd calls its methods."""
+    """The treatment of the e-mail of one connection; aiosmtpd calls its methods."""
 
     def __init__(self, server: MailServer, number: int, behaviour: Behaviour) -> None:
         self.behaviour = behaviour

@@ -2,7 +2,7 @@
 Says whether every committed task arrived, none of another, and each had its effect once.
 
 Each check is a function of the history that yields what violates it.
-Which transactions committed is known from their rows alone.
+The rows of the transactions alone show which ones committed.
 """
 
 from collections import Counter
@@ -13,14 +13,14 @@ from django_celery_safe.sending.relay import BATCH
 from tests.faults.oracle import Findings, Oracle
 from tests.faults.outbox.plan import Plan, Witness
 
-#: What nobody's plan knows the number of.
+#: The end of a process that is killed at a random moment.
 AT_RANDOM = "at random"
 
 
 @dataclass
 class History:
     """
-    What happened.
+    The events of a run.
 
     Attributes:
         begun: Numbers of the transactions that began.
@@ -31,8 +31,8 @@ class History:
         flagged: Names whose row says that they were.
         left: Rows of the outbox in the end.
         kills: How often a role was killed at a point.
-        troubles: What happened to the broker, and how often.
-        raised: What sends raised.
+        troubles: The faults of the broker, and how often each came.
+        raised: The errors of sends.
     """
 
     plan: Plan
@@ -108,7 +108,7 @@ def too_many_duplicates(history: History) -> Findings:
 
 
 def undone_effects(history: History) -> Findings:
-    """What arrived is done, and its row says so."""
+    """A task that arrived is done, and its row says so."""
     for name in sorted(history.committed - history.lost):
         if not history.effects[name] or name not in history.flagged:
             yield f"{name}: done {history.effects[name]} times, flag {name in history.flagged}."

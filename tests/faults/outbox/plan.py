@@ -8,11 +8,12 @@ from typing import Any, Final, NamedTuple
 from tests.faults.scenario import Plan as AnyPlan
 from tests.faults.scenario import Witness as AnyWitness
 from tests.faults.scenario import option
+from tests.servers.databases import SERVERS
 
 #: ``OUTBOX_SEND_TIMEOUT`` of a run, s.
 SEND_TIMEOUT: Final = 0.5
 
-#: What a transaction sends, and how often of a hundred times.
+#: The sends of a transaction, and how often of a hundred times.
 KINDS: Final = {
     "one": 36,
     "three": 16,
@@ -29,7 +30,7 @@ KINDS: Final = {
 #: hundred times; the last are open for longer than a relay leaves new rows alone.
 LINGERING: Final = {0.0: 70, 0.3: 28, 3.0: 2}
 
-#: Who is killed.
+#: Roles of processes that are killed.
 SENDER, CUT_OFF, RELAY = "sender", "sender without broker", "relay"
 
 #: Where a process can be told to kill itself, between INSERT and delete.
@@ -55,12 +56,12 @@ POINTS: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 
-#: Those that there are without an outbox.
+#: Points that exist without an outbox.
 PLAIN_POINTS: Final[dict[str, tuple[str, ...]]] = {
     SENDER: ("after the commit", "inside the publication", "after the publication")
 }
 
-#: Those that there are where the transport publishes a batch in one request.
+#: Points that exist where the transport publishes a batch in one request.
 BATCH_POINTS: Final = ("inside the pipeline", "after the pipeline")
 
 #: The troubles of the broker, one in each round. Redis has what it got on the disk before it
@@ -70,7 +71,7 @@ TROUBLES: Final = ("stopped", "killed", "paused")
 
 class Transaction(NamedTuple):
     """
-    What one transaction does.
+    The work of one transaction.
 
     Attributes:
         lingers: For how long it stays open after its sends, s.
@@ -94,6 +95,7 @@ class Plan(AnyPlan):
     """
 
     broker: str = option("redis", "what carries the messages", ("redis", "rabbitmq"))
+    database: str = option("postgres", "what has the outbox", SERVERS)
     transactions: int = option(300, "how many at least; there are more if the kills take longer")
     rounds: int = option(3, "kills at each point")
     random_kills: int = option(10, "of each process, at any moment")
@@ -110,7 +112,7 @@ class Plan(AnyPlan):
 
     @property
     def roles(self) -> list[str]:
-        """Who is there: with an outbox, two relays and a sender whose broker refuses it."""
+        """The roles: with an outbox also two relays and a sender whose broker refuses it."""
         return [SENDER] if self.plain else [SENDER, CUT_OFF, RELAY, RELAY]
 
     def points(self, role: str) -> tuple[str, ...]:

@@ -17,13 +17,12 @@ from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from django_celery_safe.models import OutboxMessages
-from django_celery_safe.models import outbox as outbox_model
+from django_celery_safe.models import OutboxMessages, message_states
 from django_celery_safe.sending import commit, outbox, publisher
 from django_celery_safe.sending.publisher import Publisher
 from tests.faults.outbox.plan import Witness
 
-#: In this thread: what is published, as the name of its point.
+#: The publication that goes on in this thread, as the name of its point.
 _publishing = threading.local()
 
 
@@ -73,7 +72,7 @@ def lay_in_relay(fuse: Fuse) -> None:
 
 def _lay_in_claim(fuse: Fuse) -> None:
     """Lay points where rows were claimed, or nearly; not where none was due."""
-    change, commit_now = outbox_model.change_returning, BaseDatabaseWrapper._commit
+    change, commit_now = message_states.change_returning, BaseDatabaseWrapper._commit
 
     @functools.wraps(change)
     def change_and_die(*args: Any) -> Any:
@@ -90,13 +89,13 @@ def _lay_in_claim(fuse: Fuse) -> None:
             frame = frame.f_back
         return commit_now(self)
 
-    outbox_model.change_returning = change_and_die
+    message_states.change_returning = change_and_die
     BaseDatabaseWrapper._commit = die_and_commit
     _wrap(OutboxMessages, "claim", fuse, after="after the claim", only_if=bool)
 
 
 def _is_claiming(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "claim" and bool(frame.f_locals.get("rows"))
+    return frame.f_code.co_name == "_claim" and bool(frame.f_locals.get("rows"))
 
 
 def _wrap(
@@ -138,7 +137,7 @@ def _wrap_publication(owner: Any, name: str, point: str) -> None:
 @contextmanager
 def _counting_as(point: str) -> Iterator[None]:
     outer = getattr(_publishing, "point", None)
-    # What is put into a pipeline leaves with it.
+    # Messages in a pipeline leave with it.
     _publishing.point = outer or point
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a process that relays does: ``manage.py celery_outbox relay``, in a hurry."""
+"""A process that relays: ``manage.py celery_outbox relay``, in a hurry."""
 
 import io
 import logging
@@ -7,8 +7,8 @@ from datetime import timedelta
 from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS
 
+from django_celery_safe.sending import housekeeping, trouble
 from django_celery_safe.sending import relay as relaying
-from django_celery_safe.sending import trouble
 from tests.app.celery import app
 from tests.faults.outbox.broken import break_relay
 from tests.faults.outbox.plan import RELAY, Plan, Witness
@@ -39,10 +39,10 @@ def hurry() -> None:
         "PUT_OFF": timedelta(seconds=0.5),
         "PUT_BEHIND": timedelta(seconds=1),
         "IDLE": 0.05,
-        "MINUTE": 0.5,
     }
     pauses = {"SHORTEST_PAUSE": 0.1, "LONGEST_PAUSE": 0.5, "MINUTE": 0.5}
-    for module, values in ((relaying, shorter), (trouble, pauses)):
+    turns = {"MINUTE": 0.5, "AGAIN": 0.1}
+    for module, values in ((relaying, shorter), (trouble, pauses), (housekeeping, turns)):
         for name, value in values.items():
             assert hasattr(module, name)
             setattr(module, name, value)

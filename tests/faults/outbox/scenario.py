@@ -39,7 +39,7 @@ def record(plan: Plan, lab: Lab) -> History:
     The worker begins when all else is over: kombu takes a message from Redis before it
     records that it has it, so a Redis that is stopped in between loses it.
     """
-    witness, alias = Witness(lab.folder), lab.database("postgres")
+    witness, alias = Witness(lab.folder), lab.database(plan.database)
     lab.use_database(alias)
     lab.use_store(lab.server(RedisServer))
     lab.settings["DJANGO_CELERY_SAFE"] = {"OUTBOX_SEND_TIMEOUT": SEND_TIMEOUT}

@@ -1,4 +1,4 @@
-"""What a process that sends does."""
+"""A process that sends."""
 
 import itertools
 import logging
@@ -81,7 +81,7 @@ def run(plan: Plan, witness: Witness, number: int) -> None:
 
 
 class Sends:
-    """What one transaction writes and sends."""
+    """The rows and sends of one transaction."""
 
     def __init__(self, plan: Plan, witness: Witness, number: int) -> None:
         self._plan, self._folder, self._number = plan, str(witness.folder), number

@@ -12,11 +12,18 @@ from django.db import connections
 
 from django_celery_safe.models import OutboxMessage, StageStep
 
-#: What is noted: a message that was written, and a step that was said to have succeeded.
+#: The two events: a message was written, and a step was recorded as succeeded.
 MESSAGE: Final = "message"
 SUCCESS: Final = "success"
 
 _TABLE: Final = "CREATE TABLE runs_ledger (what varchar(8) NOT NULL, task_id varchar(36) NOT NULL)"
+
+
+def _for_mysql(what: str, when: str, noted: str) -> str:
+    """Return the trigger as MySQL knows it, with neither columns nor a condition of its own."""
+    when, _, condition = when.replace(" OF status", "").partition(" WHEN ")
+    changed = f"{condition} AND OLD.status <> NEW.status" if condition else "true"
+    return f"CREATE TRIGGER runs_{what} {when} BEGIN IF {changed} THEN {noted} END IF; END"
 
 
 class Ledger:
@@ -24,7 +31,7 @@ class Ledger:
     The table.
 
     Args:
-        alias: Of the database with the runs.
+        alias: Alias of the database with the runs.
     """
 
     def __init__(self, alias: str) -> None:
@@ -41,6 +48,9 @@ class Ledger:
                 noted = f"INSERT INTO runs_ledger VALUES ('{what}', NEW.task_id);"
                 if connections[self._alias].vendor == "sqlite":
                     cursor.execute(f"CREATE TRIGGER runs_{what} {when} BEGIN {noted} END")
+                    continue
+                if connections[self._alias].vendor == "mysql":
+                    cursor.execute(_for_mysql(what, when, noted))
                     continue
                 cursor.execute(
                     f"CREATE FUNCTION runs_{what}() RETURNS trigger LANGUAGE plpgsql "

@@ -2,11 +2,10 @@
 Says whether each stage was begun once and each step succeeded once, in runs that all ended.
 
 Each check is a function of the history that yields what violates it.
-What a process noted is known even if it was killed afterwards; what it committed is known
-from the database's own ledger; and what it told by signals only if it lived to do so.
+A journal keeps the entries of a process that was killed later. The database's own ledger has
+its commits. Its signals are known only if it lived to send them.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ class Step(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """What the sweep repaired: a step by its task id, or ("") a run whose stage was complete."""
+    """A repair by a sweep: of a step, by its task id, or ("") of a run with a complete stage."""
 
     run: int
     task_id: str
@@ -61,7 +60,7 @@ class Execution:
 @dataclass
 class History:
     """
-    What happened.
+    The events of a run.
 
     Attributes:
         runs: Rows, by their ids.
@@ -69,7 +68,7 @@ class History:
         left: Messages that the outbox has in the end.
         messages: How often a message with each task id was committed.
         successes: How often it was committed that the step with each task id succeeded.
-        executions: Of each step, in order.
+        executions: The executions of each step, in order.
         stages_told: How often the signal came that a run's stage was begun.
         successes_told: How often the signal came that a step succeeded.
         lost: Processes that were told to have lost a step, with the step.
@@ -101,7 +100,6 @@ class History:
         witness: Witness,
         ledger: Ledger,
         alias: str,
-        repairs: list[tuple[int, str, str]],
         seconds: dict[str, float],
     ) -> Self:
         """Put together what the witnesses wrote, and the rows."""
@@ -111,15 +109,18 @@ class History:
         for row in StageStep.objects.using(alias):
             has_end = row.ended_at is not None
             history.steps[row.pk] = Step(
-                row.run_id, row.stage, row.position, row.task_id, row.status, row.starts, has_end
+                row.run_id,
+                row.stage - 1,
+                row.position,
+                row.task_id,
+                row.status,
+                row.starts,
+                has_end,
             )
         history.left = [
             str(one) for one in OutboxMessage.objects.using(alias).filter(sent_at__isnull=True)
         ]
         history.messages, history.successes = ledger.read(MESSAGE), ledger.read(SUCCESS)
-        for name, step, reason in repairs:
-            task_id = re.findall(r"\[(.+)\]$", step)
-            history.repairs.append(Repair(name, task_id[0] if task_id else "", reason))
         history._read_steps(witness)
         history._read_trouble(witness)
         return history
@@ -140,6 +141,9 @@ class History:
                     self.successes_told[entry["step"]] += 1
                 case "lost":
                     self.lost.add((entry["pid"], entry["step"]))
+                case "repaired":
+                    repair = Repair(entry["run"], entry["task_id"], entry["reason"])
+                    self.repairs.append(repair)
 
     def _read_trouble(self, witness: Witness) -> None:
         for entry in witness.trouble.entries():
@@ -218,7 +222,7 @@ def early_steps(history: History) -> Findings:
 
 
 def stages_begun(history: History) -> Findings:
-    """Each stage is begun once: its messages are written once, but for those of the sweep."""
+    """Each stage is begun once: its messages are written once, but for those of sweeps."""
     resent = Counter(repair.task_id for repair in history.repairs)
     for run in history.runs:
         for stage in range(history.plan.stages):
@@ -360,7 +364,7 @@ def count(history: History) -> dict[str, float]:
         "steps lost": len(history.lost),
         "stages begun, by signals": history.stages_told.total(),
         "signals that a kill kept back": len(untold_stages(history)) + len(untold_steps(history)),
-        "runs that the sweep repaired": len({repair.run for repair in history.repairs}),
+        "runs that a sweep repaired": len({repair.run for repair in history.repairs}),
         "steps whose process had died": reasons["died"],
         "steps that nobody had begun": reasons["never begun"],
         "complete stages that had not gone on": reasons["complete"],

@@ -8,10 +8,9 @@ from typing import Any, Final, get_args
 from django.conf import settings
 
 from tests.faults.brokers import BrokerName
-from tests.faults.rooms import Room
 from tests.faults.scenario import Plan as AnyPlan
 from tests.faults.scenario import Witness as AnyWitness
-from tests.faults.scenario import option
+from tests.faults.scenario import draw_duration, option
 from tests.processes import Journal
 from tests.servers.databases import DatabaseKind
 
@@ -25,6 +24,9 @@ VISIBILITY_TIMEOUT: Final = 4.0
 #: longer than it takes itself, so that it sends nothing twice.
 PATIENCE: Final = 3.0
 
+#: After so many deaths a step fails: more than there are in any.
+MAX_DEATHS: Final = 20
+
 #: Part of the messages that is delivered twice, and the longest time in between, s.
 TWICE: Final = 0.2
 LATEST: Final = 2.0
@@ -33,7 +35,7 @@ LATEST: Final = 2.0
 #: longer than a lease.
 DURATIONS: Final = {0.03: 965, 0.4: 32, LEASE + 1: 3}
 
-#: Those that are there again when their process dies, and those with Celery's defaults.
+#: A task that is redelivered when its process dies, and one with Celery's defaults.
 TASKS: Final = ("tests.faults.stages.work.late", "tests.faults.stages.work.early")
 
 
@@ -62,11 +64,11 @@ class Plan(AnyPlan):
     runs: int = option(200, "how many are started")
     stages: int = option(5, "of each run")
     steps: int = option(8, "of each stage; every other one is acknowledged late")
+    child_kills: int = option(1_000, "how often a worker's child is killed, at most")
     durations: tuple[tuple[float, int], ...] = tuple(DURATIONS.items())
     beat: float = 0.05
     pause: float = 0.3
     between_kills: tuple[float, float] = (0.3, 0.9)
-    child_kills: int = 1_000
     worker_kills: int = 5
     restarts: int = 2
     workers: int = 2
@@ -81,24 +83,19 @@ class Plan(AnyPlan):
             (
                 TASKS[step % 2],
                 self.stages - stage,
-                {"seconds": self._duration(chance), "beat": self.beat},
+                {"seconds": draw_duration(chance, self.durations), "beat": self.beat},
             )
             for stage in range(self.stages)
             for step in range(self.steps)
         ]
 
-    def _duration(self, chance: random.Random) -> float:
-        times, numbers = zip(*self.durations, strict=True)
-        (longest,) = chance.choices(times, numbers)
-        return chance.uniform(longest / 2, longest)
-
 
 class Witness(AnyWitness):
-    """Three journals, and a room that shows what goes on just now."""
+    """Two journals beside that of trouble, and a room that shows which steps run just now."""
 
     @property
     def steps(self) -> Journal:
-        """What steps began and ended."""
+        """The beginnings and ends of steps."""
         return self.open("steps")
 
     @property
@@ -107,20 +104,10 @@ class Witness(AnyWitness):
         return self.open("signals")
 
     @property
-    def trouble(self) -> Journal:
-        """What was killed, restarted and delivered twice."""
-        return self.open("trouble")
-
-    @property
     def size(self) -> int:
         """How much was noted of steps."""
         path = self.steps.path
         return path.stat().st_size if path.exists() else 0
-
-    @property
-    def room(self) -> Room:
-        """Which process is inside a step."""
-        return Room(self.folder / "inside")
 
 
 def find_witness() -> Witness | None:

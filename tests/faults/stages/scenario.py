@@ -17,7 +17,7 @@ from tests.faults.lab import Lab
 from tests.faults.stages.ledger import Ledger
 from tests.faults.stages.nemesis import Troublemaker
 from tests.faults.stages.oracle import History
-from tests.faults.stages.plan import LEASE, VISIBILITY_TIMEOUT, Plan, Witness
+from tests.faults.stages.plan import LEASE, MAX_DEATHS, VISIBILITY_TIMEOUT, Plan, Witness
 from tests.faults.stages.starter import relay, start_runs, sweep_once
 from tests.processes import CeleryWorker
 from tests.servers import RabbitMQServer
@@ -53,7 +53,7 @@ def record(plan: Plan, lab: Lab) -> History:
     began = time.monotonic()
     start_and_strike(plan, lab, witness, broker, alias, workers)
     swept = time.monotonic()
-    repairs = lab.start(sweep_once).result(plan.at_most)
+    lab.start(sweep_once).result(plan.at_most)
     still = Stillness(plan, witness, broker, alias)
     while not still.is_over():
         time.sleep(LOOK)
@@ -62,7 +62,7 @@ def record(plan: Plan, lab: Lab) -> History:
     relaying.result(30)
     lab.close()
     seconds = {"before the sweep": swept - began, "after it": ended - swept}
-    return History.read(plan, witness, ledger, alias, repairs, seconds)
+    return History.read(plan, witness, ledger, alias, seconds)
 
 
 def start_workers(plan: Plan, lab: Lab) -> list[CeleryWorker]:
@@ -154,7 +154,11 @@ def configure(lab: Lab, broker: Broker, alias: str) -> None:
     lab.settings |= {
         "CELERY_TASK_IGNORE_RESULT": True,
         "CELERY_WORKER_LOST_WAIT": LOST_WAIT,
-        "DJANGO_CELERY_SAFE": {"LOCK_TIMEOUT": LEASE, "OUTBOX_SEND_TIMEOUT": SEND_TIMEOUT},
+        "DJANGO_CELERY_SAFE": {
+            "LOCK_TIMEOUT": LEASE,
+            "OUTBOX_SEND_TIMEOUT": SEND_TIMEOUT,
+            "MAX_DEATHS": MAX_DEATHS,
+        },
         "TEST_WITNESS": str(lab.folder),
         **broker.settings(),
     }

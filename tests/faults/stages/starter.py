@@ -1,4 +1,4 @@
-"""What a process of its own does: start the runs, relay the outbox, sweep once."""
+"""Functions for processes of their own: start the runs, relay the outbox, sweep once."""
 
 import logging
 import random
@@ -25,7 +25,7 @@ def start_runs(plan: Plan) -> None:
 
 
 def relay() -> None:
-    """Relay until told to end, as ``celery_outbox relay`` does; that sweeps, too, and this not."""
+    """Relay until a signal, like ``celery_outbox relay``; it sweeps once a minute, too."""
     enter()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -34,11 +34,10 @@ def relay() -> None:
     relaying.close()
 
 
-def sweep_once() -> list[tuple[int, str, str]]:
-    """Repair what does not go on; return run, step ("": all of a stage) and reason of each."""
+def sweep_once() -> None:
+    """Repair what does not go on; the signals say what."""
     enter()
-    repairs = sweep(step_table(), timedelta(seconds=PATIENCE))
-    return [(one.run, one.step, one.reason) for one in repairs]
+    sweep(step_table(), timedelta(seconds=PATIENCE))
 
 
 def enter() -> Any:

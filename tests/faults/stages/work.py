@@ -1,7 +1,7 @@
 """
 The steps of the runs, which note what they do outside of the package's tables.
 
-Whoever imports this notes also what the package's signals tell, if the settings say where.
+A process that imports this also records the package's signals, if the settings say where.
 """
 
 import time
@@ -12,7 +12,7 @@ from django.dispatch import receiver
 
 from django_celery_safe import SafeTask, stages
 from django_celery_safe.models import StageRun, StageStep
-from django_celery_safe.signals import stage_started, step_lost, step_succeeded
+from django_celery_safe.signals import run_repaired, stage_started, step_lost, step_succeeded
 from tests.faults.stages import twice
 from tests.faults.stages.plan import Witness, find_witness
 
@@ -29,7 +29,7 @@ def late(params: Params, run: StageRun, step: StageStep, seconds: float, beat: f
 @shared_task(base=SafeTask)
 @stages.step
 def early(params: Params, run: StageRun, step: StageStep, seconds: float, beat: float) -> Params:
-    """Work; whoever is killed in it has taken the message along."""
+    """Work; a kill of its process loses the message."""
     return work(params, step, seconds, beat)
 
 
@@ -37,13 +37,13 @@ def work(params: Params, step: StageStep, seconds: float, beat: float) -> Params
     """Be inside for a while; return what says that this step was done."""
     witness = find_witness()
     assert witness is not None
-    place = {"step": step.pk, "run": step.run_id, "stage": step.stage}
+    place = {"step": step.pk, "run": step.run_id, "stage": step.stage - 1}
     with witness.room.inside(str(step.pk)):
         witness.steps.write("begun", known=len(params), **place)
         time.sleep(seconds)
         time.sleep(-time.monotonic() % beat if beat else 0)
         witness.steps.write("ended", **place)
-    return {f"{step.stage}.{step.position}": True}
+    return {f"{step.stage - 1}.{step.position}": True}
 
 
 def connect(witness: Witness) -> None:
@@ -61,6 +61,10 @@ def connect(witness: Witness) -> None:
     @receiver(step_lost, weak=False)
     def note_loss(step: int, **kwargs: Any) -> None:
         signals.write("lost", step=step)
+
+    @receiver(run_repaired, weak=False)
+    def note_repair(run: int, task_id: str, reason: str, **kwargs: Any) -> None:
+        signals.write("repaired", run=run, task_id=task_id, reason=reason)
 
 
 if (_witness := find_witness()) is not None:

@@ -60,7 +60,7 @@ class Try(NamedTuple):
 @dataclass
 class History:
     """
-    What happened.
+    The events of a run.
 
     Attributes:
         over: When each task was over last, its locks being given back, ns.
@@ -146,7 +146,7 @@ class History:
         return ((until, key, of_one) for (until, key), of_one in sends.items())
 
 
-#: What need not happen: runs of a task that had come to its end, delivered again.
+#: A figure that may be zero: runs of a task that had ended, by a redelivered message.
 REPEATED = "runs repeated"
 
 
@@ -167,7 +167,7 @@ def lost_tasks(history: History) -> Findings:
 
 def undone_work(history: History) -> Findings:
     """
-    What was there to do before the last send is done.
+    All work that was there before the last send is done.
 
     Where a task is unique until its start, by a run that began after that send. Where it
     is unique until its end, the last that was published does it, see ``lost_tasks``, or
@@ -205,9 +205,9 @@ def swallowed_sends(history: History) -> Findings:
 
 def sent_twice(history: History) -> Findings:
     """
-    Of two that were published, one was no more unique when the other was.
+    If two messages were published, the lock of one was free before the other was sent.
 
-    It had been taken up (until its start), or had ended or been killed (until its end),
+    Its message had been taken up (until its start), or had ended or been killed (until its end),
     since the lock of a dead run is free within its lease.
     """
     for until, key, sends in history.sends_of_each():

@@ -38,8 +38,12 @@ def record(plan: Plan, lab: Lab) -> History:
     server = lab.server(RedisServer)
     broker = RedisBroker(server, VISIBILITY_TIMEOUT)
     cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": server.url}
+    # No task kills its process here, whoever strikes it: none is given up.
+    ours = {"MAX_DEATHS": None}
     # The locks are looked for in this process, too.
-    lab.enter_context(override_settings(CACHES={"default": cache}, **broker.settings()))
+    lab.enter_context(
+        override_settings(CACHES={"default": cache}, DJANGO_CELERY_SAFE=ours, **broker.settings())
+    )
     workers = lab.start_workers(
         plan.workers,
         "tests.faults.tasks.work",

@@ -1,4 +1,4 @@
-"""What each of the two senders does."""
+"""The two senders."""
 
 import os
 import random

@@ -57,14 +57,14 @@ ALONE: Any = {"key": "{key}", "on_conflict": "retry", "retry_delay": 0.3, "timeo
 @shared_task(**OPTIONS)
 @single_instance(unique_until="start", **ALONE)
 def until_start(self: Any, folder: str, key: str) -> None:
-    """Work; what is sent meanwhile runs afterwards."""
+    """Work; a message that is sent meanwhile runs afterwards."""
     work(self, folder, key)
 
 
 @shared_task(**OPTIONS)
 @single_instance(unique_until="end", **ALONE)
 def until_end(self: Any, folder: str, key: str) -> None:
-    """Work; what is sent meanwhile is a duplicate."""
+    """Work; a message that is sent meanwhile is a duplicate."""
     work(self, folder, key)
 
 
@@ -74,8 +74,8 @@ TASKS: dict[str, Any] = {"start": until_start, "end": until_end}
 def work(task: Any, folder: str, key: str) -> None:
     """Be inside for a while, then end in one way or another."""
     witness = Witness(Path(folder))
-    # By chance, not by the task: what outlasts the broker's patience is delivered again, and
-    # would be for ever if each of its runs did.
+    # By chance, not by the task: a run that outlasts the broker's timeout is redelivered, which
+    # would go on for ever if each of its runs were as long.
     (longest,) = random.choices(list(DURATIONS), list(DURATIONS.values()))
     (ending,) = random.choices(list(ENDINGS), list(ENDINGS.values()))
     since = time.monotonic_ns()

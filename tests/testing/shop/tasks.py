@@ -13,7 +13,7 @@ from .models import Customer
 
 WRONG = "SHOP_WRONG" in os.environ
 
-#: Which feeds were imported.
+#: Feeds that were imported.
 imported: list[str] = []
 
 

@@ -35,7 +35,7 @@ class Tests:
         assert customer.mails == 1, customer.mails
 
     def test_outbox_is_run(self) -> None:
-        """What is kept in the outbox is done."""
+        """The messages in the outbox are run."""
         customer = tasks.buy()
         assert [one.state for one in drain_outbox()] == ["SUCCESS"]
         customer.refresh_from_db()

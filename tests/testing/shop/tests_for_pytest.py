@@ -41,7 +41,7 @@ def test_welcome_is_sent_once(deliver_twice: Callable[..., Any]) -> None:
 
 
 def test_outbox_is_run(drain_outbox: Callable[..., Any]) -> None:
-    """What is kept in the outbox is done."""
+    """The messages in the outbox are run."""
     customer = tasks.buy()
     assert [one.state for one in drain_outbox()] == ["SUCCESS"]
     customer.refresh_from_db()

@@ -1,8 +1,8 @@
 """
-Pytest fixtures of what ``testing`` has; pytest loads them by an entry point.
+Pytest fixtures of what ``django_celery_safe.testing`` has; pytest loads them by an entry point.
 
-It does so in every project that this package is installed beside, also where no Django
-settings are: so neither settings nor models are asked for until a test asks for a fixture.
+It does so in every project that the package is installed beside, also where no Django settings
+are. So this module is not a part of the package, and imports it when a test asks for a fixture.
 ``-p no:django_celery_safe`` turns them off.
 """
 

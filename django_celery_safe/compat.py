@@ -1,0 +1,190 @@
+"""
+Differences between the supported versions of Django, Celery and the Redis clients.
+
+Each docstring says which version's end of support lets the older code go.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, Final
+
+import celery
+import django
+from billiard.exceptions import WorkerLostError
+from celery._state import get_current_task
+
+#: Whether Celery sends the body of a chord without the id of its group: before 5.6.
+BODIES_LOSE_THEIR_GROUP: Final = celery.VERSION[:2] < (5, 6)
+#: Celery 5.7 distinguishes more ways in which a task can end than 5.5 and 5.6.
+_IS_CELERY_57: Final = celery.VERSION[:2] >= (5, 7)
+
+
+#: Headers that RabbitMQ adds to a dead-lettered message.
+_DEATH: Final = re.compile("x-(first-|last-)?death")
+
+
+# Django.
+
+
+def make_list_action(function: Callable[..., Any], name: str, description: str) -> Any:
+    """
+    Return an action of an admin list in the form that ``get_actions`` has to return.
+
+    Django 6.1 has a class for it and deprecates the tuple, which can go with Django 6.0.
+    """
+    if django.VERSION < (6, 1):
+        return function, name, description
+    from django.contrib.admin import ActionLocation
+    from django.contrib.admin.options import Action
+
+    return Action(function, name, description, description, [ActionLocation.CHANGE_LIST])
+
+
+def is_of_form(action_location: Any) -> bool:
+    """
+    Return whether ``get_actions`` was called for the actions on the page of one row.
+
+    Django 6.1 does so and passes the location. Before, it is None, which can go with Django 6.0.
+    """
+    return action_location is not None and action_location.name == "CHANGE_FORM"
+
+
+# Celery. The first two functions can go with Celery 5.5, the others with 5.6.
+
+
+def without_deaths(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return the headers for re-sending a message, without the headers that RabbitMQ added.
+
+    RabbitMQ drops a message that carries them. Celery removes them since 5.6.
+    """
+    return {name: value for name, value in headers.items() if not _DEATH.match(name)}
+
+
+def is_chord_body(task_id: str | None) -> bool:
+    """Return whether the running task, the last of a chord, sends the chord's body."""
+    if (task := get_current_task()) is None:
+        return False
+    request: Any = task.request
+    if request.task == "celery.chord_unlock":
+        return True
+    body = request.chord
+    return bool(body and task_id and body["options"].get("task_id") == task_id)
+
+
+def has_models(task: Any, layers: Iterable[Any]) -> bool:
+    """
+    Return whether a task has ``pydantic=True``; before Celery 5.7 only a wrapper shows it.
+
+    Args:
+        layers: The functions that the task runs, outermost first.
+    """
+    if _IS_CELERY_57:
+        return task._dump_pydantic_arguments is not None
+    wrappers = vars(inspect.getmodule(celery.Celery))
+    return any(getattr(layer, "__globals__", None) is wrappers for layer in layers)
+
+
+def dump_models(task: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """
+    Return arguments with plain data in place of pydantic models, as a message has them.
+
+    Celery 5.7 converts models when it sends. Older versions can't send a model, but a task
+    that is called directly may receive one.
+    """
+    if _IS_CELERY_57:
+        dump = getattr(task, "_dump_pydantic_arguments", None)
+        return (args, kwargs) if dump is None else dump(args, kwargs)
+    plain = [_plain(value) for value in args or ()]
+    return plain, {name: _plain(value) for name, value in (kwargs or {}).items()}
+
+
+def _plain(value: Any) -> Any:
+    dump = getattr(type(value), "model_dump", None)
+    return value if dump is None else dump(value, mode="json")
+
+
+def retries_after_death(task: Any) -> bool:
+    """Return whether Celery re-sends a task whose process died, an option since 5.7."""
+    return bool(getattr(task, "retry_on_worker_lost", False))
+
+
+def acknowledges_timeout(task: Any) -> bool:
+    """Return whether the message of a task that was killed at its time limit is acknowledged."""
+    if _IS_CELERY_57:
+        return bool(task.acks_on_timeout)
+    return bool(task.acks_on_failure_or_timeout)
+
+
+def as_exception(exc_info: Any, error: BaseException) -> Any:
+    """
+    Return the form in which a worker's main process reports an error that a child raised.
+
+    billiard 4.3 reports every BaseException, and Celery stores it since 5.7. Before, Celery
+    can store only an Exception, and reports the end of the process as a lost worker.
+    """
+    if _IS_CELERY_57 or isinstance(error, Exception):
+        return exc_info
+    from billiard.einfo import ExceptionInfo
+
+    try:
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            raise WorkerLostError(f"Worker exited prematurely: {error!r}.")
+        raise type(type(error).__name__, (Exception,), {})(*error.args)
+    except Exception:  # noqa: BLE001 - it is what Celery gets
+        return ExceptionInfo()
+
+
+def fail_rejected(request: Any, exc_info: Any, error: BaseException) -> None:
+    """
+    Record the failure of a task that rejected its message for good, as Celery does since 5.7.
+
+    Before, its result, and the chord that it belongs to, would stay open for ever.
+    """
+    from celery.exceptions import Reject
+
+    if _IS_CELERY_57 or not isinstance(error, Reject) or getattr(error, "requeue", False):
+        return
+    request.task.backend.mark_as_failure(
+        request.id, error, request=request._context, store_result=request.store_errors
+    )
+    send_task_failure(request, exc_info, error)
+
+
+def send_task_failure(request: Any, exc_info: Any, error: BaseException) -> None:
+    """Send ``task_failure`` for a worker's request, for cases in which Celery does not."""
+    from celery import signals
+
+    signals.task_failure.send(
+        sender=request.task,
+        task_id=request.id,
+        exception=error,
+        args=request.args,
+        kwargs=request.kwargs,
+        traceback=exc_info.traceback,
+        einfo=exc_info,
+    )
+
+
+# Redis clients.
+
+
+@cache
+def _wants_a_name(pool: Any) -> bool:
+    _self, name, *_more = inspect.signature(pool.get_connection).parameters.values()
+    return name.default is inspect.Parameter.empty
+
+
+def take_connection(pool: Any) -> Any:
+    """
+    Return a connection from a pool of redis-py or valkey-py.
+
+    valkey-py, and redis-py before 5.3, require a command's name but do not use it; later
+    versions warn about it. The name can go with redis-py 5.2 and valkey-py 6.
+    """
+    kind: Any = type(pool)
+    return pool.get_connection("_") if _wants_a_name(kind) else pool.get_connection()

@@ -1,0 +1,1 @@
+"""Bridges to other packages, each in a module that only the project imports."""

@@ -1,0 +1,45 @@
+"""Errors of other packages: their texts, and the soft time limit that they may hide."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TypeAlias
+
+from celery.exceptions import SoftTimeLimitExceeded
+
+#: The arguments of a context manager's ``__exit__``: an error's type, the error, its traceback.
+ExcInfo: TypeAlias = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
+
+
+def describe_error(error: BaseException) -> str:
+    """Say an error of someone else's library in one line."""
+    return f"{type(error).__name__}: {text_of(error) or 'no message'}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says of itself; "" if that fails."""
+    try:
+        return str(error).strip()
+    except Exception:  # noqa: BLE001 - it is someone else's
+        return ""
+
+
+def find_soft_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | None:
+    """Return the soft time limit that an error is, or that it took the place of; None: no such."""
+    while error is not None and not isinstance(error, SoftTimeLimitExceeded):
+        # Leaving Django's atomic(), it ends in an error of the connection that it cut off.
+        error = error.__context__
+    return error
+
+
+def find_interruption(
+    error: BaseException, outer: BaseException | None
+) -> SoftTimeLimitExceeded | None:
+    """
+    Return the soft time limit that an error is, or took the place of; None: no new one.
+
+    Args:
+        outer: The error that was being handled before, whose soft time limit is not a new one.
+    """
+    limit = find_soft_time_limit(error)
+    return None if limit is find_soft_time_limit(outer) else limit

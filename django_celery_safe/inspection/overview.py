@@ -1,0 +1,257 @@
+"""
+Figures of all parts of the app, for the admin's first page and for monitoring.
+
+Each figure is counted with an index and up to a limit, so it is fast however large the tables
+are. A database or store that does not answer raises its error; callers then show "not known",
+never a zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import datetime, timedelta
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from django.db.models import Count, Max, Min, Q, QuerySet
+
+from ..databases import Now, now_as_written
+from ..leases.holder import is_overdue
+from ..locks import iter_locks
+from ..models.outbox import OutboxMessage
+from ..models.outbox_relay import OutboxRelay
+from ..models.stages import StageRun, StageStep
+from ..stages import Status
+from ..stages.repairs import UNSTARTED_AFTER
+from .locks import kind_of
+from .row import seconds_between
+
+#: Hours of the chart.
+HOURS: Final = 24
+
+
+class Figure(NamedTuple):
+    """
+    A number of rows.
+
+    Attributes:
+        number: The number of rows that were counted.
+        is_cut: Whether there may be more rows.
+    """
+
+    number: int
+    is_cut: bool = False
+
+
+class RelaySeen(NamedTuple):
+    """
+    The relay of an outbox that was seen last.
+
+    Attributes:
+        name: The relay's host and process.
+        at: When it was seen, by the database's clock.
+        ago_s: Seconds since then.
+    """
+
+    name: str
+    at: datetime
+    ago_s: float
+
+
+class OutboxFigures(NamedTuple):
+    """
+    The figures of one outbox.
+
+    Attributes:
+        pending, sent, running, failed, dead: Number of messages in each state.
+        oldest_s: The age of the oldest pending message; None: there is none.
+        lag_s: Seconds for which the longest due message has been due; 0: nothing is due.
+        relay: The relay that was seen last; None: no relay was ever seen.
+    """
+
+    pending: Figure
+    sent: Figure
+    running: Figure
+    failed: Figure
+    dead: Figure
+    oldest_s: float | None
+    lag_s: float
+    relay: RelaySeen | None
+
+
+class LockFigures(NamedTuple):
+    """
+    The figures of the locks that are held.
+
+    Attributes:
+        held: Number of locks by kind: ``run``, ``message`` and ``marker``.
+        overdue: Number of locks that should have been renewed by now.
+        is_cut: Whether there may be more locks.
+    """
+
+    held: dict[str, int]
+    overdue: int
+    is_cut: bool
+
+
+class Hour(NamedTuple):
+    """The carried tasks and runs of stages that ended in an hour."""
+
+    done: int
+    failed: int
+
+
+class Chart(NamedTuple):
+    """
+    The last 24 hours.
+
+    Attributes:
+        hours: The hours, the latest one last.
+        counted: How many of the latest hours are counted completely; earlier hours show too few.
+    """
+
+    hours: list[Hour]
+    counted: int
+
+
+def count(rows: QuerySet[Any], most: int) -> Figure:
+    """Count at most ``most`` rows, in the queryset's order."""
+    return _figure(rows[: most + 1].count(), most)
+
+
+def outbox_figures(alias: str, most: int) -> OutboxFigures:
+    """Return the figures of the outbox in a database, each up to ``most``; four queries."""
+    messages = OutboxMessage.objects.using(alias)
+    pending = Q(sent_at__isnull=True, token="")
+    # Rows that are due soonest come first: pending messages before running and sent ones.
+    live = messages.filter(due_at__isnull=False).order_by("due_at", "pk")[: most + 1]
+    seen = live.aggregate(
+        total=Count("pk"),
+        pending=Count("pk", filter=pending),
+        running=Count("pk", filter=~Q(token="")),
+        oldest_at=Min("created_at", filter=pending),
+        due_at=Min("due_at"),
+        asked_at=Max(Now()),
+    )
+    is_cut = seen["total"] > most
+    waiting = seen["total"] - seen["pending"] - seen["running"]
+    return OutboxFigures(
+        pending=Figure(min(seen["pending"], most), is_cut),
+        sent=Figure(min(waiting, most), is_cut),
+        running=Figure(min(seen["running"], most), is_cut),
+        failed=count(messages.failed().order_by("-ended_at"), most),
+        dead=count(messages.dead().order_by("-dead_at"), most),
+        oldest_s=seconds_between(seen["oldest_at"], seen["asked_at"]),
+        lag_s=seconds_between(seen["due_at"], seen["asked_at"]) or 0.0,
+        relay=find_relay(alias),
+    )
+
+
+def find_relay(alias: str) -> RelaySeen | None:
+    """Return the relay that was seen last in a database; None: no relay was ever seen."""
+    relay: Any = OutboxRelay.objects.using(alias).annotate(asked_at=Now()).first()
+    if relay is None:
+        return None
+    ago_s = seconds_between(relay.seen_at, relay.asked_at)
+    return RelaySeen(str(relay), relay.seen_at, ago_s or 0.0)
+
+
+def lock_figures(most: int) -> LockFigures:
+    """
+    Return the figures of at most ``most`` locks that are held.
+
+    Raises:
+        BackendNotSupported: The store can't list its locks.
+        LockBackendError: The store did not answer.
+    """
+    kinds: Counter[str] = Counter()
+    overdue = seen = 0
+    for lock in islice(iter_locks(), most + 1):
+        seen += 1
+        if seen <= most:
+            kinds[kind_of(lock)] += 1
+            overdue += bool(is_overdue(lock))
+    held = {kind: kinds[kind] for kind in ("run", "message", "marker")}
+    return LockFigures(held, overdue, seen > most)
+
+
+def count_active_runs(alias: str, most: int) -> dict[Status, Figure]:
+    """Count the runs of stages that have not ended, by status; one query."""
+    statuses = [Status.WAITING, Status.RUNNING]
+    runs = StageRun.objects.using(alias).active().order_by("pk")[: most + 1]
+    numbers = runs.aggregate(**{str(each): Count("pk", filter=Q(status=each)) for each in statuses})
+    is_cut = sum(numbers.values()) > most
+    return {each: Figure(min(numbers[str(each)], most), is_cut) for each in statuses}
+
+
+def count_failed_runs(alias: str, age: timedelta, most: int) -> Figure:
+    """Count the failures less than ``age`` ago among the last ``most`` ended runs; one query."""
+    ended = StageRun.objects.using(alias).filter(ended_at__gte=Now() - age).order_by("-ended_at")
+    numbers = ended[: most + 1].aggregate(
+        total=Count("pk"), failed=Count("pk", filter=Q(status=Status.FAILED))
+    )
+    return Figure(min(numbers["failed"], most), numbers["total"] > most)
+
+
+def count_overdue_steps(alias: str, most: int) -> Figure:
+    """Count the steps that were sent but not started in time; one query."""
+    return count(StageStep.objects.using(alias).overdue(UNSTARTED_AFTER), most)
+
+
+def last_hours(messages: str | None, runs: str | None, most: int) -> Chart:
+    """
+    Count the tasks and runs that ended in each of the last 24 hours; three queries.
+
+    The hours are by this process's clock: if a server's clock differs, they shift a little.
+
+    Args:
+        messages: The alias of the database with the outbox; None: leave out carried tasks.
+        runs: The alias of the database with the runs of stages; None: leave out runs.
+        most: How many rows of each kind are counted, latest end first.
+    """
+    done, failed = [0] * HOURS, [0] * HOURS
+    counted = [HOURS]
+    if messages is not None:
+        carried = OutboxMessage.objects.using(messages)
+        counted.append(_add_hours(carried.done(), [(Q(), done)], most))
+        counted.append(_add_hours(carried.failed(), [(Q(), failed)], most))
+    if runs is not None:
+        ended = StageRun.objects.using(runs).filter(ended_at__isnull=False)
+        outcomes = [(Q(status=Status.SUCCEEDED), done), (Q(status=Status.FAILED), failed)]
+        counted.append(_add_hours(ended, outcomes, most))
+    return Chart(list(map(Hour, done, failed))[::-1], min(counted))
+
+
+def _add_hours(rows: QuerySet[Any], outcomes: list[tuple[Q, list[int]]], most: int) -> int:
+    """
+    Add the rows of each outcome to the hours in which they ended, the latest hour first.
+
+    Returns:
+        How many of the latest hours are counted completely.
+    """
+    now = now_as_written(rows.db)
+    moments = [now - timedelta(hours=hour) for hour in range(HOURS + 1)]
+    newest = rows.filter(ended_at__gte=moments[-1]).order_by("-ended_at")[: most + 1]
+    # The database counts, because reading the rows here would take a hundred times as long.
+    counts = {
+        f"outcome_{kind}_{hour}": Count("pk", filter=condition & _between(moments, hour))
+        for kind, (condition, _) in enumerate(outcomes)
+        for hour in range(HOURS)
+    }
+    found = newest.aggregate(total=Count("pk"), oldest_at=Min("ended_at"), **counts)
+    for kind, (_, hours) in enumerate(outcomes):
+        for hour in range(HOURS):
+            hours[hour] += found[f"outcome_{kind}_{hour}"]
+    if found["total"] <= most:
+        return HOURS
+    return max(0, int((now - found["oldest_at"]).total_seconds() // 3600))
+
+
+def _between(moments: list[datetime], hour: int) -> Q:
+    begun = Q(ended_at__gte=moments[hour + 1])
+    # If a clock was set back, a row may have ended in the future.
+    return begun & Q(ended_at__lt=moments[hour]) if hour else begun
+
+
+def _figure(number: int, most: int) -> Figure:
+    return Figure(min(number, most), number > most)

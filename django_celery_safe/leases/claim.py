@@ -1,0 +1,451 @@
+"""
+:class:`Claim`: a process's claim of one table row, and of the work that the row stands for.
+
+Records, carried messages and steps are claimed in the same way: a statement writes a token into
+the row, with a lease that is renewed. If the process dies, the lease expires. The statement
+that records the end of the work checks the token, so a lost claim changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final, NoReturn, TypeVar
+
+from celery._state import get_current_task
+from django.db import connections, transaction
+
+from ..exceptions import IdempotencyError, LockBackendError, ResultNotStored, WrongTransaction
+from ..transactions import in_atomic, is_transaction_open, retry_on_disconnect
+from ..values import NotPlain, encode
+from .holder import HeldLock, describe_holder, encode_holder, holder_text, time_limit
+from .lease import Lease
+from .lease_table import LeaseTable
+from .renewer import renewer
+
+R = TypeVar("R")
+
+#: Longest result, characters of JSON: a repeat reads the whole result.
+LONGEST_RESULT: Final = 65536
+
+#: The claims under which the running code works, the innermost last, each with the request of
+#: the task that holds it; None: code outside of tasks holds it.
+_current: ContextVar[tuple[tuple[Claim, Any], ...]] = ContextVar(
+    "django_celery_safe_claims", default=()
+)
+
+
+class Claim(ABC):
+    """
+    The exclusive right to do some work.
+
+    :func:`idempotent` yields the claim of its key. In a task with ``outbox="until_done"``, and in
+    a step, :func:`current_claim` returns the claim of the message or step. A claim is truthy if
+    the work is ours to do, falsy if it is done.
+
+    Attributes:
+        key: The name of the work; for a message or a step ``<task>[<task id>]``.
+        result: The result that :meth:`finish` recorded; None while the work is not done.
+        is_repeat: Whether the work had already been done before.
+        is_finished: Whether :meth:`finish` was called, inside a transaction or not.
+        asked_at: When the statement that wrote the token was sent, by the monotonic clock.
+        lease: The row's lease, which is renewed; None until :meth:`begin`.
+        is_held: Whether this process still holds the row, as far as it knows.
+    """
+
+    #: The table that has the row; each kind of claim annotates it with its own type.
+    table: Any
+
+    def __init__(self, table: LeaseTable | None, name: str, key: str, seconds: float) -> None:
+        """
+        Prepare a claim.
+
+        Args:
+            table: The table with the row; None: the claim has no row.
+            name: The row's name in the table.
+            key: The name of the work.
+            seconds: Length of the lease.
+        """
+        self.table = table
+        self.name, self.key, self.seconds = name, key, seconds
+        self.result: Any = None
+        self.is_repeat = self.is_finished = self.is_held = False
+        self.token = os.urandom(16).hex()
+        self.asked_at = 0.0
+        self.lease: Lease[Any] | None = None
+        #: Whether the renewing thread can see the row and renews its lease.
+        self._renews = False
+        self._is_committed = False
+        # The partial must not refer to the claim: the lease would keep the claim alive and be
+        # renewed.
+        self._report_lost = partial(_report_lost, type(self).emit_lost)
+
+    def __bool__(self) -> bool:
+        return self.is_held
+
+    def __repr__(self) -> str:
+        return f"<Claim {self.key!r}: {'ours' if self.is_held else 'not ours'}>"
+
+    def finish(self, result: Any = None) -> None:
+        """
+        Record that the work is done; from then on a repeat gets ``result``.
+
+        Inside ``atomic()`` on the claim's database, the record is committed together with the
+        body's own writes there: both, or neither. Without this call, the work is recorded as
+        done when the block, or the function, ends without an error.
+
+        Args:
+            result: Plain data that JSON can represent, at most 64 KB. In a step: a dict for the
+                next stages, or None.
+
+        Raises:
+            ClaimLost, MessageLost, StepLost: The claim is no longer ours, and nothing is recorded.
+            ResultNotStored: JSON can't represent the result, or it is too long; nothing is
+                recorded.
+            InvalidResult: The same, in a step.
+            WrongTransaction: Autocommit is off on that database; nothing is recorded.
+            IdempotencyError: The work is not ours, or is already finished.
+        """
+        self._check_unfinished()
+        self._record_done(self._encode(result))
+        self.result = result
+
+    def ensure(self) -> None:
+        """
+        Check with the database, in one query, that the claim is still ours.
+
+        Call it before each step that two processes must not both do.
+
+        Raises:
+            ClaimLost, MessageLost, StepLost: The claim is no longer ours.
+            IdempotencyError: The work is not ours, or is finished.
+        """
+        self._check_unfinished()
+        if not self._rows().claimed(self.token).exists():
+            self.raise_lost()
+
+    def prepare(self, what: str, instead: str) -> None:
+        """
+        Check that other processes will see the claim as soon as it is written.
+
+        Args:
+            what: The work, as the subject of the error's sentence.
+            instead: The last sentence of the error: what to write instead.
+
+        Raises:
+            WrongTransaction: A transaction is open on the row's database.
+        """
+        alias = self.table.alias
+        if is_transaction_open(alias):
+            raise WrongTransaction(
+                f"{what} can't begin inside a transaction on {alias!r}, or with autocommit off "
+                f"there: other processes would not see that it is running, and a rollback would "
+                f"erase the record of it. {instead}"
+            )
+
+    def describe_holder(self, task: Any, request: Any) -> str:
+        """Return the text that describes this process and its task in the row."""
+        self._renews = self.table.renews()
+        return encode_holder(self.key, describe_holder(task, request, self._renews))
+
+    def begin(self, task: Any, request: Any) -> None:
+        """Start renewing the lease; the row has already been claimed."""
+        limit = math.inf if task is None else self.asked_at + time_limit(task, request)
+        self.lease = Lease(
+            self.table, self.name, self.token, self.seconds, self.asked_at, limit, self._report_lost
+        )
+        if self._renews:
+            renewer.add(self.lease)
+        self.is_held = True
+
+    def end(self) -> None:
+        """Stop renewing, and no longer count the row as ours; nothing is written."""
+        self.is_held = False
+        self.stop_renewing()
+
+    def stop_renewing(self) -> None:
+        """Stop renewing: the row already says that the work has ended."""
+        if self.lease is not None and self._renews:
+            renewer.remove(self.lease)
+            self._renews = False
+
+    def renew(self) -> None:
+        """Resume renewing the lease, if a transaction of the work stopped the renewal."""
+        if self.is_held and not self._renews and self.lease is not None and self.table.renews():
+            self._renews = True
+            renewer.add(self.lease)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make :func:`current_claim` return this claim inside the block."""
+        before = _current.get()
+        try:
+            _current.set((*before, (self, _find_request())))
+            yield
+        finally:
+            _current.set(before)
+
+    @contextmanager
+    def holding(self, fail: Callable[[BaseException], None]) -> Iterator[None]:
+        """Hold the claim while the block does the work; call ``fail`` if the block raises."""
+        try:
+            with self.current():
+                yield
+        except BaseException as error:
+            # After a bare os.fork(), the child also leaves the block, and must not end the claim.
+            if not self.is_of_parent():
+                self.end()
+                fail(error)
+            raise
+        finally:
+            self.end()
+
+    def check_committed(self) -> None:
+        """
+        Check that a claim that was finished was also committed.
+
+        Raises:
+            IdempotencyError: The transaction of :meth:`finish` was rolled back.
+        """
+        if not self.is_finished or self._is_committed:
+            return
+        if not self.is_done():
+            self.is_finished = False
+            raise IdempotencyError(
+                f"{self.key!r} was finished in a transaction that was rolled back, so it counts "
+                f"as not done. Don't catch the error that caused the rollback: let it propagate."
+            )
+        self._commit()
+
+    def is_done(self, *, patient: bool = True) -> bool:
+        """Return whether the row says that this claim has finished the work."""
+        rows, token = self._rows(), self.token
+        return bool(self.ask(lambda: rows.is_done_by(token), patient=patient))
+
+    def is_of_parent(self) -> bool:
+        """Return whether the row was claimed before this process was forked."""
+        return self.lease is not None and self.lease.pid != os.getpid()
+
+    def ask(self, statement: Callable[[], R], *, patient: bool = True) -> R:
+        """
+        Execute a statement that records the end of the work.
+
+        If the database is briefly unavailable, the statement is retried while the lease lasts,
+        so no other process can start the work, and for at most one lease length. If not
+        ``patient``, or before :meth:`begin`, it is retried only once, immediately.
+        """
+        lease, begun_at = self.lease, time.monotonic()
+
+        def left() -> float:
+            if lease is None or not patient:
+                return 0.0
+            return min(lease.remaining, begun_at + lease.seconds - time.monotonic())
+
+        return retry_on_disconnect(self.table.alias, statement, left, repr(self.key))
+
+    def end_by(self, write: Callable[[], bool], is_written: Callable[[], bool]) -> bool:
+        """
+        Execute the statement that ends the claim, like :meth:`ask`; return whether it was ours.
+
+        Args:
+            write: Execute the statement; return whether the claim was still ours.
+            is_written: Called if a retry finds that the claim is no longer ours: return whether
+                an earlier attempt, whose answer was lost, ended it.
+        """
+        tries = 0
+
+        def ask() -> bool:
+            nonlocal tries
+            tries += 1
+            return write() or (tries > 1 and is_written())
+
+        return self.ask(ask)
+
+    def find_new_holder(self) -> str:
+        """Report that the claim was lost; return the row's new holder, or "" if not known."""
+        held = None
+        with suppress(LockBackendError):  # the claim is lost, whether or not the holder is known
+            held = self.table.peek(self.name)
+        self.record_lost(held)
+        return "" if held is None or held.token == self.token else holder_text(held)
+
+    def record_lost(self, now_held: HeldLock | None = None) -> None:
+        """Report that the claim was lost, unless already reported."""
+        if self.lease is not None and not self.lease.lost:
+            self._report_lost(self.lease, now_held)
+
+    def raise_lost(self) -> NoReturn:
+        """Raise the error for a claim that is no longer ours."""
+        raise self._lost_error(self.find_new_holder())
+
+    @staticmethod
+    @abstractmethod
+    def emit_lost(name: str, holder: str) -> None:
+        """Report that the claim of a row was lost, with its new holder ("": not known)."""
+
+    @abstractmethod
+    def _write_done(self, text: str) -> bool:
+        """Record that the work is done, with a result; return whether the claim was ours."""
+
+    @abstractmethod
+    def _lost_error(self, holder: str) -> Exception:
+        """Return the error for a lost claim, with its new holder ("": none, or not known)."""
+
+    def _encode(self, result: Any) -> str:
+        """
+        Return the text that is stored for a result; for None: "".
+
+        Raises:
+            ResultNotStored: JSON can't represent the result, or it is too long.
+        """
+        try:
+            return "" if result is None else encode(result, LONGEST_RESULT)
+        except NotPlain as error:
+            raise ResultNotStored(self.key, str(error)) from error
+
+    def _commit(self) -> None:
+        """Run :meth:`_go_on` once, now that the record of the finished work is committed."""
+        if not self._is_committed:
+            self._is_committed = True
+            self._go_on()
+
+    def _go_on(self) -> None:  # noqa: B027 - nothing follows from the end of a record
+        """Continue after the work is committed as done; called once."""
+
+    def _rows(self) -> Any:
+        """Return a queryset of the claimed row, with one row or none."""
+        return self.table.at(self.name)
+
+    def _check_unfinished(self) -> None:
+        if not self.is_held:
+            raise IdempotencyError(
+                f"The claim of {self.key!r} is not ours: the work was done before, or its block "
+                f"has ended. Ask first: if claim: ..."
+            )
+        if self.is_of_parent():
+            raise IdempotencyError(
+                f"The claim of {self.key!r} belongs to the process that forked this one, which "
+                f"alone knows when its work is done: finish it there."
+            )
+        if self.is_finished:
+            raise IdempotencyError(f"The claim of {self.key!r} was finished before.")
+
+    def _record_done(self, text: str) -> None:
+        alias = self.table.alias
+        if in_atomic(alias):
+            # From here to the commit, the row's database lock keeps others away. The renewing
+            # thread must not wait for that lock, because other leases depend on the thread.
+            try:
+                with self._renewal_ended():
+                    ours = self._write_done(text)
+            except BaseException:
+                self.renew()  # the work may continue, and the row is not locked
+                raise
+            if ours:
+                transaction.on_commit(self._commit, using=alias)
+        else:
+            ours = self.ask(lambda: self._write_and_commit(text))
+            self.stop_renewing()
+            if ours:
+                self._commit()
+        if not ours:
+            self.raise_lost()
+        self.is_finished = True
+
+    def _write_and_commit(self, text: str) -> bool:
+        connection = connections[self.table.alias]
+        # Like is_manual(), but without opening a connection, which would cost every claim time.
+        is_open = connection.connection is not None and not connection.in_atomic_block
+        if is_open and not connection.autocommit:
+            raise WrongTransaction(
+                f"{self.key!r} can't be finished while autocommit is off on {self.table.alias!r}: "
+                f"a rollback would undo the record that it is done. Use atomic() instead."
+            )
+        # This may be a retry: the first attempt may have been written although its answer was
+        # lost.
+        return self._write_done(text) or bool(self._rows().is_done_by(self.token))
+
+    @contextmanager
+    def _renewal_ended(self) -> Iterator[None]:
+        """Stop renewing, and run the block once a renewal in progress has finished."""
+        self.stop_renewing()
+        with ExitStack() as stack:
+            if self.lease is not None:
+                stack.enter_context(renewer.renewal_paused(self.lease))
+            yield
+
+
+def current_claim() -> Claim:
+    """
+    Return the claim under which the running code works: the innermost one of this task.
+
+    The claim belongs to ``idempotent``, to a message with ``outbox="until_done"``, or to a step.
+    In a task that is called directly or eagerly, outside any ``idempotent`` of its own, it is a
+    stand-in that no other process can hold, and its ``finish()`` writes nothing.
+
+    Raises:
+        IdempotencyError: The running code has no claim.
+    """
+    task, request = get_current_task(), _find_request()
+    # A helper thread of a task has no request of its own.
+    ours = [one for one, its in _current.get() if one.is_held and request in (None, its)]
+    if ours:
+        return ours[-1]
+    if request is not None and (request.called_directly or request.is_eager):
+        return _DirectClaim(str(task.name))
+    raise IdempotencyError(
+        "No claim is being worked on here: current_claim() is for code that runs inside an "
+        '@idempotent function, a `with idempotent(...)` block, a task with outbox="until_done" '
+        "(which this message was not sent with), or a step."
+    )
+
+
+def working_claims() -> list[Claim]:
+    """Return the claims under which the running code works, the innermost last."""
+    return [claim for claim, _ in _current.get() if claim.is_held]
+
+
+def _find_request() -> Any:
+    """Return the request of the task that is running here; None: no task is running."""
+    task = get_current_task()
+    return None if task is None else task.request
+
+
+class _DirectClaim(Claim):
+    """The claim of a task that runs without a message, so it can't be delivered again."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(None, "", key, 0.0)
+        self.is_held = True
+
+    def ensure(self) -> None:
+        self._check_unfinished()
+
+    @staticmethod
+    def emit_lost(name: str, holder: str) -> None:
+        pass
+
+    def _record_done(self, text: str) -> None:
+        self.is_finished = True
+
+    def _write_done(self, text: str) -> bool:
+        return True
+
+    def _lost_error(self, holder: str) -> Exception:
+        return IdempotencyError(f"The claim of {self.key!r} was lost.")
+
+
+def _report_lost(
+    emit_lost: Callable[[str, str], None], lease: Lease[Any], now_held: HeldLock | None
+) -> None:
+    # Refers only to the lease: a reference to the claim would keep the lease renewed.
+    if now_held is not None and now_held.token == lease.token:
+        return  # not lost: the claim ended before its renewal
+    lease.lost = True
+    emit_lost(lease.name, holder_text(now_held))

@@ -1,0 +1,155 @@
+"""The Lua scripts for locks in Redis: each step of a lock is one script."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+
+class Script:
+    """A Lua script and its digest."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+# A command that the server refuses (because of an ACL, or a key of another type) aborts the
+# script there, and nothing is rolled back. So SET comes last, when nothing can fail any more,
+# and commands after the end of a lock (for the list, the waiter) use pcall: they may fail.
+#
+# The fence is the larger of last + 1 and the server's time in µs, so it grows
+# even if the counter was lost with the server's memory. It is stored as text of
+# 16 digits (until the year 2286), which sorts like the number: converting
+# numbers to text is the most expensive part of a script as short as this. A failed
+# try uses up a number, which is harmless, and writes, so on a replica it is refused at once.
+# About one in a hundred acquisitions removes keys that were never released from the list.
+NEXT_FENCE: Final = """
+local time = redis.call('TIME')
+local fence = time[1] .. string.sub(time[2] + 1000000, 2)
+local last = redis.call('GETSET', KEYS[2], fence)
+if last and last >= fence then
+    fence = string.format('%.0f', last + 1)
+    redis.call('SET', KEYS[2], fence)
+end
+"""
+ACQUIRE = Script(
+    NEXT_FENCE
+    + """
+local index = KEYS[3]
+local value = redis.call('GET', KEYS[1])
+if value then
+    if (ARGV[4] or '') ~= '' then
+        redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4])
+    end
+    return {value, redis.call('PTTL', KEYS[1])}
+end
+redis.call('ZADD', index, time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2], KEYS[1])
+if string.sub(fence, -2) == '00' then
+    -- An acquisition does not fail for this: the doctor reports a user who lacks the permission.
+    redis.pcall('ZREMRANGEBYSCORE', index, '-inf', time[1] * 1000)
+end
+redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'PX', ARGV[2])
+return fence
+"""
+)
+
+# KEYS: as above, then the other places. ARGV[3] and ARGV[5] are the holder's text, split after
+# the lock's name so that the place can be inserted; ARGV[6] is the task id in JSON. All places
+# are read before one is taken: the request may be a repeat, or its message delivered twice. A
+# host or a task may have the id as its name, so a holder that contains this text is decoded.
+ACQUIRE_PLACE = Script(
+    NEXT_FENCE
+    + """
+local function has_same_task(value)
+    return ARGV[6] ~= '' and string.find(value, ',' .. ARGV[6] .. ',', 49, true)
+        and cjson.decode(string.sub(value, 49))[7] == cjson.decode('[' .. ARGV[6] .. ']')[1]
+end
+local places, free, own = {KEYS[1]}, nil, nil
+for i = 4, #KEYS do places[i - 2] = KEYS[i] end
+for i, key in ipairs(places) do
+    local value = redis.call('GET', key)
+    if not value then
+        free = free or i
+    elseif string.sub(value, 1, 32) == ARGV[1] then
+        return {i, value, redis.call('PTTL', key)}
+    elseif not own and has_same_task(value) then
+        own = i
+    end
+end
+if own or not free then
+    if ARGV[4] ~= '' then redis.call('SET', KEYS[1] .. ' waiting', '', 'PX', ARGV[4]) end
+    local first, left = own or 1, redis.call('PTTL', places[own or 1])
+    for i = 2, own and 1 or #places do
+        local lasts = redis.call('PTTL', places[i])
+        if lasts < left then first, left = i, lasts end
+    end
+    return {first, redis.call('GET', places[first]), left}
+end
+local ends = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2]
+redis.call('ZADD', KEYS[3], ends, places[free])
+if string.sub(fence, -2) == '00' then
+    redis.pcall('ZREMRANGEBYSCORE', KEYS[3], '-inf', time[1] * 1000)
+end
+local place = free > 1 and ':place:' .. free or ''
+redis.call('SET', places[free], ARGV[1] .. fence .. ARGV[3] .. place .. ARGV[5], 'PX', ARGV[2])
+return {free, fence}
+"""
+)
+
+# KEYS: the lock, the list, and optionally another lock to check. ARGV[2]: the key of the lock
+# that this lock, judging by its name, may be a place of; both may have waiters, because the name
+# may also be a separate lock's. Names contain no space, so no lock's key is a mark or wake list.
+RELEASE = Script("""
+local other = KEYS[3] and redis.pcall('EXISTS', KEYS[3]) == 1 and 1 or 0
+local value = redis.call('GET', KEYS[1])
+if not value or string.sub(value, 1, 32) ~= ARGV[1] then return {0, other} end
+redis.call('DEL', KEYS[1])
+-- Also when it is handed on: the waiter may be gone.
+redis.pcall('ZREM', KEYS[2], KEYS[1])
+for _, line in ipairs({KEYS[1], ARGV[2]}) do
+    if redis.pcall('EXISTS', line .. ' waiting') == 1 then
+        local wake = line .. ' wake'
+        -- As many as there are places; the limit ends what says who held it.
+        local limit = string.match(value, ',(%d+)%]$') or 1
+        if redis.pcall('RPUSH', wake, '') ~= 1 then redis.pcall('LTRIM', wake, 0, limit - 1) end
+        redis.pcall('PEXPIRE', wake, 1000)
+    end
+end
+return {1, other}
+""")
+
+# KEYS: the list, then the locks. ARGV: all tokens joined without a separator, and all leases
+# joined with spaces, because each argument costs a client time. Returns the positions, from 0,
+# of the locks that were not extended.
+EXTEND = Script("""
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local each_lease = string.gmatch(ARGV[2], '%d+')
+local lost = {}
+for i = 2, #KEYS do
+    local token, lease = string.sub(ARGV[1], 32 * i - 63, 32 * i - 32), each_lease()
+    -- A key of another type must not cost the other leases.
+    local value = redis.pcall('GET', KEYS[i])
+    if type(value) == 'string' and string.sub(value, 1, 32) == token then
+        redis.call('PEXPIRE', KEYS[i], lease)
+        -- Nor must the list, which is for people.
+        redis.pcall('ZADD', KEYS[1], now + lease, KEYS[i])
+    else
+        lost[#lost + 1] = i - 2
+    end
+end
+return lost
+""")
+
+PEEK = Script("""
+return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1])}
+""")
+
+# One page of the list, and the time. A lock that stays on the list during the whole scan is on
+# one of the pages, whatever is added, removed or renewed in between.
+PAGE_OF_LOCKS = Script("""
+local time = redis.call('TIME')
+local page = redis.call('ZSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
+return {time[1] * 1000 + math.floor(time[2] / 1000), page[1], page[2]}
+""")

@@ -1,0 +1,95 @@
+"""Columns and indexes that behave the same on every database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from django.db import models
+from django.db.models import Q, lookups
+
+from ..databases import exact_collation
+
+if TYPE_CHECKING:
+    _CharField = models.CharField[str, str]
+    _TextField = models.TextField[str, str]
+else:
+    _CharField, _TextField = models.CharField, models.TextField
+
+
+class ExactCharField(_CharField):
+    """
+    A short text that is compared byte by byte, whatever the collation of the database.
+
+    MySQL would treat ``order:ABC`` and ``order:abc`` as equal, and ignore a trailing space.
+    """
+
+    def db_parameters(self, connection: Any) -> Any:
+        """Return Django's parameters with the collation of this database."""
+        return _exactly(super().db_parameters(connection), connection)
+
+
+class ExactTextField(_TextField):
+    """A long text of any characters, whatever the character set of the database."""
+
+    def db_parameters(self, connection: Any) -> Any:
+        """Return Django's parameters with the collation of this database."""
+        return _exactly(super().db_parameters(connection), connection)
+
+
+class _AnyCase:
+    """Makes a lookup ignore case, which on MySQL depends on the collation."""
+
+    def process_lhs(self, compiler: Any, connection: Any, lhs: Any = None) -> Any:
+        sql, params = super().process_lhs(compiler, connection, lhs)  # type: ignore[misc]
+        collation = " COLLATE utf8mb4_general_ci" if exact_collation(connection) else ""
+        return f"{sql}{collation}", params
+
+
+for _lookup in (lookups.IContains, lookups.IStartsWith):
+    _any_case = type(f"AnyCase{_lookup.__name__}", (_AnyCase, _lookup), {})
+    ExactCharField.register_lookup(_any_case)
+    ExactTextField.register_lookup(_any_case)
+
+
+class PartialIndex(models.Index):
+    """
+    An index of some rows, or of all rows if the database has no partial indexes, like MySQL.
+
+    Django would leave the index out there.
+
+    Args:
+        rows: The rows that the index contains.
+        whole_fields: The columns of the index if it contains all rows; (): the same columns.
+    """
+
+    def __init__(
+        self, *, rows: Q, fields: Sequence[str], whole_fields: Sequence[str] = (), **options: Any
+    ) -> None:
+        super().__init__(fields=fields, **options)
+        # Not Index.condition: Django's checks would warn that MySQL ignores it.
+        self.rows, self.whole_fields = rows, whole_fields
+
+    def create_sql(
+        self, model: type[models.Model], schema_editor: Any, using: str = "", **options: Any
+    ) -> Any:
+        """Return the statement that creates the index."""
+        is_partial = schema_editor.connection.features.supports_partial_indexes
+        fields = self.fields if is_partial else self.whole_fields or self.fields
+        index = models.Index(
+            fields=fields, name=self.name, condition=self.rows if is_partial else None
+        )
+        return index.create_sql(model, schema_editor, using, **options)
+
+    def deconstruct(self) -> Any:
+        """Return the arguments with which a migration makes an equal index."""
+        path, args, options = super().deconstruct()
+        options |= {"rows": self.rows}
+        if self.whole_fields:
+            options["whole_fields"] = tuple(self.whole_fields)
+        return path, args, options
+
+
+def _exactly(parameters: Any, connection: Any) -> Any:
+    collation = exact_collation(connection)
+    return parameters if collation is None else {**parameters, "collation": collation}

@@ -1,0 +1,341 @@
+"""The states of outbox messages, as querysets, and the transitions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final
+
+from django.db import connections, models, transaction
+from django.db.models import Case, F, IntegerField, Q, When
+from django.db.models.functions import Length
+
+from ..batches import in_batches
+from ..databases import MYSQL, Now
+from ..emitting import Event
+from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
+from ..leases.lease_table import DIED, count_death
+from ..pruning import prune_all
+from ..statements import change_returning
+from ..transactions import repeat_lost_races
+from .text import LONGEST_TYPE, end_of_traceback, storable
+
+if TYPE_CHECKING:
+    from .outbox import OutboxMessage
+
+#: Shortest and longest time until a message that could not be sent is tried again; it
+#: doubles with each attempt.
+SHORTEST_DELAY: Final = timedelta(seconds=5)
+LONGEST_DELAY: Final = timedelta(minutes=10)
+#: Longest time to hold the lock of a database that locks as a whole, such as SQLite, s.
+LONGEST_LOCK: Final = 1.0
+#: How many times the time until a message is re-sent doubles while no worker starts its task.
+MOST_DOUBLINGS: Final = 7
+#: The columns of a claimed row that a relay needs, in the order of the model's fields.
+CLAIMED: Final = (
+    "id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts", "attempt",
+    "starts", "deaths", "resent",
+)  # fmt: skip
+#: Changes to a claimed row: if it still has a run's token, the run's process has died.
+COUNT_DEATH: Final = count_death(~Q(token=""))
+#: Messages that have a due time, and messages that were sent and whose task has not ended.
+DUE: Final = Q(due_at__isnull=False)
+SENT: Final = Q(sent_at__isnull=False, ended_at__isnull=True)
+#: Messages whose row stays until their task has ended.
+CARRIED: Final = ~Q(attempt="")
+#: Messages whose task succeeded, and messages whose task ended in an error.
+DONE: Final = Q(ended_at__isnull=False, error_type="")
+FAILED: Final = Q(ended_at__isnull=False) & ~Q(error_type="")
+#: Bytes of a row; one character is one byte, because the texts are ASCII JSON.
+SIZE: Final = Length("body") + Length("properties") + Length("chord_calls")
+
+
+def _why_again(row: OutboxMessage, token: str, sent_at: datetime | None) -> str:
+    """Return why a relay re-sends a carried message; "": it is sent for the first time."""
+    if token:
+        return f"its process died (death {row.deaths})"
+    return "" if sent_at is None else f"no worker began it, {row.resent} time(s) so far"
+
+
+class OutboxMessages(models.QuerySet["OutboxMessage"]):
+    """The states of outbox rows, and the transitions between them."""
+
+    def pending(self) -> OutboxMessages:
+        """Messages that a relay still has to send or re-send, due or not."""
+        return self.filter(due_at__isnull=False, sent_at__isnull=True, token="")
+
+    def running(self) -> OutboxMessages:
+        """Messages whose task a worker runs now, or ran when its process died."""
+        return self.filter(due_at__isnull=False).exclude(token="")
+
+    def due(self) -> OutboxMessages:
+        """Messages that a relay may send now, longest waiting first."""
+        return self.filter(due_at__lte=Now()).order_by("due_at", "pk")
+
+    def dead(self) -> OutboxMessages:
+        """Messages that could not be sent and are not tried again."""
+        return self.filter(dead_at__isnull=False)
+
+    def sent(self) -> OutboxMessages:
+        """Messages that a broker has or had: kept for a while, or until their task starts."""
+        return self.filter(sent_at__isnull=False, ended_at__isnull=True, token="")
+
+    def done(self) -> OutboxMessages:
+        """Messages whose task succeeded; they stay for ``OUTBOX_RETENTION``."""
+        return self.filter(DONE)
+
+    def failed(self) -> OutboxMessages:
+        """Messages whose task ended in an error."""
+        return self.filter(FAILED)
+
+    def carried(self, task_id: str) -> OutboxMessages:
+        """The message of a task that is carried until done: one row or none."""
+        return self.filter(CARRIED, task_id=task_id)
+
+    def given_up(self) -> OutboxMessages:
+        """Messages that wait for an operator: they could not be sent, or their task failed."""
+        return self.filter(FAILED | Q(dead_at__isnull=False))
+
+    def retryable(self) -> OutboxMessages:
+        """Messages that could not be sent at least once, dead or not, or whose task failed."""
+        unsent = Q(sent_at__isnull=True, ended_at__isnull=True, attempts__gt=0, token="")
+        return self.filter(unsent | FAILED)
+
+    def discardable(self) -> OutboxMessages:
+        """Messages that an operator may delete so that their task does not run, or run again."""
+        waiting = Q(due_at__isnull=False, token="")
+        return self.filter(waiting | FAILED | Q(dead_at__isnull=False))
+
+    def older(self, age: timedelta) -> OutboxMessages:
+        """Messages that were sent, or whose task succeeded, more than ``age`` ago."""
+        sent = Q(sent_at__lt=Now() - age, due_at__isnull=True, ended_at__isnull=True)
+        return self.filter(sent | Q(ended_at__lt=Now() - age, error_type=""))
+
+    def sent_before(self, age: timedelta) -> OutboxMessages:
+        """Messages sent more than ``age`` ago that are not carried until done, oldest first."""
+        sent = self.filter(due_at__isnull=True, ended_at__isnull=True)
+        return sent.filter(sent_at__lt=Now() - age).order_by("sent_at")
+
+    def done_before(self, age: timedelta) -> OutboxMessages:
+        """Messages whose task succeeded more than ``age`` ago, oldest first."""
+        return self.done().filter(ended_at__lt=Now() - age).order_by("ended_at")
+
+    def failed_before(self, age: timedelta) -> OutboxMessages:
+        """Messages whose task failed more than ``age`` ago, oldest first."""
+        return self.failed().filter(ended_at__lt=Now() - age).order_by("ended_at")
+
+    def claim(
+        self, limit: int, lease: timedelta, *, since: datetime | None = None
+    ) -> list[OutboxMessage]:
+        """
+        Claim due rows, to send them within ``lease``; no other relay gets them until then.
+
+        If the relay dies, nothing is lost: the rows are due again when the lease has expired.
+
+        Args:
+            limit: The maximum number of rows. Together they also have at most ``BATCH_BYTES``,
+                unless it is a single row.
+            since: Skip rows that were due before this moment. Otherwise PostgreSQL would read
+                past all deleted rows that an older snapshot might still see.
+
+        Returns:
+            The claimed rows with the columns of ``CLAIMED``, and ``due_at`` as it was before.
+        """
+        connection = connections[self.db]
+        due = self.due() if since is None else self.due().filter(due_at__gte=since)
+        if not connection.features.has_select_for_update and not due.exists():
+            return []  # without taking the lock that would block all other writers
+        claim = partial(self._claim, due, limit, lease)
+        rows, taken = repeat_lost_races(self.db, claim) if connection.vendor == MYSQL else claim()
+        claimed = {values[0]: self.model.from_db(self.db, CLAIMED, values) for values in taken}
+        for pk, _state, due_at, token, sent_at in rows:
+            claimed[pk].due_at = due_at
+            claimed[pk].why_again = _why_again(claimed[pk], token, sent_at)
+        return [claimed[row[0]] for row in rows]
+
+    def _claim(self, due: OutboxMessages, limit: int, lease: timedelta) -> tuple[Any, Any]:
+        """Claim rows in a transaction; return them as they were before and as they are now."""
+        features = connections[self.db].features
+        with transaction.atomic(using=self.db):
+            if not features.has_select_for_update:
+                # The database has a single lock, which any write takes.
+                self.filter(pk=0).update(attempts=0)
+            skip = features.has_select_for_update_skip_locked
+            # Read only sizes here: a hundred whole rows may not fit into memory.
+            found = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "token", "sent_at")
+            found = found.select_for_update(skip_locked=skip)[:limit]
+            rows = next(in_batches(found, limit, itemgetter(1)), [])
+            taken = change_returning(
+                self.filter(pk__in=[row[0] for row in rows]),
+                {"due_at": Now() + lease, **self._brought_back()},
+                *CLAIMED,
+            )
+            return rows, taken
+
+    def release(self, delay: timedelta = timedelta()) -> int:
+        """Make claimed rows due again after ``delay``, without recording an error."""
+        # Not "now + 0": SQLite's clock counts ms, but a sum has µs.
+        return self.pending().update(due_at=Now() + delay if delay else Now())
+
+    def put_off(self, delay: timedelta, error: str) -> int:
+        """Make claimed rows due again after ``delay``, because they could not be sent now."""
+        return self.pending().update(due_at=Now() + delay, error=storable(error))
+
+    def register_chord(
+        self, chord: str, register: Callable[[OutboxMessage | None, float], None], seconds: float
+    ) -> None:
+        """
+        Register a chord with the result backend, unless it is registered already.
+
+        Only one relay does that, and only before the first message of the chord is sent:
+        otherwise the backend would count from zero again.
+
+        Args:
+            register: Called with the row that has the calls, and the seconds that they may take.
+            seconds: Longest time that the calls may take; shorter if the database locks as a
+                whole.
+        """
+        has_row_locks = connections[self.db].features.has_select_for_update
+        if not has_row_locks:
+            seconds = min(seconds, LONGEST_LOCK)
+        with transaction.atomic(using=self.db):
+            unregistered = self.filter(chord=chord)
+            if not has_row_locks:
+                locked: object = unregistered.update(chord=chord)
+            else:
+                # All relays lock the rows in the same order. An UPDATE alone would lock them
+                # in any order, so two of them could deadlock.
+                locked = list(unregistered.order_by("pk").select_for_update().values_list("pk"))
+            if locked:
+                register(unregistered.exclude(chord_calls="").first(), seconds)
+                unregistered.update(chord="")
+
+    def settle(self, *, keep: bool) -> int:
+        """Record that the messages were sent: delete them, or ``keep`` them for the retention."""
+        if keep:
+            return self.pending().update(due_at=None, sent_at=Now(), error="")
+        return self.pending().erase()
+
+    def carry(self, delay: timedelta, wait: timedelta) -> int:
+        """
+        Record that messages were sent; their rows stay until their tasks are done.
+
+        A relay re-sends a message if no worker has started its task in time.
+
+        Args:
+            delay: The time from now at which the tasks should start.
+            wait: ``OUTBOX_RESEND_AFTER``, the time after that; it doubles with each re-send.
+        """
+        again: list[When] = [
+            When(resent=number, then=Now() + delay + wait * 2**number)
+            for number in range(MOST_DOUBLINGS)
+        ]
+        due_at = Case(*again, default=Now() + delay + wait * 2**MOST_DOUBLINGS)
+        return self.pending().update(due_at=due_at, sent_at=Now(), attempts=0)
+
+    def extend(self, token: str, lease: timedelta) -> int:
+        """Renew the lease of a claim; return how many rows it still held."""
+        return self.claimed(token).update(due_at=Now() + lease)
+
+    def claimed(self, token: str) -> OutboxMessages:
+        """Messages still held by the claim with this token."""
+        return self.filter(token=token)
+
+    def finish(self, token: str, result: str) -> bool:
+        """Record the argument of ``finish()``; True if the claim still held the message."""
+        return bool(self.claimed(token).update(result=result))
+
+    def is_done_by(self, token: str) -> bool:
+        """Return whether the claim with this token finished its work."""
+        return self.claimed(token).exclude(result="").exists()
+
+    def end(self, token: str, returned: str = "") -> bool:
+        """
+        Record that a task succeeded; return whether the claim still held the message.
+
+        Args:
+            returned: The return value of the task, as JSON; "": the row keeps its result.
+        """
+        sets: dict[str, Any] = {"error": "", "error_type": ""}
+        if returned:
+            sets["result"] = returned
+        ours = self.claimed(token)
+        return bool(ours.update(ended_at=Now(), due_at=None, token="", **sets))
+
+    def end_or_erase(self, token: str, *, keep: bool) -> bool:
+        """Record a success, or delete the row; True if the claim still held the message."""
+        return self.end(token) if keep else bool(self.claimed(token).erase())
+
+    def fail_task(self, token: str, error_type: str, error: str, traceback: str) -> bool:
+        """Record that a task ended in an error; True if the claim still held the message."""
+        return bool(
+            self.claimed(token).update(
+                ended_at=Now(),
+                due_at=None,
+                token="",
+                error_type=error_type[:LONGEST_TYPE],
+                error=storable(error),
+                traceback=end_of_traceback(traceback),
+            )
+        )
+
+    def put_back(self, token: str, delay: timedelta, error: str, *, died: bool = False) -> bool:
+        """End the claim and re-send the message after ``delay``; True if it was still held."""
+        sets: dict[str, Any] = {"due_at": Now() + delay if delay else Now()}
+        if died:
+            sets |= DIED
+        ours = self.claimed(token)
+        return bool(ours.update(token="", sent_at=None, error=storable(error), **sets))
+
+    def erase(self) -> int:
+        """Delete the rows without Django's signals, whose receivers could fail."""
+        return self._raw_delete(self.db) or 0
+
+    def recall(self) -> int:
+        """Make rows due now if their ``due_at`` is too far away: the clock was set back."""
+        late = self.filter(due_at__gt=Now() + 2 * LONGEST_DELAY, attempt="")
+        return late.update(due_at=Now())
+
+    def revive(self) -> int:
+        """Make failed and dead messages due now, with as many attempts as new messages."""
+        self._for_write = True  # the rows may have been read from a replica
+        sets = {
+            "dead_at": None, "ended_at": None, "sent_at": None, "due_at": Now(),
+            "attempts": 0, "deaths": 0, "resent": 0, "error_type": "", "traceback": "",
+        }  # fmt: skip
+        rows = change_returning(self.retryable(), sets, "task", "task_id")
+        self._emit(MESSAGE_RETRIED, rows)
+        return len(rows)
+
+    def discard(self) -> int:
+        """Delete rows so that their tasks do not run, or do not run again."""
+        self._for_write = True
+        rows = change_returning(self.discardable(), None, "task", "task_id")
+        self._emit(MESSAGE_DISCARDED, rows)
+        return len(rows)
+
+    def prune(self, age: timedelta) -> int:
+        """Delete the rows that were sent, or whose task succeeded, more than ``age`` ago."""
+        return prune_all(self.older(age))
+
+    @staticmethod
+    def _brought_back() -> dict[str, Any]:
+        """
+        Return the changes of a row that a relay claims, besides ``due_at``.
+
+        An expired lease counts as one more death; a message that was sent without a worker
+        starting its task counts as one more re-send.
+        """
+        resent = Case(
+            When(token="", sent_at__isnull=False, then=F("resent") + 1),
+            default=F("resent"),
+            output_field=IntegerField(),
+        )
+        return {**COUNT_DEATH, "resent": resent, "token": "", "sent_at": None}
+
+    def _emit(self, event: Event, rows: list[tuple[str, str]]) -> None:
+        """Emit an event at the commit for each message that an operator retried or discarded."""
+        for task, task_id in rows:
+            event.emit_on_commit(self.model, using=self.db, task=task, task_id=task_id)

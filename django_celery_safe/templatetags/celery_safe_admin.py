@@ -1,0 +1,24 @@
+"""The tag of the admin's first page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django import template
+
+register = template.Library()
+
+
+@register.simple_tag(takes_context=True)
+def celery_safe_overview(context: Any) -> Any:
+    """
+    Return the first page for the user of the request; see ``admin.overview``.
+
+    A template is rendered after the view's transaction has ended, so that locks which live in
+    a database can be asked under ``ATOMIC_REQUESTS``, too.
+    """
+    # Django imports this module in projects without the admin, too.
+    from ..admin.overview import Page
+
+    request = context.request
+    return Page(request, request.current_app).make()

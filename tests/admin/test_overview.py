@@ -1,0 +1,377 @@
+"""The first page, "Celery safe": its figures, its chart, and what it costs."""
+
+import re
+from datetime import timedelta
+from typing import Any, Final
+
+import pytest
+from django.contrib.admin import AdminSite
+from django.db import connections
+from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
+from django.urls import path, reverse
+from pytest_django import Settings
+
+from django_celery_safe.admin import LockAdmin, chart, overview
+from django_celery_safe.databases import Now
+from django_celery_safe.inspection.overview import (
+    HOURS,
+    Chart,
+    Hour,
+    count_failed_runs,
+    last_hours,
+    outbox_figures,
+)
+from django_celery_safe.models import Lock, OutboxMessage, OutboxRelay, StageRun
+from django_celery_safe.stages import Status
+from tests.admin import rows
+from tests.admin.conftest import make_visitor
+from tests.admin.pages import Element, Page, Visitor
+from tests.admin.rows import HOLDER, hold
+from tests.locks.conftest import fragile_redis
+from tests.servers import RedisServer
+
+__all__ = ["fragile_redis"]
+
+FIRST: Final = "/admin/django_celery_safe/"
+OUTBOX: Final = f"{FIRST}outboxmessage/"
+#: A site with locks alone.
+operations = AdminSite("operations")
+operations.register(Lock, LockAdmin)
+urlpatterns = [path("ops/", operations.urls)]
+
+
+def cards(page: Page) -> dict[str, dict[str, Any]]:
+    """Return each card of the page by its label: value, state, level, note and url."""
+    return {
+        text_of(card, "safe-label"): {
+            "value": text_of(card, "safe-value"),
+            "state": text_of(card, "safe-state"),
+            "note": text_of(card, "safe-note"),
+            "level": [each.removeprefix("safe-") for each in card.classes if each != "safe-card"],
+            "url": card.find("a")[0].attributes["href"],
+        }
+        for card in page.root.find("li", class_="safe-card")
+    }
+
+
+def text_of(card: Element, name: str) -> str:
+    """Return the text of the part of a card that has a class."""
+    return " ".join(each.text for each in card.find(class_=name))
+
+
+def be_seen(ago: float) -> None:
+    """Let a relay have been seen so many seconds ago."""
+    OutboxRelay.objects.all().delete()
+    seen_at = Now() - timedelta(seconds=ago)
+    OutboxRelay.objects.bulk_create([OutboxRelay(pk=1, host="web\x1b1", pid=7, seen_at=seen_at)])
+
+
+def ended(hours: float, error: str = "") -> None:
+    """Let a carried task have ended so many hours ago."""
+    rows.leave(due_at=None, ended_at=Now() - timedelta(hours=hours), error_type=error)
+
+
+@pytest.fixture
+def _full(root: Visitor) -> None:
+    """Some of everything."""
+    for state in (rows.leave_dead, rows.leave_failed, rows.leave_sent, rows.leave):
+        state()
+    OutboxMessage.objects.pending().update(
+        created_at=Now() - timedelta(minutes=30), due_at=Now() - timedelta(minutes=20)
+    )
+    be_seen(16)
+    ended(1.5)
+    ended(1.6, "ValueError")
+    ended(30, "ValueError")
+    rows.end(rows.begin(1), Status.FAILED)
+    rows.end(rows.begin(1), Status.SUCCEEDED)
+    hold("feed")
+
+
+@pytest.mark.usefixtures("_full")
+def test_every_figure_is_a_link_to_its_rows(root: Visitor) -> None:
+    """Each figure stands beside its state in a word, and its list has so many rows."""
+    page = root.get(FIRST)
+    found = cards(page)
+    assert [(label, card["value"], card["state"]) for label, card in found.items()] == [
+        ("Relay last seen", found["Relay last seen"]["value"], "here"),
+        ("Pending", "4", ""),
+        ("Oldest pending", "30min", "stuck"),
+        ("Failed", "2", "decide"),
+        ("Dead", "1", "decide"),
+        ("Locks overdue", "0", "none"),
+        ("Runs failed today", "1", "decide"),
+    ]
+    assert found["Relay last seen"]["value"].endswith("s ago")
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d [\d:]{8} UTC, web\\x1b1 pid 7", found["Relay last seen"]["note"]
+    )
+    assert found["Oldest pending"]["note"] == "due for 20min"
+    assert found["Locks overdue"]["note"] == "of 1 held"
+    for label in ("Pending", "Failed", "Dead", "Runs failed today"):
+        assert len(root.get(found[label]["url"]).rows) == int(found[label]["value"])
+    for card in found.values():
+        assert root.get(card["url"]).status == 200
+    assert page.find_inline() == []
+    assert "As of 20" in page.content
+
+
+@pytest.mark.parametrize(
+    ("ago", "level", "state"), [(16, "good", "here"), (600, "look", "late"), (9000, "bad", "gone")]
+)
+def test_the_relay(root: Visitor, ago: float, level: str, state: str) -> None:
+    """A relay is late after three minutes and gone after an hour; the list says it, too."""
+    be_seen(ago)
+    card = cards(root.get(FIRST))["Relay last seen"]
+    assert (card["level"], card["state"]) == ([level], state)
+    assert re.search(rf"Relay last seen: \S+ ago {state} ", root.get(OUTBOX).content)
+
+
+def test_no_relay(root: Visitor) -> None:
+    """Without a relay the page says what to run; it is bad only where messages wait."""
+    card = cards(root.get(FIRST))["Relay last seen"]
+    assert (card["value"], card["level"]) == ("never", ["look"])
+    assert "celery_outbox relay" in card["note"]
+    rows.leave(due_at=Now())
+    assert cards(root.get(FIRST))["Relay last seen"]["level"] == ["bad"]
+    assert root.get(OUTBOX).root.find("span", class_="safe-bad")
+
+
+def test_nothing_there(root: Visitor) -> None:
+    """An empty page is calm, and says what will be here; so do the empty lists."""
+    page = root.get(FIRST)
+    found = cards(page)
+    assert {found[label]["value"] for label in ("Pending", "Failed", "Dead")} == {"0"}
+    assert found["Oldest pending"]["value"] == "-"
+    assert "bad" not in {level for card in found.values() for level in card["level"]}
+    assert "A bar for each hour will be here" in page.content
+    assert not page.root.find("svg", role="img")
+    nothing = root.get(OUTBOX).text
+    assert "Messages that wait, failed or are carried until done will be here" in nothing
+    assert "No row is like that." in root.get(OUTBOX, state="dead").text
+    records = root.get(reverse("admin:django_celery_safe_idempotencyrecord_changelist"))
+    assert "No record is here." in records.text
+
+
+def test_overdue_locks(root: Visitor, settings: Settings, redis_cache_settings: Any) -> None:
+    """A lock that its holder should have renewed is bad; one that is renewed is not."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    hold("late", HOLDER._replace(lease=600.0), seconds=60)
+    hold("feed")
+    card = cards(root.get(FIRST))["Locks overdue"]
+    assert (card["value"], card["note"], card["level"]) == ("1", "of 2 held", ["bad"])
+
+
+# The chart
+
+
+@pytest.mark.usefixtures("_full")
+def test_the_chart(root: Visitor) -> None:
+    """Successes are above the line and failures below it; a table has the numbers."""
+    page = root.get(FIRST)
+    (svg,) = page.root.find("svg", role="img")
+    assert svg.attributes["aria-label"] == "In the last 24 hours 2 ended well and 2 failed."
+    assert len(svg.find("rect", class_="safe-done")) == len(svg.find(class_="safe-failed")) == 2
+    (line,) = svg.find("line")
+    for bar in svg.find("rect", class_="safe-done"):
+        what = {name: float(bar.attributes[name]) for name in ("y", "height")}
+        assert what["y"] + what["height"] == pytest.approx(float(line.attributes["y1"]), abs=0.2)
+    for bar in svg.find(class_="safe-failed"):
+        assert float(bar.attributes["y"]) == float(line.attributes["y1"])
+        assert bar.attributes["fill"] == "url(#safe-hatch)"
+    (table,) = page.root.find("details")
+    texts = [row.text for row in table.find("tr")]
+    assert texts[0] == "Hour Ended well Failed"
+    assert len(texts) == 1 + HOURS
+    assert texts[-2:] == ["2 to 1 h ago 1 1", "1 to 0 h ago 1 1"]
+
+
+def test_bars_keep_one_scale_and_stay_in_the_picture() -> None:
+    """The largest two fill the height, and 1 beside a million can be seen."""
+    hours = [Hour(0, 0)] * 22 + [Hour(1_000_000, 1), Hour(0, 250_000)]
+    drawing = chart.draw(Chart(hours, HOURS))
+    first, last = drawing.hours[-2:]
+    assert first.above is not None
+    assert first.below is not None
+    assert last.below is not None
+    assert first.above.y == chart.TOP
+    assert last.below.y + last.below.height == pytest.approx(drawing.bottom, abs=0.2)
+    assert first.above.height == pytest.approx(4 * last.below.height, rel=0.01)
+    assert first.below.height == chart.LEAST
+    assert (drawing.most_done, drawing.most_failed) == ("1,000,000", "250,000")
+    assert drawing.hours[0].above is drawing.hours[0].below is None
+
+
+def test_hours_that_are_not_counted_whole(root: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit the page says which hours show too few, and marks them."""
+    for _ in range(3):
+        ended(0.5)
+        ended(5.5)
+    found = last_hours("site", "site", 4)
+    assert (found.counted, found.hours[-1].done, found.hours[-6].done) == (5, 3, 2)
+    monkeypatch.setattr(overview, "MOST", 4)
+    page = root.get(FIRST)
+    assert "Only the last 4 of each kind are counted" in page.content
+    assert len(page.root.find("rect", class_="safe-uncounted")) == HOURS - 5
+    assert "6 to 5 h ago 2+ 0+" in page.content
+
+
+def test_a_clock_that_was_set_back(root: Visitor) -> None:
+    """A row that ended in the future counts as one of the last hour."""
+    ended(-2)
+    assert last_hours("site", "site", 9).hours[-1].done == 1
+
+
+# Permissions, other sites, languages
+
+
+@pytest.mark.usefixtures("_full")
+@pytest.mark.parametrize(
+    ("permission", "labels", "has_chart"),
+    [
+        ("view_lock", ["Locks overdue"], False),
+        ("view_stagerun", ["Runs failed today"], True),
+        ("view_idempotencyrecord", [], False),
+    ],
+)
+def test_permissions(permission: str, labels: list[str], has_chart: bool) -> None:
+    """The page shows the figures of what the user may see, and asks for nothing else."""
+    page = make_visitor(permission).get(FIRST)
+    assert list(cards(page)) == labels
+    assert bool(page.root.find(class_="safe-chart")) == has_chart
+    if has_chart:
+        assert "1 ended well and 1 failed" in page.content
+
+
+@override_settings(ROOT_URLCONF=__name__)
+def test_a_site_of_your_own(root: Visitor) -> None:
+    """A site without some of the pages shows the figures of the others, and links to itself."""
+    page = Page(root.client.get("/ops/django_celery_safe/"))
+    assert {label: card["url"] for label, card in cards(page).items()} == {
+        "Locks overdue": "/ops/django_celery_safe/lock/"
+    }
+
+
+@pytest.mark.parametrize("language", ["de", "ar"])
+def test_numbers_of_other_languages(root: Visitor, settings: Settings, language: str) -> None:
+    """Coordinates keep their points where people write commas."""
+    settings.LANGUAGE_CODE = language
+    settings.USE_THOUSAND_SEPARATOR = True
+    ended(1.5)
+    for bar in root.get(FIRST).root.find("rect"):
+        assert re.fullmatch(r"[\d.]+", bar.attributes["width"])
+        assert re.fullmatch(r"[\d.]+", bar.attributes.get("x", "0"))
+
+
+@pytest.mark.parametrize("zone", ["Asia/Kolkata", "America/New_York"])
+def test_without_time_zones(site: str, settings: Settings, zone: str) -> None:
+    """Hours and days are right with USE_TZ = False, where some databases keep UTC all the same."""
+    settings.USE_TZ, settings.TIME_ZONE = False, zone
+    ended(0.5)
+    run = rows.begin(1)
+    rows.end(run, Status.FAILED)
+    ended(3.5, "ValueError")
+    hours = last_hours(site, site, 9).hours
+    assert hours[-1] == Hour(1, 1)
+    assert hours[-4] == Hour(0, 1)
+    assert sum(map(sum, hours)) == 3
+    StageRun.objects.filter(pk=run.pk).update(ended_at=Now() - timedelta(minutes=20))
+    found = [count_failed_runs(site, timedelta(minutes=age), 9).number for age in (10, 30)]
+    assert found == [0, 1]
+
+
+# Sources that do not answer
+
+
+def test_a_store_that_is_gone(root: Visitor, fragile_redis: RedisServer) -> None:
+    """A source that can't be asked is "not known", with the reason, and never 0."""
+    fragile_redis.stop()
+    page = root.get(FIRST)
+    assert page.status == 200
+    found = cards(page)
+    assert (found["Locks"]["value"], found["Locks"]["state"]) == ("?", "not known")
+    assert found["Pending"]["value"] == "0"
+    assert page.error.startswith("Locks: ")
+
+
+def test_tables_that_are_missing(root: Visitor) -> None:
+    """A database that was not migrated leaves the page standing."""
+    with connections["site"].schema_editor() as editor:
+        editor.delete_model(OutboxRelay)
+    page = root.get(FIRST)
+    assert cards(page)["Outbox"]["state"] == "not known"
+    assert "outboxrelay" in page.error
+
+
+@override_settings(DJANGO_CELERY_SAFE={"LOCK_DATABASE": "site"})
+def test_locks_in_the_database_of_the_request(root: Visitor) -> None:
+    """Locks that live in the database are shown, also where each request is a transaction."""
+    hold("feed")
+    settings = connections["site"].settings_dict
+    settings["ATOMIC_REQUESTS"] = True
+    try:
+        assert cards(root.get(FIRST))["Locks overdue"]["note"] == "of 1 held"
+    finally:
+        settings["ATOMIC_REQUESTS"] = False
+
+
+# Costs
+
+
+@pytest.mark.usefixtures("_full")
+def test_queries(root: Visitor) -> None:
+    """The page takes eight queries of its own, however many rows there are, each with a limit."""
+    root.get(FIRST)
+    for _ in range(2):
+        with CaptureQueriesContext(connections["site"]) as queries:
+            root.get(FIRST)
+        ours = [each["sql"] for each in queries if "django_celery_safe_" in each["sql"]]
+        assert len(ours) == 8
+        assert all(re.search(r"LIMIT (1|10001)\b", sql) for sql in ours), ours
+        rows.leave()
+        rows.begin(3)
+
+
+#: The indexes that the queries of the page and of a scrape may use.
+INDEXES: Final = (
+    "safe_outbox_due", "safe_outbox_failed", "safe_outbox_dead", "safe_outbox_done",
+    "safe_run_ended",
+)  # fmt: skip
+
+
+def test_indexes(site: str) -> None:
+    """
+    Each query over a table that grows goes along an index, and sorts nothing.
+
+    MariaDB has no index of the failed messages alone: it finds them by another, and sorts them.
+    """
+    for _ in range(30):
+        rows.leave()
+        rows.leave_dead()
+        ended(1)
+        ended(1, "ValueError")
+        rows.end(rows.begin(1), Status.FAILED)
+    connection = connections[site]
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("ANALYZE")
+            cursor.execute("SET enable_seqscan = off")  # the tables of a test are too small
+    with CaptureQueriesContext(connection) as queries:
+        outbox_figures(site, 10)
+        last_hours(site, site, 10)
+    plans = []
+    for query in queries:
+        if OutboxRelay._meta.db_table in query["sql"]:
+            continue
+        explain = "EXPLAIN QUERY PLAN " if connection.vendor == "sqlite" else "EXPLAIN "
+        with connection.cursor() as cursor:
+            cursor.execute(explain + query["sql"])
+            plans.append(" ".join(str(cell) for row in cursor.fetchall() for cell in row))
+    assert len(plans) == 6
+    for plan in plans:
+        assert any(name in plan for name in INDEXES), plan
+        assert not re.search(r"\bSort\b|TEMP B-TREE|temporary", plan), plan
+        if "safe_outbox_failed" not in plan:
+            assert "filesort" not in plan
+    assert StageRun.objects.using(site).count() == 30

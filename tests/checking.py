@@ -1,0 +1,53 @@
+"""Messages of our system checks, which people can read, and an app to be checked."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from celery import Celery, _state, current_app
+from django.core import checks
+
+PREFIX = "django_celery_safe"
+
+#: Options that no check complains of, with any broker.
+TRANSPORT_OPTIONS = {"socket_timeout": 10, "socket_connect_timeout": 5, "confirm_publish": True}
+
+#: Characters of two lines of a terminal; how many a text may have at the most.
+TWO_LINES = 2 * 110
+
+#: An error of a driver, which stands behind our text.
+WORDS_OF_A_SERVER = re.compile(r" \(\w+Error: .*\)", re.DOTALL)
+
+
+def find_messages(*, deploy: bool = False) -> list[checks.CheckMessage]:
+    """Return what our checks say, those for ``check --deploy`` too if asked."""
+    said = checks.run_checks(tags=[PREFIX], include_deployment_checks=deploy)
+    for message in said:
+        text = WORDS_OF_A_SERVER.sub("", message.msg)
+        assert len(text) <= TWO_LINES, f"{len(text)} characters: {message}"
+        assert message.hint, message
+    return said
+
+
+def found(*, deploy: bool = False) -> dict[str, checks.CheckMessage]:
+    """Return the same by id, without the prefix."""
+    return {str(one.id).removeprefix(f"{PREFIX}."): one for one in find_messages(deploy=deploy)}
+
+
+@contextmanager
+def app_without_tasks(broker: str) -> Iterator[Celery]:
+    """Have an app of our own, which no other test gave a faulty task, as all threads' current."""
+    before, default = current_app._get_current_object(), _state.default_app
+    app = Celery("shop", broker=broker, set_as_current=False)
+    app.conf.broker_transport_options = TRANSPORT_OPTIONS
+    app.finalize()
+    # The shared tasks of other tests are in every app.
+    app.tasks.clear()
+    app.set_current()
+    app.set_default()
+    try:
+        yield app
+    finally:
+        before.set_current()
+        _state.set_default_app(default)
+        app.close()

@@ -1,0 +1,394 @@
+"""Metrics: the figures of tables and locks, and the counters of events."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from celery import Celery
+from django.db import connections
+from django.test.utils import CaptureQueriesContext
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.openmetrics import exposition, parser
+from pytest_django import Settings
+
+from django_celery_safe import events
+from django_celery_safe.contrib import prometheus
+from django_celery_safe.contrib.prometheus import COUNTED, GAUGES, PREFIX, TableCollector
+from django_celery_safe.databases import Now
+from django_celery_safe.emitting import Event
+from django_celery_safe.locks.stores import local
+from django_celery_safe.models import OutboxMessage, OutboxRelay, StageRun, StageStep
+from tests.admin import rows
+from tests.admin.conftest import serve_from
+from tests.admin.rows import HOLDER, hold
+from tests.app.tasks import add
+from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.docs.pages import ROOT, names_in, page
+from tests.locks.conftest import fragile_redis
+from tests.processes import CeleryWorker, wait_for
+from tests.servers import RedisServer
+from tests.servers.databases import gone_settings, registered
+
+__all__ = ["fragile_redis"]
+
+DASHBOARD: Final = ROOT / "docs" / "dashboards" / "celery-safe.json"
+WATCH: Final = "docs/how-to/watch-it.md"
+METRICS: Final = "docs/reference/metrics.md"
+
+Samples = dict[tuple[str, ...], float]
+
+
+@pytest.fixture
+def site(make_database: MakeDatabase) -> Iterator[str]:
+    """The one database, with outbox and stages."""
+    yield from serve_from(make_database("sqlite-immediate", "site"))
+
+
+@pytest.fixture(autouse=True)
+def _locks_in_memory() -> None:
+    """Begin without locks, wherever a test does not say where they live."""
+    local.clear()
+
+
+@pytest.fixture
+def redis_locks(
+    redis_cache_settings: MakeRedisCache, settings: Settings, redis_server: RedisServer
+) -> None:
+    """Let locks live where all processes see them."""
+    settings.CACHES = redis_cache_settings("django-redis")
+
+
+def scrape(collector: TableCollector | None = None) -> Samples:
+    """Return the values of a scrape, by metric and labels, without our prefix."""
+    registry = CollectorRegistry()
+    registry.register(collector or TableCollector())
+    return samples_of(registry)
+
+
+def samples_of(registry: CollectorRegistry) -> Samples:
+    """Return the values of a registry, by metric and labels, without our prefix."""
+    return {
+        (sample.name.removeprefix(PREFIX), *sample.labels.values()): sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+# Figures of the tables
+
+
+@pytest.mark.usefixtures("redis_locks")
+def test_figures(site: str) -> None:
+    """Messages, runs, steps and locks are counted by what they are, with their ages."""
+    OutboxMessage.objects.filter(pk=rows.leave().pk).update(
+        created_at=Now() - timedelta(seconds=90), due_at=Now() - timedelta(seconds=30)
+    )
+    rows.leave()
+    rows.leave(due_at=Now() + timedelta(seconds=60), sent_at=Now(), attempt="a")
+    rows.leave(due_at=Now() + timedelta(seconds=60), token="t", attempt="b")
+    rows.leave(due_at=None, ended_at=Now(), error_type="ValueError")
+    rows.leave_dead()
+    rows.leave_sent()
+    OutboxRelay.objects.create(pk=1, host="web1", pid=7, seen_at=Now())
+    late = rows.begin(2)
+    StageRun.objects.filter(pk=late.pk).update(stage_at=Now() - timedelta(hours=1))
+    rows.work_on(rows.begin(1))
+    hold("feed")
+    hold("sent:feed", HOLDER._replace(host="", pid=0, renewed=False))
+    found = scrape()
+    state = ("outbox_messages", site)
+    expected = {
+        # Two of them, and a message for each step.
+        (*state, "pending"): 5, (*state, "sent"): 1, (*state, "running"): 1,
+        (*state, "failed"): 1, (*state, "dead"): 1,
+        ("stage_runs", site, "waiting"): 1, ("stage_runs", site, "running"): 1,
+        ("stage_steps_overdue", site): 2,
+        ("locks_held", "run"): 1, ("locks_held", "message"): 1, ("locks_held", "marker"): 0,
+        ("locks_overdue",): 0,
+        ("up", "outbox", site): 1, ("up", "stages", site): 1, ("up", "locks", ""): 1,
+    }  # fmt: skip
+    assert {key: found[key] for key in expected} == expected
+    assert 90 <= found["outbox_oldest_pending_seconds", site] < 150
+    assert 30 <= found["outbox_lag_seconds", site] < 90
+    seen = OutboxRelay.objects.get().seen_at.timestamp()
+    assert found["relay_last_seen_timestamp_seconds", site] == pytest.approx(seen, abs=2)
+
+
+@pytest.mark.parametrize("zone", ["Asia/Kolkata", "America/New_York"])
+def test_a_relay_without_time_zones(site: str, settings: Settings, zone: str) -> None:
+    """A relay was seen at the right moment with USE_TZ = False, too, where SQLite keeps UTC."""
+    settings.USE_TZ, settings.TIME_ZONE = False, zone
+    OutboxRelay.objects.create(pk=1, host="web1", pid=7, seen_at=Now() - timedelta(seconds=60))
+    ago = time.time() - scrape()["relay_last_seen_timestamp_seconds", site]
+    assert ago == pytest.approx(60, abs=10)
+
+
+@pytest.mark.usefixtures("redis_locks")
+def test_nothing_there(site: str) -> None:
+    """Where nothing is, the figures are 0; a relay that was never seen has no moment."""
+    found = scrape()
+    ups = {key for key in found if key[0] == "up"}
+    assert {found[key] for key in ups} == {1}
+    assert {found[key] for key in found.keys() - ups} == {0}
+    assert not [key for key in found if key[0].startswith("relay")]
+
+
+def test_counted_up_to_a_limit(site: str) -> None:
+    """No query counts further than the limit; what is beyond it is shown as the limit."""
+    for _ in range(4):
+        rows.leave()
+        rows.leave_dead()
+        rows.begin(1)
+    StageRun.objects.update(stage_at=Now() - timedelta(hours=1))
+    with CaptureQueriesContext(connections[site]) as queries:
+        found = scrape(TableCollector(most=3))
+    assert found["outbox_messages", site, "pending"] == 3
+    assert found["outbox_messages", site, "dead"] == 3
+    assert found["stage_runs", site, "waiting"] == 3
+    assert found["stage_steps_overdue", site] == 3
+    counts = [query["sql"] for query in queries if "COUNT(" in query["sql"]]
+    assert counts
+    assert all("LIMIT 4" in sql for sql in counts)
+
+
+def test_a_database_that_is_gone(site: str) -> None:
+    """Its figures are missing, and its ``up`` is 0; those of the others are there."""
+    rows.leave()
+    with registered("gone", gone_settings()):
+        found = scrape()
+    assert found["up", "outbox", "gone"] == 0
+    assert [key for key in found if "gone" in key] == [("up", "outbox", "gone")]
+    assert found["outbox_messages", site, "pending"] == 1
+
+
+def test_tables_that_are_missing(site: str) -> None:
+    """A missing table is not counted as zero."""
+    with connections[site].schema_editor() as editor:
+        editor.delete_model(StageStep)
+        editor.delete_model(OutboxRelay)
+    found = scrape()
+    assert found["up", "outbox", site] == found["up", "stages", site] == 0
+    assert [key for key in found if key[0] != "up" and site in key] == []
+
+
+def test_a_lock_store_that_is_gone(site: str, fragile_redis: RedisServer) -> None:
+    """A store that does not answer has no locks to count, and its ``up`` is 0."""
+    hold("feed")
+    assert scrape()["locks_held", "run"] == 1
+    fragile_redis.stop()
+    found = scrape()
+    assert found["up", "locks", ""] == 0
+    assert not [key for key in found if key[0].startswith("locks_")]
+
+
+def test_locks_that_only_one_process_sees(site: str) -> None:
+    """Locks in local memory are no figures of the project: they are not exported."""
+    hold("feed")
+    assert not [key for key in scrape() if "locks" in key[0] or "locks" in key]
+
+
+def test_a_registration_asks_no_database(site: str) -> None:
+    """The default registry asks each collector for its metrics when it is registered."""
+    registry = CollectorRegistry(auto_describe=True)
+    with CaptureQueriesContext(connections[site]) as queries:
+        registry.register(TableCollector())
+    assert len(queries) == 0
+
+
+def test_a_scrape_leaves_no_connection(site: str) -> None:
+    """A thread that scrapes has none at its end, and one that had one keeps it."""
+    left: list[bool] = []
+
+    def ask() -> None:
+        scrape()
+        left.append(connections[site].connection is None)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    connections[site].ensure_connection()
+    scrape()
+    assert left == [True]
+    assert connections[site].connection is not None
+
+
+# Counters of events
+
+
+@pytest.fixture
+def counters() -> Iterator[CollectorRegistry]:
+    """A registry that counts events during the test."""
+    before = {counted.signal: list(counted.signal.receivers) for counted in COUNTED}
+    registry = CollectorRegistry()
+    prometheus.count_events(registry)
+    prometheus.count_events(registry)  # the second call does nothing
+    yield registry
+    for signal, receivers in before.items():
+        signal.receivers = receivers
+
+
+@pytest.mark.parametrize("counted", COUNTED, ids=lambda each: each.name)
+def test_an_event_is_counted_once(counted: prometheus.Counted, counters: CollectorRegistry) -> None:
+    """Each event has a counter, whose labels are fields of the event."""
+    declared = [each for each in vars(events).values() if isinstance(each, Event)]
+    event = next(each for each in declared if each.signal is counted.signal)
+    event.emit(None, **{name: f"{name}-value" for name in event.fields})
+    labels = [f"{name}-value" for name in counted.labels]
+    found = samples_of(counters)
+    assert found[(f"{counted.name}_total", *labels)] == 1
+    assert sum(found.values()) == 1
+
+
+def test_each_registry_counts(counters: CollectorRegistry) -> None:
+    """A registry counts also where one that is gone had been at its place in the memory."""
+    for _ in range(5):
+        registry = CollectorRegistry()
+        prometheus.count_events(registry)
+        events.CLAIM_REPEATED.emit(None, key="a", task_id=None)
+        assert samples_of(registry)["claims_repeated_total",] == 1
+        del registry
+
+
+def test_a_flag_is_a_label_in_small_letters(counters: CollectorRegistry) -> None:
+    """A field that is True or False is "true" or "false"."""
+    events.TASK_SENT.emit(None, task="shop.tasks.Sell", task_id="1", relayed=True)
+    assert samples_of(counters)["messages_sent_total", "shop.tasks.Sell", "true"] == 1
+
+
+def test_prefork_workers_count_together(
+    site: str,
+    redis_server: RedisServer,
+    broker: Celery,
+    redis_locks: None,
+    tmp_path: Path,
+) -> None:
+    """The children of a worker, and those that followed them, share one counter by files."""
+    database = connections.settings[site]
+    settings = {
+        "CELERY_BROKER_URL": redis_server.database_url(1),
+        "CELERY_RESULT_BACKEND": redis_server.database_url(2),
+        "DATABASES": {
+            alias: {name: database[name] for name in ("ENGINE", "NAME", "OPTIONS")}
+            for alias in ("default", site)
+        },
+    }
+    shared = tmp_path / "metrics"
+    shared.mkdir()
+    worker = CeleryWorker(
+        "tests.contrib.worker_app",
+        arguments=["--max-tasks-per-child", "2"],
+        settings=settings,
+        env={"PROMETHEUS_MULTIPROC_DIR": str(shared)},
+    )
+    with worker:
+        for number in range(8):
+            add.apply_async_on_commit((number,), using=site, outbox="until_done")
+        wait_for(lambda: not OutboxMessage.objects.exists(), 30, "the tasks were not done")
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(shared))
+        done = ("messages_done_total", add.name)
+        # The row is deleted right before the event.
+        wait_for(lambda: samples_of(registry).get(done) == 8, 30, "not all were counted")
+    assert len(list(shared.glob("counter_*.db"))) > 2
+    assert samples_of(registry)[done] == 8  # also when the worker is gone
+
+
+# Names, the dashboard and the docs
+
+
+def exported() -> set[str]:
+    """Return the names of all metrics."""
+    counters = {f"{PREFIX}{each.name}_total" for each in COUNTED}
+    return {PREFIX + name for name in GAUGES} | counters
+
+
+def test_names(site: str, counters: CollectorRegistry) -> None:
+    """Names keep Prometheus' conventions, and both formats can be read."""
+    counters.register(TableCollector())
+    rows.leave()
+    text = exposition.generate_latest(counters).decode()
+    families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+    assert {name.removesuffix("_total") for name in exported()} == set(families)
+    assert b"# TYPE celery_safe_outbox_messages gauge" in generate_latest(counters)
+    for name, family in families.items():
+        assert re.fullmatch(r"celery_safe(_[a-z]+)+", name), name
+        assert family.documentation.endswith("."), name
+        assert not name.endswith(("_count", "_sum", "_bucket", "_total", "_info"))
+        if {"age", "lag", "oldest", "seen"} & set(name.split("_")):
+            assert name.endswith("_seconds"), name
+
+
+def queries_of(value: Any) -> Iterator[str]:
+    """Yield every query of a dashboard."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if name == "expr":
+                yield each
+            else:
+                yield from queries_of(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from queries_of(each)
+
+
+def names_of(queries: str) -> set[str]:
+    """Return the names of our metrics in queries."""
+    return set(re.findall(r"\bcelery_safe_\w+", queries))
+
+
+def labels_of(name: str) -> set[str]:
+    """Return the labels of a metric."""
+    name = name.removeprefix(PREFIX)
+    if name in GAUGES:
+        return set(GAUGES[name][1])
+    return next(set(each.labels) for each in COUNTED if f"{each.name}_total" == name)
+
+
+@pytest.mark.repository
+def test_dashboard() -> None:
+    """The queries of the sample dashboard ask for metrics and labels that are exported."""
+    dashboard = json.loads(DASHBOARD.read_text("utf-8"))
+    queries = list(queries_of(dashboard))
+    assert len(queries) > 10
+    assert names_of(" ".join(queries)) <= exported()
+    for query in queries:
+        (name,) = names_of(query)
+        grouped = re.findall(r"\bby \(([^)]*)\)", query)
+        matched = re.findall(r'(\w+)(?:=|!=|=~|!~)"', query)
+        used = {each.strip() for text in grouped for each in text.split(",")} | set(matched)
+        assert used <= labels_of(name) | {"instance"}, query
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.repository
+def test_alerts() -> None:
+    """The rules of the how-to ask for metrics that are exported."""
+    (rules,) = (each for each in page(WATCH).blocks() if each.code.startswith("groups:"))
+    assert names_of(rules.code)
+    assert names_of(rules.code) <= exported()
+
+
+@pytest.mark.repository
+@pytest.mark.parametrize(
+    ("heading", "find"),
+    [
+        ("Figures", lambda: {PREFIX + name: labels for name, (_, labels) in GAUGES.items()}),
+        ("Counters", lambda: {f"{PREFIX}{each.name}_total": each.labels for each in COUNTED}),
+    ],
+)
+def test_reference(heading: str, find: Callable[[], dict[str, tuple[str, ...]]]) -> None:
+    """The reference page has every metric, in order, with its labels."""
+    listed = {
+        names_in(name)[0]: tuple(names_in(labels))
+        for name, labels, _ in page(METRICS).rows(heading)
+    }
+    assert list(listed.items()) == list(find().items())

@@ -1,0 +1,1 @@
+"""Tests of what a worker does with a message."""

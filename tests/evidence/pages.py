@@ -1,0 +1,93 @@
+"""The generated parts of the pages of figures."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tests.benchmarks.report import shown
+from tests.evidence.files import Evidence
+
+#: Figures of a result that are no counts of what happened.
+PLANNED = ("scenario", "found", "violations", "measured", "error")
+
+
+def evidence_part(faults: Sequence[Evidence]) -> str:
+    """Return the tables of the runs in which things fail on purpose."""
+    intact: dict[str, list[Any]] = defaultdict(list)
+    broken: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for evidence in faults:
+        for result in evidence.results:
+            if result.get("--broken", "nothing") == "nothing":
+                intact[command_of(result)].append(result)
+            else:
+                broken[result["scenario"], result["--broken"]].append(result)
+    lines = ["## The runs", "", *table_of_files(faults), "", "## Promises", ""]
+    violations = [result.get("violations", 1) for some in intact.values() for result in some]
+    verdict = f"**{sum(violations)} broken promises**"
+    lines += [f"{len(violations)} runs without a deliberate fault: {verdict}.", ""]
+    for command, results in intact.items():
+        lines += [f"### `{command}`", "", *table_of_figures(results), ""]
+    lines += ["## Deliberate faults", "", "| scenario | fault | found in |", "|---|---|---|"]
+    for (scenario, fault), results in broken.items():
+        found = sum(result.get("found", False) for result in results)
+        lines.append(f"| {scenario} | `{fault}` | {found} of {len(results)} runs |")
+    return "\n".join(lines) + "\n"
+
+
+def performance_part(benchmarks: Sequence[Evidence]) -> str:
+    """Return the tables of the benchmarks: the median of each figure, least and most."""
+    lines = ["## The runs", "", *table_of_files(benchmarks), ""]
+    figures: dict[str, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for evidence in benchmarks:
+        for result in evidence.results:
+            figures[result["benchmark"]][result["name"]].append(result)
+    for benchmark, named in figures.items():
+        lines += [f"## {benchmark}", "", "| figure | median | least to most | limit | note |",
+                  "|---|---:|---:|---:|---|"]  # fmt: skip
+        for name, results in named.items():
+            values = sorted(result["value"] for result in results)
+            limit = results[-1]["limit"]
+            cells = (
+                name,
+                shown(statistics.median(values)),
+                f"{shown(values[0])} to {shown(values[-1])}",
+                "" if limit is None else shown(limit),
+                results[-1]["note"],
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def table_of_files(files: Sequence[Evidence]) -> Iterator[str]:
+    """Yield a table of when what was run where."""
+    yield "| date | command | of | machine |"
+    yield "|---|---|---|---|"
+    for evidence in files:
+        versions = ", ".join(f"{name} {number}" for name, number in evidence.versions.items())
+        yield f"| {evidence.date} | `{evidence.command}` | {versions} | {evidence.machine} |"
+
+
+def table_of_figures(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table of what happened, with a column for each seed."""
+    yield f"| | {' | '.join('seed ' + str(result['--seed']) for result in results)} |"
+    yield f"|---|{'---:|' * len(results)}"
+    names = dict.fromkeys(name for result in results for name in result if is_count(name))
+    for name in (*names, "violations"):
+        cells = (result.get(name, "not done") for result in results)
+        texts = (cell if isinstance(cell, str) else shown(cell) for cell in cells)
+        yield f"| {name} | {' | '.join(texts)} |"
+
+
+def is_count(name: str) -> bool:
+    """Return whether a result's entry says what happened, not what was planned."""
+    return name not in PLANNED and not name.startswith("--")
+
+
+def command_of(result: Mapping[str, Any]) -> str:
+    """Return a scenario with the options that differ between its runs."""
+    options = ("--broker", "--database", "--guarantee", "--limit", "--nemesis", "--store",
+               "--tasks-kind")  # fmt: skip
+    given = [f"{name} {result[name]}" for name in options if name in result]
+    return " ".join((result["scenario"], *given))

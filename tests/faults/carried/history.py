@@ -1,0 +1,272 @@
+"""
+The history of a run, put together from the journals of processes and the database's ledger.
+
+A journal keeps the entries of a process that was killed later. The ledger has the commits and
+their moments.
+"""
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from operator import attrgetter
+from typing import NamedTuple, Self
+
+from django_celery_safe.leases.holder import decode_holder
+from django_celery_safe.locks import HeldLock
+from django_celery_safe.models import OutboxMessage
+from tests.faults.carried.ledger import COMMITTED, DEATH, FAILED, GONE, RESENT, Ledger
+from tests.faults.carried.plan import LEASE, RELAY_LOOK, Plan, Witness
+
+#: Longest time, s, that tasks wait after a harm to a server, a worker or a relay: all processes
+#: have to connect again.
+AFTERMATH = 5.0
+
+
+@dataclass
+class Run:
+    """One run of a task; moments are ns; ``ended`` is None if the run never ended."""
+
+    id: str
+    pid: int
+    begun: int
+    retries: int = 0
+    worker: int = 0
+    ended: int | None = None
+    ending: str = ""
+
+
+class Death(NamedTuple):
+    """
+    The record that one more process died in the task of a row.
+
+    Attributes:
+        pid: The process.
+        lease: The time left of its lease, s.
+    """
+
+    id: str
+    pid: int
+    at: int
+    lease: float
+
+
+class Recovery(NamedTuple):
+    """
+    A task whose process was killed in it, and that began again.
+
+    Attributes:
+        kill: The moment of the kill.
+        begun: The beginning of the next run.
+        worker: The worker of the next run.
+    """
+
+    id: str
+    kill: int
+    begun: int
+    worker: int
+
+    @property
+    def seconds(self) -> float:
+        """The seconds from the kill to the next run."""
+        return (self.begun - self.kill) / 1e9
+
+
+class Row(NamedTuple):
+    """A row that is still there in the end."""
+
+    state: str
+    error_type: str
+
+
+@dataclass
+class History:
+    """
+    The events of one recording; moments are in ns.
+
+    Attributes:
+        committed: The tasks of committed transactions, and the moments of the commits.
+        runs: The runs of each task, in the order in which they began.
+        ends: The moment at which each row was deleted, or said that its task failed.
+        deaths: The deaths of processes that the rows have counted.
+        killed: The moments at which a process with this id was killed; a new process may get
+            the id of a dead one.
+        ended: Workers that ended by themselves, and the moment at which the nemesis saw it.
+        stood_still: The moments at which processes were paused, or saw that they had been.
+        left: Rows, by the ids of their tasks.
+        resent: How often a message was re-sent because no worker had begun its task.
+        harms: How often each harm was done, by its name in the plan.
+        struck: Spans in which tasks may wait for another reason than their own kill: from the
+            beginning of a harm that may lose messages until its effects are over.
+        away: Spans from a stop of the database until it answered again.
+        inside: How many processes were killed inside a task.
+        unsent: How many committed transactions had an error for their sends.
+        waiting: How many messages the broker has in the end.
+    """
+
+    plan: Plan
+    committed: dict[str, int] = field(default_factory=dict)
+    runs: dict[str, list[Run]] = field(default_factory=lambda: defaultdict(list))
+    ends: dict[str, int] = field(default_factory=dict)
+    deaths: list[Death] = field(default_factory=list)
+    killed: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    ended: dict[int, int] = field(default_factory=dict)
+    stood_still: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    left: dict[str, Row] = field(default_factory=dict)
+    resent: int = 0
+    harms: Counter[str] = field(default_factory=Counter)
+    struck: list[tuple[int, int]] = field(default_factory=list)
+    away: list[tuple[int, int]] = field(default_factory=list)
+    inside: int = 0
+    unsent: int = 0
+    waiting: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def read(cls, plan: Plan, witness: Witness, ledger: Ledger, alias: str) -> Self:
+        """Put the history together from the journals, the ledger and the rows."""
+        history = cls(plan)
+        for row in OutboxMessage.objects.using(alias):
+            history.left[row.task_id] = Row(row.state, row.error_type)
+        history._read_ledger(ledger)
+        history._read_runs(witness)
+        history._read_trouble(witness)
+        return history
+
+    def _read_ledger(self, ledger: Ledger) -> None:
+        for note in ledger.read():
+            if note.what == COMMITTED:
+                self.committed[note.task_id] = note.at
+            elif note.what in (GONE, FAILED):
+                self.ends.setdefault(note.task_id, note.at)
+            elif note.what == RESENT:
+                self.resent += 1
+            elif note.what == DEATH:
+                pid = decode_holder(note.holder, HeldLock("")).holder.pid
+                self.deaths.append(Death(note.task_id, pid, note.at, note.lease))
+
+    def _read_runs(self, witness: Witness) -> None:
+        for entry in sorted(witness.runs.entries(), key=lambda entry: entry["at_ns"]):
+            task_id, pid, at = entry["id"], entry["pid"], entry["at_ns"]
+            match entry["effect"]:
+                case "begun":
+                    self.runs[task_id].append(
+                        Run(task_id, pid, at, entry["retries"], entry["worker"])
+                    )
+                case "ended":
+                    ours = [one for one in self.runs[task_id] if one.pid == pid]
+                    ours[-1].ended, ours[-1].ending = at, entry["ending"]
+                case "stood still":
+                    self.stood_still[pid].append(at)
+
+    def _read_trouble(self, witness: Witness) -> None:
+        for entry in witness.trouble.entries():
+            at = entry["at_ns"]
+            after = at + int(AFTERMATH * 1e9)
+            match entry["effect"]:
+                case "killed":
+                    self.killed[entry["child"]].append(at)
+                    self.inside += entry["inside"]
+                    if not entry["inside"]:  # perhaps with a message
+                        self.struck.append((at, at))
+                case "worker ended":
+                    self.ended[entry["worker"]] = at
+                    self.struck.append((at, after))
+                case "send failed":
+                    self.unsent += 1
+                case "paused":
+                    self.stood_still[entry["child"]].append(at)
+                case harm:
+                    self.harms[harm] += 1
+                    if harm not in ("children killed", "children paused"):
+                        self.struck.append((entry["began_ns"], after))
+                    if harm == "database restarted":
+                        self.away.append((entry["began_ns"], at))
+
+    def all_runs(self) -> Iterator[Run]:
+        """Yield the runs of all tasks, each task's in order."""
+        for runs in self.runs.values():
+            yield from runs
+
+    def kill_of(self, run: Run) -> int | None:
+        """Return the moment of a kill in a run or right after it; None: there was none."""
+        return next((at for at in self.killed.get(run.pid, ()) if self._was_in(run, at)), None)
+
+    def is_interrupted(self, run: Run) -> bool:
+        """Return whether a run's process stood still, or its worker ended, in it or right after."""
+        moments = [*self.stood_still.get(run.pid, ())]
+        if run.worker in self.ended:
+            moments.append(self.ended[run.worker])
+        return any(self._was_in(run, at) for at in moments)
+
+    def _was_in(self, run: Run, moment: int) -> bool:
+        """Return whether this is the run that a process had begun last at a moment."""
+        begun = self._begun[run.pid]
+        place = bisect.bisect(begun, moment)
+        return place > 0 and begun[place - 1] == run.begun
+
+    @cached_property
+    def _begun(self) -> dict[int, list[int]]:
+        begun: dict[int, list[int]] = defaultdict(list)
+        for run in sorted(self.all_runs(), key=attrgetter("begun")):
+            begun[run.pid].append(run.begun)
+        return begun
+
+    @cached_property
+    def endings(self) -> dict[str, str]:
+        """The planned ending of each committed task."""
+        planned = (task for each in self.plan.transactions() for task in each.tasks)
+        return {task.id: task.ending for task in planned if task.id in self.committed}
+
+    @property
+    def failing(self) -> set[str]:
+        """The committed tasks that are to fail."""
+        return {task_id for task_id, ending in self.endings.items() if ending == "failed"}
+
+    @cached_property
+    def recoveries(self) -> list[Recovery]:
+        """The tasks that were begun again after a kill inside them, the quickest first."""
+        found = [
+            Recovery(run.id, kill, later.begun, later.worker)
+            for runs in self.runs.values()
+            for run, later in pairwise(runs)
+            if run.ended is None and (kill := self.kill_of(run)) is not None and later.begun > kill
+        ]
+        return sorted(found, key=attrgetter("seconds"))
+
+    @cached_property
+    def undisturbed(self) -> list[Recovery]:
+        """The recoveries during which nothing else was harmed, and whose worker was idle."""
+        return [one for one in self.recoveries if not self._is_struck(one) and self._was_idle(one)]
+
+    def _is_struck(self, one: Recovery) -> bool:
+        return any(began < one.begun and over > one.kill for began, over in self.struck)
+
+    def _was_idle(self, one: Recovery) -> bool:
+        """
+        Return whether the worker had time for the task when it was to begin again.
+
+        The worker had time if it began another task that was sent after this one was due again.
+        """
+        sent, late = (int(one.kill + after * 1e9) for after in (LEASE + RELAY_LOOK, self.limit))
+        begun = self._first_runs[one.worker]
+        place = bisect.bisect(begun, (sent,))
+        return any(
+            self.committed.get(task_id, 0) > sent
+            for at, task_id in begun[place : bisect.bisect(begun, (late,))]
+        )
+
+    @property
+    def limit(self) -> float:
+        """The longest time, s, that a killed task waits for an idle worker."""
+        return LEASE + RELAY_LOOK + self.plan.grace
+
+    @cached_property
+    def _first_runs(self) -> dict[int, list[tuple[int, str]]]:
+        """The first runs of tasks in each worker: when they began, and the ids of the tasks."""
+        begun: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for run in sorted((runs[0] for runs in self.runs.values()), key=attrgetter("begun")):
+            begun[run.worker].append((run.begun, run.id))
+        return begun

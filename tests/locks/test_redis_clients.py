@@ -1,0 +1,154 @@
+"""Django's RedisCache works without django-redis, and both take the settings that the docs name."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+from pytest_django import Settings
+
+from django_celery_safe import cache_lock
+from tests.conftest import MakeRedisCache
+from tests.docs.pages import names_in, page
+from tests.processes.settings import settings_environment
+from tests.processes.worker import ROOT
+from tests.servers import RedisServer
+
+#: A program that imports every module of the package, and uses a lock in each way.
+USES = """
+import django
+django.setup()
+
+import importlib
+import pkgutil
+import threading
+
+import django_celery_safe
+from django_celery_safe import cache_lock, find_lock, iter_locks, release_lock
+
+for _, name, _ in pkgutil.walk_packages(django_celery_safe.__path__, "django_celery_safe."):
+    # The backends are for django.tasks, which Django 5.2 has not.
+    if ".migrations" not in name and ".backends" not in name:
+        importlib.import_module(name)
+
+with cache_lock("feed:42") as lock:
+    lock.extend(60)
+    lock.ensure()
+    assert lock.fence
+    assert not cache_lock("feed:42").acquire()
+    assert find_lock("feed:42").token == lock.token
+    assert [held.name for held in iter_locks()] == ["feed:42"]
+    later = cache_lock("feed:42", blocking_timeout=20)
+    waiter = threading.Thread(target=lambda: later.acquire() and later.release())
+    waiter.start()
+waiter.join()
+assert cache_lock("feed:42").acquire()
+assert release_lock(find_lock("feed:42"))
+print("done")
+"""
+
+#: The columns of the table in the docs, and the backends that they describe.
+COLUMNS = {"django-redis": 1, "django": 2}
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_without(tmp_path: Path) -> Run:
+    """Run Python with the settings of this test, in processes that can't import these modules."""
+
+    def run(modules: list[str], *command: str) -> "subprocess.CompletedProcess[str]":
+        for name in modules:
+            text = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')\n"
+            (tmp_path / f"{name}.py").write_text(text)
+        path = os.pathsep.join([str(tmp_path), str(ROOT)])
+        return subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, **settings_environment(), "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    return run
+
+
+@pytest.fixture
+def locks_alone(redis_server: RedisServer, settings: Settings) -> None:
+    """Locks live in Django's RedisCache, in a database number that no other alias has."""
+    redis_server.flush()
+    backend = "django.core.cache.backends.redis.RedisCache"
+    settings.CACHES = {
+        "default": {"BACKEND": backend, "LOCATION": redis_server.database_url(0)},
+        "locks": {"BACKEND": backend, "LOCATION": redis_server.database_url(3)},
+    }
+    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
+
+
+@pytest.mark.parametrize("missing", [["django_redis"], ["django_redis", "hiredis"]], ids=str)
+def test_locks_without_django_redis(
+    missing: list[str], run_without: Run, locks_alone: None
+) -> None:
+    """With redis alone every module can be imported, and locks do all that they can."""
+    done = run_without(missing, "-W", "error", "-c", USES)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_checks_without_django_redis(
+    run_without: Run, locks_alone: None, settings: Settings
+) -> None:
+    """``manage.py check --deploy`` has nothing to say of locks in Django's RedisCache."""
+    settings.SILENCED_SYSTEM_CHECKS = ["django_celery_safe.W003"]  # the tests' own SQLite
+    command = ("-m", "django", "check", "--deploy", "--tag", "django_celery_safe")
+    done = run_without(["django_redis"], *command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "System check identified no issues (1 silenced).\n"
+
+
+@pytest.mark.long
+def test_doctor_without_django_redis(run_without: Run, locks_alone: None) -> None:
+    """``celery_locks doctor``, with all processes of its race, finds locks safe there."""
+    done = run_without(["django_redis"], "-m", "django", "celery_locks", "doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("Locks are safe here; 0 warning(s).\n")
+
+
+def test_the_missing_client_is_named(
+    run_without: Run, redis_cache_settings: MakeRedisCache, settings: Settings
+) -> None:
+    """A cache whose client is not installed is E003, with what to install for each client."""
+    settings.CACHES = redis_cache_settings("django-redis")
+    command = ("-m", "django", "check", "--tag", "django_celery_safe")
+    done = run_without(["django_redis"], *command)
+    assert done.returncode == 1
+    assert (
+        "(django_celery_safe.E003) The cache 'default' for locks can't be imported (No module "
+        "named 'django_redis'). Its client: pip install 'django-celery-safe[redis]', or with "
+    ) in done.stderr
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_the_settings_of_the_docs(kind: str, redis_server: RedisServer, settings: Settings) -> None:
+    """Each client takes the settings of its column, and they mean the same to both."""
+    redis_server.flush()
+    rows = page("docs/how-to/choose-where-locks-live.md").rows("Put them in Redis")
+    backend, location, timeouts, others, *_ = [row[COLUMNS[kind]] for row in rows]
+
+    def value(cell: str) -> Any:
+        return eval(names_in(cell)[0])
+
+    url = str(value(location)).replace("127.0.0.1:6379", f"127.0.0.1:{redis_server.port}")
+    cache = {"BACKEND": value(backend), "LOCATION": url}
+    settings.CACHES = {"default": {**cache, "OPTIONS": {**value(timeouts), **value(others)}}}
+    with cache_lock("feed:42") as lock, redis_server.client(db=1) as admin:
+        assert lock
+        assert "shop" in {client["name"] for client in admin.client_list()}
+    own: Any = caches["default"]
+    client = own.client.get_client() if kind == "django-redis" else own._cache.get_client()
+    chosen = client.connection_pool.connection_kwargs
+    assert (chosen["socket_connect_timeout"], chosen["socket_timeout"]) == (2, 2)

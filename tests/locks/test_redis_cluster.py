@@ -1,0 +1,487 @@
+"""Locks in a Redis Cluster: slots that move, nodes that go away, and each client for clusters."""
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest_django import Settings
+from redis.crc import key_slot
+from redis.exceptions import ResponseError
+
+from django_celery_safe import (
+    CacheLock,
+    HeldLock,
+    LockBackendError,
+    cache_lock,
+    find_lock,
+    iter_locks,
+)
+from django_celery_safe.inspection import lock_store
+from django_celery_safe.inspection.findings import OK, UNSAFE
+from django_celery_safe.leases.holder import place_names
+from django_celery_safe.leases.renewer import renewer
+from django_celery_safe.leases.store import Renewal
+from django_celery_safe.locks.stores import emptied_with_locks, locate
+from django_celery_safe.locks.stores.redis_cluster import BUCKETS, ClusterStore
+from tests.conftest import CacheSettings, caches_of_cluster, require
+from tests.locks.test_redis_clients import Run, run_without
+from tests.locks.test_redis_refusals import documented_acl
+from tests.processes import wait_for
+from tests.processes.worker import ROOT
+from tests.servers import RedisClusterServer, RedisServer, ServerPool
+
+__all__ = ["run_without"]
+
+HOW_TO = "docs/how-to/choose-where-locks-live.md"
+
+#: The socket timeout of clients of a cluster in which nodes fall silent, s.
+SOCKET_TIMEOUT = 1.0
+
+
+@pytest.fixture
+def caches_by(
+    redis_cluster: RedisClusterServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], CacheSettings]:
+    """Make CACHES in the cluster by each client, with the classes that the docs show."""
+    blocks = re.findall(
+        r"```python\n# shop/caches.py\n(.*?)```", (ROOT / HOW_TO).read_text(), re.DOTALL
+    )
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__init__.py").touch()
+    (tmp_path / "shop" / "caches.py").write_text("\n".join(blocks))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("shop", "shop.caches"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    timeouts = {"socket_timeout": 5}
+    backends: dict[str, tuple[str, dict[str, Any]]] = {
+        "django": ("shop.caches.ClusterCache", timeouts),
+        "django-redis": (
+            "django_redis.cache.RedisCache",
+            {
+                "CONNECTION_FACTORY": "shop.caches.ClusterConnectionFactory",
+                "REDIS_CLIENT_KWARGS": timeouts,
+            },
+        ),
+        "valkey": (
+            "django_valkey.cluster_cache.cache.ClusterValkeyCache",
+            {"BASE_CLIENT_KWARGS": timeouts},
+        ),
+    }
+
+    def make(client: str) -> CacheSettings:
+        backend, options = backends[client]
+        return {"default": {"BACKEND": backend, "LOCATION": redis_cluster.url, "OPTIONS": options}}
+
+    return make
+
+
+@pytest.fixture
+def cluster(
+    redis_cluster: RedisClusterServer,
+    cluster_cache_settings: Callable[[], CacheSettings],
+    settings: Settings,
+) -> RedisClusterServer:
+    """The cluster that tests share, emptied; locks live in it."""
+    settings.CACHES = cluster_cache_settings()
+    return redis_cluster
+
+
+@pytest.fixture
+def fragile(settings: Settings) -> Iterator[RedisClusterServer]:
+    """A cluster of this test alone, with which clients have a short socket timeout."""
+    with ServerPool() as servers:
+        server: RedisClusterServer = require(servers, RedisClusterServer)
+        timeouts = {"socket_timeout": SOCKET_TIMEOUT, "socket_connect_timeout": SOCKET_TIMEOUT}
+        settings.CACHES = caches_of_cluster(server, **timeouts)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def loose_cluster() -> Iterator[RedisClusterServer]:
+    """A cluster of this module, in which each test moves slots of its own."""
+    with ServerPool() as servers:
+        yield require(servers, RedisClusterServer)
+
+
+@pytest.fixture
+def movable(loose_cluster: RedisClusterServer, settings: Settings) -> RedisClusterServer:
+    """The cluster whose slots may move, emptied; locks live in it."""
+    loose_cluster.flush()
+    settings.CACHES = caches_of_cluster(loose_cluster)
+    return loose_cluster
+
+
+def wait_and_release(name: str) -> int | None:
+    """Take a lock when it is free, and give it back; return its fence."""
+    lock = cache_lock(name, blocking_timeout=20)
+    return lock.fence if lock.acquire() and lock.release() else None
+
+
+def listing_of(name: str) -> str:
+    """Return the key of the list that a lock stands in."""
+    store = locate().store()
+    assert isinstance(store, ClusterStore)
+    return store._keys(name).listing
+
+
+def name_at(server: RedisClusterServer, node: RedisServer) -> str:
+    """Return the name of a lock that a node has."""
+    names = (f"lock:{number}" for number in range(10_000))
+    return next(name for name in names if server.node_of(listing_of(name)) is node)
+
+
+def wait_for_renewal(*locks: CacheLock) -> None:
+    """Wait until each lease was renewed."""
+    since, leases = time.monotonic(), [lock._lease for lock in locks]
+    wait_for(lambda: all(lease and lease.asked_at > since for lease in leases), 10, "not renewed")
+    assert all(lock.held for lock in locks)
+
+
+@pytest.mark.parametrize("client", ["django-redis", "django", "valkey"])
+def test_each_client(
+    client: str,
+    caches_by: Callable[[str], CacheSettings],
+    redis_cluster: RedisClusterServer,
+    settings: Settings,
+) -> None:
+    """By each client for clusters locks exclude, wait, are listed, renewed and freed."""
+    redis_cluster.flush()
+    settings.CACHES = caches_by(client)
+    assert ("valkey" if client == "valkey" else "redis") + " cluster" in locate().store().where
+    first, *others = [cache_lock(f"lock:{number}", timeout=1.5) for number in range(30)]
+    fences = []
+    for lock in (first, *others):
+        assert lock.acquire()
+        assert not cache_lock(lock.name).acquire()
+        fences.append(lock.fence)
+    assert sorted(held.name for held in iter_locks()) == sorted(f"lock:{n}" for n in range(30))
+    wait_for_renewal(first, *others)
+    first.extend(60)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_and_release, "lock:0")
+        time.sleep(0.3)
+        assert first.release()
+        assert (waiting.result(20) or 0) > (fences[0] or 0)
+    with cache_lock("few", limit=2) as one, cache_lock("few", limit=2) as two:
+        assert one
+        assert two
+        assert not cache_lock("few", limit=2).acquire()
+    assert all(lock.release() for lock in others)
+    assert not list(iter_locks())
+
+
+def test_as_many_round_trips_as_in_one_redis(cluster: RedisClusterServer) -> None:
+    """A lock takes two, wherever it is: one to acquire it, and one to release it."""
+    names = [f"lock:{number}" for number in range(20)]
+
+    def take_all() -> None:
+        for name in names:
+            with cache_lock(name) as lock:
+                assert lock
+
+    take_all()
+    with ExitStack() as stack:
+        counts = [stack.enter_context(RedisServer.counting(node)) for node in cluster.nodes]
+        take_all()
+    assert sum(count.round_trips for count in counts) == 2 * len(names)
+    assert all(count.round_trips for count in counts)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "geo:place:17", "a:place:2:place:3", ":place:3", "}{", "{x}y", "é b", "x" * 999],
+)
+def test_what_a_script_needs_is_in_one_slot(name: str, cluster: RedisClusterServer) -> None:
+    """All places of a lock, its counter, its list and the queue of its waiters are in one slot."""
+    store = locate().store()
+    assert isinstance(store, ClusterStore)
+    places = [store._keys(place) for place in place_names(name, 3)]
+    keys = [key for place in places for key in (*place, f"{place.lock} wake")]
+    assert len({key_slot(key.encode()) for key in keys}) == 1
+    assert len({place.lock for place in places}) == 3
+    assert places[0].listing in store._listings
+
+
+def test_locks_spread_over_the_nodes(cluster: RedisClusterServer) -> None:
+    """Each node has its share of the buckets."""
+    store = locate().store()
+    assert isinstance(store, ClusterStore)
+    nodes = [cluster.node_of(listing) for listing in store._listings]
+    assert len(nodes) == BUCKETS
+    assert min(nodes.count(node) for node in cluster.nodes) > BUCKETS / 6
+
+
+def test_a_slot_that_has_moved(movable: RedisClusterServer) -> None:
+    """A held lock goes along: it is renewed, listed, waited for and freed at the new node."""
+    lock = cache_lock("moved", timeout=1.5)
+    assert lock.acquire()
+    move = movable.move(listing_of("moved"))
+    assert not cache_lock("moved").acquire()
+    wait_for_renewal(lock)
+    assert [held.name for held in iter_locks()] == ["moved"]
+    with move.new.client() as client:
+        assert client.exists(listing_of("moved"))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_and_release, "moved")
+        time.sleep(0.2)
+        assert lock.release()
+        assert (waiting.result(20) or 0) > (lock.fence or 0)
+
+
+def test_a_slot_that_is_moving(movable: RedisClusterServer) -> None:
+    """A lock stays held before and after its keys have moved; a new lock is an error."""
+    lock = cache_lock("moving", timeout=60)
+    assert lock.acquire()
+    listing = listing_of("moving")
+    new = next(name for n in range(9999) if listing_of(name := f"new:{n}") == listing)
+    with movable.moving(listing) as move:
+        for send in (lambda: None, move.send_keys):
+            send()
+            lock.ensure()
+            lock.extend(60)
+            assert find_lock("moving") is not None
+            assert not cache_lock("moving").acquire()
+            assert [held.name for held in iter_locks()] == ["moving"]
+            with pytest.raises(LockBackendError, match=r"is moving this lock's slot.*Try again"):
+                cache_lock(new).acquire()
+    assert lock.held
+    with cache_lock(new) as other:
+        assert other
+    assert lock.release()
+
+
+def test_a_lock_is_freed_while_its_slot_moves(movable: RedisClusterServer) -> None:
+    """A release finds its lock at the old node as at the new one, and says that it was ours."""
+    for name, is_sent in (("first", False), ("second", True)):
+        lock = cache_lock(name, timeout=60)
+        assert lock.acquire()
+        with movable.moving(listing_of(name)) as move:
+            if is_sent:
+                move.send_keys()
+            assert lock.release() is True
+        assert find_lock(name) is None
+
+
+def test_a_waiter_outlives_a_move(movable: RedisClusterServer) -> None:
+    """A waiter goes on waiting at the node that its lock has moved to, and gets the lock."""
+    lock = cache_lock("waited for", timeout=60)
+    assert lock.acquire()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_and_release, "waited for")
+        with movable.node_of(listing_of("waited for")).client() as client:
+            wait_for(lambda: client.info("clients")["blocked_clients"], 10, "nobody waits")
+        movable.move(listing_of("waited for"))
+        assert not waiting.done()
+        assert lock.release()
+        assert waiting.result(20)
+
+
+def test_a_node_that_is_gone(fragile: RedisClusterServer) -> None:
+    """Its locks are errors, those of the others live on; when it is back, it has new ones."""
+    gone, there = fragile.nodes[1], fragile.nodes[2]
+    lost, kept = name_at(fragile, gone), name_at(fragile, there)
+    lock, other = cache_lock(kept, timeout=1.5), cache_lock(lost, timeout=60)
+    assert lock.acquire()
+    assert other.acquire()
+    gone.kill()
+    with pytest.raises(LockBackendError):
+        other.release()
+    for ask in (cache_lock(lost).acquire, lambda: find_lock(lost), cache_lock(lost).acquire):
+        with pytest.raises(LockBackendError):
+            ask()
+    assert not cache_lock(kept).acquire()
+    with pytest.raises(LockBackendError):
+        cache_lock(lost, blocking_timeout=1).acquire()
+    wait_for_renewal(lock)
+    with pytest.raises(LockBackendError):
+        list(iter_locks())
+    gone.start()
+    again = cache_lock(lost)
+
+    def works() -> bool:
+        try:
+            return again.acquire()
+        except LockBackendError:
+            return False
+
+    wait_for(works, 30, "the node did not come back")
+    assert sorted(held.name for held in iter_locks()) == sorted([kept, lost])
+    assert again.release()
+    assert lock.release()
+
+
+def test_a_replica_that_takes_over(fragile: RedisClusterServer) -> None:
+    """After an error or two, the locks of a node that is gone are those of its replica."""
+    gone = fragile.nodes[1]
+    name = name_at(fragile, gone)
+    lock = cache_lock(name, timeout=60)
+    options = ("--cluster-require-full-coverage", "no", "--cluster-replica-no-failover", "yes")
+    replica = RedisServer(cluster=True, options=options)
+    replica.slots = range(0)
+    with replica, replica.client() as new:
+        with gone.client() as old:
+            primary = old.execute_command("CLUSTER", "MYID").decode()
+            new.execute_command("CLUSTER", "MEET", gone.host, gone.port)
+            wait_for(lambda: replicates(new, primary), 20, "it replicates nothing")
+            assert lock.acquire()
+            assert old.execute_command("WAIT", 1, 5000) == 1
+        # They hear of it by gossip, of which the one that is gone is a part.
+        wait_for(lambda: all(knows(node, replica) for node in fragile.nodes), 20, "it is unknown")
+        gone.kill()
+        with pytest.raises(LockBackendError):
+            lock.ensure()
+        new.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+        wait_for(lambda: find_or_none(name), 20, "the replica was not found")
+        assert not cache_lock(name).acquire()
+        assert lock.release()
+
+
+def knows(node: RedisServer, other: RedisServer) -> bool:
+    """Return whether a node of a cluster has heard of another one."""
+    with node.client() as client:
+        return f":{other.port}@".encode() in client.execute_command("CLUSTER", "NODES")
+
+
+def replicates(client: Any, primary: str) -> bool:
+    """Let a node be the replica of a primary that it knows; return whether it is in step."""
+    with contextlib.suppress(ResponseError):
+        client.execute_command("CLUSTER", "REPLICATE", primary)
+    return bool(client.info("replication").get("master_link_status") == "up")
+
+
+def find_or_none(name: str) -> HeldLock | None:
+    """Return a lock that is held; None: its node does not answer, or it is free."""
+    with contextlib.suppress(LockBackendError):
+        return find_lock(name)
+    return None
+
+
+def test_a_silent_node_costs_no_lease_in_others(fragile: RedisClusterServer) -> None:
+    """Each node's leases are renewed by a thread of their own."""
+    silent = fragile.nodes[1]
+    locks = {node: cache_lock(name_at(fragile, node), timeout=2) for node in fragile.nodes}
+    assert all(lock.acquire() for lock in locks.values())
+    parts = {part for store, part, _ in renewer.lanes if store is locate().store()}
+    assert parts == {(node.host, node.port) for node in fragile.nodes}
+    others = [lock for node, lock in locks.items() if node is not silent]
+    with silent.silence():
+        for _ in range(3):
+            wait_for_renewal(*others)
+    assert all(lock.release() for lock in others)
+
+
+def test_a_silent_node_that_gets_a_slot(fragile: RedisClusterServer) -> None:
+    """A renewal gives it up in time for another try, however long the client would wait."""
+    lock = cache_lock("moving", timeout=60)
+    assert lock.acquire()
+    assert lock.token
+    renewal = Renewal(lock.name, lock.token, 60)
+    with fragile.moving(listing_of(lock.name)) as move:
+        move.send_keys()
+        assert locate().store().extend([renewal], 0.2) == [True]
+        with move.new.silence():
+            began = time.monotonic()
+            with pytest.raises(LockBackendError):
+                locate().store().extend([renewal], 0.2)
+            assert time.monotonic() - began < SOCKET_TIMEOUT
+    assert lock.release()
+
+
+def test_no_node_at_all(fragile: RedisClusterServer) -> None:
+    """A cluster that nobody can reach is an error of each lock, and works when it is there."""
+    for node in fragile.nodes:
+        node.kill()
+    for _ in range(2):
+        with pytest.raises(LockBackendError, match="connect to the cluster"):
+            cache_lock("x").acquire()
+    finding = lock_store.find_place()
+    assert finding.check == "store"
+    for node in reversed(fragile.nodes):
+        node.start()
+    with cache_lock("x") as lock:
+        assert lock
+
+
+def test_many_are_renewed(cluster: RedisClusterServer) -> None:
+    """Hundreds of locks, in all buckets, are renewed, and one that is gone is found out alone."""
+    locks = [cache_lock(f"many:{number}", timeout=3) for number in range(300)]
+    assert all(lock.acquire() for lock in locks)
+    wait_for_renewal(*locks)
+    with cluster.node_of(listing_of("many:7")).client() as client:
+        store = locate().store()
+        assert isinstance(store, ClusterStore)
+        assert client.delete(store._keys("many:7").lock)
+    wait_for(lambda: not locks[7].held, 10, "its loss was not found out")
+    assert [lock.name for lock in locks if not lock.release()] == ["many:7"]
+
+
+def test_what_the_doctor_asks(cluster: RedisClusterServer) -> None:
+    """It tries each command, and one node that evicts locks is enough to make them unsafe."""
+    store = locate().store()
+    permissions = lock_store.find_permissions(store)
+    assert permissions is not None
+    assert permissions.verdict == OK
+    assert abs((store.ask_time() or 0) - time.time()) < 5
+    found = lock_store.find_eviction(store)
+    assert found is not None
+    assert found.verdict == OK
+    with cluster.nodes[2].client() as admin:
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            found = lock_store.find_eviction(store)
+        finally:
+            admin.config_set("maxmemory-policy", "noeviction")
+    assert found is not None
+    assert (found.verdict, found.values["policy"]) == (UNSAFE, "allkeys-lru")
+
+
+def test_an_alias_in_the_same_cluster_is_emptied_too(
+    cluster: RedisClusterServer, caches_by: Callable[[str], CacheSettings], settings: Settings
+) -> None:
+    """A cluster has one number, so a second alias in it takes the locks along, by any client."""
+    (own,) = settings.CACHES.values()
+    (other,) = caches_by("django").values()
+    settings.CACHES = {"default": {**own, "KEY_PREFIX": "a"}, "locks": own, "more": other}
+    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
+    assert emptied_with_locks(locate()) == ['CACHES["default"]', 'CACHES["more"]']
+
+
+def test_a_restricted_user(movable: RedisClusterServer, settings: Settings) -> None:
+    """The ACL of the docs is enough for a user of a cluster, also while a slot moves."""
+    also = re.search(r"client of a cluster needs `([^`]+)`", (ROOT / HOW_TO).read_text())
+    assert also is not None
+    for node in movable.nodes:
+        with node.client() as admin:
+            admin.execute_command(*documented_acl(), *also[1].split())
+    settings.CACHES = caches_of_cluster(movable, username="locks", password="secret")
+    permissions = lock_store.find_permissions(locate().store())
+    assert permissions is not None
+    assert permissions.verdict == OK, permissions.said
+    locks = [cache_lock(f"restricted:{number}", timeout=60) for number in range(20)]
+    assert all(lock.acquire() for lock in locks)
+    with movable.moving(listing_of(locks[0].name)) as move:
+        move.send_keys()
+        locks[0].ensure()
+        assert locks[0].release()
+    assert len(list(iter_locks())) == 19
+    assert all(lock.release() for lock in locks[1:])
+
+
+@pytest.mark.long
+def test_the_doctor_finds_a_cluster_safe(
+    cluster: RedisClusterServer, settings: Settings, run_without: Run
+) -> None:
+    """Its processes race, wait and hold in the cluster, and no two of them hold one lock."""
+    local = {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}
+    settings.CACHES = {"default": local, "locks": settings.CACHES["default"]}
+    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
+    done = run_without([], "-m", "django", "celery_locks", "doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("Locks are safe here; 0 warning(s).\n")

@@ -1,0 +1,398 @@
+"""``current_claim().finish()`` in carried tasks: its commit, and events after it."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+from celery import chain
+from django.db import connections, transaction
+from django.db.transaction import TransactionManagementError
+from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
+
+from django_celery_safe import (
+    Claim,
+    IdempotencyError,
+    MessageLost,
+    ResultNotStored,
+    WrongTransaction,
+    current_claim,
+    idempotent,
+    send_on_commit,
+)
+from django_celery_safe.inspection.messages import MessageRow, messages_in
+from django_celery_safe.leases.renewer import renewer
+from django_celery_safe.models import IdempotencyRecord
+from tests.app.models import Person
+from tests.kinds import more_for_claim
+from tests.sending.carrying import Carried, leave_dead
+from tests.sending.test_carried import BRACKETS
+
+
+def write(carried: Carried, result: Any = "stored", key: int = 1) -> Claim:
+    """Write a row of the project, and finish the work with it."""
+    Person.everyone.using(carried.alias).create(pk=key)
+    claim = current_claim()
+    claim.finish(result)
+    return claim
+
+
+def count_written(carried: Carried) -> int:
+    """Return how many rows of the project there are."""
+    return Person.everyone.using(carried.alias).count()
+
+
+def finish_and_die(carried: Carried, result: Any = "stored") -> Any:
+    """Leave a task whose process died after its work was committed; return its new message."""
+
+    def work(task: Any, *args: Any) -> None:
+        with transaction.atomic(using=carried.alias):
+            write(carried, result)
+
+    message = carried.send(1)
+    carried.body = work
+    leave_dead(carried, message, after_body=True)
+    (again,) = carried.relay()
+    assert again.id == message.id
+    return again
+
+
+def test_it_commits_with_the_body(carried: Carried) -> None:
+    """One more query; the row stays until the run has ended, and nothing is renewed meanwhile."""
+    seen: list[Any] = []
+
+    def work(task: Any, number: int) -> str:
+        with transaction.atomic(using=carried.alias):
+            claim = write(carried)
+            seen.append(renewer_has_leases())
+        seen.append(renewer_has_leases())
+        row = carried.row
+        seen.append((row.state, row.result, claim.result, bool(claim)))
+        return "returned"
+
+    carried.body = work
+    message = carried.send(1)
+    with CaptureQueriesContext(connections[carried.alias]) as queries:
+        assert carried.mailbox.deliver(message) == ("SUCCESS", "returned")
+    assert seen == [False, True, ("running", '"stored"', "stored", True)]
+    assert (carried.rows.count(), count_written(carried)) == (0, 1)
+    ours = [one["sql"] for one in queries if "outboxmessage" in one["sql"]]
+    # The claim, the result, the look of the body, and the end.
+    wanted = 4 + more_for_claim(carried.alias)
+    assert len([sql for sql in ours if not sql.startswith(BRACKETS)]) == wanted
+
+
+def test_it_waits_for_a_renewal_that_is_under_way(carried: Carried) -> None:
+    """Otherwise the renewal could wait for the commit, and all other renewals wait with it."""
+    seen: list[bool] = []
+
+    def work(task: Any, number: int) -> None:
+        claim = current_claim()
+
+        def renew() -> None:
+            time.sleep(0.2)  # finish() would be through by now
+            with renewer.mutex:
+                seen.append(claim.is_finished)
+                renewer.renewing.clear()
+                renewer.changed.notify_all()
+
+        renewer.renewing.add(claim.lease)
+        with ThreadPoolExecutor(1) as pool, transaction.atomic(using=carried.alias):
+            pool.submit(renew)
+            claim.finish()
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
+    assert seen == [False]
+
+
+def renewer_has_leases() -> bool:
+    """Return whether this process renews any lease."""
+    return any(lane._leases for lane in renewer.lanes.values())
+
+
+@pytest.mark.parametrize("result", ["stored", None])
+def test_what_died_after_it_is_not_done_again(carried: Carried, result: Any) -> None:
+    """The next run returns the result, which followers and the backend get."""
+    again = finish_and_die(carried, result)
+    assert carried.mailbox.deliver(again) == ("SUCCESS", result)
+    assert carried.calls == [1]
+    assert (carried.rows.count(), count_written(carried)) == (0, 1)
+
+
+def test_its_followers_are_sent_after_a_death(carried: Carried) -> None:
+    """A link that was not sent yet gets the stored result."""
+    follower = carried.make_task("tests.follower")
+    parts = chain(carried.task.s(1), follower.s().set(using=carried.alias))
+    send_on_commit(parts, using=carried.alias)
+    carried.body = lambda task, *args: write(carried) and None
+    leave_dead(carried, carried.mailbox.take_one(), after_body=True)
+    (again,) = carried.relay()
+    assert carried.mailbox.deliver(again) == ("SUCCESS", "stored")
+    carried.body = lambda task, *args: args[0]
+    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", "stored")
+    assert carried.calls == [1, "stored"]
+
+
+def test_poison_after_it_is_no_poison(carried: Carried) -> None:
+    """A task that is finished is not failed, however many processes died in it."""
+    again = finish_and_die(carried)
+    carried.rows.update(deaths=99)
+    assert carried.mailbox.deliver(again) == ("SUCCESS", "stored")
+
+
+def test_an_error_rolls_back_both(carried: Carried) -> None:
+    """The task has failed, nothing is written, and a retry does all of it."""
+
+    def work(task: Any, number: int) -> None:
+        with transaction.atomic(using=carried.alias):
+            write(carried)
+            raise ValueError("no")
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "FAILURE"
+    assert (carried.row.state, carried.row.result, count_written(carried)) == ("failed", "", 0)
+    carried.rows.revive()
+    (again,) = carried.relay()
+    carried.body = lambda task, number: write(carried) and "done"
+    assert carried.mailbox.deliver(again) == ("SUCCESS", "done")
+
+
+def test_an_error_after_it_fails_the_task_whose_work_is_done(carried: Carried) -> None:
+    """Sent again by hand, the task returns the result and does nothing."""
+
+    def work(task: Any, number: int) -> None:
+        write(carried)
+        raise ValueError("no")
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "FAILURE"
+    assert carried.row.state == "failed"
+    shown = MessageRow(messages_in(carried.alias).get()).texts()
+    assert shown["finished"] == "yes: another run returns its result"
+    carried.rows.revive()
+    (again,) = carried.relay()
+    with override_settings(DJANGO_CELERY_SAFE={"OUTBOX_RETENTION": 60}):
+        assert carried.mailbox.deliver(again) == ("SUCCESS", "stored")
+    assert carried.calls == [1]
+    shown = MessageRow(messages_in(carried.alias).get()).texts()
+    assert (shown["state"], shown["finished"]) == ("done", "-")
+
+
+def test_its_own_error_ends_no_renewal(carried: Carried) -> None:
+    """A body that goes on after that keeps its claim, and may finish again."""
+
+    def work(task: Any, number: int) -> None:
+        with transaction.atomic(using=carried.alias):
+            transaction.set_rollback(True, using=carried.alias)  # as an IntegrityError does
+            with pytest.raises(TransactionManagementError):
+                current_claim().finish()
+        assert renewer_has_leases()
+        write(carried)
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
+    assert count_written(carried) == 1
+
+
+def test_a_rollback_that_is_hidden_is_an_error(carried: Carried) -> None:
+    """If its error does not leave the task, nobody would know that it counts as not done."""
+
+    def work(task: Any, number: int) -> None:
+        with transaction.atomic(using=carried.alias):
+            write(carried)
+            transaction.set_rollback(True, using=carried.alias)
+
+    carried.body = work
+    state, error = carried.mailbox.deliver(carried.send(1))
+    assert (state, type(error)) == ("FAILURE", IdempotencyError)
+    assert "rolled back" in str(error)
+    assert (carried.row.state, count_written(carried)) == ("failed", 0)
+
+
+def test_it_refuses_a_transaction_without_atomic(carried: Carried) -> None:
+    """A rollback there would go unseen, so the work would count as done."""
+
+    def work(task: Any, number: int) -> None:
+        transaction.set_autocommit(False, using=carried.alias)
+        try:
+            write(carried)
+        finally:
+            transaction.rollback(using=carried.alias)
+            transaction.set_autocommit(True, using=carried.alias)
+
+    carried.body = work
+    state, error = carried.mailbox.deliver(carried.send(1))
+    assert (state, type(error)) == ("FAILURE", WrongTransaction)
+    assert (carried.row.state, carried.row.result, count_written(carried)) == ("failed", "", 0)
+
+
+def test_a_claim_that_was_lost_writes_nothing(carried: Carried) -> None:
+    """MessageLost leaves the body's transaction, so the work is done by the other run alone."""
+
+    def lose(task: Any, number: int) -> None:
+        carried.body = lambda task, number: write(carried) and None
+        carried.make_due()
+        (again,) = carried.relay()
+        assert carried.deliver_elsewhere(again).state == "SUCCESS"
+        with pytest.raises(MessageLost):
+            current_claim().ensure()
+        with transaction.atomic(using=carried.alias):
+            write(carried, key=2)
+
+    carried.body = lose
+    state, error = carried.mailbox.deliver(carried.send(1))
+    assert (state, type(error)) == ("FAILURE", MessageLost)
+    assert list(Person.everyone.using(carried.alias).values_list("pk", flat=True)) == [1]
+    assert not carried.rows.exists()
+
+
+@pytest.mark.parametrize("in_atomic", [True, False])
+def test_a_claim_that_another_run_has_by_now_writes_nothing(
+    carried: Carried, in_atomic: bool
+) -> None:
+    """The other run has not ended, and nothing says that the work is done."""
+
+    def lose(task: Any, number: int) -> None:
+        carried.rows.update(token="another")
+        with transaction.atomic(using=carried.alias) if in_atomic else nullcontext():
+            write(carried)
+
+    carried.body = lose
+    state, error = carried.mailbox.deliver(carried.send(1))
+    assert (state, type(error)) == ("FAILURE", MessageLost)
+    assert (carried.row.state, carried.row.token, carried.row.result) == ("running", "another", "")
+    assert count_written(carried) == (0 if in_atomic else 1)
+
+
+def test_a_retry_finds_it_done(carried: Carried) -> None:
+    """The retry returns the stored result, and the task does nothing else."""
+
+    def retry(task: Any, number: int) -> None:
+        write(carried)
+        raise task.retry(countdown=1)
+
+    carried.body = retry
+    assert carried.mailbox.deliver(carried.send(1)).state == "RETRY"
+    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", "stored")
+    assert carried.calls == [1]
+
+
+def test_what_replaces_a_finished_task_is_done(carried: Carried) -> None:
+    """The other work has the id and the row of the task, and is not finished by it."""
+
+    def replace(task: Any, number: int) -> Any:
+        if number == 1:
+            write(carried)
+            return task.replace(carried.task.s(2).set(using=carried.alias))
+        return number
+
+    carried.body = replace
+    assert carried.mailbox.deliver(carried.send(1)).state == "IGNORED"
+    assert carried.row.result == ""
+    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", 2)
+    assert carried.calls == [1, 2]
+
+
+def test_misuse(carried: Carried) -> None:
+    """JSON has to take the result, and a work is finished once."""
+    errors: list[Exception] = []
+
+    def work(task: Any, number: int) -> None:
+        claim = current_claim()
+        assert claim.key == f"tests.carried[{task.request.id}]"
+        for result in (object(), "first", "second"):
+            try:
+                claim.finish(result)
+            except Exception as error:
+                errors.append(error)
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
+    assert [type(error) for error in errors] == [ResultNotStored, IdempotencyError]
+
+
+def test_the_innermost_claim_of_the_task_is_the_current_one(carried: Carried) -> None:
+    """Inside a block it is the block's; another task called directly gets a claim of its own."""
+    other = carried.make_task("tests.other")
+    claims: list[Claim] = []
+
+    def work(task: Any, number: int) -> None:
+        claims.append(current_claim())
+        if number == 1:
+            with idempotent("invoice:1", using=carried.alias):
+                claims.append(current_claim())
+            other(2)
+            other.apply((3,))
+
+    carried.body = work
+    message = carried.send(1)
+    assert carried.mailbox.deliver(message).state == "SUCCESS"
+    keys = [claim.key for claim in claims]
+    assert keys == [f"tests.carried[{message.id}]", "invoice:1", "tests.other", "tests.other"]
+    claims[2].finish()
+    with pytest.raises(IdempotencyError, match="finished before"):
+        claims[2].finish()
+
+
+@pytest.mark.parametrize("how", ["directly", "eagerly"])
+def test_a_task_that_runs_inside_of_a_claim_does_not_finish_it(carried: Carried, how: str) -> None:
+    """The work around it goes on, and is not done if it fails after that."""
+    other = carried.make_task("tests.other")
+    carried.body = lambda task, number: current_claim().finish("inner")
+    with pytest.raises(ValueError, match="outer"), idempotent("outer", using=carried.alias):
+        other(1) if how == "directly" else other.apply((1,)).get()
+        raise ValueError("outer")
+    record = IdempotencyRecord.objects.using(carried.alias).get()
+    assert (record.state, record.result) == ("failed", "")
+    assert carried.calls == [1]
+
+
+def test_a_thread_that_works_for_a_task_finishes_its_claim(carried: Carried) -> None:
+    """It has the context of the task, as asgiref and asyncio give it to their threads."""
+
+    def work(task: Any, number: int) -> None:
+        def finish() -> None:
+            with closing(connections[carried.alias]):
+                current_claim().finish("stored")
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(copy_context().run, finish).result()
+        assert carried.row.result == '"stored"'
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
+
+
+def test_a_message_that_is_not_carried_has_no_claim(carried: Carried) -> None:
+    """It is an error, because the row would not keep the task from running again."""
+    carried.body = lambda task, number: write(carried)
+    carried.task.apply_async((1,), outbox=False)
+    state, error = carried.mailbox.deliver(carried.mailbox.take_one())
+    assert (state, type(error)) == ("FAILURE", IdempotencyError)
+    assert "which this message was not sent with" in str(error)
+    with pytest.raises(IdempotencyError, match="No claim is being worked on here"):
+        current_claim()
+
+
+@pytest.mark.parametrize("carried", ["postgres"], indirect=True)
+def test_a_forked_child_can_not_finish_it(carried: Carried) -> None:
+    """The parent alone knows when its work is done."""
+
+    def fork(task: Any) -> int:
+        child = os.fork()
+        if not child:
+            refused = False
+            try:
+                current_claim().finish()
+            except IdempotencyError:
+                refused = True
+            os._exit(0 if refused else 1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    carried.body = fork
+    assert carried.mailbox.deliver(carried.send()) == ("SUCCESS", 0)

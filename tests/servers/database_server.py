@@ -1,0 +1,49 @@
+"""The base of the private servers of databases."""
+
+from abc import abstractmethod
+from typing import Any
+
+from tests.processes.waiting import wait_for
+from tests.servers.server import Server
+
+#: Seconds for clients that were told to end to be gone from the server's list.
+DROP_PATIENCE = 20.0
+
+#: Tables whose rows the migrations made.
+MIGRATED = ("auth_permission", "django_content_type", "django_migrations")
+
+
+class DatabaseServer(Server):
+    """A server of databases, which this process asks by a session that stays open."""
+
+    _session: Any = None
+
+    def stop(self) -> None:
+        """End it in order, this process's own session first."""
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+        super().stop()
+
+    @abstractmethod
+    def sessions(self, database: str) -> list[Any]:
+        """Return who is connected to a database, with the state and the last query."""
+
+    @abstractmethod
+    def drop_used_database(self, name: str) -> None:
+        """Remove a database, and end the sessions of those who use it."""
+
+    def wait_until_unused(self, name: str) -> None:
+        """
+        Wait until nobody is connected to a database.
+
+        Raises:
+            RuntimeError: Somebody stays connected: who, and what was done last. The
+                database is removed.
+        """
+        try:
+            wait_for(lambda: not self.sessions(name), DROP_PATIENCE)
+        except TimeoutError:
+            left = "\n".join(f"  {session}" for session in self.sessions(name))
+            self.drop_used_database(name)
+            raise RuntimeError(f"Still connected to database {name}:\n{left}") from None

@@ -1,0 +1,113 @@
+"""A Redis Cluster of three private nodes, whose slots can be moved from node to node."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from redis.crc import key_slot
+
+from tests.servers.redis import SLOTS, RedisServer
+
+NODES = 3
+
+
+class RedisClusterServer(RedisServer):
+    """
+    A Redis Cluster of three primaries without replicas; itself the first of them.
+
+    A node that is gone takes its slots along, and the others go on with theirs.
+
+    Args:
+        places: See :class:`Server`; for all three of them.
+    """
+
+    name = "redis cluster"
+
+    def __init__(self, places: tuple[str, ...] | None = None) -> None:
+        options = ("--cluster-require-full-coverage", "no")
+        super().__init__(places, cluster=True, options=options)
+        others = [RedisServer(places, cluster=True, options=options) for _ in range(NODES - 1)]
+        self.nodes: list[RedisServer] = [self, *others]
+        for number, node in enumerate(self.nodes):
+            node.slots = range(SLOTS * number // NODES, SLOTS * (number + 1) // NODES)
+
+    def prepare(self) -> None:
+        """Start the other nodes."""
+        for node in self.nodes[1:]:
+            node.start()
+
+    def is_ready(self) -> bool:
+        """Whether each node knows all others and where all slots are."""
+        if not super().is_ready():
+            return False
+        with self.client() as client:
+            if int(client.cluster("info")["cluster_known_nodes"]) < NODES:
+                for node in self.nodes[1:]:
+                    client.execute_command("CLUSTER", "MEET", node.host, node.port)
+        return all(self._is_joined(node) for node in self.nodes)
+
+    def _is_joined(self, node: RedisServer) -> bool:
+        with node.client() as client:
+            info = client.cluster("info")
+        return (info["cluster_state"], info["cluster_slots_ok"]) == ("ok", str(SLOTS))
+
+    def flush(self) -> None:
+        """Remove everything from all nodes that run."""
+        for node in self.nodes:
+            if node.running:
+                RedisServer.flush(node) if node is self else node.flush()
+
+    def close(self) -> None:
+        """End all nodes and remove their folders."""
+        with ExitStack() as stack:
+            for node in self.nodes[1:]:
+                stack.callback(node.close)
+            super().close()
+
+    def node_of(self, key: str) -> RedisServer:
+        """Return the node that has the slot of a key at the start."""
+        slot = key_slot(key.encode())
+        return next(node for node in self.nodes if slot in node.slots)
+
+    @contextmanager
+    def moving(self, key: str) -> Iterator["Move"]:
+        """Have the slot of a key on its way to another node during the block, and there after."""
+        move = Move(self, key)
+        with move.old.client() as old, move.new.client() as new:
+            ids = [client.execute_command("CLUSTER", "MYID").decode() for client in (old, new)]
+            new.execute_command("CLUSTER", "SETSLOT", move.slot, "IMPORTING", ids[0])
+            old.execute_command("CLUSTER", "SETSLOT", move.slot, "MIGRATING", ids[1])
+            try:
+                yield move
+            finally:
+                move.send_keys()
+                for client in (new, old):
+                    client.execute_command("CLUSTER", "SETSLOT", move.slot, "NODE", ids[1])
+
+    def move(self, key: str) -> "Move":
+        """Move the slot of a key to another node."""
+        with self.moving(key) as move:
+            return move
+
+
+class Move:
+    """
+    A slot that moves.
+
+    Attributes:
+        old: The node that has it.
+        new: The node that gets it.
+    """
+
+    def __init__(self, cluster: RedisClusterServer, key: str) -> None:
+        self.slot = key_slot(key.encode())
+        self.old = cluster.node_of(key)
+        self.new = next(node for node in cluster.nodes if node is not self.old)
+
+    def send_keys(self) -> None:
+        """Send all keys that are in the slot now."""
+        with self.old.client() as old:
+            keys: list[Any] = old.execute_command("CLUSTER", "GETKEYSINSLOT", self.slot, 10_000)
+            if keys:
+                there = (self.new.host, self.new.port)
+                old.execute_command("MIGRATE", *there, "", 0, 5000, "KEYS", *keys)

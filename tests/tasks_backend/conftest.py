@@ -1,0 +1,90 @@
+"""Fixtures: the backend beside a mailbox, and beside real workers. All need Django 6.0."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import django
+import pytest
+from django.test import override_settings
+
+from tests.concurrency.mailbox import Mailbox
+from tests.conftest import NOT_RUN, MakeDatabase
+from tests.processes import CeleryWorker
+from tests.servers import RedisServer
+from tests.servers.databases import Databases
+from tests.tasks_backend.scenes import ByHand, Scene, relaying, tasks_setting
+from tests.worker.brokers import app_on_broker
+
+if TYPE_CHECKING:
+    from pytest_django import DjangoDbBlocker
+
+#: The settings of the scenes: results are kept, and leases are short.
+SETTINGS: dict[str, Any] = {"OUTBOX_RETENTION": 3600, "LOCK_TIMEOUT": 2}
+
+
+class _NotRun(pytest.Module):
+    """A module of tests that this Django can't run."""
+
+    def collect(self) -> Any:
+        """Skip it, also under CI, whose corner of the newest versions runs it."""
+        needed = f"Django 6.0 or later, this is {django.get_version()}"
+        pytest.skip(f"{NOT_RUN}django.tasks ({needed})", allow_module_level=True)
+
+
+if django.VERSION < (6, 0):
+
+    def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
+        """Skip each module of tests here."""
+        return _NotRun.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(params=["postgres", "sqlite-immediate"])
+def by_hand(
+    request: pytest.FixtureRequest, locks_in_memory: None, make_database: MakeDatabase
+) -> Iterator[ByHand]:
+    """The backend with its rows in one database after the other; messages are delivered by hand."""
+    alias = make_database(request.param)
+    with (
+        override_settings(TASKS=tasks_setting(alias), DJANGO_CELERY_SAFE=SETTINGS),
+        closing(Mailbox()) as mailbox,
+        ByHand(mailbox, alias) as by_hand,
+    ):
+        yield by_hand
+
+
+@pytest.fixture(scope="module", params=["postgres", "sqlite-immediate"])
+def scene(
+    request: pytest.FixtureRequest,
+    redis_server: RedisServer,
+    _databases: Databases,
+    tmp_path_factory: pytest.TempPathFactory,
+    django_db_blocker: "DjangoDbBlocker",
+) -> Iterator[Scene]:
+    """The backend with its rows in one database after the other, and Redis as the broker."""
+    with ExitStack() as stack:
+        if request.param == "postgres":
+            request.getfixturevalue("postgres_server")
+        stack.enter_context(app_on_broker(redis_server, redis_server, **SETTINGS))
+        stack.enter_context(django_db_blocker.unblock())
+        folder = tmp_path_factory.mktemp("scene")
+        alias = stack.enter_context(_databases.alias(request.param, folder))
+        stack.enter_context(override_settings(TASKS=tasks_setting(alias)))
+        yield Scene(alias)
+        gc.collect()  # Results unsubscribe when they go.
+
+
+@pytest.fixture(scope="module")
+def worker(scene: Scene) -> Iterator[CeleryWorker]:
+    """A worker with two children that takes all queues of the tests."""
+    with scene.worker() as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def relay(scene: Scene) -> Iterator[None]:
+    """A relay in a process of its own."""
+    with relaying(scene.alias):
+        yield

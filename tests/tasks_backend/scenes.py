@@ -1,0 +1,134 @@
+"""Where the tests of the backend play: beside a mailbox, or beside real workers."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from celery import _state
+from django.test import override_settings
+
+from django_celery_safe.models import OutboxMessage
+from django_celery_safe.sending.relay import Relay
+from tests.app.celery import app
+from tests.concurrency.mailbox import Mailbox, Message, Outcome
+from tests.conftest import forget_first_use
+from tests.processes import CeleryWorker, start_in_process, wait_for
+
+BACKEND = "django_celery_safe.backends.SafeCeleryBackend"
+#: Seconds until something must have happened for which a lease of 2 s has to be over.
+PATIENCE = 40
+
+
+def tasks_setting(alias: str, **options: Any) -> dict[str, Any]:
+    """Return TASKS with our backend, which has its rows in a database and may use any queue."""
+    return {"default": {"BACKEND": BACKEND, "QUEUES": [], "OPTIONS": {"using": alias, **options}}}
+
+
+class ByHand:
+    """Messages of Django's tasks, which a mailbox takes and a real tracer runs, one by one."""
+
+    def __init__(self, mailbox: Mailbox, alias: str) -> None:
+        self.mailbox, self.alias = mailbox, alias
+
+    def __enter__(self) -> Self:
+        self._app_before = _state._get_current_app()
+        self.mailbox.app.set_current()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._app_before.set_current()
+
+    @property
+    def rows(self) -> Any:
+        """The outbox."""
+        return OutboxMessage.objects.using(self.alias)
+
+    def deliver(self) -> Outcome:
+        """Run the only message that was sent since the last time."""
+        return self.mailbox.deliver(self.take())
+
+    def take(self) -> Message:
+        """Return the only message that was sent since the last time."""
+        return self.mailbox.take_one()
+
+    def relay(self) -> None:
+        """Send what is due, as a relay does."""
+        with closing(Relay(self.alias)) as relay:
+            while relay.relay_batch():
+                pass
+
+    def enqueue_and_run(self, task: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a task that was enqueued, and delivered once."""
+        result = task.enqueue(*args, **kwargs)
+        self.deliver()
+        result.refresh()
+        return result
+
+
+@dataclass
+class Scene:
+    """
+    Our app with real workers.
+
+    Attributes:
+        alias: The database with the outbox.
+    """
+
+    alias: str
+
+    @property
+    def rows(self) -> Any:
+        """The outbox."""
+        return OutboxMessage.objects.using(self.alias)
+
+    def worker(
+        self, queues: str = "celery,mails", concurrency: int = 2, more: Sequence[str] = ()
+    ) -> CeleryWorker:
+        """Return a worker, not yet started, that knows the tasks in ``work``."""
+        arguments = ["--include", "tests.tasks_backend.work", "--queues", queues, *more]
+        return CeleryWorker("tests.app", concurrency=concurrency, arguments=arguments)
+
+    @contextmanager
+    def configured(self, **conf: Any) -> Iterator[None]:
+        """Have our app, and workers that start meanwhile, configured so during the block."""
+        before = {name: app.conf[name] for name in conf}
+        settings = {f"CELERY_{name.upper()}": value for name, value in conf.items()}
+        # TASKS again: a backend remembers which priorities the broker has.
+        with override_settings(**settings, TASKS=tasks_setting(self.alias)):
+            app.conf.update(conf)
+            self._forget_broker()
+            try:
+                yield
+            finally:
+                app.conf.update(before)
+                self._forget_broker()
+
+    def _forget_broker(self) -> None:
+        forget_first_use()
+        vars(app).pop("amqp", None)  # it remembers its queues in several places
+
+    def until_finished(self, result: Any) -> Any:
+        """Wait until a result is there; return it."""
+
+        def is_finished() -> bool:
+            result.refresh()
+            return bool(result.is_finished)
+
+        wait_for(is_finished, PATIENCE, f"{result.id} is not finished: {self.rows.values()}")
+        return result
+
+
+def run_relay(alias: str) -> None:
+    """Relay until the process is killed."""
+    app.set_current()
+    with closing(Relay(alias)) as relay:
+        relay.run(threading.Event())
+
+
+@contextmanager
+def relaying(alias: str) -> Iterator[None]:
+    """Have a relay in a process of its own during the block."""
+    with start_in_process(run_relay, alias):
+        yield

@@ -1,0 +1,201 @@
+"""
+Django's expectations of a backend, on real workers.
+
+They are those of its pages docs/topics/tasks.txt and docs/ref/tasks.txt (6.0 and 6.1), and of
+its own backends.
+"""
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connections, transaction
+from django.tasks import TaskResultStatus, default_task_backend, task_backends
+from django.tasks.exceptions import InvalidTask, TaskResultDoesNotExist, TaskResultMismatch
+from django.utils import timezone
+
+from django_celery_safe.backends import SafeCeleryBackend
+from tests.processes import Journal, wait_for
+from tests.tasks_backend import work
+from tests.tasks_backend.scenes import Scene
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+
+def test_the_backend_is_found_by_its_alias() -> None:
+    """It says truly what it can do."""
+    assert default_task_backend == task_backends["default"]
+    backend = task_backends["default"]
+    assert isinstance(backend, SafeCeleryBackend)
+    assert backend.alias == "default"
+    assert backend.supports_defer
+    assert backend.supports_async_task
+    assert backend.supports_get_result
+    assert not backend.supports_priority
+
+
+@pytest.mark.parametrize("task", [work.add, work.add_async], ids=["sync", "async"])
+def test_a_task_is_enqueued_and_run(scene: Scene, task: Any) -> None:
+    """Its result is ready at first, and has all that Django names in the end."""
+    result = task.enqueue(1, y=2)
+    assert result.status == TaskResultStatus.READY
+    assert not result.is_finished
+    assert (result.args, result.kwargs) == ([1], {"y": 2})
+    assert result.enqueued_at is not None
+    assert (result.started_at, result.finished_at, result.attempts) == (None, None, 0)
+    with pytest.raises(ValueError, match="Task has not finished yet"):
+        _ = result.return_value
+    scene.until_finished(result)
+    assert result.status == TaskResultStatus.SUCCESSFUL
+    assert result.return_value == 3
+    assert result.enqueued_at <= result.started_at <= result.finished_at
+    assert result.last_attempted_at == result.started_at
+    assert (result.task, result.args, result.kwargs) == (task, [1], {"y": 2})
+    assert result.backend == "default"
+    assert result.errors == []
+    assert result.attempts == len(result.worker_ids) == 1
+
+
+def test_the_methods_for_async_code_do_the_same(scene: Scene) -> None:
+    """``aenqueue``, ``aget_result`` and ``arefresh`` are there, for both kinds of functions."""
+
+    async def use(task: Any) -> Any:
+        result = await task.aenqueue(20, y=22)
+        while not result.is_finished:
+            await asyncio.sleep(0.05)
+            await result.arefresh()
+        again = await task.aget_result(result.id)
+        assert again == await default_task_backend.aget_result(result.id)
+        return again.return_value
+
+    async def use_both() -> list[Any]:
+        values = [await use(task) for task in (work.add, work.add_async)]
+        await sync_to_async(lambda: connections[scene.alias].close())()  # its thread's
+        return values
+
+    assert asyncio.run(asyncio.wait_for(use_both(), 40)) == [42, 42]
+
+
+def test_arguments_and_results_are_those_of_json(scene: Scene) -> None:
+    """A tuple becomes a list, bytes become a text."""
+    result = scene.until_finished(work.echo.enqueue((1, "ä"), deep={"a": [None, 0.5, b"x"]}))
+    assert result.return_value == [[[1, "ä"]], {"deep": {"a": [None, 0.5, "x"]}}]
+
+
+@pytest.mark.parametrize("value", [timezone.now(), {1}, object()])
+def test_what_json_has_not_is_refused(scene: Scene, value: Any) -> None:
+    """The error comes from ``enqueue``, and nothing is sent."""
+    before = scene.rows.count()
+    with pytest.raises(TypeError):
+        work.echo.enqueue(value)
+    assert scene.rows.count() == before
+
+
+@pytest.mark.parametrize(
+    ("task", "args", "error"),
+    [
+        (work.fail, ["no such order"], ValueError),
+        (work.decline, ["no such card"], work.Declined),
+        (work.fail_with_cause, [], ValueError),
+        (work.return_set, [], TypeError),
+    ],
+    ids=["builtin", "own", "cause", "result"],
+)
+def test_an_error_is_kept(scene: Scene, task: Any, args: list[Any], error: type) -> None:
+    """The result has its class and its traceback, and no value."""
+    result = scene.until_finished(task.enqueue(*args))
+    assert result.status == TaskResultStatus.FAILED
+    with pytest.raises(ValueError, match="Task failed"):
+        _ = result.return_value
+    (found,) = result.errors
+    assert found.exception_class is error
+    assert found.traceback.startswith("Traceback (most recent call last):")
+    assert f"{error.__name__}: " in found.traceback
+    assert all(str(arg) in found.traceback for arg in args)
+    assert result.started_at <= result.finished_at
+    assert result.attempts == 1
+
+
+def test_the_context_is_that_of_the_run(scene: Scene, tmp_path: Path) -> None:
+    """It has the result, which is running, and the number of the attempt."""
+    queue = work.describe_context.using(queue_name="mails")
+    result = scene.until_finished(queue.enqueue(room=str(tmp_path)))
+    assert result.return_value == [
+        1, result.id, "RUNNING", [], {"room": str(tmp_path)}, 0, "mails", result.worker_ids, True,
+    ]  # fmt: skip
+    assert result.task == queue
+
+
+def test_run_after_is_the_earliest_moment(scene: Scene) -> None:
+    """The task waits for it, and the result names it."""
+    moment = timezone.now() + timedelta(seconds=2)
+    task = work.add.using(run_after=moment)
+    result = task.enqueue(1)
+    assert task.get_result(result.id).task.run_after == moment
+    scene.until_finished(result)
+    assert result.started_at >= moment
+    assert result.task.run_after == moment
+
+
+def test_a_moment_without_a_zone_is_refused() -> None:
+    """With USE_TZ it could mean any."""
+    with pytest.raises(InvalidTask, match="run_after must be an aware datetime"):
+        work.add.using(run_after=timezone.now().replace(tzinfo=None))
+
+
+def test_a_queue_gets_its_tasks(scene: Scene, tmp_path: Path) -> None:
+    """A queue of that name is Celery's; the queue "default" is Celery's own default."""
+    room = str(tmp_path / "journal")
+    result = scene.until_finished(work.note.using(queue_name="mails").enqueue(room, "first"))
+    assert result.task.queue_name == "mails"
+    scene.until_finished(work.note.enqueue(room, "second"))
+    assert Journal(Path(room)).tally("name") == {"first": 1, "second": 1}
+
+
+def test_a_result_is_found_by_its_id(scene: Scene) -> None:
+    """By the task and by the backend; another task, or an unknown id, is an error."""
+    result = scene.until_finished(work.add.enqueue(1))
+    assert work.add.get_result(result.id) == default_task_backend.get_result(result.id) == result
+    with pytest.raises(TaskResultMismatch):
+        work.echo.get_result(result.id)
+    for unknown in ("123", "", result.id.upper() + "x"):
+        with pytest.raises(TaskResultDoesNotExist):
+            default_task_backend.get_result(unknown)
+
+
+def test_a_rollback_enqueues_nothing(scene: Scene, tmp_path: Path) -> None:
+    """A task that is enqueued in a transaction leaves at its commit, and has a result at once."""
+    room = str(tmp_path / "journal")
+
+    class Rollback(Exception):
+        """End a transaction."""
+
+    with pytest.raises(Rollback), transaction.atomic(using=scene.alias):
+        lost = work.note.enqueue(room, "lost")
+        assert work.note.get_result(lost.id).status == TaskResultStatus.READY
+        raise Rollback
+    with transaction.atomic(using=scene.alias):
+        result = work.note.enqueue(room, "kept")
+        assert result.enqueued_at is None
+        connections[scene.alias].cursor().execute("SELECT 1")
+        assert not Path(room).exists()
+    assert result.enqueued_at is not None
+    scene.until_finished(result)
+    assert Journal(Path(room)).tally("name") == {"kept": 1}
+    with pytest.raises(TaskResultDoesNotExist):
+        work.note.get_result(lost.id)
+
+
+def test_a_running_task_says_so(scene: Scene, tmp_path: Path) -> None:
+    """Its result is running until it ends."""
+    result = work.stay.enqueue(str(tmp_path))
+    wait_for(Journal(tmp_path / "journal").entries, 20)
+    result.refresh()
+    assert result.status == TaskResultStatus.RUNNING
+    assert result.finished_at is None
+    assert result.attempts == 1
+    (tmp_path / "gate").touch()
+    assert scene.until_finished(result).return_value == 1

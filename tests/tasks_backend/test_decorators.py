@@ -1,0 +1,131 @@
+"""``@single_instance`` and ``@idempotent`` below Django's ``@task``."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import transaction
+from django.tasks import TaskResultStatus, signals, task
+from django.test import override_settings
+
+from django_celery_safe import ConfigurationError, cache_lock, idempotent, single_instance
+from tests.listening import receiving
+from tests.processes import Journal
+from tests.routing import AllIn, routed_by
+from tests.tasks_backend import work
+from tests.tasks_backend.scenes import ByHand
+
+IMMEDIATE = {"default": {"BACKEND": "django.tasks.backends.immediate.ImmediateBackend"}}
+
+
+def celery_task(by_hand: ByHand, of: Any) -> Any:
+    """Return the Celery task of a task that was enqueued."""
+    return by_hand.mailbox.app.tasks[of.module_path]
+
+
+def test_a_lock_has_the_name_of_the_task(by_hand: ByHand, tmp_path: Path) -> None:
+    """The context is no argument of the key."""
+    (tmp_path / "gate").touch()
+    result = by_hand.enqueue_and_run(work.alone, str(tmp_path), name="first")
+    assert result.return_value == 1
+    name = celery_task(by_hand, work.alone).lock_name(str(tmp_path), name="second")
+    assert name == f"tests.tasks_backend.work.alone:{tmp_path}"
+
+
+def test_a_run_that_meets_a_held_lock_comes_back(by_hand: ByHand, tmp_path: Path) -> None:
+    """The result is ready again meanwhile, and no attempt of the task's own is used up."""
+    (tmp_path / "gate").touch()
+    result = work.alone.enqueue(str(tmp_path), name="first")
+    message = by_hand.take()
+    finished: list[str] = []
+
+    def note(task_result: Any, **kwargs: Any) -> None:
+        finished.append(task_result.id)
+
+    with receiving(signals.task_finished, note):
+        with cache_lock(celery_task(by_hand, work.alone).lock_name(str(tmp_path), name="")) as lock:
+            assert lock
+            assert by_hand.mailbox.deliver(message).state == "RETRY"
+        result.refresh()
+        assert (result.status, finished) == (TaskResultStatus.READY, [])
+        assert by_hand.deliver().value == 2
+    assert finished == [result.id]
+
+
+def test_a_duplicate_gets_the_result_of_the_first(by_hand: ByHand) -> None:
+    """In a transaction that shows at the commit."""
+    first = work.once_in_queue.enqueue("a")
+    second = work.once_in_queue.enqueue("a")
+    with transaction.atomic(using=by_hand.alias):
+        third = work.once_in_queue.enqueue("a")
+        assert third.id != first.id
+    assert first.id == second.id == third.id
+    assert (second.enqueued_at, third.enqueued_at) == (None, None)
+    third.refresh()
+    assert third.enqueued_at is not None
+    by_hand.deliver()
+    third.refresh()
+    assert third.return_value == "a"
+    assert work.once_in_queue.enqueue("a").id != first.id
+
+
+def test_work_with_a_key_is_done_once(by_hand: ByHand, tmp_path: Path) -> None:
+    """A second task for the same key succeeds with the result of the first."""
+    room = str(tmp_path / "journal")
+    with routed_by(AllIn(by_hand.alias)):
+        first = by_hand.enqueue_and_run(work.charge, room, 7)
+        second = by_hand.enqueue_and_run(work.charge, room, 7)
+    assert first.return_value == second.return_value == first.id
+    assert Journal(Path(room)).count("charged") == 1
+
+
+def test_decorators_hold_for_other_backends_too(locks_in_memory: None, tmp_path: Path) -> None:
+    """On one of Django's own the function is called directly; the context is no argument there."""
+    (tmp_path / "gate").touch()
+    with override_settings(TASKS=IMMEDIATE):
+        result = work.alone.enqueue(str(tmp_path), "first")
+        assert result.return_value == 1
+        with cache_lock(f"tests.tasks_backend.work.alone:{tmp_path}") as lock:
+            assert lock
+            result = work.alone.enqueue(str(tmp_path), "second")
+        assert result.errors[0].exception_class_path.endswith(".AlreadyRunning")
+
+
+def test_all_arguments_but_the_context_make_the_key(by_hand: ByHand) -> None:
+    """Without a ``key``, for the lock of the send and that of the run."""
+    first = work.once_with_context.enqueue(1)
+    assert work.once_with_context.enqueue(1).id == first.id
+    other = work.once_with_context.enqueue(2)
+    assert other.id != first.id
+    assert [by_hand.mailbox.deliver(one).value for one in by_hand.mailbox.take()] == [1, 2]
+    assert work.once_with_context.enqueue(1).id != first.id
+
+
+@pytest.mark.parametrize("decorator", [single_instance, idempotent])
+def test_a_coroutine_function_can_not_be_decorated(decorator: Any) -> None:
+    """Its body would run after the lock is free."""
+    with pytest.raises(ConfigurationError, match="coroutine"):
+
+        @task
+        @decorator
+        async def late() -> None:
+            """Run later."""
+
+
+def test_a_decorator_above_the_task_is_refused() -> None:
+    """It would get the task instead of the function."""
+    for decorator in (single_instance, idempotent):
+        with pytest.raises(TypeError, match=r"above the decorator that makes the task[^@]*@task\n"):
+            decorator(work.add)
+
+
+def test_a_context_is_told_by_its_class(locks_in_memory: None) -> None:
+    """An argument of that name that is something else counts for the key."""
+
+    @single_instance(key="{context}")
+    def nest(context: str, inner: str = "") -> list[Any]:
+        """Call itself."""
+        return [context, inner and nest(inner)]
+
+    assert nest("a", "b") == ["a", ["b", ""]]
+    assert nest("a", "a") == ["a", None]

@@ -1,0 +1,210 @@
+"""Results whose row did not end in the usual way, or was changed."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery.exceptions import TimeLimitExceeded
+from django.db.models import F
+from django.tasks import TaskResultStatus, default_task_backend, signals
+from django.tasks.exceptions import TaskResultDoesNotExist
+from django.test import override_settings
+
+from django_celery_safe.backends import results
+from django_celery_safe.databases import Now
+from django_celery_safe.exceptions import ResultNotStored, SendError, TaskPoisoned
+from tests.concurrency.mailbox import Message
+from tests.listening import receiving
+from tests.tasks_backend import work
+from tests.tasks_backend.scenes import ByHand, tasks_setting
+
+
+def the_error(result: Any) -> Any:
+    """Return the only error of a result that failed."""
+    result.refresh()
+    assert result.status == TaskResultStatus.FAILED
+    (error,) = result.errors
+    return error
+
+
+def die_in(by_hand: ByHand, message: Message) -> None:
+    """Begin ``act`` for a message as a process that dies in it, and whose lease is over."""
+
+    class Death(BaseException):
+        """The end of a process, after which nothing of it is done."""
+
+    before: dict[str, str] = {}
+
+    def die() -> None:
+        row = by_hand.rows.get()
+        before.update(token=row.token, holder=row.holder)
+        raise Death
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "body", die)
+        with pytest.raises(Death):
+            by_hand.mailbox.deliver(message)
+    past = Now() - timedelta(seconds=1)
+    by_hand.rows.update(sent_at=Now(), due_at=past, error="", **before)
+
+
+def test_a_long_return_value_fails_the_task(by_hand: ByHand) -> None:
+    """It is said what to return instead; without retention nobody asks for it."""
+    result = by_hand.enqueue_and_run(work.return_long, 70_000)
+    error = the_error(result)
+    assert error.exception_class is ResultNotStored
+    assert "70,002 characters of JSON, of 65,536 at most" in error.traceback
+    with override_settings(DJANGO_CELERY_SAFE={}):
+        work.return_long.enqueue(70_000)
+        assert by_hand.deliver().state == "SUCCESS"
+
+
+def test_a_task_may_say_itself_what_it_came_to(by_hand: ByHand) -> None:
+    """The argument of ``finish()``, which another run would return, is its return value."""
+    assert by_hand.enqueue_and_run(work.finish, 1, 2).return_value == 1
+    assert by_hand.enqueue_and_run(work.finish, None, 2).return_value is None
+
+
+@pytest.mark.parametrize("text", ["", "x: y", "first\nsecond", "a\nValueError", "ä" * 5000])
+def test_the_class_of_an_error_is_that_of_its_traceback(by_hand: ByHand, text: str) -> None:
+    """Whatever the error says, and however long it is."""
+    for task, error in ((work.fail, ValueError), (work.decline, work.Declined)):
+        found = the_error(by_hand.enqueue_and_run(task, text))
+        # The row has the end of the traceback, which may be no more than a part of the text.
+        fits = len(text) < 4000 or error is ValueError
+        assert found.exception_class is (error if fits else Exception)
+        assert found.traceback.endswith(f"{text[-3000:]}\n")
+
+
+def test_an_error_without_a_traceback_has_its_class(by_hand: ByHand) -> None:
+    """As of a process that was killed at its time limit, or a task that was revoked."""
+    result = work.add.enqueue(1)
+    for name, error in (
+        ("TimeLimitExceeded", TimeLimitExceeded),
+        ("RuntimeError", RuntimeError),
+        ("TaskPoisoned", TaskPoisoned),
+        ("SomethingOfNobody", Exception),
+    ):
+        by_hand.rows.update(ended_at=Now(), due_at=None, error_type=name, error="it ended")
+        found = the_error(result)
+        assert found.exception_class is error
+        assert found.traceback.endswith(": it ended")
+
+
+def test_a_message_that_can_not_be_sent_is_failed(by_hand: ByHand) -> None:
+    """Its row is dead, until an operator lets it be tried again."""
+    result = work.add.enqueue(1)
+    by_hand.rows.update(dead_at=Now(), due_at=None, sent_at=None, error="no such exchange")
+    error = the_error(result)
+    assert error.exception_class is SendError
+    assert error.traceback.endswith("SendError: no such exchange")
+    assert result.finished_at is not None
+    assert (result.started_at, result.worker_ids) == (None, [])
+
+
+def test_a_failed_task_that_is_retried_is_ready_again(by_hand: ByHand) -> None:
+    """By an operator, under its id; its result is that of the next attempt."""
+    result = by_hand.enqueue_and_run(work.fail, "no")
+    assert result.status == TaskResultStatus.FAILED
+    by_hand.rows.failed().revive()
+    result.refresh()
+    assert (result.status, result.errors, result.attempts) == (TaskResultStatus.READY, [], 1)
+    by_hand.relay()
+    by_hand.deliver()
+    assert the_error(result).exception_class is ValueError
+    assert result.attempts == 2
+
+
+def test_what_is_discarded_or_old_is_gone(by_hand: ByHand) -> None:
+    """A result that nobody keeps does not exist."""
+    waiting = work.add.enqueue(1)
+    by_hand.rows.discard()
+    with pytest.raises(TaskResultDoesNotExist):
+        waiting.refresh()
+    by_hand.take()
+    done = by_hand.enqueue_and_run(work.add, 1)
+    by_hand.rows.update(ended_at=F("ended_at") - timedelta(hours=2))
+    by_hand.rows.prune(timedelta(hours=1))
+    with pytest.raises(TaskResultDoesNotExist):
+        done.refresh()
+
+
+def test_a_dead_process_is_an_attempt(by_hand: ByHand) -> None:
+    """Its worker is known until another one begins the task, and longer than those before."""
+    result = work.act.enqueue(1)
+    message = by_hand.take()
+    die_in(by_hand, message)
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.RUNNING, 1)
+    die_in(by_hand, message)
+    by_hand.mailbox.deliver(message)
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 3)
+    assert result.worker_ids[0] == results.UNKNOWN
+
+
+def test_a_poisoned_task_is_finished_once(by_hand: ByHand) -> None:
+    """It failed although no run of it ended, and the signal says so."""
+    finished: list[Any] = []
+
+    def note(task_result: Any, **kwargs: Any) -> None:
+        finished.append((task_result.id, task_result.args, str(task_result.status)))
+
+    result = work.act.enqueue(7)
+    message = by_hand.take()
+    for _ in range(3):
+        die_in(by_hand, message)
+    with receiving(signals.task_finished, note):
+        by_hand.mailbox.deliver(message)
+        by_hand.mailbox.deliver(message)  # it does nothing
+    assert the_error(result).exception_class is TaskPoisoned
+    assert finished == [(result.id, [7], "FAILED")]
+
+
+def test_a_task_that_is_gone_from_the_code_has_no_result(by_hand: ByHand) -> None:
+    """Nor has one whose settings do not fit any more its own: it has those of its definition."""
+    result = work.add.using(queue_name="old").enqueue(1)
+    setting = tasks_setting(by_hand.alias)
+    setting["default"]["QUEUES"] = ["default"]
+    with override_settings(TASKS=setting):
+        assert default_task_backend.get_result(result.id).task == work.add
+    for path in ("tests.tasks_backend.work.gone", "tests.gone.work.add", "nothing", "json.dumps"):
+        by_hand.rows.update(task=path)
+        with pytest.raises(TaskResultDoesNotExist):
+            default_task_backend.get_result(result.id)
+
+
+def test_arguments_of_pickle_are_no_result(by_hand: ByHand) -> None:
+    """They were not enqueued, and reading them might run code."""
+    work.add.enqueue(1)
+    by_hand.take()
+    celery_task = by_hand.mailbox.app.tasks[work.add.module_path]
+    options = {"using": by_hand.alias, "outbox": "until_done", "serializer": "pickle"}
+    sent = celery_task.apply_async_on_commit((1,), **options)
+    assert by_hand.rows.filter(task_id=sent.id).exists()
+    with pytest.raises(TaskResultDoesNotExist):
+        default_task_backend.get_result(sent.id)
+
+
+def test_a_compressed_message_has_a_result(by_hand: ByHand) -> None:
+    """Its arguments stand in the row as they were."""
+    by_hand.mailbox.app.conf.task_compression = "gzip"
+    assert by_hand.enqueue_and_run(work.echo, "x" * 1000).args == ["x" * 1000]
+
+
+@pytest.mark.parametrize(
+    ("starts", "last", "found"),
+    [
+        (0, (), []),
+        (0, ("a",), []),
+        (1, ("a",), ["a"]),
+        (1, ("a", "b"), ["b"]),
+        (3, ("a", "b"), ["unknown", "a", "b"]),
+        (2, (), ["unknown", "unknown"]),
+    ],
+)
+def test_there_is_a_worker_for_each_start(
+    starts: int, last: tuple[str, ...], found: list[str]
+) -> None:
+    """Known or not, since Django counts attempts by them."""
+    assert results.list_workers(starts, *last) == found

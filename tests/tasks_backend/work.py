@@ -1,0 +1,180 @@
+"""Tasks of Django, for the tests and their workers."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from celery import current_task
+from django.tasks import TaskContext, task
+
+from django_celery_safe import current_claim, idempotent, single_instance
+from tests.processes import Gauge, Journal, wait_for
+
+Context = TaskContext
+
+
+@task
+def add(x: int, y: int = 0) -> int:
+    """Return the sum."""
+    return x + y
+
+
+@task
+async def add_async(x: int, y: int = 0) -> int:
+    """Return the sum."""
+    return x + y
+
+
+@task
+def echo(*args: Any, **kwargs: Any) -> Any:
+    """Return the arguments."""
+    return [args, kwargs]
+
+
+@task
+def fail(text: str = "no such order") -> None:
+    """Fail."""
+    raise ValueError(text)
+
+
+nameless = lambda x: x  # noqa: E731
+
+
+class Declined(Exception):
+    """An error of our own."""
+
+
+@task
+def decline(text: str) -> None:
+    """Fail with an error of our own."""
+    raise Declined(text)
+
+
+@task
+def fail_with_cause() -> None:
+    """Fail with an error that another one caused, and that has many lines."""
+    try:
+        raise KeyError("first")
+    except KeyError as error:
+        raise ValueError(ValueError("first line\nKeyError: second line")) from error
+
+
+@task
+def return_set() -> set[int]:
+    """Return what JSON has not."""
+    return {1}
+
+
+@task
+def return_long(length: int) -> str:
+    """Return a long text."""
+    return "x" * length
+
+
+@task(takes_context=True)
+def describe_context(context: Context, room: str) -> list[Any]:
+    """Return what the context says."""
+    result = context.task_result
+    return [
+        context.attempt,
+        result.id,
+        result.status,
+        result.args,
+        result.kwargs,
+        result.task.priority,
+        result.task.queue_name,
+        result.worker_ids,
+        result.enqueued_at is not None and result.started_at is not None,
+    ]
+
+
+@task
+def note(room: str, name: str = "") -> None:
+    """Note that it ran."""
+    Journal(Path(room)).write("ran", name=name)
+
+
+@task(takes_context=True)
+def stay(context: Context, room: str) -> int:
+    """Note the run, and stay until the gate of the room opens."""
+    folder = Path(room)
+    result = context.task_result
+    Journal(folder / "journal").write("ran", id=result.id, attempt=context.attempt, pid=os.getpid())
+    wait_for((folder / "gate").exists, 60)
+    return context.attempt
+
+
+#: The attempts of ``try_again`` in this process.
+attempts: list[int] = []
+
+
+@task(takes_context=True)
+def try_again(context: Context, times: int) -> list[int]:
+    """Be retried by Celery so many times; return the attempts."""
+    attempts.append(context.attempt)
+    if current_task.request.retries < times:
+        raise current_task.retry(countdown=1)
+    return attempts
+
+
+#: The body of ``act``, for tests in this process.
+body: Callable[[], Any] = int
+
+
+@task
+def act(x: int) -> Any:
+    """Do what a test says."""
+    return body()
+
+
+@task
+def die() -> None:
+    """Kill its own process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@task
+def leave() -> None:
+    """End its own process."""
+    sys.exit("no more")
+
+
+@task(takes_context=True)
+@single_instance(key="{room}", on_conflict="retry", retry_delay=0.2)
+def alone(context: Context, room: str, name: str) -> int:
+    """Be the only one in a room."""
+    with Gauge(Path(room)).inside():
+        wait_for((Path(room) / "gate").exists, 60)
+    return context.attempt
+
+
+@task
+@single_instance(unique_until="start")
+def once_in_queue(name: str) -> str:
+    """Be enqueued once until it starts."""
+    return name
+
+
+@task(takes_context=True)
+@single_instance(unique_until="end")
+def once_with_context(context: Context, number: int) -> int:
+    """Be enqueued once until it ends."""
+    return number
+
+
+@task(takes_context=True)
+@idempotent(key="{order}")
+def charge(context: Context, room: str, order: int) -> str:
+    """Charge an order once."""
+    Journal(Path(room)).write("charged", order=order)
+    return context.task_result.id
+
+
+@task
+def finish(value: int, returned: int) -> int:
+    """Say itself what the work came to."""
+    current_claim().finish(value)
+    return returned

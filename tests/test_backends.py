@@ -1,0 +1,69 @@
+"""The backend of Django's tasks is there with Django 6.0, and never in the way."""
+
+import subprocess
+import sys
+
+import django
+import pytest
+
+#: Prints which modules that only the backend needs were imported.
+IMPORTED = """
+import sys, django, celery
+import django_celery_safe
+django.setup()
+from django_celery_safe import apps, checks, tasks
+print([name for name in sys.modules if name.startswith("django_celery_safe.backends")])
+"""
+
+#: Defines a task, then the project's app; prints what was there before, and what is afterwards.
+DEFINED = """
+import threading
+import django
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=["django.contrib.contenttypes", "django_celery_safe"],
+    TASKS={"default": {"BACKEND": "django_celery_safe.backends.SafeCeleryBackend"}},
+)
+django.setup()
+from tests.tasks_backend import work
+work.add.using(priority=3)
+from celery import Celery, _state, current_app
+before = _state.default_app
+app = Celery("shop")
+found = []
+thread = threading.Thread(target=lambda: found.append(current_app._get_current_object() is app))
+thread.start()
+thread.join()
+print(before, *found)
+"""
+
+
+def test_nothing_imports_the_backend() -> None:
+    """Only Django does, for a project whose TASKS names it."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED],
+        env={"DJANGO_SETTINGS_MODULE": "tests.settings", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+@pytest.mark.skipif(django.VERSION < (6, 0), reason="Django 5.2 has no tasks.")
+def test_a_task_makes_no_celery_app() -> None:
+    """One that is defined before the project's app must not become that of other threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", DEFINED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.returncode) == ("None True\n", 0), done.stderr
+
+
+@pytest.mark.skipif(django.VERSION >= (6, 0), reason="It is there with this Django.")
+def test_older_versions_of_django_have_no_tasks() -> None:
+    """The error says so, and what to use instead."""
+    with pytest.raises(ImportError, match=r"since 6\.0, and this is Django 5.* @shared_task"):
+        __import__("django_celery_safe.backends")

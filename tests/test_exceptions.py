@@ -1,0 +1,52 @@
+"""The errors of the package: each is made of raw values, and comes whole out of a message."""
+
+import copy
+import pickle
+from dataclasses import MISSING, fields
+from typing import Any, Final
+
+import pytest
+
+from django_celery_safe import exceptions
+from django_celery_safe.exceptions import CelerySafeError
+
+#: The errors that have values of their own.
+ERRORS: Final = [
+    each
+    for each in vars(exceptions).values()
+    if isinstance(each, type) and issubclass(each, CelerySafeError) and "__init__" in vars(each)
+]
+#: A value of each type.
+VALUES: Final[dict[str, Any]] = {"str": "x", "int": 2, "float": 1.5, "Any": None}
+
+
+def values_of(error: Any) -> dict[str, Any]:
+    """Return a value for each field of an error."""
+    return {each.name: VALUES[each.type.partition(" ")[0]] for each in fields(error)}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors_travel(kind: Any) -> None:
+    """An error that was pickled or copied, or made by its args as Celery does, says the same."""
+    values = values_of(kind)
+    error = kind(**values)
+    assert error.args == tuple(values.values())
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), kind(*error.args)):
+        assert (type(again), again.args, vars(again)) == (kind, error.args, values)
+        assert str(again) == str(error)
+    needed = {name: values[name] for name in values if is_needed(kind, name)}
+    assert kind(**needed).args == kind(*needed.values()).args
+
+
+def is_needed(kind: Any, name: str) -> bool:
+    """Return whether an error has no default for a field."""
+    return next(each.default is MISSING for each in fields(kind) if each.name == name)
+
+
+def test_errors_are_compared_and_caught_as_any_other() -> None:
+    """Two errors of equal values are two, and a text alone makes those without values."""
+    first, second = exceptions.LockLost("a"), exceptions.LockLost("a")
+    assert first != second
+    assert len({first, second}) == 2
+    assert repr(first) == "LockLost('a', '')"
+    assert str(exceptions.LockError("a text")) == "a text"

@@ -1,0 +1,517 @@
+"""Relays delete old rows: in batches, beside others, and only those that they may."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import pytest
+from celery import Celery
+from django.core.management import call_command
+from django.db import connections, transaction
+from django.test.utils import CaptureQueriesContext
+from model_bakery import baker
+
+from django_celery_safe.databases import Now
+from django_celery_safe.idempotency import record_table
+from django_celery_safe.models import (
+    IdempotencyRecord,
+    OutboxMessage,
+    OutboxRelay,
+    StageRun,
+    StageStep,
+)
+from django_celery_safe.pruning import prune_all, prune_some
+from django_celery_safe.sending import housekeeping
+from django_celery_safe.sending.relay import Relay
+from django_celery_safe.stages import Status, repairs
+from django_celery_safe.stages.step_table import StepTable
+from django_celery_safe.tasks import prune_idempotency, prune_stages, relay_outbox
+from tests.app.models import Cover
+from tests.conftest import MakeDatabase
+from tests.kinds import KINDS
+from tests.plans import plan_of
+from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
+from tests.routing import AllIn, routed_by
+
+if TYPE_CHECKING:
+    from pytest_django import Settings
+
+DAY: Final = timedelta(days=1)
+YEAR: Final = timedelta(days=366)
+#: How many relays delete at once.
+RELAYS: Final = 4
+
+
+@pytest.fixture(params=KINDS)
+def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
+    """The alias of a database of each kind."""
+    return make_database(request.param)
+
+
+# Rows of each kind
+
+
+def make(
+    model: Any, alias: str, number: int, age: timedelta, moments: str, **values: Any
+) -> set[Any]:
+    """Make rows whose moments were so long ago by the database's clock; return their keys."""
+    made = baker.make(model, number, _using=alias, _bulk_create=True, **values)
+    rows = model.objects.using(alias).filter(pk__in=[row.pk for row in made])
+    rows.update(**{moment: Now() - age for moment in moments.split()})
+    return {row.pk for row in made}
+
+
+def make_sent(alias: str, number: int, age: timedelta) -> set[Any]:
+    """Make messages that were sent."""
+    return make(OutboxMessage, alias, number, age, "sent_at", due_at=None)
+
+
+def make_done(alias: str, number: int, age: timedelta) -> set[Any]:
+    """Make messages whose task is done."""
+    return make(OutboxMessage, alias, number, age, "sent_at ended_at", due_at=None)
+
+
+def make_failed(alias: str, number: int, age: timedelta) -> set[Any]:
+    """Make messages whose task failed."""
+    moments = "sent_at ended_at"
+    return make(OutboxMessage, alias, number, age, moments, due_at=None, error_type="ValueError")
+
+
+def make_expired(alias: str, number: int, age: timedelta) -> set[Any]:
+    """Make records of this age, which expire after 7 days."""
+    done = IdempotencyRecord.State.DONE
+    return make(IdempotencyRecord, alias, number, age - 7 * DAY, "expires_at", state=done)
+
+
+def make_orphaned(alias: str, number: int, age: timedelta) -> set[Any]:
+    """Make records whose holder died."""
+    running = IdempotencyRecord.State.RUNNING
+    return make(IdempotencyRecord, alias, number, age, "ends_at", state=running)
+
+
+def make_runs(alias: str, number: int, age: timedelta) -> set[Any]:
+    """Make runs that ended, each with two steps."""
+    made = make(StageRun, alias, number, age, "ended_at", status=Status.SUCCEEDED)
+    places = [(pk, position) for pk in made for position in (0, 1)]
+    StageStep.objects.using(alias).bulk_create(
+        baker.prepare(StageStep, run_id=pk, position=position, status=Status.SUCCEEDED)
+        for pk, position in places
+    )
+    return made
+
+
+class Old(NamedTuple):
+    """Rows of one kind that are deleted by their age."""
+
+    make: Callable[[str, int, timedelta], set[Any]]
+    #: Returns the rows that a relay deletes.
+    find: Callable[[str], Any]
+    index: str
+    batch: int = 500
+
+
+def found_by(find: Callable[[str], Any], number: int) -> Callable[[str], Any]:
+    """Return a function that finds one part of the rows that ``find`` returns."""
+    return lambda alias: find(alias)[number]
+
+
+RUNS: Final = Old(make_runs, found_by(repairs._prunable_by_index, 0), "safe_run_ended", batch=1)
+OLD: Final = {
+    "sent": Old(make_sent, found_by(housekeeping.get_prunable, 0), "safe_outbox_sent"),
+    "done": Old(make_done, found_by(housekeeping.get_prunable, 1), "safe_outbox_done"),
+    "failed": Old(make_failed, found_by(housekeeping.get_prunable, 2), "safe_outbox_failed"),
+    "expired": Old(
+        make_expired, found_by(record_table._prunable_by_index, 0), "safe_record_expires"
+    ),
+    "orphaned": Old(
+        make_orphaned, found_by(record_table._prunable_by_index, 1), "safe_record_running"
+    ),
+    "runs": RUNS,
+}
+MODELS: Final = (OutboxMessage, IdempotencyRecord, StageRun)
+
+
+@pytest.fixture(params=OLD)
+def old(request: pytest.FixtureRequest, settings: "Settings") -> Old:
+    """Rows of each kind in turn, which are kept for a week."""
+    settings.DJANGO_CELERY_SAFE = {
+        "OUTBOX_RETENTION": 7 * 24 * 3600,
+        "OUTBOX_FAILED_RETENTION": 7 * 24 * 3600,
+    }
+    return OLD[request.param]
+
+
+def make_each(alias: str, age: timedelta, number: int = 2) -> dict[str, set[Any]]:
+    """Make rows of each kind."""
+    return {name: kind.make(alias, number, age) for name, kind in OLD.items()}
+
+
+def keys(alias: str) -> set[Any]:
+    """Return the keys of all rows; steps of other runs are an error."""
+    steps = StageStep.objects.using(alias).values_list("run", flat=True)
+    assert set(steps) == set(StageRun.objects.using(alias).values_list("pk", flat=True))
+    return {
+        (model, pk)
+        for model in MODELS
+        for pk in model._default_manager.using(alias).values_list("pk", flat=True)
+    }
+
+
+def count(alias: str) -> int:
+    """Return how many rows there are."""
+    return sum(model._default_manager.using(alias).count() for model in MODELS)
+
+
+def take_turn(alias: str) -> None:
+    """Let a new relay do its chores."""
+    Relay(alias).housekeeping.take_turn_if_due()
+
+
+# Deletion by age
+
+
+def test_a_relay_deletes_what_is_old(alias: str, old: Old, broker: Celery) -> None:
+    """A relay deletes rows that are older than their retention, and leaves younger ones."""
+    make_each(alias, 6 * DAY)
+    young = keys(alias)
+    make_each(alias, 8 * DAY)
+    take_turn(alias)
+    assert keys(alias) == young
+    take_turn(alias)
+    assert keys(alias) == young
+
+
+def test_the_task_deletes_what_is_old(
+    make_database: MakeDatabase, settings: "Settings", broker: Celery
+) -> None:
+    """relay_outbox deletes old rows in the databases of all outboxes."""
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": DAY}
+    aliases = [make_database(kind) for kind in ("postgres", "sqlite-immediate")]
+    for alias in aliases:
+        make_each(alias, YEAR)
+    assert relay_outbox() == 0
+    assert [count(alias) for alias in aliases] == [0, 0]
+
+
+def test_a_relay_that_ends_when_nothing_is_due_deletes_too(
+    alias: str, old: Old, broker: Celery
+) -> None:
+    """``relay --once``, which cron starts, takes one turn."""
+    make_each(alias, YEAR)
+    call_command("celery_outbox", "relay", "--once", "--database", alias, verbosity=0)
+    assert count(alias) == 0
+
+
+def test_a_retention_of_none_is_for_ever(alias: str, broker: Celery, settings: "Settings") -> None:
+    """No relay or command deletes rows then, except records with an expiry of their own."""
+    settings.DATABASE_ROUTERS = []
+    names = ("OUTBOX", "OUTBOX_FAILED", "IDEMPOTENCY", "STAGES")
+    settings.DJANGO_CELERY_SAFE = {f"{name}_RETENTION": None for name in names}
+    made = make_each(alias, 50 * YEAR)
+    before = keys(alias)
+    take_turn(alias)
+    assert before - keys(alias) == {(IdempotencyRecord, pk) for pk in made["expired"]}
+    before = keys(alias)
+    for command in ("celery_outbox", "celery_idempotency", "celery_stages"):
+        call_command(command, "prune", "--database", alias, verbosity=0)
+    assert keys(alias) == before
+
+
+def test_the_tasks_delete_where_no_relay_is(make_database: MakeDatabase, broker: Celery) -> None:
+    """prune_idempotency and prune_stages delete all old rows, even more than one batch."""
+    alias = make_database("sqlite-immediate")
+    make_expired(alias, 1001, YEAR)
+    make_runs(alias, 3, YEAR)
+    with routed_by(AllIn(alias)):
+        assert (prune_idempotency(), prune_stages()) == (1001, 3)
+    assert count(alias) == 0
+
+
+# How much at a time
+
+
+def test_a_batch_is_bounded(alias: str, old: Old) -> None:
+    """One statement deletes a batch, a turn three batches of the oldest, the next turn the rest."""
+    youngest = old.make(alias, 2, 8 * DAY)
+    for days in (11, 10, 9):
+        old.make(alias, 2, days * DAY)
+    with CaptureQueriesContext(connections[alias]) as queries:
+        assert prune_some(old.find(alias), 6, 2) is True
+    table = old.find(alias).model._meta.db_table
+    deletes = [q["sql"] for q in queries if is_deletion(q["sql"], table)]
+    assert len(deletes) == 3
+    assert set(old.find(alias).values_list("pk", flat=True)) == youngest
+    assert prune_some(old.find(alias), 6, 2) is False
+    assert count(alias) == 0
+
+
+def is_deletion(sql: str, table: str) -> bool:
+    """Whether a statement deletes rows of a table; MariaDB may name it once more."""
+    return sql.startswith("DELETE ") and table in sql.partition(" WHERE ")[0]
+
+
+def test_all_are_deleted_in_batches(alias: str, old: Old) -> None:
+    """A command or task deletes all of them, a batch after the other."""
+    old.make(alias, 7, YEAR)
+    with CaptureQueriesContext(connections[alias]) as queries:
+        assert prune_all(old.find(alias), 3) == 7
+    table = old.find(alias).model._meta.db_table
+    assert sum(is_deletion(q["sql"], table) for q in queries) == 3
+    assert prune_all(old.find(alias), 3) == 0
+
+
+def test_a_turn_is_bounded_and_followed_by_another(
+    alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay deletes 10,000 records in a turn, and takes the next turn soon, not in a minute."""
+    make_expired(alias, 10_700, YEAR)
+    monkeypatch.setattr(housekeeping, "AGAIN", 0.0)
+    relay = Relay(alias)
+    left = []
+    for _ in range(3):
+        relay.housekeeping.take_turn_if_due()
+        left.append(count(alias))
+    assert left == [700, 0, 0]
+    make_expired(alias, 1, YEAR)
+    relay.housekeeping.take_turn_if_due()
+    assert count(alias) == 1  # the turn that found nothing more is followed by a minute
+
+
+def test_a_turn_with_nothing_to_delete_takes_as_many_queries_whatever_there_is(
+    alias: str, old: Old, broker: Celery
+) -> None:
+    """A turn looks once for each kind, however many rows are young or running."""
+    take_turn(alias)
+    idle = statements(alias)
+    make_each(alias, DAY, 50)
+    assert statements(alias) == idle
+    looks = [sql for sql in idle if sql.startswith("SELECT")]
+    # One for each kind of old rows, and three of the sweep.
+    assert len(looks) == len(OLD) + 3
+    assert sum("FOR UPDATE SKIP LOCKED" in sql for sql in looks) in (0, len(OLD))
+    assert not any(sql.startswith("DELETE") for sql in idle)
+
+
+def statements(alias: str) -> list[str]:
+    """Return the statements of a turn of a new relay, without moments."""
+    with CaptureQueriesContext(connections[alias]) as queries:
+        take_turn(alias)
+    return [query["sql"] for query in queries]
+
+
+@pytest.mark.long
+def test_old_rows_are_found_by_an_index(alias: str, old: Old) -> None:
+    """The query uses the index, and sorts nothing, even beside many young rows."""
+    make_each(alias, DAY, 1000)
+    make_each(alias, 8 * DAY, 20)
+    plan = plan_of(old.find(alias)[:500])
+    assert old.index in plan
+    assert "Sort" not in plan
+    assert "TEMP B-TREE" not in plan
+
+
+# Beside others
+
+
+def prune_beside(alias: str, name: str) -> int:
+    """Delete all of a kind, a few at a time, beside others; return how many that were."""
+    kind = OLD[name]
+    meet()
+    return prune_all(kind.find(alias), min(kind.batch, 10))
+
+
+def take_turns(alias: str) -> None:
+    """Be a relay that does its chores beside others."""
+    relay = Relay(alias)
+    meet()
+    relay.housekeeping.take_turn_if_due()
+
+
+@pytest.mark.parametrize("name", ["sent", "expired", "runs"])
+def test_relays_side_by_side_delete_each_row_once(
+    alias: str, name: str, settings: "Settings"
+) -> None:
+    """No relay waits long, ends in a deadlock, or counts a row that another deleted."""
+    own = {"DJANGO_CELERY_SAFE": {"OUTBOX_RETENTION": 3600}}
+    settings.DJANGO_CELERY_SAFE = own["DJANGO_CELERY_SAFE"]
+    number = 60 if name == "runs" else 400
+    OLD[name].make(alias, number, YEAR)
+    deleted = run_in_processes(prune_beside, RELAYS, alias, name, settings=own)
+    # A process that met only locked rows has ended early.
+    prune_all(OLD[name].find(alias))
+    assert sum(deleted) <= number
+    assert count(alias) == 0
+
+
+def test_turns_side_by_side(alias: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Relays that do their chores at the same moment delete all that is old, without an error."""
+    make_each(alias, YEAR, 40)
+    run_in_processes(take_turns, RELAYS, alias)
+    take_turn(alias)
+    assert count(alias) == 0
+    assert caplog.records == []
+
+
+def hold(alias: str, model: str, pk: Any) -> None:
+    """Lock a row until this process is ended."""
+    table = next(each for each in MODELS if each.__name__ == model)
+    with transaction.atomic(using=alias):
+        rows: Any = table._default_manager.using(alias)
+        tell(rows.select_for_update().get(pk=pk).pk)
+        threading.Event().wait()
+
+
+def test_a_locked_row_is_passed_by(postgres_alias: str, old: Old) -> None:
+    """A relay does not wait for an old row that is locked; it deletes the row in a later turn."""
+    alias = postgres_alias
+    oldest = min(old.make(alias, 1, 2 * YEAR))
+    old.make(alias, 3, YEAR)
+    with start_in_process(hold, alias, old.find(alias).model.__name__, oldest) as holder:
+        assert holder.receive() == oldest
+        with connections[alias].cursor() as cursor:
+            cursor.execute("SET lock_timeout = '5s'")
+        prune_some(old.find(alias), 10, old.batch if old.batch == 1 else 10)
+        assert [pk for _, pk in keys(alias)] == [oldest]
+        holder.kill()
+        wait_for(lambda: prune_all(old.find(alias)) == 1)
+
+
+def test_what_is_used_again_meanwhile_stays(alias: str) -> None:
+    """A record that is claimed between the look and the deletion is not deleted."""
+    (pk,) = make_orphaned(alias, 1, YEAR)
+    record = IdempotencyRecord.objects.using(alias).filter(pk=pk)
+    asked: list[str] = []
+
+    def claim(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        result = execute(sql, params, many, context)
+        if sql.startswith("SELECT") and not asked:
+            asked.append(sql)
+            record.update(ends_at=Now() + DAY)
+        return result
+
+    with connections[alias].execute_wrapper(claim):
+        assert prune_all(OLD["orphaned"].find(alias)) == 0
+    assert asked
+    assert record.exists()
+
+
+# Errors and protected rows
+
+
+@contextmanager
+def without(alias: str, *models: Any) -> Iterator[None]:
+    """Take tables away from a database."""
+    with connections[alias].schema_editor() as editor:
+        for model in models:
+            editor.delete_model(model)
+    yield
+
+
+@pytest.mark.parametrize("missing", [(IdempotencyRecord,), (StageStep, StageRun)])
+def test_a_database_without_a_table_is_left_alone(
+    alias: str, missing: Any, broker: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A relay deletes the rows of the other tables, and logs nothing about the missing one."""
+    make_each(alias, YEAR)
+    with without(alias, *missing):
+        take_turn(alias)
+    left = [model for model in MODELS if model not in missing]
+    assert sum(model._default_manager.using(alias).count() for model in left) == 0
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_failure_stops_nothing_else(
+    alias: str, broker: Celery, settings: "Settings", caplog: pytest.LogCaptureFixture
+) -> None:
+    """The failure is logged, other old rows are deleted, and the relay records that it lives."""
+    settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": "a week"}
+    make_each(alias, YEAR)
+    take_turn(alias)
+    assert {model for model, _ in keys(alias)} == {IdempotencyRecord}
+    assert OutboxRelay.objects.using(alias).exists()
+    (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said.getMessage().startswith(f"The old records in {alias!r} could not be deleted: ")
+    assert "IDEMPOTENCY_RETENTION='a week'" in said.getMessage()
+
+
+def test_a_run_that_a_row_protects_stays(
+    alias: str, broker: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other runs are deleted; the protected one is logged once, and deleted when it may be."""
+    (protected,) = make_runs(alias, 1, 2 * YEAR)
+    cover = Cover.objects.using(alias).create(run_id=protected)
+    make_runs(alias, 3, YEAR)
+    for _ in range(3):
+        take_turn(alias)
+    assert keys(alias) == {(StageRun, protected)}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"Run {protected} is not pruned: ")
+    cover.delete()
+    take_turn(alias)
+    assert keys(alias) == {(StageRun, protected)}
+    StageRun.objects.using(alias).update(protected_at=Now() - DAY)
+    take_turn(alias)
+    assert keys(alias) == set()
+
+
+def test_a_run_that_only_its_database_protects_stays(
+    alias: str, broker: Celery, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A foreign key with DO_NOTHING is such a case: only the commit shows that it fails."""
+    (protected,) = make_runs(alias, 1, 2 * YEAR)
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"CREATE TABLE refers (run bigint REFERENCES {StageRun._meta.db_table} (id)"
+            f"{connections[alias].ops.deferrable_sql()})"
+        )
+        cursor.execute("INSERT INTO refers VALUES (%s)", [protected])
+    make_runs(alias, 3, YEAR)
+    take_turn(alias)
+    assert keys(alias) == {(StageRun, protected)}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"Run {protected} is not pruned: ")
+
+
+def test_a_command_tries_a_protected_run_at_once(alias: str, broker: Celery) -> None:
+    """An operator who deletes the protecting row need not wait for a day."""
+    (pk,) = make_runs(alias, 1, YEAR)
+    cover = Cover.objects.using(alias).create(run_id=pk)
+    assert StageRun.objects.using(alias).prune() == 0
+    cover.delete()
+    assert list(repairs.get_prunable(StepTable(alias)).values_list("pk", flat=True)) == [pk]
+    call_command("celery_stages", "prune", "--database", alias, verbosity=0)
+    assert keys(alias) == set()
+
+
+def test_a_soft_time_limit_ends_the_turn(
+    sqlite_alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """relay_outbox ends at Celery's soft time limit, which does not count as a failed chore."""
+    from celery.exceptions import SoftTimeLimitExceeded
+
+    def end(alias: str) -> bool:
+        raise SoftTimeLimitExceeded
+
+    chore = housekeeping.Chore("", (), end)
+    monkeypatch.setattr(housekeeping, "_chores", {"end": chore})
+    with pytest.raises(SoftTimeLimitExceeded):
+        take_turn(sqlite_alias)
+
+
+def test_a_turn_is_taken_once_a_minute(
+    sqlite_alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay does its chores at first, and again when a minute is over."""
+    done: list[str] = []
+    chore = housekeeping.Chore("", (), lambda alias: bool(done.append(alias)))
+    monkeypatch.setattr(housekeeping, "_chores", {"note": chore})
+    for minute, turns in ((60.0, 1), (0.0, 3)):
+        monkeypatch.setattr(housekeeping, "MINUTE", minute)
+        relay = Relay(sqlite_alias)
+        done.clear()
+        for _ in range(3):
+            relay.housekeeping.take_turn_if_due()
+        assert done == [sqlite_alias] * turns

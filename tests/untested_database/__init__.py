@@ -1,0 +1,1 @@
+"""A database engine on which nothing was tested."""
