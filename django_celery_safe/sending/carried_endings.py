@@ -25,6 +25,7 @@ from ..events import MESSAGE_FAILED
 from ..foreign_errors import describe_error
 from ..leases.holder import HOST, decode_holder
 from ..locks import HeldLock
+from ..transactions import TRIES
 from .message_table import message_table
 from .outbox import EXPIRED
 
@@ -76,16 +77,19 @@ def _fail(
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
 
     def fail() -> None:
-        row = table.find(header["attempt"])
-        if row is None or row.due_at is None:
-            return
-        if row.token and not (is_running and _is_of_host(row)):
-            return
-        if table.at(header["attempt"]).fail_task(
-            row.token, type(error).__name__, str(error).strip(), ""
-        ):
-            said = describe_error(error)
-            MESSAGE_FAILED.emit(_fail, task=task, task_id=task_id, error=said)
+        # A process that is being killed may give its claim back between the look and the update.
+        for _ in range(TRIES):
+            row = table.find(header["attempt"])
+            if row is None or row.due_at is None:
+                return
+            if row.token and not (is_running and _is_of_host(row)):
+                return
+            if table.at(header["attempt"]).fail_task(
+                row.token, type(error).__name__, str(error).strip(), ""
+            ):
+                said = describe_error(error)
+                MESSAGE_FAILED.emit(_fail, task=task, task_id=task_id, error=said)
+                return
 
     in_background(fail, table.close, FAILURE)
 

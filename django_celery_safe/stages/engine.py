@@ -28,7 +28,7 @@ from ..exceptions import AlreadyStarted
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..sending.commit import must_wait
 from ..texts import get_logger
-from ..transactions import attempts, losing_a_race
+from ..transactions import TRIES, attempts, losing_a_race
 from ..values import NotPlain, encode
 from .labels import NO_LABELS, Labels, make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
@@ -242,13 +242,17 @@ def fail_attempt(
         Whether the step was waiting for that message or was run by it.
     """
     steps = store.steps().attempt(task_id).select_related("run")
-    step = (steps if pk is None else steps.filter(pk=pk)).first()
-    if step is None or step.status in Status.STOPPED:
-        return False
-    if step.status == Status.RUNNING and not ours(step):
-        return False
-    row = store.at(str(step.pk)).attempt(task_id).filter(status=step.status, token=step.token)
-    return _fail(store, row, step, fault)
+    # A process that is being killed may give its claim back between the look and the update.
+    for _ in range(TRIES):
+        step = (steps if pk is None else steps.filter(pk=pk)).first()
+        if step is None or step.status in Status.STOPPED:
+            return False
+        if step.status == Status.RUNNING and not ours(step):
+            return False
+        row = store.at(str(step.pk)).attempt(task_id).filter(status=step.status, token=step.token)
+        if _fail(store, row, step, fault):
+            return True
+    return False
 
 
 def put_back(claim: StepClaim, fault: StepError, *, died: bool = False) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import chain, chord, group
+from celery.app.task import Context
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import (
     Ignore,
@@ -18,7 +19,7 @@ from celery.exceptions import (
     WorkerShutdown,
     WorkerTerminate,
 )
-from celery.signals import before_task_publish, task_retry
+from celery.signals import before_task_publish, task_retry, task_revoked
 from django.db import DataError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
@@ -44,6 +45,7 @@ from django_celery_safe.signals import (
     message_lost,
     task_poisoned,
 )
+from tests.background import before_its_update
 from tests.concurrency.mailbox import Outcome
 from tests.kinds import more_for_claim
 from tests.processes import free_port
@@ -309,6 +311,25 @@ def test_a_process_that_is_told_to_end_gives_its_task_back(
     (again,) = carried.relay()
     carried.body = lambda task: None
     assert carried.mailbox.deliver(again).state == "SUCCESS"
+
+
+def test_a_process_that_gives_its_task_back_when_it_is_revoked(carried: Carried) -> None:
+    """It is killed while the main process fails the task, which is not run again."""
+
+    def give_back() -> None:
+        assert carried.rows.put_back(carried.row.token, timedelta(0), "SystemExit: -241")
+
+    def revoke(task: Any) -> None:
+        request = Context(message.headers, headers=message.headers)
+        with before_its_update(give_back):
+            task_revoked.send(task, request=request, terminated=True, expired=False)
+
+    carried.body = revoke
+    message = carried.send()
+    state, error = carried.mailbox.deliver(message)
+    assert (state, type(error)) == ("FAILURE", MessageLost)
+    assert (carried.row.state, carried.row.error) == ("failed", "The task was revoked.")
+    assert carried.relay() == []
 
 
 def test_a_task_that_was_cancelled_has_failed(carried: Carried) -> None:

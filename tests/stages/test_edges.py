@@ -38,7 +38,9 @@ from django_celery_safe.delivery import worker
 from django_celery_safe.models import StageRun, StageStep
 from django_celery_safe.signals import task_poisoned
 from django_celery_safe.stages.repairs import sweep
+from django_celery_safe.stages.status import Status
 from django_celery_safe.stages.step_table import StepTable
+from tests.background import before_its_update, settle
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Message
 from tests.conftest import MakeDatabase
@@ -68,13 +70,6 @@ def statuses(run: StageRun) -> tuple[str, str]:
 
 
 # Other deliveries of a message that is being run.
-
-
-def settle() -> None:
-    """Wait until all that signals of Celery's have started in the background is done."""
-    if worker._background is not None:
-        worker._background.shutdown(wait=True)
-        worker._background = None
 
 
 @pytest.mark.parametrize("staged", ["sqlite-immediate"], indirect=True)
@@ -169,6 +164,27 @@ def test_a_run_that_is_terminated_fails_its_step(staged_on_sqlite: Staged) -> No
     message = staged.take_one()
     assert type(staged.deliver(message).value) is StepLost
     assert statuses(run) == ("failed", "fa")
+
+
+def test_a_run_that_gives_its_step_back_when_it_is_terminated(staged_on_sqlite: Staged) -> None:
+    """It does so while the main process fails the step, and the step fails."""
+    staged = staged_on_sqlite
+
+    def give_back() -> None:
+        (step,) = store.steps().filter(status=Status.RUNNING)
+        assert store.at(str(step.pk)).put_back(step.token, Status.WAITING, "SystemExit", "-241")
+
+    def meet(task: Any) -> None:
+        with before_its_update(give_back):
+            revoke(staged, message, terminated=True, expired=False)
+
+    store = StepTable(staged.alias)
+    staged.bodies["a"] = meet
+    run = staged.start("a", "b")
+    message = staged.take_one()
+    assert type(staged.deliver(message).value) is StepLost
+    assert statuses(run) == ("failed", "fa")
+    assert staged.step("a").error == "The task was revoked."
 
 
 class Fussy(SafeTask):

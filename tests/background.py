@@ -1,0 +1,44 @@
+"""Work that a worker's main process does in background threads, as seen by a test."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.db.backends.signals import connection_created
+
+from django_celery_safe.delivery import worker
+
+
+def settle() -> None:
+    """Wait until all that signals of Celery's have started in the background is done."""
+    if worker._background is not None:
+        worker._background.shutdown(wait=True)
+        worker._background = None
+
+
+@contextmanager
+def before_its_update(act: Callable[[], object]) -> Iterator[None]:
+    """
+    Act once when a background thread is about to change what it has just looked at.
+
+    The thread opens a connection of its own; ``act`` uses that connection.
+    """
+    left = [act]
+
+    def wrap(execute: Any, sql: str, *args: Any) -> Any:
+        if sql.startswith("UPDATE") and left:
+            left.pop()()
+        return execute(sql, *args)
+
+    def watch(connection: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            connection.execute_wrappers.append(wrap)
+
+    connection_created.connect(watch)
+    try:
+        yield
+        settle()
+    finally:
+        connection_created.disconnect(watch)
+    assert not left, "nothing was changed"
