@@ -28,13 +28,29 @@ def renewing_threads() -> list[threading.Thread]:
     return [one for one in threading.enumerate() if one.name == "django_celery_safe leases"]
 
 
+def wait_for_renewal(name: str) -> None:
+    """Wait until the rest of a lock's lease grows, as nothing else but a renewal lets it."""
+    last = math.inf
+
+    def grows() -> bool:
+        nonlocal last
+        found = find_lock(name)
+        assert found is not None
+        assert found.remaining is not None
+        before, last = last, found.remaining
+        return last > before
+
+    wait_for(grows, 30, "it is not renewed")
+
+
 def test_one_thread_renews_all(locks_in_memory: None) -> None:
     """Many locks are renewed by one thread, each in time."""
     before = set(renewing_threads())
-    locks = [cache_lock(f"many:{number}", timeout=0.4) for number in range(50)]
+    locks = [cache_lock(f"many:{number}", timeout=2) for number in range(50)]
     assert all(lock.acquire() for lock in locks)
     assert len(set(renewing_threads()) - before) == 1
-    time.sleep(1.0)
+    wait_for_renewal("many:0")
+    wait_for_renewal("many:49")
     assert all(lock.held for lock in locks)
     assert all(lock.release() for lock in locks)
 
@@ -123,9 +139,8 @@ def test_a_broken_connection_of_the_thread_is_replaced(
 def test_a_shorter_lease_is_renewed_in_time(locks_in_memory: None) -> None:
     """A lease that extend() made shorter is renewed by its new length."""
     with cache_lock("shorter", timeout=30) as lock:
-        lock.extend(0.4)
-        time.sleep(1.0)
-        assert lock.held
+        lock.extend(2)
+        wait_for_renewal("shorter")
         lock.ensure()
 
 
@@ -208,9 +223,38 @@ def test_the_thread_outlives_leases_that_vanish(locks_in_memory: None) -> None:
             del own
     finally:
         sys.setswitchinterval(before)
-    with cache_lock("stays", timeout=0.3) as lock:
-        time.sleep(0.6)
+    with cache_lock("stays", timeout=2) as lock:
+        wait_for_renewal("stays")
         assert lock.held
+
+
+def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
+    locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store says that it has no such lock any more, which is what its holder wanted."""
+    asked, may_go_on = threading.Event(), threading.Event()
+    extend = LocalStore.extend
+
+    def hang(
+        self: LocalStore, renewals: Sequence[Renewal], within: float | None = None
+    ) -> list[bool]:
+        asked.set()
+        assert may_go_on.wait(60)
+        return extend(self, renewals, within)
+
+    monkeypatch.setattr(renewing, "LINGER", 0.05)
+    monkeypatch.setattr(LocalStore, "extend", hang)
+    before = set(renewing_threads())
+    now = time.monotonic()
+    lease = Lease(locate().store(), "released", "token", 0.06, now - 1, math.inf, print)
+    renewer.add(lease)
+    (thread,) = set(renewing_threads()) - before
+    assert asked.wait(30)
+    renewer.remove(lease)
+    may_go_on.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not lease.lost
 
 
 def test_a_store_that_hangs_holds_up_no_other(
