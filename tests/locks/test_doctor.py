@@ -162,7 +162,7 @@ def test_a_database_is_safe(
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
     found = find()
     expected = WITHOUT_SERVER
-    assert verdicts(found) == {**expected, "clearing": "ok"}
+    assert verdicts(found) == {**expected, "clearing": "ok"}, found["exclusion"].said
     assert found["store"].values["kind"] == "database"
     assert found["exclusion"].values["expired_acquired"] >= 10
     assert not DatabaseLock.objects.using(alias).exists()

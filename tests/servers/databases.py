@@ -24,6 +24,7 @@ from tests.servers.pgbouncer import PgBouncerServer
 from tests.servers.pool import ServerPool
 from tests.servers.postgres import PostgresServer
 
+#: None waits for the disk: no test ends the operating system, and a busy disk may take seconds.
 #: ``sqlite`` is Django's default (DEFERRED), ``sqlite-immediate`` has IMMEDIATE and WAL;
 #: ``mariadb`` is Django's default (READ COMMITTED), ``mariadb-repeatable`` the server's
 #: (REPEATABLE READ); ``pgbouncer`` is a PostgreSQL behind a PgBouncer of its own.
@@ -33,9 +34,10 @@ DatabaseKind = Literal[
 #: Databases with a server, which many processes can use.
 SERVERS: tuple[DatabaseKind, ...] = ("postgres", "pgbouncer", "mariadb", "mariadb-repeatable")
 
+DEFERRED = {"init_command": "PRAGMA synchronous=OFF;"}
 IMMEDIATE = {
     "transaction_mode": "IMMEDIATE",
-    "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
+    "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF;",
 }
 
 
@@ -217,7 +219,7 @@ def mariadb_settings(
 
 def sqlite_settings(path: Path, kind: DatabaseKind) -> dict[str, Any]:
     """Return the DATABASES entry of a SQLite file."""
-    options = IMMEDIATE if kind == "sqlite-immediate" else {}
+    options = IMMEDIATE if kind == "sqlite-immediate" else DEFERRED
     return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path), "OPTIONS": dict(options)}
 
 
