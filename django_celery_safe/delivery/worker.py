@@ -20,6 +20,7 @@ from celery.app.task import Context
 
 from ..compat import acknowledges_timeout
 from ..exceptions import CelerySafeError
+from ..leases.holder import HOST, HeldLock, decode_holder
 from ..texts import get_logger
 
 logger = get_logger(__name__)
@@ -58,6 +59,22 @@ def watch_messages() -> None:
 def find_received(task_id: str) -> list[Any]:
     """Return Celery's requests of the messages with this id that this worker has."""
     return [request for request in _received if request.id == task_id]
+
+
+def held_by_run(task_id: str) -> Callable[[Any], bool]:
+    """
+    Return a function that tells whether a row is held by a run of this worker.
+
+    The function takes a row with ``holder``. If the worker did not watch this message, any
+    process of this machine counts as the worker's.
+    """
+    pids = {request.worker_pid for request in find_received(task_id)}
+
+    def is_held(row: Any) -> bool:
+        holder = decode_holder(row.holder, HeldLock("")).holder
+        return holder.host == HOST and (not pids or holder.pid in pids)
+
+    return is_held
 
 
 def was_put_back(message: Context) -> bool:

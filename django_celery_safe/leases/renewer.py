@@ -328,11 +328,15 @@ class Lane:
         # be no time to wait.
         for lease in leases:
             lease.renew_at = asked_at + lease.seconds * RETRY_AFTER
-        # Not a foreseen error itself: its traceback would keep these leases alive and renewed.
-        foreseen = isinstance(error, LockBackendError)
-        emit_in_background(
-            _emit_failed, leases[0].name, len(leases), str(error), None if foreseen else error
-        )
+        with self._mutex:
+            # Nobody misses the renewal of a lease that was released during the request.
+            missed = [lease.name for lease in leases if lease.lane is self]
+        if missed:
+            # Not a foreseen error itself: its traceback would keep these leases alive and renewed.
+            foreseen = isinstance(error, LockBackendError)
+            emit_in_background(
+                _emit_failed, missed[0], len(missed), str(error), None if foreseen else error
+            )
         self._close()
 
     def _lost(self, lease: Lease[Any]) -> None:

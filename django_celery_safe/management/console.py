@@ -345,9 +345,9 @@ def confirm(
     lines += [more] if more else []
     lines.append(fill(str(decision.consequence), "", ""))
     question = f"{decision.label} {total} {noun}(s)? [yes/no] "
-    err.write("\n".join([*lines, question]), style_func=str, ending="")
-    err.flush()
     try:
+        err.write("\n".join([*lines, question]), style_func=str, ending="")
+        err.flush()
         answer = input()
     except (EOFError, KeyboardInterrupt, UnicodeError):
         err.write("", style_func=str)

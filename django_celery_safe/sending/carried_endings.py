@@ -17,14 +17,14 @@ from ..delivery.header import Header, get_header, read_header
 from ..delivery.worker import (
     connect_receivers,
     find_received,
+    held_by_run,
     in_background,
     returns_after_time_limit,
     was_put_back,
 )
 from ..events import MESSAGE_FAILED
 from ..foreign_errors import describe_error
-from ..leases.holder import HOST, decode_holder
-from ..locks import HeldLock
+from ..leases.holder import HOST
 from ..transactions import TRIES
 from .message_table import message_table
 from .outbox import EXPIRED
@@ -62,11 +62,8 @@ def _on_unknown(name: str, message: Any, **kwargs: Any) -> None:
         return
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
     text = f"A worker on {HOST} does not know the task {name}."
-    in_background(
-        lambda: table.at(header["attempt"]).filter(token="").update(error=text),
-        table.close,
-        FAILURE,
-    )
+    unclaimed = table.at(header["attempt"]).filter(token="", due_at__isnull=False)
+    in_background(lambda: unclaimed.update(error=text), table.close, FAILURE)
 
 
 def _fail(
@@ -75,6 +72,7 @@ def _fail(
     if "attempt" not in header:
         return
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
+    is_of_worker = held_by_run(task_id)
 
     def fail() -> None:
         # A process that is being killed may give its claim back between the look and the update.
@@ -82,17 +80,13 @@ def _fail(
             row = table.find(header["attempt"])
             if row is None or row.due_at is None:
                 return
-            if row.token and not (is_running and _is_of_host(row)):
+            if row.token and not (is_running and is_of_worker(row)):
                 return
-            if table.at(header["attempt"]).fail_task(
-                row.token, type(error).__name__, str(error).strip(), ""
-            ):
+            # A row that has ended meanwhile has an empty token, too.
+            unended = table.at(header["attempt"]).filter(due_at__isnull=False)
+            if unended.fail_task(row.token, type(error).__name__, str(error).strip(), ""):
                 said = describe_error(error)
                 MESSAGE_FAILED.emit(_fail, task=task, task_id=task_id, error=said)
                 return
 
     in_background(fail, table.close, FAILURE)
-
-
-def _is_of_host(row: Any) -> bool:
-    return decode_holder(row.holder, HeldLock("")).holder.host == HOST

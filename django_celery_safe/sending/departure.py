@@ -133,6 +133,8 @@ class WrittenRows:
         #: A send that starts before this time ends before a relay takes its rows, even if it
         #: takes the whole ``OUTBOX_SEND_TIMEOUT`` and its last publication as long again.
         self._ours_until = math.inf
+        #: No row of ours is due later than this from now, s; one that a relay has claimed is.
+        self._held = self.sender_time
 
     @property
     def sender_time(self) -> float:
@@ -183,7 +185,7 @@ class WrittenRows:
     def release(self, start: int) -> None:
         """Leave the row ``start`` and all later rows to a relay now, unless a relay has them."""
         rows, self._rows[start:] = self._rows[start:], []
-        held = timedelta(seconds=self.sender_time)
+        held = timedelta(seconds=self._held)
         for part in in_parts(rows):
             self._query(part).filter(due_at__lte=Now() + held).release()
 
@@ -198,6 +200,7 @@ class WrittenRows:
         due_at = Now() + timedelta(seconds=lease)
         claimed = change_returning(free, {"due_at": due_at}, "id", "task_id")
         self._ours_until = time.monotonic() + GRACE
+        self._held = lease
         return {(pk, task_id) for pk, task_id in claimed}
 
     def _query(self, rows: Sequence[Row]) -> Any:

@@ -21,12 +21,12 @@ from ..databases import Now
 from ..delivery.header import get_header, read_header
 from ..delivery.worker import (
     connect_receivers,
+    held_by_run,
     in_background,
     returns_after_time_limit,
     was_put_back,
 )
-from ..leases.holder import HOST, decode_holder
-from ..locks import HeldLock
+from ..leases.holder import HOST
 from ..sending import SafeTaskMixin
 from ..transactions import lacks_table
 from . import engine
@@ -56,7 +56,7 @@ def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: A
         return  # the message may be redelivered; otherwise a sweep re-sends it
     if isinstance(exception, TimeLimitExceeded):
         if not returns_after_time_limit(sender) and _may_be_step(sender):
-            _fail_in_background(None, task_id, exception, _is_of_host)
+            _fail_in_background(None, task_id, exception, held_by_run(task_id))
         return
     request = sender.request
     pk = get_header(request).get("step")
@@ -91,8 +91,10 @@ def _on_revoked(
         return
     error = RuntimeError(f"The task {'expired before it was begun' if expired else 'was revoked'}.")
     # If this delivery ran nowhere, another delivery of the message may still be running.
-    ours = _is_of_host if terminated and not was_put_back(request) else _is_nobodys
-    _fail_in_background(pk, request.id or "", error, ours)
+    task_id = request.id or ""
+    is_running = terminated and not was_put_back(request)
+    ours = held_by_run(task_id) if is_running else _is_nobodys
+    _fail_in_background(pk, task_id, error, ours)
 
 
 def _on_unknown(message: Any, name: str | None, **kwargs: Any) -> None:
@@ -132,10 +134,6 @@ def _fail_in_background(
 
 def _may_be_step(task: Any) -> bool:
     return isinstance(task, SafeTaskMixin) or get_step_layer(task) is not None
-
-
-def _is_of_host(step: StageStep) -> bool:
-    return decode_holder(step.holder, HeldLock("")).holder.host == HOST
 
 
 def _is_nobodys(step: StageStep) -> bool:

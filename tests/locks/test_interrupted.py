@@ -21,6 +21,7 @@ from django_celery_safe.locks.stores import local
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_acquired
+from tests.locks.renewals import wait_for_renewal
 from tests.servers import RedisServer
 
 
@@ -153,11 +154,12 @@ def test_the_thread_outlives_a_log_filter_that_raises(
 
     renewer.logger.addFilter(refuse)
     try:
-        with cache_lock("before", timeout=0.3):
+        with cache_lock("before", timeout=2):
             monkeypatch.setattr(renewer.Lane, "_take_turn", stumble)
-            assert met.wait(5)
-        with cache_lock("kept", timeout=0.4) as lock:
-            time.sleep(1.2)
+            assert met.wait(30)
+        with cache_lock("kept", timeout=2) as lock:
+            wait_for_renewal("kept")
+            wait_for_renewal("kept")
             assert lock.held
     finally:
         renewer.logger.removeFilter(refuse)

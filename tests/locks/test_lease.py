@@ -19,6 +19,7 @@ from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_backend_failed, lock_lost
 from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.locks.renewals import wait_for_renewal
 from tests.processes import wait_for
 from tests.servers import PostgresServer, RedisServer
 
@@ -26,21 +27,6 @@ from tests.servers import PostgresServer, RedisServer
 def renewing_threads() -> list[threading.Thread]:
     """Return the threads that renew leases."""
     return [one for one in threading.enumerate() if one.name == "django_celery_safe leases"]
-
-
-def wait_for_renewal(name: str) -> None:
-    """Wait until the rest of a lock's lease grows, as nothing else but a renewal lets it."""
-    last = math.inf
-
-    def grows() -> bool:
-        nonlocal last
-        found = find_lock(name)
-        assert found is not None
-        assert found.remaining is not None
-        before, last = last, found.remaining
-        return last > before
-
-    wait_for(grows, 30, "it is not renewed")
 
 
 def test_one_thread_renews_all(locks_in_memory: None) -> None:
@@ -62,7 +48,7 @@ def test_a_thread_that_renews_nothing_ends(
     monkeypatch.setattr(renewing, "LINGER", 0.05)
     for _ in range(2):
         before = set(renewing_threads())
-        with cache_lock("short work", timeout=0.03):
+        with cache_lock("short work", timeout=1):
             (thread,) = set(renewing_threads()) - before
         thread.join(10)
         assert not thread.is_alive()
@@ -148,17 +134,25 @@ def test_only_one_request_at_a_time_moves_a_lease(
     locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """extend() waits for a renewal under way, so the store gets the last word last."""
+    asked, done = threading.Event(), threading.Event()
     extend = LocalStore.extend
 
-    def late(self: LocalStore, renewals: Sequence[Renewal]) -> list[bool]:
-        if threading.current_thread() in renewing_threads():
-            time.sleep(0.3)
-        return extend(self, renewals)
+    def late(
+        self: LocalStore, renewals: Sequence[Renewal], within: float | None = None
+    ) -> list[bool]:
+        if threading.current_thread() not in renewing_threads():
+            return extend(self, renewals)
+        asked.set()
+        time.sleep(0.3)
+        outcomes = extend(self, renewals, within)
+        done.set()
+        return outcomes
 
-    with cache_lock("moved", timeout=0.6) as lock:
+    with cache_lock("moved", timeout=2) as lock:
         monkeypatch.setattr(LocalStore, "extend", late)
-        time.sleep(0.25)
+        assert asked.wait(30)
         lock.extend(60)
+        assert done.wait(30)
         found = find_lock("moved")
         assert found is not None
         assert found.remaining is not None
@@ -197,12 +191,13 @@ def test_the_thread_outlives_what_its_receivers_do(locks_in_memory: None) -> Non
 
     lock_lost.connect(leave)
     try:
-        with cache_lock("other", timeout=0.6) as other, cache_lock("lost", timeout=0.3) as lost:
+        # Of one length, so that one thread renews both.
+        with cache_lock("other", timeout=2) as other, cache_lock("lost", timeout=2) as lost:
             seen = find_lock("lost")
             assert seen is not None
             assert release_lock(seen)
-            wait_for(lambda: not lost.held, 2, "the loss was not noticed")
-            time.sleep(1.0)
+            wait_for(lambda: not lost.held, 30, "the loss was not noticed")
+            wait_for_renewal("other")
             assert other.held
             lock_lost.disconnect(leave)
     finally:
@@ -277,14 +272,14 @@ def test_a_store_that_hangs_holds_up_no_other(
 
     monkeypatch.setattr(LocalStore, "extend", hang)
     with (
-        cache_lock("default", timeout=1),
-        cache_lock("second", cache="second", timeout=0.8) as second,
+        cache_lock("default", timeout=3),
+        cache_lock("second", cache="second", timeout=3) as second,
     ):
         try:
             assert hangs.wait(30)
             token = second.token
-            ends_at = time.monotonic() + 1.6
-            wait_for(lambda: not second.held or time.monotonic() > ends_at, 30)
+            wait_for_renewal("second", cache="second")
+            wait_for_renewal("second", cache="second")
             assert second.held
             assert second.token == token
         finally:

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -212,7 +213,7 @@ class SlowServer:
 
 
 #: More than a broker so far away takes in time.
-SENDS = 60
+SENDS = 120
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def test_the_outbox_sends_of_a_commit_share_its_time(
     alias: str, far_away: str, make_app: MakeApp, sent: Sent, settings: "Settings"
 ) -> None:
     """A slow broker gets what OUTBOX_SEND_TIMEOUT allows for all; a relay has the rest at once."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 1.5}
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 3}
     task = make_app(broker_url=far_away).tasks[add.name]
     keep(0, alias, task)  # connects
     sent()
@@ -243,7 +244,10 @@ def test_the_outbox_sends_of_a_commit_share_its_time(
     assert [one["kept"] for one in told] == [True] * (SENDS - went)
     assert table(alias).due().count() == SENDS - went
     words = [query["sql"].split()[0] for query in queries.captured_queries if TABLE in query["sql"]]
-    assert words == ["SELECT"] + ["DELETE"] * went + ["UPDATE"]
+    assert words[0] == "SELECT"
+    # The sends take so long that the rows are claimed on the way, and released all the same.
+    assert Counter(words)["DELETE"] == went
+    assert words[-1] == "UPDATE"
 
 
 def calls(server: socket.socket) -> int:

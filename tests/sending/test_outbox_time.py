@@ -42,11 +42,11 @@ pytestmark = pytest.mark.django_db(transaction=True)
 Sent = Callable[[], list[Published]]
 
 #: OUTBOX_SEND_TIMEOUT where a broker is silent, s.
-TIMEOUT = 1.0
+TIMEOUT = 2.0
 #: Time that a busy machine may add to a bound, s; less than one more wait.
-NOISE = 0.9
+NOISE = 1.8
 #: How long something that may hang is waited for, s.
-HANGS = 15.0
+HANGS = 60.0
 
 
 def seconds_of(action: Callable[[], object]) -> float:
@@ -117,7 +117,7 @@ def plain_time(using: str) -> float:
 
 @pytest.fixture
 def patience(settings: "Settings") -> None:
-    """Give a broker that is silent one second."""
+    """Give a broker that is silent two seconds."""
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": TIMEOUT}
 
 
@@ -316,13 +316,13 @@ def test_threads_do_not_queue_up_at_a_silent_broker(
     assert max(found) <= TIMEOUT + plain_time(postgres_alias) + NOISE
 
 
-def send_to_silence(form: str, alias: str, backend: str, broker: str) -> tuple[float, str]:
+def send_to_silence(form: str, alias: str, backend: str, broker: str) -> tuple[float, float, str]:
     """Send with a silent result backend or broker; in a process of its own, since it may hang."""
     app = Celery("quiet", set_as_current=False)
     app.conf.update(broker_url=broker, result_backend=backend)
     bound = TIMEOUT + plain_time(alias) + NOISE
     taken, result = best_time(lambda: SENDS[form](app.tasks[add.name], alias), alias, bound)
-    return taken, type(result.send_error).__name__
+    return taken, bound, type(result.send_error).__name__
 
 
 @pytest.mark.parametrize(
@@ -348,13 +348,13 @@ def test_a_silent_result_backend_is_given_up_in_time(
     urls = {"silent": f"redis://127.0.0.1:{silent}/0", "redis": redis_server.database_url(1)}
     arguments = (form, sqlite_immediate_alias, urls.get(backend, backend), urls[broker])
     with start_in_process(send_to_silence, *arguments) as process:
-        taken, found = process.result(timeout=HANGS)
-    assert taken <= TIMEOUT + plain_time(sqlite_immediate_alias) + NOISE
+        taken, bound, found = process.result(timeout=HANGS)
+    assert taken <= bound
     assert found == error
     assert (row_ids(sqlite_immediate_alias) == []) == (error == "NoneType")
 
 
-def send_and_silence(alias: str, broker: str, pids: list[int]) -> tuple[float, str]:
+def send_and_silence(alias: str, broker: str, pids: list[int]) -> tuple[float, float, str]:
     """Send, stop the broker, and send again; in a process of its own, since it may hang."""
     app = Celery("quiet", set_as_current=False)
     app.conf.update(broker_url=broker, result_backend="rpc://")
@@ -365,7 +365,7 @@ def send_and_silence(alias: str, broker: str, pids: list[int]) -> tuple[float, s
         os.kill(pid, signal.SIGSTOP)
     bound = TIMEOUT + plain_time(alias) + NOISE
     taken, result = best_time(lambda: SENDS["task"](task, alias), alias, bound)
-    return taken, type(result.send_error).__name__
+    return taken, bound, type(result.send_error).__name__
 
 
 @pytest.mark.parametrize("name", ["redis", pytest.param("rabbitmq", marks=pytest.mark.long)])
@@ -380,10 +380,10 @@ def test_results_through_a_broker_that_falls_silent_cost_no_more(
         with start_in_process(
             send_and_silence, sqlite_immediate_alias, server.url, pids
         ) as process:
-            taken, found = process.result(timeout=HANGS)
+            taken, bound, found = process.result(timeout=HANGS)
     finally:
         server.resume()
-    assert taken <= TIMEOUT + plain_time(sqlite_immediate_alias) + NOISE
+    assert taken <= bound
     assert found == "OperationalError"
     assert row_ids(sqlite_immediate_alias) != []
 

@@ -26,7 +26,13 @@ from kombu.exceptions import OperationalError
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.databases import Now
-from django_celery_safe.models import DatabaseLock, OutboxMessage, OutboxMessages, OutboxRelay
+from django_celery_safe.models import (
+    DatabaseLock,
+    OutboxMessage,
+    OutboxMessages,
+    OutboxRelay,
+    message_states,
+)
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import publisher as publisher_module
 from django_celery_safe.sending import relay as relay_module
@@ -553,8 +559,11 @@ class CountingApp(NamedTuple):
 
 
 @pytest.fixture
-def make_counting(make_app: MakeApp, redis_server: RedisServer) -> Callable[..., CountingApp]:
-    """Make an app whose result backend is of a class of this module."""
+def make_counting(
+    make_app: MakeApp, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., CountingApp]:
+    """Make an app whose result backend is of a class of this module, and may be slow."""
+    monkeypatch.setattr(message_states, "LONGEST_LOCK", 10.0)
 
     def make(kind: type[CountingBackend], **more: Any) -> CountingApp:
         backend = f"{__name__}.{kind.__name__}+{redis_server.database_url(2)}"

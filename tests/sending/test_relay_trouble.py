@@ -95,7 +95,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "IDLE", 0.05)
     monkeypatch.setattr(trouble_module, "SHORTEST_PAUSE", 0.05)
     monkeypatch.setattr(trouble_module, "LONGEST_PAUSE", 0.1)
-    monkeypatch.setattr(relay_module, "LONGEST_WAIT", 0.5)
+    monkeypatch.setattr(relay_module, "LONGEST_WAIT", 1.5)
 
 
 class Proxy:

@@ -24,6 +24,7 @@ from celery.signals import (
 )
 from django.db import connections, router, transaction
 from django.test.utils import CaptureQueriesContext
+from pytest_django import Settings
 
 from django_celery_safe import (
     InvalidPlan,
@@ -567,8 +568,9 @@ def test_eager_stages_are_not_nested(eager: Staged) -> None:
 # Queries.
 
 
-def test_sending_many_again_takes_few_queries(staged_on_sqlite: Staged) -> None:
+def test_sending_many_again_takes_few_queries(staged_on_sqlite: Staged, settings: Settings) -> None:
     """Overdue steps of a run are noted and sent together, whatever their number."""
+    settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "OUTBOX_SEND_TIMEOUT": 30}
     staged = staged_on_sqlite
     run = stages.start([(staged.task, 1, {"name": f"{number}"}) for number in range(300)])
     first = {message.id for message in staged.take()}

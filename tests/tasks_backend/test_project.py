@@ -32,7 +32,7 @@ CACHES = {
 }
 TASKS = {"default": {"BACKEND": "django_celery_safe.backends.SafeCeleryBackend"}}
 CELERY_BROKER_URL = "REDIS/1"
-DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": timedelta(days=1), "LOCK_TIMEOUT": 2}
+DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": timedelta(days=1), "LOCK_TIMEOUT": 5}
 """
 CELERY = """
 import os

@@ -49,7 +49,7 @@ def stay_late(self: Any, room: str, alias: str) -> None:
     wait(enter(self, room, alias))
 
 
-@shared_task(**CARRIED, time_limit=1)
+@shared_task(**CARRIED, time_limit=3)
 def stay_too_long(self: Any, room: str, alias: str) -> None:
     """Stay until the worker kills the process at the hard time limit."""
     wait(enter(self, room, alias))

@@ -13,7 +13,7 @@ from tests.worker.rooms import Room
 from tests.worker.tasks import Witnessed
 
 #: A lease that a test can outwait, s.
-SHORT_LEASE = 2
+SHORT_LEASE = 4
 
 
 @shared_task(base=SafeTask, bind=True)

@@ -28,7 +28,7 @@ HOOKS = ("before_start", "on_success", "on_retry", "on_failure", "after_return")
 #: Countdown of a retry that is not to come while the test looks, s.
 COUNTDOWN = 600
 #: A lease that a test can outwait, s.
-SHORT_LEASE = 2
+SHORT_LEASE = 4
 #: A lease that outlives the time in which a dead run's message is delivered again, s.
 TAKEOVER = 8
 

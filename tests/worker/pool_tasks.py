@@ -24,7 +24,7 @@ from tests.worker.rooms import Room
 PARENT_HOLDS = "SAFE_PARENT_HOLDS"
 
 #: Lease of what is renewed here, s.
-LEASE = 1.0
+LEASE = 3.0
 
 parents: CacheLock | None = None
 
@@ -98,7 +98,7 @@ def hang(self: Any, room: str, name: str) -> None:
         _listen_to_nothing(self, room)
 
 
-@shared_task(base=SafeTask, bind=True, time_limit=2)
+@shared_task(base=SafeTask, bind=True, time_limit=2 * LEASE)
 def hang_by_its_option(self: Any, room: str, name: str) -> None:
     """Hold a lock and listen to nothing; the time limit is the task's own."""
     with _hanging_on(name):

@@ -206,6 +206,7 @@ def test_links_go_on_over_a_duplicate(on_commit: bool, task: Any, journal: Journ
         assert app.AsyncResult(twin.options["task_id"]).get(timeout=SOON) is None
     with pytest.raises(KeyError):
         failed.get(timeout=SOON)
+    wait_for(lambda: journal.count("after"), SOON)
     finish_all()
     assert effects_in(journal) == ["after", "before", "failed"]
 
@@ -215,7 +216,7 @@ def test_a_canvas_with_twins_runs_one(on_commit: bool, task: Any, journal: Journ
     """Only the first of two equal members of a group runs; in a chain both run."""
     member = task.si(str(journal.path))
     # The first must not have ended when the second is sent.
-    twins = group(member.clone().set(countdown=1.5), member.clone())
+    twins = group(member.clone().set(countdown=5), member.clone())
     assert send(twins, on_commit).get(timeout=SOON) == ["once", None]
     one_by_one = chain(member.clone(), member.clone())
     assert send(one_by_one, on_commit).get(timeout=SOON) == "once"

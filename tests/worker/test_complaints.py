@@ -196,7 +196,7 @@ def test_a_lock_is_left_behind_after_a_revoke(make_room: MakeRoom, worker: Celer
 def test_a_lock_is_left_behind_after_a_time_limit(make_room: MakeRoom) -> None:
     """A run that is stopped by its time limit, soft or hard, blocks nobody."""
     limits = {"soft_time_limit": make_room("soft"), "time_limit": make_room("hard")}
-    stopped = {limit: begin(tasks.export, room, **{limit: 1}) for limit, room in limits.items()}
+    stopped = {limit: begin(tasks.export, room, **{limit: 3}) for limit, room in limits.items()}
     for limit, room in limits.items():
         error = stopped[limit].get(timeout=SOON, propagate=False)
         assert "TimeLimitExceeded" in type(error).__name__

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tests.servers import ServerPool
 
 #: Seconds until what happens at once must have happened; far less than any lease.
-SOON = 8
+SOON = 15
 #: Time limit of the tasks of a row, s; all three are looked at before the first reaches it.
 TIME_LIMIT = 5
 #: Seconds until a short lease must be over.
@@ -62,7 +62,7 @@ SENT = "sent_timeout"
 LATER = "sent_timeout and the countdown"
 
 #: How many seconds are left of each, at least and at most; a short countdown comes on top.
-LEASES = {LEASE: (0, 30), SENT: (3540, 3603), LATER: (3540 + COUNTDOWN, 3600 + COUNTDOWN)}
+LEASES = {LEASE: (0, 30), SENT: (3540, 3610), LATER: (3540 + COUNTDOWN, 3600 + COUNTDOWN)}
 
 #: For each unique_until: the run-time lock and the send-time lock.
 Locks = dict[str | None, tuple[str | None, str | None]]
@@ -656,7 +656,7 @@ TABLE = [
     Row(
         "revoked while it waits, and due",
         [
-            Step(send(countdown=2), WAITING, 0),
+            Step(send(countdown=5), WAITING, 0),
             Step(revoke_waiting, WAITING),
             Step(result("REVOKED"), FREE),
         ],
@@ -668,7 +668,7 @@ TABLE = [
     Row(
         "expired before it was taken",
         [
-            Step(send(expires=1), locks(None, LEASE, LEASE), 0),
+            Step(send(expires=3), locks(None, LEASE, LEASE), 0),
             Step(wait, FREE),
             Step(result("REVOKED"), FREE),
         ],

@@ -121,7 +121,7 @@ def test_a_waiting_task_in_a_solo_pool_is_woken_from_outside(rooms: dict[str, Ro
 
 def test_a_task_hung_beyond_its_time_limit_loses_its_lock(rooms: dict[str, Room]) -> None:
     """Where the pool can't end it, its lock is renewed no more, and free one lease later."""
-    limit = 2.0
+    limit = 2 * LEASE
     hung = {}
     for pool in ("threads", "solo", "gevent"):
         hung[f"{pool}: by its message"] = (pool, pool_tasks.hang, {"time_limit": limit})

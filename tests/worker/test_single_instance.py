@@ -167,7 +167,7 @@ def test_the_lock_is_free_when_the_task_has_ended(tmp_path: Any) -> None:
     for way in ways:
         rooms[way] = room = Room(tmp_path / way)
         room.folder.mkdir()
-        limit = 1 if way == "soft time limit" else None
+        limit = 3 if way == "soft time limit" else None
         tasks.ending.apply_async((room.path, way), soft_time_limit=limit)
     for way, room in rooms.items():
         (run,) = room.until(room.runs, f"the task that ends by {way} did not start")
