@@ -36,7 +36,7 @@ __all__ = ["store"]
 
 NAME = "tests.once"
 #: A lease of runs, s.
-LEASE = 1.5
+LEASE = 4
 
 
 def unique(

@@ -19,6 +19,7 @@ from pytest_django import Settings
 
 from django_celery_safe import SafeTask, TaskPoisoned, idempotent, iter_locks
 from django_celery_safe.conf import UNSET
+from django_celery_safe.delivery import deaths
 from django_celery_safe.delivery.deaths import most_deaths, record_death
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.leases.holder import HOST
@@ -73,6 +74,12 @@ class Deadly:
 def redelivered(message: Message) -> Message:
     """Return a message as the broker delivers it again."""
     return replace(message, delivery_info={**message.delivery_info, "redelivered": True})
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a count take its time: it connects to the store anew."""
+    monkeypatch.setattr(deaths, "LONGEST_COUNT", 60.0)
 
 
 @pytest.fixture

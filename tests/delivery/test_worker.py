@@ -5,16 +5,18 @@ from threading import Event, Timer
 
 import pytest
 
+from django_celery_safe.delivery import worker
 from django_celery_safe.delivery.worker import in_background
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_new_child_waits_for_background_work() -> None:
+def test_a_new_child_waits_for_background_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """No child is forked while a thread may hold a mutex that the child would inherit locked."""
+    monkeypatch.setattr(worker, "LONGEST_FORK", 60.0)
     may_end, has_ended = Event(), Event()
 
     def work() -> None:
-        may_end.wait(10)
+        may_end.wait(60)
         has_ended.set()
 
     future = in_background(work, lambda: None, "It failed.")
@@ -22,6 +24,6 @@ def test_a_new_child_waits_for_background_work() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0 if has_ended.is_set() else 1)
-    future.result(10)
+    future.result(60)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
