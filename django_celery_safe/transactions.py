@@ -179,8 +179,8 @@ class TransactionTry:
             raise OperationalError(
                 f"{self._what} was refused: another transaction changed the row after this one "
                 f"began, and the isolation level of {self._alias!r} hides that change, or each "
-                f"waits for the other. Nothing was done. Roll the outer atomic() back and run all "
-                f"of it again, call this outside of it, or use READ COMMITTED "
+                f"waits for the other. Nothing was done. Run the outer atomic() block again from "
+                f"its start, make this call outside of it, or use READ COMMITTED "
                 f"({describe_error(error)})"
             ) from error.__cause__
         self.is_lost = True
@@ -294,7 +294,7 @@ def retry_on_disconnect(
         ask: Queries the database; may be called again after its answer was lost.
         left: Returns for how many seconds ``ask`` may be retried; 0: once more, at once, on a
             new connection.
-        what: What can't be recorded until then, for the log.
+        what: Whose outcome ``ask`` records, for the log.
 
     Raises:
         django.db.Error: The database does not answer, or an open transaction was lost.

@@ -545,8 +545,7 @@ PAGES: Final = {
             "    process     pid 4711 on web1\n"
             "    held since  <time> UTC by its clock, 10min ago\n"
             "    lease left  2h left of 2h, not renewed\n"
-            "    holder      not known: it does not renew this lease, so nothing tells\n"
-            "                whether it lives\n"
+            "    holder      not known, because it does not renew this lease\n"
             "    free        in 2h at the latest\n"
         ),
     ),

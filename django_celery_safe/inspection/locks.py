@@ -100,7 +100,7 @@ class LockRow(LeasedRow):
         if not self.host:
             return _("not known") if self.kind == "run" else _(NO_PROCESS)
         if not self.renewed:
-            return _("not known: it does not renew this lease, so nothing tells whether it lives")
+            return _("not known, because it does not renew this lease")
         if self.renewed_s is None or self.lease_s is None:
             return _("lives if the lease begins again from time to time: look again")
         if self.overdue:

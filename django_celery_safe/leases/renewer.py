@@ -329,7 +329,7 @@ class Lane:
         for lease in leases:
             lease.renew_at = asked_at + lease.seconds * RETRY_AFTER
         with self._mutex:
-            # Nobody misses the renewal of a lease that was released during the request.
+            # A lease that was released during the request did not have to be renewed.
             missed = [lease.name for lease in leases if lease.lane is self]
         if missed:
             # Not a foreseen error itself: its traceback would keep these leases alive and renewed.

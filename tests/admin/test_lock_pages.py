@@ -141,7 +141,7 @@ def test_a_real_lock(store: Visitor) -> None:
     ("renewed", "lease", "left", "shown", "said"),
     [
         (True, 600.0, LEASE, "yes", "lives, or died in the last"),
-        (False, 600.0, LEASE, "no", "not known: it does not renew"),
+        (False, 600.0, LEASE, "no", "not known, because it does not renew"),
         (True, 10_000.0, LEASE, "overdue", "dead, stopped or cut off, most likely"),
         (True, None, LEASE, "yes", "lives if the lease begins again"),
     ],

@@ -343,7 +343,7 @@ def test_a_snapshot_that_is_too_old_is_explained(postgres_alias: str) -> None:
     isolate(postgres_alias, "REPEATABLE_READ")
     Person.everyone.using(postgres_alias).create(pk=1)
     with (
-        pytest.raises(OperationalError, match="Roll the outer atomic") as caught,
+        pytest.raises(OperationalError, match="Run the outer atomic") as caught,
         transaction.atomic(using=postgres_alias),
     ):
         assert Person.everyone.using(postgres_alias).exists()  # the snapshot is made

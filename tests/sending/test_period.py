@@ -212,7 +212,7 @@ def test_the_period_begins_at_the_send(options: dict[str, Any], mailbox: Mailbox
 
 @pytest.mark.usefixtures("locks_in_memory")
 def test_a_duplicate_may_raise(broker: Any, sent: Sent) -> None:
-    """AlreadySent tells what is left of the period."""
+    """``AlreadySent`` says how many seconds of the period are left."""
     first = loud.delay(1)
     with pytest.raises(AlreadySent, match=r"Its lock ends in \d+ s") as raised:
         loud.delay(1)
