@@ -5,12 +5,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import HeldLock, cache_lock, find_lock, release_lock
+from django_celery_safe import HeldLock, LockBackendError, cache_lock, find_lock, release_lock
 from django_celery_safe.leases import renewer as renewing
 from django_celery_safe.leases.lease import Lease
 from django_celery_safe.leases.renewer import renewer
@@ -223,10 +224,11 @@ def test_the_thread_outlives_leases_that_vanish(locks_in_memory: None) -> None:
         assert lock.held
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["an answer", "an error"])
 def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
-    locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+    fails: bool, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store says that it has no such lock any more, which is what its holder wanted."""
+    """The store says that it has no such lock any more, or nothing: its holder wants none."""
     asked, may_go_on = threading.Event(), threading.Event()
     extend = LocalStore.extend
 
@@ -235,9 +237,13 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
     ) -> list[bool]:
         asked.set()
         assert may_go_on.wait(60)
+        if fails:
+            raise LockBackendError("no answer")
         return extend(self, renewals, within)
 
     monkeypatch.setattr(renewing, "LINGER", 0.05)
+    monkeypatch.setattr(renewing, "emit_in_background", lambda *report: told.append(report))
+    told: list[Any] = []
     monkeypatch.setattr(LocalStore, "extend", hang)
     before = set(renewing_threads())
     now = time.monotonic()
@@ -249,7 +255,7 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
     may_go_on.set()
     thread.join(30)
     assert not thread.is_alive()
-    assert not lease.lost
+    assert (lease.lost, told) == (False, [])
 
 
 def test_a_store_that_hangs_holds_up_no_other(

@@ -332,6 +332,19 @@ def test_a_process_that_gives_its_task_back_when_it_is_revoked(carried: Carried)
     assert carried.relay() == []
 
 
+def test_a_message_that_is_done_while_its_duplicate_is_revoked(carried: Carried) -> None:
+    """The delivery that ran it has ended its row, which stays done."""
+
+    def end() -> None:
+        carried.rows.update(ended_at=Now(), due_at=None, token="")
+
+    message = carried.send()
+    request = Context(message.headers, headers=message.headers)
+    with before_its_update(end):
+        task_revoked.send(carried.task, request=request, terminated=False, expired=False)
+    assert (carried.row.state, carried.row.error) == ("done", "")
+
+
 def test_a_task_that_was_cancelled_has_failed(carried: Carried) -> None:
     """asyncio's CancelledError ends no process, so that the task would be run again for ever."""
 
