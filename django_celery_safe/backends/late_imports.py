@@ -15,7 +15,11 @@ from celery import bootsteps
 from celery.app.registry import TaskRegistry
 from django.apps import apps
 
+from ..texts import get_logger
 from .functions import add_function, find_task, get_celery_task
+from .results import AnyTask
+
+logger = get_logger(__name__)
 
 
 def prepare_worker(app: Any) -> None:
@@ -32,11 +36,26 @@ class _Registry(TaskRegistry):
     app: Any
 
     def __missing__(self, name: str) -> Any:
-        task = find_task(name) if apps.get_containing_app_config(name) else None
+        task = _import_task(name)
         if task is None:
             raise self.NotRegistered(name)
         add_function(task)
         return get_celery_task(self.app, name)
+
+
+def _import_task(path: str) -> AnyTask | None:
+    """Return the Django task at a path; None: there is none, or its module fails on import."""
+    if apps.get_containing_app_config(path) is None:
+        return None
+    try:
+        return find_task(path)
+    except Exception:
+        # Any other error than an unknown task would end the worker, and then the next one.
+        logger.exception(
+            "The task %s can't be imported, so its message is treated as one of an unknown task.",
+            path,
+        )
+        return None
 
 
 class _Strategies(dict[str, Any]):

@@ -288,11 +288,12 @@ def test_run_after_is_the_eta(by_hand: ByHand, aware: bool) -> None:
 
 
 def test_without_use_tz_all_moments_are_naive(by_hand: ByHand) -> None:
-    """Without time zones a result's moments are naive, as with Django's own backends."""
-    with override_settings(USE_TZ=False):
+    """Without time zones a result's moments are local and naive, as with Django's own backends."""
+    with override_settings(USE_TZ=False, TIME_ZONE="Asia/Kolkata"):
         result = by_hand.enqueue_and_run(work.add, 1)
         assert result.started_at.tzinfo is None
         assert result.enqueued_at <= result.started_at <= timezone.now()
+        assert timezone.now() - result.enqueued_at < timedelta(minutes=5)
 
 
 def test_a_retry_is_another_attempt(by_hand: ByHand) -> None:

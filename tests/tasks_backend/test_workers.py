@@ -94,6 +94,17 @@ def test_a_worker_imports_no_other_modules(scene: Scene, worker: Any) -> None:
     assert scene.until_finished(work.add.enqueue(1)).return_value == 1
 
 
+def test_a_module_that_fails_on_import_costs_no_worker(scene: Scene, worker: Any) -> None:
+    """Its error is logged, its message is that of an unknown task, and the worker goes on."""
+    for _ in range(2):
+        app.send_task("tests.app.failing.fetch")
+    text = "unregistered task of type 'tests.app.failing.fetch'"
+    wait_for(lambda: worker.log.count(text) == 2, PATIENCE)
+    assert "The task tests.app.failing.fetch can't be imported" in worker.log
+    assert "RuntimeError: SHOP_TOKEN is not set" in worker.log
+    assert scene.until_finished(work.add.enqueue(1)).return_value == 1
+
+
 @pytest.mark.usefixtures("worker", "relay")
 def test_one_instance_runs_at_a_time(scene: Scene, tmp_path: Path) -> None:
     """One task of a key runs at a time; the others are retried."""
