@@ -8,14 +8,14 @@ before it repairs the run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import Error as DatabaseError
-from django.db import transaction
+from django.db import InterfaceError, InternalError, OperationalError, transaction
 
 from .. import conf
 from ..databases import Now
@@ -42,6 +42,10 @@ UNSTARTED_AFTER: Final = timedelta(minutes=5)
 SETTLING: Final = timedelta(seconds=5)
 #: Steps that one transaction repairs at most.
 BATCH: Final = 500
+#: How long a relay repairs runs in one turn, s, apart from the transaction that has begun.
+LONGEST_TURN: Final = 1.0
+#: Errors by which the database itself is unavailable, so that no other run could be repaired.
+UNAVAILABLE: Final = (OperationalError, InterfaceError, InternalError)
 #: Runs that a relay deletes in one turn at most, each with its steps in a transaction.
 MOST_RUNS: Final = 100
 
@@ -72,14 +76,7 @@ def sweep(store: StepTable, patience: timedelta = UNSTARTED_AFTER) -> list[Repai
     Args:
         patience: How long a step that was sent may wait for a worker.
     """
-    repairs: list[Repair] = []
-    for pk, ids in _by_run(store.steps().orphaned()):
-        repairs += _repaired(pk, partial(_requeue_orphaned, store, pk, ids))
-    for pk, ids in _by_run(_not_in_outbox(store, store.steps().overdue(patience))):
-        repairs += _repaired(pk, partial(_send_again, store, pk, ids, patience))
-    for pk in store.runs().complete().values_list("pk", flat=True):
-        repairs += _repaired(pk, partial(_let_go_on, store, pk))
-    return repairs
+    return [repair for repairs in _iter_repairs(store, patience) for repair in repairs]
 
 
 def connect() -> None:
@@ -90,8 +87,9 @@ def connect() -> None:
 
 
 def _sweep_database(alias: str) -> bool:
-    sweep(StepTable(alias))
-    return False
+    until = time.monotonic() + LONGEST_TURN
+    repairs = _iter_repairs(StepTable(alias), UNSTARTED_AFTER)
+    return any(time.monotonic() > until for _ in repairs)
 
 
 def _prunable_by_index(alias: str) -> list[StageRuns]:
@@ -109,38 +107,60 @@ def get_prunable(store: StepTable, older_than: timedelta | None = None) -> Stage
     return store.runs().none() if age is None else store.runs().older(age)
 
 
-def _repaired(pk: int, repair: Callable[[], list[Repair]]) -> list[Repair]:
-    """Repair a run; an error, for example of a changed task, does not stop other repairs."""
-    try:
-        return repair()
-    except (DatabaseError, SoftTimeLimitExceeded):
-        raise
-    except Exception as error:  # noqa: BLE001 - sending a task may raise anything
-        logger.error("Run %s can't be repaired: %s", pk, describe_error(error))
-        return []
+def _iter_repairs(store: StepTable, patience: timedelta) -> Iterator[list[Repair]]:
+    """
+    Repair the runs that are stuck; yield the repairs of each transaction.
+
+    After an error, for example of a changed task, the rest of that run is left to the next sweep.
+    """
+    failed: set[int] = set()
+    for pk, repair in _find_repairs(store, patience):
+        if pk in failed:
+            continue
+        repairs: list[Repair] = []
+        try:
+            repairs = repair()
+        except (*UNAVAILABLE, SoftTimeLimitExceeded):
+            raise
+        except Exception as error:  # noqa: BLE001 - sending a task may raise anything
+            failed.add(pk)
+            logger.error("Run %s can't be repaired: %s", pk, describe_error(error))
+        yield repairs
 
 
-def _by_run(steps: Iterable[StageStep]) -> Iterator[tuple[int, list[int]]]:
+def _find_repairs(
+    store: StepTable, patience: timedelta
+) -> Iterator[tuple[int, Callable[[], list[Repair]]]]:
+    """Yield the id of each run that seems to be stuck, and a function that repairs it."""
+    for pk, ids in _by_run(store.steps().orphaned().values_list("run_id", "pk")):
+        yield pk, partial(_requeue_orphaned, store, pk, ids)
+    for pk, ids in _by_run(_not_in_outbox(store, store.steps().overdue(patience))):
+        yield pk, partial(_send_again, store, pk, ids, patience)
+    for pk in store.runs().complete().values_list("pk", flat=True):
+        yield pk, partial(_let_go_on, store, pk)
+
+
+def _by_run(steps: Iterable[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
     """Yield the batches that one transaction repairs: a run's id, and ids of its steps."""
     by_run: dict[int, list[int]] = {}
-    for step in steps:
-        by_run.setdefault(step.run_id, []).append(step.pk)
+    for run, step in steps:
+        by_run.setdefault(run, []).append(step)
     for run, ids in by_run.items():
         for start in range(0, len(ids), BATCH):
             yield run, ids[start : start + BATCH]
 
 
-def _not_in_outbox(store: StepTable, steps: StageSteps) -> list[StageStep]:
-    """Return the steps without those whose message a relay will still send."""
+def _not_in_outbox(store: StepTable, steps: StageSteps) -> Iterator[tuple[int, int]]:
+    """Yield run and id of the steps, without those whose message a relay will still send."""
     from ..models.outbox import OutboxMessage  # needs the app registry
 
-    found = list(steps)
-    pending: set[str] = set()
+    found = list(steps.values_list("run_id", "pk", "task_id"))
     for start in range(0, len(found), BATCH):
-        ids = [step.task_id for step in found[start : start + BATCH]]
+        some = found[start : start + BATCH]
+        ids = [task_id for *_, task_id in some]
         rows = OutboxMessage.objects.using(store.alias).pending().filter(task_id__in=ids)
-        pending.update(rows.values_list("task_id", flat=True))
-    return [step for step in found if step.task_id not in pending]
+        pending = set(rows.values_list("task_id", flat=True))
+        yield from ((run, pk) for run, pk, task_id in some if task_id not in pending)
 
 
 def _requeue_orphaned(store: StepTable, pk: int, ids: list[int]) -> list[Repair]:

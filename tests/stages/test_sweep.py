@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 from celery import Celery, current_app, shared_task
-from django.db import connections, transaction
+from django.db import DataError, connections, transaction
 from django.db.models import F
 from pytest_django import Settings
 
@@ -32,7 +32,7 @@ from django_celery_safe.signals import (
     step_failed,
     task_poisoned,
 )
-from django_celery_safe.stages import Status
+from django_celery_safe.stages import Status, repairs
 from django_celery_safe.stages.repairs import (
     SETTLING,
     UNSTARTED_AFTER,
@@ -399,6 +399,39 @@ def test_a_run_that_can_not_be_repaired(
     assert broken.steps.values().get() == row
     (said,) = [text for text in caplog.messages if "can't be repaired" in text]
     assert said.startswith(f"Run {broken.pk} can't be repaired: TypeError: ")
+
+
+def test_a_run_that_its_database_refuses(
+    shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error about one run's own values is logged, and holds up no other run."""
+    broken, other = begin(1), begin(1)
+    for run in (broken, other):
+        leave_silent(run)
+
+    def refuse(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        if sql.startswith("UPDATE") and "stagerun" in sql and broken.pk in params:
+            raise DataError("value out of range")
+        return execute(sql, params, many, context)
+
+    for _ in range(2):
+        with connections[shop].execute_wrapper(refuse):
+            swept(shop)
+    assert queue()[2:] == [other.steps[0].task_id]
+    said = [text for text in caplog.messages if "can't be repaired" in text]
+    assert said == [f"Run {broken.pk} can't be repaired: DataError: value out of range"] * 2
+
+
+def test_a_relay_repairs_for_a_moment_at_a_time(
+    shop: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its messages wait for one transaction at most; the rest is repaired in its next turns."""
+    monkeypatch.setattr(repairs, "LONGEST_TURN", -1.0)
+    for leave in (leave_silent, leave_unbegun, leave_stuck):
+        leave(begin(1, 1))
+    before = len(queue())
+    turns = [(repairs._sweep_database(shop), len(queue()) - before) for _ in range(4)]
+    assert turns == [(True, 1), (True, 2), (True, 3), (False, 3)]
 
 
 def test_a_live_step_that_is_late_is_left_alone(shop: str, queue: Queue) -> None:
