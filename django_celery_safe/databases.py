@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Final
+from zoneinfo import ZoneInfo
 
 from django.db import Error, connections
 from django.db.models import BigIntegerField, Func, functions
@@ -64,6 +65,15 @@ def now_as_written(alias: str) -> datetime:
         return timezone.now()
     moment = datetime.now(UTC).replace(tzinfo=None)
     return moment if connection.timezone is None else moment.replace(tzinfo=connection.timezone)
+
+
+def read_moment(alias: str, moment: datetime) -> datetime:
+    """Return a time that Django read from a column that :class:`Now` has written, in UTC."""
+    connection = connections[alias]
+    if connection.vendor != "postgresql":
+        return moment.replace(tzinfo=UTC)
+    zone = moment.tzinfo or ZoneInfo(connection.timezone_name)
+    return moment.replace(tzinfo=zone).astimezone(UTC)
 
 
 class ServerMicroseconds(Func):

@@ -56,10 +56,10 @@ class LoggedEvent:
         self.fields: Final = tuple(fields.split())
         self.logger: Final = get_logger(f"django_celery_safe.{name}")
 
-    def also(self, level: int, text: str) -> Self:
-        """Return the same event with another level and text, for another cause of the event."""
+    def also(self, level: int, text: str = "") -> Self:
+        """Return the same event with another level, and another text if one is given."""
         other = copy.copy(self)
-        other.level, other.text = level, text
+        other.level, other.text = level, text or self.text
         return other
 
     def is_observed(self) -> bool:

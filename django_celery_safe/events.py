@@ -38,12 +38,10 @@ LOCK_LOST = Event(
 
 #: A lock could not be released or renewed, because its store did not answer; a failed
 #: renewal is tried again.
-#: It is also emitted if the lease of an `idempotent` claim, of a carried task or of a step of
-#: stages could not be renewed.
-#: It is also emitted if a `with` block ends inside a transaction on the lock database, because the
-#: block's lock can't be released there.
-#: If several renewals failed together, `leases` is their number and `name` is the name of one of
-#: them.
+#: It is also emitted if the lease of an `idempotent` claim, a carried task or a step could not be
+#: renewed, and if a `with` block ends inside a transaction on the lock database, since its lock
+#: can't be released there.
+#: If several renewals failed together, `leases` is their number and `name` names one of them.
 #: The record is at ERROR if the cause was an unexpected error.
 LOCK_NOT_RELEASED = Event(
     "lock_backend_failed",
@@ -59,11 +57,7 @@ LEASES_NOT_RENEWED = LOCK_NOT_RELEASED.also(
     "%(leases)d lease(s), such as that of %(name)r, could not be renewed and will be tried again: "
     "%(reason)s",
 )
-LEASES_NOT_RENEWED_BY_A_BUG = LOCK_NOT_RELEASED.also(
-    ERROR,
-    "%(leases)d lease(s), such as that of %(name)r, could not be renewed and will be tried again: "
-    "%(reason)s",
-)
+LEASES_NOT_RENEWED_BY_A_BUG = LEASES_NOT_RENEWED.also(ERROR)
 
 #: An operator freed a held lock, with `celery_locks release`, the admin or `release_lock()`.
 #: `holder` is its former holder, whose own process emits `lock_lost`.
@@ -84,8 +78,7 @@ SENT_LOCK_LOST = LoggedEvent(
     "name holder",
 )
 
-#: A run of a task found its lock held by another run, and now does what its `on_conflict` says, for
-#: example `skip`.
+#: A run of a task found its lock held by another run, and now does what its `on_conflict` says.
 #: With `wait`, the event is emitted when the wait begins.
 #: `task_id` is the id of the run that found the lock held; it is `None` for a direct call.
 TASK_CONFLICT = Event(
@@ -105,9 +98,8 @@ TASK_CONFLICT = Event(
 #: `delay` is `None` if the message was dropped instead, because another copy is already waiting.
 #: See [its own copy](../explanation/its-own-copy.md).
 #:
-#: Redis and RabbitMQ mark redelivered messages; the WARNING is for a message without that mark.
-#: In that case your code has given the same id to two sends: they count as one message, and the
-#: second one does not run.
+#: Redis and RabbitMQ mark redelivered messages; the WARNING is for a message without that mark:
+#: your code has given the same id to two sends, which count as one, so the second does not run.
 TASK_OWN_COPY = LoggedEvent(
     "task_own_copy",
     INFO,
@@ -138,9 +130,8 @@ COPY_DROPPED = LoggedEvent(
     "task task_id",
 )
 
-#: A task with `unique_until` was sent while an earlier send still counted: with `"start"`, the
-#: earlier task had not started; with `"end"`, it had not ended; with a period, the period was not
-#: over.
+#: A task with `unique_until` was sent while an earlier send still counted: the earlier task had not
+#: started (with `"start"`) or not ended (with `"end"`), or the period was not over.
 #: `task_id` is the id of this send, and `sent_id` is the id of the earlier one; `published` says
 #: whether this send was published nevertheless, because a canvas waits for it.
 TASK_DUPLICATE = Event(
@@ -177,10 +168,9 @@ TASK_SENT = Event(
 TASK_RELAYED = TASK_SENT.also(DEBUG, "Sent task %(task)s[%(task_id)s] from the outbox.")
 
 #: A message that waited for a commit could not be published.
-#: `kept` says whether [the outbox](../how-to/send-through-the-outbox.md) has the message; if it
-#: does, a relay tries again; if not, the message is lost.
-#: A relay also sends this signal after each failed attempt, except the last one, which sends
-#: `message_dead`.
+#: `kept` says whether [the outbox](../how-to/send-through-the-outbox.md) has the message, and a
+#: relay tries again; if not, the message is lost.
+#: A relay also sends this signal after each failed attempt but the last, which is `message_dead`.
 #: `attempts` is the number of attempts that relays have made so far; 0: no relay has tried yet.
 #: Two things are not attempts, and are only logged: a relay postpones a message, or makes it due
 #: again at once because the broker is unavailable.
@@ -219,10 +209,8 @@ MESSAGE_DEAD = Event(
 #: or has been deleted.
 MESSAGE_DONE = Event("message_done", DEBUG, "Task %(task)s[%(task_id)s] is done.", "task task_id")
 
-#: A [carried task](../how-to/carry-a-task-until-it-is-done.md) ended in an error, after its
-#: retries.
-#: The error stays in the outbox until the task is retried or discarded, but no longer than
-#: `OUTBOX_FAILED_RETENTION`.
+#: A [carried task](../how-to/carry-a-task-until-it-is-done.md) ended in an error, after retries.
+#: The outbox keeps it for `OUTBOX_FAILED_RETENTION`, unless it is retried or discarded before.
 MESSAGE_FAILED = Event(
     "message_failed",
     WARNING,
@@ -282,8 +270,8 @@ MESSAGE_DISCARDED = Event(
 
 #: A `SafeTask` was sent inside `atomic()` without waiting for its commit, while
 #: [`WARN_IN_ATOMIC`](settings.md#warn_in_atomic) is on.
-#: `using` is the alias of that `atomic()`'s database; `place` is the place in the code, for
-#: example `/srv/shop/accounts/views.py:44 in sign_up`.
+#: `using` is the alias of the database; `place` is the place in the code, such as
+#: `/srv/shop/accounts/views.py:44 in sign_up`.
 SENT_IN_ATOMIC = Event(
     "sent_in_atomic",
     WARNING,
@@ -293,8 +281,7 @@ SENT_IN_ATOMIC = Event(
 )
 
 #: A `SafeTask` was sent in a process that has not loaded the project's Celery app, so Celery's own
-#: default app sends it, to a broker that no setting names.
-#: This is logged at the first send of the process; the task is still sent.
+#: default app sends it, to a broker that no setting names; logged at the process's first send.
 #: `broker` is the address of that broker, and `place` is the place in the code.
 SENT_WITHOUT_APP = LoggedEvent(
     "sent_without_app",
@@ -334,10 +321,8 @@ ALREADY_DONE = Event(
     "already_done", INFO, "%(flag)s of %(model)s pk=%(pk)s was done already.", "model pk flag"
 )
 
-#: A block of `do_once` failed under `"at_most_once"`: its flag is set, so the work is not done
-#: again.
-#: `error` is the exception.
-#: A killed process can't send this signal.
+#: A block of `do_once` failed under `"at_most_once"`: its flag is set, so it is not done again.
+#: `error` is the exception; a killed process can't send this signal.
 ONCE_FAILED = Event(
     "once_failed",
     ERROR,
@@ -358,7 +343,7 @@ CLAIM_REPEATED = Event("claim_repeated", INFO, "%(key)r was done before.", "key 
 CLAIM_FAILED = Event(
     "claim_failed", WARNING, "%(key)r was not done (%(error)s).", "key task_id error"
 )
-CLAIM_PUT_BACK = CLAIM_FAILED.also(INFO, "%(key)r was not done (%(error)s).")
+CLAIM_PUT_BACK = CLAIM_FAILED.also(INFO)
 
 #: This process held a claim, and lost it: its lease ended and another process claimed the work, or
 #: its record was deleted or changed.
@@ -384,8 +369,7 @@ RECORD_FORGOTTEN = Event(
 
 #: A [run of stages](../how-to/run-tasks-in-stages.md) was started, and its transaction has
 #: committed.
-#: `run` is the run's id, here and below; `key` is its key; `name` is its name, or its key if it has
-#: no name; `stages` is the number of its stages.
+#: `run` is its id, here and below; `name` is its name, or its key if it has none.
 #: All signals of stages except `step_lost` are sent right after the commit of the change that they
 #: report, by the process that committed it; if the process is killed between the commit and the
 #: signal, no signal is sent.
@@ -396,8 +380,7 @@ RUN_STARTED = Event(
     "run key name stages",
 )
 
-#: A failed or aborted run was resumed, with `celery_stages resume`, the admin or
-#: `run.resume()`.
+#: A failed or aborted run was resumed, with `celery_stages resume`, the admin or `run.resume()`.
 #: `steps` is the number of steps that will run, in this stage and the later ones.
 RUN_RESUMED = Event(
     "run_resumed", INFO, "Resumed run %(run)s (%(name)s), %(steps)s step(s).", "run key name steps"
@@ -459,8 +442,7 @@ RUN_REPAIRED = Event("run_repaired", WARNING, "Run %(run)s: %(reason)s.", "run t
 STEP_REPAIRED = RUN_REPAIRED.also(WARNING, "Run %(run)s, step %(task)s[%(task_id)s]: %(reason)s.")
 
 #: A run of stages ended; `status` is `succeeded`, `failed` or `aborted`.
-#: `error` says why the run failed.
-#: It is empty if the cause was a failed step; then `step_failed` has the error.
+#: `error` says why the run failed; it is empty if a step failed, since `step_failed` has the error.
 #: If a run is resumed, this event happens again when the run ends again.
 RUN_ENDED = Event(
     "run_ended", INFO, "Run %(run)s (%(name)s) ended: %(status)s.", "run key name status error"

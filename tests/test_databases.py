@@ -4,9 +4,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from io import StringIO
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery, group
@@ -27,6 +28,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.checks import check_deployment
 from django_celery_safe.databases import Now
+from django_celery_safe.inspection.records import records_of
 from django_celery_safe.models import (
     DatabaseLock,
     IdempotencyRecord,
@@ -45,6 +47,7 @@ from tests.app.models import Person
 from tests.app.tasks import add
 from tests.checking import TRANSPORT_OPTIONS, app_without_tasks
 from tests.conftest import MakeDatabase
+from tests.kinds import LATER_MARIADB
 from tests.processes import wait_for
 from tests.routing import AllIn, runs_in
 from tests.servers import MariaDBServer
@@ -219,6 +222,29 @@ def test_moments_are_in_utc(mariadb_alias: str) -> None:
     record = IdempotencyRecord.objects.using(mariadb_alias).get()
     assert abs(timezone.now() - record.claimed_at) < timedelta(minutes=5)
     assert record.claimed_at.microsecond or record.ended_at.microsecond
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres", LATER_MARIADB])
+@pytest.mark.parametrize(("use_tz", "zone"), [(True, None), (True, "Asia/Kolkata"), (False, None)])
+def test_rows_show_the_moment_whatever_django_reads(
+    kind: Any, use_tz: bool, zone: str | None, make_database: MakeDatabase, settings: Settings
+) -> None:
+    """JSON has UTC and pages local time, with USE_TZ or not, and a database's own TIME_ZONE."""
+    alias = make_database(kind)
+    connection: Any = connections[alias]
+    settings.TIME_ZONE, settings.USE_TZ = "America/New_York", use_tz
+    connection.close()
+    connection.settings_dict["TIME_ZONE"] = zone
+    for known in ("timezone", "timezone_name"):
+        vars(connection).pop(known, None)
+    with idempotent("invoice:1", using=alias) as claim:
+        assert claim
+    (row,) = records_of(alias, ["invoice:1"])
+    moment = datetime.fromisoformat(row.as_json()["claimed_at"])
+    assert moment.utcoffset() == timedelta(0)
+    assert abs(datetime.now(UTC) - moment) < timedelta(minutes=5)
+    local = moment.astimezone(ZoneInfo("America/New_York"))
+    assert row.text("claimed_at") == f"{local:%Y-%m-%d %H:%M:%S %Z}"
 
 
 def test_an_update_reads_before_it_writes(mariadb_alias: str) -> None:

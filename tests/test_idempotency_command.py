@@ -19,6 +19,7 @@ from celery import Celery
 from django.core.management import CommandError
 from django.db import connections, transaction
 from django.db.models import F
+from django.test.utils import CaptureQueriesContext
 from psycopg.sql import SQL, Identifier
 from pytest_django import Settings
 
@@ -301,6 +302,9 @@ def test_list_is_limited(shop: str) -> None:
     IdempotencyRecord.objects.using(shop).bulk_create(copies)
     assert len(listed()) == 50
     assert len(listed("--limit", "0")) == 64
+    with CaptureQueriesContext(connections[shop]) as queries:
+        run("list")
+    assert [each["sql"][-8:] for each in queries if "ORDER BY" in each["sql"]] == ["LIMIT 51"]
     for text in ("-1", "1.5", "many"):
         why = refused("list", f"--limit={text}")[1]
         assert why == f"Error: argument --limit: '{text}' is not a whole number from 0 on"
@@ -347,6 +351,13 @@ def test_show_of_a_date(shop: str) -> None:
     leave_done("mail:1", result={"at": datetime(2026, 1, 2)})
     assert "2026-01-02" in run("show", "mail:1")
     assert "2026-01-02" in json.dumps(shown("mail:1")["result"])
+
+
+@in_sqlite
+def test_show_of_a_number_that_json_has_not(shop: str) -> None:
+    """NaN and infinity are texts: no other language's parser takes what Python makes of them."""
+    leave_done("mail:1", result=[float("nan"), float("inf"), 1.5])
+    assert shown("mail:1")["result"] == ["NaN", "Infinity", 1.5]
 
 
 @in_sqlite

@@ -12,7 +12,6 @@ from pytest_django import Settings
 
 import django_celery_safe
 from django_celery_safe import cache_lock, current_claim, idempotent
-from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
 from tests.app.tasks import add
@@ -21,7 +20,8 @@ from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import behind, requiring
 from tests.idempotency import test_records_race as records_race
-from tests.processes import Journal, run_in_processes, wait_for
+from tests.locks.renewals import wait_for_renewals
+from tests.processes import Journal, run_in_processes
 from tests.routing import runs_in
 from tests.sending.carrying import Carried
 from tests.sending.conftest import sent
@@ -95,13 +95,6 @@ def alias(bounced: Bounced) -> str:
     return bounced.alias
 
 
-def wait_for_renewal() -> None:
-    """Wait until the only lease of this process is renewed."""
-    (lease,) = [lease for lane in renewer.lanes.values() for lease in lane._leases]
-    begun_at = lease.asked_at
-    wait_for(lambda: lease.asked_at > begun_at, 10, "it was not renewed")
-
-
 @pytest.mark.parametrize("statement", LEAVING)
 def test_what_is_left_in_a_session_is_noticed(
     statement: str, postgres_alias: str, postgres_server: PostgresServer
@@ -131,9 +124,9 @@ def test_locks(pool: dict[str, Any], alias: str, settings: Settings) -> None:
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
     connection: Any = connections[alias]
     connection.settings_dict["OPTIONS"] = pool
-    with cache_lock("feed:42", timeout=1) as lock:
+    with cache_lock("feed:42", timeout=3) as lock:
         before = lock.fence
-        wait_for_renewal()
+        wait_for_renewals()
         lock.ensure()
         assert not cache_lock("feed:42").acquire()
     with cache_lock("feed:42") as lock:
@@ -248,7 +241,7 @@ def test_locks_with_a_pool_of_their_own(
     with bouncer, behind(bouncer, postgres_alias, "locks") as alias, ExitStack() as stack:
         settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
         stack.enter_context(bouncer.all_sessions(database))
-        with cache_lock("feed:42", timeout=1) as lock:
-            wait_for_renewal()
+        with cache_lock("feed:42", timeout=3) as lock:
+            wait_for_renewals()
             lock.ensure()
         connections[alias].close()

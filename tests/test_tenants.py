@@ -17,12 +17,12 @@ from tests.app.tasks import add
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import behind, requiring
+from tests.locks.renewals import wait_for_renewals
 from tests.processes import wait_for
 from tests.sending.conftest import hearing, sent
 from tests.sending.test_relay import Sent, drain, dying_sender, ids, make_due, table
 from tests.servers import PgBouncerServer, PostgresServer
 from tests.servers.databases import registered
-from tests.test_pgbouncer import wait_for_renewal
 
 __all__ = ["mailbox", "sent"]
 
@@ -166,9 +166,9 @@ def switched_to(tenant: str, alias: str, path: str) -> Iterator[None]:
 def test_a_connection_that_is_switched(shared: str) -> None:
     """With the tables in the shared schema, the thread that renews need not know the tenant."""
     with switched_to("acme", shared, "{tenant}, public"):
-        with idempotent("acme:invoice:1", timeout=1, using=shared) as claim:
+        with idempotent("acme:invoice:1", timeout=3, using=shared) as claim:
             Person.everyone.using(shared).create()
-            wait_for_renewal()
+            wait_for_renewals()
             claim.ensure()
         assert Person.everyone.using("acme").count() == 1
 

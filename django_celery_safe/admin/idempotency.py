@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any, Final
 
 from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import pgettext_lazy
@@ -15,6 +19,7 @@ from .pages import LEVELS, ReadOnlyAdmin, badge, columns
 
 #: The columns by which the list can be ordered, by their names in the list.
 ORDERINGS: Final = {"key": "key", "claimed": "claimed_at"}
+NOT_ASCII: Final = re.compile(r"[^\x00-\x7f]+")
 
 
 @admin.register(IdempotencyRecord)
@@ -47,6 +52,13 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         described = RecordRow(row)
         level = "look" if described.remaining_s == 0 else LEVELS.get(row.state, "quiet")
         return badge(level, described.text("shown_state"))
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        # A key with such characters is hashed, and stands in ``holder`` as JSON.
+        term = NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], search_term)
+        return super().get_search_results(request, queryset, term)
 
     def version_of(self, row: Any) -> str:
         # The decision is not meant for a later claim of the same key.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
 from django.db import Error as DatabaseError
@@ -163,9 +163,9 @@ class Page:
         yield Card(_("Locks overdue"), _number(overdue), self._url("lock"), level, state, note)
 
     def _runs(self, alias: str) -> Iterator[Card]:
-        today = timezone.localtime() if timezone.now().tzinfo else datetime.now()
-        midnight = today.replace(hour=0, minute=0, second=0, microsecond=0)
-        failed = figures.count_failed_runs(alias, today - midnight, MOST)
+        now = datetime.now(UTC)
+        midnight = last_midnight(now)
+        failed = figures.count_failed_runs(alias, now - midnight, MOST)
         url = self._url("stagerun", "status__exact=failed")
         note = _("since %(time)s") % {"time": moment_text(midnight)}
         yield self._decide(_("Runs failed today"), failed, url, note)
@@ -199,6 +199,12 @@ def relay_card(relay: figures.RelaySeen | None, url: str, *, is_needed: bool) ->
         level, state = ("look", _("late")) if relay.ago_s < GONE else ("bad", _("gone"))
     note = f"{moment_text(relay.at)}, {printable(relay.name)}"
     return Card(label, ago(relay.ago_s) or "", url, level, state, note)
+
+
+def last_midnight(moment: datetime) -> datetime:
+    """Return when the local day of a moment began, in UTC: a day may have 23 or 25 hours."""
+    midnight = timezone.localtime(moment).replace(hour=0, minute=0, second=0, microsecond=0)
+    return midnight.astimezone(UTC)
 
 
 def _number(figure: figures.Figure) -> str:

@@ -196,7 +196,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         return str(row.pk)
 
     def version_of(self, row: Any) -> str:
-        """Return the version of a row; a later row with its key has another; "": no versions."""
+        """Return a row's version, a word; a later row with its key has another; "": no versions."""
         return ""
 
     def decide(
@@ -218,7 +218,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
             return None
         if "confirmed" not in request.POST:
             return self._ask(request, decision, rows)
-        if shown := set(request.POST.getlist("version")):
+        if shown := set(request.POST.get("versions", "").split()):
             rows = [row for row in rows if self.version_of(row) in shown]
         force = "forced" in request.POST and bool(decision.force)
         faults = self._find_missing(request, rows)
@@ -283,10 +283,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
 
     def _ask(self, request: HttpRequest, decision: Decision, rows: Sequence[Any]) -> HttpResponse:
         plural = self.opts.verbose_name_plural
-        shown = [
-            (self.selection_of(row), self.version_of(row), str(row), self.describe(row))
-            for row in rows
-        ]
+        shown = [(self.selection_of(row), str(row), self.describe(row)) for row in rows]
         context = {
             **self.admin_site.each_context(request),
             "title": _("{decision}: are you sure?").format(decision=decision.label),
@@ -294,6 +291,8 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
             "media": self.media,
             "decision": decision,
             "rows": shown,
+            # One field, because Django refuses a form with many.
+            "versions": " ".join(filter(None, map(self.version_of, rows))),
             "name": self.opts.verbose_name if len(shown) == 1 else plural,
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
         }

@@ -18,14 +18,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeAlias, TypeVar
 
 from celery import exceptions as celery_exceptions
+from django.conf import settings
 from django.tasks import Task, TaskResult, TaskResultStatus
 from django.tasks.base import TaskError
 from django.tasks.exceptions import InvalidTask, InvalidTaskBackend
+from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 from kombu.serialization import loads as loads_body
 from kombu.utils.json import loads
 
 from .. import exceptions
+from ..databases import read_moment
 from ..delivery.header import declare_field, is_text, read_header
 from ..leases.holder import HOST, HeldLock, decode_holder
 from ..values import decode
@@ -131,10 +134,10 @@ def read_row(task: AnyTask, row: Any) -> AnyResult:
         status=status,
         args=args,
         kwargs=kwargs,
-        enqueued_at=row.created_at,
-        started_at=row.started_at,
-        last_attempted_at=row.started_at,
-        finished_at=row.ended_at or row.dead_at,
+        enqueued_at=_moment_of(row, row.created_at),
+        started_at=_moment_of(row, row.started_at),
+        last_attempted_at=_moment_of(row, row.started_at),
+        finished_at=_moment_of(row, row.ended_at or row.dead_at),
         errors=[_read_error(row)] if status == TaskResultStatus.FAILED else [],
         worker_ids=_read_worker_ids(row),
     )
@@ -177,6 +180,14 @@ def _as_enqueued(task: Task[P, R], described: Mapping[str, Any]) -> Task[P, R]:
 
 def _moment(text: str | None) -> datetime | None:
     return None if text is None else parse_datetime(text)
+
+
+def _moment_of(row: Any, moment: datetime | None) -> datetime | None:
+    """Return a row's time as Django's own backends would: local and naive without ``USE_TZ``."""
+    if moment is None:
+        return None
+    moment = read_moment(row._state.db, moment)
+    return moment if settings.USE_TZ else timezone.make_naive(moment)
 
 
 def _read_worker_ids(row: Any) -> list[str]:

@@ -8,7 +8,6 @@ events of its own process, so every process calls it. docs/reference/metrics.md 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -253,8 +252,7 @@ class _Scrape:
         self._add("outbox_oldest_pending_seconds", figures.oldest_s or 0.0, alias)
         self._add("outbox_lag_seconds", figures.lag_s, alias)
         if figures.relay is not None:
-            # Not relay.at, which is not UTC with USE_TZ = False or a database's own TIME_ZONE.
-            seen = time.time() - figures.relay.ago_s
+            seen = figures.relay.at.timestamp()
             self._add("relay_last_seen_timestamp_seconds", seen, alias)
         self._add("up", 1, "outbox", alias)
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 from celery import Task, current_app
@@ -170,10 +171,15 @@ def layers(function: Any) -> list[Any]:
 
 def _runs(task: Any, decorated: Function) -> bool:
     """Return whether ``task`` runs ``decorated``, possibly inside other wrappers."""
-    return any(layer is decorated for layer in layers(task.run))
+    return _has_layer(task.run, decorated)
 
 
 def _inherits(task: Any, decorated: Function) -> bool:
     """Return whether ``task`` overrides ``decorated``, and so may call it as ``super().run()``."""
     inherited = (vars(cls).get("run") for cls in type(task).__mro__)
-    return any(layer is decorated for run in inherited for layer in layers(run))
+    return any(_has_layer(run, decorated) for run in inherited)
+
+
+@lru_cache(maxsize=4096)
+def _has_layer(function: Any, wanted: Function) -> bool:
+    return any(layer is wanted for layer in layers(function))

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from django.db.models import Count, Max, Min, Q, QuerySet
 
-from ..databases import Now, now_as_written
+from ..databases import Now, now_as_written, read_moment
 from ..leases.holder import is_overdue
 from ..locks import iter_locks
 from ..models.outbox import OutboxMessage
@@ -153,7 +153,7 @@ def find_relay(alias: str) -> RelaySeen | None:
     if relay is None:
         return None
     ago_s = seconds_between(relay.seen_at, relay.asked_at)
-    return RelaySeen(str(relay), relay.seen_at, ago_s or 0.0)
+    return RelaySeen(str(relay), read_moment(alias, relay.seen_at), ago_s or 0.0)
 
 
 def lock_figures(most: int) -> LockFigures:

@@ -61,13 +61,22 @@ class RecordRow(LeasedRow):
 
 
 def records_in(
-    alias: str, state: str | None = None, prefix: str | None = None
+    alias: str, state: str | None, prefix: str | None, most: int | None
 ) -> Iterator[RecordRow]:
-    """Yield the records of a database, newest first; None: all states, or all keys."""
+    """
+    Yield the records of a database, newest first.
+
+    Args:
+        state: Only these; None: all.
+        prefix: Only keys that begin with this; None: all.
+        most: How many are wanted at most; None: all. With ``prefix`` there may be more.
+    """
     records = record_table(alias).all().annotate(asked_at=Now()).order_by("-claimed_at")
     if state:
         records = records.filter(state=state)
-    if prefix is not None:
+    if prefix is None:
+        records = records[:most]
+    else:
         # A hashed key is whole only in ``holder``; and SQLite's LIKE ignores case.
         hashed = Q(key__startswith=HASHED)
         plain = plain_name(prefix) == prefix

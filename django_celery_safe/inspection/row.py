@@ -10,6 +10,7 @@ from django.utils.text import Truncator
 from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext as _
 
+from ..databases import read_moment
 from ..leases.holder import HeldLock
 from ..texts import printable
 from .words import STATE_NAMES, translate_heading, translate_state
@@ -48,7 +49,7 @@ class Row:
         """Return the row as ``--json`` shows it; docs/reference/commands.md lists the keys."""
         values = {key: getattr(self, key) for key in self.keys}
         return {
-            key: value.isoformat() if isinstance(value, datetime) else value
+            key: self._moment(value).isoformat() if isinstance(value, datetime) else value
             for key, value in values.items()
         }
 
@@ -68,10 +69,13 @@ class Row:
         """Return an attribute as people read it."""
         value = getattr(self, name)
         if isinstance(value, datetime):
-            value = moment_text(value)
+            value = moment_text(self._moment(value))
         if value is None or value == "":
             return "-"
         return printable(translate_state(str(value)) if name in STATE_NAMES else str(value))
+
+    def _moment(self, value: datetime) -> datetime:
+        return read_moment(self.database, value) if self.database else value
 
     def texts(self) -> dict[str, str]:
         """Return the texts that ``show`` and the admin's page display, by heading."""

@@ -367,8 +367,7 @@ class Claim(ABC):
                 f"{self.key!r} can't be finished while autocommit is off on {self.table.alias!r}: "
                 f"a rollback would undo the record that it is done. Use atomic() instead."
             )
-        # This may be a retry: the first attempt may have been written although its answer was
-        # lost.
+        # This may be a retry, of an attempt that was written although its answer was lost.
         return self._write_done(text) or bool(self._rows().is_done_by(self.token))
 
     @contextmanager

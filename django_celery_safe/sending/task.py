@@ -204,7 +204,7 @@ class SafeTaskMixin(Task[P, R]):
             options["task_id"] = str(options["task_id"])  # some callers pass a UUID
 
     def _waits_for_commit(self, options: dict[str, Any], settings: dict[str, Any]) -> bool:
-        if any(options.get(name) for name in _OURS):
+        if any(map(options.get, _OURS)):
             return True
         outbox = settings["OUTBOX"] if self.outbox is None else self.outbox
         if outbox == UNTIL_DONE and "outbox" not in options:
@@ -370,7 +370,7 @@ class SafeTaskMixin(Task[P, R]):
             header["sent"] = os.urandom(16).hex()
             header["canvas"] = (
                 is_resent
-                or any(options.get(name) for name in _CANVAS)
+                or any(map(options.get, _CANVAS))
                 or (BODIES_LOSE_THEIR_GROUP and is_chord_body(options.get("task_id")))
             )
             if isinstance(own.unique_until, float):

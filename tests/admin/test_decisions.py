@@ -156,9 +156,9 @@ def test_a_record_that_was_claimed_again_meanwhile(root: Visitor) -> None:
     """The page forgets the claim that it asked about, and none that came after it."""
     row = rows.record("paid:7", "failed")
     asked = root.take(RECORDS, "forget", row.pk)
-    (version,) = asked.root.find("input", type="hidden", name="version")
+    (versions,) = asked.root.find("input", type="hidden", name="versions")
     IdempotencyRecord.objects.filter(pk=row.pk).update(token="f" * 32, state="done")
-    told = root.confirm(RECORDS, "forget", row.pk, version=version.attributes["value"])
+    told = root.confirm(RECORDS, "forget", row.pk, versions=versions.attributes["value"])
     assert told.messages == ["1 of 1 rows ended or changed after they were shown."]
     assert IdempotencyRecord.objects.get() == row
 
@@ -425,6 +425,22 @@ def test_too_many_confirmed(root: Visitor) -> None:
     told = root.confirm(OUTBOX, "discard", row.pk, **everything)
     assert told.messages[0].startswith(f"More than {MOST_ROWS} outbox messages are selected")
     assert OutboxMessage.objects.count() == MOST_ROWS + 1
+
+
+def test_the_most_records(root: Visitor) -> None:
+    """As many as a page can show are confirmed in a form that Django accepts."""
+    first = rows.record("k0")
+    values = {field.attname: getattr(first, field.attname) for field in first._meta.fields[1:]}
+    copies = [IdempotencyRecord(key=f"k{number}", **values) for number in range(1, MOST_ROWS)]
+    IdempotencyRecord.objects.bulk_create(copies)
+    asked = root.take(RECORDS, "forget", first.pk, index="0", select_across="1")
+    form = {
+        each.attributes["name"]: each.attributes["value"]
+        for each in asked.root.find("input", type="hidden")
+        if each.attributes["name"] != "_selected_action"
+    }
+    told = root.confirm(RECORDS, "forget", *asked.selections, versions=form["versions"])
+    assert told.messages == [f"{MOST_ROWS} idempotency records were forgotten."]
 
 
 def test_too_many_locks(root: Visitor, settings: Settings) -> None:

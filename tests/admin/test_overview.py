@@ -1,8 +1,9 @@
 """The first page, "Celery safe": its figures, its chart, and what it costs."""
 
 import re
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
+from zoneinfo import ZoneInfo
 
 import pytest
 from django.contrib.admin import AdminSite
@@ -10,6 +11,7 @@ from django.db import connections
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 from django.urls import path, reverse
+from django.utils import timezone
 from pytest_django import Settings
 
 from django_celery_safe.admin import LockAdmin, chart, overview
@@ -279,6 +281,14 @@ def test_without_time_zones(site: str, settings: Settings, zone: str) -> None:
     StageRun.objects.filter(pk=run.pk).update(ended_at=Now() - timedelta(minutes=20))
     found = [count_failed_runs(site, timedelta(minutes=age), 9).number for age in (10, 30)]
     assert found == [0, 1]
+
+
+@pytest.mark.parametrize(("day", "hours"), [("03-29", 11), ("03-30", 12), ("10-25", 13)])
+def test_the_day_begins_at_midnight(day: str, hours: int) -> None:
+    """At noon it is as many hours old as it had, also where the clocks were changed."""
+    with timezone.override("Europe/Berlin"):
+        noon = datetime.fromisoformat(f"2026-{day}T12:00").replace(tzinfo=ZoneInfo("Europe/Berlin"))
+        assert noon.astimezone(UTC) - overview.last_midnight(noon) == timedelta(hours=hours)
 
 
 # Sources that do not answer

@@ -233,6 +233,10 @@ def test_search_of_records(staff: Visitor) -> None:
     for query in ("paid:7", "id-1", "shop.tasks.sell"):
         assert len(staff.get(RECORDS, q=query).rows) == 1
     assert staff.get(RECORDS, q="sold").rows == []
+    rows.record("mail:Zoë 周")
+    for query in ("Zoë", "周", "mail:Zoë", "ZO"):
+        assert len(staff.get(RECORDS, q=query).rows) == 1
+    assert staff.get(RECORDS, q="Zoé").rows == []
 
 
 # Runs and steps

@@ -6,19 +6,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import prometheus_client
 import pytest
 from celery import Celery
+from django.core.handlers.base import BaseHandler
 from django.db import connections
+from django.test import RequestFactory
 from django.test.utils import CaptureQueriesContext
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.openmetrics import exposition, parser
+from prometheus_client.parser import text_string_to_metric_families
 from pytest_django import Settings
 
-from django_celery_safe import events
+from django_celery_safe import cache_lock, events
 from django_celery_safe.contrib import prometheus
 from django_celery_safe.contrib.prometheus import COUNTED, GAUGES, PREFIX, TableCollector
 from django_celery_safe.databases import Now
@@ -375,6 +380,30 @@ def test_alerts() -> None:
     (rules,) = (each for each in page(WATCH).blocks() if each.code.startswith("groups:"))
     assert names_of(rules.code)
     assert names_of(rules.code) <= exported()
+
+
+@pytest.mark.repository
+def test_the_view_of_the_how_to(
+    site: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has every source, also where each request is a transaction that the locks live in."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": site}
+    monkeypatch.setitem(connections.settings[site], "ATOMIC_REQUESTS", True)
+    registry = CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    monkeypatch.setattr(prometheus_client, "generate_latest", partial(generate_latest, registry))
+    (view,) = (each for each in page(WATCH).blocks() if "def metrics(" in each.code)
+    names: dict[str, Any] = {}
+    leaves = "@transaction.non_atomic_requests"  # of the default database
+    assert leaves in view.code
+    exec(view.code.replace(leaves, f"{leaves}(using={site!r})"), names)
+    with cache_lock("feed"):
+        answer = BaseHandler().make_view_atomic(names["metrics"])(RequestFactory().get("/metrics"))
+    families = text_string_to_metric_families(answer.content.decode())
+    (up,) = (family for family in families if family.name == f"{PREFIX}up")
+    assert {one.labels["source"]: one.value for one in up.samples} == {
+        "outbox": 1, "stages": 1, "locks": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.repository

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.benchmarks.report import shown
 from tests.evidence.files import Evidence
+from tests.faults.oracle import PARTS, percentile
 
 #: Figures of a result that are no counts of what happened.
 PLANNED = ("scenario", "found", "violations", "measured", "error")
@@ -28,6 +29,8 @@ def evidence_part(faults: Sequence[Evidence]) -> str:
     lines += [f"{len(violations)} runs without a deliberate fault: {verdict}.", ""]
     for command, results in intact.items():
         lines += [f"### `{command}`", "", *table_of_figures(results), ""]
+        if any(result.get("measured") for result in results):
+            lines += [*table_of_recoveries(results), ""]
     lines += ["## Deliberate faults", "", "| scenario | fault | found in |", "|---|---|---|"]
     for (scenario, fault), results in broken.items():
         found = sum(result.get("found", False) for result in results)
@@ -80,9 +83,24 @@ def table_of_figures(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(texts)} |"
 
 
+def table_of_recoveries(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table of how long it took, in all runs together, until killed tasks began again."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for who, values in result.get("measured", {}).items():
+            found[who] += values
+    yield f"| s from a kill to the next start | kills | {' | '.join(PARTS)} |"
+    yield f"|---|{'---:|' * (1 + len(PARTS))}"
+    for who, values in found.items():
+        shares = (percentile(sorted(values), part) for part in PARTS.values())
+        cells = (shown(share) if values else "" for share in shares)
+        yield f"| {who} | {len(values):,} | {' | '.join(cells)} |"
+
+
 def is_count(name: str) -> bool:
-    """Return whether a result's entry says what happened, not what was planned."""
-    return name not in PLANNED and not name.startswith("--")
+    """Return whether a result's entry says what happened, not what was planned or measured."""
+    is_measured = name.rpartition(", ")[2] in PARTS
+    return name not in PLANNED and not name.startswith("--") and not is_measured
 
 
 def command_of(result: Mapping[str, Any]) -> str:

@@ -22,9 +22,15 @@ def made_by(kind: str, *results: Any) -> Evidence:
 
 def carried(seed: int, **changes: Any) -> dict[str, Any]:
     """Return the result of a run of carried tasks, with changes."""
-    measured = {"of all": [0.5, 2.5]}
+    measured = {"of all": [0.5, 2.5], "by an idle worker": []}
     planned = {"scenario": "carried", "--seed": seed, "--broker": "redis", "--broken": "nothing"}
-    return {**planned, "tasks": 2000, "violations": 0, "measured": measured} | changes
+    return {
+        **planned,
+        "tasks": 2000,
+        "wait, p99": 2.5,
+        "violations": 0,
+        "measured": measured,
+    } | changes
 
 
 def figure(name: str, value: float, **changes: Any) -> dict[str, Any]:
@@ -65,9 +71,14 @@ def test_the_page_of_evidence_has_each_seed_and_each_fault() -> None:
     """Each seed has a column of its figures; a missed fault is visible."""
     text = evidence_part(FAULTS)
     assert "2 runs without a deliberate fault: **3 broken promises**." in text
+    assert "wait, p99" not in text
     assert "### `carried --broker redis`\n\n| | seed 1 | seed 2 |" in text
     assert "| tasks | 2,000 | 2,000 |" in text
     assert "| violations | 0 | 3 |" in text
+    assert "| kills | p50 | p95 | p99 | max |" in text
+    assert (
+        "| of all | 4 | 2.50 | 2.50 | 2.50 | 2.50 |\n| by an idle worker | 0 |  |  |  |  |" in text
+    )
     assert "| carried | `new-id` | 1 of 2 runs |" in text
     assert "| 2026-11-23 | `python -m tests.faults all` | Python 3.11.7, Redis 7.0.15 | 2 |" in text
 

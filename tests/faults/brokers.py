@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import amqp
+import psutil
 
 from tests.servers import RabbitMQServer, RedisServer
 
@@ -97,14 +98,17 @@ class RedisBroker(Broker):
         """Return how many workers wait for a message, and have taken none just now."""
         return len(_idle(self._look()[0]))
 
-    def send_away(self) -> int:
+    def send_away(self, pid: int) -> bool:
         """
-        End the waiting of all workers that wait for a message; return how many did.
+        End the waiting of a paused worker for a message; return whether it did wait.
 
-        A paused worker gets no message any more, since it can't begin to wait again.
+        It gets no message any more, since it can't begin to wait again.
         """
+        ports = {one.laddr.port for one in psutil.Process(pid).net_connections("tcp")}
         with self.server.client(db=DATABASE) as admin:
-            return sum(admin.client_unblock(client) for client in _idle(admin.client_list()))
+            clients = admin.client_list()
+            its = [one for one in clients if int(one["addr"].rpartition(":")[2]) in ports]
+            return any(admin.client_unblock(client) for client in _idle(its))
 
     def messages(self) -> list[str]:
         """Return the ids of all messages, given out or not."""

@@ -6,6 +6,9 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 HistoryType = TypeVar("HistoryType")
 
+#: What is shown of many durations, as parts of all.
+PARTS = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
+
 
 class Shown(NamedTuple):
     """A text with more lines about it."""
@@ -65,3 +68,14 @@ def scarce(counts: Mapping[str, float], wanted: Mapping[str, float]) -> Iterator
     for name, number in wanted.items():
         if counts[name] < number:
             yield f"{name}: {counts[name]:g}, and {number:g} are wanted."
+
+
+def percentiles(name: str, values: list[float]) -> dict[str, float]:
+    """Return the median, two higher percentiles and the maximum of sorted values."""
+    return {f"{name}, {part}": percentile(values, share) for part, share in PARTS.items()}
+
+
+def percentile(values: list[float], part: float) -> float:
+    """Return the value below which this part of the sorted values lies; 0: there are none."""
+    place = min(len(values) - 1, int(part * len(values)))
+    return round(values[place], 2) if values else 0.0

@@ -1,12 +1,18 @@
 """Runs of stages while everything around them is killed, and what checks them."""
 
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from kombu import Connection
 
+from tests.faults.brokers import FolderBroker
 from tests.faults.lab import Lab
+from tests.faults.stages.folder import Transport
 from tests.faults.stages.oracle import ORACLE, Execution, History, Repair, Run, Step
 from tests.faults.stages.plan import Plan
 from tests.faults.stages.scenario import record
@@ -37,6 +43,22 @@ CALM = replace(
     child_kills=0,
     quiet=2,
 )
+
+
+def test_workers_that_begin_at_once_in_one_folder(tmp_path: Path) -> None:
+    """Each finds the table of queues whole, whoever of them makes it."""
+    options = FolderBroker(tmp_path / "broker").settings()["CELERY_BROKER_TRANSPORT_OPTIONS"]
+    together = threading.Barrier(4)
+
+    def bind(number: int) -> None:
+        with Connection(transport=Transport, transport_options=options) as connection:
+            together.wait(20)
+            connection.channel()._queue_bind(f"exchange{number}", "key", "", "celery")
+
+    for number in range(20):
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(bind, number) for _ in range(4)]:
+                done.result(30)
 
 
 @pytest.mark.long

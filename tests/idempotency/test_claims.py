@@ -33,7 +33,7 @@ from tests.servers.databases import without_autocommit
 
 KEY: Final = "invoice:1"
 #: A lease that a test can outwait, s.
-LEASE: Final = 2
+LEASE: Final = 3
 
 KINDS: Final = ["sqlite", "sqlite-immediate", "postgres", LATER_MARIADB]
 

@@ -1,9 +1,12 @@
 """Renewals of leases, as a test sees them in the store."""
 
 import math
+import time
 from typing import Any
 
 from django_celery_safe import find_lock
+from django_celery_safe.leases.renewer import renewer
+from django_celery_safe.locks import CacheLock
 from tests.processes import wait_for
 
 
@@ -25,3 +28,18 @@ def wait_for_renewal(name: str, **options: Any) -> None:
         return last > before
 
     wait_for(grows, 30, "it is not renewed")
+
+
+def wait_for_renewals(*locks: CacheLock) -> None:
+    """Wait until each lock's lease, or each lease of this process, has begun anew; still held."""
+    since = time.monotonic()
+    leases = [lock._lease for lock in locks]
+    if not locks:
+        leases = [lease for lane in renewer.lanes.values() for lease in lane._leases]
+    assert leases
+    wait_for(
+        lambda: all(lease is not None and lease.asked_at > since for lease in leases),
+        30,
+        "not all were renewed",
+    )
+    assert all(lock.held for lock in locks)

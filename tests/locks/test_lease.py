@@ -20,7 +20,7 @@ from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_backend_failed, lock_lost
 from tests.conftest import MakeDatabase, MakeRedisCache
-from tests.locks.renewals import wait_for_renewal
+from tests.locks.renewals import wait_for_renewal, wait_for_renewals
 from tests.processes import wait_for
 from tests.servers import PostgresServer, RedisServer
 
@@ -65,16 +65,14 @@ def test_a_connection_closes_though_other_locks_are_held(
     alias = make_database("postgres")
     settings.CACHES = redis_cache_settings("django-redis")
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
-    with cache_lock("in Redis", cache="default", timeout=1) as other:
-        with cache_lock("in PostgreSQL", timeout=1) as lock:
-            time.sleep(1.2)
-            assert lock.held
+    with cache_lock("in Redis", cache="default", timeout=3) as other:
+        with cache_lock("in PostgreSQL", timeout=3) as lock:
+            wait_for_renewals(lock, other)
             name = settings.DATABASES[alias]["NAME"]
             assert len(postgres_server.sessions(name)) == 2
         # A server's session ends a moment after its connection.
         wait_for(lambda: len(postgres_server.sessions(name)) == 1)
-        time.sleep(1.2)
-        assert other.held
+        wait_for_renewals(other)
 
 
 def test_a_store_that_is_gone_for_a_while_costs_no_lock(fragile_redis: RedisServer) -> None:

@@ -31,6 +31,7 @@ from django_celery_safe.locks.stores.base import Acquired
 from tests.conftest import CacheSettings, require
 from tests.locks.restarts import restart_and_lose
 from tests.processes import run_in_processes, wait_for
+from tests.sending.test_relay_trouble import Proxy
 from tests.servers import MemcachedServer, ServerPool
 
 MakeMemcachedCache = Callable[..., CacheSettings]
@@ -236,12 +237,12 @@ def test_a_silent_server_does_not_cost_locks_elsewhere(
     settings.CACHES = {**settings.CACHES, "elsewhere": memory}
     with (
         cache_lock("silent", timeout=2),
-        cache_lock("kept", timeout=1.2, cache="elsewhere") as kept,
+        cache_lock("kept", timeout=3, cache="elsewhere") as kept,
     ):
         fragile.pause()
         try:
-            # Held now because it was renewed since: twice its lease.
-            ends_at = time.monotonic() + 2.4
+            # Held now because it was renewed since: longer than its lease.
+            ends_at = time.monotonic() + 4
             wait_for(lambda: not kept.held or time.monotonic() > ends_at, 10)
             kept.ensure()
         finally:
@@ -350,6 +351,38 @@ def test_a_server_without_cas_hangs_nobody(start: Any) -> None:
             server.kill()
 
 
+class Older(Proxy):
+    """A proxy that makes of a memcached one before 1.6, which does not know the command ``me``."""
+
+    def change(self, data: bytes) -> bytes:
+        """Return what is passed on."""
+        return data.replace(b"me ", b"1.5 ", 1) if data.startswith(b"me ") else data
+
+
+def test_a_server_that_can_not_tell_the_rest_of_a_lease(
+    memcached: MemcachedServer, settings: Settings
+) -> None:
+    """Before memcached 1.6, and behind proxies: locks work, and the rest is not known."""
+    older = Older(memcached.port)
+    settings.CACHES = {
+        "default": {
+            "BACKEND": "django.core.cache.backends.memcached.PyMemcacheCache",
+            "LOCATION": f"127.0.0.1:{older.port}",
+        }
+    }
+    with closing(older), ThreadPoolExecutor(1) as pool:
+        lock = cache_lock("old", timeout=60)
+        assert lock.acquire()
+        assert cache_lock("old").acquire() is False
+        found = find_lock("old")
+        assert found is not None
+        assert (found.token, found.remaining) == (lock.token, None)
+        waiting = pool.submit(cache_lock("old").acquire, 30)
+        lock.ensure()
+        assert lock.release()
+        assert waiting.result(40)
+
+
 # Leases
 
 
@@ -371,14 +404,13 @@ def lease_of(seconds: float, kept: float, after: float) -> None:
     lock = cache_lock(f"{seconds} s after {after}", timeout=seconds, renew=False)
     asked_at = time.monotonic()
     assert lock.acquire()
-    assert seconds - 1.9 < lock.remaining <= seconds - 1
+    trusted = lock.remaining
+    assert seconds - 1 - (time.monotonic() - asked_at) <= trusted <= seconds - 1
     found = find_lock(lock.name)
     assert found is not None
     assert found.remaining is not None
-    assert kept - 1 <= found.remaining <= kept
-    while find_lock(lock.name) is not None:
-        assert time.monotonic() < asked_at + kept + 2, "the lease does not end"
-        time.sleep(0.01)
+    assert kept - 1 - (time.monotonic() - asked_at) <= found.remaining <= kept
+    wait_for(lambda: find_lock(lock.name) is None, kept + 10, "the lease does not end")
     assert not lock.held
 
 
@@ -387,7 +419,7 @@ def late_release() -> None:
     late = cache_lock("late", timeout=2, renew=False)
     assert late.acquire()
     new = cache_lock("late", timeout=60)
-    assert new.acquire(blocking_timeout=5)
+    assert new.acquire(blocking_timeout=30)
     with pytest.raises(LockLost):
         late.ensure()
     assert late.release() is False

@@ -176,11 +176,11 @@ def test_renewal_of_a_forgotten_lock_ends_with_its_task(caplog: pytest.LogCaptur
 
     @app.task(shared=False)
     def forget() -> None:
-        assert cache_lock("forgotten", timeout=1).acquire()
+        assert cache_lock("forgotten", timeout=3).acquire()
         wait_for_renewal("forgotten")
 
     forget.apply(throw=True)
-    wait_for(lambda: find_lock("forgotten") is None, 10, "it is renewed after its task")
+    wait_for(lambda: find_lock("forgotten") is None, 30, "it is renewed after its task")
     wait_for(lambda: len(warnings_of(caplog)) == 2, 30, "nobody was warned")
     assert "the task that took it ended without releasing it" in warnings_of(caplog)[1]
 

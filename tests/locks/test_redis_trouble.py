@@ -29,6 +29,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.locks.stores import locate
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
+from tests.locks.renewals import wait_for_renewals
 from tests.locks.restarts import restart_and_lose
 from tests.processes import free_port, wait_for
 from tests.servers import RedisServer
@@ -69,19 +70,6 @@ def key_of(name: str) -> str:
     return str(cache.make_key(f"celery_safe:lock:{name}"))
 
 
-def begun_at(lock: CacheLock) -> float:
-    """Return when the lock's lease last began, on the monotonic clock."""
-    assert lock._lease is not None
-    return lock._lease.asked_at
-
-
-def wait_for_renewal(*locks: CacheLock) -> None:
-    """Wait until each lease was renewed."""
-    since = time.monotonic()
-    wait_for(lambda: all(begun_at(lock) > since for lock in locks), 6, "not all were renewed")
-    assert all(lock.held for lock in locks)
-
-
 def wait_and_release(name: str, blocking_timeout: float | None = 20) -> bool:
     """Take a lock when it is free, and give it back."""
     lock = cache_lock(name, blocking_timeout=blocking_timeout)
@@ -114,12 +102,12 @@ def connections_to(server: RedisServer) -> int:
 
 def test_forgotten_scripts_are_sent_again(own_keys: None, redis_server: RedisServer) -> None:
     """SCRIPT FLUSH harms no holder, no renewal, no waiter and no listing."""
-    lock, other = cache_lock("flushed", timeout=0.9), cache_lock("flushed")
+    lock, other = cache_lock("flushed", timeout=3), cache_lock("flushed")
     with ThreadPoolExecutor(1) as pool, redis_server.client() as admin:
         admin.script_flush()
         assert lock.acquire()
         admin.script_flush()
-        wait_for_renewal(lock)
+        wait_for_renewals(lock)
         admin.script_flush()
         lock.ensure()
         admin.script_flush()
@@ -284,7 +272,7 @@ def test_a_silent_server_is_an_error_and_costs_no_lock(
                 waiting.result(30)
             assert time.monotonic() - silent_since < PATIENCE + 2
             assert kept.held
-        wait_for_renewal(kept)
+        wait_for_renewals(kept)
         kept.ensure()
     assert "kept" not in losses
 
@@ -329,14 +317,14 @@ def test_a_silent_server_does_not_cost_locks_elsewhere(
         }
         with (
             cache_lock("silent", timeout=1.2),
-            cache_lock("kept", timeout=1.2, cache="elsewhere") as kept,
+            cache_lock("kept", timeout=3, cache="elsewhere") as kept,
         ):
             if cut:
                 with server.client() as admin:
                     admin.client_kill_filter(_type="normal", skipme=True)
             with server.silence():
-                # Held now because it was renewed since: twice its lease.
-                ends_at = time.monotonic() + 2.4
+                # Held now because it was renewed since: longer than its lease.
+                ends_at = time.monotonic() + 4
                 wait_for(lambda: not kept.held or time.monotonic() > ends_at, 10)
                 kept.ensure()
         assert "kept" not in losses
@@ -347,7 +335,7 @@ def test_a_silent_server_does_not_cost_locks_elsewhere(
 
 def test_locks_without_memory(fragile_redis: RedisServer, losses: list[str]) -> None:
     """A server out of memory says so to who wants a lock; those who have one renew and free it."""
-    locks = [cache_lock(f"held:{number}", timeout=0.9) for number in range(3)]
+    locks = [cache_lock(f"held:{number}", timeout=3) for number in range(3)]
     assert all(lock.acquire() for lock in locks)
     with fragile_redis.client() as admin, ThreadPoolExecutor(1) as pool:
         waiting = start_waiting(pool, fragile_redis, "held:0", 10)
@@ -356,7 +344,7 @@ def test_locks_without_memory(fragile_redis: RedisServer, losses: list[str]) -> 
         with pytest.raises(LockBackendError, match=r"OutOfMemory|OOM"):
             cache_lock("new").acquire()
         assert len(list(iter_locks())) == 3
-        wait_for_renewal(*locks)
+        wait_for_renewals(*locks)
         for lock in locks:
             lock.ensure()
         assert all(lock.release() for lock in locks)
@@ -458,13 +446,13 @@ def test_a_lock_of_another_type_disturbs_no_other(
     own_keys: None, redis_server: RedisServer, losses: list[str]
 ) -> None:
     """When a lock's key is overwritten by another type, the other leases are renewed still."""
-    locks = [cache_lock(f"sound:{number}", timeout=0.9) for number in range(2)]
-    spoiled = cache_lock("spoiled", timeout=0.9)
+    locks = [cache_lock(f"sound:{number}", timeout=3) for number in range(2)]
+    spoiled = cache_lock("spoiled", timeout=3)
     with redis_server.client() as admin:
         assert all(lock.acquire() for lock in (locks[0], spoiled, locks[1]))
         spoil(admin, key_of("spoiled"), {"a": "b"})
-        wait_for_renewal(*locks)
-        wait_for(lambda: not spoiled.held, 3, "the loss was not noticed")
+        wait_for_renewals(*locks)
+        wait_for(lambda: not spoiled.held, 20, "the loss was not noticed")
         assert all(lock.release() for lock in locks)
         assert set(losses) <= {"spoiled"}
 
@@ -514,9 +502,9 @@ def test_a_thousand_locks_fit_the_default_pool(
     fragile_redis: RedisServer, losses: list[str]
 ) -> None:
     """One process holds and renews 1,000 locks over a few connections, and the cache works on."""
-    locks = [cache_lock(f"many:{number}", timeout=3) for number in range(1000)]
+    locks = [cache_lock(f"many:{number}", timeout=6) for number in range(1000)]
     assert all(lock.acquire() for lock in locks)
-    wait_for_renewal(*locks)
+    wait_for_renewals(*locks)
     assert connections_to(fragile_redis) <= 4
     cache.set("x", 1)
     assert cache.get("x") == 1

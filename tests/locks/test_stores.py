@@ -205,7 +205,7 @@ class InPlainTestCase(TestCase):
     def test_locks_in_the_tests_own_database(self) -> None:
         """Locks work in the default database of a TestCase, and their lease is not renewed."""
         with self.settings(DJANGO_CELERY_SAFE={"LOCK_DATABASE": "default"}):
-            with cache_lock("x", timeout=0.3) as lock:
+            with cache_lock("x", timeout=30) as lock:
                 assert lock
                 assert not cache_lock("x").acquire()
                 found = find_lock("x")
@@ -341,7 +341,7 @@ def fork_while_holding() -> tuple[str, ...]:
 
     from django_celery_safe import LockError
 
-    parents = cache_lock("parent", timeout=5)
+    parents = cache_lock("parent", timeout=15)
     assert parents.acquire()
     reader, writer = os.pipe()
     child = os.fork()
@@ -351,9 +351,9 @@ def fork_while_holding() -> tuple[str, ...]:
             parents.release()
         except LockError as error:
             seen.append(type(error).__name__)
-        own = cache_lock("child", timeout=1)
+        own = cache_lock("child", timeout=3)
         own.acquire()
-        time.sleep(1.5)
+        time.sleep(3.5)
         seen.append("renewed" if own.held and find_lock("child") else "not renewed")
         os.write(writer, json.dumps(seen).encode())
         os._exit(0)

@@ -127,6 +127,10 @@ class Proxy:
         self._close(self._listener)
         self.drop()
 
+    def change(self, data: bytes) -> bytes:
+        """Return what is passed on instead of some bytes."""
+        return data
+
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
@@ -148,7 +152,7 @@ class Proxy:
                     sink.sendall(data[: limit - passed])
                     break
                 passed += len(data)
-                sink.sendall(data)
+                sink.sendall(self.change(data))
         self._close(source)
         self._close(sink)
 

@@ -43,6 +43,8 @@ class Library(NamedTuple):
     moved: Any
     ask: Any
     try_again: Error
+    #: A cluster node does not know which node has the slot, or is cut off from the others.
+    cluster_down: Error
 
 
 def library_of(client: Any) -> Library:
@@ -77,4 +79,5 @@ def _load(package: str) -> Library:
         moved=errors.MovedError,
         ask=errors.AskError,
         try_again=errors.TryAgainError,
+        cluster_down=errors.ClusterDownError,
     )

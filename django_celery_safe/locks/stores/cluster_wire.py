@@ -121,6 +121,11 @@ class ClusterWire:
     def _at_node(self, command: tuple[str, ...], ask: Callable[[Wire], Any]) -> Any:
         try:
             return ask(self._wire_at(self._node_for(command)))
+        except self._library.cluster_down:
+            # The node did not run the command. It may have been removed from the cluster, or be
+            # cut off from it, while another node has the slot.
+            self._look_again()
+            return ask(self._wire_at(self._node_for(command)))
         except self._library.response_error:
             raise
         except self._library.any_error:

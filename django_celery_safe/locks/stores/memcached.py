@@ -12,12 +12,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from pymemcache.client.base import Client, PooledClient
 from pymemcache.client.retrying import RetryingClient
-from pymemcache.exceptions import MemcacheError, MemcacheServerError, MemcacheUnexpectedCloseError
+from pymemcache.exceptions import (
+    MemcacheError,
+    MemcacheServerError,
+    MemcacheUnexpectedCloseError,
+    MemcacheUnknownCommandError,
+)
 from pymemcache.pool import ObjectPool
 
 from ...leases.holder import HeldLock, encode_holder, hashed_name, plain_name, read_lock
@@ -120,9 +125,11 @@ class MemcachedStore(Store):
         value = self._client.get(key)
         if value is None:
             return None
-        entry = self._client.raw_command(b"me " + self._client.check_key(key))
         # The sign of the remaining time differs between versions; before 1.6 there is no "me".
-        left = re.search(rb" exp=-?(\d+)", entry)
+        left = None
+        with suppress(MemcacheUnknownCommandError):
+            entry = self._client.raw_command(b"me " + self._client.check_key(key))
+            left = re.search(rb" exp=-?(\d+)", entry)
         return _read_lock(name, value, None if left is None else float(left[1]) - TICK)
 
     @contextmanager

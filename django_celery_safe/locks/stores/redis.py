@@ -388,10 +388,10 @@ def _parse(value: bytes, milliseconds: float) -> tuple[str, Head]:
     """Return the text of the holder, and the token, remaining time and fence before it."""
     text = value.decode("utf-8", "replace")
     fence = text[TOKEN_LENGTH:HEAD_LENGTH]
-    head = Head(
+    # -1: a key without an expiry, which we never write.
+    remaining = milliseconds / 1000 if milliseconds >= 0 else None
+    return text[HEAD_LENGTH:], (
         text[:TOKEN_LENGTH],
-        # -1: a key without an expiry, which we never write.
-        milliseconds / 1000 if milliseconds >= 0 else None,
+        remaining,
         int(fence) if fence.isdecimal() else None,
     )
-    return text[HEAD_LENGTH:], head

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
@@ -63,7 +62,7 @@ class Command(TableCommand):
         self.list_rows(
             aliases,
             options,
-            lambda alias, most: islice(records_in(alias, state, prefix), most),
+            lambda alias, most: records_in(alias, state, prefix, most),
             "No such record." if state or prefix else "There is no record.",
         )
 
@@ -72,7 +71,8 @@ class Command(TableCommand):
         if row is None:
             raise CommandError(f"There is no record {options['key']!r}.")
         if options["as_json"]:
-            result = json.loads(row.result) if row.result else None
+            # NaN and infinity become texts, because JSON has no such numbers.
+            result = json.loads(row.result, parse_constant=str) if row.result else None
             self.stdout.write(json.dumps({**row.as_json(), "result": result}, indent=2))
         else:
             self.stdout.write(as_page(row))

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from tests.faults.carried.history import History, Row, Run
 from tests.faults.carried.plan import FINAL
-from tests.faults.oracle import Findings, Oracle, Violation, scarce
+from tests.faults.oracle import Findings, Oracle, Violation, percentiles, scarce
 
 
 def lost_tasks(history: History) -> Findings:
@@ -180,18 +180,6 @@ def count(history: History) -> dict[str, float]:
         **percentiles("seconds from a kill to an idle worker", undisturbed),
         "seconds until all had ended": round(history.seconds, 1),
     }
-
-
-def percentiles(name: str, values: list[float]) -> dict[str, float]:
-    """Return the median, the 99th percentile and the maximum of sorted values."""
-    parts = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    return {f"{name}, {part}": percentile(values, share) for part, share in parts.items()}
-
-
-def percentile(values: list[float], part: float) -> float:
-    """Return the value below which this part of the sorted values lies; 0: there are none."""
-    place = min(len(values) - 1, int(part * len(values)))
-    return round(values[place], 2) if values else 0.0
 
 
 class CarriedOracle(Oracle[History]):

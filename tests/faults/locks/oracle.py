@@ -4,7 +4,7 @@ Says from the records of a run whether its locks kept their promises.
 Each check is a function of the history that yields what violates it.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -201,10 +201,11 @@ def idle_places(history: History) -> Findings:
 def _longest_gap(since: int, until: int, starts: list[int], ends: list[int]) -> int:
     """Return the longest time within a wait in which fewer than all places were taken."""
     longest, free_from = 0, since
-    for start, end in zip(starts, ends, strict=True):
-        if end > since and start < until:
-            longest = max(longest, start - free_from)
-            free_from = end
+    # Both grow, and there are as many times as acquisitions: only those of the wait are looked at.
+    during = slice(bisect_right(ends, since), bisect_left(starts, until))
+    for start, end in zip(starts[during], ends[during], strict=True):
+        longest = max(longest, start - free_from)
+        free_from = end
     return max(longest, until - free_from)
 
 

@@ -30,19 +30,35 @@ class Killer(WorkerNemesis):
     def strike(self) -> None:
         """Kill one child, or a worker if it is time for that."""
         time.sleep(self.random.uniform(*BETWEEN))
-        if self._due and time.monotonic() > self._due[0] and self.kill_worker():
-            self._due.pop(0)
+        if self._kill_due_worker():
             return
         aimed = self.random.random() < AIMED
         child = self.choose_child(self.witness.inside()) if aimed else None
         if (child := child or self.choose_child()) is not None:
             self.kill_child(child)
 
+    def strike_last(self, seconds: float) -> None:
+        """
+        Kill the workers that could not be killed in time, for so many seconds at most.
+
+        A worker that replaces killed children all the time hardly ever waits for a message.
+        """
+        until = time.monotonic() + seconds
+        while self._due and time.monotonic() < until:
+            time.sleep(self.random.uniform(*BETWEEN))
+            self._kill_due_worker()
+
+    def _kill_due_worker(self) -> bool:
+        killed = bool(self._due) and time.monotonic() > self._due[0] and self.kill_worker()
+        if killed:
+            self._due.pop(0)
+        return killed
+
     def may_kill(self, worker: CeleryWorker) -> bool:
         """
-        Whether the worker waits for a message just now, as all do.
+        Whether the worker waits for a message just now.
 
         kombu takes a message from the list, and then records that it has it: if a worker
         dies in between, the broker loses the message.
         """
-        return self.broker.send_away() == len(self.workers)
+        return self.broker.send_away(worker.pid)

@@ -23,7 +23,7 @@ LATE_KILLS = 5
 COPY = ":copy:"
 
 #: How late something may be on a busy machine, s.
-SLOWNESS = 2.0
+SLOWNESS = 10.0
 
 
 def record(plan: Plan, lab: Lab) -> History:
@@ -60,6 +60,7 @@ def record(plan: Plan, lab: Lab) -> History:
     sends.result()
     for _ in range(LATE_KILLS):
         killer.strike()
+    killer.strike_last(plan.patience)
     with suppress(TimeoutError):
         wait_for(lambda: broker.is_drained(plan.workers), plan.patience)
     return History.read(witness, messages=broker.messages(), locks=wait_for_locks())
