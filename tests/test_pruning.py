@@ -184,6 +184,7 @@ def test_a_relay_deletes_what_is_old(alias: str, old: Old, broker: Celery) -> No
     assert keys(alias) == young
 
 
+@pytest.mark.django_db(transaction=True)  # The default database has an outbox, too.
 def test_the_task_deletes_what_is_old(
     make_database: MakeDatabase, settings: "Settings", broker: Celery
 ) -> None:
