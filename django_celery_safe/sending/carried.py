@@ -196,8 +196,15 @@ class Run:
                 return self._end()
             case Exception() | CancelledError():  # Celery also fails the task with these
                 return self.record_failure(error)
-        # The process ends, because of a signal or because the task ended it.
-        return self.put_back(0.0, describe_error(error), died=ends_process(error))
+        # The process ends, because of a signal or because the task ended it. If a worker has
+        # ended it, the worker may have failed the task already.
+        back = self.put_back(0.0, describe_error(error), died=ends_process(error))
+        return back or self._is_ended()
+
+    def _is_ended(self) -> bool:
+        """Return whether the task has ended, by whoever recorded that."""
+        row = self.claim.table.at(self.claim.name)
+        return not self.claim.ask(row.filter(due_at__isnull=False).exists)
 
     def _go_on(self, captured: Captured) -> bool:
         """Write the messages with which the task continues into the outbox, and publish them."""

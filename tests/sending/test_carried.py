@@ -45,7 +45,7 @@ from django_celery_safe.signals import (
     message_lost,
     task_poisoned,
 )
-from tests.background import before_its_update
+from tests.background import before_its_update, settle
 from tests.concurrency.mailbox import Outcome
 from tests.kinds import more_for_claim
 from tests.processes import free_port
@@ -330,6 +330,27 @@ def test_a_process_that_gives_its_task_back_when_it_is_revoked(carried: Carried)
     assert (state, type(error)) == ("FAILURE", MessageLost)
     assert (carried.row.state, carried.row.error) == ("failed", "The task was revoked.")
     assert carried.relay() == []
+
+
+def test_a_process_that_ends_after_its_task_was_revoked(carried: Carried) -> None:
+    """The main process has failed the task already, so the process that it ends lost nothing."""
+
+    def revoke(task: Any) -> None:
+        request = Context(message.headers, headers=message.headers)
+        task_revoked.send(task, request=request, terminated=True, expired=False)
+        settle()
+        raise SystemExit(-241)
+
+    carried.body = revoke
+    message = carried.send()
+    with (
+        hearing(message_failed) as failed,
+        hearing(message_lost) as lost,
+        pytest.raises(SystemExit),
+    ):
+        carried.mailbox.deliver(message)
+    assert (len(failed), lost) == (1, [])
+    assert (carried.row.state, carried.row.error) == ("failed", "The task was revoked.")
 
 
 def test_a_message_that_is_done_while_its_duplicate_is_revoked(carried: Carried) -> None:
