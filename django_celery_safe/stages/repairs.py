@@ -192,7 +192,8 @@ def _send_again(store: StepTable, pk: int, ids: list[int], patience: timedelta) 
     reason = "no worker began it for long, so it was sent again"
     with store.runs().locked(pk):
         # Query again under the lock, because another sweep may have been faster.
-        steps = list(store.steps().filter(pk__in=ids).overdue(patience))
+        overdue = store.steps().filter(pk__in=ids).overdue(patience)
+        steps = list(overdue.select_for_update(skip_locked=True))  # none begins meanwhile
         rows = store.steps().filter(pk__in=[step.pk for step in steps])
         rows.update(note=reason)
         rows.record_resent()

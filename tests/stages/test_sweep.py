@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -666,6 +666,30 @@ def test_a_deletion_waits_for_a_stage_that_begins(
         delete(run)
         ending.result(30)
     assert ids(postgres) == set()
+
+
+def test_a_step_that_begins_waits_for_its_repair(postgres: str, queue: Queue) -> None:
+    """A worker can't begin a step after the sweep's look and before its repair."""
+    step = leave_unbegun(begin(1))
+
+    def begin_elsewhere() -> None:
+        try:
+            claim(step)
+        finally:
+            connections[postgres].close()
+
+    def until_it_waits() -> None:
+        beginning.append(pool.submit(begin_elsewhere))
+        wait_for(lambda: somebody_waits(postgres), 30)
+
+    beginning: list[Future[None]] = []
+    repair = f'UPDATE "{StageStep._meta.db_table}"'
+    with ThreadPoolExecutor(1) as pool, before(postgres, repair, until_it_waits):
+        assert len(swept(postgres)) == 1
+    (begun,) = beginning
+    begun.result(30)
+    row = at(step).get()
+    assert (row.status, row.resent) == (Status.RUNNING, 1)
 
 
 @pytest.mark.parametrize("delete", [delete_run, delete_rows, prune_rows])
