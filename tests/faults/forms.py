@@ -32,7 +32,8 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "stages",
         "carried --tasks 5000 --child-kills 100 --worker-kills 10 --relay-kills 4 --restarts 6",
         "carried --broker rabbitmq",
-        "carried --broker filesystem --tasks 200 --child-kills 10",
+        # Each harm needs a task that runs, and starting a killed worker takes as long as 40 tasks.
+        "carried --broker filesystem --tasks 200 --child-kills 10 --worker-kills 1 --pauses 2",
         "poison",
         "poison --tasks-kind plain",
     ),

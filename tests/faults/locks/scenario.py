@@ -42,7 +42,7 @@ FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
     ),
     "fence-per-process": ({"backend": CONTRACT + "FencePerProcessCache"}, "unordered fences"),
     "read-then-write": ({"backend": CONTRACT + "ReadThenWriteCache"}, "two holders"),
-    "extend-any": ({"backend": OURS + "ExtendsAnyCache"}, "two holders"),
+    "extend-any": ({"backend": OURS + "ExtendsAnyCache", "ways": OUTSTAYING}, "two holders"),
     "reviving": ({"backend": OURS + "RevivingCache", "ways": OUTSTAYING}, "two holders"),
     "short-lease": ({"backend": OURS + "ShortLeaseCache"}, "two holders"),
     "forgotten-fence": (
