@@ -195,6 +195,9 @@ def test_a_journal_loses_no_line(tmp_path: Path) -> None:
     assert set(journal.tally("pid").values()) == {100}
     assert journal.count("line", number=7) == 4
     assert journal.count("other") == 0
+    with journal.path.open("a") as file:
+        file.write('{"effect": "line", "numb')  # another process is writing it just now
+    assert journal.count("line") == 400
 
 
 APP = """

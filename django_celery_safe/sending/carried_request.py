@@ -12,6 +12,7 @@ from typing import Any, Final
 from billiard.exceptions import WorkerLostError
 from celery import states
 from celery.app.task import Context
+from celery.backends.base import DisabledBackend
 from celery.worker import state
 from celery.worker.request import Request
 from celery.worker.state import task_ready
@@ -90,10 +91,12 @@ class SafeRequest(Request):
         table = message_table(header.get("using", DEFAULT_DB_ALIAS))
 
         def fail() -> None:
+            backend: Any = self.task.backend
+            if isinstance(backend, DisabledBackend):
+                return  # the project stores no results
             row = table.find(header["attempt"])
             if row is None and table.goes_on(self.id):
                 return  # a retry continues the task, under another attempt
-            backend: Any = self.task.backend
             if (row is None or row.ended_at) and backend.get_state(
                 self.id
             ) not in states.READY_STATES:

@@ -1,5 +1,6 @@
 """A Celery app whose messages stay in memory, and are given out by hand as a worker does it."""
 
+import json
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,10 +9,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from billiard.einfo import ExceptionInfo
 from celery import Celery, Task
 from celery.app import trace as tracing
 from celery.states import SUCCESS
 from django.db import connections
+from kombu.message import Message as Received
+from kombu.utils.imports import symbol_by_name
 
 from django_celery_safe.delivery.header import HEADER
 
@@ -119,6 +123,19 @@ class Mailbox:
             return Outcome(SUCCESS, traced.retval)
         return Outcome(traced.info.state, traced.info.retval)
 
+    def receive(self, message: Message) -> Any:
+        """Return the request that the main process of a worker makes of a message."""
+        received = Received(
+            body=json.dumps([message.args, message.kwargs, message.embed]),
+            content_type="application/json",
+            content_encoding="utf-8",
+            headers=message.headers,
+            delivery_info=message.delivery_info,
+            accept=["application/json"],
+        )
+        task: Any = self.app.tasks[message.headers["task"]]
+        return symbol_by_name(task.Request)(received, app=self.app, task=task)
+
     def deliver_elsewhere(self, message: Message, alias: str) -> Outcome:
         """Run a message as another process does, with a connection of its own to a database."""
 
@@ -133,3 +150,11 @@ class Mailbox:
     def close(self) -> None:
         """Forget the app and its connections."""
         self.app.close()
+
+
+def end_child(request: Any, error: BaseException) -> None:
+    """Report the end of a child to the main process, as the pool does."""
+    try:
+        raise error
+    except BaseException:
+        request.on_failure(ExceptionInfo())

@@ -1,6 +1,5 @@
 """The deaths in a task whose message the broker delivers again, without a worker."""
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -9,12 +8,9 @@ from functools import cached_property
 from typing import Any, Final
 
 import pytest
-from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 from celery.app.task import Context
 from celery.worker import state
-from kombu.message import Message as Received
-from kombu.utils.imports import symbol_by_name
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, TaskPoisoned, idempotent, iter_locks
@@ -25,7 +21,7 @@ from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.leases.holder import HOST
 from django_celery_safe.signals import task_poisoned
 from tests.concurrency.conftest import mailbox
-from tests.concurrency.mailbox import Mailbox, Message
+from tests.concurrency.mailbox import Mailbox, Message, end_child
 from tests.contract.conftest import any_store, use_store
 from tests.processes import free_port
 from tests.sending.conftest import hearing
@@ -89,28 +85,6 @@ def deadly(mailbox: Mailbox, use_store: Callable[[str], None]) -> Deadly:
     return Deadly(mailbox)
 
 
-def receive(deadly: Deadly, message: Message) -> Any:
-    """Return the request that the main process of a worker makes of a message."""
-    received = Received(
-        body=json.dumps([message.args, message.kwargs, message.embed]),
-        content_type="application/json",
-        content_encoding="utf-8",
-        headers=message.headers,
-        delivery_info=message.delivery_info,
-        accept=["application/json"],
-    )
-    task = deadly.task
-    return symbol_by_name(task.Request)(received, app=deadly.mailbox.app, task=task)
-
-
-def end(request: Any, error: BaseException) -> None:
-    """Report the end of a child to the main process, as the pool does."""
-    try:
-        raise error
-    except BaseException:
-        request.on_failure(ExceptionInfo())
-
-
 def counted() -> set[str]:
     """Return the names of the deaths that were counted."""
     return {lock.name for lock in iter_locks()}
@@ -149,10 +123,10 @@ def test_a_child_that_dies_is_counted_before_its_message_is_put_back(
     error: BaseException, deadly: Deadly
 ) -> None:
     """Otherwise another worker could have the message before the death is counted."""
-    request = receive(deadly, deadly.send())
+    request = deadly.mailbox.receive(deadly.send())
     when_rejected: list[set[str]] = []
     request._on_reject = lambda *_: when_rejected.append(counted())
-    end(request, error)
+    end_child(request, error)
     assert when_rejected == [{f"{NAME}:death:{request.id}:1"}]
 
 
@@ -161,12 +135,12 @@ def test_a_child_that_was_told_to_end_is_not_counted(
     how: str, deadly: Deadly, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A child that goes on after its task failed is not counted either."""
-    request = receive(deadly, deadly.send())
+    request = deadly.mailbox.receive(deadly.send())
     if how == "terminated":
         monkeypatch.setattr(state, "should_terminate", True)
     elif how != "fails":
         monkeypatch.setattr(request, f"_already_{how}", True)
-    end(request, ValueError("no") if how == "fails" else WorkerLostError("signal 15"))
+    end_child(request, ValueError("no") if how == "fails" else WorkerLostError("signal 15"))
     assert counted() == set()
 
 

@@ -34,7 +34,9 @@ def evidence_part(faults: Sequence[Evidence]) -> str:
     lines += ["## Deliberate faults", "", "| scenario | fault | found in |", "|---|---|---|"]
     for (scenario, fault), results in broken.items():
         found = sum(result.get("found", False) for result in results)
-        lines.append(f"| {scenario} | `{fault}` | {found} of {len(results)} runs |")
+        undone = sum("error" in result for result in results)
+        rest = f"; {undone} could not be done" if undone else ""
+        lines.append(f"| {scenario} | `{fault}` | {found} of {len(results) - undone} runs{rest} |")
     return "\n".join(lines) + "\n"
 
 

@@ -87,9 +87,16 @@ def test_a_run_that_could_not_be_done_is_no_good_one() -> None:
     """It counts as a broken promise, and its figures are missed."""
     failed = {**carried(1), "error": "TimeoutError()"}
     del failed["violations"], failed["tasks"], failed["measured"]
-    text = evidence_part([made_by("faults", failed), made_by("faults", carried(2))])
+    fault = {"--broken": "new-id"}
+    text = evidence_part(
+        [
+            made_by("faults", failed, failed | fault),
+            made_by("faults", carried(2), carried(2, found=True, **fault)),
+        ]
+    )
     assert "**1 broken promises**" in text
     assert "| tasks | not done | 2,000 |" in text
+    assert "| carried | `new-id` | 1 of 1 runs; 1 could not be done |" in text
 
 
 def test_the_page_of_figures_has_medians_and_limits() -> None:

@@ -45,7 +45,8 @@ class Journal:
         wanted = details if effect is None else {"effect": effect, **details}
         if not self.path.exists():
             return []
-        lines = self.path.read_text().splitlines()
+        # Another process may be writing the last line just now.
+        lines = self.path.read_text().rpartition("\n")[0].splitlines()
         return [entry for entry in map(json.loads, lines) if wanted.items() <= entry.items()]
 
     def count(self, effect: str | None = None, **details: Any) -> int:

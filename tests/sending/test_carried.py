@@ -9,8 +9,10 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from billiard.exceptions import WorkerLostError
 from celery import chain, chord, group
 from celery.app.task import Context
+from celery.backends.base import DisabledBackend
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import (
     Ignore,
@@ -46,7 +48,7 @@ from django_celery_safe.signals import (
     task_poisoned,
 )
 from tests.background import before_its_update, settle
-from tests.concurrency.mailbox import Outcome
+from tests.concurrency.mailbox import Outcome, end_child
 from tests.kinds import more_for_claim
 from tests.processes import free_port
 from tests.sending.carrying import Carried, leave_dead
@@ -814,3 +816,23 @@ def test_a_connection_that_ended_during_the_task(carried: Carried, state: str) -
     carried.body = lose_connection
     assert carried.mailbox.deliver(carried.send()).state == state
     assert [row.state for row in carried.rows.all()] == (["failed"] if state == "FAILURE" else [])
+
+
+@pytest.mark.parametrize("carried", ["sqlite-immediate"], indirect=True)
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_death_after_the_end_of_the_task(
+    carried: Carried, caplog: pytest.LogCaptureFixture, stores: bool
+) -> None:
+    """If the process had not stored a result a failure is stored, where results are stored."""
+    message = carried.send()
+    carried.mailbox.deliver(message)
+    assert not carried.rows.exists()
+    result = carried.task.AsyncResult(message.id)
+    result.forget()
+    if not stores:
+        carried.task.backend = DisabledBackend(app=carried.mailbox.app)
+    end_child(carried.mailbox.receive(message), WorkerLostError("signal 9"))
+    settle()
+    assert [record.message for record in caplog.records if record.exc_info] == []
+    if stores:
+        assert result.state == "FAILURE"
