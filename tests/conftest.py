@@ -20,7 +20,7 @@ import pytest
 from celery import Celery
 from celery.backends.base import DisabledBackend
 from django.core.management.commands import flush
-from django.db import connections
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.test import override_settings
 from model_bakery import baker
 from model_bakery.random_gen import gen_string
@@ -333,6 +333,34 @@ def sqlite_alias(make_database: MakeDatabase) -> str:
 def sqlite_immediate_alias(make_database: MakeDatabase) -> str:
     """The alias of a SQLite file of this test, with IMMEDIATE and WAL."""
     return make_database("sqlite-immediate")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that leaves rows in the default database, which a later test would see."""
+    yield
+    left = _rows_in_default()
+    assert not left, f"{item.nodeid} left rows in the default database: {left}"
+
+
+def _rows_in_default() -> dict[str, int]:
+    """Return how many rows each table of ours has there, and delete them for the next test."""
+    left: dict[str, int] = {}
+    database = connections[DEFAULT_DB_ALIAS].connection  # Django's cursors are for tests only
+    if database is None:
+        return left
+    find = "SELECT name FROM sqlite_master WHERE type = 'table' AND (name GLOB ? OR name GLOB ?)"
+    tables = database.execute(find, ["django_celery_safe_*", "app_*"]).fetchall()
+    for (table,) in tables:
+        (number,) = database.execute(f'SELECT count(*) FROM "{table}"').fetchone()
+        if number:
+            left[table] = number
+    if left:
+        database.execute("PRAGMA foreign_keys = OFF")
+        for table in left:
+            database.execute(f'DELETE FROM "{table}"')
+        database.execute("PRAGMA foreign_keys = ON")
+    return left
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,10 +4,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from django.db import router
+from django.db import DEFAULT_DB_ALIAS, router
 
 
-class AllIn:
+class NotInDefault:
+    """
+    A database router that keeps the package's tables out of the default database.
+
+    That is in memory and of all tests: what relays all outboxes would leave a row there.
+    """
+
+    def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
+        """Return False for the package's tables there, else no opinion."""
+        return False if (db, app_label) == (DEFAULT_DB_ALIAS, "django_celery_safe") else None
+
+
+class AllIn(NotInDefault):
     """A database router: every table is in one database, and read from ``replica`` if given."""
 
     def __init__(self, alias: str, replica: str | None = None) -> None:
@@ -26,7 +38,7 @@ class AllIn:
         return True
 
 
-class ToRuns:
+class ToRuns(NotInDefault):
     """A database router: the tables of runs are in ``alias``, all others anywhere."""
 
     def __init__(self, alias: str) -> None:

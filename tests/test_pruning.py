@@ -184,11 +184,11 @@ def test_a_relay_deletes_what_is_old(alias: str, old: Old, broker: Celery) -> No
     assert keys(alias) == young
 
 
-@pytest.mark.django_db(transaction=True)  # The default database has an outbox, too.
 def test_the_task_deletes_what_is_old(
     make_database: MakeDatabase, settings: "Settings", broker: Celery
 ) -> None:
     """relay_outbox deletes old rows in the databases of all outboxes."""
+    settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": DAY}
     aliases = [make_database(kind) for kind in ("postgres", "sqlite-immediate")]
     for alias in aliases:

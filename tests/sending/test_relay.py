@@ -892,10 +892,13 @@ def test_a_project_that_autodiscovers_has_the_task() -> None:
         assert process.result() == (False, True)
 
 
-def test_the_task_relays_all_outboxes(make_database: MakeDatabase, sent: Sent) -> None:
+def test_the_task_relays_all_outboxes(
+    make_database: MakeDatabase, sent: Sent, settings: "Settings"
+) -> None:
     """It sends what is due in every database that has the table, and returns how many."""
     from django_celery_safe.tasks import relay_outbox
 
+    settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
     first, second = make_database("postgres"), make_database("sqlite-immediate")
     without = make_database("sqlite-immediate")
     with connections[without].schema_editor() as editor:

@@ -916,11 +916,15 @@ def test_a_database_whose_insert_returns_nothing(
 
 
 def test_one_database_that_is_gone_does_not_keep_the_others_waiting(
-    make_database: MakeDatabase, sent: Sent, monkeypatch: pytest.MonkeyPatch
+    make_database: MakeDatabase,
+    sent: Sent,
+    settings: "Settings",
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The shipped task relays the outboxes that it can, and fails all the same."""
     from django_celery_safe.tasks import relay_outbox
 
+    settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
     gone, there = make_database("postgres"), make_database("sqlite-immediate")
     wanted = leave(there)
     connections[gone].close()
