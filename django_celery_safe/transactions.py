@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 
+#: Errors of a statement whose connection is dead, or whose server does not accept writes.
+DISCONNECTED: Final = (OperationalError, InterfaceError, InternalError)
 #: Shortest and longest pause before a database that was unavailable is tried again, s.
 SHORTEST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 1.0
@@ -284,37 +286,33 @@ def busy_timeout(alias: str, seconds: float | None) -> Iterator[None]:
         execute(f"PRAGMA busy_timeout = {int(before)}")
 
 
-def retry_on_disconnect(
+def retry_on_new_connection(
     alias: str, ask: Callable[[], T], left: Callable[[], float], what: str
 ) -> T:
     """
-    Call ``ask``, and retry it if the database closed the connection or is unavailable.
+    Call ``ask`` again after one of the errors ``DISCONNECTED``, outside of ``atomic()``.
 
     Args:
-        ask: Queries the database; may be called again after its answer was lost.
-        left: Returns for how many seconds ``ask`` may be retried; 0: once more, at once, on a
-            new connection.
+        ask: Queries the database; an earlier query may have succeeded, and its answer been lost.
+        left: Returns for how many seconds ``ask`` may be retried; 0: it is called once, at once.
         what: Whose outcome ``ask`` records, for the log.
 
     Raises:
-        django.db.Error: The database does not answer, or an open transaction was lost.
+        django.db.Error: The database does not answer.
     """
-    connection, pause, tries = connections[alias], SHORTEST_PAUSE, 0
+    connection, pause = connections[alias], SHORTEST_PAUSE
     while True:
-        try:
-            return ask()
-        except (OperationalError, InterfaceError, InternalError) as error:
-            over = left() <= pause
-            if connection.in_atomic_block or (tries and over):
-                raise
-            failure = describe_error(error)
         # The connection may be dead, or its server may not accept writes any more.
         connection.close()
-        if tries:
-            logger.warning("Could not record the outcome of %s; retrying: %s", what, failure)
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        tries += 1
+        try:
+            return ask()
+        except DISCONNECTED as error:
+            if connection.in_atomic_block or left() <= pause:
+                raise
+            failure = describe_error(error)
+        logger.warning("Could not record the outcome of %s; retrying: %s", what, failure)
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def lacks_table(alias: str, *models: type[Model]) -> bool:

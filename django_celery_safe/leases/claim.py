@@ -22,7 +22,12 @@ from celery._state import get_current_task
 from django.db import connections, transaction
 
 from ..exceptions import IdempotencyError, LockBackendError, ResultNotStored, WrongTransaction
-from ..transactions import in_atomic, is_transaction_open, retry_on_disconnect
+from ..transactions import (
+    DISCONNECTED,
+    in_atomic,
+    is_transaction_open,
+    retry_on_new_connection,
+)
 from ..values import NotPlain, encode
 from .holder import HeldLock, describe_holder, encode_holder, holder_text, time_limit
 from .lease import Lease
@@ -240,14 +245,19 @@ class Claim(ABC):
         so no other process can start the work, and for at most one lease length. If not
         ``patient``, or before :meth:`begin`, it is retried only once, immediately.
         """
-        lease, begun_at = self.lease, time.monotonic()
+        alias, lease, begun_at = self.table.alias, self.lease, time.monotonic()
+        try:
+            return statement()
+        except DISCONNECTED:
+            if connections[alias].in_atomic_block:
+                raise
 
         def left() -> float:
             if lease is None or not patient:
                 return 0.0
             return min(lease.remaining, begun_at + lease.seconds - time.monotonic())
 
-        return retry_on_disconnect(self.table.alias, statement, left, repr(self.key))
+        return retry_on_new_connection(alias, statement, left, repr(self.key))
 
     def end_by(self, write: Callable[[], bool], is_written: Callable[[], bool]) -> bool:
         """
