@@ -61,7 +61,7 @@ def _erase_batch(rows: Any, limit: int) -> tuple[list[Any], int]:
         with attempt, transaction.atomic(using=rows.db):
             locked = rows.select_for_update(skip_locked=True)
             found = list(locked.values_list("pk", flat=True)[:limit])
-            attempt.win()
+            attempt.is_won = True
             # Filter again under the locks, because a subquery's answer may have changed.
             erased = rows.filter(pk__in=found).erase() if found else 0
     return found, erased

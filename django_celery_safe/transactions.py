@@ -146,35 +146,22 @@ def aliases_in_atomic() -> list[str]:
     return [alias for alias in opened if in_atomic(alias)]
 
 
-@contextmanager
-def losing_a_race() -> Iterator[None]:
-    """Suppress the error if stricter isolation refuses a single statement: a lost race."""
-    try:
-        yield
-    except OperationalError as error:
-        if not is_lost_race(error):
-            raise
-
-
 class TransactionTry:
     """One try of :func:`attempts`: a context manager that suppresses the error of a lost race."""
 
     def __init__(self, alias: str, what: str, *, last: bool) -> None:
         self._alias, self._what, self._last = alias, what, last
+        #: Whether the caller has the lock, as it says: from then on an error is its own.
+        self.is_won = False
         #: Whether another transaction was faster, so that the next try should start.
         self.is_lost = False
-        self._is_won = False
-
-    def win(self) -> None:
-        """Record that the lock is held: from here on an error is the caller's own."""
-        self._is_won = True
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: *ExcInfo) -> bool:
         error = exc_info[1]
-        if self._is_won or not (isinstance(error, OperationalError) and is_lost_race(error)):
+        if self.is_won or not (isinstance(error, OperationalError) and is_lost_race(error)):
             return False
         if self._last:
             # The class and the cause stay, so callers see that another try is worthwhile.
@@ -204,7 +191,7 @@ def attempts(alias: str, what: str) -> Iterator[TransactionTry]:
         for attempt in attempts(alias, "A change of run 7"):
             with attempt, transaction.atomic(using=alias):
                 ...  # lock the row
-                attempt.win()
+                attempt.is_won = True
                 ...
 
     Args:

@@ -18,8 +18,9 @@ from typing import Any, Final
 from celery._state import get_current_task
 from celery.exceptions import TaskPredicate
 from django.db import Error as DatabaseError
-from django.db import connections
+from django.db import OperationalError, connections
 
+from ..databases import is_lost_race
 from ..emitting import Event
 from ..events import CLAIM_FAILED, CLAIM_FINISHED, CLAIM_LOST, CLAIM_PUT_BACK, CLAIM_REPEATED
 from ..exceptions import ClaimLost, IdempotencyConflict, IdempotencyError, ResultNotStored
@@ -28,7 +29,7 @@ from ..leases.claim import Claim, working_claims
 from ..leases.holder import HeldLock
 from ..locks.stores import Location
 from ..texts import get_logger
-from ..transactions import in_testcase_only, losing_a_race
+from ..transactions import in_testcase_only
 from ..values import decode
 from .record_table import RecordTable, read_claim
 
@@ -166,7 +167,7 @@ class RecordClaim(Claim):
         }
         for _ in range(TRIES):
             asked_at = time.monotonic()
-            with losing_a_race():
+            try:
                 row: Any = table.find(self.key)
                 if row is None:
                     if table.add_if_absent(self.key, **ours):
@@ -177,6 +178,9 @@ class RecordClaim(Claim):
                     free = self._rows().filter(token=row.token)
                     if free.try_claim(**ours, claims=row.claims + 1):
                         return asked_at
+            except OperationalError as error:
+                if not is_lost_race(error):
+                    raise
         raise IdempotencyError(
             f"The record of {self.key!r} was changed {TRIES} times while it was to be claimed: it "
             f"is being added and forgotten again and again. Find out by whom."

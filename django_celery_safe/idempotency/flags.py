@@ -174,7 +174,7 @@ class _Once:
         self._refuse_transaction()
         for attempt in attempts(self._alias, f"do_once({self.label})"):
             with attempt, self._locked_row() as row:
-                attempt.win()
+                attempt.is_won = True
                 if self._is_done(row):
                     self._emit(ALREADY_DONE)
                     yield None

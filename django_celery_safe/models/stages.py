@@ -95,7 +95,7 @@ class StageRuns(models.QuerySet["StageRun"]):
         for attempt in attempts(self.db, f"A change of run {pk}"):
             with attempt, transaction.atomic(using=self.db):
                 run = self.lock(pk)
-                attempt.win()
+                attempt.is_won = True
                 yield run
 
     def delete(self) -> tuple[int, dict[str, int]]:

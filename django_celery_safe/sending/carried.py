@@ -21,10 +21,11 @@ from weakref import WeakKeyDictionary
 from celery._state import get_current_task
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
 from django.db import Error as DatabaseError
 
 from .. import conf
+from ..databases import is_lost_race
 from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, resend_later
 from ..delivery.deaths import ends_process, refuse_after_deaths
@@ -36,7 +37,6 @@ from ..exceptions import ConfigurationError, MessageLost, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit, text_of
 from ..leases.claim import Claim
 from ..texts import get_logger
-from ..transactions import losing_a_race
 from ..values import decode
 from .capture import Captured, capture
 from .going_on import publish_again
@@ -344,10 +344,14 @@ def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
     def ask() -> Any:
         for _ in range(TRIES):
             claim.asked_at = time.monotonic()
-            with losing_a_race():
+            try:
                 claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
-                if claimed is not None:
-                    return claimed
+            except OperationalError as error:
+                if not is_lost_race(error):
+                    raise
+                claimed = None
+            if claimed is not None:
+                return claimed
             found = table.find(claim.name)
             if found is None or found.token or found.due_at is None:
                 break

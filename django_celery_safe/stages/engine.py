@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
-from django.db import IntegrityError, connections, transaction
+from django.db import IntegrityError, OperationalError, connections, transaction
 from django.db.models import Exists
 
-from ..databases import MYSQL, Now, refuse_unfit
+from ..databases import MYSQL, Now, is_lost_race, refuse_unfit
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STAGE_STARTED, STEP_FAILED, STEP_SUCCEEDED
 from ..exceptions import AlreadyStarted
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..sending.commit import must_wait
 from ..texts import get_logger
-from ..transactions import TRIES, attempts, losing_a_race
+from ..transactions import TRIES, attempts
 from ..values import NotPlain, encode
 from .labels import NO_LABELS, Labels, make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
@@ -184,8 +184,11 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
 
 def record_begun(store: StepTable, run: StageRun) -> None:
     """Record that a run's first step has started."""
-    with losing_a_race():
+    try:
         store.runs().filter(pk=run.pk, status=Status.WAITING).update(status=Status.RUNNING)
+    except OperationalError as error:
+        if not is_lost_race(error):  # another step of the run may have recorded it
+            raise
     run.status = Status.RUNNING
 
 

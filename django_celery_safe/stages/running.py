@@ -19,8 +19,10 @@ from weakref import WeakKeyDictionary
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
 from django.db import Error as DatabaseError
+from django.db import OperationalError
 
 from .. import conf
+from ..databases import is_lost_race
 from ..delivery.copies import WillBeRedelivered, begin_or_requeue, delete_markers, resend_later
 from ..delivery.deaths import ends_process, refuse_after_deaths
 from ..events import STEP_GONE, STEP_LOST, STEP_SKIPPED, TASK_POISONED
@@ -31,7 +33,6 @@ from ..leases.holder import HeldLock, Holder
 from ..leases.lease_table import read_holder
 from ..locks.stores import Location
 from ..texts import get_logger
-from ..transactions import losing_a_race
 from ..values import NotPlain, encode
 from . import engine
 from .engine import StepError
@@ -233,10 +234,13 @@ def _try_begin(claim: StepClaim, task: Any, request: Context) -> bool | HeldLock
     store = claim.table
     holder = claim.describe_holder(task, request)
     step: Any = None
-    with losing_a_race():
+    try:
         step = store.claim_step(
             int(claim.name), request.id or "", claim.token, claim.seconds, holder
         )
+    except OperationalError as error:
+        if not is_lost_race(error):
+            raise
     if step is None:
         found = _find_contender(store, claim.name, task, request)
         if found is None:
