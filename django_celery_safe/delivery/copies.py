@@ -231,12 +231,17 @@ def drop_if_run_ended(task: Any, request: Context, markers: Location) -> None:
 
 
 def begin_or_requeue(
-    try_begin: Callable[[], T | HeldLock], task: Any, request: Context, markers: Location
+    met: HeldLock,
+    try_begin: Callable[[], T | HeldLock],
+    task: Any,
+    request: Context,
+    markers: Location,
 ) -> T:
     """
-    Start the work of a claim; if another run is doing it, re-send the message for later.
+    Re-send the message of a claim that another run holds, unless that run ends at once.
 
     Args:
+        met: The lock of the run that the message has met.
         try_begin: Starts the work and returns it, or the lock of the run that is doing it.
         markers: Where to keep the markers of copies.
 
@@ -244,11 +249,13 @@ def begin_or_requeue(
         WillBeRedelivered: A copy of the message is on its way.
     """
     waits_until = time.monotonic() + OWN_RUN_WAIT
-    while isinstance(begun := try_begin(), HeldLock):
+    begun: T | HeldLock = met
+    while isinstance(begun, HeldLock):
         # A retry without delay may arrive before the run that sent it has ended.
         if begun.holder.task_id != request.id or time.monotonic() > waits_until:
             requeue_self(task, request, begun, markers, of_claim=True)
         time.sleep(PAUSE)
+        begun = try_begin()
     return begun
 
 

@@ -84,8 +84,13 @@ class RecordClaim(Claim):
             IdempotencyError: The code that calls this is already doing the same work.
             ConfigurationError: The database has no table for records.
         """
-        self.prepare(
-            f"idempotent({self.key!r})", "Call it outside atomic(); the work itself may open one."
+        task = get_current_task()
+        request = None if task is None else task.request
+        holder = self.prepare(
+            task,
+            request,
+            f"idempotent({self.key!r})",
+            "Call it outside atomic(); the work itself may open one.",
         )
         same = (one for one in working_claims() if isinstance(one, RecordClaim))
         if any(one.key == self.key and one.table is self.table for one in same):
@@ -93,10 +98,8 @@ class RecordClaim(Claim):
                 f"{self.key!r} is being done by the very code that asks to do it: it would wait "
                 f"for itself. Give the inner work a key of its own."
             )
-        task = get_current_task()
-        request = None if task is None else task.request
         try:
-            found = self._take(self.describe_holder(task, request))
+            found = self._take(holder)
             if isinstance(found, HeldLock):
                 return found
             if found is None:

@@ -143,12 +143,14 @@ class Idempotent:
 
     def _begin(self, claim: RecordClaim, task: Any, message: Context | None) -> None:
         """Claim the work, or find it done; re-queue the message if another process is doing it."""
-        if message is not None:
-            begin_or_requeue(claim.try_begin, task, message, claim.markers)
-        elif (held := claim.try_begin()) is not None:
+        held = claim.try_begin()
+        if held is None:
+            return
+        if message is None:
             raise AlreadyClaimed(
                 claim.key, str(held.holder), held.holder.task_id, held.remaining or 0.0
             )
+        begin_or_requeue(held, claim.try_begin, task, message, claim.markers)
 
     def _claim_of_call(
         self,

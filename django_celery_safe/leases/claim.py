@@ -135,13 +135,16 @@ class Claim(ABC):
         if not self._rows().claimed(self.token).exists():
             self.raise_lost()
 
-    def prepare(self, what: str, instead: str) -> None:
+    def prepare(self, task: Any, request: Any, what: str, instead: str) -> str:
         """
         Check that other processes will see the claim as soon as it is written.
 
         Args:
             what: The work, as the subject of the error's sentence.
             instead: The last sentence of the error: what to write instead.
+
+        Returns:
+            The text that describes this process and its task in the row.
 
         Raises:
             WrongTransaction: A transaction is open on the row's database.
@@ -153,10 +156,8 @@ class Claim(ABC):
                 f"there: other processes would not see that it is running, and a rollback would "
                 f"erase the record of it. {instead}"
             )
-
-    def describe_holder(self, task: Any, request: Any) -> str:
-        """Return the text that describes this process and its task in the row."""
-        self._renews = self.table.renews()
+        # A block that is open now is TestCase's: what it writes is not visible to other threads.
+        self._renews = not connections[alias].in_atomic_block
         return encode_holder(self.key, describe_holder(task, request, self._renews))
 
     def begin(self, task: Any, request: Any) -> None:

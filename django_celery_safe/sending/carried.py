@@ -359,8 +359,9 @@ def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
         return found
 
     try:
-        claim.prepare(f"The task {task.name}", "Put atomic() inside the function.")
-        holder = claim.describe_holder(task, request)
+        holder = claim.prepare(
+            task, request, f"The task {task.name}", "Put atomic() inside the function."
+        )
         found = claim.ask(ask)
     except DatabaseError as error:
         table.check_migrated(error)

@@ -25,6 +25,7 @@ from .. import conf
 from ..databases import is_lost_race
 from ..delivery.copies import WillBeRedelivered, begin_or_requeue, delete_markers, resend_later
 from ..delivery.deaths import ends_process, refuse_after_deaths
+from ..delivery.header import Header
 from ..events import STEP_GONE, STEP_LOST, STEP_SKIPPED, TASK_POISONED
 from ..exceptions import IdempotencyError, InvalidResult, StepLost, TaskPoisoned
 from ..foreign_errors import describe_error
@@ -166,19 +167,19 @@ class StepClaim(Claim):
         return StepLost(str(self.step), str(self.step.run), holder)
 
 
-def run_step(task: Any, request: Context, pk: int, do: Callable[[Work], Outcome]) -> Any:
+def run_step(task: Any, request: Context, header: Header, do: Callable[[Work], Outcome]) -> Any:
     """
     Run a message's step; return its function's result, or None if the step must not run.
 
     Args:
-        pk: The step's id, from the message.
+        header: The message's header, with the step's id.
 
     Raises:
         StepLost: This process no longer held the step when its work was done.
         TaskPoisoned: Too many processes have died in the step; it is not run again.
         WrongTransaction: Inside ``atomic()``.
     """
-    claim = StepClaim(pk, task, request)
+    claim = StepClaim(header["step"], task, request)
     if not _begin(claim, task, request):
         return None
     step = claim.step
@@ -189,7 +190,8 @@ def run_step(task: Any, request: Context, pk: int, do: Callable[[Work], Outcome]
             return None
         if step.deaths:
             refuse_after_deaths(task, request.id, step.deaths, step.last_death)
-        delete_markers(task, request, _markers(claim.table), of_claim=True)
+        if "claim_copy" in header:
+            delete_markers(task, request, _markers(claim.table), of_claim=True)
         outcome = _do(claim, task, request, do)
         # After a bare os.fork() the child also gets here, and must not end the claim.
         if not claim.is_of_parent():
@@ -213,12 +215,14 @@ def _do(claim: StepClaim, task: Any, request: Context, do: Callable[[Work], Outc
 
 def _begin(claim: StepClaim, task: Any, request: Context) -> bool:
     """Claim the step; False if it must not run. A step that is running is retried later."""
-    claim.prepare(f"The step {task.name}", "Put atomic() inside the function.")
+    holder = claim.prepare(
+        task, request, f"The step {task.name}", "Put atomic() inside the function."
+    )
 
     def try_begin() -> bool | HeldLock:
         claim.asked_at = time.monotonic()
         try:
-            return claim.ask(lambda: _try_begin(claim, task, request))
+            return claim.ask(lambda: _try_begin(claim, task, request, holder))
         except DatabaseError as error:
             claim.table.check_migrated(error)
             if request.is_eager:
@@ -226,13 +230,15 @@ def _begin(claim: StepClaim, task: Any, request: Context) -> bool:
             # The step has not started, so it did not fail.
             resend_later(task, request, DATABASE_AWAY, f"No answer: {describe_error(error)}")
 
-    return begin_or_requeue(try_begin, task, request, _markers(claim.table))
+    begun = try_begin()
+    if isinstance(begun, HeldLock):
+        return begin_or_requeue(begun, try_begin, task, request, _markers(claim.table))
+    return begun
 
 
-def _try_begin(claim: StepClaim, task: Any, request: Context) -> bool | HeldLock:
+def _try_begin(claim: StepClaim, task: Any, request: Context, holder: str) -> bool | HeldLock:
     """Claim the step; return whether to run it, or its current holder."""
     store = claim.table
-    holder = claim.describe_holder(task, request)
     step: Any = None
     try:
         step = store.claim_step(

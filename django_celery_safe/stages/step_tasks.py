@@ -72,8 +72,8 @@ def step(function: Any = conf.UNSET, /) -> Any:
     @functools.wraps(function)
     def stepped(*args: Any, **kwargs: Any) -> Any:
         task, request, bound = find_call(stepped, function, args)
-        pk = get_header(request).get("step")
-        if request is None or pk is None:
+        header = get_header(request)
+        if request is None or "step" not in header:
             missing = {name: None for name in asked if name not in kwargs}
             return run_for(request, function, args, {**kwargs, **missing})
 
@@ -83,7 +83,7 @@ def step(function: Any = conf.UNSET, /) -> Any:
             result = run_for(request, function, (*args[:bound], work.params), arguments)
             return read_result(task.name, result)
 
-        return run_step(task, request, pk, do)
+        return run_step(task, request, header, do)
 
     # Celery's argument check in .delay() uses getfullargspec, which reads only this attribute.
     stepped.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def run_plain(task: Any, request: Any, function: Function, args: Args, kwargs: K
         result = run_for(request, function, (data, task.name), work.arguments)
         return read_dictionary(task.name, result)
 
-    return run_step(task, request, get_header(request)["step"], do)
+    return run_step(task, request, get_header(request), do)
 
 
 def read_dictionary(task: str, result: Any) -> Outcome:
