@@ -9,8 +9,7 @@ record as done, so a lost claim can't finish.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Final
@@ -123,24 +122,43 @@ class RecordClaim(Claim):
             raise interrupted from error
         return None
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Hold the claim while the block does the work, then record success or failure."""
-        if not self.is_held:
-            yield
-            return
-        with self.holding(self._fail):
-            yield
-            self._end()
+    def succeed(self, result: Any = None) -> None:
+        """
+        Record the end of work that raised no error, unless :meth:`finish` has recorded it.
 
-    def finish_with(self, result: Any) -> None:
-        """Finish; if the result can't be stored, record the work as done without it and raise."""
-        try:
-            self.finish(result)
-        except ResultNotStored as error:
-            self._error = error.reason
-            self._record_done("")
-            raise
+        If the result can't be stored, the work is recorded as done without it.
+
+        Raises:
+            ResultNotStored: The result can't be stored.
+            IdempotencyError: The transaction of :meth:`finish` was rolled back.
+        """
+        if not self.is_finished:
+            try:
+                self.finish(result)
+            except ResultNotStored as error:
+                from ..models.text import storable  # needs the app registry
+
+                self._error = storable(error.reason)
+                self._record_done("")
+                raise
+        elif self.is_of_parent():
+            return
+        else:
+            self.check_committed()
+        self._emit(CLAIM_FINISHED)
+
+    def fail(self, error: BaseException) -> None:
+        """Record the end of work that raised an error, unless :meth:`finish` has recorded it."""
+        reason = describe_error(error)
+        match self._record_failed(reason):
+            case Ending.FAILED:
+                # A retry is not yet a failure.
+                is_retry = isinstance(error, TaskPredicate)
+                self._emit(CLAIM_PUT_BACK if is_retry else CLAIM_FAILED, error=reason)
+            case Ending.DONE:
+                self._emit(CLAIM_FINISHED)
+            case Ending.LOST:
+                self.record_lost()
 
     def _reconnect(self) -> None:
         """Replace a connection that may have been interrupted anywhere; no transaction is lost."""
@@ -206,32 +224,10 @@ class RecordClaim(Claim):
         CLAIM_LOST.emit(Claim, key=name, holder=holder)
 
     def _write_done(self, text: str) -> bool:
-        ours: bool = self.table.at(self.name).finish(self.token, text, self._keep, self._error)
-        return ours
+        return self.table.finish(self.name, self.token, text, self._keep, self._error)
 
     def _lost_error(self, holder: str) -> ClaimLost:
         return ClaimLost(self.key, holder)
-
-    def _end(self) -> None:
-        if self.is_of_parent():
-            return
-        if self.is_finished:
-            self.check_committed()
-        else:
-            self.finish()
-        self._emit(CLAIM_FINISHED)
-
-    def _fail(self, error: BaseException) -> None:
-        reason = describe_error(error)
-        match self._record_failed(reason):
-            case Ending.FAILED:
-                # A retry is not yet a failure.
-                is_retry = isinstance(error, TaskPredicate)
-                self._emit(CLAIM_PUT_BACK if is_retry else CLAIM_FAILED, error=reason)
-            case Ending.DONE:
-                self._emit(CLAIM_FINISHED)
-            case Ending.LOST:
-                self.record_lost()
 
     def _record_failed(self, reason: str) -> Ending:
         """Record the failure, unless finish() has ended the work; return how the claim ended."""

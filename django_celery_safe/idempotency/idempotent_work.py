@@ -6,8 +6,8 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from celery._state import get_current_task
@@ -28,6 +28,7 @@ from ..delivery.call import (
     sent_arguments,
 )
 from ..delivery.copies import begin_or_requeue, delete_markers
+from ..delivery.header import get_header
 from ..exceptions import AlreadyClaimed, ConfigurationError, IdempotencyError
 from ..foreign_errors import ExcInfo
 from ..leases.claim import Claim
@@ -93,9 +94,8 @@ class Idempotent:
         message = _message_of(None if task is None else task.request)
         self._begin(claim, task, message)
         with ExitStack() as stack:
-            stack.enter_context(claim.working())
-            if message is not None:
-                delete_markers(task, message, claim.markers, of_claim=True)
+            stack.enter_context(_recording(claim))
+            _delete_markers(claim, task, message)
             self._stack = stack.pop_all()
         self._claim = claim
         return claim
@@ -131,14 +131,13 @@ class Idempotent:
         message = _message_of(request)
         claim = self._claim_of_call(function, task, message, args[bound:], kwargs, bound=bound)
         self._begin(claim, task, message)
-        with claim.working():
-            if message is not None:
-                delete_markers(task, message, claim.markers, of_claim=True)
-            if claim.is_repeat:
-                return claim.result
+        if claim.is_repeat:
+            _delete_markers(claim, task, message)
+            return claim.result
+        with claim.holding(claim.fail):
+            _delete_markers(claim, task, message)
             result = run_for(request, function, args, kwargs)
-            if not claim.is_finished:
-                claim.finish_with(result)
+            claim.succeed(result)
         return result
 
     def _begin(self, claim: RecordClaim, task: Any, message: Context | None) -> None:
@@ -188,6 +187,23 @@ class Idempotent:
         if isinstance(keep, conf.Unset):
             keep = conf.idempotency_retention()
         return RecordClaim(key, record_table(self.using), seconds, keep, digest)
+
+
+@contextmanager
+def _recording(claim: RecordClaim) -> Iterator[None]:
+    """Hold a claim, unless it is a repeat, while the block does the work; record how that ends."""
+    if claim.is_repeat:
+        yield
+        return
+    with claim.holding(claim.fail):
+        yield
+        if not claim.is_of_parent():
+            claim.succeed()
+
+
+def _delete_markers(claim: RecordClaim, task: Any, message: Context | None) -> None:
+    if message is not None and "claim_copy" in get_header(message):
+        delete_markers(task, message, claim.markers, of_claim=True)
 
 
 def _message_of(request: Context | None) -> Context | None:

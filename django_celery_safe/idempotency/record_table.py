@@ -64,11 +64,35 @@ class RecordTable(LeaseTable):
             self.alias, key=plain_name(key), token=token, lease=lease, holder=holder, digest=digest
         )
 
+    def finish(self, key: str, token: str, result: str, keep: timedelta | None, error: str) -> bool:
+        """
+        Record that the claimed work is done; False if the claim had lost the record.
+
+        Args:
+            result: The result for repeats, as JSON; "": None.
+            keep: How long the record keeps the work from being done again; None: for ever.
+            error: Why there is no result; "": there is one.
+        """
+        values = {"key": plain_name(key), "token": token, "result": result, "error": error}
+        return _FINISH.execute(self.alias, keep=keep, **values)
+
 
 _FIND: Final = Statement(
     lambda alias: (RecordTable(alias).all().filter(key=Param("key")).annotate(asked_at=Now()), None)
 )
 _ADD: Final = Statement(lambda alias: (_make_new_record(), None))
+_FINISH: Final = Statement(
+    lambda alias: (
+        RecordTable(alias).all().running().filter(key=Param("key"), token=Param("token")),
+        {
+            "state": _record_model().State.DONE,
+            "result": Param("result"),
+            "error": Param("error"),
+            "ended_at": Now(),
+            "expires_at": Now() + Param("keep", DurationField()),
+        },
+    )
+)
 
 
 def _make_new_record() -> IdempotencyRecord:

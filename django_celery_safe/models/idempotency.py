@@ -90,25 +90,6 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         """Renew the lease of a claim; return how many rows it still held."""
         return self.claimed(token).update(ends_at=Now() + lease)
 
-    def finish(self, token: str, result: str, keep: timedelta | None, error: str = "") -> bool:
-        """
-        Record that the claimed work is done; False if the claim had lost the record.
-
-        Args:
-            result: The result for repeats, as JSON; "": None.
-            keep: How long the record keeps the work from being done again; None: for ever.
-            error: Why there is no result.
-        """
-        return bool(
-            self.claimed(token).update(
-                state=IdempotencyRecord.State.DONE,
-                result=result,
-                error=storable(error),
-                ended_at=Now(),
-                expires_at=None if keep is None else Now() + keep,
-            )
-        )
-
     def fail(self, token: str, error: str, keep: timedelta | None) -> bool:
         """Record that the claimed work failed; False if the claim had lost the record."""
         return bool(

@@ -20,7 +20,7 @@ from django_celery_safe import (
     idempotent,
 )
 from django_celery_safe.databases import Now
-from django_celery_safe.idempotency.record_table import RecordTable
+from django_celery_safe.idempotency.record_table import RecordTable, record_table
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.signals import claim_failed, claim_finished, claim_lost
 from tests.app.models import Person
@@ -383,7 +383,7 @@ def renew(records: Any) -> None:
 
 def finish(records: Any) -> None:
     """Let the first finish after all."""
-    assert records.all().finish(FIRST, '"stored"', LONG)
+    assert record_table(records.db).finish(KEY, FIRST, '"stored"', LONG, "")
 
 
 def follow(records: Any) -> None:

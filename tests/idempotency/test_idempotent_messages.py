@@ -30,7 +30,7 @@ from django_celery_safe import (
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery import copies
 from django_celery_safe.events import TASK_OWN_COPY
-from django_celery_safe.idempotency.record_table import read_claim
+from django_celery_safe.idempotency.record_table import read_claim, record_table
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import DatabaseLock, IdempotencyRecord
 from django_celery_safe.testing import locks_in_memory as in_memory
@@ -102,7 +102,8 @@ class Ordering:
 
     def ends_elsewhere(self) -> None:
         """Let the other process finish it."""
-        assert self.records.all().finish(TOKEN, '"by the other"', timedelta(days=1))
+        table, keep = record_table(self.alias), timedelta(days=1)
+        assert table.finish(f"{NAME}:7", TOKEN, '"by the other"', keep, "")
 
 
 @pytest.fixture
