@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -156,6 +157,7 @@ def is_overdue(lock: HeldLock) -> bool | None:
     return None if ago is None or lease is None else ago > lease * RENEWED_BY + TICK
 
 
+@lru_cache(maxsize=1024)  # each use of a lock or record asks several times for one name
 def plain_name(name: str) -> str:
     """
     Return the form of a lock's name that is used in a key.

@@ -421,10 +421,12 @@ class StageStep(models.Model):
     @property
     def parts(self) -> EntryParts:
         """The arguments and the options."""
-        given = decode(self.arguments_text) or {}
+        if not self.arguments_text:
+            return EntryParts({}, {})
+        given = decode(self.arguments_text)
         return split(given) if MARK in self.arguments_text else EntryParts(given, {})
 
     @property
     def params(self) -> dict[str, Any]:
         """The params that the step returned for later stages; empty until it has ended."""
-        return decode(self.params_text) or {}
+        return decode(self.params_text) if self.params_text else {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -286,12 +287,14 @@ def begin_stage(store: StepTable, run: StageRun, steps: list[StageStep]) -> None
     """Send the messages of a locked run's stage; steps with a countdown start later."""
     if any(COUNTDOWN in step.arguments_text for step in steps):
         store.delay(steps)
-
-    def emit() -> None:
-        STAGE_STARTED.emit_on_commit(
-            start, using=store.alias, run=run.pk, stage=run.stage, steps=len(steps)
-        )
-
+    emit = partial(
+        STAGE_STARTED.emit_on_commit,
+        start,
+        using=store.alias,
+        run=run.pk,
+        stage=run.stage,
+        steps=len(steps),
+    )
     send(store, steps, emit, with_countdown=True)
 
 

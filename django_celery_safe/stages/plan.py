@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from celery import Celery, Signature, current_app
@@ -241,6 +242,7 @@ def _check_arguments(task: Any, given: tuple[Any, ...], arguments: Mapping[str, 
     check(*given, **arguments)
 
 
+@lru_cache(maxsize=4096)
 def _check_layers(task: Any) -> bool:
     """Refuse layers that would end a message without its step; return whether it is a step."""
     found = layers(task.run)
@@ -282,6 +284,7 @@ def _check_layers(task: Any) -> bool:
     return True
 
 
+@lru_cache(maxsize=4096)
 def get_step_layer(task: Any) -> Any:
     """Return the function that ``@stages.step`` made in a task; None: the task has none."""
     return next((one for one in layers(task.run) if hasattr(one, "stages_step")), None)
