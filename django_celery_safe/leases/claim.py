@@ -13,7 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
@@ -22,12 +22,7 @@ from celery._state import get_current_task
 from django.db import connections, transaction
 
 from ..exceptions import IdempotencyError, LockBackendError, ResultNotStored, WrongTransaction
-from ..transactions import (
-    DISCONNECTED,
-    in_atomic,
-    is_transaction_open,
-    retry_on_new_connection,
-)
+from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, retry_on_new_connection
 from ..values import NotPlain, encode
 from .holder import HeldLock, describe_holder, encode_holder, holder_text, time_limit
 from .lease import Lease
@@ -348,12 +343,13 @@ class Claim(ABC):
             raise IdempotencyError(f"The claim of {self.key!r} was finished before.")
 
     def _record_done(self, text: str) -> None:
-        alias = self.table.alias
+        alias, lease = self.table.alias, self.lease
         if in_atomic(alias):
             # From here to the commit, the row's database lock keeps others away. The renewing
             # thread must not wait for that lock, because other leases depend on the thread.
             try:
-                with self._renewal_ended():
+                self.stop_renewing()
+                with nullcontext() if lease is None else renewer.renewal_paused(lease):
                     ours = self._write_done(text)
             except BaseException:
                 self.renew()  # the work may continue, and the row is not locked
@@ -380,15 +376,6 @@ class Claim(ABC):
             )
         # This may be a retry, of an attempt that was written although its answer was lost.
         return self._write_done(text) or bool(self._rows().is_done_by(self.token))
-
-    @contextmanager
-    def _renewal_ended(self) -> Iterator[None]:
-        """Stop renewing, and run the block once a renewal in progress has finished."""
-        self.stop_renewing()
-        with ExitStack() as stack:
-            if self.lease is not None:
-                stack.enter_context(renewer.renewal_paused(self.lease))
-            yield
 
 
 def current_claim() -> Claim:
