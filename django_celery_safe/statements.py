@@ -6,7 +6,7 @@ statements are written as querysets nevertheless, with :class:`Param` as a place
 
 A limit of ``python -m tests.benchmarks`` needs that. Measured in November 2026 on PostgreSQL,
 with the same statements compiled at each use: the first run of an ``idempotent`` task took 2.6
-to 2.9 times an INSERT and an UPDATE instead of 1.6 to 1.9, and the limit is 2.5. A stage of
+to 2.9 times an INSERT and an UPDATE instead of 1.2 to 1.3, and the limit is 2.5. A stage of
 1,000 steps took 1.3 times a chord instead of 0.8; its limit of 1.5 would also be kept without
 this module.
 """

@@ -26,11 +26,11 @@ LIMITS: Final = {
     "unique_until run": 55,
     "outbox call and commit": 49,
     "relay of one": 20,
-    "do_once": 10,
-    "idempotent run": 57,
-    "start": 72,
-    "step and next stage": 137,
-    "last step": 77,
+    "do_once": 9,
+    "idempotent run": 41,
+    "start": 66,
+    "step and next stage": 116,
+    "last step": 62,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -357,6 +357,16 @@ def test_a_long_transaction_holds_up_no_other_lease(
     assert result_of_repeat(alias) == ("stored" if is_finished else None)
 
 
+@pytest.mark.parametrize("ttl", [None, timedelta(days=1)])
+def test_a_record_expires_its_ttl_after_its_end(ttl: timedelta | None, alias: str) -> None:
+    """A record that is done expires when its ttl has passed since its end, or never."""
+    with idempotent(KEY, using=alias, ttl=ttl) as claim:
+        assert claim
+    record = record_of(alias)
+    expected = None if ttl is None else record.ended_at + ttl
+    assert (record.state, record.expires_at) == (IdempotencyRecord.State.DONE, expected)
+
+
 # Changes between the look at the record and the claim.
 
 FIRST: Final = "0123456789abcdef" * 2
