@@ -11,9 +11,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import Error, InterfaceError, InternalError, OperationalError, connections
 from django.db.backends.signals import connection_created
@@ -146,7 +146,7 @@ def aliases_in_atomic() -> list[str]:
     return [alias for alias in opened if in_atomic(alias)]
 
 
-class TransactionTry:
+class TransactionTry(AbstractContextManager["TransactionTry", bool]):
     """One try of :func:`attempts`: a context manager that suppresses the error of a lost race."""
 
     def __init__(self, alias: str, what: str, *, last: bool) -> None:
@@ -155,9 +155,6 @@ class TransactionTry:
         self.is_won = False
         #: Whether another transaction was faster, so that the next try should start.
         self.is_lost = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: *ExcInfo) -> bool:
         error = exc_info[1]

@@ -26,11 +26,11 @@ LIMITS: Final = {
     "unique_until run": 55,
     "outbox call and commit": 49,
     "relay of one": 20,
-    "do_once": 9,
+    "do_once": 8,
     "idempotent run": 41,
-    "start": 66,
-    "step and next stage": 116,
-    "last step": 62,
+    "start": 64,
+    "step and next stage": 115,
+    "last step": 61,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -19,7 +19,7 @@ from .text import LONGEST_TYPE, end_of_traceback, storable
 if TYPE_CHECKING:
     from .stages import StageStep
 
-#: Steps that one statement adds or changes; every database accepts that many parameters.
+#: Steps that one statement changes; every database accepts that many parameters.
 BATCH: Final = 500
 #: The order of a run's steps.
 IN_ORDER: Final = ("stage", "position")
@@ -141,10 +141,6 @@ class StageSteps(models.QuerySet["StageStep"]):
     def record_resent(self) -> int:
         """Record a re-send of the messages of steps that no worker has started."""
         return self.waiting().update(due_at=Now(), resent=F("resent") + 1)
-
-    def add(self, steps: Iterable[StageStep]) -> None:
-        """Write new steps."""
-        self.bulk_create(steps, batch_size=BATCH)
 
     def restart(self, steps: Iterable[StageStep]) -> None:
         """Set steps to waiting for a new attempt, each with the task id that was set on it."""

@@ -35,7 +35,7 @@ from .labels import NO_LABELS, Labels, make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import COUNTDOWN, StepTable, step_table
+from .step_table import BATCH, COUNTDOWN, StepTable, step_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
@@ -174,7 +174,7 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
         for stage, entries in enumerate(plan.stages, 1)
         for position, entry in enumerate(entries, 1)
     ]
-    store.steps().add(steps)
+    store.steps().bulk_create(steps, batch_size=BATCH)
     if steps[0].pk is None:  # MySQL returns no keys
         steps = list(store.steps().filter(run=run.pk).in_order())
     run.refresh_from_db()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..models.step_states import StageSteps
 
 
-#: Steps that one statement changes.
+#: Steps that one statement adds or changes; every database accepts that many parameters.
 BATCH: Final = 500
 #: The option's name as it is written in JSON.
 COUNTDOWN: Final = f'"{MARK}countdown"'
