@@ -135,6 +135,7 @@ class Claim(ABC):
         Check that other processes will see the claim as soon as it is written.
 
         Args:
+            task, request: The running task and its request; None: no task is running.
             what: The work, as the subject of the error's sentence.
             instead: The last sentence of the error: what to write instead.
 
