@@ -21,16 +21,16 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 7,
     "single_instance send": 7,
-    "single_instance run": 36,
+    "single_instance run": 29,
     "unique_until send": 31,
-    "unique_until run": 55,
+    "unique_until run": 40,
     "outbox call and commit": 49,
     "relay of one": 20,
     "do_once": 10,
-    "idempotent run": 57,
+    "idempotent run": 55,
     "start": 72,
-    "step and next stage": 137,
-    "last step": 77,
+    "step and next stage": 135,
+    "last step": 75,
 }
 WIDTH: Final = max(map(len, LIMITS))
 
