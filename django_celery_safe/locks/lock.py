@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import time
+from asyncio import _get_running_loop as find_event_loop  # without an error if there is none
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
@@ -113,15 +114,17 @@ class CacheLock(misuse.NotAsync):
         longest = self._options.blocking_timeout
         if not isinstance(blocking_timeout, conf.Unset):
             longest = conf.wait_seconds(blocking_timeout, "blocking_timeout")
-        misuse.refuse_event_loop(self.name, "acquire")
+        if find_event_loop() is not None:
+            misuse.refuse_event_loop(self.name, "acquire")
+        pid, thread = os.getpid(), here.thread
         try:
             # One atomic step: if two threads arrive at once, one of them is refused.
-            if self._acquiring.setdefault(os.getpid(), here.thread) is not here.thread:
+            if self._acquiring.setdefault(pid, thread) is not thread:
                 raise misuse.used_elsewhere(self.name)
             return self._acquire(longest)
         finally:
-            if self._acquiring.get(os.getpid()) is here.thread:
-                del self._acquiring[os.getpid()]
+            if self._acquiring.get(pid) is thread:
+                del self._acquiring[pid]
 
     def release(self) -> bool:
         """
