@@ -21,9 +21,9 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 7,
     "single_instance send": 7,
-    "single_instance run": 29,
-    "unique_until send": 31,
-    "unique_until run": 40,
+    "single_instance run": 26,
+    "unique_until send": 29,
+    "unique_until run": 37,
     "outbox call and commit": 49,
     "relay of one": 20,
     "do_once": 10,

@@ -89,13 +89,16 @@ class LocalStore(Store):
                 "--concurrency=1.",
             )
         with self._memory() as memory:
-            names = place_names(request.name, request.limit)
-            place = choose_place(list(map(memory.find, names)), request)
-            if not isinstance(place, int):
-                return place
+            name, place = request.name, 1
+            if request.limit > 1 or memory.find(name) is not None:
+                names = place_names(name, request.limit)
+                chosen = choose_place(list(map(memory.find, names)), request)
+                if not isinstance(chosen, int):
+                    return chosen
+                name, place = names[chosen - 1], chosen
             memory.fence = max(memory.fence + 1, time.time_ns() // 1000)
             lock = HeldLock(
-                names[place - 1],
+                name,
                 request.token,
                 fence=memory.fence,
                 holder=request.holder,
