@@ -23,7 +23,7 @@ LIMITS: Final = {
     "single_instance send": 7,
     "single_instance run": 26,
     "unique_until send": 29,
-    "unique_until run": 37,
+    "unique_until run": 35,
     "outbox call and commit": 49,
     "relay of one": 20,
     "do_once": 10,

@@ -43,6 +43,10 @@ class _Memory:
             return None
         return lock._replace(remaining=left)
 
+    def free(self, name: str, token: str) -> bool:
+        """Delete the lock if the token holds it; return whether it did."""
+        return bool(self.find(name, token) and self.locks.pop(name))
+
 
 #: One memory for each LOCATION, as LocMemCache itself has.
 _memories: dict[str, _Memory] = {}
@@ -109,7 +113,13 @@ class LocalStore(Store):
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         with self._memory() as memory:
-            return bool(memory.find(name, token) and memory.locks.pop(name))
+            return memory.free(name, token)
+
+    def release_and_peek(
+        self, name: str, token: str, other: str, remaining: float | None = None
+    ) -> tuple[bool, bool]:
+        with self._memory() as memory:
+            return memory.free(name, token), memory.find(other) is not None
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         with self._memory() as memory:
