@@ -21,16 +21,16 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 7,
     "single_instance send": 7,
-    "single_instance run": 36,
-    "unique_until send": 31,
-    "unique_until run": 55,
+    "single_instance run": 26,
+    "unique_until send": 29,
+    "unique_until run": 35,
     "outbox call and commit": 49,
     "relay of one": 20,
     "do_once": 8,
-    "idempotent run": 41,
+    "idempotent run": 39,
     "start": 64,
-    "step and next stage": 115,
-    "last step": 61,
+    "step and next stage": 113,
+    "last step": 59,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

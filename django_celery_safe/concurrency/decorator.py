@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
@@ -140,15 +139,7 @@ def single_instance(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         refuse_misplaced(function, "@single_instance", "its lock would be freed")
         check_key_names(function, options.key)
-
-        @functools.wraps(function)
-        def alone(*args: Any, **kwargs: Any) -> Any:
-            return run_alone(alone, function, options, args, kwargs)
-
-        # Celery checks the arguments of .delay() with getfullargspec, which reads only this.
-        alone.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-        alone.single_instance = options  # type: ignore[attr-defined]
-        return alone
+        return run_alone(function, options)
 
     return decorate if function is None else decorate(function)
 

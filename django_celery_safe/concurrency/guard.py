@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery.app.task import Context
 
@@ -26,9 +27,10 @@ from ..delivery.call import (
 from ..delivery.copies import (
     OWN_RUN_WAIT,
     Rejected,
+    copy_marker,
     delete_markers,
     drop_if_run_ended,
-    marking_end,
+    mark_if_done,
     requeue_self,
     resend_later,
 )
@@ -43,20 +45,29 @@ from ..locks.stores import locate
 from ..texts import get_logger
 from .keys import call_key
 from .options import CALL_OPTIONS, DEFAULTS, Options, options_of_call
-from .sent import find_sent
+from .sent import SentLock, find_sent
 
 logger = get_logger(__name__)
 
 #: Part of ``retry_delay`` that is added at random, so that many runs don't retry at once.
 JITTER: Final = 0.25
 
+#: Calls the task's function with the arguments of one run.
+Call: TypeAlias = Callable[[], Any]
 
-def run_alone(
-    decorated: Function, function: Function, options: Options, args: Args, kwargs: Kwargs
-) -> Any:
-    """Call ``function`` under its lock; if the lock is held, do what ``on_conflict`` says."""
-    task, request, bound = find_call(decorated, function, args)
-    return _run(Guarded(function, options, bound), task, request, args, kwargs)
+
+def run_alone(function: Function, options: Options) -> Function:
+    """Return ``function`` so that each call takes its lock, or does what ``on_conflict`` says."""
+
+    @functools.wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        task, request, bound = find_call(alone, function, args)
+        return _run(Guarded(function, options, bound), task, request, args, kwargs)
+
+    # Celery checks the arguments of .delay() with getfullargspec, which reads only this.
+    alone.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    alone.single_instance = options  # type: ignore[attr-defined]
+    return alone
 
 
 def _run_as_asked(task: Any, request: Context, run: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -89,37 +100,114 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     # Eager runs and .apply() have no message that could be redelivered.
     message = None if request is None or request.is_eager else request
     name = get_lock_name(task, message, guarded, options, header, args, kwargs)
-    if message is not None and "copy" in header:
-        drop_if_run_ended(task, message, locate(options.cache))
-    sent = find_sent(message) if message is not None and "sent" in header else None
     lock = CacheLock(
         name, LockOptions(options.timeout, 0.0, options.renew, options.cache, options.limit)
     )
-    with ExitStack() as stack:
-        if sent is not None:
-            stack.enter_context(sent.during(task))
-        if message is not None and task.acks_late:
-            stack.enter_context(marking_end(task, message, lock))
-        with lock:
-            acquired = bool(lock)
-            if not acquired and message is not None:
-                acquired = _wait(lock, message, options)
-            if acquired:
-                if message is not None and "copy" in header:
-                    delete_markers(task, message, locate(options.cache))
-                along: AbstractContextManager[None] = nullcontext()
-                if sent is not None and message is not None:
-                    along = sent.running(task, message, options)
-                with along:
-                    return run_for(request, guarded.function, args, kwargs)
+    call = functools.partial(run_for, request, guarded.function, args, kwargs)
+    if message is None:
+        return _run_without_message(lock, options, call)
+    if "copy" in header:
+        drop_if_run_ended(task, message, locate(options.cache))
+    return MessageRun(task, message, header, options, lock, call).run()
+
+
+@dataclass(slots=True, eq=False)
+class MessageRun:
+    """
+    One run of a task for a message, with the lock of the run and that of the send.
+
+    Attributes:
+        lock: The lock of the run.
+        call: Calls the task's function.
+    """
+
+    task: Any
+    message: Context
+    header: Header
+    options: Options
+    lock: CacheLock
+    call: Call
+
+    def run(self) -> Any:
+        """Call the function under the lock, or step aside; then settle the lock of the send."""
+        if self.task.acks_late:
+            # The request that releases the lock also reads whether a copy of the message waits.
+            self.lock.look_at = copy_marker(self.task, self.message)
+        sent = find_sent(self.message, self.header) if "sent" in self.header else None
+        try:
+            result = self._run_or_step_aside(sent)
+        except BaseException as error:
+            self._end(sent, error)
+            raise
+        self._end(sent, None)
+        return result
+
+    def _run_or_step_aside(self, sent: SentLock | None) -> Any:
+        with self.lock as lock:
+            if lock.lease is None:
+                self._wait(lock.contender)
+            if (lease := lock.lease) is not None:
+                if "copy" in self.header:
+                    delete_markers(self.task, self.message, locate(self.options.cache))
+                return self.call() if sent is None else sent.hold(lease, self.options, self.call)
         contender = lock.contender
-        if task is None or message is None or contender is None:
-            _step_aside_without_message(name, options, contender)
-        elif _is_own(contender, message):
-            requeue_self(task, message, contender, locate(options.cache))
-        else:
-            _step_aside(task, message, name, options, contender)
-    return None
+        assert contender is not None  # the lock was not acquired
+        if self._is_held_by_own(contender):
+            requeue_self(self.task, self.message, contender, locate(self.options.cache))
+        return self._step_aside(contender)
+
+    def _end(self, sent: SentLock | None, error: BaseException | None) -> None:
+        """Do what follows the release of the lock; ``error`` has ended the run, None: none has."""
+        try:
+            if (lease := self.lock.lease_when_seen) is not None:
+                mark_if_done(self.task, self.message, lease, error)
+        finally:
+            if sent is not None:
+                sent.end_run(self.task, error)
+
+    def _is_held_by_own(self, contender: HeldLock | None) -> bool:
+        """Return whether the lock is held under this message's own task id."""
+        if contender is None or self.message.id is None:
+            return False
+        return contender.holder.task_id == self.message.id
+
+    def _wait(self, contender: HeldLock | None) -> None:
+        """Wait for the lock if the holder is this task id or the option says so."""
+        if self._is_held_by_own(contender):
+            self.lock.acquire(OWN_RUN_WAIT)
+        elif self.options.on_conflict == "wait":
+            _emit_conflict(self.lock.name, "wait", contender, self.message.id)
+            self.lock.acquire(self.options.blocking_timeout)
+
+    def _step_aside(self, contender: HeldLock) -> None:
+        name, options, holder = self.lock.name, self.options, contender.holder
+        if options.on_conflict == "wait":  # the conflict was emitted when the wait started
+            raise AlreadyRunning(name, str(holder), options.blocking_timeout, holder.task_id)
+        _emit_conflict(name, options.on_conflict, contender, self.message.id)
+        match options.on_conflict:
+            case "skip":
+                return
+            case "retry":
+                delay = options.retry_delay * (1 + random.uniform(0, JITTER))  # noqa: S311
+                resend_later(self.task, self.message, delay)
+            case "reject":
+                raise Rejected(f"the lock {name!r} is held by {holder}", requeue=False)
+            case "raise":
+                raise AlreadyRunning(name, str(holder), 0.0, holder.task_id)
+
+
+def _run_without_message(lock: CacheLock, options: Options, call: Call) -> Any:
+    """Run, skip or raise: a direct call, ``.apply()`` or eager mode has no message to retry."""
+    with lock:
+        if lock:
+            return call()
+    contender = lock.contender
+    _emit_conflict(lock.name, options.on_conflict, contender, None)
+    if options.on_conflict == "skip":
+        return None
+    holder = None if contender is None else contender.holder
+    task_id = None if holder is None else holder.task_id
+    raise AlreadyRunning(lock.name, str(holder or ""), 0.0, task_id)
 
 
 def get_lock_name(
@@ -175,52 +263,6 @@ def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
     return get_lock_name(task, None, guarded, guarded.options, Header(), args, kwargs)
 
 
-def _is_own(contender: HeldLock | None, request: Context | None) -> bool:
-    """Return whether the lock is held under this message's own task id."""
-    if contender is None or request is None:
-        return False
-    return request.id is not None and contender.holder.task_id == request.id
-
-
-def _wait(lock: CacheLock, request: Context, options: Options) -> bool:
-    """Wait for the lock if the holder is this task id or the option says so; return if acquired."""
-    contender = lock.contender
-    if _is_own(contender, request):
-        return lock.acquire(OWN_RUN_WAIT)
-    if options.on_conflict == "wait":
-        _emit_conflict(lock.name, options.on_conflict, contender, request.id)
-        return lock.acquire(options.blocking_timeout)
-    return False
-
-
-def _step_aside(
-    task: Any, request: Context, name: str, options: Options, contender: HeldLock
-) -> None:
-    holder = contender.holder
-    if options.on_conflict == "wait":  # the conflict was emitted when the wait started
-        raise AlreadyRunning(name, str(holder), options.blocking_timeout, holder.task_id)
-    _emit_conflict(name, options.on_conflict, contender, request.id)
-    match options.on_conflict:
-        case "skip":
-            return
-        case "retry":
-            delay = options.retry_delay * (1 + random.uniform(0, JITTER))  # noqa: S311
-            resend_later(task, request, delay)
-        case "reject":
-            raise Rejected(f"the lock {name!r} is held by {holder}", requeue=False)
-        case "raise":
-            raise AlreadyRunning(name, str(holder), 0.0, holder.task_id)
-
-
-def _step_aside_without_message(name: str, options: Options, contender: HeldLock | None) -> None:
-    """Skip or raise: a direct call, ``.apply()`` or eager mode has no message to retry."""
-    _emit_conflict(name, options.on_conflict, contender, None)
-    if options.on_conflict == "skip":
-        return
-    holder = None if contender is None else contender.holder
-    raise AlreadyRunning(name, str(holder or ""), 0.0, None if holder is None else holder.task_id)
-
-
 def _emit_conflict(
     name: str, on_conflict: str, contender: HeldLock | None, task_id: str | None
 ) -> None:
@@ -251,7 +293,7 @@ class Guarded(NamedTuple):
     bound: bool
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def find_guarded(task: Any) -> Guarded | None:
     """Return the function that ``@single_instance`` decorated in ``task``; None: no function."""
     found = layers(task.run)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -27,6 +28,10 @@ from .options import Key, template_names
 
 #: Hexadecimal digits of a hashed key; 128 bits.
 DIGITS: Final = 32
+
+_BY_POSITION: Final = frozenset(
+    {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+)
 
 _HINT: Final = (
     'Send its primary key or plain data instead, or choose the arguments that count with key=["…"].'
@@ -72,11 +77,12 @@ def call_key(
             names the task itself.
     """
     try:
-        call = _signature(function, bound).bind(*args, **kwargs)
+        call = _bind(function, bound, args, kwargs)
     except TypeError as error:
         raise ArgumentsDontFit(*error.args) from error
     given = set(call.arguments)
-    call.apply_defaults()
+    if len(given) < len(call.signature.parameters):
+        call.apply_defaults()
     names = list(call.arguments) if isinstance(rule, conf.Unset) or callable(rule) else _names(rule)
     for name in names:
         if name not in call.arguments:
@@ -233,10 +239,25 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
 
 
+def _bind(
+    function: Callable[..., Any], bound: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    signature, names = _signature(function, bound)
+    if kwargs or names is None or len(args) != len(names):
+        return signature.bind(*args, **kwargs)
+    # Most calls give all arguments by position, and bind() would take three times as long.
+    return inspect.BoundArguments(signature, OrderedDict(zip(names, args, strict=True)))
+
+
 @lru_cache(maxsize=1024)
-def _signature(function: Callable[..., Any], bound: bool) -> inspect.Signature:
+def _signature(
+    function: Callable[..., Any], bound: bool
+) -> tuple[inspect.Signature, tuple[str, ...] | None]:
+    """Return a signature and its names; None: not all arguments can be given by position."""
     signature = inspect.signature(function)
-    if not bound:
-        return signature
-    first, *others = signature.parameters.values()
-    return signature if first.kind is first.VAR_POSITIONAL else signature.replace(parameters=others)
+    if bound:
+        first, *others = signature.parameters.values()
+        if first.kind is not first.VAR_POSITIONAL:
+            signature = signature.replace(parameters=others)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    return signature, tuple(signature.parameters) if kinds <= _BY_POSITION else None

@@ -9,7 +9,7 @@ message and its run once the process of the run has really ended.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from celery import states
@@ -18,7 +18,7 @@ from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from .. import conf
 from ..delivery.copies import MessageGoesOn, copy_marker, mark_ended
-from ..delivery.header import Header, read_header
+from ..delivery.header import HEADER, Header, read_header
 from ..delivery.worker import (
     connect_receivers,
     find_received,
@@ -68,6 +68,9 @@ def watch(*, runs: bool = False) -> None:
 def _on_postrun(task: Any, state: str | None, retval: Any = None, **kwargs: Any) -> None:
     """Free the lock of a message whose run ended outside its guard, for example in a hook."""
     request = task.request
+    ours = (request.headers or {}).get(HEADER)
+    if not isinstance(ours, Mapping) or "sent" not in ours:  # most runs; cheaper than to read it
+        return
     if state is None or state == states.RETRY or request.is_eager:
         return
     if isinstance(retval, MessageGoesOn):

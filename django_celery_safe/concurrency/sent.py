@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
-from celery.app.task import Context
 from celery.exceptions import Ignore, Retry
 
 from .. import conf
@@ -40,7 +39,7 @@ from ..delivery.header import (
 )
 from ..events import SENT_LOCK_LOST, SENT_LOCK_NOT_MOVED
 from ..exceptions import CelerySafeError, ConfigurationError, LockBackendError, WrongTransaction
-from ..leases.holder import Holder, holder_text, time_limit
+from ..leases.holder import Holder, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
@@ -48,6 +47,8 @@ from ..locks import HeldLock
 from ..locks.stores import get_store
 from ..locks.stores.base import Acquired, LockRequest, Store
 from .options import Options
+
+T = TypeVar("T")
 
 
 def _is_lease(value: object) -> bool:
@@ -73,7 +74,7 @@ declare_field("duplicate", is_text)
 
 
 #: The lock of each running message, for as long as Celery keeps the request.
-_locks: Final[WeakKeyDictionary[Any, SentLock | None]] = WeakKeyDictionary()
+_locks: Final[WeakKeyDictionary[Any, SentLock]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -121,80 +122,72 @@ class SentLock:
         """Make the lock end in ``seconds`` (0: now); if the store fails, it ends by its lease."""
         if self._pid != os.getpid():
             return  # a child of a bare os.fork(), which also leaves the run's blocks
-        with self._failing_quietly():
+        try:
             if seconds:
                 lease = self._store.nearest_lease(seconds)
                 self._store.extend([Renewal(self.name, self.token, lease)])
             else:
                 self._store.release(self.name, self.token)
+        except CelerySafeError as error:
+            self._emit_not_moved(error)
         self.settled = True
 
-    @contextmanager
-    def running(self, task: Any, request: Context, options: Options) -> Iterator[None]:
+    def hold(self, lease: Lease[Store], options: Options, run: Callable[[], T]) -> T:
         """
-        Hold this lock while the block runs the task, under the run's own lock.
+        Hold this lock while ``run`` runs the task, under the run's own lock, which has ``lease``.
 
         A message that the run re-sends takes over this lock. Its next run may start as soon
         as this run frees its own lock, so the lease is extended before that. It is not
-        extended inside the block, because the block may have an open transaction or event loop.
+        extended during the run, which may have an open transaction or event loop.
         """
-        self._begin_run(task, request, options)
+        self._begin_run(lease, options)
         self.in_run = True
         try:
-            yield
+            return run()
         finally:
-            self.in_run = False
-            lease = self._lease
-            self._stop_renewing()
-            if self.passed_on is not None and not self.settled:
-                with ExitStack() as stack:
-                    if lease is not None:
-                        # A renewal that is in progress would shorten the lease again.
-                        stack.enter_context(renewer.renewal_paused(lease))
-                    self.move(self.passed_on)
+            self._leave_run()
 
-    def _begin_run(self, task: Any, request: Context, options: Options) -> None:
+    def _begin_run(self, run: Lease[Store], options: Options) -> None:
         """
         Free this lock when a run starts, or renew it together with the run's lock.
 
         Its lease is shortened to that of the run's lock, so a killed worker leaves neither lock
         for longer. If the worker is killed before that, this lock stays for ``sent_timeout``.
         """
+        if self.cache == options.cache:
+            self._store = run.store
         if options.unique_until == "start":
             self.move(0)
+        elif run.owner is not None:
+            try:
+                self._renew_with(run)
+            except CelerySafeError as error:
+                self._emit_not_moved(error)
+
+    def _renew_with(self, run: Lease[Store]) -> None:
+        store, seconds = self._store, min(run.seconds, self.timeout)
+        if store is not run.store and not store.renews():
             return
-        with self._failing_quietly():
-            store = self._store
-            if not (options.renew and store.renews()):
-                return
-            seconds = min(options.lease(), self.timeout)
-            asked_at = time.monotonic()
-            lease = Lease(
-                store,
-                self.name,
-                self.token,
-                seconds,
-                asked_at,
-                asked_at + time_limit(task, request),
-                _report_lost,
-            )
-            if store.extend([lease])[0]:
-                self._lease = lease
-                renewer.add(lease)
-            else:
-                _report_lost(lease, store.peek(self.name))
+        now = time.monotonic()
+        lease = Lease(store, self.name, self.token, seconds, now, run.renew_until, _report_lost)
+        if store.extend([lease])[0]:
+            self._lease = lease
+            renewer.add(lease)
+        else:
+            _report_lost(lease, store.peek(self.name))
 
-    @contextmanager
-    def during(self, task: Any) -> Iterator[None]:
-        """Free or extend this lock when the block ends, which runs or skips the task."""
-        try:
-            yield
-        except BaseException as error:
-            self._end_run(task, error)
-            raise
-        self._end_run(task, None)
+    def _leave_run(self) -> None:
+        self.in_run = False
+        lease = self._lease
+        self._stop_renewing()
+        if self.passed_on is None or self.settled:
+            return
+        # A renewal that is in progress would shorten the lease again.
+        with nullcontext() if lease is None else renewer.renewal_paused(lease):
+            self.move(self.passed_on)
 
-    def _end_run(self, task: Any, error: BaseException | None) -> None:
+    def end_run(self, task: Any, error: BaseException | None) -> None:
+        """Free or extend this lock after a run that ended with ``error``, or was skipped."""
         self._stop_renewing()
         if not self.settled and (seconds := self.after(task, error)) is not None:
             self.move(seconds)
@@ -204,13 +197,9 @@ class SentLock:
             renewer.remove(self._lease)
             self._lease = None
 
-    @contextmanager
-    def _failing_quietly(self) -> Iterator[None]:
+    def _emit_not_moved(self, error: CelerySafeError) -> None:
         """Report an error of the store instead of raising it: the lock ends by its lease."""
-        try:
-            yield
-        except CelerySafeError as error:
-            SENT_LOCK_NOT_MOVED.emit(SentLock, name=self.name, reason=str(error), leases=1)
+        SENT_LOCK_NOT_MOVED.emit(SentLock, name=self.name, reason=str(error), leases=1)
 
     def claim(
         self, task: str, task_id: str, seconds: float, arguments: str | None = None
@@ -317,14 +306,19 @@ def leave_period(headers: dict[str, Any]) -> None:
         headers[HEADER] = {name: header[name] for name in header if name != "sent"}
 
 
-def find_sent(request: Any) -> SentLock | None:
-    """Return the lock of the running message, the same object in a whole run; None: no lock."""
-    if request in _locks:
-        return _locks[request]
-    header = get_header(request)
-    if "sent" not in header:
-        return None
-    return _locks.setdefault(request, find_lock_of(request.task, header))
+def find_sent(request: Any, header: Header | None = None) -> SentLock | None:
+    """
+    Return the lock of the running message, the same object in a whole run; None: no lock.
+
+    Args:
+        header: The message's header; None: it is read.
+    """
+    sent = _locks.get(request)
+    if sent is None:
+        sent = find_lock_of(request.task, get_header(request) if header is None else header)
+        if sent is not None:
+            sent = _locks.setdefault(request, sent)
+    return sent
 
 
 def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:

@@ -29,8 +29,9 @@ from ..events import (
 )
 from ..exceptions import LockBackendError
 from ..leases.holder import Holder, arguments_of
+from ..leases.lease import Lease
 from ..leases.store import Renewal
-from ..locks import CacheLock, HeldLock
+from ..locks import HeldLock
 from ..locks.stores import Location
 from ..locks.stores.base import Acquired, Store
 from ..texts import get_logger
@@ -278,28 +279,20 @@ def _delete_marker(store: Store, name: str, token: str) -> None:
         )
 
 
-@contextmanager
-def marking_end(task: Any, request: Context, lock: CacheLock) -> Iterator[None]:
+def mark_if_done(
+    task: Any, request: Context, lease: Lease[Store], error: BaseException | None
+) -> None:
     """
-    Mark the end of a run for a copy of its message, if a copy waits for it.
+    Mark the end of a run, whose lock had this lease, for the copy of its message that waits for it.
 
-    The block releases the run's lock, and the same request reads whether a copy is on its way.
-    If the process is killed right after that request, the work is done again.
+    If the process is killed before this, the work is done again.
+
+    Args:
+        error: The error that ended the run; None: no error.
     """
-    lock.look_at = copy_marker(task, request)
-    try:
-        yield
-    except BaseException as error:
-        # If the run was killed or its message put back, the message or its copy must run again.
-        killed = not isinstance(error, Exception)
-        if not (killed or isinstance(error, WillBeRedelivered) or is_requeued(error)):
-            _mark_if_seen(task, request, lock)
-        raise
-    _mark_if_seen(task, request, lock)
-
-
-def _mark_if_seen(task: Any, request: Context, lock: CacheLock) -> None:
-    if (lease := lock.lease_when_seen) is not None:
+    # If the run was killed or its message put back, the message or its copy must run again.
+    killed = error is not None and not isinstance(error, Exception)
+    if not (killed or isinstance(error, WillBeRedelivered) or is_requeued(error)):
         mark_ended(task, request, lease.store, lease.token)
 
 

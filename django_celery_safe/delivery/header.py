@@ -98,7 +98,7 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
 
 def get_header(request: Any) -> Header:
     """Return our header of the message that runs; empty without one."""
-    if request is None or not request.headers:
+    if request is None or not request.headers or HEADER not in request.headers:
         return Header()
     header = _headers.get(request)
     if header is None:

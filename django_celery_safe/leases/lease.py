@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from .holder import HeldLock
@@ -22,26 +23,22 @@ RENEW_AFTER: Final = 1 / 3
 S = TypeVar("S", bound=LeaseStore)
 
 
+@dataclass(slots=True, eq=False)
 class Owner:
     """
     The owner of a lock: the object that can release the lock, its thread and its task.
 
-    All references to them are weak.
-
-    Args:
+    Attributes:
         lock: The lock object.
-        thread: A weak reference to an object that lives as long as the thread.
+        thread: An object that lives as long as the thread.
         run: The request of the running task, which lives as long as the run; None: no task.
+        reported: Whether the loss of the lock object has been reported.
     """
 
-    __slots__ = ("lock", "reported", "run", "thread")
-
-    def __init__(self, lock: object, thread: weakref.ref[Any], run: object) -> None:
-        self.lock = weakref.ref(lock)
-        self.thread = thread
-        self.run = None if run is None else weakref.ref(run)
-        #: Whether the loss of the lock object has been reported.
-        self.reported = False
+    lock: weakref.ref[Any]
+    thread: weakref.ref[Any]
+    run: weakref.ref[Any] | None
+    reported: bool = False
 
     def is_whole(self) -> bool:
         """Return whether the lock object and its thread exist, so nothing is to be reported."""

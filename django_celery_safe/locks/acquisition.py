@@ -85,10 +85,12 @@ def try_acquire(
         if not isinstance(outcome, Acquired):
             return outcome
         renew_until = math.inf if task is None else asked_at + time_limit(task, request)
-        owner = Owner(lock, here.thread, request) if renew else None
+        run = None if request is None else weakref.ref(request)
+        owner = Owner(weakref.ref(lock), here.thread, run) if renew else None
         name = lock.name if outcome.place == 1 else place_name(lock.name, outcome.place)
         lease = Lease(store, name, token, seconds, asked_at, renew_until, on_lost, owner)
-        if lease.remaining > 0:
+        took = time.monotonic() - asked_at
+        if took < seconds - store.early:
             return Acquisition(lease, outcome.fence)
     except CelerySafeError:
         raise
@@ -97,8 +99,7 @@ def try_acquire(
         # process could acquire it until the lease expires.
         give_back(store, token, *place_names(lock.name, limit))
         raise
-    give_back(store, token, lease.name)
-    took = time.monotonic() - asked_at
+    give_back(store, token, name)
     raise LockBackendError(
         store.where,
         "acquire",

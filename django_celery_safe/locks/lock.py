@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import time
+from asyncio import _get_running_loop as find_event_loop  # without an error if there is none
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
@@ -73,7 +74,8 @@ class CacheLock(misuse.NotAsync):
         if not isinstance(name, str) or not name:
             raise misuse.not_a_name(name)
         self.name, self._options = name, options
-        self._lease: Lease[Store] | None = None
+        #: The lease of the current acquisition; None: this object does not hold the lock.
+        self.lease: Lease[Store] | None = None
         #: The thread that acquired the lock.
         self._thread: Thread | None = None
         #: The thread that is acquiring the lock, by process id: a fork copies this object.
@@ -112,15 +114,17 @@ class CacheLock(misuse.NotAsync):
         longest = self._options.blocking_timeout
         if not isinstance(blocking_timeout, conf.Unset):
             longest = conf.wait_seconds(blocking_timeout, "blocking_timeout")
-        misuse.refuse_event_loop(self.name, "acquire")
+        if find_event_loop() is not None:
+            misuse.refuse_event_loop(self.name, "acquire")
+        pid, thread = os.getpid(), here.thread
         try:
             # One atomic step: if two threads arrive at once, one of them is refused.
-            if self._acquiring.setdefault(os.getpid(), here.thread) is not here.thread:
+            if self._acquiring.setdefault(pid, thread) is not thread:
                 raise misuse.used_elsewhere(self.name)
             return self._acquire(longest)
         finally:
-            if self._acquiring.get(os.getpid()) is here.thread:
-                del self._acquiring[os.getpid()]
+            if self._acquiring.get(pid) is thread:
+                del self._acquiring[pid]
 
     def release(self) -> bool:
         """
@@ -144,13 +148,13 @@ class CacheLock(misuse.NotAsync):
         """
         lease = self._our_lease()
         try:
-            self._lease = None
+            self.lease = None
             renewer.remove(lease)
             released = self._ask_to_release(lease)
         except (WrongTransaction, SynchronousOnlyOperation):
             # No request was sent to the store, so the lock can still be released: after the
             # transaction, or outside the event loop.
-            self._lease = lease
+            self.lease = lease
             self._keep_renewed(lease)
             misuse.refuse_event_loop(self.name, "release")
             raise
@@ -227,7 +231,7 @@ class CacheLock(misuse.NotAsync):
                 it, for example through ``await sync_to_async(lock.acquire)()``.
         """
         self._asked = True
-        lease = self._lease
+        lease = self.lease
         if lease is not None and self._thread is not here.thread and lease.remaining > 0:
             misuse.refuse_question(self.name)
         return self.remaining > 0
@@ -235,7 +239,7 @@ class CacheLock(misuse.NotAsync):
     @property
     def remaining(self) -> float:
         """Seconds for which the lock is trusted without another renewal; 0 if it is not held."""
-        lease = self._lease
+        lease = self.lease
         if lease is None or self._thread is not here.thread:
             return 0.0
         return lease.remaining
@@ -243,7 +247,7 @@ class CacheLock(misuse.NotAsync):
     @property
     def token(self) -> str | None:
         """The token of the current acquisition; None while this object does not hold the lock."""
-        return None if self._lease is None else self._lease.token
+        return None if self.lease is None else self.lease.token
 
     @property
     def fence(self) -> int | None:
@@ -259,19 +263,20 @@ class CacheLock(misuse.NotAsync):
     @property
     def contender(self) -> HeldLock | None:
         """The lock as the last :meth:`acquire` found it held; None: :meth:`acquire` succeeded."""
+        self._asked = True
         return self._contender
 
     def __bool__(self) -> bool:
         return self.held
 
     def __enter__(self) -> Self:
-        before = self._lease
+        before = self.lease
         try:
             acquired = self.acquire()
         except BaseException:
             # A soft time limit may hit right after acquire(). Don't release a lock that another
             # thread or an outer block holds through this object.
-            if self._lease is not before and self._thread is here.thread:
+            if self.lease is not before and self._thread is here.thread:
                 self._take_back()
             raise
         if not acquired:
@@ -282,7 +287,7 @@ class CacheLock(misuse.NotAsync):
     def __exit__(self, *exc_info: *ExcInfo) -> None:
         kind, without = exc_info[0], here.thread in self._without
         self._without.discard(here.thread)
-        if self._lease is None or (without and self._thread is not here.thread):
+        if self.lease is None or (without and self._thread is not here.thread):
             if kind is None and not self._asked and self._contender is not None:
                 misuse.warn_not_asked(self.name, self._contender.holder)
             return
@@ -310,7 +315,7 @@ class CacheLock(misuse.NotAsync):
         return locked
 
     def __repr__(self) -> str:
-        state = f"held, {self.remaining:.3g} s left" if self._lease else "not held"
+        state = f"held, {self.remaining:.3g} s left" if self.lease else "not held"
         return f"<CacheLock {self.name!r}: {state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -330,7 +335,7 @@ class CacheLock(misuse.NotAsync):
 
     def _forget(self) -> None:
         """Drop the lease and stop renewing it; the lock ends when the lease expires."""
-        lease, self._lease = self._lease, None
+        lease, self.lease = self.lease, None
         if lease is not None:
             renewer.remove(lease)
 
@@ -366,11 +371,11 @@ class CacheLock(misuse.NotAsync):
     def _is_held_elsewhere(self) -> bool:
         """Return whether another thread that still runs holds the lock through this object."""
         thread_ended = self._thread is None or self._thread() is None
-        return self._lease is not None and self._lease.remaining > 0 and not thread_ended
+        return self.lease is not None and self.lease.remaining > 0 and not thread_ended
 
     def _take_back(self) -> None:
         """Free the lock if the interrupted attempt had acquired it."""
-        lease = self._lease
+        lease = self.lease
         if lease is not None:
             self._forget()
             give_back(lease.store, lease.token, lease.name)
@@ -392,7 +397,7 @@ class CacheLock(misuse.NotAsync):
             LOCK_CONTENDED.emit(CacheLock, name=self.name, holder=str(acquired.holder))
             return False
         # In this order: a thread that sees the lease also sees which thread owns it.
-        self._thread, self._lease = here.thread, acquired.lease
+        self._thread, self.lease = here.thread, acquired.lease
         self._fence, self._contender = acquired.fence, None
         if renew:
             renewer.add(acquired.lease)
@@ -416,13 +421,13 @@ class CacheLock(misuse.NotAsync):
         return math.inf if left is None else left + 0.001
 
     def _our_lease(self) -> Lease[Store]:
-        if self._lease is None:
+        if self.lease is None:
             raise self.not_acquired()
-        if self._lease.pid != os.getpid():
-            raise misuse.of_another_process(self.name, self._lease.pid)
+        if self.lease.pid != os.getpid():
+            raise misuse.of_another_process(self.name, self.lease.pid)
         if self._thread is not here.thread:
             raise misuse.of_another_thread(self.name)
-        return self._lease
+        return self.lease
 
     def _raise_lost(self, lease: Lease[Store]) -> NoReturn:
         raise LockLost(self.name, holder_text(record_lost(lease)))

@@ -400,6 +400,27 @@ def test_a_lock_in_another_cache_is_freed_there(until: str, how: str, mailbox: M
 
 
 @pytest.mark.usefixtures("two_caches")
+def test_a_lock_in_another_cache_has_the_lease_of_the_run_there(mailbox: Mailbox) -> None:
+    """A killed worker would not leave it for longer than the run's own lock."""
+
+    def look(self: Any, number: int) -> float:
+        lock = find_lock(f"sent:{NAME}:{number}", cache="old")
+        assert lock is not None
+        assert lock.remaining is not None
+        return lock.remaining
+
+    for cache in ({"cache": "old"}, {}):
+        decorate = single_instance(key="{number}", unique_until="end", timeout=5, **cache)  # type: ignore[call-overload]
+        task = mailbox.task(decorate(look), base=SafeTask, bind=True, name=NAME)
+        if cache:
+            task.delay(7)
+            del mailbox.app.tasks[NAME]
+    assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", pytest.approx(5, abs=1))
+    assert list(iter_locks(cache="old")) == []
+    assert held_names() == []
+
+
+@pytest.mark.usefixtures("two_caches")
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("until", ["start", "end"])
 def test_a_lock_in_an_unknown_cache_harms_no_run(

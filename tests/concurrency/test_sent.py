@@ -69,7 +69,7 @@ def nobody_listens() -> Connection:
 
 
 #: The last functions of a run: they release its lock, and then the message's.
-ENDS = {CacheLock.__exit__.__code__, SentLock._end_run.__code__}
+ENDS = {CacheLock.__exit__.__code__, SentLock.end_run.__code__}
 
 
 @pytest.mark.parametrize("renew", [True, pytest.param(False, marks=pytest.mark.long)])

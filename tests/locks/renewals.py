@@ -33,7 +33,7 @@ def wait_for_renewal(name: str, **options: Any) -> None:
 def wait_for_renewals(*locks: CacheLock) -> None:
     """Wait until each lock's lease, or each lease of this process, has begun anew; still held."""
     since = time.monotonic()
-    leases = [lock._lease for lock in locks]
+    leases = [lock.lease for lock in locks]
     if not locks:
         leases = [lease for lane in renewer.lanes.values() for lease in lane._leases]
     assert leases

@@ -140,7 +140,7 @@ def fork_amid_leases() -> list[str]:
     def work(lock: CacheLock) -> None:
         # Not acquire() and release(): Django's caches, and imports, have locks of their
         # own, which are not made anew in a child.
-        lease = lock._lease
+        lease = lock.lease
         assert lease is not None
         while not ended.is_set():
             renewer.remove(lease)

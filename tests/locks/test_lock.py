@@ -50,6 +50,8 @@ def test_a_block_that_never_asked_is_warned_of() -> None:
             pass
         with cache_lock("unasked") as asked:
             assert not asked.held
+        with cache_lock("unasked") as asked:
+            assert asked.contender is not None
         with pytest.raises(ZeroDivisionError), cache_lock("unasked"):
             raise ZeroDivisionError
     with warnings.catch_warnings():

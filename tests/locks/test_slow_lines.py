@@ -167,8 +167,8 @@ def test_a_short_lease_costs_no_longer_one(
     ):
         distant.takes = takes
         token = lock.token
-        began = lock._lease.asked_at  # type: ignore[union-attr]
-        wait_for(lambda: lock._lease.asked_at > began, 60, "it is not renewed")  # type: ignore[union-attr]
+        began = lock.lease.asked_at  # type: ignore[union-attr]
+        wait_for(lambda: lock.lease.asked_at > began, 60, "it is not renewed")  # type: ignore[union-attr]
         assert lock.held
         assert lock.token == token
         # The one for which there is time is kept, too.

@@ -266,7 +266,7 @@ class Schedule(RuleBasedStateMachine):
     def crash(self, pick: int) -> None:
         """A holder is gone without a release."""
         claim = self._pick(pick)
-        lease = claim.lock._lease
+        lease = claim.lock.lease
         if lease is not None:
             renewer.remove(lease)
         _abandon(claim)

@@ -48,7 +48,7 @@ def connection_id() -> int:
 def count_renewing_threads(locks: list[CacheLock]) -> int:
     """Return how many threads of this process renew these locks."""
     # Lanes of other tests' locks may still be there, and end soon.
-    return len({lock._lease.lane for lock in locks if lock._lease is not None})
+    return len({lock.lease.lane for lock in locks if lock.lease is not None})
 
 
 @shared_task(base=SafeTask, bind=True)

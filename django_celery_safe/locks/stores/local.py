@@ -43,6 +43,10 @@ class _Memory:
             return None
         return lock._replace(remaining=left)
 
+    def free(self, name: str, token: str) -> bool:
+        """Delete the lock if the token holds it; return whether it did."""
+        return bool(self.find(name, token) and self.locks.pop(name))
+
 
 #: One memory for each LOCATION, as LocMemCache itself has.
 _memories: dict[str, _Memory] = {}
@@ -89,13 +93,16 @@ class LocalStore(Store):
                 "--concurrency=1.",
             )
         with self._memory() as memory:
-            names = place_names(request.name, request.limit)
-            place = choose_place(list(map(memory.find, names)), request)
-            if not isinstance(place, int):
-                return place
+            name, place = request.name, 1
+            if request.limit > 1 or memory.find(name) is not None:
+                names = place_names(name, request.limit)
+                chosen = choose_place(list(map(memory.find, names)), request)
+                if not isinstance(chosen, int):
+                    return chosen
+                name, place = names[chosen - 1], chosen
             memory.fence = max(memory.fence + 1, time.time_ns() // 1000)
             lock = HeldLock(
-                names[place - 1],
+                name,
                 request.token,
                 fence=memory.fence,
                 holder=request.holder,
@@ -106,7 +113,13 @@ class LocalStore(Store):
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         with self._memory() as memory:
-            return bool(memory.find(name, token) and memory.locks.pop(name))
+            return memory.free(name, token)
+
+    def release_and_peek(
+        self, name: str, token: str, other: str, remaining: float | None = None
+    ) -> tuple[bool, bool]:
+        with self._memory() as memory:
+            return memory.free(name, token), memory.find(other) is not None
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         with self._memory() as memory:

@@ -115,12 +115,12 @@ class EndlessLock(OtherLock):
     @property
     def held(self) -> bool:
         """Whether it was acquired."""
-        return self._lease is not None
+        return self.lease is not None
 
     @property
     def remaining(self) -> float:
         """The whole lease, always."""
-        return 0.0 if self._lease is None else self._lease.seconds
+        return 0.0 if self.lease is None else self.lease.seconds
 
 
 class SlowAnswerLock(OtherLock):
@@ -129,8 +129,8 @@ class SlowAnswerLock(OtherLock):
     def acquire(self, blocking_timeout: conf.Duration | conf.Unset | None = conf.UNSET) -> bool:
         """Acquire, and now and then wait for half of the lease."""
         acquired = super().acquire(blocking_timeout)
-        if acquired and self._lease is not None and random.random() < 0.3:
-            time.sleep(self._lease.seconds / 2)
+        if acquired and self.lease is not None and random.random() < 0.3:
+            time.sleep(self.lease.seconds / 2)
         return acquired
 
 
@@ -140,8 +140,8 @@ class LateClockLock(SlowAnswerLock):
     def acquire(self, blocking_timeout: conf.Duration | conf.Unset | None = conf.UNSET) -> bool:
         """Acquire, then let the lease begin."""
         acquired = super().acquire(blocking_timeout)
-        if acquired and self._lease is not None:
-            self._lease.began(time.monotonic())
+        if acquired and self.lease is not None:
+            self.lease.began(time.monotonic())
         return acquired
 
 
