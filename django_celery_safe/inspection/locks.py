@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, gettext_noop, pgettext_lazy
+from django.utils.translation import gettext_lazy, gettext_noop
 
 from .. import conf
 from ..exceptions import BackendNotSupported
@@ -50,22 +50,15 @@ class LockRow(LeasedRow):
         self.arguments, self.lease_s, self.renewed = holder.arguments, holder.lease, holder.renewed
         self.since = datetime.fromtimestamp(holder.since, UTC) if holder.since else None
         self.age_s = round(max(0.0, time.time() - holder.since), 3) if holder.since else None
+        self.age = duration(self.age_s)
         self.remaining_s = None if left is None else round(left, 3)
+        #: The rest of its lease, for people.
+        self.time_left = duration(self.remaining_s)
         self.renewed_s = None if ago_s is None else round(ago_s, 3)
         self.overdue = is_overdue(lock)
         self.renewal = "overdue" if self.overdue else "yes" if self.renewed else "no"
         #: The holder's task, and its arguments.
         self.work = " ".join(filter(None, [self.task, self.arguments]))
-
-    @property
-    def age(self) -> str:
-        """The time since the acquisition, for people."""
-        return duration(self.age_s)
-
-    @property
-    def time_left(self) -> str:
-        """The rest of its lease, for people."""
-        return duration(self.remaining_s)
 
     @property
     def place_of(self) -> str:
@@ -199,13 +192,12 @@ def _why_not_release(row: Any) -> str:
 
 RELEASE: Final = Decision(
     name="release",
-    label=pgettext_lazy("decision", "Release"),
+    act=lambda row, force: release_lock(row.source, row.cache),
     consequence=gettext_lazy(
         "The holders are not stopped: each finds out at its next renewal. "
         "Until then a second may run beside it."
     ),
     done=gettext_lazy("was released"),
-    act=lambda row, force: release_lock(row.source, row.cache),
     changed=gettext_lazy("it ended meanwhile, or someone else holds it now"),
     why_not=_why_not_release,
     force=gettext_lazy(

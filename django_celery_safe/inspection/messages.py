@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, pgettext_lazy
+from django.utils.translation import gettext_lazy
 
 from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
@@ -124,13 +124,12 @@ def _at(row: Any) -> OutboxMessages:
 
 RETRY: Final = Decision(
     name="retry",
-    label=pgettext_lazy("decision", "Retry"),
+    act=lambda row, force: _at(row).revive(),
     consequence=gettext_lazy(
         "These messages are due at once, and are tried as often as new ones. A relay "
         "sends them; without one they stay here."
     ),
     done=gettext_lazy("was made due"),
-    act=lambda row, force: _at(row).revive(),
     changed=gettext_lazy("it did not fail, or was sent meanwhile: there is nothing to retry"),
     fits=lambda row: (
         row.state == "failed" or (row.state in ("pending", "dead") and row.attempts > 0)
@@ -138,12 +137,11 @@ RETRY: Final = Decision(
 )
 DISCARD: Final = Decision(
     name="discard",
-    label=pgettext_lazy("decision", "Discard"),
+    act=lambda row, force: _at(row).discard(),
     consequence=gettext_lazy(
         "These messages are deleted, and their tasks never run. This can't be undone."
     ),
     done=gettext_lazy("was discarded"),
-    act=lambda row, force: _at(row).discard(),
     changed=gettext_lazy("it was sent meanwhile, or runs now"),
     fits=lambda row: (
         row.state in ("pending", "failed", "dead")
