@@ -52,9 +52,8 @@ class SafeCeleryBackend(BaseTaskBackend):
         super().__init__(alias, params)
         where = f'TASKS["{alias}"]["OPTIONS"]'
         for name in self.options.keys() - OPTIONS.keys():
-            meant = conf.closest(name, OPTIONS)
-            guess = f" Did you mean {meant!r}?" if meant else ""
             known = ", ".join(map(repr, OPTIONS))
+            guess = conf.did_you_mean(name, OPTIONS)
             raise ConfigurationError(f"{where} has no {name!r}. It has: {known}.{guess}")
         options = {**OPTIONS, **self.options}
         #: How messages go through the outbox, as for a ``SafeTask``.
