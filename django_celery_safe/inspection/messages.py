@@ -80,20 +80,16 @@ class MessageRow(Row):
         # The due time of a carried task has a different meaning in each state.
         whens = {"sent": _("sent again {when}"), "running": _("lease ends {when}")}
         when = whens.get(self.state, _("due {when}"))
-        due = when.format(when=self.due) if (self.due_in_s or 0.0) > 0 else ""
-        failed = _("{count} failed attempt(s)") if self.attempts else ""
-        died = _("{count} death(s)") if self.deaths else ""
-        process = self.process if self.state == "running" else ""
+        facts = [
+            _("{count} failed attempt(s)").format(count=self.attempts) if self.attempts else "",
+            _("{count} death(s)").format(count=self.deaths) if self.deaths else "",
+            when.format(when=self.due) if (self.due_in_s or 0.0) > 0 else "",
+        ]
+        state = translate_state(self.state)
         return [
-            _("{state}, {age} old, {id}").format(
-                state=translate_state(self.state), age=self.age, id=self.task_id
-            ),
-            ", ".join(
-                filter(
-                    None, [failed.format(count=self.attempts), died.format(count=self.deaths), due]
-                )
-            ),
-            process,
+            _("{state}, {age} old, {id}").format(state=state, age=self.age, id=self.task_id),
+            ", ".join(filter(None, facts)),
+            self.process if self.state == "running" else "",
             ": ".join(filter(None, [self.error_type, self.error])),
         ]
 
