@@ -119,8 +119,8 @@ class LockAdmin(ReadOnlyAdmin):
             "task": task,
             "markers": markers,
             "page": page,
-            "before": self._url(request, page - 1) if page > 1 else "",
-            "after": self._url(request, page + 1) if len(rows) > PAGE else "",
+            "before": page - 1,
+            "after": page + 1 if len(rows) > PAGE else 0,
             "decisions": self.get_decisions(request),
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
         }
@@ -146,11 +146,6 @@ class LockAdmin(ReadOnlyAdmin):
         if store.shared:
             return store.where
         return _("{store}, of this process alone").format(store=store.where)
-
-    def _url(self, request: HttpRequest, page: int) -> str:
-        given = request.GET.copy()
-        given["p"] = str(page)
-        return f"?{given.urlencode()}"
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None
