@@ -50,10 +50,7 @@ class LockRow(LeasedRow):
         self.arguments, self.lease_s, self.renewed = holder.arguments, holder.lease, holder.renewed
         self.since = datetime.fromtimestamp(holder.since, UTC) if holder.since else None
         self.age_s = round(max(0.0, time.time() - holder.since), 3) if holder.since else None
-        self.age = duration(self.age_s)
         self.remaining_s = None if left is None else round(left, 3)
-        #: The rest of its lease, for people.
-        self.time_left = duration(self.remaining_s)
         self.renewed_s = None if ago_s is None else round(ago_s, 3)
         self.overdue = is_overdue(lock)
         self.renewal = "overdue" if self.overdue else "yes" if self.renewed else "no"
@@ -61,9 +58,9 @@ class LockRow(LeasedRow):
         self.work = " ".join(filter(None, [self.task, self.arguments]))
 
     @property
-    def place_of(self) -> str:
-        """The number of this place, and the number of all places."""
-        return _("{number} of {total}").format(number=self.place, total=self.limit)
+    def age(self) -> str:
+        """The time since the acquisition, for people."""
+        return duration(self.age_s)
 
     @property
     def held_since(self) -> str | None:
@@ -73,6 +70,11 @@ class LockRow(LeasedRow):
         return _("{moment} by its clock, {ago}").format(
             moment=self.text("since"), ago=ago(self.age_s)
         )
+
+    @property
+    def place_of(self) -> str:
+        """The number of this place, and the number of all places."""
+        return _("{number} of {total}").format(number=self.place, total=self.limit)
 
     @property
     def lease_left(self) -> str:
@@ -111,6 +113,11 @@ class LockRow(LeasedRow):
         if self.renewed:
             text = _("in {time} if the holder is dead, or when it is done")
         return text.format(time=duration(self.remaining_s))
+
+    @property
+    def time_left(self) -> str:
+        """The rest of its lease, for people."""
+        return duration(self.remaining_s)
 
     def parts(self) -> list[str | None]:
         left = self.time_left + {"overdue": "!", "yes": "+", "no": ""}[self.renewal]
