@@ -61,10 +61,11 @@ class LoggedEvent:
         self.fields: Final = tuple(dict.fromkeys([*shown, *more.split()]))
         self.logger: Final = get_logger(f"django_celery_safe.{name}")
 
-    def also(self, level: int, text: str = "") -> Self:
-        """Return the same event with another level, and another text if one is given."""
+    def also(self, text: str = "", *, level: int | None = None) -> Self:
+        """Return the same event with another text, another level, or both."""
         other = copy.copy(self)
-        other.level, other.text = level, text or self.text
+        other.text = text or self.text
+        other.level = self.level if level is None else level
         return other
 
     def is_observed(self) -> bool:

@@ -49,14 +49,13 @@ LOCK_NOT_RELEASED = Event(
     more="leases",
 )
 SENT_LOCK_NOT_MOVED = LOCK_NOT_RELEASED.also(
-    WARNING, "The lock %(name)r could not be freed or extended and ends by its lease: %(reason)s"
+    "The lock %(name)r could not be freed or extended and ends by its lease: %(reason)s"
 )
 LEASES_NOT_RENEWED = LOCK_NOT_RELEASED.also(
-    WARNING,
     "%(leases)d lease(s), such as that of %(name)r, could not be renewed and will be tried again: "
-    "%(reason)s",
+    "%(reason)s"
 )
-LEASES_NOT_RENEWED_BY_A_BUG = LEASES_NOT_RENEWED.also(ERROR)
+LEASES_NOT_RENEWED_BY_A_BUG = LEASES_NOT_RENEWED.also(level=ERROR)
 
 #: An operator freed a held lock, with `celery_locks release`, the admin or `release_lock()`.
 #: `holder` is its former holder, whose own process emits `lock_lost`.
@@ -102,16 +101,15 @@ TASK_OWN_COPY = LoggedEvent(
     "arrives in %(delay).3g s.",
 )
 TASK_OWN_COPY_DROPPED = TASK_OWN_COPY.also(
-    INFO,
     "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: another copy "
-    "is on its way.",
+    "is on its way."
 )
 TASK_OWN_COPY_OR_SECOND_SEND = TASK_OWN_COPY.also(
-    WARNING,
     "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy arrives "
     "in %(delay).3g s. The broker did not mark the message as redelivered. If your code gave this "
     "id to two sends, they count as one message, and the second does not run: let Celery "
     "generate the ids, or give each send its own.",
+    level=WARNING,
 )
 
 #: The copy of a message arrived and did nothing, because the run that it waited for has ended
@@ -135,9 +133,8 @@ TASK_DUPLICATE = Event(
     more="published",
 )
 TASK_DUPLICATE_PUBLISHED = TASK_DUPLICATE.also(
-    INFO,
     "Task %(task)s[%(task_id)s] is a duplicate: %(name)r was sent before, as task %(sent_id)s; "
-    "published all the same, since a canvas waits for it.",
+    "published all the same, since a canvas waits for it."
 )
 
 #: A duplicate, which was published only because a canvas waits for it, reached a worker and
@@ -155,7 +152,7 @@ DUPLICATE_SKIPPED = LoggedEvent(
 #: relay published it later.
 #: A relay emits this event after it has recorded the row as sent.
 TASK_SENT = Event("task_sent", DEBUG, "Sent task %(task)s[%(task_id)s] on commit.", more="relayed")
-TASK_RELAYED = TASK_SENT.also(DEBUG, "Sent task %(task)s[%(task_id)s] from the outbox.")
+TASK_RELAYED = TASK_SENT.also("Sent task %(task)s[%(task_id)s] from the outbox.")
 
 #: A message that waited for a commit could not be published.
 #: `kept` says whether [the outbox](../how-to/send-through-the-outbox.md) has the message, and a
@@ -173,14 +170,14 @@ TASK_LOST = Event(
     more="kept attempts",
 )
 TASK_KEPT = TASK_LOST.also(
-    WARNING,
     "Task %(task)s[%(task_id)s] could not be sent right after its commit; the outbox keeps it: "
     "%(error)s",
+    level=WARNING,
 )
 TASK_NOT_RELAYED = TASK_LOST.also(
-    WARNING,
     "Task %(task)s[%(task_id)s] could not be sent from the outbox in attempt %(attempts)d: "
     "%(error)s",
+    level=WARNING,
 )
 
 #: A message of the outbox could not be sent in 20 attempts although the broker was available, and
@@ -314,7 +311,7 @@ CLAIM_REPEATED = Event("claim_repeated", INFO, "%(key)r was done before.", more=
 #: Work that is guarded by `idempotent` failed, and the next caller may do it; `error` is a text.
 #: The record is at INFO if the work ended with `Retry`, `Ignore` or `Reject`.
 CLAIM_FAILED = Event("claim_failed", WARNING, "%(key)r was not done (%(error)s).", more="task_id")
-CLAIM_PUT_BACK = CLAIM_FAILED.also(INFO)
+CLAIM_PUT_BACK = CLAIM_FAILED.also(level=INFO)
 
 #: This process held a claim, and lost it: its lease ended and another process claimed the work, or
 #: its record was deleted or changed.
@@ -382,7 +379,7 @@ STEP_SKIPPED = LoggedEvent(
     "Task %(task)s[%(task_id)s] does nothing: its step is %(status)s, or another message's.",
     more="step",
 )
-STEP_GONE = STEP_SKIPPED.also(INFO, "Task %(task)s[%(task_id)s] does nothing: its step is gone.")
+STEP_GONE = STEP_SKIPPED.also("Task %(task)s[%(task_id)s] does nothing: its step is gone.")
 
 #: This process was running a step, and lost it: its lease ended, and the step was taken over by
 #: another delivery of its message, by a sweep or by a resumed run, and may already have ended.
@@ -398,10 +395,10 @@ STEP_LOST = Event(
 #: `reason` says what the sweep found and did; `task` and `task_id` are empty if it repaired a whole
 #: stage.
 RUN_REPAIRED = Event("run_repaired", WARNING, "Run %(run)s: %(reason)s.", more="task task_id")
-STEP_REPAIRED = RUN_REPAIRED.also(WARNING, "Run %(run)s, step %(task)s[%(task_id)s]: %(reason)s.")
+STEP_REPAIRED = RUN_REPAIRED.also("Run %(run)s, step %(task)s[%(task_id)s]: %(reason)s.")
 
 #: A run of stages ended; `status` is `succeeded`, `failed` or `aborted`.
 #: `error` says why the run failed; it is empty if a step failed, since `step_failed` has the error.
 #: If a run is resumed, this event happens again when the run ends again.
 RUN_ENDED = Event("run_ended", INFO, "Run %(run)s (%(name)s) ended: %(status)s.", more="key error")
-RUN_FAILED = RUN_ENDED.also(WARNING, "Run %(run)s (%(name)s) ended: %(status)s, %(error)s")
+RUN_FAILED = RUN_ENDED.also("Run %(run)s (%(name)s) ended: %(status)s, %(error)s", level=WARNING)
