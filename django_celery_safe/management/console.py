@@ -108,8 +108,14 @@ class TableCommand(SafeCommand):
 
     def add_database(self, parser: ArgumentParser, **extra: Any) -> None:
         """Add ``--database``."""
-        extra |= {"metavar": "ALIAS", "dest": "databases", "help": self.database_help}
-        parser.add_argument("--database", action="append", **extra)
+        parser.add_argument(
+            "--database",
+            metavar="ALIAS",
+            dest="databases",
+            action="append",
+            help=self.database_help,
+            **extra,
+        )
 
     def get_databases(self) -> Iterable[str]:
         """Return the aliases to use if ``--database`` is not given."""

@@ -96,18 +96,19 @@ class Command(TableCommand):
         add_json(showing)
         showing.add_argument("id", type=count, metavar="ID", help="as the list shows it")
         retrying = self.add_action(actions, "retry", "let messages that failed be tried again now")
-        self._add_choice(retrying, "every message that is dead or failed")
+        self._add_choice(retrying)
         discarding = self.add_action(actions, "discard", "delete messages; their tasks never run")
-        self._add_choice(discarding, "every message that is dead or failed")
+        self._add_choice(discarding)
         add_no_input(discarding)
         pruning = self.add_action(actions, "prune", "delete messages that were sent long ago")
         self.add_pruning(
             pruning, "how long ago, such as 90s, 12h or 7d (default: OUTBOX_RETENTION)"
         )
 
-    def _add_choice(self, parser: ArgumentParser, everything: str) -> None:
+    def _add_choice(self, parser: ArgumentParser) -> None:
         parser.add_argument("ids", nargs="*", type=count, metavar="ID", help="as the list shows it")
-        parser.add_argument("--all", action="store_true", dest="every", help=everything)
+        text = "every message that is dead or failed"
+        parser.add_argument("--all", action="store_true", dest="every", help=text)
         parser.add_argument("--task", metavar="NAME", help="of this task only, with --all")
         parser.add_argument("--dry-run", action="store_true", help="only say how many")
 
