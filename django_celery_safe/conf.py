@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Final, TypeAlias
@@ -34,6 +35,8 @@ UNSET: Final = Unset.UNSET
 
 NAME: Final = "DJANGO_CELERY_SAFE"
 
+#: Shortest duration, s, where 0 is not valid.
+ABOVE_0: Final = math.ulp(0.0)
 #: Shortest lease, s.
 SHORTEST_LEASE: Final = 0.001
 #: Longest lease, s: a year. Servers overflow at some centuries.
@@ -115,9 +118,9 @@ def misnamed() -> list[str]:
 
 def closest(name: str, known: Any, likeness: float = 0.6) -> str | None:
     """Return the known name that is most similar to ``name``; None: no name is similar."""
-    names = [str(k).upper() for k in known]
+    names = {str(each).upper(): str(each) for each in known}
     matches = difflib.get_close_matches(str(name).upper(), names, n=1, cutoff=likeness)
-    return next((str(k) for k in known if str(k).upper() == matches[0]), None) if matches else None
+    return names[matches[0]] if matches else None
 
 
 def did_you_mean(name: object, known: Any) -> str:
@@ -138,20 +141,13 @@ def lease_seconds(value: Any, what: str) -> float:
         ConfigurationError: The value is not such a duration. None is refused, because the lock
             would stay held for ever after a crash.
     """
-    if type(value) is int and 0 < value <= LONGEST_LEASE:
-        return float(value)
     if value is None:
         raise ConfigurationError(
             f"{what}=None would be a lock that never expires, not even after a crash. Give "
             f"seconds; with renew=True the lease is renewed for as long as the work takes."
         )
-    seconds = _as_seconds(value)
-    if seconds is None or not SHORTEST_LEASE <= seconds <= LONGEST_LEASE:
-        raise ConfigurationError(
-            f"{what}={value!r} is not a valid lease: give a number of seconds or a timedelta, "
-            f"at least 1 ms and at most a year."
-        )
-    return seconds
+    means = "lease: give a number of seconds or a timedelta, at least 1 ms and at most a year"
+    return _seconds(value, what, means, LONGEST_LEASE, SHORTEST_LEASE)
 
 
 def lock_timeout() -> float:
@@ -187,7 +183,7 @@ def send_timeout() -> float:
         f"time to wait for a broker: give a number of seconds above 0, {LONGEST_SEND:g} at most, "
         f"or a timedelta"
     )
-    return _seconds_above_0(get(name), name, LONGEST_SEND, means)
+    return _seconds(get(name), name, means, LONGEST_SEND, ABOVE_0)
 
 
 def resend_after() -> timedelta:
@@ -199,7 +195,7 @@ def resend_after() -> timedelta:
     """
     name = "OUTBOX_RESEND_AFTER"
     means = "time to wait for a worker: give a number of seconds above 0, or a timedelta"
-    return timedelta(seconds=_seconds_above_0(get(name), name, LONGEST_LEASE, means))
+    return timedelta(seconds=_seconds(get(name), name, means, LONGEST_LEASE, ABOVE_0))
 
 
 def max_deaths(value: Any, what: str) -> int | None:
@@ -253,15 +249,14 @@ def retention(name: str) -> timedelta | None:
     Raises:
         ConfigurationError: It is neither None nor such a duration.
     """
-    if get(name) is None:
+    value = get(name)
+    if value is None:
         return None
-    seconds = _as_seconds(get(name))
-    if seconds is None or not 0 <= seconds <= LONGEST_RETENTION:
-        raise ConfigurationError(
-            f"{name}={get(name)!r} is not a valid time to keep something: give a number of seconds "
-            f"or a timedelta, 0 to keep nothing, None to keep it for ever."
-        )
-    return timedelta(seconds=seconds)
+    means = (
+        "time to keep something: give a number of seconds or a timedelta, 0 to keep nothing, None "
+        "to keep it for ever"
+    )
+    return timedelta(seconds=_seconds(value, name, means, LONGEST_RETENTION))
 
 
 def ttl(value: Any, what: str) -> timedelta | None:
@@ -277,7 +272,7 @@ def ttl(value: Any, what: str) -> timedelta | None:
         "time for which work stays done: give a number of seconds above 0 or a timedelta, or None "
         "for ever"
     )
-    return timedelta(seconds=_seconds_above_0(value, what, LONGEST_RETENTION, means))
+    return timedelta(seconds=_seconds(value, what, means, LONGEST_RETENTION, ABOVE_0))
 
 
 def idempotency_retention() -> timedelta | None:
@@ -299,28 +294,14 @@ def wait_seconds(value: Any, what: str) -> float | None:
     """
     if value is None:
         return None
-    if type(value) is int and value >= 0:
-        return float(value)
-    seconds = _as_seconds(value)
-    if seconds is None or not 0 <= seconds < math.inf:
-        raise ConfigurationError(
-            f"{what}={value!r} is not a valid time to wait: give seconds or a timedelta, 0 to "
-            f"try once, None to wait for ever."
-        )
-    return seconds
+    means = "time to wait: give seconds or a timedelta, 0 to try once, None to wait for ever"
+    return _seconds(value, what, means, sys.float_info.max)
 
 
-def _seconds_above_0(value: Any, what: str, longest: float, means: str) -> float:
+def _seconds(value: Any, what: str, means: str, most: float, least: float = 0.0) -> float:
     """Return a duration in seconds; the error for a wrong value says what to give instead."""
-    seconds = _as_seconds(value)
-    if seconds is None or not 0 < seconds <= longest:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not (is_number and least <= seconds <= most):  # NaN is in no range
         raise ConfigurationError(f"{what}={value!r} is not a valid {means}.")
-    return seconds
-
-
-def _as_seconds(value: Any) -> float | None:
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        return None
-    return float(value)
+    return float(seconds)

@@ -10,6 +10,7 @@ import atexit
 import copy
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -46,20 +47,25 @@ class LoggedEvent:
         name: The name of the event, and of its signal if it has one.
         level: The level of the log record.
         text: The text of the log record, with ``%(field)s`` for fields.
-        fields: The names of the event's fields, separated by spaces.
+        more: The names of the fields that the text does not show, separated by spaces.
+
+    Attributes:
+        fields: The names of all fields of the event.
     """
 
     _signal: Signal | None = None
 
-    def __init__(self, name: str, level: int, text: str, fields: str) -> None:
+    def __init__(self, name: str, level: int, text: str, *, more: str = "") -> None:
         self.name, self.level, self.text = name, level, text
-        self.fields: Final = tuple(fields.split())
+        shown = re.findall(r"%\((\w+)\)", text)
+        self.fields: Final = tuple(dict.fromkeys([*shown, *more.split()]))
         self.logger: Final = get_logger(f"django_celery_safe.{name}")
 
-    def also(self, level: int, text: str = "") -> Self:
-        """Return the same event with another level, and another text if one is given."""
+    def also(self, text: str = "", *, level: int | None = None) -> Self:
+        """Return the same event with another text, another level, or both."""
         other = copy.copy(self)
-        other.level, other.text = level, text or self.text
+        other.text = text or self.text
+        other.level = self.level if level is None else level
         return other
 
     def is_observed(self) -> bool:
@@ -110,8 +116,8 @@ class Event(LoggedEvent):
         signal: The signal, sent with the event's fields.
     """
 
-    def __init__(self, name: str, level: int, text: str, fields: str) -> None:
-        super().__init__(name, level, text, fields)
+    def __init__(self, name: str, level: int, text: str, *, more: str = "") -> None:
+        super().__init__(name, level, text, more=more)
         self.signal: Final = Signal()
         self._signal = self.signal
 

@@ -1,6 +1,8 @@
 """
 The events of this app: each is declared once, here, with its level, text and fields.
 
+The fields of an event are those in its text, and ``more``.
+
 The comment above a declaration says when it happens. docs/reference/signals.md is made of these
 declarations and comments, by ``python -m tests.docs.events``.
 """
@@ -15,17 +17,15 @@ from .emitting import Event, LoggedEvent
 
 #: A lock was acquired: a `cache_lock`, or the lock of a run of a task.
 #: `fence` is `None` in a store without fences.
-LOCK_ACQUIRED = Event("lock_acquired", DEBUG, "Acquired the lock %(name)r.", "name fence")
+LOCK_ACQUIRED = Event("lock_acquired", DEBUG, "Acquired the lock %(name)r.", more="fence")
 
 #: An attempt to acquire a lock failed, because another holder has it.
 #: A caller that waits for the lock makes many attempts, and emits this event for each failed one.
 #: Here and below, `holder` is a text that names the holder; it is empty if the holder is unknown.
-LOCK_CONTENDED = Event(
-    "lock_contended", DEBUG, "The lock %(name)r is held by %(holder)s.", "name holder"
-)
+LOCK_CONTENDED = Event("lock_contended", DEBUG, "The lock %(name)r is held by %(holder)s.")
 
 #: A holder released its lock.
-LOCK_RELEASED = Event("lock_released", DEBUG, "Released the lock %(name)r.", "name")
+LOCK_RELEASED = Event("lock_released", DEBUG, "Released the lock %(name)r.")
 
 #: This process held a lock, and lost it: its lease ended, or an operator or the store freed it.
 #: `holder` is the new holder; it is empty if none is known.
@@ -33,7 +33,6 @@ LOCK_LOST = Event(
     "lock_lost",
     ERROR,
     "The lock %(name)r was lost while its holder worked; holder now: %(holder)s.",
-    "name holder",
 )
 
 #: A lock could not be released or renewed, because its store did not answer; a failed
@@ -47,23 +46,20 @@ LOCK_NOT_RELEASED = Event(
     "lock_backend_failed",
     WARNING,
     "The lock %(name)r could not be released and ends by its lease: %(reason)s",
-    "name reason leases",
+    more="leases",
 )
 SENT_LOCK_NOT_MOVED = LOCK_NOT_RELEASED.also(
-    WARNING, "The lock %(name)r could not be freed or extended and ends by its lease: %(reason)s"
+    "The lock %(name)r could not be freed or extended and ends by its lease: %(reason)s"
 )
 LEASES_NOT_RENEWED = LOCK_NOT_RELEASED.also(
-    WARNING,
     "%(leases)d lease(s), such as that of %(name)r, could not be renewed and will be tried again: "
-    "%(reason)s",
+    "%(reason)s"
 )
-LEASES_NOT_RENEWED_BY_A_BUG = LEASES_NOT_RENEWED.also(ERROR)
+LEASES_NOT_RENEWED_BY_A_BUG = LEASES_NOT_RENEWED.also(level=ERROR)
 
 #: An operator freed a held lock, with `celery_locks release`, the admin or `release_lock()`.
 #: `holder` is its former holder, whose own process emits `lock_lost`.
-LOCK_FREED = Event(
-    "lock_freed", WARNING, "Freed the lock %(name)r, held by %(holder)s.", "name holder"
-)
+LOCK_FREED = Event("lock_freed", WARNING, "Freed the lock %(name)r, held by %(holder)s.")
 
 # Single instances.
 
@@ -75,7 +71,6 @@ SENT_LOCK_LOST = LoggedEvent(
     INFO,
     "The lock %(name)r ended while its task was running, so a duplicate may be sent; holder now: "
     "%(holder)s.",
-    "name holder",
 )
 
 #: A run of a task found its lock held by another run, and now does what its `on_conflict` says.
@@ -85,7 +80,6 @@ TASK_CONFLICT = Event(
     "task_conflict",
     INFO,
     "Task %(task_id)s met the lock %(name)r, held by %(holder)s: %(on_conflict)s.",
-    "name task_id holder on_conflict",
 )
 
 #: A message arrived, but another run stood in its way: a run with the same task id held the task's
@@ -105,19 +99,17 @@ TASK_OWN_COPY = LoggedEvent(
     INFO,
     "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy "
     "arrives in %(delay).3g s.",
-    "name task task_id holder delay",
 )
 TASK_OWN_COPY_DROPPED = TASK_OWN_COPY.also(
-    INFO,
     "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: another copy "
-    "is on its way.",
+    "is on its way."
 )
 TASK_OWN_COPY_OR_SECOND_SEND = TASK_OWN_COPY.also(
-    WARNING,
     "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy arrives "
     "in %(delay).3g s. The broker did not mark the message as redelivered. If your code gave this "
     "id to two sends, they count as one message, and the second does not run: let Celery "
     "generate the ids, or give each send its own.",
+    level=WARNING,
 )
 
 #: The copy of a message arrived and did nothing, because the run that it waited for has ended
@@ -127,7 +119,6 @@ COPY_DROPPED = LoggedEvent(
     INFO,
     "Task %(task)s[%(task_id)s] was delivered again while it ran, and has ended since: its copy "
     "is dropped.",
-    "task task_id",
 )
 
 #: A task with `unique_until` was sent while an earlier send still counted: the earlier task had not
@@ -139,12 +130,11 @@ TASK_DUPLICATE = Event(
     INFO,
     "Task %(task)s[%(task_id)s] is a duplicate: %(name)r was sent before, as task %(sent_id)s; "
     "nothing was sent.",
-    "name task task_id sent_id published",
+    more="published",
 )
 TASK_DUPLICATE_PUBLISHED = TASK_DUPLICATE.also(
-    INFO,
     "Task %(task)s[%(task_id)s] is a duplicate: %(name)r was sent before, as task %(sent_id)s; "
-    "published all the same, since a canvas waits for it.",
+    "published all the same, since a canvas waits for it."
 )
 
 #: A duplicate, which was published only because a canvas waits for it, reached a worker and
@@ -153,7 +143,6 @@ DUPLICATE_SKIPPED = LoggedEvent(
     "duplicate_skipped",
     INFO,
     "Task %(task)s[%(task_id)s] was a duplicate of %(sent_id)s when it was sent; it returns None.",
-    "task task_id sent_id",
 )
 
 # Sending.
@@ -162,10 +151,8 @@ DUPLICATE_SKIPPED = LoggedEvent(
 #: `relayed` is False if the sender published the message, right after the commit, and True if a
 #: relay published it later.
 #: A relay emits this event after it has recorded the row as sent.
-TASK_SENT = Event(
-    "task_sent", DEBUG, "Sent task %(task)s[%(task_id)s] on commit.", "task task_id relayed"
-)
-TASK_RELAYED = TASK_SENT.also(DEBUG, "Sent task %(task)s[%(task_id)s] from the outbox.")
+TASK_SENT = Event("task_sent", DEBUG, "Sent task %(task)s[%(task_id)s] on commit.", more="relayed")
+TASK_RELAYED = TASK_SENT.also("Sent task %(task)s[%(task_id)s] from the outbox.")
 
 #: A message that waited for a commit could not be published.
 #: `kept` says whether [the outbox](../how-to/send-through-the-outbox.md) has the message, and a
@@ -180,17 +167,17 @@ TASK_LOST = Event(
     ERROR,
     "Task %(task)s[%(task_id)s] could not be sent after its transaction committed, and is lost: "
     "%(error)s",
-    "task task_id error kept attempts",
+    more="kept attempts",
 )
 TASK_KEPT = TASK_LOST.also(
-    WARNING,
     "Task %(task)s[%(task_id)s] could not be sent right after its commit; the outbox keeps it: "
     "%(error)s",
+    level=WARNING,
 )
 TASK_NOT_RELAYED = TASK_LOST.also(
-    WARNING,
     "Task %(task)s[%(task_id)s] could not be sent from the outbox in attempt %(attempts)d: "
     "%(error)s",
+    level=WARNING,
 )
 
 #: A message of the outbox could not be sent in 20 attempts although the broker was available, and
@@ -202,12 +189,12 @@ MESSAGE_DEAD = Event(
     ERROR,
     "Task %(task)s[%(task_id)s] could not be sent from the outbox in attempt %(attempts)d; it is "
     "dead, see manage.py celery_outbox list: %(error)s",
-    "task task_id error kept attempts",
+    more="kept",
 )
 
 #: A [carried task](../how-to/carry-a-task-until-it-is-done.md) succeeded, and its row now says so,
 #: or has been deleted.
-MESSAGE_DONE = Event("message_done", DEBUG, "Task %(task)s[%(task_id)s] is done.", "task task_id")
+MESSAGE_DONE = Event("message_done", DEBUG, "Task %(task)s[%(task_id)s] is done.")
 
 #: A [carried task](../how-to/carry-a-task-until-it-is-done.md) ended in an error, after retries.
 #: The outbox keeps it for `OUTBOX_FAILED_RETENTION`, unless it is retried or discarded before.
@@ -215,29 +202,23 @@ MESSAGE_FAILED = Event(
     "message_failed",
     WARNING,
     "Task %(task)s[%(task_id)s] failed, and is kept; see manage.py celery_outbox list: %(error)s",
-    "task task_id error",
 )
 
 #: A task is not run any more, because [the maximum number of processes](settings.md#max_deaths) has
 #: died in it.
 TASK_POISONED = Event(
-    "task_poisoned", ERROR, "Task %(task)s[%(task_id)s] is not run again: %(error)s",
-    "task task_id error",
-)  # fmt: skip
+    "task_poisoned", ERROR, "Task %(task)s[%(task_id)s] is not run again: %(error)s"
+)
 
 #: A message of a carried task does nothing, because the task has ended, or another process runs it.
 MESSAGE_NOT_RUN = LoggedEvent(
-    "message_not_run", INFO, "Task %(task)s[%(task_id)s] is not run: %(reason)s.",
-    "task task_id reason",
-)  # fmt: skip
+    "message_not_run", INFO, "Task %(task)s[%(task_id)s] is not run: %(reason)s."
+)
 
 #: A relay re-sends a message of a carried task.
 #: `reason` says why: the task's process died, or no worker started the task.
 MESSAGE_BROUGHT_BACK = Event(
-    "message_brought_back",
-    WARNING,
-    "Task %(task)s[%(task_id)s] is sent again: %(reason)s.",
-    "task task_id reason",
+    "message_brought_back", WARNING, "Task %(task)s[%(task_id)s] is sent again: %(reason)s."
 )
 
 #: This process was running a carried task, and lost it: its lease ended, and another run took over
@@ -247,16 +228,12 @@ MESSAGE_LOST = Event(
     "message_lost",
     ERROR,
     "The message %(attempt)s was lost while this process ran its task; holder now: %(holder)s.",
-    "attempt holder",
 )
 
 #: An operator let a relay try a failed message again, with `celery_outbox retry`, the admin or
 #: `revive()`.
 MESSAGE_RETRIED = Event(
-    "message_retried",
-    INFO,
-    "Task %(task)s[%(task_id)s] is to be sent again, as decided.",
-    "task task_id",
+    "message_retried", INFO, "Task %(task)s[%(task_id)s] is to be sent again, as decided."
 )
 
 #: An operator deleted a message, with `celery_outbox discard`, the admin or `discard()`; its task
@@ -265,7 +242,6 @@ MESSAGE_DISCARDED = Event(
     "message_discarded",
     WARNING,
     "Task %(task)s[%(task_id)s] was discarded, as decided; it is never sent.",
-    "task task_id",
 )
 
 #: A `SafeTask` was sent inside `atomic()` without waiting for its commit, while
@@ -277,7 +253,6 @@ SENT_IN_ATOMIC = Event(
     WARNING,
     "Task %(task)s is sent inside atomic() of %(using)r, by %(place)s: it may run before the "
     "commit, and after a rollback. Use .delay_on_commit(...), or send_on_commit=True.",
-    "task using place",
 )
 
 #: A `SafeTask` was sent in a process that has not loaded the project's Celery app, so Celery's own
@@ -289,7 +264,6 @@ SENT_WITHOUT_APP = LoggedEvent(
     "Task %(task)s is sent by %(place)s to %(broker)s, the broker of Celery's default app, because "
     "this process has not loaded the project's app: none of your workers will get the task. Import "
     "the app in the project's __init__.py: from .celery import app as celery_app.",
-    "task broker place",
 )
 
 #: A `SafeTask` was sent with an `eta` or `countdown` beyond the broker's `visibility_timeout`, so
@@ -305,7 +279,6 @@ SENT_BEYOND_VISIBILITY = LoggedEvent(
     "%(visibility_timeout).0f s the broker delivers it again, to every worker that waits: it runs "
     "several times. Raise visibility_timeout in broker_transport_options above that, or use "
     "RabbitMQ with a consumer_timeout above that.",
-    "task delay visibility_timeout place",
 )
 
 # Once.
@@ -314,12 +287,10 @@ SENT_BEYOND_VISIBILITY = LoggedEvent(
 #: The signal is sent after the commit, with `durable=False` after that of the outer transaction;
 #: under `"at_most_once"` it is sent when the block has ended without an error.
 #: `model` is a label such as `accounts.User`.
-DONE_ONCE = Event("done_once", INFO, "%(flag)s of %(model)s pk=%(pk)s was done.", "model pk flag")
+DONE_ONCE = Event("done_once", INFO, "%(flag)s of %(model)s pk=%(pk)s was done.")
 
 #: `do_once` found that its work was already done, and yielded `None`.
-ALREADY_DONE = Event(
-    "already_done", INFO, "%(flag)s of %(model)s pk=%(pk)s was done already.", "model pk flag"
-)
+ALREADY_DONE = Event("already_done", INFO, "%(flag)s of %(model)s pk=%(pk)s was done already.")
 
 #: A block of `do_once` failed under `"at_most_once"`: its flag is set, so it is not done again.
 #: `error` is the exception; a killed process can't send this signal.
@@ -328,22 +299,19 @@ ONCE_FAILED = Event(
     ERROR,
     "%(flag)s of %(model)s pk=%(pk)s was set before its block failed, and stays so: it is not done "
     "again. %(error)s",
-    "model pk flag error",
 )
 
 #: Work that is guarded by `idempotent` was done, and its record says so.
 #: `task_id` is `None` outside of tasks.
-CLAIM_FINISHED = Event("claim_finished", INFO, "%(key)r was done.", "key task_id")
+CLAIM_FINISHED = Event("claim_finished", INFO, "%(key)r was done.", more="task_id")
 
 #: Work that is guarded by `idempotent` had been done before, and the repeat got the stored result.
-CLAIM_REPEATED = Event("claim_repeated", INFO, "%(key)r was done before.", "key task_id")
+CLAIM_REPEATED = Event("claim_repeated", INFO, "%(key)r was done before.", more="task_id")
 
 #: Work that is guarded by `idempotent` failed, and the next caller may do it; `error` is a text.
 #: The record is at INFO if the work ended with `Retry`, `Ignore` or `Reject`.
-CLAIM_FAILED = Event(
-    "claim_failed", WARNING, "%(key)r was not done (%(error)s).", "key task_id error"
-)
-CLAIM_PUT_BACK = CLAIM_FAILED.also(INFO)
+CLAIM_FAILED = Event("claim_failed", WARNING, "%(key)r was not done (%(error)s).", more="task_id")
+CLAIM_PUT_BACK = CLAIM_FAILED.also(level=INFO)
 
 #: This process held a claim, and lost it: its lease ended and another process claimed the work, or
 #: its record was deleted or changed.
@@ -352,7 +320,6 @@ CLAIM_LOST = Event(
     "claim_lost",
     ERROR,
     "The claim of %(key)r was lost while its holder worked; holder now: %(holder)s.",
-    "key holder",
 )
 
 #: An operator deleted a record of `idempotent`, with `celery_idempotency forget`, the admin or
@@ -362,7 +329,6 @@ RECORD_FORGOTTEN = Event(
     "record_forgotten",
     WARNING,
     "The record of %(key)r was forgotten, as decided; it was %(state)s.",
-    "key state",
 )
 
 # Runs of stages.
@@ -374,35 +340,26 @@ RECORD_FORGOTTEN = Event(
 #: report, by the process that committed it; if the process is killed between the commit and the
 #: signal, no signal is sent.
 RUN_STARTED = Event(
-    "run_started",
-    INFO,
-    "Started run %(run)s (%(name)s) of %(stages)s stage(s).",
-    "run key name stages",
+    "run_started", INFO, "Started run %(run)s (%(name)s) of %(stages)s stage(s).", more="key"
 )
 
 #: A failed or aborted run was resumed, with `celery_stages resume`, the admin or `run.resume()`.
 #: `steps` is the number of steps that will run, in this stage and the later ones.
 RUN_RESUMED = Event(
-    "run_resumed", INFO, "Resumed run %(run)s (%(name)s), %(steps)s step(s).", "run key name steps"
+    "run_resumed", INFO, "Resumed run %(run)s (%(name)s), %(steps)s step(s).", more="key"
 )
 
 #: A stage of a run began and its steps are sent, because the run started, because the previous
 #: stage ended, or because the run was resumed.
 #: `stage` is its number, from 1; `steps` is the number of steps that are sent.
 STAGE_STARTED = Event(
-    "stage_started",
-    INFO,
-    "Began stage %(stage)s of run %(run)s, %(steps)s step(s).",
-    "run stage steps",
+    "stage_started", INFO, "Began stage %(stage)s of run %(run)s, %(steps)s step(s)."
 )
 
 #: A step of a run succeeded.
 #: `step` is its id, `task_id` is the id of the message that ran it.
 STEP_SUCCEEDED = Event(
-    "step_succeeded",
-    DEBUG,
-    "Step %(task)s[%(task_id)s] of run %(run)s succeeded.",
-    "run step task task_id",
+    "step_succeeded", DEBUG, "Step %(task)s[%(task_id)s] of run %(run)s succeeded.", more="step"
 )
 
 #: A step of a run failed, after its retries; `error` is a text.
@@ -410,7 +367,7 @@ STEP_FAILED = Event(
     "step_failed",
     WARNING,
     "Step %(task)s[%(task_id)s] of run %(run)s failed: %(error)s",
-    "run step task task_id error",
+    more="step",
 )
 
 #: A message of a step did nothing: its step has ended, has been deleted, or now belongs to another
@@ -420,9 +377,9 @@ STEP_SKIPPED = LoggedEvent(
     "step_skipped",
     INFO,
     "Task %(task)s[%(task_id)s] does nothing: its step is %(status)s, or another message's.",
-    "step task task_id status",
+    more="step",
 )
-STEP_GONE = STEP_SKIPPED.also(INFO, "Task %(task)s[%(task_id)s] does nothing: its step is gone.")
+STEP_GONE = STEP_SKIPPED.also("Task %(task)s[%(task_id)s] does nothing: its step is gone.")
 
 #: This process was running a step, and lost it: its lease ended, and the step was taken over by
 #: another delivery of its message, by a sweep or by a resumed run, and may already have ended.
@@ -431,20 +388,17 @@ STEP_LOST = Event(
     "step_lost",
     ERROR,
     "The step %(step)s was lost while this process ran it; holder now: %(holder)s.",
-    "step holder",
 )
 
 #: [A sweep](../how-to/run-tasks-in-stages.md#sweep) found that a run had stopped before its end,
 #: and repaired it.
 #: `reason` says what the sweep found and did; `task` and `task_id` are empty if it repaired a whole
 #: stage.
-RUN_REPAIRED = Event("run_repaired", WARNING, "Run %(run)s: %(reason)s.", "run task task_id reason")
-STEP_REPAIRED = RUN_REPAIRED.also(WARNING, "Run %(run)s, step %(task)s[%(task_id)s]: %(reason)s.")
+RUN_REPAIRED = Event("run_repaired", WARNING, "Run %(run)s: %(reason)s.", more="task task_id")
+STEP_REPAIRED = RUN_REPAIRED.also("Run %(run)s, step %(task)s[%(task_id)s]: %(reason)s.")
 
 #: A run of stages ended; `status` is `succeeded`, `failed` or `aborted`.
 #: `error` says why the run failed; it is empty if a step failed, since `step_failed` has the error.
 #: If a run is resumed, this event happens again when the run ends again.
-RUN_ENDED = Event(
-    "run_ended", INFO, "Run %(run)s (%(name)s) ended: %(status)s.", "run key name status error"
-)
-RUN_FAILED = RUN_ENDED.also(WARNING, "Run %(run)s (%(name)s) ended: %(status)s, %(error)s")
+RUN_ENDED = Event("run_ended", INFO, "Run %(run)s (%(name)s) ended: %(status)s.", more="key error")
+RUN_FAILED = RUN_ENDED.also("Run %(run)s (%(name)s) ended: %(status)s, %(error)s", level=WARNING)

@@ -488,6 +488,16 @@ def test_overdue(
 
 # show
 
+#: The head of the page of a lock that no task holds.
+NO_TASK: Final = (
+    "feed:42\n"
+    "    kind        run\n"
+    "    task        -\n"
+    "    arguments   -\n"
+    "    task id     -\n"
+    "    process     pid 4711 on web1\n"
+    "    held since  <time> UTC by its clock, 10min ago\n"
+)
 PAGES: Final = {
     "renewed": (
         {"renewed": True, "lease": 7500.0, "task": "a.b", "task_id": "1-2", "arguments": "(1,)"},
@@ -507,13 +517,7 @@ PAGES: Final = {
     "overdue": (
         {"renewed": True, "lease": 27_000.0},
         (
-            "feed:42\n"
-            "    kind        run\n"
-            "    task        -\n"
-            "    arguments   -\n"
-            "    task id     -\n"
-            "    process     pid 4711 on web1\n"
-            "    held since  <time> UTC by its clock, 10min ago\n"
+            f"{NO_TASK}"
             "    lease left  2h left of 8h, renewed 6h ago\n"
             "    holder      dead, stopped or cut off, most likely: its renewal is 3h late\n"
             "    free        in 2h if the holder is dead, or when it is done\n"
@@ -522,13 +526,7 @@ PAGES: Final = {
     "extended": (
         {"renewed": True, "lease": 30.0},
         (
-            "feed:42\n"
-            "    kind        run\n"
-            "    task        -\n"
-            "    arguments   -\n"
-            "    task id     -\n"
-            "    process     pid 4711 on web1\n"
-            "    held since  <time> UTC by its clock, 10min ago\n"
+            f"{NO_TASK}"
             "    lease left  2h left, renewed\n"
             "    holder      lives if the lease begins again from time to time: look again\n"
             "    free        in 2h if the holder is dead, or when it is done\n"
@@ -537,13 +535,7 @@ PAGES: Final = {
     "not renewed": (
         {"lease": 7800.0},
         (
-            "feed:42\n"
-            "    kind        run\n"
-            "    task        -\n"
-            "    arguments   -\n"
-            "    task id     -\n"
-            "    process     pid 4711 on web1\n"
-            "    held since  <time> UTC by its clock, 10min ago\n"
+            f"{NO_TASK}"
             "    lease left  2h left of 2h, not renewed\n"
             "    holder      not known, because it does not renew this lease\n"
             "    free        in 2h at the latest\n"

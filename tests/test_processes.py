@@ -16,17 +16,8 @@ import pytest
 from celery import Celery
 from django.conf import settings as django_settings
 
-from tests.processes import (
-    CeleryWorker,
-    FunctionFailed,
-    Gauge,
-    Journal,
-    meet,
-    run_in_processes,
-    start_in_process,
-    tell,
-    wait_for,
-)
+from tests.processes import CeleryWorker, Gauge, Journal, wait_for
+from tests.processes.functions import FunctionFailed, meet, run_in_processes, start_in_process, tell
 from tests.servers import RedisServer
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def test_fields_of_an_event_are_logged_in_one_line(caplog: pytest.LogCaptureFixt
 
     MESSAGE_DEAD.signal.connect(note)
     try:
-        event = MESSAGE_DEAD.also(logging.ERROR, "%(task)s and %(task)r, %(attempts)d: %(error)s")
+        event = MESSAGE_DEAD.also("%(task)s and %(task)r, %(attempts)d: %(error)s")
         event.emit(None, task=EVIL, attempts=7, error=ValueError(EVIL))
     finally:
         MESSAGE_DEAD.signal.disconnect(note)

@@ -33,6 +33,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
         "Work under a key of idempotent: finished work is not done again until its record expires."
     )
     empty_text = _("No record is here. Each piece of work that idempotent guards will have one.")
+    search_help_text = _("The beginning of a key, or part of it; a task's name or id.")
     list_display = (
         *columns(RecordRow, "key", **ORDERINGS),
         "state_shown",
@@ -42,7 +43,6 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
     )
     list_filter = narrowed_by = ("state",)
     search_fields = ("^key", "holder")
-    search_help_text = _("The beginning of a key, or part of it; a task's name or id.")
     ordering = ("-claimed_at",)
     fields = readonly_fields = columns(RecordRow, "key", *RecordRow.details)
 

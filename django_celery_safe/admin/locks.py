@@ -14,7 +14,6 @@ from django.contrib.admin.utils import unquote
 from django.core.exceptions import PermissionDenied
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
 from django.utils.translation import gettext as _
 
 from ..exceptions import BackendNotSupported, CelerySafeError, LockBackendError
@@ -111,27 +110,25 @@ class LockAdmin(ReadOnlyAdmin):
             if isinstance(failure, BackendNotSupported) and prefix:
                 rows, error = self._find_whole(prefix)
         context = {
-            **self.admin_site.each_context(request),
             "title": _("Locks that are held now"),
-            "opts": self.opts,
-            "media": self.media,
             "rows": rows[:PAGE],
-            "has_fences": any(row.lock.fence is not None for row in rows),
             "error": error,
+            "has_fences": any(row.lock.fence is not None for row in rows),
             "where": self._where(),
             "prefix": prefix,
             "task": task,
             "markers": markers,
             "page": page,
-            "before": self._url(request, page - 1) if page > 1 else "",
-            "after": self._url(request, page + 1) if len(rows) > PAGE else "",
+            "before": page - 1,
+            "after": page + 1 if len(rows) > PAGE else 0,
             "decisions": self.get_decisions(request),
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
-            **(extra_context or {}),
         }
-        status = NOT_AVAILABLE if isinstance(error, LockBackendError) else None
-        template = "admin/django_celery_safe/lock/change_list.html"
-        return TemplateResponse(request, template, context, status=status)
+        return self._render(request, "change_list", context, extra_context)
+
+    def _render(self, request: HttpRequest, page: str, context: Any, extra: Any) -> HttpResponse:
+        status = NOT_AVAILABLE if isinstance(context["error"], LockBackendError) else None
+        return self.render_page(request, f"lock/{page}.html", context | (extra or {}), status)
 
     def _find_whole(self, name: str) -> tuple[list[Any], CelerySafeError | None]:
         """Return the lock of this name in a list, and the error if the store does not answer."""
@@ -150,11 +147,6 @@ class LockAdmin(ReadOnlyAdmin):
             return store.where
         return _("{store}, of this process alone").format(store=store.where)
 
-    def _url(self, request: HttpRequest, page: int) -> str:
-        given = request.GET.copy()
-        given["p"] = str(page)
-        return f"?{given.urlencode()}"
-
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None
     ) -> HttpResponse:
@@ -165,21 +157,15 @@ class LockAdmin(ReadOnlyAdmin):
         rows, error = self._find_whole(name)
         row = rows[0] if rows else None
         context = {
-            **self.admin_site.each_context(request),
             "title": printable(name),
-            "opts": self.opts,
-            "media": self.media,
             "original": name,
             "object_id": object_id,
             "texts": None if row is None else row.lock.texts(),
             "error": error,
             "decisions": [] if row is None else self.get_decisions(request),
             "selected": "" if row is None else self.selection_of(row),
-            **(extra_context or {}),
         }
-        status = NOT_AVAILABLE if isinstance(error, LockBackendError) else None
-        template = "admin/django_celery_safe/lock/change_form.html"
-        return TemplateResponse(request, template, context, status=status)
+        return self._render(request, "change_form", context, extra_context)
 
 
 def as_model(lock: LockRow) -> Any:

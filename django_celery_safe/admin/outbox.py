@@ -55,6 +55,7 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
         "No message is here. Messages that wait, failed or are carried until done will be here. A "
         "message that a broker has is deleted, unless OUTBOX_RETENTION keeps it."
     )
+    search_help_text = _("The beginning of a task's name, or a whole task ID.")
     list_display = (
         "task",
         "task_id",
@@ -66,7 +67,6 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
     list_filter = (StateFilter,)
     narrowed_by = (StateFilter.parameter_name,)
     search_fields = ("^task", "=task_id")
-    search_help_text = _("The beginning of a task's name, or a whole task ID.")
     ordering = ("pk",)
     fields = readonly_fields = columns(MessageRow, *MessageRow.details, "trace")
 

@@ -140,11 +140,8 @@ class Page:
             level, state = ("look", _("slow")) if outbox.lag_s < STUCK else ("bad", _("stuck"))
         late = _("due for %(time)s") % {"time": duration(outbox.lag_s)} if level != "good" else ""
         yield Card(_("Oldest pending"), oldest, pending, level, state, late)
-        for label, figure, name in (
-            (_("Failed"), outbox.failed, "failed"),
-            (_("Dead"), outbox.dead, "dead"),
-        ):
-            yield self._decide(label, figure, self._url("outboxmessage", f"state={name}"))
+        yield self._decide(_("Failed"), outbox.failed, self._url("outboxmessage", "state=failed"))
+        yield self._decide(_("Dead"), outbox.dead, self._url("outboxmessage", "state=dead"))
 
     def _decide(self, label: str, figure: figures.Figure, url: str, note: str = "") -> Card:
         """Return the card of a figure that should be 0."""

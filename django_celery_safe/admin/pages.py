@@ -285,10 +285,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         plural = self.opts.verbose_name_plural
         shown = [(self.selection_of(row), str(row), self.describe(row)) for row in rows]
         context = {
-            **self.admin_site.each_context(request),
             "title": _("{decision}: are you sure?").format(decision=decision.label),
-            "opts": self.opts,
-            "media": self.media,
             "decision": decision,
             "rows": shown,
             # One field, because Django refuses a form with many.
@@ -296,7 +293,15 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
             "name": self.opts.verbose_name if len(shown) == 1 else plural,
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
         }
-        return TemplateResponse(request, "admin/django_celery_safe/confirm.html", context)
+        return self.render_page(request, "confirm.html", context)
+
+    def render_page(
+        self, request: HttpRequest, page: str, context: dict[str, Any], status: int | None = None
+    ) -> HttpResponse:
+        """Return a page that Django's admin does not have, from a template of ours."""
+        site = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media}
+        template = f"admin/django_celery_safe/{page}"
+        return TemplateResponse(request, template, {**site, **context}, status=status)
 
 
 def _decide(

@@ -61,6 +61,7 @@ class StageRunAdmin(StagesAdmin):
         "No run is here. Each stages.start() makes one, and it is deleted STAGES_RETENTION after "
         "its end."
     )
+    search_help_text = _("A part of a name or key.")
     list_display = (
         "run",
         "status_shown",
@@ -69,7 +70,6 @@ class StageRunAdmin(StagesAdmin):
     )
     list_filter = narrowed_by = ("status",)
     search_fields = ("name", "key")
-    search_help_text = _("A part of a name or key.")
     ordering = ("-pk",)
     readonly_fields = ("progress", "about", *columns(RunRow, "key", *RunRow.details))
     fieldsets = (
@@ -133,6 +133,7 @@ class StageStepAdmin(StagesAdmin):
     kind = StepRow
     help_text = _("The tasks of runs. A step that fails stops the steps that have not begun.")
     empty_text = _("No step is here. Each run of stages has some.")
+    search_help_text = _("A whole task ID, or a part of a task's or run's name, or of a run's key.")
     list_display = (
         "task_shown",
         "run_shown",
@@ -143,7 +144,6 @@ class StageStepAdmin(StagesAdmin):
     list_filter = ("status",)
     narrowed_by = ("status", "run", "task")
     search_fields = ("=task_id", "task", "run__name", "run__key")
-    search_help_text = _("A whole task ID, or a part of a task's or run's name, or of a run's key.")
     ordering = ("run", *IN_ORDER)
     fields = readonly_fields = ("run_shown", *columns(StepRow, *StepRow.details), "trace")
 

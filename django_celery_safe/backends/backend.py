@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from datetime import datetime
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -52,9 +51,8 @@ class SafeCeleryBackend(BaseTaskBackend):
         super().__init__(alias, params)
         where = f'TASKS["{alias}"]["OPTIONS"]'
         for name in self.options.keys() - OPTIONS.keys():
-            meant = conf.closest(name, OPTIONS)
-            guess = f" Did you mean {meant!r}?" if meant else ""
             known = ", ".join(map(repr, OPTIONS))
+            guess = conf.did_you_mean(name, OPTIONS)
             raise ConfigurationError(f"{where} has no {name!r}. It has: {known}.{guess}")
         options = {**OPTIONS, **self.options}
         #: How messages go through the outbox, as for a ``SafeTask``.
@@ -179,8 +177,8 @@ class SafeCeleryBackend(BaseTaskBackend):
         options: dict[str, Any] = {"headers": {HEADER: about}}
         if task.queue_name != DEFAULT_TASK_QUEUE_NAME:
             options["queue"] = task.queue_name
-        if task.run_after is not None:
-            options["eta"] = _as_aware(task.run_after)
+        if (due := task.run_after) is not None:
+            options["eta"] = timezone.make_aware(due) if timezone.is_naive(due) else due
         if scale := self._find_scale(task.queue_name):
             options["priority"] = priorities.to_broker(task.priority, scale)
         return options
@@ -202,7 +200,3 @@ class SafeCeleryBackend(BaseTaskBackend):
             return  # the message is lost, which was reported
         set_on(result, enqueued_at=timezone.now())
         task_enqueued.send_robust(type(self), task_result=result)
-
-
-def _as_aware(moment: datetime) -> datetime:
-    return timezone.make_aware(moment) if timezone.is_naive(moment) else moment

@@ -32,15 +32,7 @@ from ..sending import SafeTaskMixin
 from ..sending.carried import find_run
 from ..sending.outbox import keeps_sent
 from ..values import NotPlain, encode
-from .results import (
-    AnyResult,
-    AnyTask,
-    list_workers,
-    make_error,
-    make_result,
-    name_worker,
-    set_on,
-)
+from .results import AnyResult, AnyTask, list_workers, make_error, make_result, name_worker, set_on
 
 
 class _Known(NamedTuple):

@@ -206,7 +206,4 @@ def _read_error(row: Any) -> TaskError:
     if "." not in path:
         home = next((one for one in ERRORS if hasattr(one, path)), None)
         path = f"{home.__name__}.{path}" if home else "builtins.Exception"
-    return TaskError(
-        exception_class_path=path,
-        traceback=row.traceback or f"{path}: {row.error}",
-    )
+    return TaskError(exception_class_path=path, traceback=row.traceback or f"{path}: {row.error}")

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from celery.contrib.django.task import DjangoTask
 
-from .. import conf
 from ..concurrency.guard import find_guarded, find_hidden
 from ..concurrency.options import Options
 from ..exceptions import ConfigurationError
@@ -119,10 +118,8 @@ def _find_run_faults(project: Project, task: Any, options: Options) -> Iterator[
 
 def _lease_of(options: Options) -> float | None:
     """Return the lease of a task's lock, s; None: LOCK_TIMEOUT is not valid (E001 reports it)."""
-    if not isinstance(options.timeout, conf.Unset):
-        return options.timeout
     try:
-        return conf.lock_timeout()
+        return options.lease()
     except ConfigurationError:
         return None
 

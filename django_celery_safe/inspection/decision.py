@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..exceptions import CelerySafeError
+from .words import translate_decision
 
 if TYPE_CHECKING:
     from django.utils.functional import _StrPromise
@@ -27,11 +28,10 @@ class Decision:
 
     Attributes:
         name: A verb: the action of a command, and in the admin's form and permission.
-        label: The verb in the list of actions and on the button.
-        consequence: The effect, as stated in the question to the operator.
-        done: The report about a row afterwards, such as ``was released``.
         act: Applies the decision to a row; a true second argument forces it. Returns a false
             value if the row has changed since it was shown, or raises one of our errors.
+        consequence: The effect, as stated in the question to the operator.
+        done: The report about a row afterwards, such as ``was released``.
         changed: The reason why ``act`` returned a false value.
         why_not: Returns why a row needs force; "": it does not.
         force: The label of the checkbox that forces the decision; "": there is no checkbox.
@@ -40,15 +40,19 @@ class Decision:
     """
 
     name: str
-    label: str | _StrPromise
+    act: Callable[[Any, bool], object]
     consequence: str | _StrPromise
     done: str | _StrPromise
-    act: Callable[[Any, bool], object]
     changed: str | _StrPromise = ""
     why_not: Callable[[Any], str] = lambda row: ""
     force: str | _StrPromise = ""
     deletes: bool = False
     fits: Callable[[Any], bool] = lambda row: True
+
+    @property
+    def label(self) -> str:
+        """The verb in the list of actions and on the button, in the language of the page."""
+        return translate_decision(self.name)
 
     def take(self, row: Any, *, force: bool = False) -> None:
         """

@@ -83,7 +83,7 @@ def examine(
     Raises:
         WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
     """
-    place = lock_store.find_place(cache)
+    place = lock_store.find_place(cache)._replace(check="store")
     if place.verdict in (UNSAFE, UNKNOWN):
         yield place
         return
@@ -94,11 +94,12 @@ def examine(
     except WrongTransaction:
         raise
     except Exception as error:  # noqa: BLE001 - a doctor must say what it is, whatever it is
-        yield lock_store.explain(error)._replace(values=place.values)
+        yield lock_store.explain(error)._replace(values=place.values, check="store")
         # A server that refuses a command still answers, and may explain more.
         if isinstance(error, LockBackendError) and error.hint:
             with suppress(LockBackendError):
-                yield from filter(None, [lock_store.find_permissions(store)])
+                if permissions := lock_store.find_permissions(store):
+                    yield permissions._replace(check="permissions")
         return
     yield place
     examination = _Examination(store, cache, processes, seconds)
@@ -144,11 +145,11 @@ class _Examination:
             try:
                 finding = check()
             except _Ended as end:
-                finding = Finding(name, *end.args)
+                finding = Finding(*end.args)
             except Exception as error:  # noqa: BLE001 - as in examine()
-                finding = lock_store.explain(error)._replace(check=name)
+                finding = lock_store.explain(error)
             if finding is not None:
-                yield finding
+                yield finding._replace(check=name)
 
     def clock(self) -> Finding:
         """Measure how much this machine's clock differs from the store's."""
@@ -159,7 +160,7 @@ class _Examination:
             took = time.monotonic() - began
             if store_time is None:
                 text = "The store has no clock that could be asked."
-                return Finding("clock", OK, text, values={"offset_s": None})
+                return Finding(OK, text, values={"offset_s": None})
             answers.append((took, time.time() - took / 2 - store_time))
         offset = min(answers)[1]
         values = {"offset_s": round(offset, 3)}
@@ -167,10 +168,10 @@ class _Examination:
         text = f"This machine's clock is {abs(offset):.3f} s {way} the store's"
         # If the store's leases are whole seconds, its clock is, too.
         if abs(offset) <= CLOCK_OFFSET + self._store.early:
-            return Finding("clock", OK, f"{text}.", values=values)
+            return Finding(OK, f"{text}.", values=values)
         text += ": ages of locks are shown wrong by so much. Leases do not depend on it."
         hint = "Let both synchronise their clocks (NTP)."
-        return Finding("clock", WARNING, text, hint, values=values)
+        return Finding(WARNING, text, hint, values=values)
 
     def round_trip(self) -> Finding:
         """Measure how long acquiring and releasing a lock takes."""
@@ -192,13 +193,13 @@ class _Examination:
         )
         lease = conf.lock_timeout()
         if slow <= lease * ROUND_TRIP * 1000:
-            return Finding("round_trip", OK, f"{text}.", values=values)
+            return Finding(OK, f"{text}.", values=values)
         text += (
             f", more than a tenth of LOCK_TIMEOUT ({lease:g} s): a lease may end before it is "
             f"renewed."
         )
         hint = "Give a longer LOCK_TIMEOUT, or find out what makes the store slow."
-        return Finding("round_trip", WARNING, text, hint, values=values)
+        return Finding(WARNING, text, hint, values=values)
 
     def listing(self) -> Finding:
         """Check whether a held lock is listed."""
@@ -207,14 +208,14 @@ class _Examination:
             try:
                 is_listed = any(held.token == lock.token for held in self._store.iter_locks())
             except BackendNotSupported as refusal:
-                return Finding("listing", WARNING, str(refusal), values={"listed": None})
+                return Finding(WARNING, str(refusal), values={"listed": None})
         if is_listed:
-            return Finding("listing", OK, "A lock that is held is listed.", values={"listed": True})
+            return Finding(OK, "A lock that is held is listed.", values={"listed": True})
         text = (
             f"The lock {name!r} was held and not listed: celery_locks and the admin do not show "
             f"all locks that are held."
         )
-        return Finding("listing", WARNING, text, values={"listed": False})
+        return Finding(WARNING, text, values={"listed": False})
 
     def waking(self) -> Finding:
         """Measure how soon after a release a waiter has the lock."""
@@ -240,14 +241,14 @@ class _Examination:
         )
         if not self._store.wakes:
             text += ": no release wakes it here, it asks again and again."
-            return Finding("waking", OK, text, values=values)
+            return Finding(OK, text, values=values)
         if longest <= WOKEN_WITHIN * 1000:
-            return Finding("waking", OK, f"{text}.", values=values)
+            return Finding(OK, f"{text}.", values=values)
         text += (
             ", though a release wakes it: something between here and the store keeps answers "
             "back, or one of both is overloaded."
         )
-        return Finding("waking", WARNING, text, values=values)
+        return Finding(WARNING, text, values=values)
 
     def _wait_for(self, name: str) -> float:
         """Wait for the lock; return the time of the acquisition by the monotonic clock."""
@@ -280,7 +281,7 @@ class _Examination:
                     f"not free {LONGEST_DELAY:g} s after its end: the lock of a killed holder "
                     f"would stay held."
                 )
-                return Finding("lease", WARNING, text, values=values)
+                return Finding(WARNING, text, values=values)
             time.sleep(TRY_EVERY)
         free_at = time.monotonic()
         other.release()
@@ -288,11 +289,11 @@ class _Examination:
         text += f"free after {lasted:.3f} s"
         if free_at - asked_at < seconds - self._store.early:
             text += ", while its holder still trusted it: two processes hold one lock."
-            return Finding("lease", UNSAFE, text, self._advise(), values=values)
+            return Finding(UNSAFE, text, self._advise(), values=values)
         if free_at - held_at <= seconds + LATE + 2 * self._store.early:
-            return Finding("lease", OK, f"{text}.", values=values)
+            return Finding(OK, f"{text}.", values=values)
         text += ": the lock of a killed holder stays held for too long."
-        return Finding("lease", WARNING, text, values=values)
+        return Finding(WARNING, text, values=values)
 
     def exclusion(self) -> Finding:
         """Check whether several processes that race for a lock hold it at the same time."""
@@ -328,11 +329,11 @@ class _Examination:
             text += f" and {ended}"
         if overlaps.total():
             text += f": {overlaps.total()} times two held one lock at once."
-            return Finding("exclusion", UNSAFE, text, self._advise(), values=values)
+            return Finding(UNSAFE, text, self._advise(), values=values)
         if doubt := find_doubt(values, race.errors):
             text += f", and never did two hold one; but {doubt}"
-            return Finding("exclusion", UNKNOWN, text, values=values)
-        return Finding("exclusion", OK, f"{text}; never did two hold one.", values=values)
+            return Finding(UNKNOWN, text, values=values)
+        return Finding(OK, f"{text}; never did two hold one.", values=values)
 
     def _race(self, names: Sequence[str], expired: Sequence[str], places: str) -> RaceOutcome:
         """Let processes race for locks, some of which are held until just before the race."""
@@ -371,17 +372,17 @@ class _Examination:
                 "The store does not number acquisitions: lock.fence is None. Only writes that "
                 "are guarded by it need that."
             )
-            return Finding("fencing", OK, text, values={"acquisitions": 0})
+            return Finding(OK, text, values={"acquisitions": 0})
         fences = [*self._fences, *fences]
         values = {"acquisitions": len(fences)}
         if all(a is not None and b is not None and a < b for a, b in pairwise(fences)):
             text = f"The fence grew with each of {len(fences)} acquisitions."
-            return Finding("fencing", OK, text, values=values)
+            return Finding(OK, text, values=values)
         text = (
             f"The fence did not grow with each of {len(fences)} acquisitions: a write that it "
             f"guards may be refused to the holder, or allowed to the holder before."
         )
-        return Finding("fencing", UNSAFE, text, values=values)
+        return Finding(UNSAFE, text, values=values)
 
     def clean_up(self) -> None:
         """Release the locks that are held, and remove their names from the store."""

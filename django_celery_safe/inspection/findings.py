@@ -34,20 +34,20 @@ class Finding(NamedTuple):
     The result of one check.
 
     Attributes:
-        check: The doctor's check that finds it, such as ``clock``; "": the doctor does not.
         verdict: The severity.
         text: The fault and its meaning, in sentences.
         hint: The remedy, in sentences; "": there is none.
         id: The id of the system check, such as ``W005``; "": no system check shows it.
         values: The measurements, each with its unit in the name, such as ``median_ms``.
+        check: The doctor's check that finds it, such as ``clock``; "": a system check found it.
     """
 
-    check: str
     verdict: Verdict
     text: str
     hint: str = ""
     id: str = ""
     values: Mapping[str, Any] = MappingProxyType({})
+    check: str = ""
 
     @property
     def said(self) -> str:
@@ -62,4 +62,4 @@ class Finding(NamedTuple):
 
 def fault(id_: str, text: str, hint: str) -> Finding:
     """Return a finding of a system check that the doctor does not have."""
-    return Finding("", WARNING if id_.startswith("W") else UNSAFE, text, hint, id_)
+    return Finding(WARNING if id_.startswith("W") else UNSAFE, text, hint, id_)

@@ -36,12 +36,12 @@ def find_place(cache: str | conf.Unset = conf.UNSET) -> Finding:
     values["where"] = store.where
     text = f"Locks live in {store.where}"
     if store.shared:
-        return Finding("store", OK, f"{text}.", values=values)
+        return Finding(OK, f"{text}.", values=values)
     text += (
         ", which every process has for itself: two worker processes, or a worker and a web "
         "server, get the same lock."
     )
-    return Finding("store", WARNING, text, USE_INSTEAD, "W002", values)
+    return Finding(WARNING, text, USE_INSTEAD, "W002", values)
 
 
 def try_lock(store: Store) -> None:
@@ -55,17 +55,15 @@ def try_lock(store: Store) -> None:
 def find_permissions(store: Store) -> Finding | None:
     """Find out whether the server allows this user all commands that locks need; doctor only."""
     refused = store.ask_refused()
-    if refused is None:
-        return None
-    values = {"refused": refused}
     if not refused:
         text = "The server lets this user run every command that locks need."
-        return Finding("permissions", OK, text, values=values)
+        return None if refused is None else Finding(OK, text, values={"refused": []})
     text = (
         f"The server refuses to this user what locks need: {'; '.join(refused)}. Locks fail with "
         f"LockBackendError, at once or now and then."
     )
-    return Finding("permissions", WARNING, text, "Allow it in the user's ACL.", values=values)
+    hint = "Allow it in the user's ACL."
+    return Finding(WARNING, text, hint, values={"refused": refused})
 
 
 def find_weakness(store: Store) -> Finding | None:
@@ -73,7 +71,7 @@ def find_weakness(store: Store) -> Finding | None:
     if not store.weakness:
         return None
     text = f"Locks live in {store.where}: {store.weakness}."
-    return Finding("weakness", WARNING, text, USE_INSTEAD, "W004")
+    return Finding(WARNING, text, USE_INSTEAD, "W004")
 
 
 def find_clearing(location: Location) -> Finding:
@@ -82,7 +80,7 @@ def find_clearing(location: Location) -> Finding:
     values = {"emptied_with": shared}
     if not shared:
         text = "Nothing else that the project clears takes the locks along."
-        return Finding("clearing", OK, text, values=values)
+        return Finding(OK, text, values=values)
     text = (
         f"Locks live in {location.store().where}, which is emptied along with "
         f"{', '.join(shared)}: one cache.clear() frees every lock while its holder works."
@@ -92,7 +90,7 @@ def find_clearing(location: Location) -> Finding:
         "Cluster: a cluster) of its own: "
         'DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}.'
     )
-    return Finding("clearing", WARNING, text, hint, "W005", values)
+    return Finding(WARNING, text, hint, "W005", values)
 
 
 def find_eviction(store: Store) -> Finding | None:
@@ -104,7 +102,7 @@ def find_eviction(store: Store) -> Finding | None:
     text = f"Locks live in {store.where}: its maxmemory-policy is {eviction.policy}, which deletes "
     if eviction.spares_locks:
         text += "no lock when its memory is short."
-        return Finding("eviction", OK, text, values=values)
+        return Finding(OK, text, values=values)
     text += "locks when its memory is short, and then two processes hold one lock."
     if not eviction.max_memory:
         text += " (maxmemory is 0: the server deletes nothing before somebody sets it.)"
@@ -113,24 +111,24 @@ def find_eviction(store: Store) -> Finding | None:
         "LOCK_DATABASE, or protect what the locks guard by their fence."
     )
     # Without a memory limit, the system checks do not report it.
-    return Finding("eviction", UNSAFE, text, hint, "W006" if eviction.max_memory else "", values)
+    return Finding(UNSAFE, text, hint, "W006" if eviction.max_memory else "", values)
 
 
 def explain(error: Exception) -> Finding:
     """E002, E003, E009, W006: the finding for an error that the store raised."""
     if isinstance(error, BackendNotSupported):
         text = f"{error.where} can't {error.what}: {error.reason}."
-        return Finding("store", UNSAFE, text, error.hint, "E002")
+        return Finding(UNSAFE, text, error.hint, "E002")
     if isinstance(error, LockBackendError) and error.hint:
         text = f"Locks live in {error.where}, which refused to {error.action}: {error.reason}."
-        return Finding("store", UNKNOWN, text, error.hint, "E009")
+        return Finding(UNKNOWN, text, error.hint, "E009")
     if isinstance(error, LockBackendError):
         asked = f"could not be asked to {error.action} ({error.reason})"
         text = f"Locks live in {error.where}, which {asked}."
         hint = "Check that the server is up and reachable, and lets this user ask it."
-        return Finding("store", UNKNOWN, text, hint, "W006")
+        return Finding(UNKNOWN, text, hint, "W006")
     hint = "See LOCK_CACHE and LOCK_DATABASE"
     if isinstance(error, CelerySafeError):
-        return Finding("store", UNKNOWN, str(error), f"{hint}.", "E003")
+        return Finding(UNKNOWN, str(error), f"{hint}.", "E003")
     text = f"The store of the locks failed: {describe_error(error)}."
-    return Finding("store", UNKNOWN, text, f"{hint}, and that alias in CACHES.", "E003")
+    return Finding(UNKNOWN, text, f"{hint}, and that alias in CACHES.", "E003")

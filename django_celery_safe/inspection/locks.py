@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, gettext_noop, pgettext_lazy
+from django.utils.translation import gettext_lazy, gettext_noop
 
 from .. import conf
 from ..exceptions import BackendNotSupported
@@ -63,16 +63,6 @@ class LockRow(LeasedRow):
         return duration(self.age_s)
 
     @property
-    def time_left(self) -> str:
-        """The rest of its lease, for people."""
-        return duration(self.remaining_s)
-
-    @property
-    def place_of(self) -> str:
-        """The number of this place, and the number of all places."""
-        return _("{number} of {total}").format(number=self.place, total=self.limit)
-
-    @property
     def held_since(self) -> str | None:
         """When it was acquired, for people."""
         if self.since is None:
@@ -80,6 +70,11 @@ class LockRow(LeasedRow):
         return _("{moment} by its clock, {ago}").format(
             moment=self.text("since"), ago=ago(self.age_s)
         )
+
+    @property
+    def place_of(self) -> str:
+        """The number of this place, and the number of all places."""
+        return _("{number} of {total}").format(number=self.place, total=self.limit)
 
     @property
     def lease_left(self) -> str:
@@ -118,6 +113,11 @@ class LockRow(LeasedRow):
         if self.renewed:
             text = _("in {time} if the holder is dead, or when it is done")
         return text.format(time=duration(self.remaining_s))
+
+    @property
+    def time_left(self) -> str:
+        """The rest of its lease, for people."""
+        return duration(self.remaining_s)
 
     def parts(self) -> list[str | None]:
         left = self.time_left + {"overdue": "!", "yes": "+", "no": ""}[self.renewal]
@@ -199,13 +199,12 @@ def _why_not_release(row: Any) -> str:
 
 RELEASE: Final = Decision(
     name="release",
-    label=pgettext_lazy("decision", "Release"),
+    act=lambda row, force: release_lock(row.source, row.cache),
     consequence=gettext_lazy(
         "The holders are not stopped: each finds out at its next renewal. "
         "Until then a second may run beside it."
     ),
     done=gettext_lazy("was released"),
-    act=lambda row, force: release_lock(row.source, row.cache),
     changed=gettext_lazy("it ended meanwhile, or someone else holds it now"),
     why_not=_why_not_release,
     force=gettext_lazy(

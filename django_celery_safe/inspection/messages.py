@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, pgettext_lazy
+from django.utils.translation import gettext_lazy
 
 from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
@@ -80,20 +80,16 @@ class MessageRow(Row):
         # The due time of a carried task has a different meaning in each state.
         whens = {"sent": _("sent again {when}"), "running": _("lease ends {when}")}
         when = whens.get(self.state, _("due {when}"))
-        due = when.format(when=self.due) if (self.due_in_s or 0.0) > 0 else ""
-        failed = _("{count} failed attempt(s)") if self.attempts else ""
-        died = _("{count} death(s)") if self.deaths else ""
-        process = self.process if self.state == "running" else ""
+        facts = [
+            _("{count} failed attempt(s)").format(count=self.attempts) if self.attempts else "",
+            _("{count} death(s)").format(count=self.deaths) if self.deaths else "",
+            when.format(when=self.due) if (self.due_in_s or 0.0) > 0 else "",
+        ]
+        state = translate_state(self.state)
         return [
-            _("{state}, {age} old, {id}").format(
-                state=translate_state(self.state), age=self.age, id=self.task_id
-            ),
-            ", ".join(
-                filter(
-                    None, [failed.format(count=self.attempts), died.format(count=self.deaths), due]
-                )
-            ),
-            process,
+            _("{state}, {age} old, {id}").format(state=state, age=self.age, id=self.task_id),
+            ", ".join(filter(None, facts)),
+            self.process if self.state == "running" else "",
             ": ".join(filter(None, [self.error_type, self.error])),
         ]
 
@@ -124,13 +120,12 @@ def _at(row: Any) -> OutboxMessages:
 
 RETRY: Final = Decision(
     name="retry",
-    label=pgettext_lazy("decision", "Retry"),
+    act=lambda row, force: _at(row).revive(),
     consequence=gettext_lazy(
         "These messages are due at once, and are tried as often as new ones. A relay "
         "sends them; without one they stay here."
     ),
     done=gettext_lazy("was made due"),
-    act=lambda row, force: _at(row).revive(),
     changed=gettext_lazy("it did not fail, or was sent meanwhile: there is nothing to retry"),
     fits=lambda row: (
         row.state == "failed" or (row.state in ("pending", "dead") and row.attempts > 0)
@@ -138,12 +133,11 @@ RETRY: Final = Decision(
 )
 DISCARD: Final = Decision(
     name="discard",
-    label=pgettext_lazy("decision", "Discard"),
+    act=lambda row, force: _at(row).discard(),
     consequence=gettext_lazy(
         "These messages are deleted, and their tasks never run. This can't be undone."
     ),
     done=gettext_lazy("was discarded"),
-    act=lambda row, force: _at(row).discard(),
     changed=gettext_lazy("it was sent meanwhile, or runs now"),
     fits=lambda row: (
         row.state in ("pending", "failed", "dead")

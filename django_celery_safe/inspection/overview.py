@@ -116,7 +116,8 @@ class Chart(NamedTuple):
 
 def count(rows: QuerySet[Any], most: int) -> Figure:
     """Count at most ``most`` rows, in the queryset's order."""
-    return _figure(rows[: most + 1].count(), most)
+    number = rows[: most + 1].count()
+    return Figure(min(number, most), number > most)
 
 
 def outbox_figures(alias: str, most: int) -> OutboxFigures:
@@ -251,7 +252,3 @@ def _between(moments: list[datetime], hour: int) -> Q:
     begun = Q(ended_at__gte=moments[hour + 1])
     # If a clock was set back, a row may have ended in the future.
     return begun & Q(ended_at__lt=moments[hour]) if hour else begun
-
-
-def _figure(number: int, most: int) -> Figure:
-    return Figure(min(number, most), number > most)

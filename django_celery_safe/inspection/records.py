@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from django.db.models import Q
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, pgettext_lazy
+from django.utils.translation import gettext_lazy
 
 from ..databases import Now
 from ..idempotency.record_table import read_claim, record_table
@@ -101,12 +101,11 @@ def _forget(row: Any, force: bool) -> int:
 
 FORGET: Final = Decision(
     name="forget",
-    label=pgettext_lazy("decision", "Forget"),
+    act=_forget,
     consequence=gettext_lazy(
         "The work of these records will be done again when it is asked for the next time."
     ),
     done=gettext_lazy("was forgotten"),
-    act=_forget,
     changed=gettext_lazy("it is gone, or was claimed just now"),
     why_not=lambda row: (
         _(

@@ -10,7 +10,7 @@ from django.db.models import Case, F, OuterRef, Q, Subquery, When
 from django.db.models.functions import Coalesce
 from django.utils.text import Truncator
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, pgettext_lazy
+from django.utils.translation import gettext_lazy
 
 from .. import conf
 from ..databases import Now
@@ -247,23 +247,21 @@ URGENCY: Final = Case(
 
 RESUME: Final = Decision(
     name="resume",
-    label=pgettext_lazy("decision", "Resume"),
+    act=lambda run, force: run.resume(),
     consequence=gettext_lazy(
         "Steps that failed or did not begin run again. Steps that succeeded do not, and their "
         "results stay, unless a stage returned too much: then those that returned something run "
         "again."
     ),
     done=gettext_lazy("was resumed"),
-    act=lambda run, force: run.resume(),
     fits=lambda run: run.status in (Status.FAILED, Status.ABORTED),
 )
 ABORT: Final = Decision(
     name="abort",
-    label=pgettext_lazy("decision", "Abort"),
+    act=lambda run, force: run.abort(),
     consequence=gettext_lazy(
         "Steps that did not begin are stopped. Steps that run now end as they will."
     ),
     done=gettext_lazy("was aborted"),
-    act=lambda run, force: run.abort(),
     fits=lambda run: run.status not in Status.STOPPED,
 )

@@ -1,7 +1,7 @@
 """
-Words that are translated by their value: headings and states, for the admin.
+Words that are translated by their value: decisions, headings and states, for the admin.
 
-A heading is made from an attribute's name and a state is stored in a column, so
+A heading and a decision's label are made from a name and a state is stored in a column, so
 ``makemessages`` can't find them where they are shown. The contexts separate these short words
 from the words of other apps.
 """
@@ -34,6 +34,15 @@ STATES: Final = (
     pgettext_lazy("state", "overdue"),
     pgettext_lazy("state", "yes"),
     pgettext_lazy("state", "no"),
+)
+
+DECISIONS: Final = (
+    pgettext_lazy("decision", "Abort"),
+    pgettext_lazy("decision", "Discard"),
+    pgettext_lazy("decision", "Forget"),
+    pgettext_lazy("decision", "Release"),
+    pgettext_lazy("decision", "Resume"),
+    pgettext_lazy("decision", "Retry"),
 )
 
 HEADINGS: Final = (
@@ -88,6 +97,11 @@ HEADINGS: Final = (
 def translate_state(state: str) -> str:
     """Return a state in the language of the page."""
     return pgettext("state", state)
+
+
+def translate_decision(name: str) -> str:
+    """Return the label of a decision in the language of the page."""
+    return pgettext("decision", name.capitalize())
 
 
 def translate_heading(heading: str) -> str:

@@ -91,13 +91,9 @@ class TableCommand(SafeCommand):
     def add_listing(self, actions: Any, text: str, states: Sequence[str]) -> ArgumentParser:
         """Add the action ``list`` with ``--json`` and ``--state``."""
         listing = self.add_action(actions, "list", text)
-        self.add_json(listing)
+        add_json(listing)
         listing.add_argument("--state", choices=states, help="only those in this state")
         return listing
-
-    def add_json(self, parser: Any) -> None:
-        """Add ``--json``, which sets ``options["as_json"]``."""
-        parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
 
     def add_limit(self, parser: ArgumentParser) -> None:
         """Add ``--limit``."""
@@ -213,15 +209,15 @@ class TableCommand(SafeCommand):
             raise CommandError(f"The database can't be asked, of {where}: {said}") from error
 
 
+def add_json(parser: ArgumentParser, **extra: Any) -> None:
+    """Add ``--json``, which sets ``options["as_json"]``."""
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON", **extra)
+
+
 def add_no_input(parser: ArgumentParser) -> None:
     """Add ``--no-input``, which sets ``options["interactive"]`` to False."""
-    parser.add_argument(
-        "--no-input",
-        "--noinput",
-        action="store_false",
-        dest="interactive",
-        help="do not ask before",
-    )
+    names, text = ("--no-input", "--noinput"), "do not ask before"
+    parser.add_argument(*names, action="store_false", dest="interactive", help=text)
 
 
 def sentence(text: str) -> str:

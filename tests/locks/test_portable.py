@@ -15,16 +15,13 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT, BaseCache
 from django.core.cache.backends.memcached import BaseMemcachedCache
 from pytest_django import Settings
 
-from django_celery_safe import (
+from django_celery_safe import cache_lock, find_lock, iter_locks, release_lock
+from django_celery_safe.exceptions import (
     BackendNotSupported,
     ConfigurationError,
     LockBackendError,
     LockLost,
     LockNotAcquired,
-    cache_lock,
-    find_lock,
-    iter_locks,
-    release_lock,
 )
 from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.leases.store import Renewal

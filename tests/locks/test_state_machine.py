@@ -35,17 +35,8 @@ from hypothesis.stateful import (
 )
 from pytest_django import Settings
 
-from django_celery_safe import (
-    CacheLock,
-    HeldLock,
-    LockBackendError,
-    LockError,
-    LockLost,
-    LockNotAcquired,
-    cache_lock,
-    find_lock,
-    release_lock,
-)
+from django_celery_safe import CacheLock, HeldLock, cache_lock, find_lock, release_lock
+from django_celery_safe.exceptions import LockBackendError, LockError, LockLost, LockNotAcquired
 from django_celery_safe.leases.renewer import renewer
 from tests.conftest import CacheSettings, MakeDatabase, MakeRedisCache
 from tests.contract import broken

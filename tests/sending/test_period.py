@@ -371,6 +371,7 @@ def test_one_call_can_have_a_period(given: dict[str, Any], mailbox: Mailbox) -> 
         ({"unique_until": timedelta(0)}, "is not a valid"),
         ({"unique_until": float("inf")}, "is not a valid"),
         ({"unique_until": float("nan")}, "is not a valid"),
+        ({"unique_until": 10**400}, "is not a valid"),  # too large for a float
         ({"unique_until": True}, "unique_until=True is not a valid"),
         ({"unique_until": timedelta(days=400)}, "at most a year"),
         ({"unique_until": []}, "is not a valid"),

@@ -15,7 +15,7 @@ from ...leases.holder import plain_name
 from ...models.idempotency import IdempotencyRecord
 from ...pruning import prune_all
 from ...texts import printable
-from ..console import TableCommand, add_no_input, as_page, as_text, confirm, typed
+from ..console import TableCommand, add_json, add_no_input, as_page, as_text, confirm, typed
 
 #: Help text of KEY.
 KEY_HELP: Final = "its whole key; --json shows it as it is, where the list escapes or cuts it"
@@ -38,7 +38,7 @@ class Command(TableCommand):
         )
         self.add_limit(listing)
         showing = self.add_action(actions, "show", "show all of one record, its result too")
-        self.add_json(showing)
+        add_json(showing)
         showing.add_argument("key", type=typed, metavar="KEY", help=KEY_HELP)
         forgetting = self.add_action(
             actions, "forget", "delete records, so that what they stand for is done again"

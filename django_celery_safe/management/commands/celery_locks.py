@@ -19,6 +19,7 @@ from ...texts import printable
 from ..console import (
     ASKED_ABOUT,
     SafeCommand,
+    add_json,
     add_no_input,
     as_page,
     as_text,
@@ -97,38 +98,18 @@ class Command(SafeCommand):
         return parser
 
     def _add_common(self, parser: CommandParser, **extra: Any) -> None:
-        parser.add_argument(
-            "--json", action="store_true", dest="as_json", help="print JSON", **extra
-        )
-        parser.add_argument(
-            "--cache",
-            metavar="ALIAS",
-            help="look into this cache (default: where the settings keep locks)",
-            **extra,
-        )
+        add_json(parser, **extra)
+        text = "look into this cache (default: where the settings keep locks)"
+        parser.add_argument("--cache", metavar="ALIAS", help=text, **extra)
 
     def _add_choice(self, parser: CommandParser, **extra: Any) -> None:
-        parser.add_argument(
-            "--task",
-            type=typed,
-            metavar="TASK",
-            help="those that runs or messages of this task hold",
-            **extra,
-        )
-        parser.add_argument(
-            "--prefix",
-            type=typed,
-            metavar="TEXT",
-            help="those whose names begin with this",
-            **extra,
-        )
-        parser.add_argument(
-            "--all",
-            action="store_true",
-            dest="markers",
-            help="also the markers of copies of messages",
-            **extra,
-        )
+        for flag, metavar, text in (
+            ("--task", "TASK", "those that runs or messages of this task hold"),
+            ("--prefix", "TEXT", "those whose names begin with this"),
+        ):
+            parser.add_argument(flag, type=typed, metavar=metavar, help=text, **extra)
+        text = "also the markers of copies of messages"
+        parser.add_argument("--all", action="store_true", dest="markers", help=text, **extra)
 
     def handle(self, *args: Any, **options: Any) -> None:
         cache = conf.UNSET if options["cache"] is None else options["cache"]

@@ -31,7 +31,17 @@ from ...sending.broker import BrokerGone
 from ...sending.outbox import outbox_aliases
 from ...sending.relay import Relay, drain_all
 from ...texts import printable
-from ..console import ASKED_ABOUT, TableCommand, add_no_input, age, as_page, as_text, confirm, count
+from ..console import (
+    ASKED_ABOUT,
+    TableCommand,
+    add_json,
+    add_no_input,
+    age,
+    as_page,
+    as_text,
+    confirm,
+    count,
+)
 from ..heartbeat import HeartbeatFile
 
 #: The report of a decision about messages, without and with --dry-run.
@@ -54,13 +64,7 @@ class Command(TableCommand):
     database_help = "the outbox of this database; may be repeated (default: all)"
 
     def add_arguments(self, parser: CommandParser) -> None:
-        self.add_database(parser)
-        actions = parser.add_subparsers(
-            dest="action",
-            title="actions",
-            metavar="{relay,status,list,show,retry,discard,prune}",
-            required=True,
-        )
+        actions = self.add_actions(parser, "{relay,status,list,show,retry,discard,prune}")
         relaying = self.add_action(actions, "relay", "send what is due, until stopped")
         ending = relaying.add_mutually_exclusive_group()
         ending.add_argument("--once", action="store_true", help="end when nothing is due")
@@ -71,7 +75,7 @@ class Command(TableCommand):
             help="touch this file while the relay goes on, for a probe; removed at the end",
         )
         status = self.add_action(actions, "status", "count messages, and show the longest wait")
-        self.add_json(status)
+        add_json(status)
         status.add_argument(
             "--max-age",
             type=age,
@@ -85,27 +89,26 @@ class Command(TableCommand):
             help="exit with 1 if no relay was seen for longer than this; each writes a heartbeat "
             "every minute",
         )
-        listing = self.add_action(actions, "list", "show the messages, the oldest first")
-        self.add_json(listing)
-        listing.add_argument("--state", choices=STATES, help="only those in this state")
+        listing = self.add_listing(actions, "show the messages, the oldest first", STATES)
         listing.add_argument("--task", metavar="NAME", help="only those of this task")
         self.add_limit(listing)
         showing = self.add_action(actions, "show", "show all of one message, its traceback too")
-        self.add_json(showing)
+        add_json(showing)
         showing.add_argument("id", type=count, metavar="ID", help="as the list shows it")
         retrying = self.add_action(actions, "retry", "let messages that failed be tried again now")
-        self._add_choice(retrying, "every message that is dead or failed")
+        self._add_choice(retrying)
         discarding = self.add_action(actions, "discard", "delete messages; their tasks never run")
-        self._add_choice(discarding, "every message that is dead or failed")
+        self._add_choice(discarding)
         add_no_input(discarding)
         pruning = self.add_action(actions, "prune", "delete messages that were sent long ago")
         self.add_pruning(
             pruning, "how long ago, such as 90s, 12h or 7d (default: OUTBOX_RETENTION)"
         )
 
-    def _add_choice(self, parser: ArgumentParser, everything: str) -> None:
+    def _add_choice(self, parser: ArgumentParser) -> None:
         parser.add_argument("ids", nargs="*", type=count, metavar="ID", help="as the list shows it")
-        parser.add_argument("--all", action="store_true", dest="every", help=everything)
+        text = "every message that is dead or failed"
+        parser.add_argument("--all", action="store_true", dest="every", help=text)
         parser.add_argument("--task", metavar="NAME", help="of this task only, with --all")
         parser.add_argument("--dry-run", action="store_true", help="only say how many")
 

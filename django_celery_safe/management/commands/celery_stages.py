@@ -29,7 +29,7 @@ from ...models.stages import StageRun, StageRuns, StageStep
 from ...stages import StageProgress, Status
 from ...stages.repairs import UNSTARTED_AFTER, get_prunable, sweep
 from ...stages.step_table import StepTable, step_table
-from ..console import TableCommand, age, as_text, count, typed, wrapped
+from ..console import TableCommand, add_json, age, as_text, count, typed, wrapped
 
 #: Width of a full bar, in characters.
 BAR: Final = 20
@@ -56,7 +56,7 @@ class Command(TableCommand):
         showing = self.add_action(
             actions, "show", "show a run, its stages, and the steps to be looked at"
         )
-        self.add_json(showing)
+        add_json(showing)
         self.add_limit(showing)
         showing.add_argument("id", type=count, metavar="RUN", help="as the list shows it")
         resuming = self.add_action(
