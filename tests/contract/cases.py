@@ -428,6 +428,25 @@ def many_are_extended_together(folder: Path) -> None:
     assert store().release(place("one"), ours) is True
 
 
+def each_lease_has_its_own_length(folder: Path) -> None:
+    """Leases of different lengths, extended together, each get theirs, whatever their order."""
+    token, names = "a" * 32, ["one", "two", "three"]
+    for name in names:
+        hold_other_places(name)
+        store().acquire(name, token, 10, Holder("here", 1), limit=limit())
+    for lengths in ([50, 50, 50], [30, 50, 50], [50, 50, 30], [30, 40, 50]):
+        renewals = [
+            Renewal(place(name), token, length) for name, length in zip(names, lengths, strict=True)
+        ]
+        assert store().extend(renewals) == [True] * 3
+        for name, length in zip(names, lengths, strict=True):
+            found = store().peek(place(name))
+            assert found is not None
+            # None: this store does not report it.
+            assert found.remaining is None or length - 5 < found.remaining <= length + 1
+    assert all(store().release(place(name), token) for name in names)
+
+
 def the_clock_is_told(folder: Path) -> None:
     """A store that has a clock tells it, as exactly as it counts its leases."""
     if isinstance(store(), PortableStore | LocalStore):
@@ -461,6 +480,7 @@ PATIENT: list[Case] = [
     renewed_lock_outlives_its_lease,
     extend_sets_the_lease,
     many_are_extended_together,
+    each_lease_has_its_own_length,
 ]
 
 #: Cases for stores that processes share.

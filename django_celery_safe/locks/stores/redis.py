@@ -73,6 +73,9 @@ LOCK_KEY: Final = "celery_safe:lock:"
 FENCE: Final = "celery_safe:fence"
 LISTING: Final = "celery_safe:locks"
 
+#: Locks whose keys a store remembers at most.
+MOST_KNOWN: Final = 10_000
+
 #: Makes a key as the cache does.
 MakeKey = Callable[[str], Any]
 
@@ -137,6 +140,20 @@ class Keys(NamedTuple):
     listing: str
 
 
+class _KnownKeys(dict[str, Keys]):
+    """The keys of each lock, by its name: made once, because they are needed at least twice."""
+
+    def __init__(self, make: Callable[[str], Keys]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Keys:
+        if len(self) >= MOST_KNOWN:
+            self.clear()
+        keys = self[name] = self._make(name)
+        return keys
+
+
 class RedisStore(Store):
     """
     Locks in one Redis database.
@@ -160,8 +177,7 @@ class RedisStore(Store):
         self._wire = self.wire_class(client)
         timeout = self._wire.options.get("socket_timeout")
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
-        # Cached, because each lock's keys are needed at least twice.
-        self._keys = lru_cache(maxsize=10_000)(partial(self.make_keys, cache.make_key))
+        self._keys = _KnownKeys(partial(self.make_keys, cache.make_key))
 
     @staticmethod
     def make_keys(make_key: MakeKey, name: str) -> Keys:
@@ -171,13 +187,13 @@ class RedisStore(Store):
         )
 
     def _key(self, name: str) -> str:
-        return self._keys(name).lock
+        return self._keys[name].lock
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         name, token, seconds, holder, patience, limit = request
         if limit > 1:
             return self._take_place(request)
-        keys = self._keys(name)
+        keys = self._keys[name]
         args = [token, _milliseconds(seconds), encode_holder(name, holder)]
         ask = self._wire.ask
         if patience is not None:
@@ -193,7 +209,7 @@ class RedisStore(Store):
 
     def _take_place(self, request: LockRequest) -> Acquired | HeldLock:
         name, token, seconds, holder, patience, limit = request
-        first, *others = map(self._keys, place_names(name, limit))
+        first, *others = [self._keys[each] for each in place_names(name, limit)]
         keys = [*first, *[other.lock for other in others]]
         text = encode_holder(name, holder, limit)
         cut = len(json.dumps(name))  # behind its last character, before the quote
@@ -215,15 +231,15 @@ class RedisStore(Store):
     def release_and_peek(
         self, name: str, token: str, other: str, remaining: float | None = None
     ) -> tuple[bool, bool]:
-        return self._release(name, [self._keys(other).lock], token, remaining)
+        return self._release(name, [self._keys[other].lock], token, remaining)
 
     def _release(
         self, name: str, more: list[str], token: str, remaining: float | None
     ) -> tuple[bool, bool]:
-        own, args = self._keys(name), [token]
+        own, args = self._keys[name], [token]
         keys = (own.lock, own.listing, *more)
         if PLACE in name:
-            args.append(self._keys(split_place(name)[0]).lock)
+            args.append(self._keys[split_place(name)[0]].lock)
         answer, is_repeated = self._run("release", RELEASE, keys, args, self._wire.ask_counted)
         released, other = map(bool, answer)
         # The lease was certain when the first try was sent, so that try freed the lock,
@@ -248,20 +264,24 @@ class RedisStore(Store):
 
     def _extend_page(self, renewals: Sequence[Renewable], within: float | None) -> list[int]:
         """Return the positions of the renewals whose locks are no longer ours."""
-        all_keys = [self._keys(renewal.name) for renewal in renewals]
-        keys = [all_keys[0].listing, *[keys.lock for keys in all_keys]]
+        known = self._keys
+        keys = [known[renewals[0].name].listing]
+        keys += [known[renewal.name].lock for renewal in renewals]
         tokens = "".join([renewal.token for renewal in renewals])
-        leases = " ".join([_milliseconds(renewal.seconds) for renewal in renewals])
+        leases = [renewal.seconds for renewal in renewals]
+        if len(set(leases)) == 1:
+            del leases[1:]  # the script extends all that follow by the last
+        milliseconds = " ".join(map(_milliseconds, leases))
         ask = partial(self._wire.ask, within=within)
-        lost: list[int] = self._run("extend", EXTEND, keys, (tokens, leases), ask)
+        lost: list[int] = self._run("extend", EXTEND, keys, (tokens, milliseconds), ask)
         return lost
 
     def peek(self, name: str) -> HeldLock | None:
-        value, milliseconds = self._run("peek", PEEK, [self._keys(name).lock], [])
+        value, milliseconds = self._run("peek", PEEK, [self._keys[name].lock], [])
         return None if value is None else _read_lock(name, value, milliseconds)
 
     def iter_locks(self) -> Iterator[HeldLock]:
-        return self._iter_listed(self._keys("").listing)
+        return self._iter_listed(self._keys[""].listing)
 
     def _iter_listed(self, index: str) -> Iterator[HeldLock]:
         """Yield the locks on one list."""
@@ -301,7 +321,7 @@ class RedisStore(Store):
         return Eviction(policy, int(info.get("maxmemory", "0")), policy == "noeviction")
 
     def ask_refused(self) -> list[str]:
-        own = self._keys(f"doctor:{uuid.uuid4().hex}").lock
+        own = self._keys[f"doctor:{uuid.uuid4().hex}"].lock
         keys = {part: f"{own}:{part}" for part in ("key", "index", "wake")}
         refused = {}
         for command in HARMLESS:
