@@ -430,21 +430,20 @@ def many_are_extended_together(folder: Path) -> None:
 
 def each_lease_has_its_own_length(folder: Path) -> None:
     """Leases of different lengths, extended together, each get theirs, whatever their order."""
-    token, names = "a" * 32, ["one", "two", "three"]
-    for name in names:
+    tokens = {"one": "a" * 32, "two": "b" * 32, "three": "c" * 32}
+    for name, token in tokens.items():
         hold_other_places(name)
         store().acquire(name, token, 10, Holder("here", 1), limit=limit())
     for lengths in ([50, 50, 50], [30, 50, 50], [50, 50, 30], [30, 40, 50]):
-        renewals = [
-            Renewal(place(name), token, length) for name, length in zip(names, lengths, strict=True)
-        ]
+        asked = dict(zip(tokens, lengths, strict=True))
+        renewals = [Renewal(place(name), tokens[name], asked[name]) for name in tokens]
         assert store().extend(renewals) == [True] * 3
-        for name, length in zip(names, lengths, strict=True):
+        for name, length in asked.items():
             found = store().peek(place(name))
             assert found is not None
             # None: this store does not report it.
             assert found.remaining is None or length - 5 < found.remaining <= length + 1
-    assert all(store().release(place(name), token) for name in names)
+    assert all(store().release(place(name), token) for name, token in tokens.items())
 
 
 def the_clock_is_told(folder: Path) -> None:
