@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from ..process import this_process
 from .holder import HeldLock
 from .store import LeaseStore
 
@@ -122,7 +122,7 @@ class Lease(Generic[S]):
         self.renew_until = renew_until
         self.on_lost = on_lost
         self.owner = owner
-        self.pid = os.getpid()
+        self.pid = this_process.pid
         self.lost = False
         #: The lane whose thread renews the lease; None: it is not renewed.
         self.lane: Lane | None = None
@@ -136,6 +136,6 @@ class Lease(Generic[S]):
     @property
     def remaining(self) -> float:
         """Seconds for which the lease is trusted; 0: expired, lost or another process's."""
-        if self.lost or self.pid != os.getpid():
+        if self.lost or self.pid != this_process.pid:
             return 0.0
         return max(0.0, self.asked_at + self.seconds - self.store.early - time.monotonic())

@@ -20,6 +20,7 @@ from weakref import WeakSet
 from ..emitting import emit_in_background
 from ..events import LEASES_NOT_RENEWED, LEASES_NOT_RENEWED_BY_A_BUG
 from ..exceptions import LockBackendError
+from ..process import this_process
 from ..texts import get_logger
 from .lease import RENEW_AFTER, Lease
 from .store import LeaseStore, Renewal
@@ -111,7 +112,7 @@ class Renewer:
 
     def _leave(self, lease: Lease[Any]) -> None:
         # After a fork, a lease may be the parent's, whose threads do not run in this process.
-        if lease.lane is not None and lease.pid == os.getpid():
+        if lease.lane is not None and lease.pid == this_process.pid:
             lease.lane.discard(lease)
 
     @contextmanager
@@ -157,10 +158,9 @@ class Lane:
 
     def add(self, lease: Lease[Any]) -> None:
         """Start renewing a lease."""
-        was_idle = self._is_idle()
-        self._set_of(lease).add(lease)
-        if was_idle:
+        if self._is_idle():
             self._renewer.changed.notify_all()  # the connection stays open: stop waiting for it
+        self._set_of(lease).add(lease)
         if self._thread is None:
             self._wakes_at = lease.renew_at
             thread = threading.Thread(

@@ -292,12 +292,11 @@ class RedisStore(Store):
             if keys:
                 with self.errors("list"):
                     values = self._wire.ask("MGET", *keys)
-                yield from _read_page(
-                    (key, value, float(end) - now)
-                    for key, end, value in zip(keys, ends, values, strict=True)
-                    # None: released, expired, or lost by the server although it is listed.
-                    if value is not None
-                )
+                # None: released, expired, or lost by the server although it is listed.
+                page = [
+                    each for each in zip(keys, values, ends, strict=True) if each[1] is not None
+                ]
+                yield from _read_page(page, now)
             cursor = after.decode()
             if cursor == "0":
                 return
@@ -361,13 +360,12 @@ class RedisStore(Store):
     ) -> Any:
         """Run a script with the wire's method ``ask``; None: with :meth:`Wire.ask`."""
         ask = ask or self._wire.ask
-        words = (str(len(keys)), *keys, *args)
         # Not through errors(): a context manager costs as much as building the command.
         try:
             try:
-                return ask("EVALSHA", script.sha, *words)
+                return ask("EVALSHA", script.sha, str(len(keys)), *keys, *args)
             except self._no_script:  # first use on this server, a SCRIPT FLUSH or a restart
-                return ask("EVAL", script.source, *words)
+                return ask("EVAL", script.source, str(len(keys)), *keys, *args)
         except self.client_errors as error:
             raise self.explain(action, error) from error
 
@@ -387,15 +385,29 @@ def _milliseconds(seconds: float) -> str:
     return str(math.ceil(seconds * 1000))
 
 
-def _read_page(page: Iterable[tuple[bytes, bytes, float]]) -> Iterable[HeldLock]:
-    """Return the locks for a page of keys, values and remaining milliseconds."""
-    parsed = [(key, *_parse(value, max(left, 1))) for key, value, left in page]
+def _read_page(page: Sequence[tuple[bytes, bytes, bytes]], now: float) -> Iterable[HeldLock]:
+    """
+    Return the locks for a page of keys, values and ends.
+
+    Args:
+        now: The time of the server, in ms, as the ends.
+    """
     try:
-        return decode_holders([text for _, text, _ in parsed], [head for _, _, head in parsed])
+        # All at once, and by hand, in half the time of _parse() for each.
+        rows = b"\n".join([value for _, value, _ in page]).decode().split("\n")
+        heads = [
+            (
+                row[:TOKEN_LENGTH],
+                (left if (left := float(end) - now) > 1 else 1) / 1000,
+                int(row[TOKEN_LENGTH:HEAD_LENGTH]),
+            )
+            for row, (_, _, end) in zip(rows, page, strict=True)
+        ]
+        return decode_holders([row[HEAD_LENGTH:] for row in rows], heads)
     except GARBLED:
         return [
-            decode_holder(text, HeldLock(key.decode("utf-8", "replace"), *head))
-            for key, text, head in parsed
+            _read_lock(key.decode("utf-8", "replace"), value, max(float(end) - now, 1))
+            for key, value, end in page
         ]
 
 

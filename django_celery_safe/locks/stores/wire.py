@@ -6,7 +6,6 @@ How the Redis store sends its commands: :class:`PlainWire`, or :class:`Wire`, wh
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import weakref
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ...compat import take_connection
+from ...process import this_process
 from .client_library import Library, library_of
 
 #: How long after its time, s, a pop that the server has not ended is given up.
@@ -162,17 +162,16 @@ class Wire(PlainWire):
 
     def ask(self, *command: str, within: float | None = None) -> Any:
         connection = self._take_idle(within)
-        if connection is None:
-            return self._use(self._connect(within), command, within)
-        try:
-            return self._use(connection, command, within)
-        except self._library.connection_error:
-            # The connection broke since its last command, most likely in a restart, and so did
-            # the other connections.
-            self.close()
-            if within is not None:
-                return self._use(self._connect(within), command, within)
-            return super().ask(*command)
+        if connection is not None:
+            try:
+                return self._use(connection, command, within)
+            except self._library.connection_error:
+                # The connection broke since its last command, most likely in a restart, and so
+                # did the other connections.
+                self.close()
+                if within is None:
+                    return super().ask(*command)
+        return self._use(self._connect(within), command, within)
 
     def ask_counted(self, *command: str) -> tuple[Any, bool]:
         connection = self._take_idle()
@@ -211,7 +210,7 @@ class Wire(PlainWire):
                 return connection.ask_after_pop(*pop, command)
             return connection.ask(command, within)
         finally:
-            if connection.close.alive:
+            if connection.is_open:
                 if len(self._idle) < MOST_IDLE:
                     self._idle.append(connection)
                 else:
@@ -239,7 +238,9 @@ class Wire(PlainWire):
                 return None
             # A fork shares its parent's socket, and must not write to it. A connection with
             # shorter timeouts is not for a request that may wait as long as the settings say.
-            if connection.pid == os.getpid() and (within is not None or not connection.impatient):
+            if connection.pid == this_process.pid and (
+                within is not None or not connection.impatient
+            ):
                 return connection
 
 
@@ -253,7 +254,9 @@ class _Connection:
     """
 
     def __init__(self, pool: Any, within: float | None = None) -> None:
-        self.pid = os.getpid()
+        self.pid = this_process.pid
+        #: Whether it may serve another command.
+        self.is_open = True
         #: Whether its timeouts may be shorter than those in the pool's settings.
         self.impatient = within is not None
         #: Whether its server reported that it is a replica.
@@ -265,9 +268,14 @@ class _Connection:
             self._bound(within)
         # Otherwise the socket may be collected before the connection that would close it,
         # and Python would warn.
-        self.close = weakref.finalize(self, self._connection.disconnect)
-        self.close.atexit = False
+        self._disconnect = weakref.finalize(self, self._connection.disconnect)
+        self._disconnect.atexit = False
         self._connection.connect()
+
+    def close(self) -> None:
+        """Close the connection; it can't be used again."""
+        self.is_open = False
+        self._disconnect()
 
     def _bound(self, within: float) -> None:
         # Not through options: a unix socket, or a project's own class, may have other options.
