@@ -308,10 +308,10 @@ def describe_holder(task: Any, request: Any, renewed: bool) -> Holder:
 
 def describe_lock_holder(task: Any, request: Any, renewed: bool, lease: float) -> Holder:
     """Return what :func:`describe_holder` does, plus the task's arguments and the lease length."""
-    here = HOST, this_process.pid, time.time(), renewed
-    if task is None:
-        return Holder(*here, lease=lease)
-    return Holder(*here, task.name, request.id, arguments_of(request), lease)
+    work: tuple[str | None, ...] = (None, None, None)
+    if task is not None:
+        work = task.name, request.id, arguments_of(request)
+    return _new(Holder, (HOST, this_process.pid, time.time(), renewed, *work, lease))
 
 
 def arguments_of(request: Any) -> str | None:

@@ -16,13 +16,13 @@ wakes the waiter that has waited longest, and the server gives it the lock in th
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
+from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from ...exceptions import BackendNotSupported, CelerySafeError, LockBackendError
@@ -212,8 +212,8 @@ class RedisStore(Store):
         first, *others = [self._keys[each] for each in place_names(name, limit)]
         keys = [*first, *[other.lock for other in others]]
         text = encode_holder(name, holder, limit)
-        cut = len(json.dumps(name))  # behind its last character, before the quote
-        task_id = "" if holder.task_id is None else json.dumps(holder.task_id)
+        cut = len(quoted(name))  # behind its last character, before the quote
+        task_id = "" if holder.task_id is None else quoted(holder.task_id)
         mark = "" if patience is None else MARK_LASTS
         args = [token, _milliseconds(seconds), text[:cut], mark, text[cut:], task_id]
         ask = (
