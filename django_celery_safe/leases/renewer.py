@@ -160,7 +160,10 @@ class Lane:
         """Start renewing a lease."""
         if self._is_idle():
             self._renewer.changed.notify_all()  # the connection stays open: stop waiting for it
-        self._set_of(lease).add(lease)
+        if lease.owner is None:
+            self._unowned.add(lease)
+        else:
+            self._owned.add(lease)
         if self._thread is None:
             self._wakes_at = lease.renew_at
             thread = threading.Thread(
@@ -190,10 +193,10 @@ class Lane:
 
     def _drop(self, lease: Lease[Any]) -> None:
         lease.lane = None
-        self._set_of(lease).discard(lease)
-
-    def _set_of(self, lease: Lease[Any]) -> set[Lease[Any]] | WeakSet[Lease[Any]]:
-        return self._unowned if lease.owner is None else self._owned
+        if lease.owner is None:
+            self._unowned.discard(lease)
+        else:
+            self._owned.discard(lease)
 
     @property
     def _leases(self) -> list[Lease[Any]]:

@@ -29,6 +29,7 @@ from ..foreign_errors import ExcInfo
 from ..leases.holder import HeldLock, describe_lock_holder, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
+from ..process import this_process
 from . import misuse
 from .acquisition import Thread, give_back, here, record_lost, try_acquire
 from .decorated import check_done, check_guardable
@@ -115,12 +116,12 @@ class CacheLock(misuse.NotAsync):
         misuse.refuse_event_loop(self.name, "acquire")
         try:
             # One atomic step: if two threads arrive at once, one of them is refused.
-            if self._acquiring.setdefault(os.getpid(), here.thread) is not here.thread:
+            if self._acquiring.setdefault(this_process.pid, here.thread) is not here.thread:
                 raise misuse.used_elsewhere(self.name)
             return self._acquire(longest)
         finally:
-            if self._acquiring.get(os.getpid()) is here.thread:
-                del self._acquiring[os.getpid()]
+            if self._acquiring.get(this_process.pid) is here.thread:
+                del self._acquiring[this_process.pid]
 
     def release(self) -> bool:
         """

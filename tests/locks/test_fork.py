@@ -20,6 +20,7 @@ from pytest_django import Settings
 from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, idempotent
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
+from django_celery_safe.process import this_process
 from tests.app.models import Account
 from tests.conftest import MakeRedisCache
 from tests.locks.renewals import wait_for_renewal
@@ -51,6 +52,21 @@ def refusals(lock: CacheLock) -> list[str]:
 
 
 REFUSED = [f"{name}: LockError" for name in OWNERS]
+
+
+def test_a_child_knows_its_own_id() -> None:
+    """The process id that locks compare is right in a forked child, its child, and the parent."""
+    assert run_in_processes(compare_ids, 1) == [[True] * 4]
+
+
+def compare_ids() -> list[bool]:
+    """Return whether each of these processes knows its id."""
+
+    def is_right() -> bool:
+        return this_process.pid == os.getpid()
+
+    both: list[bool] = in_child(lambda: [is_right(), in_child(is_right)])
+    return [is_right(), *both, is_right()]
 
 
 def test_a_child_that_ends_leaves_its_parents_lock_alone(in_redis: None) -> None:
