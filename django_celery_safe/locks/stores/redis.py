@@ -31,7 +31,6 @@ from ...leases.holder import (
     GARBLED,
     PLACE,
     TOKEN_LENGTH,
-    Head,
     HeldLock,
     decode_holder,
     decode_holders,
@@ -393,15 +392,16 @@ def _read_page(page: Sequence[tuple[bytes, bytes, bytes]], now: float) -> Iterab
         now: The time of the server, in ms, as the ends.
     """
     try:
-        # All at once, and by hand, in half the time of _parse() for each.
-        rows = b"\n".join([value for _, value, _ in page]).decode().split("\n")
+        rows = [value.decode() for _, value, _ in page]
+        # By hand, in half the time of _read_lock() for each; not max(), which takes as long as
+        # the rest of its line.
         heads = [
             (
                 row[:TOKEN_LENGTH],
-                (left if (left := float(end) - now) > 1 else 1) / 1000,
-                int(row[TOKEN_LENGTH:HEAD_LENGTH]),
+                (left if (left := int(end) - now) > 1 else 1) / 1000,
+                int(value[TOKEN_LENGTH:HEAD_LENGTH]),
             )
-            for row, (_, _, end) in zip(rows, page, strict=True)
+            for row, (_, value, end) in zip(rows, page, strict=True)
         ]
         return decode_holders([row[HEAD_LENGTH:] for row in rows], heads)
     except GARBLED:
@@ -412,18 +412,13 @@ def _read_page(page: Sequence[tuple[bytes, bytes, bytes]], now: float) -> Iterab
 
 
 def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:
-    text, head = _parse(value, milliseconds)
-    return decode_holder(text, HeldLock(name, *head))
-
-
-def _parse(value: bytes, milliseconds: float) -> tuple[str, Head]:
-    """Return the text of the holder, and the token, remaining time and fence before it."""
     text = value.decode("utf-8", "replace")
     fence = text[TOKEN_LENGTH:HEAD_LENGTH]
-    # -1: a key without an expiry, which we never write.
-    remaining = milliseconds / 1000 if milliseconds >= 0 else None
-    return text[HEAD_LENGTH:], (
+    lock = HeldLock(
+        name,
         text[:TOKEN_LENGTH],
-        remaining,
+        # -1: a key without an expiry, which we never write.
+        milliseconds / 1000 if milliseconds >= 0 else None,
         int(fence) if fence.isdecimal() else None,
     )
+    return decode_holder(text[HEAD_LENGTH:], lock)
