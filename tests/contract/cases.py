@@ -430,7 +430,7 @@ def many_are_extended_together(folder: Path) -> None:
 
 def each_lease_has_its_own_length(folder: Path) -> None:
     """Leases of different lengths, extended together, each get theirs, whatever their order."""
-    tokens = {"one": "a" * 32, "two": "b" * 32, "three": "c" * 32}
+    tokens = {f"length:{number}": number * 32 for number in "123"}
     for name, token in tokens.items():
         hold_other_places(name)
         store().acquire(name, token, 10, Holder("here", 1), limit=limit())
