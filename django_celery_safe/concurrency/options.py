@@ -61,6 +61,12 @@ class Options:
     sent_timeout: float | conf.Unset
     on_duplicate: OnDuplicate
 
+    def lease(self) -> float:
+        """Return the lease of the run's lock, s."""
+        if isinstance(self.timeout, conf.Unset):
+            return conf.lock_timeout()
+        return self.timeout
+
 
 class GivenOptions(TypedDict, total=False):
     """The options of ``@single_instance``; each has a default."""

@@ -58,9 +58,9 @@ class Renewer:
         self.mutex = threading.RLock()
         #: Notified when a lane has finished a request or its connection state has changed.
         self.changed = threading.Condition(self.mutex)
-        #: Leases that a thread is renewing, or a holder is extending, at the moment. After two
-        #: requests at once, it would not be known which the store got last.
-        self.renewing: set[Lease[Any]] = set()
+        #: Leases that a lane's thread is renewing, or a holder is extending, at the moment. After
+        #: two requests at once, it would not be known which the store got last.
+        self.renewing: dict[Lane, list[Lease[Any]]] = {}
         self.extending: set[Lease[Any]] = set()
         self.lanes: dict[LaneKey, Lane] = {}
 
@@ -70,9 +70,10 @@ class Renewer:
         store = lease.store
         key = (store, store.part(lease.name) if store.has_parts else None, magnitude)
         with self.mutex:
-            if lease.lane is not self.lanes.get(key):
-                self._leave(lease)  # may release the mutex for a while, so a lane may end
             lane = self.lanes.get(key)
+            if lease.lane is not None and lease.lane is not lane:
+                self._leave(lease)  # may release the mutex for a while, so a lane may end
+                lane = self.lanes.get(key)
             if lane is None:
                 lane = self.lanes[key] = Lane(self, key)
             lease.lane = lane
@@ -118,12 +119,16 @@ class Renewer:
         """Keep the threads from renewing the lease while its holder changes it in the store."""
         try:
             with self.mutex:
-                self.changed.wait_for(lambda: lease not in self.renewing)
+                self.changed.wait_for(lambda: not self._is_renewing(lease))
                 self.extending.add(lease)
             yield
         finally:
             with self.mutex:
                 self.extending.discard(lease)
+
+    def _is_renewing(self, lease: Lease[Any]) -> bool:
+        # Of any lane: the lease may have left the lane that is renewing it.
+        return any(lease in leases for leases in self.renewing.values())
 
 
 class Lane:
@@ -138,10 +143,10 @@ class Lane:
         self._mutex = renewer.mutex
         #: A condition on the same mutex; ``with`` is faster on the mutex than on a condition.
         self._wake = threading.Condition(self._mutex)
-        #: Weak: a lease without an owner is renewed as long as anything refers to it.
-        self._leases: WeakSet[Lease[Any]] = WeakSet()
         #: Leases with an owner, which are renewed for as long as the owner's thread lives.
         self._owned: set[Lease[Any]] = set()
+        #: Weak: a lease without an owner is renewed as long as anything refers to it.
+        self._unowned: WeakSet[Lease[Any]] = WeakSet()
         self._thread: threading.Thread | None = None
         #: When the thread wakes up by itself, by the monotonic clock.
         self._wakes_at = math.inf
@@ -152,12 +157,12 @@ class Lane:
 
     def add(self, lease: Lease[Any]) -> None:
         """Start renewing a lease."""
-        was_idle = self._is_idle()
-        self._leases.add(lease)
-        if lease.owner is not None:
-            self._owned.add(lease)
-        if was_idle:
+        if self._is_idle():
             self._renewer.changed.notify_all()  # the connection stays open: stop waiting for it
+        if lease.owner is None:
+            self._unowned.add(lease)
+        else:
+            self._owned.add(lease)
         if self._thread is None:
             self._wakes_at = lease.renew_at
             thread = threading.Thread(
@@ -181,14 +186,21 @@ class Lane:
 
     def clear(self) -> None:
         """Stop renewing all leases."""
-        for lease in list(self._leases):
+        for lease in self._leases:
             self._drop(lease)
         self._close_if_idle()
 
     def _drop(self, lease: Lease[Any]) -> None:
         lease.lane = None
-        self._leases.discard(lease)
-        self._owned.discard(lease)
+        if lease.owner is None:
+            self._unowned.discard(lease)
+        else:
+            self._owned.discard(lease)
+
+    @property
+    def _leases(self) -> list[Lease[Any]]:
+        # A list, which takes less time than to go through a WeakSet.
+        return [*self._owned, *self._unowned]
 
     def _close_if_idle(self) -> None:
         if self._is_idle() and self._waits:
@@ -199,7 +211,7 @@ class Lane:
 
     def _is_idle(self) -> bool:
         """Return whether the thread is connected although it has no leases to renew."""
-        return self._is_connected and not self._leases
+        return self._is_connected and not (self._owned or self._unowned)
 
     def _run(self) -> None:
         while True:
@@ -237,7 +249,7 @@ class Lane:
             woken = self._wake.wait(LINGER if pause == math.inf else min(pause, LONGEST_PAUSE))
         finally:
             self._waits = False
-        if woken or self._leases or self._wakes_at < math.inf:
+        if woken or self._owned or self._unowned or self._wakes_at < math.inf:
             return True
         # This thread holds the mutex, so a lease that is added later gets a new lane.
         if self._renewer.lanes.get(self._key) is self:
@@ -259,21 +271,22 @@ class Lane:
         over: list[Lease[Any]] = []
         reports: list[Report] = []
         for lease in self._leases:
+            seconds, owner = lease.seconds, lease.owner
             # Not min(): with a thousand leases, the calls would be noticeable.
-            if lease.seconds < shortest:
-                shortest = lease.seconds
-            if lease.renew_at > now + lease.seconds * BATCH_WINDOW:
+            if seconds < shortest:
+                shortest = seconds
+            if lease.renew_at > now + seconds * BATCH_WINDOW:
                 if lease.renew_at < wakes_at:
                     wakes_at = lease.renew_at
-            elif lease.renew_until > now and (lease.owner is None or lease.owner.is_whole()):
+            elif lease.renew_until > now and (owner is None or owner.is_whole()):
                 due.append(lease)
             elif (end := _find_end(lease, now)) is not None:
                 over.append(lease)
                 reports.append((_warn_stopped, lease.name, lease.remaining, end))
             else:
                 due.append(lease)
-                if lease.owner is not None and lease.owner.is_forgotten():
-                    reports.append((_warn_forgotten, lease.name, lease.owner.scope))
+                if owner is not None and owner.is_forgotten():
+                    reports.append((_warn_forgotten, lease.name, owner.scope))
         for lease in over:
             self._drop(lease)
         self._wakes_at = wakes_at
@@ -287,12 +300,12 @@ class Lane:
             # Skip leases that their holders are extending, which renews them.
             extending = renewer.extending
             free = [each for each in leases if each not in extending] if extending else leases
-            renewer.renewing.update(free)
+            renewer.renewing[self] = free
         try:
             outcomes = self._ask(free, within) if free else []
         finally:
             with self._mutex:
-                renewer.renewing.difference_update(free)
+                renewer.renewing.pop(self, None)
                 renewer.changed.notify_all()
         if not all(outcomes):
             for lease, extended in zip(free, outcomes, strict=True):

@@ -102,12 +102,11 @@ def refuse_question(name: str) -> None:
 
 def runs_event_loop() -> bool:
     """Return whether this code runs in a coroutine, whose event loop must not be blocked."""
-    try:
-        # Not get_running_loop(): with gevent, all greenlets of the thread share that loop.
-        task = asyncio.current_task()
-    except RuntimeError:
+    # Asked first, because an error costs more than all other checks of an acquisition.
+    if asyncio._get_running_loop() is None:
         return False
-    return task is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
+    # With gevent, all greenlets of the thread share that loop.
+    return asyncio.current_task() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
 
 
 def refuse_event_loop(name: str, action: str) -> None:

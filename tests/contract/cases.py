@@ -428,6 +428,24 @@ def many_are_extended_together(folder: Path) -> None:
     assert store().release(place("one"), ours) is True
 
 
+def each_lease_has_its_own_length(folder: Path) -> None:
+    """Leases of different lengths, extended together, each get theirs, whatever their order."""
+    tokens = {f"length:{number}": number * 32 for number in "123"}
+    for name, token in tokens.items():
+        hold_other_places(name)
+        store().acquire(name, token, 10, Holder("here", 1), limit=limit())
+    for lengths in ([50, 50, 50], [30, 50, 50], [50, 50, 30], [30, 40, 50]):
+        asked = dict(zip(tokens, lengths, strict=True))
+        renewals = [Renewal(place(name), tokens[name], asked[name]) for name in tokens]
+        assert store().extend(renewals) == [True] * 3
+        for name, length in asked.items():
+            found = store().peek(place(name))
+            assert found is not None
+            # None: this store does not report it.
+            assert found.remaining is None or length - 5 < found.remaining <= length + 1
+    assert all(store().release(place(name), token) for name, token in tokens.items())
+
+
 def the_clock_is_told(folder: Path) -> None:
     """A store that has a clock tells it, as exactly as it counts its leases."""
     if isinstance(store(), PortableStore | LocalStore):
@@ -461,6 +479,7 @@ PATIENT: list[Case] = [
     renewed_lock_outlives_its_lease,
     extend_sets_the_lease,
     many_are_extended_together,
+    each_lease_has_its_own_length,
 ]
 
 #: Cases for stores that processes share.

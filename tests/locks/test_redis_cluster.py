@@ -128,7 +128,7 @@ def listing_of(name: str) -> str:
     """Return the key of the list that a lock stands in."""
     store = locate().store()
     assert isinstance(store, ClusterStore)
-    return store._keys(name).listing
+    return store._keys[name].listing
 
 
 def name_at(server: RedisClusterServer, node: RedisServer) -> str:
@@ -195,7 +195,7 @@ def test_what_a_script_needs_is_in_one_slot(name: str, cluster: RedisClusterServ
     """All places of a lock, its counter, its list and the queue of its waiters are in one slot."""
     store = locate().store()
     assert isinstance(store, ClusterStore)
-    places = [store._keys(place) for place in place_names(name, 3)]
+    places = [store._keys[place] for place in place_names(name, 3)]
     keys = [key for place in places for key in (*place, f"{place.lock} wake")]
     assert len({key_slot(key.encode()) for key in keys}) == 1
     assert len({place.lock for place in places}) == 3
@@ -434,7 +434,7 @@ def test_many_are_renewed(cluster: RedisClusterServer) -> None:
     with cluster.node_of(listing_of("many:7")).client() as client:
         store = locate().store()
         assert isinstance(store, ClusterStore)
-        assert client.delete(store._keys("many:7").lock)
+        assert client.delete(store._keys["many:7"].lock)
     wait_for(lambda: not locks[7].held, 10, "its loss was not found out")
     assert [lock.name for lock in locks if not lock.release()] == ["many:7"]
 

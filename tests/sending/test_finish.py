@@ -100,7 +100,7 @@ def test_it_waits_for_a_renewal_that_is_under_way(carried: Carried) -> None:
                 renewer.renewing.clear()
                 renewer.changed.notify_all()
 
-        renewer.renewing.add(claim.lease)
+        renewer.renewing[claim.lease.lane] = [claim.lease]
         with ThreadPoolExecutor(1) as pool, transaction.atomic(using=carried.alias):
             pool.submit(renew)
             claim.finish()

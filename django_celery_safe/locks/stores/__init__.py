@@ -102,7 +102,7 @@ def locate(cache: str | conf.Unset = conf.UNSET) -> Location:
 
 def get_store(cache: str | conf.Unset = conf.UNSET) -> Store:
     """Return this process's store for locks in ``cache``; unset: the store in the settings."""
-    return locate(cache).store()
+    return locate().store() if isinstance(cache, conf.Unset) else _cache_store(cache)
 
 
 def iter_locks(

@@ -97,7 +97,7 @@ class ClusterStore(RedisStore):
         ends_at = None if within is None else time.monotonic() + within
         buckets: dict[str, list[int]] = defaultdict(list)
         for place, renewal in enumerate(renewals):
-            buckets[self._keys(renewal.name).listing].append(place)
+            buckets[self._keys[renewal.name].listing].append(place)
         extended = [True] * len(renewals)
         for places in buckets.values():
             # At least a moment: when time is short, still try to extend the remaining leases.
@@ -108,7 +108,7 @@ class ClusterStore(RedisStore):
         return extended
 
     def part(self, name: str) -> object:
-        return self._cluster.known_node(self._keys(name).listing)
+        return self._cluster.known_node(self._keys[name].listing)
 
     def iter_locks(self) -> Iterator[HeldLock]:
         for listing in self._listings:

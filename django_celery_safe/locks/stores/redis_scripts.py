@@ -120,15 +120,16 @@ return {1, other}
 """)
 
 # KEYS: the list, then the locks. ARGV: all tokens joined without a separator, and all leases
-# joined with spaces, because each argument costs a client time. Returns the positions, from 0,
-# of the locks that were not extended.
+# joined with spaces, because each argument costs a client time; the last lease is also that of
+# all further locks. Returns the positions, from 0, of the locks that were not extended.
 EXTEND = Script("""
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local each_lease = string.gmatch(ARGV[2], '%d+')
+local each_lease, lease = string.gmatch(ARGV[2], '%d+'), nil
 local lost = {}
 for i = 2, #KEYS do
-    local token, lease = string.sub(ARGV[1], 32 * i - 63, 32 * i - 32), each_lease()
+    local token = string.sub(ARGV[1], 32 * i - 63, 32 * i - 32)
+    lease = each_lease() or lease
     -- A key of another type must not cost the other leases.
     local value = redis.pcall('GET', KEYS[i])
     if type(value) == 'string' and string.sub(value, 1, 32) == token then

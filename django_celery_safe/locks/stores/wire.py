@@ -162,17 +162,16 @@ class Wire(PlainWire):
 
     def ask(self, *command: str, within: float | None = None) -> Any:
         connection = self._take_idle(within)
-        if connection is None:
-            return self._use(self._connect(within), command, within)
-        try:
-            return self._use(connection, command, within)
-        except self._library.connection_error:
-            # The connection broke since its last command, most likely in a restart, and so did
-            # the other connections.
-            self.close()
-            if within is not None:
-                return self._use(self._connect(within), command, within)
-            return super().ask(*command)
+        if connection is not None:
+            try:
+                return self._use(connection, command, within)
+            except self._library.connection_error:
+                # The connection broke since its last command, most likely in a restart, and so
+                # did the other connections.
+                self.close()
+                if within is None:
+                    return super().ask(*command)
+        return self._use(self._connect(within), command, within)
 
     def ask_counted(self, *command: str) -> tuple[Any, bool]:
         connection = self._take_idle()
@@ -211,7 +210,7 @@ class Wire(PlainWire):
                 return connection.ask_after_pop(*pop, command)
             return connection.ask(command, within)
         finally:
-            if connection.close.alive:
+            if connection.is_open:
                 if len(self._idle) < MOST_IDLE:
                     self._idle.append(connection)
                 else:
@@ -254,6 +253,8 @@ class _Connection:
 
     def __init__(self, pool: Any, within: float | None = None) -> None:
         self.pid = os.getpid()
+        #: Whether it may serve another command.
+        self.is_open = True
         #: Whether its timeouts may be shorter than those in the pool's settings.
         self.impatient = within is not None
         #: Whether its server reported that it is a replica.
@@ -265,9 +266,14 @@ class _Connection:
             self._bound(within)
         # Otherwise the socket may be collected before the connection that would close it,
         # and Python would warn.
-        self.close = weakref.finalize(self, self._connection.disconnect)
-        self.close.atexit = False
+        self._disconnect = weakref.finalize(self, self._connection.disconnect)
+        self._disconnect.atexit = False
         self._connection.connect()
+
+    def close(self) -> None:
+        """Close the connection; it can't be used again."""
+        self.is_open = False
+        self._disconnect()
 
     def _bound(self, within: float) -> None:
         # Not through options: a unix socket, or a project's own class, may have other options.
