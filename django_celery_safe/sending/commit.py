@@ -15,6 +15,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from .. import conf
+from ..delivery.header import HEADER
 from ..events import TASK_KEPT, TASK_LOST, TASK_SENT
 from ..exceptions import ConfigurationError, WrongTransaction
 from ..foreign_errors import describe_error, find_interruption
@@ -23,11 +24,10 @@ from ..texts import get_logger
 from ..transactions import aliases_in_atomic, in_atomic
 from .broker import BrokerGone, is_backend_gone, pooled_producer
 from .capture import Captured, Message, capture
-from .deduplicate import is_claiming, is_marked
 from .departure import Departure
 from .eager import run_on_commit
 from .outbox import Outbox, OutboxBatch, bounded_publisher, keep, wants_outbox
-from .publisher import Publisher
+from .publisher import Publisher, takes_lock
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -329,7 +329,7 @@ def _announce(held: Held, message: Message) -> SoftTimeLimitExceeded | None:
 def _publish_together(held: Held, sent: list[int]) -> Exception | None:
     """Publish many messages in one request; return why no more can be published."""
     messages = held.captured.messages
-    if any(one.app is not held.app or is_claiming(one.options["headers"]) for one in messages):
+    if any(one.app is not held.app or takes_lock(one) for one in messages):
         return None
     if (late := held.timeout_error()) is not None:
         return late
@@ -355,7 +355,9 @@ def _publish(held: Held, message: Message) -> tuple[Exception | None, HeldLock |
 
 def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
     """Record on the result of a send whether its message was published or was a duplicate."""
-    result.is_duplicate = held is not None or is_marked(headers)
+    ours = headers.get(HEADER)
+    is_marked = isinstance(ours, dict) and "duplicate" in ours  # it was published for its canvas
+    result.is_duplicate = held is not None or is_marked
     if held is not None and held.holder.task_id is not None:
         result.id = held.holder.task_id
 

@@ -24,6 +24,7 @@ from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from ..batches import in_batches
 from ..concurrency.sent import seconds_until
+from ..delivery.header import HEADER, read_header
 from ..foreign_errors import describe_error, find_interruption
 from ..locks import HeldLock
 from ..texts import get_logger
@@ -102,9 +103,12 @@ class Publisher:
         """
         if self.gone is not None:
             raise self.gone
-        publish = partial(self._publish, message)
         try:
-            return publish_once(message.options["headers"], publish, again=again)
+            if takes_lock(message):
+                publish = partial(self._publish, message)
+                return publish_once(message.options["headers"], publish, again=again)
+            self._publish(message)
+            return None
         except BrokerGone as gone:
             self.gone = gone
             raise
@@ -194,6 +198,12 @@ class Publisher:
         if producer.connection not in self._redeclaring:
             self._redeclaring.add(producer.connection)
             producer.connection.declared_entities.clear()
+
+
+def takes_lock(message: Message) -> bool:
+    """Return whether only the publication of a message shows if it is a duplicate."""
+    headers = message.options["headers"]
+    return HEADER in headers and "sent" in read_header(headers, headers.get("task"))
 
 
 def put(message: Message, producer: Any, **options: Any) -> None:
