@@ -24,12 +24,12 @@ LIMITS: Final = {
     "single_instance run": 36,
     "unique_until send": 25,
     "unique_until run": 55,
-    "outbox call and commit": 40,
-    "relay of one": 16,
+    "outbox call and commit": 29,
+    "relay of one": 13,
     "do_once": 10,
     "idempotent run": 57,
-    "start": 66,
-    "step and next stage": 131,
+    "start": 55,
+    "step and next stage": 120,
     "last step": 77,
 }
 WIDTH: Final = max(map(len, LIMITS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from celery import Celery
 from celery.canvas import Signature
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
+from kombu.exceptions import OperationalError
 
 from .. import conf
 from ..delivery.header import HEADER
@@ -24,10 +26,10 @@ from ..texts import get_logger
 from ..transactions import aliases_in_atomic, in_atomic
 from .broker import BrokerGone, is_backend_gone, pooled_producer
 from .capture import Captured, Message, capture
-from .departure import Departure
+from .departure import Departure, OutboxBatch
 from .eager import run_on_commit
-from .outbox import Outbox, OutboxBatch, bounded_publisher, keep, wants_outbox
-from .publisher import Publisher, takes_lock
+from .outbox import Outbox, keep, wants_outbox
+from .publisher import Publisher, bounded_publisher, takes_lock
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -204,16 +206,14 @@ class Held:
     def __call__(self) -> None:
         """Publish all messages."""
         self.departure.has_begun = True
-        if self.kept is None:
-            _publish_held(self)
-            return
-        with self.departure.spending():
-            _publish_held(self)
+        _publish_held(self)
 
     def timeout_error(self) -> Exception | None:
         """Return why no more messages are published at this commit; None: there is time."""
         # Messages without the outbox must be sent now, because no relay sends them later.
-        return None if self.kept is None else self.departure.timeout_error()
+        if self.kept is None or time.monotonic() < self.departure.give_up_at:
+            return None
+        return OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
 
     def publisher(self, app: Celery) -> Publisher:
         """Return the publisher of an app's messages, which all sends of the commit share."""
@@ -226,7 +226,8 @@ class Held:
 
     def _make_publisher(self, app: Celery) -> Publisher:
         if self.kept is not None:
-            return bounded_publisher(app, self.departure)
+            departure = self.departure
+            return bounded_publisher(app, departure.timeout, lambda: not departure.is_time_over)
         lend = partial(pooled_producer, app, self.producer)
         return Publisher(app, lend, prepare=partial(_subscribe_to, self.departure))
 

@@ -18,7 +18,7 @@ from typing import Any
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_celery_safe.models import OutboxMessages, message_states
-from django_celery_safe.sending import commit, outbox, publisher
+from django_celery_safe.sending import commit, departure, publisher
 from django_celery_safe.sending.publisher import Publisher
 from tests.faults.outbox.plan import Witness
 
@@ -53,7 +53,7 @@ def lay_in_sender(fuse: Fuse) -> None:
     _wrap(commit, "keep", fuse, before="before the INSERT", after="after the INSERT")
     _wrap(commit, "_publish_held", fuse, before="after the commit")
     _wrap(commit, "_publish", fuse, after="after the publication")
-    _wrap(outbox.OutboxBatch, "end", fuse, after="after the delete")
+    _wrap(departure.OutboxBatch, "end", fuse, after="after the delete")
     _wrap_publication(publisher, "put", "inside the publication")
     _watch_socket(fuse)
 
