@@ -66,7 +66,7 @@ def serialize(
     """
     # Message protocol 1 has everything in one dict.
     args, kwargs, *embedded = (
-        (body["args"], body["kwargs"], body) if isinstance(body, Mapping) else body
+        body if isinstance(body, tuple) else (body["args"], body["kwargs"], body)
     )
     if not checked:
         check_arguments(task, args, kwargs, *embedded)

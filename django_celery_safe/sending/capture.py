@@ -126,6 +126,7 @@ def capture(app: Celery) -> Iterator[Captured]:
     argument checks are as in any other send.
     """
     install(app)
+    _install_in_backend(app)
     captured = Captured()
     token = CAPTURED.set(captured)
     try:
@@ -135,18 +136,23 @@ def capture(app: Celery) -> Iterator[Captured]:
 
 
 def install(app: Celery) -> None:
-    """Let ``CAPTURED`` and ``GATE`` apply to the sends of an app in this thread."""
-    backend: Any = app.backend
-    if hasattr(app.amqp.send_task_message, "celery_safe") and hasattr(
-        backend.set_chord_size, "celery_safe"
-    ):
+    """Let ``GATE`` apply to the sends of an app, and ``CAPTURED`` to their messages."""
+    if hasattr(app.amqp.send_task_message, "celery_safe"):
         return
-    # Shared tasks have a stand-in for the app.
-    app = getattr(app, "_get_current_object", lambda: app)()
+    app = _unwrap(app)
     with _installing:
         _switch(app.amqp, "send_task_message", functools.partial(_keep, app), _send_through)
-        # Backends belong to threads. Some open a connection when a task is sent or
-        # a group's result is made, and hang if their server is down.
+
+
+def _install_in_backend(app: Celery) -> None:
+    """Let ``CAPTURED`` apply to this thread's result backend of an app."""
+    backend: Any = app.backend
+    if hasattr(backend.set_chord_size, "celery_safe"):
+        return
+    app = _unwrap(app)
+    with _installing:
+        # Some open a connection when a task is sent or a group's result is made, and hang if
+        # their server is down.
         if type(backend).on_task_call is not Backend.on_task_call:  # which does nothing
             _switch(backend, "on_task_call", lambda *_: None)  # called after the commit
         _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
@@ -156,6 +162,12 @@ def install(app: Celery) -> None:
         _switch(
             backend, "set_chord_size", functools.partial(_put_off_chord_call, app, "set_chord_size")
         )
+
+
+def _unwrap(app: Celery) -> Celery:
+    # Shared tasks have a stand-in for the app.
+    real: Celery = getattr(app, "_get_current_object", lambda: app)()
+    return real
 
 
 def _switch(
