@@ -24,12 +24,12 @@ LIMITS: Final = {
     "single_instance run": 36,
     "unique_until send": 25,
     "unique_until run": 55,
-    "outbox call and commit": 29,
-    "relay of one": 13,
+    "outbox call and commit": 31,
+    "relay of one": 14,
     "do_once": 10,
     "idempotent run": 57,
-    "start": 55,
-    "step and next stage": 120,
+    "start": 57,
+    "step and next stage": 122,
     "last step": 77,
 }
 WIDTH: Final = max(map(len, LIMITS))

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
+from django.apps import apps
 from django.db import connections, models, transaction
 from django.db.models import Case, F, IntegerField, Q, When
 from django.db.models.functions import Length
@@ -18,7 +19,7 @@ from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
 from ..leases.lease_table import DIED, count_death
 from ..pruning import prune_all
-from ..statements import change_returning
+from ..statements import Param, Statement, change_returning
 from ..transactions import repeat_lost_races
 from .text import LONGEST_TYPE, end_of_traceback, storable
 
@@ -217,13 +218,17 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def record_sent(self, sent: Mapping[int, CarriedAttempt | None]) -> None:
         """
-        Record that messages were sent.
+        Record that messages of this outbox, a queryset of all its rows, were sent.
 
         Args:
             sent: The attempt of each message by its row's key; None: its row ends now.
         """
-        if ended := [pk for pk, attempt in sent.items() if attempt is None]:
-            self.filter(pk__in=ended).settle(keep=conf.keeps_sent())
+        ended = [pk for pk, attempt in sent.items() if attempt is None]
+        keep = conf.keeps_sent()
+        if len(ended) == 1 and not keep:
+            _ERASE_PENDING.execute(self.db, pk=ended[0])
+        elif ended:
+            self.filter(pk__in=ended).settle(keep=keep)
         alike: dict[tuple[float, int], list[str]] = {}
         for attempt in filter(None, sent.values()):
             alike.setdefault((attempt.wait, attempt.starts), []).append(attempt.name)
@@ -359,3 +364,12 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Emit an event at the commit for each message that an operator retried or discarded."""
         for task, task_id in rows:
             event.emit_on_commit(self.model, using=self.db, task=task, task_id=task_id)
+
+
+def _pending_row(alias: str) -> Any:
+    rows: Any = apps.get_model("django_celery_safe", "OutboxMessage").objects
+    return rows.using(alias).pending().filter(pk=Param("pk"))
+
+
+#: Most sends have one row.
+_ERASE_PENDING: Final = Statement(lambda alias: (_pending_row(alias), None), deletes=True)

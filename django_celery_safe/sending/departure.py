@@ -25,7 +25,7 @@ from .. import conf
 from ..databases import Now
 from ..exceptions import CelerySafeError
 from ..foreign_errors import describe_error
-from ..statements import change_returning
+from ..statements import Param, Statement, change_returning
 from ..texts import get_logger
 from .broker import register_all
 
@@ -188,6 +188,9 @@ class WrittenRows:
             self._query(part).filter(due_at__lte=Now() + held).release()
 
     def _find(self, rows: Sequence[Row]) -> set[Row]:
+        if len(rows) == 1:  # as in most commits
+            ((pk, task_id),) = rows
+            return set(rows) if _FIND.find(self.using, pk=pk, task_id=task_id) else set()
         return set(self._query(rows).values_list("pk", "task_id"))
 
     def _claim(self, rows: Sequence[Row]) -> set[Row]:
@@ -299,3 +302,10 @@ def rows_of(alias: str) -> Any:
     from ..models.outbox import OutboxMessage  # needs the app registry
 
     return OutboxMessage.objects.using(alias)
+
+
+def _find_row(alias: str) -> Any:
+    return rows_of(alias).filter(pk=Param("pk"), task_id=Param("task_id")).only("pk")
+
+
+_FIND: Final = Statement(lambda alias: (_find_row(alias), None))

@@ -63,7 +63,7 @@ def lay_in_relay(fuse: Fuse) -> None:
     _lay_in_claim(fuse)
     _wrap(publisher, "put", fuse, after="after a publication")
     _wrap(Publisher, "publish_together", fuse, after="after the pipeline")
-    _wrap(OutboxMessages, "settle", fuse, before="before the delete", after="after the delete")
+    _wrap(OutboxMessages, "record_sent", fuse, before="before the delete", after="after the delete")
     _wrap(OutboxMessages, "recall", fuse, after="inside the heartbeat")
     _wrap_publication(publisher, "put", "inside the publication")
     _wrap_publication(Publisher, "publish_together", "inside the pipeline")
