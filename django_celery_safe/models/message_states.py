@@ -224,11 +224,10 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             sent: The attempt of each message by its row's key; None: its row ends now.
         """
         ended = [pk for pk, attempt in sent.items() if attempt is None]
-        keep = conf.keeps_sent()
-        if len(ended) == 1 and not keep:
+        if len(ended) == 1 and not conf.keeps_sent():
             _ERASE_PENDING.execute(self.db, pk=ended[0])
         elif ended:
-            self.filter(pk__in=ended).settle(keep=keep)
+            self.filter(pk__in=ended).settle(keep=conf.keeps_sent())
         alike: dict[tuple[float, int], list[str]] = {}
         for attempt in filter(None, sent.values()):
             alike.setdefault((attempt.wait, attempt.starts), []).append(attempt.name)
