@@ -259,6 +259,11 @@ def retention(name: str) -> timedelta | None:
     return timedelta(seconds=_seconds(value, name, means, LONGEST_RETENTION))
 
 
+def keeps_sent() -> bool:
+    """Return whether messages stay in the outbox after they are sent."""
+    return retention("OUTBOX_RETENTION") != timedelta()
+
+
 def ttl(value: Any, what: str) -> timedelta | None:
     """
     Return how long a record is valid; None: for ever.

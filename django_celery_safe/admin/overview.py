@@ -21,13 +21,13 @@ from django.utils.functional import Promise
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from .. import conf
 from ..exceptions import CelerySafeError
 from ..foreign_errors import describe_error
 from ..inspection import overview as figures
 from ..inspection.row import ago, duration, moment_text
 from ..models.outbox import OutboxMessage
 from ..models.stages import StageRun
-from ..sending.outbox import keeps_sent
 from ..texts import printable
 from .chart import Drawing, draw, number_text
 
@@ -218,7 +218,7 @@ def _about_chart(chart: figures.Chart, *, with_messages: bool) -> str:
             "%(hours)d hours; those before show too few."
         )
         parts.append(text % {"number": number_text(MOST), "hours": chart.counted})
-    if with_messages and not keeps_sent():
+    if with_messages and not conf.keeps_sent():
         text = _("Carried tasks that end well leave no row to count: OUTBOX_RETENTION is 0.")
         parts.append(text)
     return " ".join(parts)

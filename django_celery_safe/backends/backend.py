@@ -22,7 +22,7 @@ from .. import conf
 from ..delivery.header import HEADER
 from ..exceptions import ConfigurationError
 from ..sending.commit import must_wait
-from ..sending.outbox import UNTIL_DONE, Outbox, checked_outbox, keeps_sent
+from ..sending.outbox import UNTIL_DONE, Outbox, checked_outbox
 from . import priorities
 from .functions import add_function, find_task, get_celery_task
 from .late_imports import prepare_worker
@@ -80,7 +80,7 @@ class SafeCeleryBackend(BaseTaskBackend):
     @property
     def supports_get_result(self) -> bool:  # type: ignore[override]
         """Whether a task's row stays when the task is done."""
-        return self.outbox == UNTIL_DONE and keeps_sent()
+        return self.outbox == UNTIL_DONE and conf.keeps_sent()
 
     def validate_task(self, task: AnyTask) -> None:
         """

@@ -10,9 +10,10 @@ from django.apps import apps
 from django.db import router
 from django.tasks import DEFAULT_TASK_QUEUE_NAME
 
+from .. import conf
 from ..exceptions import ConfigurationError
 from ..inspection.findings import Finding, fault
-from ..sending.outbox import UNTIL_DONE, keeps_sent
+from ..sending.outbox import UNTIL_DONE
 
 if TYPE_CHECKING:
     from .backend import SafeCeleryBackend
@@ -63,7 +64,7 @@ def _find_send_faults(backend: SafeCeleryBackend, where: str) -> Iterator[Findin
 
 def _find_result_faults(backend: SafeCeleryBackend, where: str) -> Iterator[Finding]:
     try:
-        forgets = backend.outbox == UNTIL_DONE and not keeps_sent()
+        forgets = backend.outbox == UNTIL_DONE and not conf.keeps_sent()
     except ConfigurationError:
         return  # E001 reports it
     if forgets:

@@ -24,13 +24,13 @@ from django.utils import timezone
 from django.utils.json import normalize_json
 from django.utils.module_loading import import_string
 
+from .. import conf
 from ..delivery.header import get_header
 from ..delivery.worker import find_received
 from ..exceptions import MessageLost, ResultNotStored
 from ..leases.claim import LONGEST_RESULT
 from ..sending import SafeTaskMixin
 from ..sending.carried import find_run
-from ..sending.outbox import keeps_sent
 from ..values import NotPlain, encode
 from .results import AnyResult, AnyTask, list_workers, make_error, make_result, name_worker, set_on
 
@@ -167,7 +167,7 @@ def _start(running: Any, args: Any, kwargs: Any) -> AnyResult:
 def _keep(running: Any, value: Any) -> None:
     """Store the return value of a carried task in its row, if the row is kept."""
     run = find_run(running.request.id)
-    if run is None or not keeps_sent():
+    if run is None or not conf.keeps_sent():
         return
     try:
         run.returned = encode(value, LONGEST_RESULT)

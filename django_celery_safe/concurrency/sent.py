@@ -336,6 +336,8 @@ def _is_retried(task: Any, error: BaseException) -> bool:
 
 def seconds_until(moment: object) -> float | None:
     """Return the seconds until a time; None: it is not a time. Numbers are returned as floats."""
+    if moment is None:
+        return None
     if isinstance(moment, int | float):
         return float(moment)
     if isinstance(moment, str):

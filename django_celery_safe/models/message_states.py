@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from functools import partial
-from operator import itemgetter
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
+from django.apps import apps
 from django.db import connections, models, transaction
 from django.db.models import Case, F, IntegerField, Q, When
 from django.db.models.functions import Length
 
-from ..batches import in_batches
+from .. import batches, conf
 from ..databases import MYSQL, Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
 from ..leases.lease_table import DIED, count_death
 from ..pruning import prune_all
-from ..statements import change_returning
+from ..statements import Param, Statement, change_returning
 from ..transactions import repeat_lost_races
 from .text import LONGEST_TYPE, end_of_traceback, storable
 
 if TYPE_CHECKING:
+    from ..sending.outbox import CarriedAttempt
     from .outbox import OutboxMessage
 
 #: Shortest and longest time until a message that could not be sent is tried again; it
@@ -164,9 +166,11 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
                 self.filter(pk=0).update(attempts=0)
             skip = features.has_select_for_update_skip_locked
             # Read only sizes here: a hundred whole rows may not fit into memory.
-            found = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "token", "sent_at")
-            found = found.select_for_update(skip_locked=skip)[:limit]
-            rows = next(in_batches(found, limit, itemgetter(1)), [])
+            sized = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "token", "sent_at")
+            found = list(sized.select_for_update(skip_locked=skip)[:limit])
+            most, totals = batches.BATCH_BYTES, accumulate(size for _, size, *_ in found)
+            rows = [row for row, total in zip(found, totals, strict=True) if total <= most]
+            rows = rows or found[:1]
             taken = change_returning(
                 self.filter(pk__in=[row[0] for row in rows]),
                 {"due_at": Now() + lease, **self._brought_back()},
@@ -211,6 +215,26 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             if locked:
                 register(unregistered.exclude(chord_calls="").first(), seconds)
                 unregistered.update(chord="")
+
+    def record_sent(self, sent: Mapping[int, CarriedAttempt | None]) -> None:
+        """
+        Record that messages of this outbox, a queryset of all its rows, were sent.
+
+        Args:
+            sent: The attempt of each message by its row's key; None: its row ends now.
+        """
+        ended = [pk for pk, attempt in sent.items() if attempt is None]
+        if len(ended) == 1 and not conf.keeps_sent():
+            _ERASE_PENDING.execute(self.db, pk=ended[0])
+        elif ended:
+            self.filter(pk__in=ended).settle(keep=conf.keeps_sent())
+        alike: dict[tuple[float, int], list[str]] = {}
+        for attempt in filter(None, sent.values()):
+            alike.setdefault((attempt.wait, attempt.starts), []).append(attempt.name)
+        for (wait, starts), names in alike.items():
+            # If the task has started since then, its run decides when the row is due.
+            untouched = self.filter(attempt__in=names, starts=starts)
+            untouched.carry(timedelta(seconds=wait), conf.resend_after())
 
     def settle(self, *, keep: bool) -> int:
         """Record that the messages were sent: delete them, or ``keep`` them for the retention."""
@@ -339,3 +363,12 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Emit an event at the commit for each message that an operator retried or discarded."""
         for task, task_id in rows:
             event.emit_on_commit(self.model, using=self.db, task=task, task_id=task_id)
+
+
+def _pending_row(alias: str) -> Any:
+    rows: Any = apps.get_model("django_celery_safe", "OutboxMessage").objects
+    return rows.using(alias).pending().filter(pk=Param("pk"))
+
+
+#: Most sends have one row.
+_ERASE_PENDING: Final = Statement(lambda alias: (_pending_row(alias), None), deletes=True)

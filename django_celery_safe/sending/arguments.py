@@ -42,6 +42,9 @@ def check_arguments(
             f"The arguments of task {task} are {args!r:.100}, which is not a list or tuple of "
             f"them. One argument is a tuple with a comma: ({args!r:.100},)."
         )
+    values = kwargs.values() if isinstance(kwargs, Mapping) else ()
+    if PLAIN.issuperset(map(type, (*(args or ()), *values, *more))):
+        return
     seen: set[int] = set()
     for place, value in [*_places(args, kwargs), *(("the message", part) for part in more)]:
         found = _find_unsendable(task, place, value, seen)
@@ -63,7 +66,7 @@ def serialize(
     """
     # Message protocol 1 has everything in one dict.
     args, kwargs, *embedded = (
-        (body["args"], body["kwargs"], body) if isinstance(body, Mapping) else body
+        body if isinstance(body, tuple) else (body["args"], body["kwargs"], body)
     )
     if not checked:
         check_arguments(task, args, kwargs, *embedded)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from kombu.pools import ProducerPool
 from ..foreign_errors import describe_error
 
 if TYPE_CHECKING:
-    from .capture import Message
+    from .capture import ChordCall, Message
 
 #: Options that limit each wait, in seconds, by kind of transport (kombu's ``driver_type``).
 BOUNDS: Final[dict[str, Any]] = {
@@ -235,6 +235,12 @@ def bounded_backend(app: Celery, seconds: float) -> Any:
             backend.connparams = {**parameters, **bounds, "retry_on_timeout": False}
         backends[seconds] = backend
     return backends[seconds]
+
+
+def register_all(calls: Sequence[ChordCall], seconds: float) -> None:
+    """Register chords with the result backend, in one try that waits at most ``seconds``."""
+    for call in calls:
+        call.register(bounded_backend(call.app, seconds))
 
 
 def is_unreachable(app: Celery, error: BaseException) -> bool:

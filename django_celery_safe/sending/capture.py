@@ -28,9 +28,11 @@ from .arguments import PLAIN, check_headers, serialize
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_captured: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured", default=None)
-#: Decides whether the next message of this context goes out; see :func:`publishing_through`.
-_gate: ContextVar[Gate | None] = ContextVar("django_celery_safe_gate", default=None)
+#: Keeps the messages that are made in this context; None: they are published.
+CAPTURED: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured", default=None)
+#: Decides whether the next message of this context is published; None: it is. It has no effect
+#: before :func:`install`.
+GATE: ContextVar[Gate | None] = ContextVar("django_celery_safe_gate", default=None)
 _installing = threading.Lock()
 
 #: Called with a message's headers and a function that publishes it; returns whether it did.
@@ -115,11 +117,6 @@ class Captured:
     subscriptions: list[Callable[[], Any]] = field(default_factory=list)
 
 
-def is_capturing() -> bool:
-    """Return whether messages made in this context are captured instead of published."""
-    return _captured.get() is not None
-
-
 @contextmanager
 def capture(app: Celery) -> Iterator[Captured]:
     """
@@ -128,45 +125,49 @@ def capture(app: Celery) -> Iterator[Captured]:
     Nothing connects to the broker or the result backend. Ids, results and
     argument checks are as in any other send.
     """
-    _install(app)
+    install(app)
+    _install_in_backend(app)
     captured = Captured()
-    token = _captured.set(captured)
+    token = CAPTURED.set(captured)
     try:
         yield captured
     finally:
-        _captured.reset(token)
+        CAPTURED.reset(token)
 
 
-@contextmanager
-def publishing_through(app: Celery, gate: Gate) -> Iterator[None]:
-    """Let ``gate`` decide whether the message that is sent inside the block is published."""
-    _install(app)
-    token = _gate.set(gate)
-    try:
-        yield
-    finally:
-        _gate.reset(token)
-
-
-def _install(app: Celery) -> None:
-    # Shared tasks have a stand-in for the app.
-    app = getattr(app, "_get_current_object", lambda: app)()
-    backend: Any = app.backend
-    if hasattr(app.amqp.send_task_message, "celery_safe") and hasattr(
-        backend.on_task_call, "celery_safe"
-    ):
+def install(app: Celery) -> None:
+    """Let ``GATE`` apply to the sends of an app, and ``CAPTURED`` to their messages."""
+    if hasattr(app.amqp.send_task_message, "celery_safe"):
         return
+    app = _unwrap(app)
     with _installing:
         _switch(app.amqp, "send_task_message", functools.partial(_keep, app), _send_through)
-        # Backends belong to threads. Some open a connection when a task is sent or
-        # a group's result is made, and hang if their server is down.
-        _switch(backend, "on_task_call", lambda *_: None)  # called after the commit
-        _switch(
-            backend, "set_chord_size", functools.partial(_put_off_chord_call, app, "set_chord_size")
-        )
+
+
+def _install_in_backend(app: Celery) -> None:
+    """Let ``CAPTURED`` apply to this thread's result backend of an app."""
+    backend: Any = app.backend
+    if hasattr(backend.set_chord_size, "celery_safe"):
+        return
+    app = _unwrap(app)
+    with _installing:
+        # Some open a connection when a task is sent or a group's result is made, and hang if
+        # their server is down.
+        if type(backend).on_task_call is not Backend.on_task_call:  # which does nothing
+            _switch(backend, "on_task_call", lambda *_: None)  # called after the commit
         _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
         if (consumer := getattr(backend, "result_consumer", None)) is not None:
             _switch(consumer, "consume_from", _put_off_subscription)
+        # The last one, because it shows that the backend has all of them.
+        _switch(
+            backend, "set_chord_size", functools.partial(_put_off_chord_call, app, "set_chord_size")
+        )
+
+
+def _unwrap(app: Celery) -> Celery:
+    # Shared tasks have a stand-in for the app.
+    real: Celery = getattr(app, "_get_current_object", lambda: app)()
+    return real
 
 
 def _switch(
@@ -187,7 +188,7 @@ def _switch(
         return
 
     def switched(*args: Any, **kwargs: Any) -> Any:
-        if _captured.get() is None:
+        if CAPTURED.get() is None:
             if else_do is not None:
                 return else_do(original, *args, **kwargs)
             return original(*args, **kwargs)
@@ -198,7 +199,7 @@ def _switch(
 
 
 def _current() -> Captured:
-    captured = _captured.get()
+    captured = CAPTURED.get()
     assert captured is not None
     return captured
 
@@ -275,7 +276,7 @@ class _DecidingProducer:
 def _send_through(
     original: Callable[..., Any], producer: Any, name: str, message: Any, **options: Any
 ) -> None:
-    gate = _gate.get()
+    gate = GATE.get()
     if gate is None:
         original(producer, name, message, **options)
         return
@@ -283,7 +284,7 @@ def _send_through(
     # receivers would reset what those of `before_task_publish` have set.
     context = copy_context()
     # The gate is for this message only: receivers of Celery's signals may send others.
-    context.run(_gate.set, None)
+    context.run(GATE.set, None)
     with suppress(_Dropped):
         context.run(original, _DecidingProducer(producer, name, gate), name, message, **options)
 
@@ -328,7 +329,7 @@ def _keep(
             )
         )
         # Messages that receivers send during the publication are not captured.
-        context.run(_captured.set, None)
+        context.run(CAPTURED.set, None)
 
 
 def _queue_name(app: Celery, queue: Any = None, exchange: Any = None, **options: Any) -> str | None:

@@ -41,7 +41,7 @@ from ..values import decode
 from .capture import Captured, capture
 from .going_on import publish_again
 from .message_table import Claimed, MessageTable, message_table
-from .outbox import can_carry, keeps_sent, name_attempt
+from .outbox import can_carry, name_attempt
 
 logger = get_logger(__name__)
 
@@ -175,7 +175,7 @@ class Run:
 
     def _end(self) -> bool:
         table, name, token = self.claim.table, self.claim.name, self.claim.token
-        row, keep = table.at(name), keeps_sent()
+        row, keep = table.at(name), conf.keeps_sent()
         # A finished task has its result in the row already.
         returned = "" if self.claim.is_finished else self.returned
         return self.claim.end_by(

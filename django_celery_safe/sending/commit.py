@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +14,10 @@ from celery import Celery
 from celery.canvas import Signature
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
+from kombu.exceptions import OperationalError
 
 from .. import conf
+from ..delivery.header import HEADER
 from ..events import TASK_KEPT, TASK_LOST, TASK_SENT
 from ..exceptions import ConfigurationError, WrongTransaction
 from ..foreign_errors import describe_error, find_interruption
@@ -23,11 +26,10 @@ from ..texts import get_logger
 from ..transactions import aliases_in_atomic, in_atomic
 from .broker import BrokerGone, is_backend_gone, pooled_producer
 from .capture import Captured, Message, capture
-from .deduplicate import is_claiming, is_marked
-from .departure import Departure
+from .departure import Departure, OutboxBatch
 from .eager import run_on_commit
-from .outbox import Outbox, OutboxBatch, bounded_publisher, keep, wants_outbox
-from .publisher import Publisher
+from .outbox import Outbox, keep, wants_outbox
+from .publisher import Publisher, bounded_publisher, takes_lock
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -204,16 +206,14 @@ class Held:
     def __call__(self) -> None:
         """Publish all messages."""
         self.departure.has_begun = True
-        if self.kept is None:
-            _publish_held(self)
-            return
-        with self.departure.spending():
-            _publish_held(self)
+        _publish_held(self)
 
     def timeout_error(self) -> Exception | None:
         """Return why no more messages are published at this commit; None: there is time."""
         # Messages without the outbox must be sent now, because no relay sends them later.
-        return None if self.kept is None else self.departure.timeout_error()
+        if self.kept is None or time.monotonic() < self.departure.give_up_at:
+            return None
+        return OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
 
     def publisher(self, app: Celery) -> Publisher:
         """Return the publisher of an app's messages, which all sends of the commit share."""
@@ -226,7 +226,8 @@ class Held:
 
     def _make_publisher(self, app: Celery) -> Publisher:
         if self.kept is not None:
-            return bounded_publisher(app, self.departure)
+            departure = self.departure
+            return bounded_publisher(app, departure.timeout, lambda: not departure.is_time_over)
         lend = partial(pooled_producer, app, self.producer)
         return Publisher(app, lend, prepare=partial(_subscribe_to, self.departure))
 
@@ -329,7 +330,7 @@ def _announce(held: Held, message: Message) -> SoftTimeLimitExceeded | None:
 def _publish_together(held: Held, sent: list[int]) -> Exception | None:
     """Publish many messages in one request; return why no more can be published."""
     messages = held.captured.messages
-    if any(one.app is not held.app or is_claiming(one.options["headers"]) for one in messages):
+    if any(one.app is not held.app or takes_lock(one) for one in messages):
         return None
     if (late := held.timeout_error()) is not None:
         return late
@@ -355,7 +356,9 @@ def _publish(held: Held, message: Message) -> tuple[Exception | None, HeldLock |
 
 def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
     """Record on the result of a send whether its message was published or was a duplicate."""
-    result.is_duplicate = held is not None or is_marked(headers)
+    ours = headers.get(HEADER)
+    is_marked = isinstance(ours, dict) and "duplicate" in ours  # it was published for its canvas
+    result.is_duplicate = held is not None or is_marked
     if held is not None and held.holder.task_id is not None:
         result.id = held.holder.task_id
 

@@ -73,17 +73,6 @@ def publish_once(
     return None
 
 
-def is_claiming(headers: dict[str, Any]) -> bool:
-    """Return whether only the publication of a message shows if it is a duplicate."""
-    return "sent" in read_header(headers, headers.get("task"))
-
-
-def is_marked(headers: dict[str, Any]) -> bool:
-    """Return whether a message is a duplicate that was published for its canvas."""
-    found = headers.get(HEADER)
-    return isinstance(found, dict) and "duplicate" in found
-
-
 def _emit_duplicate(headers: dict[str, Any], held: HeldLock, published: bool) -> None:
     name = held.name.removeprefix("sent:")
     event = TASK_DUPLICATE_PUBLISHED if published else TASK_DUPLICATE

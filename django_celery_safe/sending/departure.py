@@ -3,15 +3,15 @@ The state that the sends of one commit share, so that their waits do not add up.
 
 Each send is a separate ``on_commit`` callback, in the order of the calls, and other callbacks
 may run in between. Their shared :class:`Departure` has the time that the commit may spend on
-the outbox, the faults that occurred, and the rows that the sends wrote.
+the outbox, the faults that occurred, and the rows that the sends wrote. The rows of each send
+are an :class:`OutboxBatch`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -20,15 +20,18 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
 from django.db import transaction
-from kombu.exceptions import OperationalError
 
 from .. import conf
 from ..databases import Now
 from ..exceptions import CelerySafeError
-from ..statements import change_returning
+from ..foreign_errors import describe_error
+from ..statements import Param, Statement, change_returning
 from ..texts import get_logger
+from .broker import register_all
 
 if TYPE_CHECKING:
+    from .capture import ChordCall
+    from .outbox import CarriedAttempt
     from .publisher import Publisher
 
 logger = get_logger(__name__)
@@ -69,7 +72,8 @@ class Departure:
         self.interruption: SoftTimeLimitExceeded | None = None
         #: The remaining time of ``OUTBOX_SEND_TIMEOUT``, s; None: all of it.
         self._left: float | None = None
-        self._give_up_at = math.inf
+        #: While a send spends it: the monotonic time when it will be over.
+        self.give_up_at = math.inf
 
     @cached_property
     def timeout(self) -> float:
@@ -93,22 +97,19 @@ class Departure:
                 return departure
         return cls(connection.alias)
 
-    @contextmanager
-    def spending(self) -> Iterator[None]:
-        """Count the duration of the block as time that the commit spends on the outbox."""
+    def start_clock(self) -> None:
+        """Count the time from now on as time that the commit spends on the outbox."""
         left = self.timeout if self._left is None else self._left
-        began = time.monotonic()
-        self._give_up_at = began + left
-        try:
-            yield
-        finally:
-            self._left = left - (time.monotonic() - began)
+        self.give_up_at = time.monotonic() + left
 
-    def timeout_error(self) -> Exception | None:
-        """Return why this commit publishes no more outbox messages; None: there is time."""
-        if time.monotonic() < self._give_up_at:
-            return None
-        return OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
+    def stop_clock(self) -> None:
+        """Keep the remaining time for the outbox sends that follow in this commit."""
+        self._left = self.give_up_at - time.monotonic()
+
+    @property
+    def is_time_over(self) -> bool:
+        """Whether this commit publishes no more outbox messages, but leaves them to a relay."""
+        return time.monotonic() >= self.give_up_at
 
 
 class WrittenRows:
@@ -122,6 +123,8 @@ class WrittenRows:
 
     def __init__(self, using: str, timeout: float) -> None:
         self.using, self._timeout = using, timeout
+        #: How long rows belong to their sender after their INSERT, s.
+        self.sender_time = timeout + GRACE
         self._rows: list[Row] = []
         #: The number of each row. The key alone is not enough: SQLite reuses the key of a row
         #: that was rolled back for the next row, in this process or in another one.
@@ -135,11 +138,6 @@ class WrittenRows:
         self._ours_until = math.inf
         #: No row of ours is due later than this from now, s; one that a relay has claimed is.
         self._held = self.sender_time
-
-    @property
-    def sender_time(self) -> float:
-        """How long rows belong to their sender after their INSERT, s."""
-        return self._timeout + GRACE
 
     def add(self, rows: Sequence[Row]) -> int:
         """Add rows that were just inserted; return the number of the first row."""
@@ -190,6 +188,9 @@ class WrittenRows:
             self._query(part).filter(due_at__lte=Now() + held).release()
 
     def _find(self, rows: Sequence[Row]) -> set[Row]:
+        if len(rows) == 1:  # as in most commits
+            ((pk, task_id),) = rows
+            return set(rows) if _FIND.find(self.using, pk=pk, task_id=task_id) else set()
         return set(self._query(rows).values_list("pk", "task_id"))
 
     def _claim(self, rows: Sequence[Row]) -> set[Row]:
@@ -204,12 +205,107 @@ class WrittenRows:
         return {(pk, task_id) for pk, task_id in claimed}
 
     def _query(self, rows: Sequence[Row]) -> Any:
-        from ..models.outbox import OutboxMessage  # needs the app registry
-
         keys, task_ids = [pk for pk, _ in rows], {task_id for _, task_id in rows}
-        return OutboxMessage.objects.using(self.using).filter(pk__in=keys, task_id__in=task_ids)
+        return rows_of(self.using).filter(pk__in=keys, task_id__in=task_ids)
+
+
+class OutboxBatch:
+    """
+    The outbox rows of the messages that one call sent.
+
+    Args:
+        departure: The departure that all sends of that commit share.
+        rows: Keys and task ids of the rows, in the order of the messages.
+        chord: The id of their chord, if the result backend has to register it; otherwise "".
+        attempts: The attempt of each message, in the same order; see :meth:`CarriedAttempt.of`.
+    """
+
+    def __init__(
+        self,
+        departure: Departure,
+        rows: list[Row],
+        chord: str,
+        attempts: Sequence[CarriedAttempt | None],
+    ) -> None:
+        self._departure, self._chord, self._attempts = departure, chord, list(attempts)
+        self._ids = [pk for pk, _ in rows]
+        self._start = departure.rows.add(rows)
+
+    def begin(self) -> bool:
+        """
+        Return whether the rows were committed, and no relay takes them before they are sent.
+
+        If so, the time until :meth:`end` counts as time that the commit spends on the outbox.
+        """
+        departure, count, are_ours = self._departure, len(self._ids), False
+        departure.start_clock()
+        try:
+            # If the time is over, no message is published, and all are left to a relay.
+            are_ours = departure.is_time_over or departure.rows.are_ours(self._start, count)
+        except UNSETTLED as error:
+            self._warn("could not be looked for after the commit, and wait for a relay", error)
+        finally:
+            if not are_ours:
+                departure.stop_clock()
+        return are_ours
+
+    def register_chord(self, calls: Sequence[ChordCall]) -> None:
+        """Register the chord at the result backend, within ``OUTBOX_SEND_TIMEOUT``."""
+        if self._chord:
+            rows_of(self._departure.using).register_chord(
+                self._chord,
+                lambda row, seconds: register_all(calls, seconds),
+                self._departure.timeout,
+            )
+
+    def drop(self, number: int) -> None:
+        """Let the row of a message end without a run: it is a duplicate that is not sent."""
+        self._attempts[number] = None
+
+    def end(self, sent: Sequence[int]) -> None:
+        """Record which messages were sent, by their numbers, and leave the others to a relay."""
+        done = {self._ids[number]: self._attempts[number] for number in sent}
+        left = [pk for pk in self._ids if pk not in done]
+        rows = rows_of(self._departure.using)
+        try:
+            for part in in_parts(list(done.items())):
+                rows.record_sent(dict(part))
+            if not left:
+                return
+            if self._departure.is_time_over:
+                self._departure.rows.release(self._start)  # and all later rows
+                return
+            for keys in in_parts(left):
+                rows.filter(pk__in=keys).release()
+        except UNSETTLED as error:
+            self._warn("stay in the outbox, so that a relay sends them, again if need be", error)
+        finally:
+            self._departure.stop_clock()
+
+    def _warn(self, what: str, error: Exception) -> None:
+        logger.warning(
+            "%d message(s) of %r %s: %s",
+            len(self._ids),
+            self._departure.using,
+            what,
+            describe_error(error),
+        )
 
 
 def in_parts(rows: Sequence[T]) -> list[Sequence[T]]:
     """Split rows into parts that are small enough for one statement."""
     return [rows[first : first + LOOK] for first in range(0, len(rows), LOOK)]
+
+
+def rows_of(alias: str) -> Any:
+    """Return all outbox rows of a database, as a queryset."""
+    from ..models.outbox import OutboxMessage  # needs the app registry
+
+    return OutboxMessage.objects.using(alias)
+
+
+def _find_row(alias: str) -> Any:
+    return rows_of(alias).filter(pk=Param("pk"), task_id=Param("task_id")).only("pk")
+
+
+_FIND: Final = Statement(lambda alias: (_find_row(alias), None))

@@ -6,10 +6,11 @@ from typing import Any
 
 from django.db import transaction
 
+from .. import conf
 from .capture import Captured
 from .commit import Held
-from .departure import Departure
-from .outbox import OutboxBatch, attempt_id_of, keep, keeps_sent, rewrite
+from .departure import Departure, OutboxBatch
+from .outbox import attempt_id_of, keep, rewrite
 
 
 def publish_again(
@@ -39,7 +40,7 @@ def publish_again(
             if own
             else None
         )
-        if kept is None and (own or not row.end_or_erase(token, keep=keeps_sent())):
+        if kept is None and (own or not row.end_or_erase(token, keep=conf.keeps_sent())):
             # An earlier call may have committed, and only the answer got lost.
             names = list(filter(None, map(attempt_id_of, captured.messages)))
             return bool(row.model.objects.using(using).filter(attempt__in=names).exists())

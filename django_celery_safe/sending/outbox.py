@@ -1,9 +1,9 @@
 """
 Outbox rows, which keep messages from their transaction until a broker has them.
 
-This module is the sending process's part: it writes the rows in the transaction, and sends
-their messages right after the commit, within ``OUTBOX_SEND_TIMEOUT``. ``relay`` sends the
-messages that the process could not send, or did not send before it died.
+This module writes the rows in the transaction. ``commit`` sends their messages right after it,
+within ``OUTBOX_SEND_TIMEOUT``, and ``departure`` records that. ``relay`` sends the messages that
+the process could not send, or did not send before it died.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from celery import Celery
-from celery.backends.rpc import RPCBackend
 from celery.canvas import Signature
 from django.db import Error as DatabaseError
 from django.db import connections, router
-from kombu.common import maybe_declare
 
 from .. import conf
 from ..batches import in_batches
@@ -33,10 +31,8 @@ from ..foreign_errors import describe_error
 from ..statements import change_returning
 from ..texts import get_logger
 from ..transactions import lacks_table
-from .broker import ONE_WAIT, bounded_backend, bounded_producer
-from .capture import Captured, ChordCall, Message
-from .departure import UNSETTLED, Departure, in_parts
-from .publisher import Publisher
+from .capture import Captured, Message
+from .departure import Departure, OutboxBatch, rows_of
 from .serialization import MessageColumns, to_row
 
 logger = get_logger(__name__)
@@ -77,79 +73,6 @@ class CarriedAttempt(NamedTuple):
         """Return a message's attempt; None: it is not carried, so its row ends once it is sent."""
         name = attempt_id_of(message)
         return cls(name, max(0.0, seconds_until(message.eta) or 0.0), starts) if name else None
-
-
-class OutboxBatch:
-    """
-    The outbox rows of the messages that one call sent.
-
-    Args:
-        departure: The departure that all sends of that commit share.
-        rows: Keys and task ids of the rows, in the order of the messages.
-        chord: The id of their chord, if the result backend has to register it; otherwise "".
-        attempts: The attempt of each message, in the same order; see :meth:`CarriedAttempt.of`.
-    """
-
-    def __init__(
-        self,
-        departure: Departure,
-        rows: list[tuple[int, str]],
-        chord: str,
-        attempts: Sequence[CarriedAttempt | None],
-    ) -> None:
-        self._departure, self._chord, self._attempts = departure, chord, list(attempts)
-        self._ids = [pk for pk, _ in rows]
-        self._start = departure.rows.add(rows)
-
-    def begin(self) -> bool:
-        """Return whether the rows were committed, and no relay takes them before they are sent."""
-        if self._departure.timeout_error() is not None:
-            return True  # no message is published, and all are left to a relay
-        try:
-            return self._departure.rows.are_ours(self._start, len(self._ids))
-        except UNSETTLED as error:
-            self._warn("could not be looked for after the commit, and wait for a relay", error)
-            return False
-
-    def register_chord(self, calls: Sequence[ChordCall]) -> None:
-        """Register the chord at the result backend, within ``OUTBOX_SEND_TIMEOUT``."""
-        if self._chord:
-            _rows(self._departure.using).register_chord(
-                self._chord,
-                lambda row, seconds: register_all(calls, seconds),
-                self._departure.timeout,
-            )
-
-    def drop(self, number: int) -> None:
-        """Let the row of a message end without a run: it is a duplicate that is not sent."""
-        self._attempts[number] = None
-
-    def end(self, sent: Sequence[int]) -> None:
-        """Record which messages were sent, by their numbers, and leave the others to a relay."""
-        done = {self._ids[number]: self._attempts[number] for number in sent}
-        left = [pk for pk in self._ids if pk not in done]
-        rows = _rows(self._departure.using)
-        try:
-            for batch in in_parts(list(done.items())):
-                settle_rows(rows, dict(batch))
-            if not left:
-                return
-            if self._departure.timeout_error() is not None:
-                self._departure.rows.release(self._start)  # and all later rows
-                return
-            for part in in_parts(left):
-                rows.filter(pk__in=part).release()
-        except UNSETTLED as error:
-            self._warn("stay in the outbox, so that a relay sends them, again if need be", error)
-
-    def _warn(self, what: str, error: Exception) -> None:
-        logger.warning(
-            "%d message(s) of %r %s: %s",
-            len(self._ids),
-            self._departure.using,
-            what,
-            describe_error(error),
-        )
 
 
 def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> OutboxBatch:
@@ -245,25 +168,6 @@ def rewrite(
     return OutboxBatch(departure, [(pk, row.task_id)], "", [CarriedAttempt.of(message, starts)])
 
 
-def settle_rows(rows: Any, sent: Mapping[int, CarriedAttempt | None]) -> None:
-    """
-    Record that messages were sent.
-
-    Args:
-        rows: A queryset of the outbox.
-        sent: The attempt of each message by its row's key; see :meth:`CarriedAttempt.of`.
-    """
-    if ended := [pk for pk, attempt in sent.items() if attempt is None]:
-        rows.filter(pk__in=ended).settle(keep=keeps_sent())
-    alike: dict[tuple[float, int], list[str]] = {}
-    for attempt in filter(None, sent.values()):
-        alike.setdefault((attempt.wait, attempt.starts), []).append(attempt.name)
-    for (wait, starts), names in alike.items():
-        # If the task has started since then, its run decides when the row is due.
-        untouched = rows.filter(attempt__in=names, starts=starts)
-        untouched.carry(timedelta(seconds=wait), conf.resend_after())
-
-
 def _insert(alias: str, table: str, rows: Sequence[MessageColumns], seconds: float) -> list[int]:
     """
     Insert rows that are due in ``seconds``; return their keys.
@@ -283,8 +187,9 @@ def _insert(alias: str, table: str, rows: Sequence[MessageColumns], seconds: flo
     insert, values, times = _insertion(connection.vendor, alias, table, seconds)
     returned: dict[str, list[int]] = {}
     most_bytes = PACKET_BYTES if is_mysql else None
+    parts = [rows] if len(rows) == 1 else in_batches(rows, ROWS, attrgetter("size"), most_bytes)
     with connection.cursor() as cursor:
-        for part in in_batches(rows, ROWS, attrgetter("size"), most_bytes):
+        for part in parts:
             params = [value for row in part for value in (*row, *times)]
             returning = " RETURNING task_id, id" if returns else ""
             cursor.execute(f"{insert} {', '.join([values] * len(part))}{returning}", params)
@@ -300,14 +205,14 @@ def _find_inserted(
 ) -> Iterable[tuple[str, int]]:
     """Return the keys of rows that were just inserted; the database reports only the first."""
     names = {row.task_id for row in rows}
-    found: Any = _rows(alias).filter(pk__gte=first, task_id__in=names).order_by("pk")
+    found: Any = rows_of(alias).filter(pk__gte=first, task_id__in=names).order_by("pk")
     return list(found.values_list("task_id", "pk")[: len(rows)])
 
 
 @lru_cache(maxsize=64)
 def _insertion(vendor: str, alias: str, table: str, seconds: float) -> tuple[str, str, list[Any]]:
     """Return the two parts of the statement, and the parameters of a row's timestamps."""
-    rows = _rows(alias)
+    rows = rows_of(alias)
     compiler = rows.query.get_compiler(alias)
     clock = (Now(), Now() + timedelta(seconds=seconds))
     compiled = [compiler.compile(one.resolve_expression(rows.query)) for one in clock]
@@ -321,34 +226,6 @@ def _insertion(vendor: str, alias: str, table: str, seconds: float) -> tuple[str
     params = [param for _, params in compiled for param in params]
     name = connections[alias].ops.quote_name(table)
     return f"INSERT INTO {name} ({columns}) VALUES", values, params
-
-
-def bounded_publisher(app: Celery, departure: Departure) -> Publisher:
-    """Return a publisher that sends outbox messages right after their commit, in a short time."""
-    seconds = departure.timeout
-    # With other backends, a caller that waits for a result subscribes to it.
-    prepare = _declare_replies if isinstance(app.backend, RPCBackend) else None
-    lend = partial(bounded_producer, app, seconds)
-    return Publisher(
-        app,
-        lend,
-        prepare=prepare,
-        wait=seconds * ONE_WAIT,
-        has_time=lambda: departure.timeout_error() is None,
-    )
-
-
-def _declare_replies(message: Message, producer: Any) -> None:
-    """Declare the reply queue: the broker delivers results only to a queue that exists."""
-    backend: Any = message.app.backend
-    if message.result_wanted:
-        maybe_declare(backend.binding(producer.channel))
-
-
-def register_all(calls: Sequence[ChordCall], seconds: float) -> None:
-    """Register chords with the result backend, in one try that waits at most ``seconds``."""
-    for call in calls:
-        call.register(bounded_backend(call.app, seconds))
 
 
 def outbox_aliases() -> list[str]:
@@ -414,11 +291,6 @@ def checked_outbox(wanted: Any, what: str = "outbox") -> Outbox:
     )
 
 
-def keeps_sent() -> bool:
-    """Return whether messages stay in the outbox after they are sent."""
-    return conf.retention("OUTBOX_RETENTION") != timedelta()
-
-
 def _parts(signature: Signature[Any]) -> Iterator[Any]:
     """Yield the signatures of the single tasks in a canvas."""
     parts = [*(getattr(signature, "tasks", None) or ()), getattr(signature, "body", None)]
@@ -427,9 +299,3 @@ def _parts(signature: Signature[Any]) -> Iterator[Any]:
         yield signature
     for part in inner:
         yield from _parts(part)
-
-
-def _rows(alias: str) -> Any:
-    from ..models.outbox import OutboxMessage  # needs the app registry
-
-    return OutboxMessage.objects.using(alias)

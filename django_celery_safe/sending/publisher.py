@@ -18,16 +18,26 @@ from typing import Any, Final, TypeAlias
 from weakref import WeakSet
 
 from celery import Celery, signals
+from celery.backends.rpc import RPCBackend
 from celery.exceptions import SoftTimeLimitExceeded
+from kombu.common import maybe_declare
 from kombu.serialization import loads
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from ..batches import in_batches
 from ..concurrency.sent import seconds_until
+from ..delivery.header import HEADER, read_header
 from ..foreign_errors import describe_error, find_interruption
 from ..locks import HeldLock
 from ..texts import get_logger
-from .broker import BrokerGone, is_out_of_order, is_timeout, is_unreachable
+from .broker import (
+    ONE_WAIT,
+    BrokerGone,
+    bounded_producer,
+    is_out_of_order,
+    is_timeout,
+    is_unreachable,
+)
 from .capture import Message
 from .deduplicate import publish_once
 
@@ -102,9 +112,12 @@ class Publisher:
         """
         if self.gone is not None:
             raise self.gone
-        publish = partial(self._publish, message)
         try:
-            return publish_once(message.options["headers"], publish, again=again)
+            if takes_lock(message):
+                publish = partial(self._publish, message)
+                return publish_once(message.options["headers"], publish, again=again)
+            self._publish(message)
+            return None
         except BrokerGone as gone:
             self.gone = gone
             raise
@@ -194,6 +207,27 @@ class Publisher:
         if producer.connection not in self._redeclaring:
             self._redeclaring.add(producer.connection)
             producer.connection.declared_entities.clear()
+
+
+def bounded_publisher(app: Celery, seconds: float, has_time: Callable[[], bool]) -> Publisher:
+    """Return a publisher that sends outbox messages right after their commit, in a short time."""
+    # With other backends, a caller that waits for a result subscribes to it.
+    prepare = _declare_replies if isinstance(app.backend, RPCBackend) else None
+    lend = partial(bounded_producer, app, seconds)
+    return Publisher(app, lend, prepare=prepare, wait=seconds * ONE_WAIT, has_time=has_time)
+
+
+def _declare_replies(message: Message, producer: Any) -> None:
+    """Declare the reply queue: the broker delivers results only to a queue that exists."""
+    backend: Any = message.app.backend
+    if message.result_wanted:
+        maybe_declare(backend.binding(producer.channel))
+
+
+def takes_lock(message: Message) -> bool:
+    """Return whether only the publication of a message shows if it is a duplicate."""
+    headers = message.options["headers"]
+    return HEADER in headers and "sent" in read_header(headers, headers.get("task"))
 
 
 def put(message: Message, producer: Any, **options: Any) -> None:

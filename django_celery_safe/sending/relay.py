@@ -28,6 +28,7 @@ from django.db import (
 )
 from django.db import Error as DatabaseError
 
+from .. import conf
 from ..concurrency.sent import leave_period, seconds_until
 from ..databases import refuse_untested
 from ..delivery.header import read_header
@@ -41,10 +42,10 @@ from ..events import (
 from ..exceptions import ConfigurationError, LockBackendError
 from ..foreign_errors import describe_error
 from ..texts import get_logger
-from .broker import BrokerGone, OwnConnection, is_backend_gone
+from .broker import BrokerGone, OwnConnection, is_backend_gone, register_all
 from .capture import Message
 from .housekeeping import Housekeeping
-from .outbox import EXPIRED, CarriedAttempt, keeps_sent, register_all, settle_rows
+from .outbox import EXPIRED, CarriedAttempt
 from .publisher import Publisher
 from .serialization import ForAnotherRelay, to_message
 from .trouble import Trouble
@@ -131,7 +132,7 @@ class Relay:
                 f"The database {using!r} has AUTOCOMMIT off, and the relay's steps would not be "
                 f"committed. Give the relay an alias without it: --database=ALIAS."
             )
-        keeps_sent()  # otherwise a setting that is not valid would show only after sending
+        conf.keeps_sent()  # otherwise a setting that is not valid would show only after sending
         self.using = using
         self._attempts = attempts
         #: The relay's chores besides sending.
@@ -374,7 +375,7 @@ class Relay:
 
     def _settle(self) -> None:
         if self._sent:
-            settle_rows(self._rows(), self._sent)
+            self._rows().record_sent(self._sent)
             self._sent = {}
 
     def _give_back(self) -> None:

@@ -19,14 +19,14 @@ from ..concurrency.keys import ArgumentsDontFit, call_key
 from ..concurrency.message_endings import watch
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
 from ..concurrency.sent import SentLock, find_sent
-from ..delivery.copies import COPY_FIELDS, find_resent, resending
-from ..delivery.header import HEADER, Header, read_given_fields, read_header, with_header
+from ..delivery.copies import COPY_FIELDS, Resent, find_resent, resending
+from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
 from ..exceptions import AlreadySent, TaskPoisoned
 from ..locks import HeldLock
 from .arguments import check_arguments, explain
 from .beyond_visibility import warn_if_beyond_visibility
-from .capture import is_capturing, publishing_through
+from .capture import CAPTURED, GATE, install
 from .carried import find_run, has_ended
 from .commit import as_sent_result, hold, must_wait, settle
 from .deduplicate import publish_once
@@ -108,18 +108,19 @@ class SafeTaskMixin(Task[P, R]):
             ConfigurationError: The database has no outbox.
         """
         self._read_options(options)
-        if is_capturing() or find_resent(options.get("task_id")) is not None:
-            return self._send(args, kwargs, options)
+        resent = find_resent(options.get("task_id"))
+        if CAPTURED.get() is not None or resent is not None:
+            return self._send(args, kwargs, options, resent)
         outbox = task_wants_outbox(self) if outbox is None else outbox
         eager = self.app.conf.task_always_eager
         if not must_wait(using) and (eager or not outbox):
-            return self._send(args, kwargs, options)
+            return self._send(args, kwargs, options, None)
         if eager:
             self._with_header(args, kwargs, options, Header())  # raises errors now
             return as_sent_result(run_on_commit(self.signature(args, kwargs), using, options))
 
         def send(given: dict[str, Any]) -> SentResult[R]:
-            return self._send(args, kwargs, given)
+            return self._send(args, kwargs, given, None)
 
         result: SentResult[R] = hold(self.app, send, using, options, outbox=outbox)
         return result
@@ -158,13 +159,15 @@ class SafeTaskMixin(Task[P, R]):
         """
         options.update(zip(_POSITIONAL, more, strict=False))
         self._read_options(options)
-        settings = conf.current()
-        if self._waits_for_commit(options, settings) and not is_running(options.get("task_id")):
+        settings, task_id = conf.current(), options.get("task_id")
+        if self._waits_for_commit(options, settings) and not is_running(task_id):
             return self.apply_async_on_commit(args, kwargs, **options)
         options = {name: options[name] for name in options if name not in _OURS}
-        if settings["WARN_IN_ATOMIC"] and not self._leaves_rightly(options.get("task_id")):
+        resent = find_resent(task_id)
+        # A captured message waits for its commit; a message that is re-sent or run must not wait.
+        if settings["WARN_IN_ATOMIC"] and not (resent or CAPTURED.get() or is_running(task_id)):
             warn_if_in_atomic(self.name)
-        return self._send(args, kwargs, options)
+        return self._send(args, kwargs, options, resent)
 
     def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """
@@ -212,22 +215,20 @@ class SafeTaskMixin(Task[P, R]):
         wanted = self.send_on_commit
         return bool(settings["SEND_ON_COMMIT"] if wanted is None else wanted)
 
-    def _leaves_rightly(self, task_id: str | None) -> bool:
-        """Return whether a send already waits for its commit, or must not wait."""
-        return is_capturing() or find_resent(task_id) is not None or is_running(task_id)
-
-    def _send(self, args: Any, kwargs: Any, options: dict[str, Any]) -> SentResult[R]:
+    def _send(
+        self, args: Any, kwargs: Any, options: dict[str, Any], resent: Resent | None
+    ) -> SentResult[R]:
         if self.app not in SEEN:
             look_at_first_send(self.app, self.name)
         carried_along = [options[name] for name in _CARRIED if options.get(name) is not None]
         check_arguments(self.name, args, kwargs, *carried_along)
-        warn_if_beyond_visibility(self.app, self.name, options)
+        if "countdown" in options or "eta" in options:
+            warn_if_beyond_visibility(self.app, self.name, options)
         # A worker's main process sends the retry of a killed run like any other message.
-        resent = find_resent(options.get("task_id"))
         run = find_run(options.get("task_id")) if resent is not None else None
-        if run is not None and not is_capturing():
+        if run is not None and CAPTURED.get() is None:
             with run.keeping():
-                return self._send(args, kwargs, options)
+                return self._send(args, kwargs, options, resent)
         again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried
@@ -264,7 +265,7 @@ class SafeTaskMixin(Task[P, R]):
         Args:
             again: Whether the running task re-sends its own message.
         """
-        if is_capturing():
+        if CAPTURED.get() is not None:
             if self._raises_duplicates(header) and not header.get("canvas"):
                 raise TypeError(
                     f'Task {self.name} has on_duplicate="raise", but only the commit shows '
@@ -282,8 +283,12 @@ class SafeTaskMixin(Task[P, R]):
             outcomes[headers.get("id", "")] = headers, held
             return held is None
 
-        with publishing_through(self.app, publish):
+        install(self.app)
+        gate = GATE.set(publish)
+        try:
             result = self._publish(args, kwargs, options)
+        finally:
+            GATE.reset(gate)
         if result.id not in outcomes:
             return result  # it ran eagerly
         headers, held = outcomes[result.id]
@@ -335,7 +340,10 @@ class SafeTaskMixin(Task[P, R]):
         if asked is not None or (guarded and guarded.options.unique_until is not None):
             guarded = guarded or Guarded(self.run, DEFAULTS, False)
             header |= self._lock_fields(guarded, asked, args, kwargs, options, carried, is_resent)
-        return (with_header(options, header) if header else options), header
+        if header:
+            header["format"] = FORMAT
+            options["headers"] = {**(options.get("headers") or {}), HEADER: header}
+        return options, header
 
     def _lock_fields(
         self,

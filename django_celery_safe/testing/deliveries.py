@@ -19,9 +19,10 @@ from kombu.serialization import prepare_accept_content
 
 from ..delivery.call import load_tasks
 from ..exceptions import WrongTransaction
-from ..sending import outbox
 from ..sending.capture import Message, capture
 from ..sending.deduplicate import publish_once
+from ..sending.departure import OutboxBatch
+from ..sending.outbox import CarriedAttempt
 from ..sending.serialization import to_message
 from ..transactions import aliases_in_atomic
 from .commits import on_commit_now
@@ -143,7 +144,7 @@ def take(rows: Any) -> tuple[Celery, Sent] | None:
         for call in chord_calls:
             call.register()
         published = _publish(message)
-        outbox.settle_rows(rows, {row.pk: outbox.CarriedAttempt.of(message, row.starts)})
+        rows.record_sent({row.pk: CarriedAttempt.of(message, row.starts)})
         if published is not None:
             return message.app, published
     return None
@@ -211,7 +212,7 @@ _PROPERTIES: Final = ("correlation_id", "reply_to", "priority")
 @contextmanager
 def relaying(app: Celery) -> Iterator[list[Sent]]:
     """Leave outbox messages in the outbox, and keep all other messages in the yielded list."""
-    nobody_sends = mock.patch.object(outbox.OutboxBatch, "begin", return_value=False)
+    nobody_sends = mock.patch.object(OutboxBatch, "begin", return_value=False)
     with kept_from_broker(app) as sent, on_commit_now(), nobody_sends:
         yield sent
 

@@ -20,7 +20,7 @@ from .. import conf
 from ..concurrency.sent import find_lock_of
 from ..delivery.header import read_header
 from ..locks.stores import get_store
-from ..sending import broker, outbox
+from ..sending import broker
 
 #: Whether this context runs a callback of ``transaction.on_commit()``.
 committing_now: ContextVar[bool] = ContextVar("django_celery_safe_committing", default=False)
@@ -98,7 +98,7 @@ def kept_from_broker(app: Celery) -> Iterator[list[Sent]]:
             stack.enter_context(mock.patch.dict(app.conf.changes, task_always_eager=False))
         stack.enter_context(mock.patch.object(Producer, "publish", publish))
         stack.enter_context(mock.patch.object(Celery, "backend", property(results)))
-        bounded = mock.patch.object(outbox, "bounded_backend", lambda app, seconds: results(app))
+        bounded = mock.patch.object(broker, "bounded_backend", lambda app, seconds: results(app))
         stack.enter_context(bounded)
         stack.enter_context(mock.patch.object(broker, "connect", return_value=None))
         stack.callback(free_locks_of, sent)

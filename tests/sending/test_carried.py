@@ -39,7 +39,7 @@ from django_celery_safe import (
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.sending import carried as carried_module
-from django_celery_safe.sending.outbox import CarriedAttempt, settle_rows
+from django_celery_safe.sending.outbox import CarriedAttempt
 from django_celery_safe.signals import (
     message_brought_back,
     message_done,
@@ -469,7 +469,7 @@ def test_a_sender_that_records_too_late_records_nothing(carried: Carried, goes_o
     with suppress(SystemExit):
         carried.mailbox.deliver(message)
     carried.rows.update(sent_at=None, due_at=Now())
-    settle_rows(carried.rows, sent)
+    carried.rows.record_sent(sent)
     assert carried.row.state == "pending"
     carried.mailbox.take()
     assert [one.ours["attempt"] for one in carried.relay()] == [carried.row.attempt]

@@ -928,12 +928,12 @@ def test_a_row_that_can_not_be_deleted_stays(
     def refuse(*_: object, **__: object) -> None:
         raise DatabaseError("server closed the connection")
 
-    monkeypatch.setattr(OutboxMessages, "settle", refuse)
+    monkeypatch.setattr(OutboxMessages, "record_sent", refuse)
     with transaction.atomic(using=alias):
         result = keep(1, alias)
     assert ids(sent()) == row_ids(alias) == [result.id]
     assert result.send_error is None
-    (warning,) = [record for record in caplog.records if record.name.endswith("outbox")]
+    (warning,) = [record for record in caplog.records if record.name.endswith("departure")]
     assert warning.levelname == "WARNING"
     assert "a relay sends them" in warning.getMessage()
 

@@ -18,7 +18,7 @@ from typing import Any
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_celery_safe.models import OutboxMessages, message_states
-from django_celery_safe.sending import commit, outbox, publisher
+from django_celery_safe.sending import commit, departure, publisher
 from django_celery_safe.sending.publisher import Publisher
 from tests.faults.outbox.plan import Witness
 
@@ -53,7 +53,7 @@ def lay_in_sender(fuse: Fuse) -> None:
     _wrap(commit, "keep", fuse, before="before the INSERT", after="after the INSERT")
     _wrap(commit, "_publish_held", fuse, before="after the commit")
     _wrap(commit, "_publish", fuse, after="after the publication")
-    _wrap(outbox.OutboxBatch, "end", fuse, after="after the delete")
+    _wrap(departure.OutboxBatch, "end", fuse, after="after the delete")
     _wrap_publication(publisher, "put", "inside the publication")
     _watch_socket(fuse)
 
@@ -63,7 +63,7 @@ def lay_in_relay(fuse: Fuse) -> None:
     _lay_in_claim(fuse)
     _wrap(publisher, "put", fuse, after="after a publication")
     _wrap(Publisher, "publish_together", fuse, after="after the pipeline")
-    _wrap(OutboxMessages, "settle", fuse, before="before the delete", after="after the delete")
+    _wrap(OutboxMessages, "record_sent", fuse, before="before the delete", after="after the delete")
     _wrap(OutboxMessages, "recall", fuse, after="inside the heartbeat")
     _wrap_publication(publisher, "put", "inside the publication")
     _wrap_publication(Publisher, "publish_together", "inside the pipeline")
