@@ -336,7 +336,7 @@ def test_a_server_that_refuses_locks_is_an_error(
     settings: Settings, redis_server: RedisServer
 ) -> None:
     """E009 says of a replica, and of a node of a cluster, that no lock can be taken there."""
-    replica = ("--replicaof", f"{redis_server.host} {redis_server.port}")
+    replica = ("--replicaof", redis_server.host, str(redis_server.port))
     for server, said, advice in (
         (RedisServer(options=replica), "is a replica", "name the primary"),
         (RedisServer(cluster=True), "is a node of Redis Cluster", "a client for Redis"),

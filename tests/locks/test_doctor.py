@@ -265,7 +265,7 @@ def test_check_and_doctor_say_the_same(fragile_redis: RedisServer) -> None:
 
 def test_a_server_that_refuses_locks(redis_server: RedisServer, settings: Settings) -> None:
     """A replica is named as such, with what to do, and its locks are not tried out further."""
-    options = ("--replicaof", f"{redis_server.host} {redis_server.port}")
+    options = ("--replicaof", redis_server.host, str(redis_server.port))
     with RedisServer(options=options) as replica:
         use_redis(settings, replica)
         found = {finding.check: finding for finding in examine()}
