@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -27,6 +28,7 @@ from django_celery_safe.concurrency import guard
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.events import TASK_CONFLICT, TASK_OWN_COPY
 from django_celery_safe.locks.stores.local import LocalStore
+from django_celery_safe.signals import lock_acquired
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.processes import free_port, wait_for
@@ -67,6 +69,7 @@ class Importing:
             "blocking_timeout",
             "cache",
             "timeout",
+            "renew",
         } & options.keys()
         decorate = single_instance(key="{number}", **{name: options.pop(name) for name in names})
         options.setdefault("acks_late", True)
@@ -102,6 +105,21 @@ def test_skip_succeeds_with_none(base: Any, store: str, mailbox: Mailbox) -> Non
         assert mailbox.deliver(message) == ("SUCCESS", None)
     assert importing.runs == []
     assert mailbox.take() == []
+
+
+def test_a_lease_that_ends_before_the_body_begins(mailbox: Mailbox, locks_in_memory: None) -> None:
+    """Nobody else holds the lock, so the task runs, and is not skipped as if somebody did."""
+    importing = Importing(mailbox, timeout=0.02, renew=False)
+    message = importing.message()
+
+    def stall(**fields: object) -> None:
+        time.sleep(0.03)
+
+    lock_acquired.connect(stall)
+    try:
+        assert mailbox.deliver(message) == ("SUCCESS", "imported")
+    finally:
+        lock_acquired.disconnect(stall)
 
 
 def test_the_key_that_travels_decides(mailbox: Mailbox, locks_in_memory: None) -> None:

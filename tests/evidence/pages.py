@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.benchmarks.report import shown
+from tests.benchmarks.report import Figure, shown
 from tests.evidence.files import Evidence
 from tests.faults.oracle import PARTS, percentile
 
@@ -52,13 +52,15 @@ def performance_part(benchmarks: Sequence[Evidence]) -> str:
                   "|---|---:|---:|---:|---|"]  # fmt: skip
         for name, results in named.items():
             values = sorted(result["value"] for result in results)
-            limit = results[-1]["limit"]
+            last = {key: value for key, value in results[-1].items() if key != "benchmark"}
+            figure = Figure(**{**last, "value": statistics.median(values)})
+            limit = "" if figure.limit is None else shown(figure.limit)
             cells = (
                 name,
-                shown(statistics.median(values)),
+                shown(figure.value),
                 f"{shown(values[0])} to {shown(values[-1])}",
-                "" if limit is None else shown(limit),
-                results[-1]["note"],
+                limit if figure.ok else f"{limit}, missed",
+                figure.note,
             )
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")

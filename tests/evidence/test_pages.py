@@ -108,6 +108,14 @@ def test_the_page_of_figures_has_medians_and_limits() -> None:
     assert "| ours / raw | 1.05 | 1.04 to 1.09 | 1.10 | ours |" in performance_part(files)
 
 
+def test_the_page_of_figures_shows_a_limit_that_is_missed() -> None:
+    """The limit has a word beside it, whichever way is better."""
+    slow = made_by("benchmarks", figure("ours / raw", 1.2, limit=1.1))
+    rare = made_by("benchmarks", figure("messages/s", 9.0, limit=10.0, better="higher"))
+    assert "| ours / raw | 1.20 | 1.20 to 1.20 | 1.10, missed |" in performance_part([slow])
+    assert "| messages/s | 9 | 9 to 9 | 10, missed |" in performance_part([rare])
+
+
 def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     """Each picture has its words as text; without figures it is not drawn."""
     draw_all([], [], tmp_path)
