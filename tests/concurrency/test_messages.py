@@ -108,7 +108,7 @@ def test_skip_succeeds_with_none(base: Any, store: str, mailbox: Mailbox) -> Non
 
 
 def test_a_lease_that_ends_before_the_body_begins(mailbox: Mailbox, locks_in_memory: None) -> None:
-    """Nobody else holds the lock, so the task runs, and is not skipped as if somebody did."""
+    """The task runs, because no one else holds its lock, and is not skipped."""
     importing = Importing(mailbox, timeout=0.02, renew=False)
     message = importing.message()
 
