@@ -165,7 +165,7 @@ class LockUser:
         """Be gone like one who was killed: the lock is neither released nor renewed."""
         self.write(lock)
         # Locks of other makes have no lease that this process renews.
-        lease = getattr(lock, "_lease", None)
+        lease = getattr(lock, "lease", None)
         if lease is not None:
             renewer.remove(lease)
         now = time.monotonic_ns()
@@ -231,5 +231,5 @@ class LockUser:
 def place_of(lock: CacheLock) -> str:
     """Return the name of the place that a lock holds; its own name while it holds none."""
     # Locks of other makes have no lease, and one place.
-    lease = getattr(lock, "_lease", None)
+    lease = getattr(lock, "lease", None)
     return lock.name if lease is None else str(lease.name)
