@@ -45,18 +45,21 @@ def found(
     The runs mostly wait, so they go on side by side, each on a Redis of its own; that
     of this test run says whether there is one at all.
     """
+    folder = tmp_path_factory.mktemp("faults")  # here, because its first use fails in threads
     with ThreadPoolExecutor(4) as pool:
         futures: dict[str, Future[Found]] = {
-            fault: pool.submit(find, fault, tmp_path_factory) for fault in VARIANTS
+            fault: pool.submit(find, fault, folder) for fault in VARIANTS
         }
         yield lambda fault: futures[fault].result()
 
 
-def find(fault: str, folders: pytest.TempPathFactory) -> Found:
+def find(fault: str, folder: Path) -> Found:
     """Return the findings of the oracle in up to six runs, since each run depends on chance."""
     names: Found = set()
     for seed in range(6):
-        with ServerPool() as servers, Lab(folders.mktemp(fault), servers.get, no_database) as lab:
+        own = folder / f"{fault}-{seed}"
+        own.mkdir()
+        with ServerPool() as servers, Lab(own, servers.get, no_database) as lab:
             history = record(replace(SHORT, broken=fault, seed=seed), lab)
         names = ORACLE.found(history)
         if names.issuperset(VARIANTS[fault]):
