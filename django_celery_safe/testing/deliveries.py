@@ -21,7 +21,7 @@ from ..delivery.call import load_tasks
 from ..exceptions import WrongTransaction
 from ..sending.capture import Message, capture
 from ..sending.deduplicate import publish_once
-from ..sending.departure import OutboxBatch
+from ..sending.departure import OutboxBatch, rows_of
 from ..sending.outbox import CarriedAttempt
 from ..sending.serialization import to_message
 from ..transactions import aliases_in_atomic
@@ -148,12 +148,6 @@ def take(rows: Any) -> tuple[Celery, Sent] | None:
         if published is not None:
             return message.app, published
     return None
-
-
-def rows_of(using: str) -> Any:
-    from ..models.outbox import OutboxMessage  # needs the app registry
-
-    return OutboxMessage.objects.using(using)
 
 
 def _publish(message: Message) -> Sent | None:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 from celery import Celery
 from django.db import transaction
 
+from ..sending.departure import rows_of
 from ..stages import engine, step_messages
 from ..stages.plan import Plan
 from ..stages.status import Status
 from ..stages.step_table import StepTable
-from .deliveries import deliver, get_app, refuse_transaction, relaying, rows_of, take
+from .deliveries import deliver, get_app, refuse_transaction, relaying, take
 from .messages import Sent
 
 if TYPE_CHECKING:
