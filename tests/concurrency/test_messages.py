@@ -109,11 +109,11 @@ def test_skip_succeeds_with_none(base: Any, store: str, mailbox: Mailbox) -> Non
 
 def test_a_lease_that_ends_before_the_body_begins(mailbox: Mailbox, locks_in_memory: None) -> None:
     """The task runs, because no one else holds its lock, and is not skipped."""
-    importing = Importing(mailbox, timeout=0.02, renew=False)
+    importing = Importing(mailbox, timeout=0.4, renew=False)
     message = importing.message()
 
     def stall(**fields: object) -> None:
-        time.sleep(0.03)
+        time.sleep(0.41)
 
     lock_acquired.connect(stall)
     try:
