@@ -15,7 +15,7 @@ class NotInDefault:
     """
 
     def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
-        """Return False for the package's tables there, else no opinion."""
+        """Return False for the package's tables there; otherwise None, which is no opinion."""
         return False if (db, app_label) == (DEFAULT_DB_ALIAS, "django_celery_safe") else None
 
 
