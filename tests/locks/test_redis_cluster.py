@@ -420,6 +420,7 @@ def test_no_node_at_all(fragile: RedisClusterServer) -> None:
             cache_lock("x").acquire()
     finding = lock_store.find_place()
     assert finding.verdict == "unknown"
+    assert "connect to the cluster" in finding.said
     for node in reversed(fragile.nodes):
         node.start()
     with cache_lock("x") as lock:
