@@ -292,7 +292,7 @@ def test_a_killed_test_run_leaves_no_process(work: Work) -> None:
         assert tests.stdout is not None
         pids = [int(pid) for pid in tests.stdout.readline().split()]
         tests.send_signal(signal.SIGKILL)
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)), 15, f"one of {pids} lives")
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), 40, f"one of {pids} lives")
     assert len(pids) == 4
 
 

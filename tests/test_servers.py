@@ -218,12 +218,13 @@ def test_round_trips_are_counted_at_the_server(own_redis: RedisServer) -> None:
 
 def test_a_paused_server_is_silent_until_resumed(own_redis: RedisServer) -> None:
     """A paused server answers nobody; a resumed one goes on with what it held."""
-    with own_redis.client(socket_timeout=0.2, retry=None) as client:
+    with own_redis.client() as client:
         client.set("lock", "token")
-        own_redis.pause()
-        with pytest.raises(redis.TimeoutError):
-            client.get("lock")
-        own_redis.resume()
+    own_redis.pause()
+    impatient = own_redis.client(socket_timeout=0.2, retry=None)
+    with impatient as client, pytest.raises(redis.TimeoutError):
+        client.get("lock")
+    own_redis.resume()
     with own_redis.client() as client:
         assert client.get("lock") == b"token"
 

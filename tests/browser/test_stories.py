@@ -12,6 +12,7 @@ from demo.feed_server import FeedServer
 from demo.mail_server import MailServer
 from tests.browser.conftest import Screenshot
 from tests.example.site import Site
+from tests.processes import wait_for
 
 pytestmark = pytest.mark.long
 
@@ -74,7 +75,8 @@ def test_two_clicks_at_once_import_once(
     fetches = feeds.fetches(FEED)
     assert (fetches.started, fetches.completed) == (1, 1)
     assert site.worker.log.count(f"Task feeds.tasks.import_feed[{task_id}] received") == 1
-    # The results of all imports.
+    # The results of all imports: the worker logs one after the lock is free.
+    wait_for(lambda: f"s: '{url}'" in site.worker.log)
     assert site.worker.log.count(f"s: '{url}'") == 1
 
 

@@ -13,6 +13,7 @@ from django.db import connections
 
 from django_celery_safe import (
     BackendNotSupported,
+    CacheLock,
     ConfigurationError,
     HeldLock,
     LockBackendError,
@@ -132,9 +133,9 @@ def test_the_message_that_meets_itself_is_woken_by_its_own_run(
     meets = there.acquire("few", uuid.uuid4().hex, 60, holder, patience=0.0, limit=3)
     assert isinstance(meets, HeldLock)
     assert there.release("few", token)
-    again = there.acquire("few", uuid.uuid4().hex, 60, holder, patience=5.0, limit=3)
+    again = there.acquire("few", uuid.uuid4().hex, 60, holder, patience=60.0, limit=3)
     assert isinstance(again, Acquired)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 30
 
 
 def test_the_place_whose_lease_ends_first_is_told(store: str) -> None:
@@ -190,18 +191,29 @@ def test_any_name_will_do(store: str, name: str, limit: int) -> None:
         assert lock.acquire()
     for lock in locks:
         lock.ensure()
+    for _ in range(8):
+        took = _time_until_taken(locks.pop(), name, limit)
+        # The waiter's own look comes 0.6 s later at the soonest. The machine is shared: once
+        # it has to be quicker.
+        if is_woken := took < 0.55 or not locate().store().wakes:
+            break
+        locks.append(cache_lock(name, limit=limit))
+        assert locks[-1].acquire()
+    assert is_woken
+    assert [lock.release() for lock in locks] == [True] * (limit - 1)
+    assert names_held() == set()
+
+
+def _time_until_taken(lock: CacheLock, name: str, limit: int) -> float:
+    """Return how long after its release, s, another thread had taken a lock and freed it."""
     waiter = threading.Thread(target=_take_and_release, args=(name, limit))
     waiter.start()
     time.sleep(0.1)
     released_at = time.monotonic()
-    assert locks.pop().release() is True
+    assert lock.release() is True
     waiter.join(30)
     assert not waiter.is_alive()
-    if locate().store().wakes:
-        # The waiter's own look comes 0.6 s later at the soonest.
-        assert time.monotonic() - released_at < 0.55
-    assert [lock.release() for lock in locks] == [True] * (limit - 1)
-    assert names_held() == set()
+    return time.monotonic() - released_at
 
 
 def _take_and_release(name: str, limit: int) -> None:

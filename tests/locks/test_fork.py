@@ -219,7 +219,7 @@ def fork_connected(alias: str, work: Callable[[str, int], None], pooled: bool) -
 
 
 def in_child(function: Callable[[], Any]) -> Any:
-    """Return what a function returns in a fork of this process; "hung" after 10 s."""
+    """Return what a function returns in a fork of this process; "hung" after a minute."""
     return start_child(function)()
 
 
@@ -239,7 +239,7 @@ def start_child(function: Callable[[], Any]) -> Callable[[], Any]:
     def wait_for_answer() -> Any:
         answer = "hung"
         try:
-            if ours.poll(10):
+            if ours.poll(60):
                 answer = ours.recv()
             else:
                 os.kill(child, 9)

@@ -87,11 +87,11 @@ def test_locks_work_through_sentinel(sentinel: SentinelServer) -> None:
 
 def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer) -> None:
     """Locks that the replica has are held, excluded and renewed in it after a planned failover."""
-    with cache_lock("renewed", timeout=6) as lock, cache_lock("asked", renew=False) as other:
+    with cache_lock("renewed", timeout=40) as lock, cache_lock("asked", renew=False) as other:
         replicate(sentinel.first)
         sentinel.fail_over()
         # The old master is a replica and has the connections still: it refuses to write.
-        wait_for(without_backend_errors(lambda: not cache_lock("asked").acquire()), 5)
+        wait_for(without_backend_errors(lambda: not cache_lock("asked").acquire()), 40)
         other.ensure()
         lock.ensure()
         wait_for_renewals(lock)
@@ -105,16 +105,16 @@ def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer) -> None:
 
 def test_a_killed_master_is_replaced(sentinel: SentinelServer) -> None:
     """With the master killed nobody is told that a lock is held; then the replica has them all."""
-    with ThreadPoolExecutor(1) as pool, cache_lock("before", timeout=20) as lock:
-        waiting = pool.submit(wait_and_release, cache_lock("before", blocking_timeout=20))
+    with ThreadPoolExecutor(1) as pool, cache_lock("before", timeout=60) as lock:
+        waiting = pool.submit(wait_and_release, cache_lock("before", blocking_timeout=60))
         with sentinel.first.client() as client:
-            wait_for(lambda: client.info("clients")["blocked_clients"], 5, "nobody waits")
+            wait_for(lambda: client.info("clients")["blocked_clients"], 30, "nobody waits")
         replicate(sentinel.first)
         sentinel.first.kill()
         with pytest.raises(LockBackendError, match="acquire"):
             cache_lock("after").acquire()
         after = cache_lock("after")
-        wait_for(without_backend_errors(after.acquire), 15, "no lock could be taken")
+        wait_for(without_backend_errors(after.acquire), 40, "no lock could be taken")
         assert holds(sentinel.second, "after")
         assert lock.fence is not None
         assert after.fence is not None
@@ -125,7 +125,7 @@ def test_a_killed_master_is_replaced(sentinel: SentinelServer) -> None:
         assert lock.release()
         # It may have asked while there was no master, but no other holder has the lock.
         with contextlib.suppress(LockBackendError):
-            assert waiting.result(20) is True
+            assert waiting.result(60) is True
     assert not list(iter_locks())
 
 

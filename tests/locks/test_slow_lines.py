@@ -156,7 +156,7 @@ def distant(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     local.clear()
 
 
-@pytest.mark.parametrize(("short", "long", "takes"), [(4, 12, 0.8), (0.1, 6, 0.3)])
+@pytest.mark.parametrize(("short", "long", "takes"), [(4, 12, 0.8), (1, 6, 1.5)])
 def test_a_short_lease_costs_no_longer_one(
     short: float, long: float, takes: float, distant: type[DistantStore], losses: list[str]
 ) -> None:

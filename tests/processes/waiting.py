@@ -22,7 +22,7 @@ _random = random.SystemRandom()
 
 def wait_for(
     condition: Callable[[], Result],
-    timeout: float = 10,
+    timeout: float = 30,
     message: str = "the condition did not become true",
 ) -> Result:
     """

@@ -60,7 +60,7 @@ class CeleryWorker(Started):
         arguments: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 30,
+        timeout: float = 90,
     ) -> None:
         self.name = f"worker-{uuid.uuid4().hex[:8]}"
         self.command = [

@@ -397,8 +397,9 @@ def test_a_canvas_is_one_insert(
     assert rows(alias) == []
 
 
-def test_a_large_group_is_kept_whole(alias: str, sent: Sent) -> None:
+def test_a_large_group_is_kept_whole(alias: str, sent: Sent, settings: "Settings") -> None:
     """Beyond a hundred rows there are more INSERTs, and still all or nothing."""
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
     with transaction.atomic(using=alias):
         result = send_on_commit(group(add.s(n) for n in range(250)), using=alias, outbox=True)
         assert row_ids(alias) == [part.id for part in result]

@@ -471,7 +471,7 @@ def test_rows_are_given_back_at_once(outbox: str, own_redis: RedisServer, own_ta
     own_redis.stop()
     with pytest.raises(BrokerGone, match="OperationalError"):
         drain(outbox)
-    wait_for(lambda: table(outbox).due().count() == 3, 2)
+    wait_for(lambda: table(outbox).due().count() == 3, 20)
     own_redis.start()
     assert drain(outbox) == 3
 
@@ -689,7 +689,7 @@ def test_what_a_relay_did_not_reach_is_given_back(
         assert (relay.relay_batch(), relay.count, ahead) == (4, 0, [30.0])
     finally:
         task_send_failed.disconnect(take_long)
-    wait_for(lambda: table(outbox).due().count() == 3, 2)
+    wait_for(lambda: table(outbox).due().count() == 3, 20)
     assert (relay.relay_batch(), relay.count) == (3, 3)
     relay.close()
     assert ids(sent()) == wanted
@@ -723,7 +723,7 @@ def test_a_batch_that_a_time_limit_ends_is_given_back(
             thread.start()
             with pytest.raises(SoftTimeLimitExceeded):
                 relay.relay_batch()
-            wait_for(lambda: table(outbox).due().count() == 3, 2)
+            wait_for(lambda: table(outbox).due().count() == 3, 20)
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)

@@ -15,7 +15,7 @@ class RabbitMQServer(Server):
 
     name = "rabbitmq"
     program = "rabbitmq-server"
-    start_timeout = 90
+    start_timeout = 180
 
     def __init__(self, places: tuple[str, ...] | None = None) -> None:
         places = default_places() if places is None else places

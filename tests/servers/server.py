@@ -37,7 +37,7 @@ class Server(Started):
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
     host = "127.0.0.1"
     #: Seconds until it must answer.
-    start_timeout: ClassVar[float] = 30
+    start_timeout: ClassVar[float] = 90
 
     def __init__(self, places: tuple[str, ...] | None = None) -> None:
         self.programs = find_programs_folder(self.program, *self.companions, places=places)

@@ -38,7 +38,7 @@ from tests.sending.conftest import hearing
 from tests.stages import broken
 
 if TYPE_CHECKING:
-    pass
+    from pytest_django import Settings
 
 __all__ = ["mailbox", "of_module", "staged", "staged_on_sqlite"]
 
@@ -667,8 +667,9 @@ BRACKETS: Final = ("BEGIN", "COMMIT", "SAVEPOINT", "RELEASE")
         pytest.param((100, 100), id="2x100", marks=pytest.mark.long),
     ],
 )
-def test_queries_are_few(plan: tuple[int, ...], staged: Staged) -> None:
+def test_queries_are_few(plan: tuple[int, ...], staged: Staged, settings: "Settings") -> None:
     """A step takes at most 9 queries, the one that ends its stage included, whatever the size."""
+    settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "OUTBOX_SEND_TIMEOUT": 30}
     counts = count_queries(staged, plan)
     assert len(counts) == sum(plan)
     # The claim of the step, and the lock of the run.

@@ -34,7 +34,7 @@ from tests.servers import RedisServer
 pytestmark = pytest.mark.django_db(transaction=True)
 
 #: Seconds until a result must be there.
-SOON = 15
+SOON = 40
 
 #: Seconds that the first message waits, s: longer than all tests.
 LATER = 3600

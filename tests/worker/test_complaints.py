@@ -183,7 +183,7 @@ def test_a_lock_is_left_behind_after_a_deploy(make_room: MakeRoom, start_other: 
 def test_a_lock_is_left_behind_after_a_revoke(make_room: MakeRoom, worker: CeleryWorker) -> None:
     """A task that was revoked, before its start or while it ran, can be sent again at once."""
     waiting, running = make_room("waiting"), make_room("running")
-    unborn = tasks.export.apply_async((waiting.path,), countdown=2)
+    unborn = tasks.export.apply_async((waiting.path,), countdown=8)
     wait_for(lambda: unborn.id in worker.log, message="the worker did not take it")
     unborn.revoke()
     begin(tasks.export, running).revoke(terminate=True)

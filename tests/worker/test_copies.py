@@ -199,8 +199,8 @@ def test_a_second_delivery_that_never_runs_leaves_the_lock_of_a_live_run(
 ) -> None:
     """Expired, or revoked without terminate, it frees nothing: the same stays a duplicate."""
     task = copy_tasks.unique
-    expires_at = time.time() + 3
-    story = begin(task, expires=3 if end == "expired" else None)
+    expires_at = time.time() + 8
+    story = begin(task, expires=8 if end == "expired" else None)
     sent = f"sent:{task.name}:{key_of(story)}"
     if end == "expired":
         story.room.until(lambda: time.time() > expires_at + 1, "time stands still")

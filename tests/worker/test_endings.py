@@ -66,7 +66,7 @@ def long(self: Any, room: str) -> None:
     """Stay for longer than the broker's patience in each run; less if the gate is open."""
     place = Room(Path(room))
     with place.entered(self), suppress(TimeoutError):
-        wait_for((place.folder / "gate").exists, VISIBILITY_TIMEOUT + 2)
+        wait_for((place.folder / "gate").exists, VISIBILITY_TIMEOUT + 8)
 
 
 #: Not known to workers that do not import this module.

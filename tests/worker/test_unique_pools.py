@@ -189,7 +189,7 @@ def test_a_retry_leaves_the_lock_of_what_was_sent_since_the_start(rooms: dict[st
     task = TASKS["start"]
     for room in rooms.values():
         room.open()
-    first = send_to_all(task, rooms, "retry", countdown=2)
+    first = send_to_all(task, rooms, "retry", countdown=6)
     assert senders(task, rooms) == ids(first)
     assert ids(send_to_all(task, rooms)) == ids(first)
     until_all(rooms, lambda pool, room: room.journal.count("retries"))
