@@ -20,6 +20,7 @@ class Interruption:
     Args:
         others: Whether calls of functions outside the package count, too.
         spared: Functions at whose call it never raises.
+        after: The only kind of object after whose methods, in C, it raises; None: anywhere.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class Interruption:
         *,
         others: bool = False,
         spared: Collection[CodeType] = (),
+        after: type | None = None,
     ) -> None:
         self.number, self.inside = number, inside
-        self.others, self.spared = others, spared
+        self.others, self.spared, self.after = others, spared, after
         #: Where it was; "": there are fewer calls.
         self.place = ""
         self._depth = self._calls = 0
@@ -51,6 +53,8 @@ class Interruption:
         if code in self.inside:
             self._depth += {"call": 1, "return": -1}.get(event, 0)
         if not self._depth or event not in ("call", "c_return") or code in self.spared:
+            return
+        if self.after and not isinstance(getattr(arg, "__self__", None), self.after):
             return
         caller = frame.f_back if self.others and event == "call" else None
         if any(is_ours(each) for each in (frame, caller)):

@@ -109,11 +109,12 @@ def run_for(request: Context | None, function: Function, args: Args, kwargs: Kwa
     """Call ``function``, for a request or directly; calls of it inside the run count as direct."""
     if request is None:
         return function(*args, **kwargs)
-    token = _running.set(_running.get() | {(request.id, id(function))})
+    before = _running.get()
     try:
+        _running.set(before | {(request.id, id(function))})
         return function(*args, **kwargs)
     finally:
-        _running.reset(token)
+        _running.set(before)
 
 
 def name_of(task: Any, function: Function) -> str:

@@ -117,11 +117,12 @@ def resending(task_id: str | None, *, unchanged: bool = False) -> Iterator[None]
             other tasks; None: mark all sends.
         unchanged: Whether the message is the same in everything, including the key.
     """
-    token = _resent.set(Resent(task_id, unchanged))
+    before = _resent.get()
     try:
+        _resent.set(Resent(task_id, unchanged))  # in the block, as a signal may end it here
         yield
     finally:
-        _resent.reset(token)
+        _resent.set(before)
 
 
 def find_resent(task_id: str | None) -> Resent | None:

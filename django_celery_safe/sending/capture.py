@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,14 @@ CAPTURED: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured"
 #: before :func:`install`.
 GATE: ContextVar[Gate | None] = ContextVar("django_celery_safe_gate", default=None)
 _installing = threading.Lock()
+
+
+def _renew_mutex() -> None:
+    global _installing
+    _installing = threading.Lock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_renew_mutex)
 
 #: Called with a message's headers and a function that publishes it; returns whether it did.
 Gate: TypeAlias = Callable[[dict[str, Any], Callable[[], object]], bool]
@@ -127,12 +136,12 @@ def capture(app: Celery) -> Iterator[Captured]:
     """
     install(app)
     _install_in_backend(app)
-    captured = Captured()
-    token = CAPTURED.set(captured)
+    captured, before = Captured(), CAPTURED.get()
     try:
+        CAPTURED.set(captured)  # in the block: a signal handler may raise right after it
         yield captured
     finally:
-        CAPTURED.reset(token)
+        CAPTURED.set(before)
 
 
 def install(app: Celery) -> None:

@@ -284,11 +284,12 @@ class SafeTaskMixin(Task[P, R]):
             return held is None
 
         install(self.app)
-        gate = GATE.set(publish)
+        before = GATE.get()
         try:
+            GATE.set(publish)  # in the block: a signal handler may raise right after it
             result = self._publish(args, kwargs, options)
         finally:
-            GATE.reset(gate)
+            GATE.set(before)
         if result.id not in outcomes:
             return result  # it ran eagerly
         headers, held = outcomes[result.id]

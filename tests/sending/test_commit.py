@@ -1,17 +1,23 @@
 """When a task is sent: at the commit it belongs to, and only then."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import Celery, chain, chord, group, shared_task
+from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
-from django_celery_safe import SafeTask, WrongTransaction, send_on_commit
+from django_celery_safe import SafeTask, WrongTransaction, send_on_commit, single_instance
+from django_celery_safe.delivery.copies import resending
+from django_celery_safe.sending import capture as capture_module
 from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
+from tests.interruption import Interruption
+from tests.locks.test_fork import in_child
 from tests.processes import run_in_processes
 from tests.sending.conftest import MakeApp
 from tests.sending.published import Published, ids_in
@@ -39,6 +45,12 @@ def immediate(*args: object) -> None:
 @shared_task(base=SafeTask)
 def undecided(*args: object, **kwargs: object) -> None:
     """Leave it to the setting."""
+
+
+@shared_task(base=SafeTask)
+@single_instance(key="{number}", unique_until="start")
+def once(number: int) -> None:
+    """Be sent once for each number."""
 
 
 class Rollback(Exception):
@@ -94,6 +106,45 @@ def test_a_savepoint_takes_only_its_own_sends_back(sent: Sent) -> None:
         assert sent() == []
         after = add.delay_on_commit(5)
     assert ids(sent()) == [before.id, inside.id, after.id]
+
+
+def test_a_soft_time_limit_in_a_send_changes_no_later_send(sent: Sent) -> None:
+    """The process publishes and waits for commits as before, whatever it had switched on."""
+
+    def send() -> None:
+        with transaction.atomic():
+            add.delay_on_commit(1)
+        once.delay(number)
+        with resending(None):
+            pass
+
+    places = set()
+    for number in range(1, 100):
+        interruption = Interruption(number, {send.__code__}, after=ContextVar)
+        with suppress(SoftTimeLimitExceeded), interruption.watching():
+            send()
+        sent()
+        plain = immediate.delay()
+        with rolled_back():
+            add.delay_on_commit(2)
+        assert ids(sent()) == [plain.id], interruption.place
+        if not interruption.place:
+            break
+        places.add(interruption.place.partition(":")[0])
+    assert places >= {"capture", "resending", "SafeTaskMixin._send_once"}
+
+
+def test_a_child_that_is_forked_during_an_apps_first_send_can_send(make_app: MakeApp) -> None:
+    """It does not wait for a thread of its parent, which may have been about to prepare it."""
+    task = make_app().tasks[add.name]
+    with capture_module._installing:  # as that thread would
+
+        def send() -> str:
+            with capture_module.capture(task.app) as captured:
+                task.delay(1)
+            return str(len(captured.messages))
+
+        assert in_child(send) == "1"
 
 
 def test_autocommit_sends_at_once(sent: Sent) -> None:
