@@ -168,11 +168,12 @@ class Lane:
             thread = threading.Thread(
                 target=self._run, name="django_celery_safe leases", daemon=True
             )
-            # Set before the start: a signal handler may raise right after it.
-            self._thread = thread
             try:
+                self._thread = thread
                 thread.start()
-            except RuntimeError:  # the system has no thread left
+            except BaseException:
+                # The system has no thread left, or a signal interrupted the start. If the thread
+                # has begun all the same, it ends at its first turn.
                 self._thread = None
                 raise
         elif lease.renew_at < self._wakes_at:
@@ -229,6 +230,8 @@ class Lane:
         """Wait, or renew the leases that are due; return False if the thread should end."""
         # A separate method: in the loop, local variables would keep leases alive in the wait.
         with self._mutex:
+            if self._thread is not threading.current_thread():
+                return False  # its start was interrupted
             pause = self._wakes_at - time.monotonic()
             if pause > 0 and not self._is_idle():
                 return self._wait(pause)

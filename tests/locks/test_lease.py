@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 from django.db import connections
 from pytest_django import Settings
 
@@ -127,6 +128,29 @@ def test_a_shorter_lease_is_renewed_in_time(locks_in_memory: None) -> None:
         lock.extend(2)
         wait_for_renewal("shorter")
         lock.ensure()
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["before", "after"])
+def test_after_an_interrupted_start_another_thread_renews(
+    begins: bool, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time limit may hit before or after the thread has begun; one thread remains."""
+    start, before = threading.Thread.start, set(renewing_threads())
+
+    def interrupted(thread: threading.Thread) -> None:
+        if begins:
+            start(thread)
+        raise SoftTimeLimitExceeded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(SoftTimeLimitExceeded):
+            cache_lock("first", timeout=1.9).acquire()
+    assert find_lock("first") is None
+    with cache_lock("second", timeout=1.9) as lock:
+        assert lock
+        wait_for_renewal("second")
+        wait_for(lambda: len(set(renewing_threads()) - before) == 1)
 
 
 def test_only_one_request_at_a_time_moves_a_lease(
