@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import ClassVar
 
 from django.conf import settings
@@ -92,7 +91,8 @@ class LocalStore(Store):
                 "Use Redis, or set LOCK_DATABASE, or run the worker with --pool=threads or "
                 "--concurrency=1.",
             )
-        with self._memory() as memory:
+        memory = self._memory()
+        with memory.mutex:
             name, place = request.name, 1
             if request.limit > 1 or memory.find(name) is not None:
                 names = place_names(name, request.limit)
@@ -112,17 +112,20 @@ class LocalStore(Store):
             return Acquired(memory.fence, place)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        with self._memory() as memory:
+        memory = self._memory()
+        with memory.mutex:
             return memory.free(name, token)
 
     def release_and_peek(
         self, name: str, token: str, other: str, remaining: float | None = None
     ) -> tuple[bool, bool]:
-        with self._memory() as memory:
+        memory = self._memory()
+        with memory.mutex:
             return memory.free(name, token), memory.find(other) is not None
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
-        with self._memory() as memory:
+        memory = self._memory()
+        with memory.mutex:
             held = [memory.find(renewal.name, renewal.token) for renewal in renewals]
             for lock, renewal in zip(held, renewals, strict=True):
                 if lock is not None:
@@ -130,17 +133,16 @@ class LocalStore(Store):
         return [lock is not None for lock in held]
 
     def peek(self, name: str) -> HeldLock | None:
-        with self._memory() as memory:
+        memory = self._memory()
+        with memory.mutex:
             return memory.find(name)
 
     def iter_locks(self) -> Iterator[HeldLock]:
-        with self._memory() as memory:
+        memory = self._memory()
+        with memory.mutex:
             locks = [memory.find(name) for name in list(memory.locks)]
         yield from filter(None, locks)
 
-    @contextmanager
-    def _memory(self) -> Iterator[_Memory]:
+    def _memory(self) -> _Memory:
         # setdefault is atomic, so two threads get the same memory.
-        memory = _memories.setdefault(self._location, _Memory())
-        with memory.mutex:
-            yield memory
+        return _memories.setdefault(self._location, _Memory())
