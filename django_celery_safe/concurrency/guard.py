@@ -161,6 +161,9 @@ class MessageRun:
         try:
             if (lease := self.lock.lease_when_seen) is not None:
                 mark_if_done(self.task, self.message, lease, error)
+        except BaseException as failure:
+            error = failure  # Celery gets this one, and may retry the task because of it
+            raise
         finally:
             if sent is not None:
                 sent.end_run(self.task, error)
@@ -199,15 +202,13 @@ class MessageRun:
 def _run_without_message(lock: CacheLock, options: Options, call: Call) -> Any:
     """Run, skip or raise: a direct call, ``.apply()`` or eager mode has no message to retry."""
     with lock:
-        if lock:
+        # Not "if lock": the lease may be over by now, which is no conflict.
+        if (contender := lock.contender) is None:
             return call()
-    contender = lock.contender
     _emit_conflict(lock.name, options.on_conflict, contender, None)
     if options.on_conflict == "skip":
         return None
-    holder = None if contender is None else contender.holder
-    task_id = None if holder is None else holder.task_id
-    raise AlreadyRunning(lock.name, str(holder or ""), 0.0, task_id)
+    raise AlreadyRunning(lock.name, str(contender.holder), 0.0, contender.holder.task_id)
 
 
 def get_lock_name(

@@ -170,10 +170,11 @@ class SentLock:
             return
         now = time.monotonic()
         lease = Lease(store, self.name, self.token, seconds, now, run.renew_until, _report_lost)
-        if store.extend([lease])[0]:
-            self._lease = lease
-            renewer.add(lease)
-        else:
+        # Before the request: if its answer is lost, the lease may be short all the same.
+        self._lease = lease
+        renewer.add(lease)
+        if not store.extend([lease])[0]:
+            self._stop_renewing()
             _report_lost(lease, store.peek(self.name))
 
     def _leave_run(self) -> None:

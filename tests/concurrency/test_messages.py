@@ -118,6 +118,7 @@ def test_a_lease_that_ends_before_the_body_begins(mailbox: Mailbox, locks_in_mem
     lock_acquired.connect(stall)
     try:
         assert mailbox.deliver(message) == ("SUCCESS", "imported")
+        assert importing.task(7) == "imported"  # and a direct call
     finally:
         lock_acquired.disconnect(stall)
 

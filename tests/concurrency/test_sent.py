@@ -17,10 +17,19 @@ from django.db import transaction
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from django_celery_safe import HeldLock, SafeTask, conf, find_lock, single_instance
+from django_celery_safe import (
+    HeldLock,
+    LockBackendError,
+    SafeTask,
+    conf,
+    find_lock,
+    single_instance,
+)
 from django_celery_safe.concurrency.sent import SentLock
+from django_celery_safe.delivery import copies
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks import CacheLock
+from django_celery_safe.locks.lock import LockOptions
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.signals import lock_released
 from tests.concurrency.holders import held_by
@@ -28,6 +37,7 @@ from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
 from tests.contract.conftest import SHARED_STORES
 from tests.interruption import Interruption
+from tests.locks.renewals import wait_for_renewal
 from tests.locks.test_interrupted import InterruptedStore, store
 from tests.processes import FunctionFailed, free_port, start_in_process, tell, wait_for
 from tests.versions import IS_CELERY_57
@@ -140,6 +150,51 @@ def test_an_interrupted_release_frees_both(
     assert held_names() == []
     assert task.delay(7).is_duplicate is False
     assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", "done")
+
+
+def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
+    mailbox: Mailbox, store: type[InterruptedStore]
+) -> None:
+    """The request that shortens the message's lease was done: it is renewed all the same."""
+
+    def stay(self: Any, number: int) -> None:
+        sent = find_lock(f"sent:{NAME}:7")
+        assert sent is not None
+        assert sent.remaining is not None
+        assert sent.remaining < LEASE
+        wait_for_renewal(f"sent:{NAME}:7")
+
+    task = unique(mailbox, stay, {"timeout": LEASE, "sent_timeout": 3600})
+    task.delay(7)
+    store.after["extend"] = LockBackendError("the store", "extend", "the answer got lost")
+    assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
+    assert store.after == {}
+    assert held_names() == []
+
+
+def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
+    mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends the run is the limit, because of which Celery retries the task."""
+
+    def meet_a_copy(self: Any, number: int) -> None:
+        marker = copies.copy_marker(task, self.request)
+        assert CacheLock(marker, LockOptions(60.0, 0.0, False, conf.UNSET)).acquire()
+
+    def mark(*args: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    retried = {"acks_late": True, "autoretry_for": (SoftTimeLimitExceeded,)}
+    task = unique(mailbox, meet_a_copy, {"sent_timeout": 60}, **retried)
+    monkeypatch.setattr(copies, "mark_ended", mark)
+    task.delay(7)
+    message = mailbox.take_one()
+    assert mailbox.deliver(message).state == "RETRY"
+    retry = mailbox.take_one()
+    assert retry.id == message.id
+    sent = find_lock(f"sent:{NAME}:7")
+    assert sent is not None
+    assert sent.token == retry.ours["sent"]
 
 
 # A death between the end of one lock and the other.
