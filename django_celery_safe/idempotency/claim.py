@@ -233,7 +233,11 @@ class RecordClaim(Claim):
         """Record the failure, unless finish() has ended the work; return how the claim ended."""
         records, token = self._rows(), self.token
         try:
-            if self.ask(lambda: records.fail(token, reason, self._keep), patient=False):
+            if self.end_by(
+                lambda: records.fail(token, reason, self._keep),
+                lambda: records.failed().filter(token=token).exists(),
+                patient=False,
+            ):
                 return Ending.FAILED
             return Ending.DONE if self.is_done(patient=False) else Ending.LOST
         except DatabaseError as error:

@@ -256,7 +256,9 @@ class Claim(ABC):
 
         return retry_on_new_connection(alias, statement, left, repr(self.key))
 
-    def end_by(self, write: Callable[[], bool], is_written: Callable[[], bool]) -> bool:
+    def end_by(
+        self, write: Callable[[], bool], is_written: Callable[[], bool], *, patient: bool = True
+    ) -> bool:
         """
         Execute the statement that ends the claim, like :meth:`ask`; return whether it was ours.
 
@@ -272,7 +274,7 @@ class Claim(ABC):
             tries += 1
             return write() or (tries > 1 and is_written())
 
-        return self.ask(ask)
+        return self.ask(ask, patient=patient)
 
     def find_new_holder(self) -> str:
         """Report that the claim was lost; return the row's new holder, or "" if not known."""

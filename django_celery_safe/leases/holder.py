@@ -159,7 +159,7 @@ def is_overdue(lock: HeldLock) -> bool | None:
     return None if ago is None or lease is None else ago > lease * RENEWED_BY + TICK
 
 
-@lru_cache(maxsize=1024)  # each use of a lock or record asks several times for one name
+@lru_cache(maxsize=128)  # each use of a record asks several times for one name
 def plain_name(name: str) -> str:
     """
     Return the form of a lock's name that is used in a key.

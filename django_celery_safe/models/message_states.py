@@ -152,7 +152,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         claim = partial(self._claim, due, limit, lease)
         rows, taken = repeat_lost_races(self.db, claim) if connection.vendor == MYSQL else claim()
         claimed = {values[0]: self.model.from_db(self.db, CLAIMED, values) for values in taken}
-        for pk, _state, due_at, token, sent_at in rows:
+        for pk, _size, due_at, token, sent_at in rows:
             claimed[pk].due_at = due_at
             claimed[pk].why_again = _why_again(claimed[pk], token, sent_at)
         return [claimed[row[0]] for row in rows]
@@ -312,6 +312,10 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             sets |= DIED
         ours = self.claimed(token)
         return bool(ours.update(token="", sent_at=None, error=storable(error), **sets))
+
+    def was_put_back(self, error: str) -> bool:
+        """Return whether a message was put back with this error, and no run has begun since."""
+        return self.filter(token="", error=storable(error)).exists()
 
     def erase(self) -> int:
         """Delete the rows without Django's signals, whose receivers could fail."""

@@ -171,7 +171,9 @@ class Run:
         """Let a relay re-send the message after ``delay``; return whether the claim held it."""
         row, token = self.claim.table.at(self.claim.name), self.claim.token
         wait = timedelta(seconds=delay)
-        return bool(self.claim.ask(lambda: row.put_back(token, wait, reason, died=died)))
+        return self.claim.end_by(
+            lambda: row.put_back(token, wait, reason, died=died), lambda: row.was_put_back(reason)
+        )
 
     def _end(self) -> bool:
         table, name, token = self.claim.table, self.claim.name, self.claim.token

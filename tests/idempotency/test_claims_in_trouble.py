@@ -12,23 +12,28 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from celery.exceptions import SoftTimeLimitExceeded
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 from django.db import DatabaseError, connections, transaction
 from psycopg import sql
 
 from django_celery_safe import AlreadyClaimed, ClaimLost, IdempotencyError, idempotent
 from django_celery_safe.databases import Now
 from django_celery_safe.models import IdempotencyRecord
-from django_celery_safe.signals import claim_failed, claim_finished, claim_lost
+from django_celery_safe.signals import claim_failed, claim_finished, claim_lost, message_lost
 from tests.app.models import Person
+from tests.concurrency.conftest import mailbox
+from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.idempotency.gateway import Gateway
 from tests.idempotency.test_claims import add, add_and_finish, add_first, follow
 from tests.idempotency.test_flags_race import end_sessions
 from tests.processes import start_in_process, tell, wait_for
+from tests.sending.carrying import Carried
 from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
 from tests.servers.databases import registered, waits_for_a_lock
+
+__all__ = ["mailbox"]
 
 KEY: Final = "invoice:1"
 #: A lease that a test can outwait, s.
@@ -561,6 +566,41 @@ def test_an_answer_that_gets_lost_does_not_lose_the_claim(
         assert way.has_lost_it
     assert [event["signal"] for event in told] == [claim_finished]
     assert result_of_repeat(direct) == "stored"
+
+
+def test_a_failure_whose_answer_gets_lost_is_a_failure(gateway: tuple[str, str, Gateway]) -> None:
+    """No other run has the record, although the second try does not find it claimed."""
+    direct, through, way = gateway
+    with (
+        hearing(claim_failed, claim_lost) as told,
+        pytest.raises(ValueError, match="of the work"),
+        idempotent(KEY, using=through),
+    ):
+        way.lose_next_answer()
+        raise ValueError("of the work")
+    assert way.has_lost_it
+    assert [event["signal"] for event in told] == [claim_failed]
+    assert record_of(direct).state == IdempotencyRecord.State.FAILED
+
+
+def test_a_message_that_is_put_back_is_not_lost_with_the_answer(
+    gateway: tuple[str, str, Gateway], mailbox: Mailbox
+) -> None:
+    """The same for a carried task that is to be delivered again."""
+    direct, through, way = gateway
+    carried = Carried(mailbox, through)
+
+    def requeue(task: Any, *args: object) -> None:
+        way.lose_next_answer()
+        raise Reject("again", requeue=True)
+
+    carried.body = requeue
+    message = carried.send()
+    with hearing(message_lost) as told:
+        assert mailbox.deliver(message).state == "REJECTED"
+    assert (way.has_lost_it, told) == (True, [])
+    carried.alias = direct
+    assert (carried.row.token, carried.row.error.partition(":")[0]) == ("", "Reject")
 
 
 def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(
