@@ -132,22 +132,22 @@ class SentLock:
             self._emit_not_moved(error)
         self.settled = True
 
-    def hold(self, lease: Lease[Store], options: Options, run: Callable[[], T]) -> T:
+    def hold(self, run_lease: Lease[Store], options: Options, call: Callable[[], T]) -> T:
         """
-        Hold this lock while ``run`` runs the task, under the run's own lock, which has ``lease``.
+        Hold this lock while ``call`` runs the task, under the run's own lock with ``run_lease``.
 
         A message that the run re-sends takes over this lock. Its next run may start as soon
         as this run frees its own lock, so the lease is extended before that. It is not
         extended during the run, which may have an open transaction or event loop.
         """
-        self._begin_run(lease, options)
+        self._begin_run(run_lease, options)
         self.in_run = True
         try:
-            return run()
+            return call()
         finally:
             self._leave_run()
 
-    def _begin_run(self, run: Lease[Store], options: Options) -> None:
+    def _begin_run(self, run_lease: Lease[Store], options: Options) -> None:
         """
         Free this lock when a run starts, or renew it together with the run's lock.
 
@@ -155,21 +155,23 @@ class SentLock:
         for longer. If the worker is killed before that, this lock stays for ``sent_timeout``.
         """
         if self.cache == options.cache:
-            self._store = run.store
+            self._store = run_lease.store
         if options.unique_until == "start":
             self.move(0)
-        elif run.owner is not None:
+        elif run_lease.owner is not None:
             try:
-                self._renew_with(run)
+                self._renew_with(run_lease)
             except CelerySafeError as error:
                 self._emit_not_moved(error)
 
-    def _renew_with(self, run: Lease[Store]) -> None:
-        store, seconds = self._store, min(run.seconds, self.timeout)
-        if store is not run.store and not store.renews():
+    def _renew_with(self, run_lease: Lease[Store]) -> None:
+        store, seconds = self._store, min(run_lease.seconds, self.timeout)
+        if store is not run_lease.store and not store.renews():
             return
         now = time.monotonic()
-        lease = Lease(store, self.name, self.token, seconds, now, run.renew_until, _report_lost)
+        lease = Lease(
+            store, self.name, self.token, seconds, now, run_lease.renew_until, _report_lost
+        )
         # Before the request: if its answer is lost, the lease may be short all the same.
         self._lease = lease
         renewer.add(lease)

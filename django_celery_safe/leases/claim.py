@@ -132,7 +132,7 @@ class Claim(ABC):
 
     def prepare(self, task: Any, request: Any, what: str, instead: str) -> str:
         """
-        Check that other processes will see the claim as soon as it is written.
+        Prepare to claim the row, which other processes have to see as soon as it is written.
 
         Args:
             task, request: The running task and its request; None: no task is running.

@@ -58,8 +58,9 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
     result = _pending(frozen.freeze(given.pop("task_id", None)))
 
     def run() -> None:
-        token = _running.set(result.id)
+        before = _running.get()
         try:
+            _running.set(result.id)
             # With `throw`, or task_eager_propagates, the error of a task would escape
             # from the commit, and the callbacks after this one would not run.
             found = frozen.apply_async(**{**given, "throw": False})
@@ -79,7 +80,7 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
         else:
             result.__dict__.update(found.__dict__)
         finally:
-            _running.reset(token)
+            _running.set(before)
 
     transaction.on_commit(run, using=using)
     return result
