@@ -22,10 +22,10 @@ def record(plan: Plan, lab: Lab) -> History:
     witness, alias = Witness(lab.folder), lab.database("postgres")
     configure(plan, lab, alias)
     lab.start_workers(1, "tests.faults.poison.work", concurrency=plan.concurrency)
-    began = moved = time.monotonic()
+    began = time.monotonic()
     relaying = Relaying(plan, lab) if plan.tasks_kind == "until-done" else None
     lab.start(send, plan).result(plan.at_most)
-    history = History(plan)
+    history, moved = History(plan), time.monotonic()
     while not history.is_over(time.monotonic() - moved):
         time.sleep(LOOK)
         if relaying is not None:
