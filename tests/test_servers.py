@@ -17,8 +17,8 @@ import redis
 from django.db import connections
 
 from tests.conftest import MakeDatabase, requiring
-from tests.processes import run_in_processes, wait_for
-from tests.processes.waiting import reserve_port
+from tests.processes import dead_port, run_in_processes, wait_for
+from tests.processes.waiting import port_is_free, reserve_port
 from tests.servers import (
     MemcachedServer,
     PgBouncerServer,
@@ -62,13 +62,16 @@ def test_redis_is_private_and_forgets_on_restart(own_redis: RedisServer) -> None
 def test_a_port_is_kept_while_nobody_listens(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The port of a stopped server refuses clients, and no other server gets it."""
+    """A dead port and that of a stopped server refuse clients, and no other server gets them."""
+    dead = dead_port()
     own_redis.stop()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", own_redis.port))
-    monkeypatch.setattr("tests.processes.waiting.PORTS", [own_redis.port])
-    with pytest.raises(RuntimeError, match="No free port"):
-        reserve_port()
+    for port in (dead, own_redis.port):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        monkeypatch.setattr("tests.processes.waiting.PORTS", [port])
+        with pytest.raises(RuntimeError, match="No free port"):
+            reserve_port()
+    assert not port_is_free(dead)
     own_redis.start()
 
 

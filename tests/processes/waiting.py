@@ -16,6 +16,9 @@ POLL_INTERVAL = 0.02
 #: all addresses of the machine needs its port on each of them.
 PORTS = range(20000, 32768)
 
+#: What keeps the ports of ``dead_port``.
+_dead: list[ExitStack] = []
+
 # The global generator is seeded by pytest-randomly: two runs with one seed would
 # try the same ports in the same order.
 _random = random.SystemRandom()
@@ -46,13 +49,11 @@ def wait_for(
         time.sleep(POLL_INTERVAL)
 
 
-def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody listens on right now."""
-    for _ in range(1000):
-        port = _random.choice(PORTS)
-        if port_is_free(port):
-            return port
-    raise RuntimeError("No free port found on 127.0.0.1.")
+def dead_port() -> int:
+    """Return a TCP port of 127.0.0.1 that refuses connections until this process ends."""
+    port, reservation = _hold_port(for_a_server=False)
+    _dead.append(reservation)
+    return port
 
 
 def reserve_port(distance: int = 0) -> tuple[int, ExitStack]:
@@ -65,6 +66,10 @@ def reserve_port(distance: int = 0) -> tuple[int, ExitStack]:
     Args:
         distance: Keep the port that is so much higher, too.
     """
+    return _hold_port(distance, for_a_server=True)
+
+
+def _hold_port(distance: int = 0, *, for_a_server: bool) -> tuple[int, ExitStack]:
     for _ in range(1000):
         port = _random.choice(PORTS)
         with ExitStack() as stack, suppress(OSError):
@@ -75,7 +80,7 @@ def reserve_port(distance: int = 0) -> tuple[int, ExitStack]:
                 # to the port: nobody draws what somebody holds. Set afterwards, it lets in
                 # those who set it too.
                 holder.bind(("127.0.0.1", one))
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, for_a_server)
             return port, stack.pop_all()
     raise RuntimeError("No free port found on 127.0.0.1.")
 
