@@ -77,8 +77,9 @@ def test_its_errors_are_ours(valkey_cache_settings: MakeCache, settings: Setting
             admin.replicaof("127.0.0.1", dead_port())
         with pytest.raises(LockBackendError, match="is a replica"):
             cache_lock("y").acquire()
-    with pytest.raises(LockBackendError, match="did not answer"):
-        cache_lock("x").acquire()
+        server.stop()
+        with pytest.raises(LockBackendError, match="did not answer"):
+            cache_lock("x").acquire()
 
 
 def test_the_library_is_that_of_the_client(
