@@ -34,7 +34,7 @@ from django_celery_safe.management.commands.celery_locks import HEADING, LEGEND
 from django_celery_safe.management.console import as_text
 from tests import commands
 from tests.conftest import MakeDatabase, MakeRedisCache
-from tests.processes import free_port, start_in_process, tell, wait_for
+from tests.processes import dead_port, start_in_process, tell, wait_for
 from tests.processes.settings import settings_environment
 from tests.terminal import answer, on_terminal
 
@@ -774,7 +774,7 @@ def test_a_store_that_is_gone_is_said_so(action: str, settings: Settings) -> Non
         **settings.CACHES,
         "gone": {
             "BACKEND": "django_redis.cache.RedisCache",
-            "LOCATION": f"redis://127.0.0.1:{free_port()}/0",
+            "LOCATION": f"redis://127.0.0.1:{dead_port()}/0",
         },
     }
     arguments = (*action.split(), "--cache", "gone")

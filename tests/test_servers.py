@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import redis
 from django.db import connections
 
 from tests.conftest import MakeDatabase, requiring
-from tests.processes import run_in_processes, wait_for
+from tests.processes import dead_port, run_in_processes, wait_for
+from tests.processes.waiting import port_is_free, reserve_port
 from tests.servers import (
     MemcachedServer,
     PgBouncerServer,
@@ -55,6 +57,22 @@ def test_redis_is_private_and_forgets_on_restart(own_redis: RedisServer) -> None
     assert own_redis.port == before[0]
     assert own_redis.pid != before[1]
     assert own_redis.port not in STANDARD_PORTS
+
+
+def test_a_port_is_kept_while_nobody_listens(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead port and that of a stopped server refuse clients, and no other server gets them."""
+    dead = dead_port()
+    own_redis.stop()
+    for port in (dead, own_redis.port):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        monkeypatch.setattr("tests.processes.waiting.PORTS", [port])
+        with pytest.raises(RuntimeError, match="No free port"):
+            reserve_port()
+    assert not port_is_free(dead)
+    own_redis.start()
 
 
 def test_redis_on_a_unix_socket(redis_server: RedisServer) -> None:

@@ -57,7 +57,7 @@ from tests.kinds import KINDS
 from tests.listening import handling, receiving
 from tests.locks.conftest import fragile_redis
 from tests.locks.renewals import wait_for_renewal
-from tests.processes import free_port, wait_for
+from tests.processes import dead_port, wait_for
 from tests.routing import routed_by
 from tests.sending.carrying import Carried
 from tests.sending.conftest import ONE_TRY, MakeApp, make_app
@@ -390,7 +390,7 @@ def send_on_commit(get: Get) -> None:
 
 def without_a_broker(get: Get) -> Any:
     """Return a task whose broker is gone."""
-    url = f"redis://127.0.0.1:{free_port()}/0"
+    url = f"redis://127.0.0.1:{dead_port()}/0"
     make: MakeApp = get("make_app")
     return make(broker_url=url, task_publish_retry_policy=ONE_TRY).tasks[add.name]
 
@@ -1103,7 +1103,7 @@ def test_what_was_rolled_back_was_not_done_once(listener: Listener) -> None:
 
 def test_a_duplicate_is_told_when_it_is_published(get: Get, listener: Listener) -> None:
     """Without a broker nothing was published all the same."""
-    url = f"redis://127.0.0.1:{free_port()}/0"
+    url = f"redis://127.0.0.1:{dead_port()}/0"
     app: Celery = get("make_app")(broker_url=url, task_publish_retry_policy=ONE_TRY)
 
     def work(number: int) -> None:

@@ -22,7 +22,7 @@ from django_celery_safe.sending.broker import _silent_until
 from tests.app.models import Person
 from tests.benchmarks.outbox import outboxes
 from tests.benchmarks.report import Figure
-from tests.processes import free_port, start_in_process
+from tests.processes import dead_port, start_in_process
 from tests.servers import ServerPool
 
 ROUNDS = 8
@@ -61,7 +61,7 @@ def measure(alias: str, rounds: int) -> dict[str, list[float]]:
     logging.getLogger("django_celery_safe").setLevel(logging.CRITICAL)  # each send fails
     with socket.create_server(("127.0.0.1", 0)) as listening:
         silent = listening.getsockname()[1]
-        refusing = {scheme: make_task(f"{scheme}://", free_port()) for scheme in ("redis", "amqp")}
+        refusing = {scheme: make_task(f"{scheme}://", dead_port()) for scheme in ("redis", "amqp")}
         waiting = make_task("redis://", silent)
         sends: dict[str, Callable[[], object]] = {FLOOR: lambda: None}
         for scheme, task in refusing.items():

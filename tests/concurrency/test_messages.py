@@ -31,7 +31,7 @@ from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_acquired
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
-from tests.processes import free_port, wait_for
+from tests.processes import dead_port, wait_for
 from tests.sending.conftest import hearing
 
 NAME = "tests.importing"
@@ -596,7 +596,7 @@ def test_a_message_that_can_not_be_sent_again_stays_with_the_broker(
 ) -> None:
     """With acks_late the broker gets it back, whatever autoretry_for says; nothing is noted."""
     message = Importing(mailbox).message()
-    with closing(Mailbox(broker_url=f"redis://127.0.0.1:{free_port()}")) as dead:
+    with closing(Mailbox(broker_url=f"redis://127.0.0.1:{dead_port()}")) as dead:
         importing = Importing(dead, on_conflict=on_conflict, **autoretry)
         with held_by(LOCK, message.id if on_conflict == "skip" else "other"):
             state, error = dead.deliver(message)
@@ -613,7 +613,7 @@ def test_a_message_that_was_acknowledged_and_can_not_be_sent_again_fails(
 ) -> None:
     """Without acks_late nobody else has it, so the failure is there to be seen."""
     message = Importing(mailbox).message()
-    with closing(Mailbox(broker_url=f"redis://127.0.0.1:{free_port()}")) as dead:
+    with closing(Mailbox(broker_url=f"redis://127.0.0.1:{dead_port()}")) as dead:
         Importing(dead, acks_late=False)
         with held_by(LOCK, message.id):
             state, error = dead.deliver(message)
@@ -629,7 +629,7 @@ def test_a_cache_that_does_not_answer_keeps_the_task_from_running(
         **settings.CACHES,
         "gone": {
             "BACKEND": "django.core.cache.backends.redis.RedisCache",
-            "LOCATION": f"redis://127.0.0.1:{free_port()}",
+            "LOCATION": f"redis://127.0.0.1:{dead_port()}",
         },
     }
     importing = Importing(mailbox, cache="gone")

@@ -39,7 +39,7 @@ from tests.contract.conftest import SHARED_STORES
 from tests.interruption import Interruption
 from tests.locks.renewals import wait_for_renewal
 from tests.locks.test_interrupted import InterruptedStore, store
-from tests.processes import FunctionFailed, free_port, start_in_process, tell, wait_for
+from tests.processes import FunctionFailed, dead_port, start_in_process, tell, wait_for
 from tests.versions import IS_CELERY_57
 
 __all__ = ["store"]
@@ -72,7 +72,7 @@ def work(self: Any, number: int, how: str = "") -> str:
 def nobody_listens() -> Connection:
     """Return a connection to a broker that is not there."""
     once = {"max_retries": 1, "interval_start": 0}
-    return Connection(f"redis://127.0.0.1:{free_port()}", transport_options=once)
+    return Connection(f"redis://127.0.0.1:{dead_port()}", transport_options=once)
 
 
 # A soft time limit at the end of a run.

@@ -23,7 +23,7 @@ from django_celery_safe.signals import task_poisoned
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox, Message, end_child
 from tests.contract.conftest import any_store, use_store
-from tests.processes import free_port
+from tests.processes import dead_port
 from tests.sending.conftest import hearing
 
 __all__ = ["any_store", "mailbox", "use_store"]
@@ -173,7 +173,7 @@ def test_a_message_that_comes_for_the_first_time(deadly: Deadly, settings: Setti
     deadly.die(message, 3)
     assert deadly.mailbox.deliver(message).state == "SUCCESS"
     redis = "django.core.cache.backends.redis.RedisCache"
-    address = f"redis://127.0.0.1:{free_port()}"
+    address = f"redis://127.0.0.1:{dead_port()}"
     settings.CACHES = {"default": {"BACKEND": redis, "LOCATION": address}}
     assert deadly.mailbox.deliver(message).state == "SUCCESS"
 
@@ -184,7 +184,7 @@ def test_a_store_that_does_not_answer(
     """The task runs, since its deaths are not known; the log says so."""
     message = deadly.send()
     redis = "django.core.cache.backends.redis.RedisCache"
-    address = f"redis://127.0.0.1:{free_port()}"
+    address = f"redis://127.0.0.1:{dead_port()}"
     settings.CACHES = {"default": {"BACKEND": redis, "LOCATION": address}}
     deadly.die(message, 3)
     assert "The death of a process could not be counted" in caplog.text

@@ -19,7 +19,7 @@ from textwrap import dedent
 from typing import Any
 
 from tests.processes import KeptProcess, wait_for
-from tests.processes.waiting import free_port
+from tests.processes.waiting import reserve_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "example_project"
 MANAGE = (sys.executable, "manage.py")
@@ -83,14 +83,14 @@ def running_site(folder: Path, **variables: str) -> Iterator[Site]:
         variables: Of the site's environment, such as ``REDIS_URL``; without any it
             needs no server.
     """
-    port = free_port()
     env = environment(folder, **variables)
     migrate(env)
+    port, reservation = reserve_port()
     serve = [*MANAGE, "runserver", "--noreload", f"127.0.0.1:{port}"]
     web = KeptProcess(serve, folder=EXAMPLE, log_path=folder / "site.log", env=env)
     worker = KeptProcess(WORKER, folder=EXAMPLE, log_path=folder / "worker.log", env=env)
     site = Site(f"http://127.0.0.1:{port}", web, worker, folder, env)
-    with web, worker:
+    with reservation, web, worker:
         wait_for(lambda: "ready." in worker.log, PATIENCE, "the worker was not ready")
         site.wait_until_it_answers()
         yield site

@@ -20,7 +20,7 @@ from django_celery_safe.inspection.findings import Finding
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores import redis as redis_store
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
-from tests.processes import free_port
+from tests.processes import dead_port
 from tests.servers import RedisServer
 
 
@@ -130,7 +130,7 @@ def test_a_full_list_of_another_type_costs_no_lease(restricted: Restricted) -> N
 
 def refuse_writes(server: RedisServer) -> None:
     with server.client() as admin:
-        admin.replicaof("127.0.0.1", free_port())
+        admin.replicaof("127.0.0.1", dead_port())
 
 
 def refuse_memory(server: RedisServer) -> None:

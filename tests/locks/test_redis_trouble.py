@@ -33,7 +33,7 @@ from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
 from tests.listening import receiving
 from tests.locks.renewals import wait_for_renewals
 from tests.locks.restarts import restart_and_lose
-from tests.processes import free_port, wait_for
+from tests.processes import dead_port, wait_for
 from tests.servers import RedisServer
 
 #: The socket timeout of these tests' clients, s.
@@ -186,7 +186,7 @@ def test_ignored_exceptions_are_not_ignored_by_locks(settings: Settings) -> None
     settings.CACHES = {
         "default": {
             "BACKEND": REDIS_BACKENDS["django-redis"],
-            "LOCATION": f"redis://127.0.0.1:{free_port()}/0",
+            "LOCATION": f"redis://127.0.0.1:{dead_port()}/0",
             "OPTIONS": {"IGNORE_EXCEPTIONS": True},
         }
     }

@@ -16,7 +16,7 @@ from tests.processes.functions import (
 )
 from tests.processes.kept import KeptProcess
 from tests.processes.oracles import Gauge, Journal
-from tests.processes.waiting import free_port, wait_for
+from tests.processes.waiting import dead_port, wait_for
 from tests.processes.worker import CeleryWorker
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "Gauge",
     "Journal",
     "KeptProcess",
-    "free_port",
+    "dead_port",
     "meet",
     "run_in_processes",
     "start_in_process",

@@ -4,6 +4,7 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -11,9 +12,12 @@ Result = TypeVar("Result")
 #: Seconds between two looks at a condition.
 POLL_INTERVAL = 0.02
 
-#: Below Linux's range for outgoing connections (32768 up), so that no client
-#: socket takes a server's port while the server is stopped.
+#: Below Linux's range for outgoing connections (32768 up): a server that listens on
+#: all addresses of the machine needs its port on each of them.
 PORTS = range(20000, 32768)
+
+#: What keeps the ports of ``dead_port``.
+_dead: list[ExitStack] = []
 
 # The global generator is seeded by pytest-randomly: two runs with one seed would
 # try the same ports in the same order.
@@ -45,34 +49,44 @@ def wait_for(
         time.sleep(POLL_INTERVAL)
 
 
-def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody listens on right now."""
+def dead_port() -> int:
+    """Return a TCP port of 127.0.0.1 that refuses connections until this process ends."""
+    port, reservation = _hold_port(for_a_server=False)
+    _dead.append(reservation)
+    return port
+
+
+def reserve_port(distance: int = 0) -> tuple[int, ExitStack]:
+    """
+    Return a free port, and what keeps it from others until it is closed.
+
+    The server that is told the port may start and stop meanwhile: like most servers it has to
+    bind with SO_REUSEADDR. While it does not listen, clients are refused.
+
+    Args:
+        distance: Keep the port that is so much higher, too.
+    """
+    return _hold_port(distance, for_a_server=True)
+
+
+def _hold_port(distance: int = 0, *, for_a_server: bool) -> tuple[int, ExitStack]:
     for _ in range(1000):
         port = _random.choice(PORTS)
-        if port_is_free(port):
-            return port
+        with ExitStack() as stack, suppress(OSError):
+            for one in {port, port + distance}:
+                # Bound, but not listening: Linux refuses those who connect.
+                holder = stack.enter_context(socket.socket())
+                # Bound without SO_REUSEADDR, which fails beside any other socket that is bound
+                # to the port: nobody draws what somebody holds. Set afterwards, it lets in
+                # those who set it too.
+                holder.bind(("127.0.0.1", one))
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, for_a_server)
+            return port, stack.pop_all()
     raise RuntimeError("No free port found on 127.0.0.1.")
 
 
-def reserve_port() -> tuple[int, socket.socket]:
-    """
-    Return a free port, and the socket that keeps it from others until the socket is closed.
-
-    A server that is prepared for seconds would otherwise lose its port to one that is quicker.
-    """
-    while True:
-        # Without SO_REUSEADDR: another socket can't be bound to the port beside this one.
-        reservation = socket.socket()
-        try:
-            reservation.bind(("127.0.0.1", port := free_port()))
-        except OSError:  # taken since the look
-            reservation.close()
-        else:
-            return port, reservation
-
-
 def port_is_free(port: int) -> bool:
-    """Whether a server could listen on this port now."""
+    """Whether a server could listen on this port now, perhaps a reserved one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -50,7 +50,7 @@ from django_celery_safe.signals import (
 from tests.background import before_its_update, settle
 from tests.concurrency.mailbox import Outcome, end_child
 from tests.kinds import more_for_claim
-from tests.processes import free_port
+from tests.processes import dead_port
 from tests.sending.carrying import Carried, leave_dead
 from tests.sending.conftest import hearing
 
@@ -758,7 +758,7 @@ def test_a_message_whose_database_is_away_comes_back(
     message = carried.send(1)
     connections[carried.alias].close()
     with monkeypatch.context() as patch:
-        patch.setitem(connections[carried.alias].settings_dict, "PORT", str(free_port()))
+        patch.setitem(connections[carried.alias].settings_dict, "PORT", str(dead_port()))
         patch.setitem(connections[carried.alias].settings_dict, "NAME", "/nowhere/at all")
         assert carried.mailbox.deliver(message).state == "RETRY"
     connections[carried.alias].close()

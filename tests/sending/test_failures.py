@@ -16,7 +16,7 @@ from django_celery_safe import send_on_commit
 from django_celery_safe.signals import task_send_failed, task_sent
 from tests.app.models import Person
 from tests.app.tasks import add, total
-from tests.processes import free_port
+from tests.processes import dead_port
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing
 from tests.sending.published import Published
 from tests.servers import RedisServer
@@ -28,7 +28,7 @@ Sent = Callable[[], list[Published]]
 
 def refusing() -> str:
     """Return the URL of a Redis that is not there."""
-    return f"redis://127.0.0.1:{free_port()}/0"
+    return f"redis://127.0.0.1:{dead_port()}/0"
 
 
 @pytest.fixture

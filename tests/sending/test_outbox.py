@@ -43,7 +43,7 @@ from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
 from tests.kinds import KINDS
-from tests.processes import free_port
+from tests.processes import dead_port
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing
 from tests.sending.published import Published, ids_in, take_published
 from tests.servers import RedisServer
@@ -95,7 +95,7 @@ def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
 @pytest.fixture
 def without_broker(make_app: MakeApp) -> Celery:
     """An app whose broker refuses connections."""
-    url = f"redis://127.0.0.1:{free_port()}/0"
+    url = f"redis://127.0.0.1:{dead_port()}/0"
     return make_app(broker_url=url, task_publish_retry_policy=ONE_TRY)
 
 
@@ -867,7 +867,7 @@ def test_arguments_and_headers_are_those_of_the_call(sent: Sent) -> None:
 @pytest.mark.parametrize("option", ["connection", "producer"])
 def test_another_broker_is_an_error(option: str, broker: Celery, make_app: MakeApp) -> None:
     """No row can keep a connection, and a relay would send to the app's own broker."""
-    elsewhere = make_app(broker_url=f"redis://127.0.0.1:{free_port()}/0")
+    elsewhere = make_app(broker_url=f"redis://127.0.0.1:{dead_port()}/0")
     with elsewhere.connection_for_write() as connection:
         given: Any = connection
         if option == "producer":

@@ -28,7 +28,7 @@ from tests.app.models import Person
 from tests.app.tasks import add
 from tests.conftest import MakeDatabase
 from tests.kinds import KINDS, words_of_change
-from tests.processes import CeleryWorker, Journal, free_port, start_in_process, wait_for
+from tests.processes import CeleryWorker, Journal, dead_port, start_in_process, wait_for
 from tests.sending.conftest import MakeApp
 from tests.sending.published import Published
 from tests.servers import RedisServer, Server
@@ -133,7 +133,7 @@ def test_a_broker_that_refuses_costs_next_to_nothing(
     scheme: str, alias: str, make_app: MakeApp, called_ports: list[int]
 ) -> None:
     """A commit asks it twice at the most: Celery pauses only before the third time."""
-    port = free_port()
+    port = dead_port()
     app = make_app(broker_url=f"{scheme}://127.0.0.1:{port}//")
     for count in range(1, 4):
         called_ports.clear()
@@ -273,7 +273,7 @@ def test_the_next_of_several_brokers_gets_it(
     """If the first of a failover list refuses, the message goes to the second at once."""
     name = {"redis": "redis_server", "amqp": "rabbitmq_server"}[scheme]
     server: Server = request.getfixturevalue(name)
-    url = f"{scheme}://127.0.0.1:{free_port()}//;{server.url}"
+    url = f"{scheme}://127.0.0.1:{dead_port()}//;{server.url}"
     app = make_app(broker_url=url, task_default_queue="outbox-time")
     _, result = commit_time(
         lambda: SENDS["group"](app.tasks[add.name], sqlite_immediate_alias), sqlite_immediate_alias

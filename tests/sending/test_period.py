@@ -31,7 +31,7 @@ from tests.app.celery import app
 from tests.concurrency.holders import held_by, remaining
 from tests.concurrency.mailbox import Mailbox
 from tests.contract.conftest import SHARED_STORES, use_store
-from tests.processes import KeptProcess, free_port, meet, run_in_processes, wait_for
+from tests.processes import KeptProcess, dead_port, meet, run_in_processes, wait_for
 from tests.processes.settings import settings_environment
 from tests.sending.carrying import Carried, leave_dead
 from tests.sending.conftest import ONE_TRY, MakeApp
@@ -244,7 +244,7 @@ def test_a_duplicate_of_a_canvas_does_nothing(mailbox: Mailbox) -> None:
 @pytest.mark.usefixtures("locks_in_memory")
 def test_a_send_that_fails_begins_no_period(make_app: MakeApp) -> None:
     """The lock is free after a failed send, and after a failed send at a commit."""
-    nowhere = f"redis://127.0.0.1:{free_port()}/0"
+    nowhere = f"redis://127.0.0.1:{dead_port()}/0"
     task = make_app(broker_url=nowhere, task_publish_retry_policy=ONE_TRY).tasks[hourly.name]
     with pytest.raises(OperationalError):
         task.delay(1)

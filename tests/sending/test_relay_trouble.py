@@ -36,7 +36,7 @@ from django_celery_safe.signals import message_dead, task_send_failed
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.kinds import KINDS
-from tests.processes import free_port, wait_for
+from tests.processes import dead_port, wait_for
 from tests.sending.conftest import MakeApp, hearing
 from tests.sending.published import Published, take_published
 from tests.sending.test_outbox_messages import events_of
@@ -378,7 +378,7 @@ def out_of_memory(server: RedisServer) -> Iterator[None]:
 def read_only(server: RedisServer) -> Iterator[None]:
     """It is the replica of a master that is not there."""
     with server.client() as client:
-        client.replicaof(server.host, free_port())
+        client.replicaof(server.host, dead_port())
         yield
         client.replicaof("NO", "ONE")
 
@@ -642,7 +642,7 @@ def test_one_broker_that_is_gone_does_not_keep_the_other_waiting(
 ) -> None:
     """With two apps, the messages of the one whose broker is there go out, whichever it is."""
     names = ("here", "there")
-    gone = f"redis://127.0.0.1:{free_port()}/0"
+    gone = f"redis://127.0.0.1:{dead_port()}/0"
     # The order in which a relay takes its apps is no certain one.
     for answering in names * 2:
         with ExitStack() as stack:
@@ -928,8 +928,8 @@ def test_one_database_that_is_gone_does_not_keep_the_others_waiting(
     gone, there = make_database("postgres"), make_database("sqlite-immediate")
     wanted = leave(there)
     connections[gone].close()
-    monkeypatch.setitem(connections.settings[gone], "PORT", str(free_port()))
-    connections[gone].settings_dict["PORT"] = str(free_port())
+    monkeypatch.setitem(connections.settings[gone], "PORT", str(dead_port()))
+    connections[gone].settings_dict["PORT"] = str(dead_port())
     with suppress(Exception):
         relay_outbox()
     assert ids(sent()) == wanted

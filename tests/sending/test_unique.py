@@ -36,7 +36,7 @@ from tests.concurrency.holders import remaining
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache, require
 from tests.contract.conftest import SHARED_STORES, use_store
-from tests.processes import free_port, meet, run_in_processes, start_in_process
+from tests.processes import dead_port, meet, run_in_processes, start_in_process
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing
 from tests.sending.published import Published, ids_in, take_published
 from tests.servers import RedisServer, ServerPool
@@ -407,7 +407,7 @@ def test_a_canvas_does_not_raise(sent: Sent) -> None:
 
 def refusing() -> str:
     """Return the URL of a Redis that is not there."""
-    return f"redis://127.0.0.1:{free_port()}/0"
+    return f"redis://127.0.0.1:{dead_port()}/0"
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from tests.mysql_driver import load_driver
-from tests.processes.waiting import free_port
+from tests.processes.waiting import dead_port
 from tests.servers.mariadb import MariaDBServer
 from tests.servers.pgbouncer import PgBouncerServer
 from tests.servers.pool import ServerPool
@@ -47,7 +47,7 @@ def gone_settings() -> dict[str, Any]:
         "ENGINE": "django.db.backends.postgresql",
         "NAME": "gone",
         "HOST": "127.0.0.1",
-        "PORT": str(free_port()),
+        "PORT": str(dead_port()),
     }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import amqp
 
 from tests.processes.kept import KeptProcess
-from tests.processes.waiting import free_port, port_is_free, wait_for
+from tests.processes.waiting import port_is_free, wait_for
 from tests.servers.programs import default_places, find_programs_folder
 from tests.servers.server import Server
 
@@ -23,8 +23,8 @@ class RabbitMQServer(Server):
         self.erlang = find_programs_folder("epmd", "erl", places=places)
         # Debian's script on the PATH runs only as the system's user in the system's folders.
         super().__init__(tuple(sorted(places, key=lambda place: place != "library")))
-        self.epmd_port = free_port()
-        self.node_port = free_port()
+        self.epmd_port = self._reserve_port()
+        self.node_port = self._reserve_port()
         self._epmd: KeptProcess | None = None
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from tests.processes.waiting import free_port, port_is_free, wait_for
+from tests.processes.waiting import wait_for
 from tests.servers.server import Server
 
 #: Counters of INFO for reads and connections.
@@ -54,10 +54,8 @@ class RedisServer(Server):
         options: tuple[str, ...] = (),
     ) -> None:
         super().__init__(places)
-        # Nodes talk to each other on a port that is 10,000 higher, here below those that Linux
-        # gives to clients.
-        while cluster and not (self.port < 22_768 and port_is_free(self.port + 10_000)):
-            self.port = free_port()
+        if cluster:  # Nodes talk to each other on a port that is 10,000 higher.
+            self.port = self._reserve_port(10_000)
         self.cluster = cluster
         #: The slots that it takes at its first start, if it is a node of a cluster.
         self.slots = range(SLOTS)

@@ -5,7 +5,7 @@ import shutil
 import signal
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,7 +43,9 @@ class Server(Started):
         self.programs = find_programs_folder(self.program, *self.companions, places=places)
         self.identity: dict[str, Any] = identity() if self.refuses_root else {}
         self.folder = make_folder(f"safe-{self.name}-", self.identity)
-        self.port, self._reservation = reserve_port()
+        #: Keeps its ports from others until it is closed, also while it is stopped.
+        self._reservations = ExitStack()
+        self.port = self._reserve_port()
         self._prepared = False
 
     @property
@@ -80,7 +82,6 @@ class Server(Started):
         if not self._prepared:
             self.prepare()
             self._prepared = True
-        self._reservation.close()
         wait_for(lambda: port_is_free(self.port), message=f"port {self.port} is in use")
         self._process = self.keep(self.command())
         self._process.start()
@@ -120,7 +121,7 @@ class Server(Started):
         try:
             self.stop()
         finally:
-            self._reservation.close()
+            self._reservations.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def keep(self, command: list[str | Path], env: Mapping[str, str] | None = None) -> KeptProcess:
@@ -133,6 +134,11 @@ class Server(Started):
             stop_signal=self.stop_signal,
             owned_folder=self.folder,
         )
+
+    def _reserve_port(self, distance: int = 0) -> int:
+        port, reservation = reserve_port(distance)
+        self._reservations.enter_context(reservation)
+        return port
 
     def _answers(self) -> bool:
         if not self.running:

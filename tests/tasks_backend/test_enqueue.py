@@ -19,7 +19,7 @@ from django.utils import timezone
 from django_celery_safe import ConfigurationError, SafeTask, WrongTransaction
 from django_celery_safe.delivery.header import HEADER
 from tests.listening import receiving
-from tests.processes import free_port
+from tests.processes import dead_port
 from tests.tasks_backend import work
 from tests.tasks_backend.scenes import BACKEND, ByHand, tasks_setting
 
@@ -193,7 +193,7 @@ def test_a_task_need_not_be_carried(by_hand: ByHand, outbox: bool) -> None:
 def test_a_lost_message_is_not_enqueued(by_hand: ByHand, settings: "Settings") -> None:
     """Without an outbox, a broker that is gone after the commit leaves ``enqueued_at`` empty."""
     app = by_hand.mailbox.app
-    app.conf.broker_url = f"redis://127.0.0.1:{free_port()}"
+    app.conf.broker_url = f"redis://127.0.0.1:{dead_port()}"
     with (
         override_settings(TASKS=tasks_setting(by_hand.alias, outbox=False)),
         hearing_all() as heard,
@@ -205,7 +205,7 @@ def test_a_lost_message_is_not_enqueued(by_hand: ByHand, settings: "Settings") -
 
 def test_a_broker_that_is_gone_loses_nothing(by_hand: ByHand) -> None:
     """The row has the task, which counts as enqueued, and a relay sends it."""
-    by_hand.mailbox.app.conf.broker_url = f"redis://127.0.0.1:{free_port()}"
+    by_hand.mailbox.app.conf.broker_url = f"redis://127.0.0.1:{dead_port()}"
     result = work.add.enqueue(1)
     assert result.enqueued_at is not None
     assert work.add.get_result(result.id).status == TaskResultStatus.READY

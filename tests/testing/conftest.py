@@ -10,7 +10,7 @@ from kombu import Producer
 from pytest_django import Settings
 
 from tests.conftest import UseBroker, forget_first_use
-from tests.processes import free_port
+from tests.processes import dead_port
 from tests.sending.conftest import ONE_TRY
 from tests.testing.tasks import effects
 
@@ -26,7 +26,7 @@ def unreachable(use_broker: UseBroker, settings: Settings) -> Iterator[Any]:
     """The tests' app, with a broker and a result backend where nobody listens."""
     app: Any = use_broker()
     before = {name: app.conf[name] for name in ("broker_url", "result_backend")}
-    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    nobody = f"redis://127.0.0.1:{dead_port()}/0"
     app.conf.update(
         broker_url=nobody,
         result_backend=nobody,

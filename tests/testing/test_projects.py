@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import require
-from tests.processes import free_port
+from tests.processes import dead_port
 from tests.servers import PostgresServer, RedisServer, ServerPool
 from tests.servers.databases import postgres_settings
 
@@ -55,7 +55,7 @@ def environment(redis_server: RedisServer) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "SHOP_DATABASE": json.dumps(sqlite),
         "SHOP_CACHE": redis_server.url,
-        "SHOP_BROKER": f"redis://127.0.0.1:{free_port()}/0",
+        "SHOP_BROKER": f"redis://127.0.0.1:{dead_port()}/0",
     }
 
 

@@ -10,7 +10,7 @@ from django.conf import settings
 from django.test import override_settings
 
 from tests.conftest import REDIS_BACKENDS, RedisCacheKind, app_on_redis
-from tests.processes import CeleryWorker, free_port
+from tests.processes import CeleryWorker, dead_port
 from tests.servers import RedisServer
 from tests.worker.pools import POOLS
 from tests.worker.rooms import Room
@@ -28,7 +28,7 @@ def start_worker(redis_server: RedisServer) -> StartWorker:
     ) -> Iterator[CeleryWorker]:
         gone = {
             "BACKEND": REDIS_BACKENDS["django"],
-            "LOCATION": f"redis://127.0.0.1:{free_port()}",
+            "LOCATION": f"redis://127.0.0.1:{dead_port()}",
         }
         with (
             app_on_redis(redis_server, locks, **transport_options),

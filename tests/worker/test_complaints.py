@@ -31,7 +31,7 @@ from django_celery_safe import find_lock
 from django_celery_safe.signals import task_duplicate
 from tests.app.celery import app
 from tests.conftest import LOOKING_OFTEN, MakeDatabase, app_on_redis
-from tests.processes import CeleryWorker, KeptProcess, free_port, wait_for
+from tests.processes import CeleryWorker, KeptProcess, dead_port, wait_for
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
 from tests.servers import RedisServer
@@ -206,7 +206,7 @@ def test_a_lock_is_left_behind_after_a_time_limit(make_room: MakeRoom) -> None:
 def test_a_lock_is_left_behind_after_a_failed_send(room: Room) -> None:
     """A send that failed because the broker was down can be repeated when it is back."""
     once = {"max_retries": 1, "interval_start": 0}
-    broker = Connection(f"redis://127.0.0.1:{free_port()}", transport_options=once)
+    broker = Connection(f"redis://127.0.0.1:{dead_port()}", transport_options=once)
     with broker, pytest.raises(OperationalError):
         tasks.export.apply_async((room.path,), connection=broker, retry=False)
     room.open()

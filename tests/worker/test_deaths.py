@@ -16,7 +16,7 @@ import pytest
 
 from django_celery_safe import TaskPoisoned, find_lock, iter_locks
 from django_celery_safe.leases.holder import HOST
-from tests.processes import CeleryWorker, free_port, wait_for
+from tests.processes import CeleryWorker, dead_port, wait_for
 from tests.servers import RedisServer, Server
 from tests.worker import deadly_tasks as tasks
 from tests.worker.brokers import app_on_broker, result_state
@@ -128,7 +128,7 @@ def test_a_worker_that_is_told_to_end(room: Room) -> None:
 def test_a_store_that_is_away(room: Room) -> None:
     """A task runs if its deaths can't be asked; the worker's log says so."""
     gone = {"BACKEND": "django.core.cache.backends.redis.RedisCache"}
-    caches = {"default": gone | {"LOCATION": f"redis://127.0.0.1:{free_port()}"}}
+    caches = {"default": gone | {"LOCATION": f"redis://127.0.0.1:{dead_port()}"}}
     with make_worker("storeless", CACHES=caches) as worker:
         result = tasks.poison.apply_async((room.path,), queue="storeless")
         room.until(lambda: result_state(result.id) == "SUCCESS", "it is not done", PATIENCE)

@@ -31,7 +31,7 @@ from django_celery_safe import LockBackendError, find_lock
 from django_celery_safe.conf import UNSET
 from tests.app.celery import app, tell_workers
 from tests.conftest import REDIS_BACKENDS, forget_first_use, require
-from tests.processes import CeleryWorker, free_port, wait_for
+from tests.processes import CeleryWorker, dead_port, wait_for
 from tests.processes.kept import KeptProcess
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
@@ -360,7 +360,7 @@ def refuse_garbled(scene: Scene) -> None:
 def dead_broker(scene: Scene) -> Connection:
     """Return a connection to a broker that is not there."""
     once = {"max_retries": 1, "interval_start": 0}
-    connection = Connection(f"redis://127.0.0.1:{free_port()}", transport_options=once)
+    connection = Connection(f"redis://127.0.0.1:{dead_port()}", transport_options=once)
     return scene.stack.enter_context(connection)
 
 
