@@ -238,12 +238,12 @@ def killed_holders_lock_ends_with_its_lease_by_processes(folder: Path) -> None:
 def paused_holder_learns_of_its_loss_by_processes(folder: Path) -> None:
     """A holder that was stopped for longer than its lease finds out by ensure()."""
     gate = folder / "gate"
-    with start_in_process(hold_and_ensure, "paused", lease(1), gate) as holder:
+    with start_in_process(hold_and_ensure, "paused", lease(3), gate) as holder:
         holder.receive()
         os.kill(holder.pid, signal.SIGSTOP)
         try:
             new = make_lock("paused")
-            assert new.acquire(blocking_timeout=10)
+            assert new.acquire(blocking_timeout=30)
         finally:
             os.kill(holder.pid, signal.SIGCONT)
         gate.touch()
