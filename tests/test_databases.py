@@ -258,7 +258,7 @@ def test_an_update_reads_before_it_writes(mariadb_alias: str) -> None:
     first = table.claim("a", "token 1", 0.001, "first")
     assert first is not None
     assert first.deaths == 0
-    wait_for(lambda: rows.filter(due_at__lt=Now()).exists(), 5)
+    wait_for(lambda: rows.filter(due_at__lt=Now()).exists(), 20)
     second = table.claim("a", "token 2", 60, "second")
     assert second is not None
     assert (second.deaths, second.last_death) == (1, "first")

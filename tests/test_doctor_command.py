@@ -310,7 +310,7 @@ def test_killed(racing: Racing, redis_server: RedisServer) -> None:
         racing.process.kill()
         racing.process.wait()
         # Before a client gives up to wait for the server.
-        wait_for(lambda: all(map(is_gone, racing.children)), 3)
+        wait_for(lambda: all(map(is_gone, racing.children)), 30)
     finally:
         redis_server.resume()
 

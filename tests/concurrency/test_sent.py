@@ -519,4 +519,4 @@ def test_a_revoked_message_frees_a_lock_that_the_worker_knows_nothing_of(
     plain = mailbox.app.task(name="tests.plain", base=SafeTask)(work)
     request = Context({**message.headers, "headers": message.headers})
     task_revoked.send(sender=plain, request=request, terminated=False, signum=None, expired=False)
-    wait_for(lambda: held_names() == [], 5)
+    wait_for(lambda: held_names() == [], 20)

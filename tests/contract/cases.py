@@ -162,7 +162,7 @@ def take_turns(journal: Journal, times: int) -> None:
 
 def late_release_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended and who then releases leaves the new holder's lock alone."""
-    late = make_lock("late", timeout=lease(1), renew=False)
+    late = make_lock("late", timeout=lease(2), renew=False)
     assert late.acquire()
     _wait_until_free("late")
     new = make_lock("late")
@@ -176,10 +176,10 @@ def late_release_spares_the_new_holder(folder: Path) -> None:
 
 def late_extend_spares_the_new_holder(folder: Path) -> None:
     """An owner whose lease ended can't extend the lock of the new holder."""
-    late = make_lock("late extend", timeout=lease(1), renew=False)
+    late = make_lock("late extend", timeout=lease(2), renew=False)
     assert late.acquire()
     _wait_until_free("late extend")
-    new = make_lock("late extend", timeout=lease(1), renew=False)
+    new = make_lock("late extend", timeout=lease(2), renew=False)
     assert new.acquire()
     with pytest.raises(LockLost):
         late.extend(3600)

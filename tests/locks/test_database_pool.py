@@ -28,12 +28,12 @@ def pooled(postgres_alias: str, settings: Settings) -> Iterator[str]:
 
 def lock(alias: str) -> AbstractContextManager[Any]:
     """Return a lock that has to be renewed soon."""
-    return cache_lock("pooled", timeout=1)
+    return cache_lock("pooled", timeout=3)
 
 
 def claim(alias: str) -> AbstractContextManager[Any]:
     """Return a claim whose lease has to be renewed soon."""
-    return idempotent("pooled", timeout=1, using=alias)
+    return idempotent("pooled", timeout=3, using=alias)
 
 
 @pytest.mark.parametrize("hold", [lock, claim])
@@ -45,7 +45,7 @@ def test_renewal_does_not_wait_for_the_pool(
         connections[pooled].ensure_connection()
         (lease,) = [lease for lane in renewer.lanes.values() for lease in lane._leases]
         begun_at = lease.asked_at
-        wait_for(lambda: lease.asked_at > begun_at, 10, "it was not renewed")
+        wait_for(lambda: lease.asked_at > begun_at, 30, "it was not renewed")
         connections[pooled].close()
 
 

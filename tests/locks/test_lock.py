@@ -121,7 +121,7 @@ def test_waiting_ends_in_time() -> None:
 
 def test_a_waiter_gets_what_becomes_free() -> None:
     """A waiter without a limit gets the lock when the lease of a silent holder ends."""
-    assert cache_lock("soon", timeout=0.2, renew=False).acquire()
+    assert cache_lock("soon", timeout=1, renew=False).acquire()
     waiter = cache_lock("soon", blocking_timeout=None)
     assert waiter.acquire()
     waiter.release()
@@ -189,9 +189,9 @@ def test_a_lost_lock_is_told(caplog: pytest.LogCaptureFixture) -> None:
     lock_lost.connect(listen)
     try:
         with caplog.at_level(logging.ERROR, "django_celery_safe"):
-            late = cache_lock("told", timeout=0.05, renew=False)
+            late = cache_lock("told", timeout=0.5, renew=False)
             assert late.acquire()
-            new = cache_lock("told", blocking_timeout=5)
+            new = cache_lock("told", blocking_timeout=30)
             assert new.acquire()
             assert late.release() is False
     finally:

@@ -534,7 +534,7 @@ def test_a_process_that_stands_still_does_not_keep_others_out(
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database("postgres")}
     with start_in_process(stop_while_acquiring) as stopped:
         stopped.receive()
-        wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED, 5)
+        wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED, 20)
         lock = cache_lock("other")
         assert lock.acquire()
         assert lock.release()

@@ -472,7 +472,7 @@ def start_beat(scene: Scene) -> None:
         if beat.log.count(sent) < 3:
             return False
         beat.pause()
-        wait_for(lambda: beat.process.status() == psutil.STATUS_STOPPED, 5, "beat goes on")
+        wait_for(lambda: beat.process.status() == psutil.STATUS_STOPPED, 20, "beat goes on")
         if beat.log.count("Sending due task") == beat.log.count(" sent. id"):
             return True
         beat.resume()
