@@ -83,6 +83,16 @@ def test_the_page_of_evidence_has_each_seed_and_each_fault() -> None:
     assert "| 2026-11-23 | `python -m tests.faults all` | Python 3.11.7, Redis 7.0.15 | 2 |" in text
 
 
+def test_a_run_that_proves_too_little_breaks_no_promise() -> None:
+    """The page says which check had too little to look at, and with which seed."""
+    scarce = ["runs again: 0, and 1 are wanted."]
+    text = evidence_part([made_by("faults", carried(5, violations=1, scarce=scarce))])
+    assert "1 runs without a deliberate fault: **0 broken promises**." in text
+    assert "- `carried --broker redis`, seed 5: runs again: 0, and 1 are wanted." in text
+    assert "| violations | 1 |" in text
+    assert "| scarce |" not in text
+
+
 def test_a_run_that_could_not_be_done_is_no_good_one() -> None:
     """It counts as a broken promise, and its figures are missed."""
     failed = {**carried(1), "error": "TimeoutError()"}

@@ -26,6 +26,7 @@ import django
 from tests.evidence.files import save
 from tests.faults.forms import FORMS, commands
 from tests.faults.lab import Lab
+from tests.faults.oracle import TOO_LITTLE
 from tests.faults.scenario import Plan, Scenario, option_name
 from tests.faults.verdict import print_verdict
 from tests.servers import ServerPool
@@ -151,8 +152,12 @@ def run(number: int, chosen: Chosen, common: argparse.Namespace) -> tuple[int, d
         result["found"] = bool(checks & set(scenario.variants[plan.broken]))
     print_verdict(result, violations, as_json=common.json)
     is_clean = result["found"] if to_be_found else not violations
-    measured = {"violations": len(violations), "measured": scenario.oracle.measure(history)}
-    return CLEAN if is_clean else VIOLATED, {**result, **measured}
+    rest = {
+        "violations": len(violations),
+        "scarce": [each.text for each in violations if each.check == TOO_LITTLE],
+        "measured": scenario.oracle.measure(history),
+    }
+    return CLEAN if is_clean else VIOLATED, {**result, **rest}
 
 
 def record(name: str, scenario: Scenario, plan: Plan, keep: Path | None) -> Any:

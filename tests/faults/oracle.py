@@ -9,6 +9,9 @@ HistoryType = TypeVar("HistoryType")
 #: What is shown of many durations, as parts of all.
 PARTS = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
+#: The name of each oracle's check that enough has happened, which is no promise.
+TOO_LITTLE = "too little"
+
 
 class Shown(NamedTuple):
     """A text with more lines about it."""
