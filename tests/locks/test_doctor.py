@@ -213,15 +213,15 @@ def test_a_refused_cache_is_unsafe(
 @pytest.mark.parametrize("processes", [2, 3])
 def test_local_memory_is_unsafe(processes: int, find: Examine) -> None:
     """Two processes are seen to hold one lock in LocMemCache."""
-    found = find(processes=processes)
-    assert verdicts(found) == {
-        **WITHOUT_SERVER,
-        "store": "warning",
-        "clearing": "ok",
-        "exclusion": "unsafe",
-    }
-    values = found["exclusion"].values
-    assert values["processes"] == processes
+    unsafe = {**WITHOUT_SERVER, "store": "warning", "clearing": "ok", "exclusion": "unsafe"}
+    for _ in range(8):
+        found = find(processes=processes)
+        values = found["exclusion"].values
+        assert values["processes"] == processes
+        # On a busy machine one process may be late each time, and meet nobody.
+        if values["overlaps"] and values["expired_overlaps"]:
+            break
+    assert verdicts(found) == unsafe
     assert values["overlaps"] > 0
     assert values["expired_overlaps"] > 0
 
