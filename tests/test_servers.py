@@ -62,7 +62,7 @@ def test_redis_is_private_and_forgets_on_restart(own_redis: RedisServer) -> None
 def test_a_port_is_kept_while_nobody_listens(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dead port and that of a stopped server refuse clients, and no other server gets them."""
+    """A dead port and a stopped server's port refuse clients, and no other server gets them."""
     dead = dead_port()
     own_redis.stop()
     for port in (dead, own_redis.port):

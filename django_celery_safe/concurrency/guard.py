@@ -162,7 +162,7 @@ class MessageRun:
             if (lease := self.lock.lease_when_seen) is not None:
                 mark_if_done(self.task, self.message, lease, error)
         except BaseException as failure:
-            error = failure  # Celery gets this one, and may retry the task because of it
+            error = failure  # Celery gets this error, and may retry the task because of it
             raise
         finally:
             if sent is not None:

@@ -172,7 +172,7 @@ class SentLock:
         lease = Lease(
             store, self.name, self.token, seconds, now, run_lease.renew_until, _report_lost
         )
-        # Before the request: if its answer is lost, the lease may be short all the same.
+        # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
         renewer.add(lease)
         if not store.extend([lease])[0]:

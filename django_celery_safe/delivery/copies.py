@@ -119,7 +119,7 @@ def resending(task_id: str | None, *, unchanged: bool = False) -> Iterator[None]
     """
     before = _resent.get()
     try:
-        _resent.set(Resent(task_id, unchanged))  # in the block, as a signal may end it here
+        _resent.set(Resent(task_id, unchanged))  # in the block: a signal handler may raise here
         yield
     finally:
         _resent.set(before)

@@ -172,8 +172,8 @@ class Lane:
                 self._thread = thread
                 thread.start()
             except BaseException:
-                # The system has no thread left, or a signal interrupted the start. If the thread
-                # has begun all the same, it ends at its first turn.
+                # The system has no thread left, or a signal handler raised during the start. If
+                # the thread runs nevertheless, it ends at its first turn.
                 self._thread = None
                 raise
         elif lease.renew_at < self._wakes_at:
@@ -231,7 +231,7 @@ class Lane:
         # A separate method: in the loop, local variables would keep leases alive in the wait.
         with self._mutex:
             if self._thread is not threading.current_thread():
-                return False  # its start was interrupted
+                return False  # a signal handler raised while this thread was started
             pause = self._wakes_at - time.monotonic()
             if pause > 0 and not self._is_idle():
                 return self._wait(pause)

@@ -138,7 +138,7 @@ def capture(app: Celery) -> Iterator[Captured]:
     _install_in_backend(app)
     captured, before = Captured(), CAPTURED.get()
     try:
-        CAPTURED.set(captured)  # in the block: a signal handler may raise right after it
+        CAPTURED.set(captured)  # in the block: a signal handler may raise here
         yield captured
     finally:
         CAPTURED.set(before)

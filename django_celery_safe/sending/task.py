@@ -286,7 +286,7 @@ class SafeTaskMixin(Task[P, R]):
         install(self.app)
         before = GATE.get()
         try:
-            GATE.set(publish)  # in the block: a signal handler may raise right after it
+            GATE.set(publish)  # in the block: a signal handler may raise here
             result = self._publish(args, kwargs, options)
         finally:
             GATE.set(before)

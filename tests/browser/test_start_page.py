@@ -91,13 +91,13 @@ def test_hidden_page_asks_nothing(page: Page) -> None:
     expect(page.locator("[data-freshness]")).to_have_text("Live, every second")
     set_hidden(page, True)
     page.on("request", note)
-    # From then on time stands still, but for what the test lets pass.
+    # From here on, the page's time passes only when the test calls run_for().
     page.clock.pause_at(datetime.now() + timedelta(minutes=1))
     page.clock.run_for(60_000)
     assert asked == []
     set_hidden(page, False)
     wait_for(lambda: page.evaluate("1") and len(asked) == 1)
-    # The next look is planned when the answer to the last one is there.
+    # The page plans its next request when it has the answer to the last one.
     wait_for(lambda: page.clock.run_for(1_000) or len(asked) > 1)
 
 

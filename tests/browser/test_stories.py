@@ -75,7 +75,7 @@ def test_two_clicks_at_once_import_once(
     fetches = feeds.fetches(FEED)
     assert (fetches.started, fetches.completed) == (1, 1)
     assert site.worker.log.count(f"Task feeds.tasks.import_feed[{task_id}] received") == 1
-    # The results of all imports: the worker logs one after the lock is free.
+    # Only one import ran. The worker logs its result after the lock is free.
     wait_for(lambda: f"s: '{url}'" in site.worker.log)
     assert site.worker.log.count(f"s: '{url}'") == 1
 

@@ -155,7 +155,7 @@ def test_an_interrupted_release_frees_both(
 def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     mailbox: Mailbox, store: type[InterruptedStore]
 ) -> None:
-    """The request that shortens the message's lease was done: it is renewed all the same."""
+    """The store has shortened the message's lease, so the lease has to be renewed."""
 
     def stay(self: Any, number: int) -> None:
         sent = find_lock(f"sent:{NAME}:7")
@@ -175,7 +175,7 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
 def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
     mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ends the run is the limit, because of which Celery retries the task."""
+    """The limit ends the run, and Celery retries the task, so the message keeps its lock."""
 
     def meet_a_copy(self: Any, number: int) -> None:
         marker = copies.copy_marker(task, self.request)

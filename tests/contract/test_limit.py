@@ -193,8 +193,8 @@ def test_any_name_will_do(store: str, name: str, limit: int) -> None:
         lock.ensure()
     for _ in range(8):
         took = _time_until_taken(locks.pop(), name, limit)
-        # The waiter's own look comes 0.6 s later at the soonest. The machine is shared: once
-        # it has to be quicker.
+        # Without being woken, the waiter would ask again after 0.6 s at the earliest. A busy
+        # machine may delay a woken waiter too, but not eight times in a row.
         if is_woken := took < 0.55 or not locate().store().wakes:
             break
         locks.append(cache_lock(name, limit=limit))
@@ -205,7 +205,7 @@ def test_any_name_will_do(store: str, name: str, limit: int) -> None:
 
 
 def _time_until_taken(lock: CacheLock, name: str, limit: int) -> float:
-    """Return how long after its release, s, another thread had taken a lock and freed it."""
+    """Release a lock; return the seconds until another thread has taken and released it."""
     waiter = threading.Thread(target=_take_and_release, args=(name, limit))
     waiter.start()
     time.sleep(0.1)

@@ -45,7 +45,7 @@ def evidence_part(faults: Sequence[Evidence]) -> str:
 
 
 def find_scarce(intact: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
-    """Yield what happened too seldom in a run, so that a check says nothing there."""
+    """Yield a line for each check that had too few events to look at, with its run."""
     for command, results in intact.items():
         for result in results:
             for text in result.get("scarce", ()):

@@ -9,7 +9,7 @@ HistoryType = TypeVar("HistoryType")
 #: What is shown of many durations, as parts of all.
 PARTS = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
-#: The name of each oracle's check that enough has happened, which is no promise.
+#: The check of each oracle that enough has happened. A violation of it breaks no promise.
 TOO_LITTLE = "too little"
 
 

@@ -569,7 +569,7 @@ def test_an_answer_that_gets_lost_does_not_lose_the_claim(
 
 
 def test_a_failure_whose_answer_gets_lost_is_a_failure(gateway: tuple[str, str, Gateway]) -> None:
-    """No other run has the record, although the second try does not find it claimed."""
+    """The second try finds the record no longer claimed, because the first one has written it."""
     direct, through, way = gateway
     with (
         hearing(claim_failed, claim_lost) as told,

@@ -218,7 +218,7 @@ def test_local_memory_is_unsafe(processes: int, find: Examine) -> None:
         found = find(processes=processes)
         values = found["exclusion"].values
         assert values["processes"] == processes
-        # On a busy machine one process may be late each time, and meet nobody.
+        # On a busy machine, one process may be late for every lock, so that none overlap.
         if values["overlaps"] and values["expired_overlaps"]:
             break
     assert verdicts(found) == unsafe

@@ -203,7 +203,7 @@ def test_a_lost_lease_is_lost_at_once(
         try:
             assert asks.wait(30)
             assert not lock.held
-            # Not because its time is over.
+            # The lock is lost because the store said so, and not because its lease expired.
             assert lock.lease is None or lock.lease.lost
         finally:
             may_ask.set()

@@ -16,7 +16,7 @@ POLL_INTERVAL = 0.02
 #: all addresses of the machine needs its port on each of them.
 PORTS = range(20000, 32768)
 
-#: What keeps the ports of ``dead_port``.
+#: The reservations behind ``dead_port``, which stay open until the process ends.
 _dead: list[ExitStack] = []
 
 # The global generator is seeded by pytest-randomly: two runs with one seed would
@@ -58,13 +58,13 @@ def dead_port() -> int:
 
 def reserve_port(distance: int = 0) -> tuple[int, ExitStack]:
     """
-    Return a free port, and what keeps it from others until it is closed.
+    Return a free port, and the reservation that keeps it from others until it is closed.
 
-    The server that is told the port may start and stop meanwhile: like most servers it has to
-    bind with SO_REUSEADDR. While it does not listen, clients are refused.
+    A server that binds with SO_REUSEADDR, as most do, may start and stop on the port meanwhile.
+    While no server listens, clients are refused.
 
     Args:
-        distance: Keep the port that is so much higher, too.
+        distance: Also keep the port that is higher by this number; 0: only one port.
     """
     return _hold_port(distance, for_a_server=True)
 
@@ -76,9 +76,9 @@ def _hold_port(distance: int = 0, *, for_a_server: bool) -> tuple[int, ExitStack
             for one in {port, port + distance}:
                 # Bound, but not listening: Linux refuses those who connect.
                 holder = stack.enter_context(socket.socket())
-                # Bound without SO_REUSEADDR, which fails beside any other socket that is bound
-                # to the port: nobody draws what somebody holds. Set afterwards, it lets in
-                # those who set it too.
+                # Without SO_REUSEADDR, bind() fails if any other socket is bound to the port, so
+                # two processes can't hold the same one. Setting the option afterwards lets a
+                # server that sets it too bind the port as well.
                 holder.bind(("127.0.0.1", one))
                 holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, for_a_server)
             return port, stack.pop_all()

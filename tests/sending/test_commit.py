@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.django_db(transaction=True)
 
 Sent = Callable[[], list[Published]]
+
+#: The names of the package's context variables begin with this.
+PREFIX = "django_celery_safe_"
 
 
 @shared_task(base=SafeTask, send_on_commit=True)
@@ -108,8 +111,16 @@ def test_a_savepoint_takes_only_its_own_sends_back(sent: Sent) -> None:
     assert ids(sent()) == [before.id, inside.id, after.id]
 
 
-def test_a_soft_time_limit_in_a_send_changes_no_later_send(sent: Sent) -> None:
-    """The process publishes and waits for commits as before, whatever it had switched on."""
+def switched_on() -> list[str]:
+    """Return the names of the package's context variables that have a value here."""
+    values = copy_context().items()
+    return [one.name for one, value in values if one.name.startswith(PREFIX) and value]
+
+
+def test_a_soft_time_limit_in_a_send_changes_no_later_send(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later sends of the process are published, or wait for their commit, as before."""
 
     def send() -> None:
         with transaction.atomic():
@@ -117,12 +128,16 @@ def test_a_soft_time_limit_in_a_send_changes_no_later_send(sent: Sent) -> None:
         once.delay(number)
         with resending(None):
             pass
+        with monkeypatch.context() as patch, transaction.atomic():
+            patch.setitem(once.app.conf, "task_always_eager", True)
+            once.delay_on_commit(number)
 
     places = set()
     for number in range(1, 100):
         interruption = Interruption(number, {send.__code__}, after=ContextVar)
         with suppress(SoftTimeLimitExceeded), interruption.watching():
             send()
+        assert switched_on() == [], interruption.place
         sent()
         plain = immediate.delay()
         with rolled_back():
@@ -131,11 +146,12 @@ def test_a_soft_time_limit_in_a_send_changes_no_later_send(sent: Sent) -> None:
         if not interruption.place:
             break
         places.add(interruption.place.partition(":")[0])
-    assert places >= {"capture", "resending", "SafeTaskMixin._send_once"}
+    assert places >= {"capture", "resending", "SafeTaskMixin._send_once", "run_for"}
+    assert "run_on_commit.<locals>.run" in places
 
 
 def test_a_child_that_is_forked_during_an_apps_first_send_can_send(make_app: MakeApp) -> None:
-    """It does not wait for a thread of its parent, which may have been about to prepare it."""
+    """The child does not wait for a mutex that a thread of its parent held at the fork."""
     task = make_app().tasks[add.name]
     with capture_module._installing:  # as that thread would
 

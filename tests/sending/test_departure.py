@@ -117,7 +117,7 @@ def test_the_sends_of_a_commit_look_for_their_rows_once(
     alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty sends cost one look, and one DELETE each."""
-    monkeypatch.setattr(departure_module, "GRACE", 60.0)  # after a long one they are claimed
+    monkeypatch.setattr(departure_module, "GRACE", 60.0)  # otherwise a slow one claims them
     with transaction.atomic(using=alias):
         results = [keep(number, alias) for number in range(20)]
         queries = CaptureQueriesContext(connections[alias]).__enter__()
@@ -242,7 +242,7 @@ def test_the_outbox_sends_of_a_commit_share_its_time(
     keep(0, alias, task)  # connects
     sent()
     with hearing(task_send_failed) as told, transaction.atomic(using=alias):
-        # Until the last of them, time does not count.
+        # The rows of a long transaction are claimed, so only the last row's time counts here.
         monkeypatch.setattr(departure_module, "GRACE", 60.0)
         results = [keep(number, alias, task) for number in range(SENDS - 1)]
         monkeypatch.setattr(departure_module, "GRACE", 5.0)

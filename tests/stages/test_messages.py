@@ -675,7 +675,7 @@ def test_queries_are_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A step takes at most 9 queries, the one that ends its stage included, whatever the size."""
-    # A commit that takes long claims its rows, or leaves them to a relay.
+    # Otherwise a slow commit would claim its rows, or leave them to a relay.
     settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "OUTBOX_SEND_TIMEOUT": 30}
     monkeypatch.setattr(departure, "GRACE", 60.0)
     counts = count_queries(staged, plan)
