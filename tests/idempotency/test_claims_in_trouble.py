@@ -586,7 +586,7 @@ def test_a_failure_whose_answer_gets_lost_is_a_failure(gateway: tuple[str, str, 
 def test_a_message_that_is_put_back_is_not_lost_with_the_answer(
     gateway: tuple[str, str, Gateway], mailbox: Mailbox
 ) -> None:
-    """The same for a carried task that is to be delivered again."""
+    """A carried task whose message is to be redelivered is not reported as lost."""
     direct, through, way = gateway
     carried = Carried(mailbox, through)
 

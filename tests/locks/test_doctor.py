@@ -216,13 +216,13 @@ def test_local_memory_is_unsafe(processes: int, find: Examine) -> None:
     unsafe = {**WITHOUT_SERVER, "store": "warning", "clearing": "ok", "exclusion": "unsafe"}
     for _ in range(8):
         found = find(processes=processes)
+        assert verdicts(found) == unsafe
         values = found["exclusion"].values
         assert values["processes"] == processes
-        # On a busy machine, one process may be late for every lock, so that none overlap.
-        if values["overlaps"] and values["expired_overlaps"]:
+        assert values["overlaps"] > 0
+        # On a busy machine, one process may be late for each of the few expired locks.
+        if values["expired_overlaps"]:
             break
-    assert verdicts(found) == unsafe
-    assert values["overlaps"] > 0
     assert values["expired_overlaps"] > 0
 
 

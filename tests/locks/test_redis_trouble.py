@@ -562,7 +562,8 @@ def test_locks_follow_an_address_to_another_server(settings: Settings) -> None:
         address.unlink()
         address.symlink_to(new.socket_path)
         lock = cache_lock("moved")
-        wait_for(lambda: or_error(lock.acquire) is True, 20, "it stays with the old master")
+        # The first request may be refused by the old master.
+        assert or_error(lock.acquire) is True or lock.acquire()
         with new.client() as admin:
             assert admin.exists(key_of("moved"))
         assert lock.release()
