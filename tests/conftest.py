@@ -45,6 +45,10 @@ from tests.servers import (
 )
 from tests.servers.databases import DatabaseKind, Databases, pgbouncer_settings, registered
 from tests.shared_tasks import only_of
+from tests.tiers import pytest_collection_modifyitems as pytest_collection_modifyitems
+from tests.tiers import pytest_sessionfinish as pytest_sessionfinish
+from tests.tiers import pytest_testnodedown as pytest_testnodedown
+from tests.tiers import start_counting, write_left_out
 
 if TYPE_CHECKING:
     from pytest_django import DjangoDbBlocker, Settings
@@ -69,8 +73,9 @@ REDIS_BACKENDS = {
 }
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let programs that tests start end by Ctrl-C, also where the shell had us ignore it."""
+    start_counting(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what runs behind `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -382,6 +387,7 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say last, and loudly, what was not run."""
     result = yield
+    write_left_out(terminalreporter)
     missing: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2].removeprefix("Skipped: ")

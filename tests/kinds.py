@@ -8,7 +8,7 @@ from django.db import connections
 from django_celery_safe.databases import MYSQL
 
 #: MariaDB, where the tests of PostgreSQL and SQLite are run once more, in a tier of their own.
-LATER_MARIADB: Final = pytest.param("mariadb", marks=[pytest.mark.long, pytest.mark.mariadb])
+LATER_MARIADB: Final = pytest.param("mariadb", marks=pytest.mark.mariadb)
 #: Each kind of server, and SQLite as a project should have it.
 KINDS: Final[list[Any]] = ["postgres", "sqlite-immediate", LATER_MARIADB]
 

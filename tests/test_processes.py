@@ -23,7 +23,7 @@ from tests.servers import RedisServer
 if TYPE_CHECKING:
     from pytest_django import Settings
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -32,7 +32,7 @@ from tests.servers import (
 from tests.servers.databases import DatabaseKind, Databases
 from tests.servers.programs import find_programs_folder
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[1]
 

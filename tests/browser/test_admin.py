@@ -17,7 +17,7 @@ from tests.example.site import EXAMPLE, Site
 from tests.processes import KeptProcess, wait_for
 from tests.servers import RedisServer
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 APP = "/admin/django_celery_safe"
 LOCKS, OUTBOX, RECORDS = f"{APP}/lock/", f"{APP}/outboxmessage/", f"{APP}/idempotencyrecord/"

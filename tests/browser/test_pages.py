@@ -7,7 +7,7 @@ from tests.browser.conftest import SCREENS, Screenshot
 from tests.browser.staff import login, make_staff
 from tests.example.site import Site
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 PUBLIC = {"home": "/", "sign-up": "/accounts/sign-up/", "feeds": "/feeds/", "albums": "/albums/"}
 

@@ -15,7 +15,7 @@ from tests.example.site import Site
 from tests.processes import wait_for
 from tests.servers import RedisServer
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 
 def test_message_waits_while_the_broker_is_down(

@@ -14,7 +14,7 @@ from tests.browser.conftest import Screenshot
 from tests.example.site import Site
 from tests.processes import wait_for
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 FEED = "harbour-notes.rss"
 PASSWORD = "correct horse battery"

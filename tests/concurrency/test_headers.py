@@ -321,6 +321,7 @@ def test_a_header_of_another_format_holds(
     assert bool(warned) is (number == 2)
 
 
+@pytest.mark.quarantine("2026-11-26", "3 s lease among many threads")
 def test_garbled_headers_harm_no_other_lock(
     mailbox: Mailbox, use_store: Callable[[str], None]
 ) -> None:

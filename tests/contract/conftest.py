@@ -10,14 +10,13 @@ from django_celery_safe.locks.stores import local
 from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.contract import cases
 
-#: Stores whose cases are long: six have the code of another, the last has leases of seconds.
-LONG_STORES = [
+#: Stores whose cases are nightly: five have the code of another, the last has leases of seconds.
+NIGHTLY_STORES = [
     "redis-cache",
     "redis-plain",
     "cluster",
     "valkey",
     "pgbouncer",
-    "mariadb",
     "portable",
 ]
 
@@ -58,9 +57,10 @@ def _params(stores: list[str]) -> list[Any]:
 
 
 def _marks(store: str) -> list[pytest.MarkDecorator]:
-    """Return the tiers of a store's cases."""
-    later = [pytest.mark.mariadb] if store == "mariadb" else []
-    return [pytest.mark.long, *later] if store in LONG_STORES else []
+    """Return the tier of a store's cases."""
+    if store == "mariadb":
+        return [pytest.mark.mariadb]
+    return [pytest.mark.nightly] if store in NIGHTLY_STORES else []
 
 
 @pytest.fixture

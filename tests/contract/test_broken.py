@@ -36,7 +36,7 @@ OF_PLACES = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "case", "limit"),
     [

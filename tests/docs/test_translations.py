@@ -8,6 +8,8 @@ import pytest
 
 from tests.docs.pages import Page, translations
 
+pytestmark = pytest.mark.nightly  # a translation need not follow in the same commit
+
 every_translation = pytest.mark.parametrize(
     ("english", "chinese"), translations(), ids=lambda page: page.name
 )

@@ -12,6 +12,8 @@ from tests.evidence.files import FOLDER, Evidence, load
 from tests.evidence.pages import evidence_part, performance_part
 from tests.evidence.plots import draw_all
 
+pytestmark = pytest.mark.nightly
+
 VERSIONS = {"Python": "3.11.7", "Redis": "7.0.15"}
 
 

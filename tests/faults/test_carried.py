@@ -12,6 +12,8 @@ from tests.faults.carried.plan import Plan
 from tests.faults.carried.scenario import VARIANTS, record
 from tests.faults.lab import Lab
 
+pytestmark = pytest.mark.nightly
+
 #: A run of some thirty seconds; a busy machine may begin a killed task late.
 SHORT = Plan(
     grace=60.0,
@@ -44,7 +46,6 @@ CALM = replace(
 )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -62,7 +63,6 @@ def test_each_task_is_done_whatever_is_killed_or_lost(changes: dict[str, Any], l
     assert len(history.committed) == history.plan.tasks
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("broken", "changes"),
     [
@@ -83,7 +83,6 @@ def test_each_fault_is_found(broken: str, changes: dict[str, int], lab: Lab) -> 
     assert ORACLE.found(history) & set(VARIANTS[broken])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("sent", "loses"),
     [

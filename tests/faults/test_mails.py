@@ -29,6 +29,8 @@ from tests.faults.mails.scenario import record
 from tests.faults.mails.server import HOST, MailServer
 from tests.processes import Journal, wait_for
 
+pytestmark = pytest.mark.nightly
+
 #: A run of some fifteen seconds.
 SHORT = Plan(users=40, at_most=100)
 
@@ -36,7 +38,6 @@ SHORT = Plan(users=40, at_most=100)
 CROWDED = replace(SHORT, users=24, copies=6)
 
 
-@pytest.mark.long
 def test_at_most_once_sends_nobody_two(lab: Lab) -> None:
     """No user gets a second e-mail, and a user without a fault or a kill got one."""
     history = record(replace(SHORT, guarantee="at_most_once"), lab)
@@ -44,7 +45,6 @@ def test_at_most_once_sends_nobody_two(lab: Lab) -> None:
     assert max(map(len, history.mails.values())) == 1
 
 
-@pytest.mark.long
 def test_at_least_once_sends_everybody_one(lab: Lab) -> None:
     """Everybody gets an e-mail, and each double has its cause outside of ``do_once``."""
     history = record(SHORT, lab)
@@ -52,7 +52,6 @@ def test_at_least_once_sends_everybody_one(lab: Lab) -> None:
     assert set(history.mails) == set(range(1, SHORT.users + 1))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("fault", ["plain", "flag-last"])
 def test_doubles_without_a_cause_are_found(fault: str, lab: Lab) -> None:
     """A flag that is read without a lock, or set after the commit, sends for no reason."""

@@ -11,6 +11,8 @@ from tests.faults.outbox.oracle import ORACLE, History
 from tests.faults.outbox.plan import SENDER, Plan
 from tests.faults.outbox.scenario import record
 
+pytestmark = pytest.mark.nightly
+
 #: A run of some ten seconds in which each process is killed once at each point.
 SHORT = Plan(
     transactions=40,
@@ -32,7 +34,6 @@ LOSING = replace(SHORT, troubles=(), quiet=4)
 CALM = replace(LOSING, rounds=0, random_kills=0, patience=3, pause=0.02)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("plan", [SHORT, ON_RABBITMQ], ids=["redis", "rabbitmq"])
 def test_the_outbox_loses_nothing_whatever_is_killed(plan: Plan, lab: Lab) -> None:
     """Each committed task arrives, none of a rolled-back transaction, and each is done once."""
@@ -41,7 +42,6 @@ def test_the_outbox_loses_nothing_whatever_is_killed(plan: Plan, lab: Lab) -> No
     assert history.plan.transactions <= len(history.begun)
 
 
-@pytest.mark.long
 def test_without_an_outbox_kills_after_the_commit_lose_tasks(lab: Lab) -> None:
     """Plain ``delay_on_commit`` loses at least the tasks of who died between commit and send."""
     history = record(replace(LOSING, broken="plain"), lab)
@@ -50,14 +50,12 @@ def test_without_an_outbox_kills_after_the_commit_lose_tasks(lab: Lab) -> None:
     assert ORACLE.count(history)["left in the outbox"] == 0
 
 
-@pytest.mark.long
 def test_a_relay_that_remembers_the_last_id_is_found(lab: Lab) -> None:
     """It never sends what was inserted before, and committed after, what it has sent."""
     history = record(replace(CALM, broken="last-id", transactions=80, pause=0.1), lab)
     assert {"lost tasks", "leftovers"} <= ORACLE.found(history)
 
 
-@pytest.mark.long
 def test_a_relay_that_deletes_before_it_sends_is_found(lab: Lab) -> None:
     """A relay that deletes first loses its messages when it is killed, and the outbox is empty."""
     history = record(replace(LOSING, broken="delete-first"), lab)
@@ -65,7 +63,6 @@ def test_a_relay_that_deletes_before_it_sends_is_found(lab: Lab) -> None:
     assert history.left == []
 
 
-@pytest.mark.long
 def test_a_retry_that_waits_for_the_commit_is_found(lab: Lab) -> None:
     """The rollback that Retry causes drops its message: it arrived, and is never done."""
     history = record(replace(CALM, broken="deferred-retry"), lab)

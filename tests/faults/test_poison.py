@@ -11,11 +11,12 @@ from tests.faults.poison.oracle import ORACLE, History
 from tests.faults.poison.plan import Plan
 from tests.faults.poison.scenario import VARIANTS, record
 
+pytestmark = pytest.mark.nightly
+
 #: A run of some twenty seconds.
 SHORT = Plan(tasks=40, poison=2, quiet=4.0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
 @pytest.mark.parametrize("kind", ["until-done", "plain"])
 def test_a_task_that_kills_is_given_up_and_the_others_are_done(
@@ -25,7 +26,6 @@ def test_a_task_that_kills_is_given_up_and_the_others_are_done(
     assert ORACLE.check(record(replace(SHORT, broker=broker, tasks_kind=kind), lab)) == []
 
 
-@pytest.mark.long
 def test_a_missing_limit_is_found(lab: Lab) -> None:
     """Without ``MAX_DEATHS`` one task kills one process after the other."""
     history = record(replace(SHORT, broken="no-limit", poison=1), lab)

@@ -16,6 +16,8 @@ from tests.faults.scenario import Plan, Scenario
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.verdict import print_verdict
 
+pytestmark = pytest.mark.nightly
+
 BOTH = [{"check": "evens", "text": "2 is even.", "details": ["as 4 is"]}]
 
 

@@ -17,6 +17,8 @@ from tests.faults.stages.oracle import ORACLE, Execution, History, Repair, Run, 
 from tests.faults.stages.plan import Plan
 from tests.faults.stages.scenario import record
 
+pytestmark = pytest.mark.nightly
+
 #: A run of some ten seconds.
 SHORT = Plan(
     runs=6,
@@ -61,7 +63,6 @@ def test_workers_that_begin_at_once_in_one_folder(tmp_path: Path) -> None:
                 done.result(30)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [{}, {"broker": "filesystem", "database": "sqlite-immediate"}],
@@ -78,7 +79,6 @@ def test_each_stage_begins_once_whoever_is_killed(changes: dict[str, Any], lab: 
     assert ORACLE.count(history)["steps"] == SHORT.runs * SHORT.stages * SHORT.steps
 
 
-@pytest.mark.long
 def test_an_engine_without_the_lock_is_found(lab: Lab) -> None:
     """An engine that only counts ended steps begins a stage twice, or never."""
     history = record(replace(CALM, broken="counter"), lab)

@@ -11,11 +11,12 @@ from tests.faults.tasks.oracle import ORACLE, History, Run, Send, Try
 from tests.faults.tasks.plan import Plan
 from tests.faults.tasks.scenario import record
 
+pytestmark = pytest.mark.nightly
+
 #: A run of some twenty seconds.
 SHORT = Plan(tasks=250, keys=5, pause=0.03, worker_kills=1, patience=40)
 
 
-@pytest.mark.long
 def test_single_instance_tasks_keep_their_promises(lab: Lab) -> None:
     """
     Retried, killed and sent twice, tasks run alone, and none is lost.

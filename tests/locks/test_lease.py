@@ -31,6 +31,7 @@ def renewing_threads() -> list[threading.Thread]:
     return [one for one in threading.enumerate() if one.name == "django_celery_safe leases"]
 
 
+@pytest.mark.quarantine("2026-11-26", "exact number of threads; 2 s leases")
 def test_one_thread_renews_all(locks_in_memory: None) -> None:
     """Many locks are renewed by one thread, each in time."""
     before = set(renewing_threads())
@@ -130,6 +131,7 @@ def test_a_shorter_lease_is_renewed_in_time(locks_in_memory: None) -> None:
         lock.ensure()
 
 
+@pytest.mark.quarantine("2026-11-26", "exact number of threads; 1.9 s leases")
 @pytest.mark.parametrize("begins", [False, True], ids=["before", "after"])
 def test_after_an_interrupted_start_another_thread_renews(
     begins: bool, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch

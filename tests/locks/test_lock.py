@@ -179,6 +179,7 @@ def test_the_trusted_time_ends_without_an_answer() -> None:
             lock.ensure()
 
 
+@pytest.mark.quarantine("2026-11-26", "0.5 s lease; exactly one record")
 def test_a_lost_lock_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """A release that comes too late is False, logged at ERROR and signalled with the new holder."""
     told: list[dict[str, object]] = []

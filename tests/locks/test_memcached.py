@@ -196,6 +196,7 @@ def test_a_restart_costs_no_error_after_many_threads(fragile: MemcachedServer) -
         assert lock
 
 
+@pytest.mark.quarantine("2026-11-26", "4 s lease outlives a failed renewal")
 def test_a_silent_server_is_an_error(
     fragile: MemcachedServer, settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_silent_server_is_an_error(
     assert find_lock("kept") is None
 
 
+@pytest.mark.quarantine("2026-11-26", "3 s lease beside a blocked store")
 def test_a_silent_server_does_not_cost_locks_elsewhere(
     fragile: MemcachedServer, settings: Settings, losses: list[str]
 ) -> None:
@@ -386,6 +388,7 @@ def test_a_server_that_can_not_tell_the_rest_of_a_lease(
 # Leases
 
 
+@pytest.mark.quarantine("2026-11-26", "eleven threads, 1 s of trust")
 def test_leases_of_whole_seconds(memcached: MemcachedServer) -> None:
     """Whenever in the server's second a lease begins, it outlasts its holder's trust in it."""
     begins = [number / 5 for number in range(5)]
@@ -481,6 +484,7 @@ def test_the_longest_lease_is_no_moment(memcached: MemcachedServer) -> None:
         assert THIRTY_DAYS - 5 < found.remaining <= THIRTY_DAYS + 1
 
 
+@pytest.mark.quarantine("2026-11-26", "fails if no two met")
 def test_a_release_wins_against_renewals(memcached: MemcachedServer) -> None:
     """A release beside a renewal frees the lock for good, however the two are interleaved."""
     store, token, holder = locate().store(), "a" * 32, Holder("here", 1)

@@ -61,6 +61,7 @@ def find_permissions() -> Finding:
         return next(finding for finding in findings if finding.check == "permissions")
 
 
+@pytest.mark.quarantine("2026-11-26", "1.5 s lease")
 def test_the_commands_that_are_listed_are_enough(restricted: Restricted) -> None:
     """A user that may run the listed commands alone can lock, wait, renew, list and release."""
     with cache_lock("listed", timeout=1.5) as lock:

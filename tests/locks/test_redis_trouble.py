@@ -294,6 +294,7 @@ SILENT: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.quarantine("2026-11-26", "3 s lease beside a blocked store")
 @pytest.mark.parametrize(
     ("url", "options", "cut"),
     [

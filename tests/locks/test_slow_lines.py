@@ -156,6 +156,7 @@ def distant(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[typ
     local.clear()
 
 
+@pytest.mark.quarantine("2026-11-26", "answers in 0.8 s, 4 s lease")
 @pytest.mark.parametrize(("short", "long", "takes"), [(4, 12, 0.8), (1, 6, 1.5)])
 def test_a_short_lease_costs_no_longer_one(
     short: float, long: float, takes: float, distant: type[DistantStore], losses: list[str]
@@ -217,6 +218,7 @@ def test_the_last_release_waits_for_no_renewal(
     wait_for(lambda: locate().store() in closed)
 
 
+@pytest.mark.quarantine("2026-11-26", "mark left within 10 ms")
 def test_a_lock_that_was_handed_on_leaves_the_list(
     settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
 ) -> None:

@@ -325,6 +325,7 @@ def test_a_garbled_value_is_someone_unknown(
     assert str(found.holder) == ""
 
 
+@pytest.mark.quarantine("2026-11-26", "3 s lease, child sleeps 3.5 s")
 def test_a_fork_does_not_take_its_parents_locks_along(
     settings: Settings, redis_cache_settings: MakeRedisCache
 ) -> None:
@@ -565,6 +566,7 @@ class AskedCache(DictCache):
         return super().add(*args, **kwargs)
 
 
+@pytest.mark.quarantine("2026-11-26", "10 to 24 polls in 3 s")
 def test_waiters_back_off(
     settings: Settings,
     postgres_alias: str,

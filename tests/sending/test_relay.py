@@ -427,6 +427,7 @@ def relay_and_stand_still(alias: str, point: str) -> int:
     return drain(alias)
 
 
+@pytest.mark.quarantine("2026-11-26", "300 ms lease")
 @pytest.mark.parametrize("point", ["_publish", "_settle"])
 def test_a_relay_that_stands_still_loses_nothing(point: str, alias: str, sent: Sent) -> None:
     """Beyond its lease another sends its batch; going on, it may send it again, no more."""

@@ -114,6 +114,7 @@ def test_starts_at_the_same_time(staged: Staged) -> None:
     assert len({pk for _, pk in found}) == 1
 
 
+@pytest.mark.quarantine("2026-11-26", "a time stands for waiting")
 def test_others_wait_for_a_start_that_is_rolled_back(staged: Staged) -> None:
     """One of those that wait for its key begins its run then, and the others hear of that run."""
     plan = stages.make_plan([(staged.task, 1, {"name": "a"})])

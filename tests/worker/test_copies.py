@@ -192,6 +192,7 @@ def test_a_run_that_its_time_limit_ends_is_not_repeated(begin: Any) -> None:
     assert story.retries() == [0]
 
 
+@pytest.mark.quarantine("2026-11-26", "expires=8 on a busy machine")
 @pytest.mark.long
 @pytest.mark.parametrize("end", ["expired", "revoked"])
 def test_a_second_delivery_that_never_runs_leaves_the_lock_of_a_live_run(

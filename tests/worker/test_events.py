@@ -945,10 +945,21 @@ def scene(stage: Stage, tmp_path: Path) -> Iterator[Scene]:
             scene.worker.resume()
 
 
+#: The beginnings of rows that can fail on a busy machine.
+HURRIED = ("soft time limit", "hard time limit", "expired")
+
+
+def _marks(stage: str, row: Row) -> list[pytest.MarkDecorator]:
+    """Return the tiers of a play."""
+    marks = [] if stage == "redis" else [pytest.mark.long]
+    if row.event.startswith(HURRIED):
+        reason = "three runs looked at in 12 s, or a message that expires in 8 s"
+        marks.append(pytest.mark.quarantine("2026-11-26", reason))
+    return marks
+
+
 PLAYS = [
-    pytest.param(
-        stage, row, id=f"{stage}-{row.event}", marks=[] if stage == "redis" else [pytest.mark.long]
-    )
+    pytest.param(stage, row, id=f"{stage}-{row.event}", marks=_marks(stage, row))
     for row in TABLE
     for stage in row.stages
 ]

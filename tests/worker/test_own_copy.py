@@ -122,6 +122,7 @@ def _all_at_once(live: Delivery, dead: Delivery, late: tuple[Delivery, Any]) -> 
     """Let the three stories happen at the same time, whichever test comes first."""
 
 
+@pytest.mark.quarantine("2026-11-26", "over 100 samples; counts of 1 or 2")
 def test_a_live_holder(live: Delivery, broker: Broker) -> None:
     """Delivered again and again while it runs, a task never runs twice at once nor multiplies."""
     room = live.room
