@@ -18,7 +18,7 @@ from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from .. import conf
 from ..delivery.copies import MessageGoesOn, copy_marker, mark_ended
-from ..delivery.header import HEADER, Header, read_header
+from ..delivery.header import Header, find_ours, read_header
 from ..delivery.worker import (
     connect_receivers,
     find_received,
@@ -68,7 +68,7 @@ def watch(*, runs: bool = False) -> None:
 def _on_postrun(task: Any, state: str | None, retval: Any = None, **kwargs: Any) -> None:
     """Free the lock of a message whose run ended outside its guard, for example in a hook."""
     request = task.request
-    ours = (request.headers or {}).get(HEADER)
+    ours = find_ours(request)
     if not isinstance(ours, Mapping) or "sent" not in ours:  # most runs; cheaper than to read it
         return
     if state is None or state == states.RETRY or request.is_eager:

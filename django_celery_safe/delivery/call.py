@@ -97,10 +97,16 @@ def _is_of_django(value: object, name: str) -> bool:
 
 def find_request(task: Any, function: Function) -> Context | None:
     """Return the request for which ``task`` runs ``function``; None: it is a direct call."""
-    if task is None or get_current_task() is not task:
+    current = get_current_task()
+    if task is None or current is None:
         return None
+    # By its request: a tracer may run a proxy of the task.
     request: Context = task.request
-    if request.called_directly or (request.id, id(function)) in _running.get():
+    if (
+        current.request is not request
+        or request.called_directly
+        or (request.id, id(function)) in _running.get()
+    ):
         return None
     return request
 
@@ -149,7 +155,7 @@ def sent_arguments(
             are the arguments of the call, without a bound task.
     """
     serializer = "json" if task is None else str(task.serializer)
-    if args and message is not None and message.headers and "by_call" in get_header(message):
+    if args and "by_call" in get_header(message):
         kwargs = {name: getattr(value, "pk", value) for name, value in kwargs.items()}
         return args, kwargs, serializer
     # pydantic=True has already turned the arguments into models. The message still has the

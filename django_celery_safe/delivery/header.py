@@ -96,13 +96,29 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
     return {name: value for name, value in found.items() if name not in wrong}
 
 
+def find_ours(request: Any) -> Any:
+    """
+    Return the value of our header in a request, unchecked; None: it has none.
+
+    ``request.headers`` need not have it: if tracers add a header named ``headers`` to a message,
+    Celery shows only what is in that one. It is put there, because a retry is sent with it.
+    """
+    headers = request.headers if isinstance(request.headers, dict) else {}
+    found = getattr(request, HEADER, None)
+    if found is None:
+        return headers.get(HEADER)  # an eager run has no other headers
+    if headers.get(HEADER) is not found:
+        request.headers = {**headers, HEADER: found}
+    return found
+
+
 def get_header(request: Any) -> Header:
     """Return our header of the message that runs; empty without one."""
-    if request is None or not request.headers or HEADER not in request.headers:
+    if request is None or (found := find_ours(request)) is None:
         return Header()
     header = _headers.get(request)
     if header is None:
-        header = _headers[request] = read_header(request.headers, request.task)
+        header = _headers[request] = read_header({HEADER: found}, request.task)
     return header
 
 

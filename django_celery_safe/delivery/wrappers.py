@@ -10,7 +10,7 @@ from celery.app.task import Context
 
 from .call import Args, Function, Kwargs, find_request
 from .deaths import refuse_redelivered
-from .header import HEADER, get_header
+from .header import find_ours, get_header
 
 #: Called with a task, its request, the function to run, and its arguments; may run it or not.
 Wrapper: TypeAlias = Callable[[Any, Context, Function, Args, Kwargs], Any]
@@ -39,7 +39,7 @@ def wrap_run(task: Any) -> Function:
     @functools.wraps(run)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         request = task.request  # read once, because it costs more than the rest
-        found = (request.headers or {}).get(HEADER)
+        found = find_ours(request)
         asks = isinstance(found, Mapping) and any(field in found for field, _ in _wrappers)
         is_redelivered = (request.delivery_info or {}).get("redelivered")
         if not asks and not is_redelivered:

@@ -73,6 +73,23 @@ class Sentry:
         return str(headers.get("sentry-trace", "-")).split("-")[0]
 
 
+@contextmanager
+def tracing_by_sentry() -> Iterator[None]:
+    """Trace Celery by Sentry. No message leaves this process: each is dropped."""
+    sentry_sdk.init(
+        dsn="http://key@127.0.0.1:1/1",
+        traces_sample_rate=1.0,
+        integrations=[CeleryIntegration()],
+        default_integrations=False,
+        auto_enabling_integrations=False,
+        before_send=lambda event, hint: None,
+        before_send_transaction=lambda event, hint: None,
+    )
+    yield
+    sentry_sdk.get_client().close(timeout=0)
+    sentry_sdk.init(default_integrations=False, auto_enabling_integrations=False)
+
+
 @pytest.fixture(params=["opentelemetry", "sentry"])
 def tracer(request: pytest.FixtureRequest) -> Iterator[Tracer]:
     """Trace Celery by each integration in turn."""
@@ -83,19 +100,8 @@ def tracer(request: pytest.FixtureRequest) -> Iterator[Tracer]:
         yield OpenTelemetry(provider.get_tracer("tests"))
         instrumentor.uninstrument()
         return
-    # No message leaves this process: each is dropped.
-    sentry_sdk.init(
-        dsn="http://key@127.0.0.1:1/1",
-        traces_sample_rate=1.0,
-        integrations=[CeleryIntegration()],
-        default_integrations=False,
-        auto_enabling_integrations=False,
-        before_send=lambda event, hint: None,
-        before_send_transaction=lambda event, hint: None,
-    )
-    yield Sentry()
-    sentry_sdk.get_client().close(timeout=0)
-    sentry_sdk.init(default_integrations=False, auto_enabling_integrations=False)
+    with tracing_by_sentry():
+        yield Sentry()
 
 
 @pytest.fixture

@@ -208,6 +208,15 @@ def test_a_killed_child_is_followed_by_one_more_run(scene: Scene, room: Room, ta
     wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
 
 
+@pytest.mark.usefixtures("worker", "relay")
+def test_headers_inside_the_headers(scene: Scene, room: Room) -> None:
+    """A header named ``headers``, which hides all others from a task, does not hide the row."""
+    task_id = scene.send(tasks.try_again, room, 2, headers={"headers": {"tenant": "a"}})
+    wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
+    scene.until(task_id, "gone", room)
+    assert [run["retries"] for run in room.runs()] == [0, 1, 2]
+
+
 def test_a_death_is_no_failure(scene: Scene, room: Room, worker: CeleryWorker) -> None:
     """While a row brings it back its result is open, and only the signal reports the death."""
     errback = scene.signature(tasks.note, room).set(immutable=True)
