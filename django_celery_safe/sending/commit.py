@@ -28,7 +28,7 @@ from .broker import BrokerGone, is_backend_gone, pooled_producer
 from .capture import Captured, Message, capture
 from .departure import Departure, OutboxBatch
 from .eager import run_on_commit
-from .outbox import Outbox, keep, wants_outbox
+from .outbox import Outbox, is_ours, keep, wants_outbox
 from .publisher import Publisher, bounded_publisher, takes_lock
 
 if TYPE_CHECKING:
@@ -79,12 +79,15 @@ def send_on_commit(
             f"chain(...), group(...) or chord(...); for one task, task.delay_on_commit(...)."
         )
     app = signature.app
+    canvas = type(signature) is not Signature
+    if not canvas and is_ours(app, str(signature.task)):
+        given = {"using": using, "outbox": outbox, "send_on_commit": True, **options}
+        return cast("Any", signature).apply_async(**given)
     outbox = wants_outbox(app, signature) if outbox is None else outbox
     if not must_wait(using) and (not outbox or app.conf.task_always_eager):
         return as_sent_result(signature.apply_async(**options))
     if app.conf.task_always_eager:
         return as_sent_result(run_on_commit(signature, using, options))
-    canvas = type(signature) is not Signature
     return hold(
         app,
         lambda given: signature.apply_async(**given),

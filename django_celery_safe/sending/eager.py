@@ -7,14 +7,15 @@ message, and the task runs in this process at the commit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from traceback import format_exc
-from typing import Any
+from typing import Any, TypeVar
 
 from celery.canvas import Signature, _chain
 from celery.exceptions import SoftTimeLimitExceeded
-from celery.result import EagerResult, GroupResult
+from celery.result import EagerResult, GroupResult, denied_join_result
 from celery.states import FAILURE, PENDING
 from django.db import transaction
 from kombu.serialization import loads
@@ -23,19 +24,63 @@ from ..foreign_errors import describe_error
 from ..texts import get_logger
 from .arguments import serialize
 
+T = TypeVar("T")
+
 logger = get_logger(__name__)
 
-_running: ContextVar[str | None] = ContextVar("django_celery_safe_running_eagerly", default=None)
+#: The eager runs that a send puts off until the commit; None: tasks run at once.
+_waiting: ContextVar[list[Callable[[], None]] | None] = ContextVar(
+    "django_celery_safe_waiting_eagerly", default=None
+)
 
 
-def is_running(task_id: str | None) -> bool:
-    """Return whether a commit is running this very send now, so that it must not wait again."""
-    return task_id is not None and task_id == _running.get()
+def run_sent(send: Callable[[], T], using: str | None) -> T:
+    """
+    Send a task now, with all that Celery and the project do at a send, and run it at the commit.
+
+    If the task fails, the error is logged and affects neither the commit nor later callbacks.
+
+    Returns:
+        The result of ``send``. It is pending until the commit fills it in.
+    """
+    runs: list[Callable[[], None]] = []
+    before = _waiting.get()
+    try:
+        _waiting.set(runs)
+        result = send()
+    finally:
+        _waiting.set(before)
+    for run in runs:
+        transaction.on_commit(run, using=using)
+    return result
+
+
+def is_put_off(options: Mapping[str, Any]) -> bool:
+    """Return whether an eager run with these options is one of a send that waits for a commit."""
+    return _waiting.get() is not None and "task_id" in options
+
+
+def put_off(
+    task: str, apply: Callable[..., Any], args: Any, kwargs: Any, options: Mapping[str, Any]
+) -> EagerResult[Any]:
+    """Let the commit run a task; return its result, which is pending until then."""
+    waiting = _waiting.get()
+    assert waiting is not None
+    frozen = _freeze(task, (args, kwargs, dict(options)))
+    result = EagerResult(options["task_id"], None, PENDING)
+
+    def run() -> Any:
+        args, kwargs, options = frozen
+        with denied_join_result():
+            return apply(args, kwargs, **{**options, "throw": False})
+
+    waiting.append(partial(_fill_in, task, result, run))
+    return result
 
 
 def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping[str, Any]) -> Any:
     """
-    Run a signature or canvas when ``using`` commits.
+    Run a canvas, or the signature of a plain task, when ``using`` commits.
 
     If a task fails, the error is logged and affects neither the commit nor later callbacks.
 
@@ -52,38 +97,39 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
     if type(signature) is Signature:
         _check_task(signature, options)
     # The copy shares nothing with the original, not even the members of a group.
-    body: Any = ((signature, dict(options)), {})
-    content_type, encoding, data = serialize(str(signature.task), body, "pickle")
-    (frozen, given), _ = loads(data, content_type, encoding, accept={content_type})
+    frozen, given = _freeze(str(signature.task), (signature, dict(options)))
     result = _pending(frozen.freeze(given.pop("task_id", None)))
-
-    def run() -> None:
-        before = _running.get()
-        try:
-            _running.set(result.id)
-            # With `throw`, or task_eager_propagates, the error of a task would escape
-            # from the commit, and the callbacks after this one would not run.
-            found = frozen.apply_async(**{**given, "throw": False})
-        except SoftTimeLimitExceeded:
-            raise  # the limit belongs to the task that commits
-        except Exception as error:
-            logger.error(
-                "Task %s[%s] failed when it ran eagerly at the commit: %s",
-                signature.task,
-                result.id,
-                describe_error(error),
-                exc_info=error,
-            )
-            if isinstance(result, EagerResult):
-                found = EagerResult(result.id, error, FAILURE, traceback=format_exc())
-                result.__dict__.update(found.__dict__)
-        else:
-            result.__dict__.update(found.__dict__)
-        finally:
-            _running.set(before)
-
-    transaction.on_commit(run, using=using)
+    # With `throw`, or task_eager_propagates, the error of a task would escape
+    # from the commit, and the callbacks after this one would not run.
+    run = partial(frozen.apply_async, **{**given, "throw": False})
+    transaction.on_commit(partial(_fill_in, str(signature.task), result, run), using=using)
     return result
+
+
+def _freeze(task: str, values: tuple[Any, ...]) -> Any:
+    content_type, encoding, data = serialize(task, (values, {}), "pickle")
+    return loads(data, content_type, encoding, accept={content_type})[0]
+
+
+def _fill_in(task: str, result: Any, run: Callable[[], Any]) -> None:
+    """Run a task, and make its pending result the result of the run."""
+    try:
+        found = run()
+    except SoftTimeLimitExceeded:
+        raise  # the limit belongs to the task that commits
+    except Exception as error:
+        logger.error(
+            "Task %s[%s] failed when it ran eagerly at the commit: %s",
+            task,
+            result.id,
+            describe_error(error),
+            exc_info=error,
+        )
+        if isinstance(result, EagerResult):
+            found = EagerResult(result.id, error, FAILURE, traceback=format_exc())
+            result.__dict__.update(found.__dict__)
+    else:
+        result.__dict__.update(found.__dict__)
 
 
 def _check_task(signature: Signature[Any], options: Mapping[str, Any]) -> None:

@@ -21,8 +21,11 @@ SLIP: Final = 0.8
 
 #: Functions whose parameters are options of a send.
 _SENDERS: Final = (Task.apply_async, Celery.send_task, Producer.publish)
-#: Options of a send that are not parameters of these functions; the last three are ours.
-_MORE: Final = ("queue", "exchange_type", "ignore_result", "outbox", "using", "single_instance")
+#: Options of a send that are not parameters of these functions; those of the last line are ours.
+_MORE: Final = (
+    "queue", "exchange_type", "ignore_result",
+    "outbox", "using", "send_on_commit", "single_instance",
+)  # fmt: skip
 #: Every option of a send that does something.
 CALL_OPTIONS: Final = frozenset(_MORE).union(*(signature(one).parameters for one in _SENDERS)) - {
     "self",

@@ -122,7 +122,12 @@ def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> Out
 
 def can_carry(message: Message) -> bool:
     """Return whether a message's task ends its row; Celery's own, such as chord tasks, do not."""
-    return getattr(message.app.tasks.get(message.task), "_ends_rows", False)
+    return is_ours(message.app, message.task)
+
+
+def is_ours(app: Celery, task: str) -> bool:
+    """Return whether a task that is known here is a SafeTask."""
+    return getattr(app.tasks.get(task), "_ends_rows", False)
 
 
 def name_attempt(message: Message, using: str) -> None:

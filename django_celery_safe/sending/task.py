@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from celery import Task as CeleryTask
 from celery._state import get_current_task
+from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
 from kombu.exceptions import EncodeError
 
 from .. import conf
@@ -30,7 +31,7 @@ from .capture import CAPTURED, GATE, install
 from .carried import find_run, has_ended
 from .commit import as_sent_result, hold, must_wait, settle
 from .deduplicate import publish_once
-from .eager import is_running, run_on_commit
+from .eager import is_put_off, put_off, run_sent
 from .first_send import SEEN, look_at_first_send
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, checked_outbox, task_wants_outbox
@@ -107,23 +108,16 @@ class SafeTaskMixin(Task[P, R]):
                 is inside ``atomic()``.
             ConfigurationError: The database has no outbox.
         """
-        self._read_options(options)
-        resent = find_resent(options.get("task_id"))
-        if CAPTURED.get() is not None or resent is not None:
-            return self._send(args, kwargs, options, resent)
-        outbox = task_wants_outbox(self) if outbox is None else outbox
-        eager = self.app.conf.task_always_eager
-        if not must_wait(using) and (eager or not outbox):
-            return self._send(args, kwargs, options, None)
-        if eager:
-            self._with_header(args, kwargs, options, Header())  # raises errors now
-            return as_sent_result(run_on_commit(self.signature(args, kwargs), using, options))
+        # Through the project's own apply_async, which may add to what is sent.
+        given = {"using": using, "outbox": outbox, "send_on_commit": True}
+        return self.apply_async(args, kwargs, **options, **given)
 
-        def send(given: dict[str, Any]) -> SentResult[R]:
-            return self._send(args, kwargs, given, None)
-
-        result: SentResult[R] = hold(self.app, send, using, options, outbox=outbox)
-        return result
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Send on commit as this class does, even if Celery's DjangoTask is an earlier base."""
+        super().__init_subclass__(**kwargs)
+        for name in ("delay_on_commit", "apply_async_on_commit"):
+            if getattr(cls, name) is getattr(CeleryDjangoTask, name):
+                setattr(cls, name, getattr(SafeTaskMixin, name))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the attributes, and wrap ``run`` so that calls may pass ``single_instance``."""
@@ -145,6 +139,8 @@ class SafeTaskMixin(Task[P, R]):
         """Run the task in this process, as Celery does; takes ``single_instance`` options too."""
         if "single_instance" in options:
             options, _ = self._with_header(args, kwargs, options, Header())
+        if is_put_off(options):
+            return put_off(self.name, super().apply, args, kwargs, options)
         return super().apply(args, kwargs, *more, **options)
 
     def apply_async(
@@ -159,15 +155,17 @@ class SafeTaskMixin(Task[P, R]):
         """
         options.update(zip(_POSITIONAL, more, strict=False))
         self._read_options(options)
-        settings, task_id = conf.current(), options.get("task_id")
-        if self._waits_for_commit(options, settings) and not is_running(task_id):
-            return self.apply_async_on_commit(args, kwargs, **options)
-        options = {name: options[name] for name in options if name not in _OURS}
-        resent = find_resent(task_id)
-        # A captured message waits for its commit; a message that is re-sent or run must not wait.
-        if settings["WARN_IN_ATOMIC"] and not (resent or CAPTURED.get() or is_running(task_id)):
+        ours = {name: options.pop(name) for name in _OURS if name in options}
+        resent = find_resent(options.get("task_id"))
+        # A captured message waits for its commit; a message that is re-sent must not wait.
+        if resent is not None or CAPTURED.get() is not None:
+            return self._send(args, kwargs, options, resent)
+        settings = conf.current()
+        if self._waits_for_commit(ours, settings):
+            return self._send_on_commit(args, kwargs, options, ours)
+        if settings["WARN_IN_ATOMIC"]:
             warn_if_in_atomic(self.name)
-        return self._send(args, kwargs, options, resent)
+        return self._send(args, kwargs, options, None)
 
     def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """
@@ -206,14 +204,31 @@ class SafeTaskMixin(Task[P, R]):
         if options.get("task_id") is not None:
             options["task_id"] = str(options["task_id"])  # some callers pass a UUID
 
-    def _waits_for_commit(self, options: dict[str, Any], settings: dict[str, Any]) -> bool:
-        if any(map(options.get, _OURS)):
+    def _waits_for_commit(self, ours: dict[str, Any], settings: dict[str, Any]) -> bool:
+        if any(map(ours.get, _OURS)):
             return True
         outbox = settings["OUTBOX"] if self.outbox is None else self.outbox
-        if outbox == UNTIL_DONE and "outbox" not in options:
+        if outbox == UNTIL_DONE and ours.get("outbox") is None:
             return True  # also for the next link of a chain, which Celery sends
         wanted = self.send_on_commit
         return bool(settings["SEND_ON_COMMIT"] if wanted is None else wanted)
+
+    def _send_on_commit(
+        self, args: Any, kwargs: Any, options: dict[str, Any], ours: dict[str, Any]
+    ) -> SentResult[R]:
+        using, outbox = ours.get("using"), ours.get("outbox")
+        outbox = task_wants_outbox(self) if outbox is None else outbox
+        eager = self.app.conf.task_always_eager
+        if not must_wait(using) and (eager or not outbox):
+            return self._send(args, kwargs, options, None)
+
+        def send(given: dict[str, Any]) -> SentResult[R]:
+            return self._send(args, kwargs, given, None)
+
+        if eager:
+            return run_sent(lambda: send(options), using)
+        result: SentResult[R] = hold(self.app, send, using, options, outbox=outbox)
+        return result
 
     def _send(
         self, args: Any, kwargs: Any, options: dict[str, Any], resent: Resent | None
@@ -415,7 +430,7 @@ class SafeTaskMixin(Task[P, R]):
 
 
 #: Our options of a send on commit, which Celery does not know; a signature can have them too.
-_OURS = ("outbox", "using")
+_OURS = ("outbox", "using", "send_on_commit")
 
 #: Parameters of Celery's ``apply_async`` that may be positional, after the arguments.
 _POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")

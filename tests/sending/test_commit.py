@@ -147,7 +147,7 @@ def test_a_soft_time_limit_in_a_send_changes_no_later_send(
             break
         places.add(interruption.place.partition(":")[0])
     assert places >= {"capture", "resending", "SafeTaskMixin._send_once", "run_for"}
-    assert "run_on_commit.<locals>.run" in places
+    assert "run_sent" in places
 
 
 def test_a_child_that_is_forked_during_an_apps_first_send_can_send(make_app: MakeApp) -> None:
