@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -186,8 +186,9 @@ class SentLock:
         if self.passed_on is None or self.settled:
             return
         # A renewal that is in progress would shorten the lease again.
-        with nullcontext() if lease is None else renewer.renewal_paused(lease):
-            self.move(self.passed_on)
+        if lease is not None:
+            renewer.finish_renewal(lease)
+        self.move(self.passed_on)
 
     def end_run(self, task: Any, error: BaseException | None) -> None:
         """Free or extend this lock after a run that ended with ``error``, or was skipped."""

@@ -13,7 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
@@ -352,8 +352,9 @@ class Claim(ABC):
             # thread must not wait for that lock, because other leases depend on the thread.
             try:
                 self.stop_renewing()
-                with nullcontext() if lease is None else renewer.renewal_paused(lease):
-                    ours = self._write_done(text)
+                if lease is not None:
+                    renewer.finish_renewal(lease)
+                ours = self._write_done(text)
             except BaseException:
                 self.renew()  # the work may continue, and the row is not locked
                 raise

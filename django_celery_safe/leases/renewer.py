@@ -3,7 +3,8 @@ The threads that renew every lease held in this process.
 
 A thread renews all leases of similar length in one store, so a slow store or a short lease
 does not affect other leases. It extends all leases that are due in one request, on its own
-connection. When no leases are left, it closes that connection, and ends soon after.
+connection. When no leases are left, it closes that connection, and ends soon after. A thread
+that hangs in a request is replaced.
 """
 
 from __future__ import annotations
@@ -21,16 +22,23 @@ from ..emitting import emit_in_background
 from ..events import LEASES_NOT_RENEWED, LEASES_NOT_RENEWED_BY_A_BUG
 from ..exceptions import LockBackendError
 from ..texts import get_logger
-from .lease import RENEW_AFTER, Lease
+from .lease import Lease
 from .store import LeaseStore, Renewal
 
 logger = get_logger(__name__)
 #: A failed renewal is retried when this part of the lease has passed since the failed request.
 RETRY_AFTER: Final = 1 / 10
+#: Shortest pause before a lease is looked at again that had another request under way, s.
+SHORTEST_PAUSE: Final = 0.05
 #: A thread stops waiting for an answer after this part of its shortest lease, if the store
 #: supports that. Its longest lease is less than twice as long, so there is time for another try,
 #: on a new connection, before any of the leases expires.
 ANSWER_WITHIN: Final = 1 / 3
+#: A thread that is still in its request after this part of its shortest lease is replaced: the
+#: store has no limit, or its limit does not work. There is time for one more try.
+HANGS_AFTER: Final = 2 / 5
+#: After that many replacements without an answer, the pause before the next try grows no more.
+LONGEST_BACKOFF: Final = 4
 #: A lease is renewed up to this fraction of its length early, so that one request renews many.
 BATCH_WINDOW: Final = 1 / 20
 #: Longest time that a thread waits at once, s; the system's maximum is limited.
@@ -58,9 +66,10 @@ class Renewer:
         self.mutex = threading.RLock()
         #: Notified when a lane has finished a request or its connection state has changed.
         self.changed = threading.Condition(self.mutex)
-        #: Leases that a lane's thread is renewing, or a holder is extending, at the moment. After
-        #: two requests at once, it would not be known which the store got last.
+        #: Leases that a lane's thread is renewing at the moment.
         self.renewing: dict[Lane, list[Lease[Any]]] = {}
+        #: Leases that their holders are giving another length, which the threads leave alone: of
+        #: two requests at once, it would not be known which one the store got last.
         self.extending: set[Lease[Any]] = set()
         self.lanes: dict[LaneKey, Lane] = {}
 
@@ -85,11 +94,21 @@ class Renewer:
             self._leave(lease)
 
     def extend(self, lease: Lease[Any], seconds: float) -> bool:
-        """Ask the store for a lease of ``seconds`` from now; return whether it is still ours."""
-        with self.renewal_paused(lease):
+        """
+        Ask the store for a lease of ``seconds`` from now; return whether it is still ours.
+
+        It waits for no renewal, because a renewal's answer may take longer than the store's own.
+        """
+        before = lease.seconds
+        with self.mutex:
+            # Two requests for the same length may come in any order.
+            if seconds != before:
+                self.extending.add(lease)
+            overlaps = self._is_renewing(lease)
+        try:
             asked_at = time.monotonic()
             # If the answer is lost, the lease has the old or the new length: trust the shorter.
-            lease.seconds = min(lease.seconds, seconds)
+            lease.seconds = min(before, seconds)
             try:
                 extended: bool
                 (extended,) = lease.store.extend([Renewal(lease.name, lease.token, seconds)])
@@ -97,10 +116,18 @@ class Renewer:
                 # The lease may expire sooner than planned.
                 lease.renew_at = min(lease.renew_at, asked_at + lease.seconds * RETRY_AFTER)
                 raise
-            if extended:
-                lease.seconds = seconds
-                lease.began(asked_at)
+            with self.mutex:
+                if extended and seconds != before:
+                    lease.seconds = seconds
+                    # If the store got the renewal under way last, the lease has the old length:
+                    # trust the shorter until it is renewed.
+                    lease.began(asked_at - max(0.0, seconds - before) * overlaps)
+                elif extended and asked_at > lease.asked_at:
+                    lease.began(asked_at)
             return extended
+        finally:
+            with self.mutex:
+                self.extending.discard(lease)
 
     def forget(self, kind: type[LeaseStore]) -> None:
         """Stop renewing all leases in stores of a type, before their memory is cleared."""
@@ -114,17 +141,11 @@ class Renewer:
         if lease.lane is not None and lease.pid == os.getpid():
             lease.lane.discard(lease)
 
-    @contextmanager
-    def renewal_paused(self, lease: Lease[Any]) -> Iterator[None]:
-        """Keep the threads from renewing the lease while its holder changes it in the store."""
-        try:
-            with self.mutex:
-                self.changed.wait_for(lambda: not self._is_renewing(lease))
-                self.extending.add(lease)
-            yield
-        finally:
-            with self.mutex:
-                self.extending.discard(lease)
+    def finish_renewal(self, lease: Lease[Any]) -> None:
+        """Wait until the renewal of a removed lease has ended; a renewal that hangs is left."""
+        with self.mutex:
+            longest = lease.seconds * HANGS_AFTER
+            self.changed.wait_for(lambda: not self._is_renewing(lease), longest)
 
     def _is_renewing(self, lease: Lease[Any]) -> bool:
         # Of any lane: the lease may have left the lane that is renewing it.
@@ -154,6 +175,10 @@ class Lane:
         self._waits = False
         #: Whether the thread has its own connection to the store.
         self._is_connected = False
+        #: Stands for the requests of one turn; None: the thread is in no request.
+        self._turn: object = None
+        #: How many threads in a row were replaced before this lane's, without an answer.
+        self._replaced = 0
 
     def add(self, lease: Lease[Any]) -> None:
         """Start renewing a lease."""
@@ -231,7 +256,7 @@ class Lane:
         # A separate method: in the loop, local variables would keep leases alive in the wait.
         with self._mutex:
             if self._thread is not threading.current_thread():
-                return False  # a signal handler raised while this thread was started
+                return False  # it was replaced, or a signal handler raised while it was started
             pause = self._wakes_at - time.monotonic()
             if pause > 0 and not self._is_idle():
                 return self._wait(pause)
@@ -242,8 +267,55 @@ class Lane:
         if is_idle:
             self._close()
         if due:
-            self._renew(due, shortest * ANSWER_WITHIN)
+            with self._watched(shortest * HANGS_AFTER):
+                self._renew(due, shortest * ANSWER_WITHIN)
         return True
+
+    @contextmanager
+    def _watched(self, longest: float) -> Iterator[None]:
+        """Replace this thread if the block takes longer than ``longest`` seconds."""
+        self._turn = turn = object()
+        watch = threading.Timer(longest, self._replace, [turn, longest])
+        watch.daemon = True
+        if self._store.may_hang:
+            with suppress(RuntimeError):  # the system has no thread left, or Python shuts down
+                watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with self._mutex:
+                self._turn = None
+                replaced = self._thread is not threading.current_thread()
+            if replaced:
+                self._close()
+
+    def _replace(self, turn: object, longest: float) -> None:
+        """Hand the leases over to another thread, because this lane's hangs in a request."""
+        with self._mutex:
+            if self._turn is not turn:
+                return
+            # It ends when it gets an answer, or an error.
+            self._thread = None
+            self._renewer.renewing.pop(self, None)
+            self._renewer.changed.notify_all()
+            leases, now = self._leases, time.monotonic()
+            del self._renewer.lanes[self._key]
+            if not leases:
+                return
+            lane = self._renewer.lanes[self._key] = Lane(self._renewer, self._key)
+            lane._replaced = self._replaced + 1
+            for lease in leases:
+                self._drop(lease)
+                # At once while there is something to lose. If the store hangs on each new
+                # connection, there must not be ever more of them.
+                pause = 0.0 if lease.remaining else lease.seconds
+                lease.renew_at = now + pause * min(self._replaced, LONGEST_BACKOFF)
+                lease.lane = lane
+                with suppress(RuntimeError):
+                    lane.add(lease)
+        reason = f"{self._store.where} did not answer within {longest:.3g} s"
+        emit_in_background(_emit_failed, leases[0].name, len(leases), reason, None)
 
     def _wait(self, pause: float) -> bool:
         """Wait for a notification or a timeout; return False if the thread should end."""
@@ -300,9 +372,9 @@ class Lane:
         with self._mutex:
             # Skip leases that were removed in between: the holder may have locked the row.
             leases = [lease for lease in leases if lease.lane is self]
-            # Skip leases that their holders are extending, which renews them.
-            extending = renewer.extending
-            free = [each for each in leases if each not in extending] if extending else leases
+            # Skip leases with another request under way, of their holder or of another lane.
+            busy = renewer.extending.union(*renewer.renewing.values())
+            free = [lease for lease in leases if lease not in busy] if busy else leases
             renewer.renewing[self] = free
         try:
             outcomes = self._ask(free, within) if free else []
@@ -317,7 +389,7 @@ class Lane:
         if len(free) < len(leases):
             later = time.monotonic()
             for lease in set(leases).difference(free):
-                lease.renew_at = later + lease.seconds * RETRY_AFTER
+                lease.renew_at = later + max(lease.remaining * RETRY_AFTER, SHORTEST_PAUSE)
         with self._mutex:
             self._wakes_at = min([self._wakes_at, *[lease.renew_at for lease in leases]])
 
@@ -326,27 +398,30 @@ class Lane:
         if self._store.connects_threads:
             with self._mutex:
                 self._is_connected = True
-        asked_at = time.monotonic()
+        asked_at, before = time.monotonic(), [lease.asked_at for lease in leases]
         try:
             self._store.leave_pool()
             outcomes = self._store.extend(leases, within)
         except Exception as error:  # noqa: BLE001 - the thread must outlive any store's failure
             self._failed(leases, asked_at, error)
             return []
-        for lease, extended in zip(leases, outcomes, strict=True):
-            if extended:
-                lease.asked_at = asked_at
-                lease.renew_at = asked_at + lease.seconds * RENEW_AFTER
+        with self._mutex:
+            self._replaced = 0
+            for lease, extended, began_at in zip(leases, outcomes, before, strict=True):
+                # Not if its holder has extended it meanwhile, or it was handed over.
+                if extended and lease.asked_at == began_at and lease.lane is self:
+                    lease.began(asked_at)
         return outcomes
 
     def _failed(self, leases: list[Lease[Any]], asked_at: float, error: Exception) -> None:
         # Counted from the request, so the retry is immediate if the answer took long: there may
         # be no time to wait.
-        for lease in leases:
-            lease.renew_at = asked_at + lease.seconds * RETRY_AFTER
         with self._mutex:
             # A lease that was released during the request did not have to be renewed.
-            missed = [lease.name for lease in leases if lease.lane is self]
+            ours = [lease for lease in leases if lease.lane is self]
+            for lease in ours:
+                lease.renew_at = asked_at + lease.seconds * RETRY_AFTER
+        missed = [lease.name for lease in ours]
         if missed:
             # Not a foreseen error itself: its traceback would keep these leases alive and renewed.
             foreseen = isinstance(error, LockBackendError)

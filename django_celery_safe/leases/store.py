@@ -41,6 +41,10 @@ class LeaseStore(ABC):
     #: How much earlier than requested a lease may end, s. Holders do not trust that last part.
     early: ClassVar[float] = 0.0
 
+    #: Whether a request may last for ever: a store on another machine has no limit, or the limits
+    #: of its client do not hold in each of its steps.
+    may_hang: ClassVar[bool] = True
+
     #: Whether the store consists of several servers, which :meth:`part` tells apart.
     has_parts: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""A line between a client and a server that loses an answer, or its connections, when told to."""
+"""A line between a client and a server: it loses answers or connections, or falls silent."""
 
 import socket
 import threading
@@ -22,6 +22,9 @@ class Line:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
+        self._silent: set[socket.socket] = set()
+        #: Set as soon as something was sent on a silent connection.
+        self.swallowed = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -33,6 +36,15 @@ class Line:
         """Close all connections that are open."""
         while self._open:
             self._shut(self._open.pop())
+
+    def silence(self) -> None:
+        """Pass on nothing more on the connection that was opened last, which stays open."""
+        self._silent.update(self._open[-2:])
+
+    @property
+    def count(self) -> int:
+        """How many connections have been opened."""
+        return len(self._open) // 2
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -49,13 +61,19 @@ class Line:
     def _ask(self, client: socket.socket, server: socket.socket) -> None:
         with suppress(OSError):
             while data := client.recv(65536):
-                server.sendall(data)
+                if client in self._silent:
+                    self.swallowed.set()
+                else:
+                    server.sendall(data)
         self._shut(client)
         self._shut(server)
 
     def _tell(self, server: socket.socket, client: socket.socket) -> None:
         with suppress(OSError):
             while data := server.recv(65536):
+                if server in self._silent:
+                    self.swallowed.set()
+                    continue
                 if self.cut_after is not None:
                     most, self.cut_after = self.cut_after, None
                     client.sendall(data[:most])

@@ -155,33 +155,41 @@ def test_after_an_interrupted_start_another_thread_renews(
         wait_for(lambda: len(set(renewing_threads()) - before) == 1)
 
 
-def test_only_one_request_at_a_time_moves_a_lease(
-    locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seconds", [3.9, 60], ids=["the same thread", "another thread"])
+def test_a_renewal_under_way_does_not_undo_an_extension(
+    seconds: float, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """extend() waits for a renewal under way, so the store gets the last word last."""
-    asked, done = threading.Event(), threading.Event()
+    """extend() does not wait for it; what the lock shows was true, and the new length lasts."""
+    asked, may_go_on, done = threading.Event(), threading.Event(), threading.Event()
     extend = LocalStore.extend
 
     def late(
         self: LocalStore, renewals: Sequence[Renewal], within: float | None = None
     ) -> list[bool]:
-        if threading.current_thread() not in renewing_threads():
+        if threading.current_thread() not in renewing_threads() or asked.is_set():
             return extend(self, renewals)
+        sent = [Renewal(each.name, each.token, each.seconds) for each in renewals]
         asked.set()
-        time.sleep(0.3)
-        outcomes = extend(self, renewals, within)
+        assert may_go_on.wait(30)
+        outcomes = extend(self, sent, within)
         done.set()
         return outcomes
 
-    with cache_lock("moved", timeout=2) as lock:
-        monkeypatch.setattr(LocalStore, "extend", late)
-        assert asked.wait(30)
-        lock.extend(60)
-        assert done.wait(30)
+    def left() -> float:
         found = find_lock("moved")
         assert found is not None
         assert found.remaining is not None
-        assert found.remaining > 50
+        return found.remaining
+
+    with cache_lock("moved", timeout=2.5) as lock:
+        monkeypatch.setattr(LocalStore, "extend", late)
+        assert asked.wait(30)
+        lock.extend(seconds)
+        assert lock.remaining <= 2.5
+        may_go_on.set()
+        assert done.wait(30)
+        wait_for(lambda: lock.remaining > 2.5, 30, "the new length is not trusted")
+        assert left() > 2.5
 
 
 def test_a_lost_lease_is_lost_at_once(

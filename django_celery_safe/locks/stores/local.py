@@ -77,6 +77,7 @@ class LocalStore(Store):
 
     shared: ClassVar[bool] = False
     limits: ClassVar[bool] = True
+    may_hang: ClassVar[bool] = False
 
     def __init__(self, alias: str, cache: object) -> None:
         self.where = f'CACHES["{alias}"] (LocMemCache)'
