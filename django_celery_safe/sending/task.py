@@ -23,8 +23,9 @@ from ..concurrency.sent import SentLock, find_sent
 from ..delivery.copies import COPY_FIELDS, Resent, find_resent, resending
 from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
-from ..exceptions import AlreadySent, TaskPoisoned
+from ..exceptions import AlreadySent, NotSerializable, TaskPoisoned
 from ..locks import HeldLock
+from ..texts import get_logger
 from .arguments import check_arguments, explain
 from .beyond_visibility import warn_if_beyond_visibility
 from .capture import CAPTURED, GATE, install
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from celery.canvas import Signature
 
     from .typed import SentResult
+
+
+logger = get_logger(__name__)
 
 
 class SafeTaskMixin(Task[P, R]):
@@ -149,23 +153,25 @@ class SafeTaskMixin(Task[P, R]):
         """
         Send the task now or, if ``send_on_commit`` says so, when the transaction commits.
 
-        Like Celery's method, except that a model instance, QuerySet or iterator among the
-        arguments raises NotSerializable with every serializer. With ``outbox=True`` or
+        Like Celery's method. If the send may wait for a commit, a model instance, QuerySet or
+        iterator among the arguments raises NotSerializable with every serializer; otherwise one
+        that the serializer accepts is only logged as a warning. With ``outbox=True`` or
         ``using`` it does the same as :meth:`apply_async_on_commit`.
         """
         options.update(zip(_POSITIONAL, more, strict=False))
         self._read_options(options)
         ours = {name: options.pop(name) for name in _OURS if name in options}
         resent = find_resent(options.get("task_id"))
+        waits = CAPTURED.get() is not None
         # A captured message waits for its commit; a message that is re-sent must not wait.
-        if resent is not None or CAPTURED.get() is not None:
-            return self._send(args, kwargs, options, resent)
+        if resent is not None or waits:
+            return self._send(args, kwargs, options, resent, waits=waits)
         settings = conf.current()
         if self._waits_for_commit(ours, settings):
             return self._send_on_commit(args, kwargs, options, ours)
         if settings["WARN_IN_ATOMIC"]:
             warn_if_in_atomic(self.name)
-        return self._send(args, kwargs, options, None)
+        return self._send(args, kwargs, options, None, waits=False)
 
     def lock_name(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """
@@ -231,19 +237,36 @@ class SafeTaskMixin(Task[P, R]):
         return result
 
     def _send(
-        self, args: Any, kwargs: Any, options: dict[str, Any], resent: Resent | None
+        self,
+        args: Any,
+        kwargs: Any,
+        options: dict[str, Any],
+        resent: Resent | None,
+        *,
+        waits: bool = True,
     ) -> SentResult[R]:
+        """
+        Send the task, or let ``CAPTURED`` keep its message.
+
+        Args:
+            waits: Whether the send is one that waits for a commit if there is a transaction.
+        """
         if self.app not in SEEN:
             look_at_first_send(self.app, self.name)
         carried_along = [options[name] for name in _CARRIED if options.get(name) is not None]
-        check_arguments(self.name, args, kwargs, *carried_along)
+        try:
+            check_arguments(self.name, args, kwargs, *carried_along)
+        except NotSerializable as error:
+            if waits or (options.get("serializer") or self.serializer) == "json":
+                raise
+            logger.warning("%s The message is sent all the same.", error)
         if "countdown" in options or "eta" in options:
             warn_if_beyond_visibility(self.app, self.name, options)
         # A worker's main process sends the retry of a killed run like any other message.
         run = find_run(options.get("task_id")) if resent is not None else None
         if run is not None and CAPTURED.get() is None:
             with run.keeping():
-                return self._send(args, kwargs, options, resent)
+                return self._send(args, kwargs, options, resent, waits=waits)
         again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried
