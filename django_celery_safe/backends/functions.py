@@ -152,7 +152,7 @@ def _start(running: Any, args: Any, kwargs: Any) -> AnyResult:
     now = timezone.now()
     result = _results[request] = _make_result(request, running.name, args, kwargs)
     run = find_run(request.id)
-    starts = 1 + (request.retries or 0) if run is None else run.starts
+    starts = 1 + (request.retries or 0) if run is None else run.found.starts
     set_on(
         result,
         status=TaskResultStatus.RUNNING,

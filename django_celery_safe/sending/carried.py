@@ -90,15 +90,16 @@ class Run:
         resent: The messages with which the task continues, such as a retry; None: it does not.
         has_followers: Whether Celery sends messages that wait for the run: the next link of a
             chain, callbacks, or the body of a chord.
-        starts: How many times the task was started, this run included.
+        found: The row as the claim found it.
+        is_called: Whether the task is being called; before, ``before_start()`` of its class runs.
         returned: The task's return value as JSON, for a row that is kept; "": the value is not
             recorded.
     """
 
-    def __init__(self, claim: MessageClaim, task: Any, request: Context, starts: int) -> None:
+    def __init__(self, claim: MessageClaim, task: Any, request: Context, found: Claimed) -> None:
         # Not the request: as the weak key of this run, it would never be freed.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
-        self.starts, self.returned = starts, ""
+        self.found, self.is_called, self.returned = found, False, ""
         self.resent: Captured | None = None
         self._is_replaced = False
         self.has_followers = bool(request.chain or request.callbacks or request.chord)
@@ -239,32 +240,45 @@ def has_ended(request: Context) -> bool:
     return run is not None and not run.claim.is_held
 
 
-def run_carried(task: Any, request: Context, function: Function, args: Args, kwargs: Kwargs) -> Any:
+def run_carried(
+    task: Any,
+    request: Context,
+    function: Function,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    is_hook: bool = False,
+) -> Any:
     """
     Run a carried task, unless its message has ended or another process runs it.
+
+    Args:
+        is_hook: Whether ``function`` is what the task's class does before the task is called.
 
     Raises:
         MessageGoesOn: The task must not run for this message.
         TaskPoisoned: So many processes died in the task that it is not run again.
         MessageLost: When the work was done, another run had claimed the message.
     """
-    if request.is_eager or request in _runs:
+    run = _runs.get(request)
+    if request.is_eager or (run is not None and run.is_called):
         return function(*args, **kwargs)
-    begun = _begin(task, request)
-    if isinstance(begun, str):
-        _emit_not_run(task, request, begun)
-        raise MessageGoesOn(f"Not run: {begun}")
-    claim, found = begun
-    run = _runs[request] = Run(claim, task, request, found.starts)
+    if run is None:
+        begun = _begin(task, request)
+        if isinstance(begun, str):
+            _emit_not_run(task, request, begun)
+            raise MessageGoesOn(f"Not run: {begun}")
+        run = _runs[request] = Run(begun[0], task, request, begun[1])
+    run.is_called = not is_hook
     try:
-        claim.begin(task, request)
-        result = _call(run, found, request, partial(function, *args, **kwargs))
+        result = _call(run, request, partial(function, *args, **kwargs))
     except BaseException as error:
         if not _is_for_autoretry(task, error):
             run.fail(error)
         raise
     # After a bare os.fork() the child also gets here, and must not end the claim.
-    if not claim.is_of_parent() and (not run.has_followers or run.resent is not None):
+    is_last = run.is_called and (not run.has_followers or run.resent is not None)
+    if is_last and not run.claim.is_of_parent():
         run.succeed()
     return result
 
@@ -274,10 +288,15 @@ def _emit_not_run(task: Any, request: Context, reason: str) -> None:
     MESSAGE_NOT_RUN.emit(run_carried, task=task.name, task_id=request.id, reason=reason)
 
 
-def _call(run: Run, found: Claimed, request: Context, function: Callable[[], Any]) -> Any:
+def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
     """Run the task, or return the result that it was finished with before its process died."""
+    found = run.found
+    if run.claim.lease is None:
+        run.claim.begin(run.task, request)
     if found.result:
-        _emit_not_run(run.task, request, "its work was finished before, and its result is returned")
+        if run.is_called:
+            done = "its work was finished before, and its result is returned"
+            _emit_not_run(run.task, request, done)
         return decode(found.result)
     if found.deaths:
         refuse_after_deaths(run.task, request.id, found.deaths, found.last_death)

@@ -30,6 +30,7 @@ from .arguments import check_arguments, explain
 from .beyond_visibility import warn_if_beyond_visibility
 from .capture import CAPTURED, GATE, install
 from .carried import find_run, has_ended
+from .carried_class import wrap_class
 from .commit import as_sent_result, hold, must_wait, settle
 from .deduplicate import publish_once
 from .eager import is_put_off, put_off, run_sent
@@ -137,6 +138,7 @@ class SafeTaskMixin(Task[P, R]):
         watch(runs=True)  # a call can pass unique_until
         # On the instance, because run() of a class may call its parent's.
         task.run = wrap_run(task)  # type: ignore[method-assign]
+        wrap_class(task)
         return task
 
     def apply(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 
 from celery import chord, shared_task
 from celery.signals import task_failure
+from django.db import transaction
 
-from django_celery_safe import SafeTask, single_instance
+from django_celery_safe import SafeTask, current_claim, single_instance
 from django_celery_safe.models import OutboxMessage
 from tests.processes import wait_for
 from tests.worker.rooms import Room
@@ -106,6 +107,31 @@ def alone(self: Any, room: str, alias: str) -> None:
 def unique(self: Any, room: str, alias: str) -> None:
     """Stay in the room; no other message is sent meanwhile."""
     wait(enter(self, room, alias))
+
+
+class InTransaction(SafeTask[Any, Any]):
+    """A project's own class, which runs each task in a transaction and lets in no banned one."""
+
+    abstract = True
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        """Refuse a banned task."""
+        if "banned" in args:
+            raise PermissionError("banned")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task in a transaction."""
+        with transaction.atomic(using=args[1]):
+            return super().__call__(*args, **kwargs)
+
+
+@shared_task(base=InTransaction, bind=True, outbox="until_done")
+def note_in_transaction(self: Any, room: str, alias: str, *parts: Any) -> str:
+    """Note that it ran, in a transaction."""
+    assert transaction.get_connection(alias).in_atomic_block
+    enter(self, room, alias)
+    current_claim().finish("noted")
+    return "noted"
 
 
 @shared_task(**CARRIED)

@@ -217,6 +217,19 @@ def test_headers_inside_the_headers(scene: Scene, room: Room) -> None:
     assert [run["retries"] for run in room.runs()] == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("worker", "relay")
+def test_a_task_class_of_the_project(scene: Scene, room: Room) -> None:
+    """A transaction around the task commits with its row; what the class raises fails the row."""
+    task_id = scene.send(tasks.note_in_transaction, room)
+    banned = scene.send(tasks.note_in_transaction, room, "banned")
+    wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
+    scene.until(task_id, "gone", room)
+    row = scene.until(banned, "failed", room)
+    assert (row.error_type, row.error) == ("PermissionError", "banned")
+    wait_for(lambda: result_state(banned) == "FAILURE", PATIENCE)
+    assert [run["id"] for run in room.runs()] == [task_id]
+
+
 def test_a_death_is_no_failure(scene: Scene, room: Room, worker: CeleryWorker) -> None:
     """While a row brings it back its result is open, and only the signal reports the death."""
     errback = scene.signature(tasks.note, room).set(immutable=True)

@@ -1,0 +1,196 @@
+"""A project's own task class, whose ``before_start()`` and ``__call__()`` are part of a run."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+from celery.exceptions import Ignore, Reject
+from django.db import connections, transaction
+
+from django_celery_safe import SafeTask, current_claim, stages
+from django_celery_safe.models import StageStep
+from tests.concurrency.conftest import mailbox
+from tests.concurrency.mailbox import Mailbox
+from tests.conftest import MakeDatabase
+from tests.routing import AllIn, routed_by
+from tests.sending.carrying import Carried
+
+__all__ = ["mailbox"]
+
+#: Where a class may raise.
+PLACES = ("before_start", "before the call", "after the call")
+
+
+class Own(SafeTask[Any, Any]):
+    """A task class that calls the task in a block, and raises where its test says so."""
+
+    abstract = True
+    errors: dict[str, Exception]
+    block: Any
+    passed: list[str]
+
+    def pass_by(self, place: str) -> None:
+        """Note the place; raise the test's error for it."""
+        self.passed.append(place)
+        if place in self.errors:
+            raise self.errors[place]
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        """Raise if the test says so."""
+        self.pass_by("before_start")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the task; raise before or after it if the test says so."""
+        with self.block():
+            self.pass_by("before the call")
+            result = self.run(*args, **kwargs)
+            self.pass_by("after the call")
+        return result
+
+
+class Heir(Own):
+    """A class that calls the ``__call__()`` of its parent."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the task as the parent does."""
+        return super().__call__(*args, **kwargs)
+
+
+class Owned(Carried):
+    """A carried task of that class."""
+
+    def __init__(self, mailbox: Mailbox, alias: str) -> None:
+        self.passed: list[str] = []
+        self.errors: dict[str, Exception] = {}
+        self.block: Any = nullcontext
+        super().__init__(mailbox, alias)
+
+    def make_task(self, name: str, decorate: Any = None, **options: Any) -> Any:
+        """Make a task of the class."""
+        own = {"errors": self.errors, "passed": self.passed, "block": lambda _: self.block()}
+        return super().make_task(name, decorate, **{"base": Own, **own, **options})
+
+    def atomic(self) -> AbstractContextManager[None]:
+        """Open a transaction on the database with the row."""
+        return transaction.atomic(using=self.alias)
+
+    def states(self) -> list[str]:
+        """Return the states of all rows."""
+        return [row.state for row in self.rows.all()]
+
+
+@pytest.fixture
+def owned(mailbox: Mailbox, make_database: MakeDatabase) -> Owned:
+    """A carried task of a project's own class."""
+    return Owned(mailbox, make_database("sqlite-immediate"))
+
+
+@pytest.mark.parametrize("autoretry", [{}, {"autoretry_for": (LookupError,), "max_retries": 3}])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_of_the_class_fails_the_row(
+    place: str, autoretry: dict[str, Any], owned: Owned
+) -> None:
+    """As Celery fails the task, so that it is not sent again; autoretry is about the task only."""
+    task = owned.make_task("tests.own", **autoretry)
+    owned.errors[place] = LookupError("no such tenant")
+    message = owned.send(1, task=task)
+    assert owned.mailbox.deliver(message).state == "FAILURE"
+    row = owned.row
+    assert (row.state, row.error_type, row.error) == ("failed", "LookupError", "no such tenant")
+    assert row.traceback
+    assert owned.calls == ([1] if place == PLACES[-1] else [])
+    del owned.errors[place]
+    assert owned.rows.revive() == 1
+    (again,) = owned.relay()
+    assert owned.mailbox.deliver(again).state == "SUCCESS"
+    assert owned.states() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "states"),
+    [
+        (Ignore(), []),
+        (Reject("not ours"), ["failed"]),
+        (Reject("later", requeue=True), ["pending"]),
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_how_other_ends_leave_the_row(
+    place: str, error: Exception, states: list[str], owned: Owned
+) -> None:
+    """They mean the same as in the task itself."""
+    owned.errors[place] = error
+    owned.mailbox.deliver(owned.send())
+    assert owned.states() == states
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_retry_from_the_class_keeps_the_row(place: str, owned: Owned) -> None:
+    """The row goes on to the next run, and ends with it."""
+
+    class Retrying(Own):
+        abstract = True
+
+        def pass_by(self, here: str) -> None:
+            if here == place and not self.request.retries:
+                raise self.retry(countdown=0)
+
+    task = owned.make_task("tests.retrying", base=Retrying)
+    assert owned.mailbox.deliver(owned.send(task=task)).state == "RETRY"
+    assert owned.states() == ["sent"]
+    assert owned.mailbox.deliver(owned.mailbox.take_one()).state == "SUCCESS"
+    assert owned.states() == []
+
+
+@pytest.mark.parametrize("base", [Own, Heir])
+def test_a_class_that_calls_the_task_in_a_transaction(base: Any, owned: Owned) -> None:
+    """``finish()`` commits with it, and the row ends after it."""
+    owned.block = owned.atomic
+    owned.body = lambda task: current_claim().finish("done")
+    assert owned.mailbox.deliver(owned.send(task=owned.make_task("tests.own", base=base))) == (
+        "SUCCESS",
+        None,
+    )
+    assert (owned.states(), owned.calls) == ([], [None])
+    owned.errors["after the call"] = LookupError()
+    assert owned.mailbox.deliver(owned.send()).state == "FAILURE"
+    assert owned.states() == ["failed"]
+
+
+def test_no_statement_of_ours_is_inside_the_class(owned: Owned) -> None:
+    """A class that lets no task touch the database has nothing to complain about."""
+    seen: list[str] = []
+
+    def refuse(execute: Any, sql: str, *args: Any) -> Any:
+        seen.append(sql)
+        return execute(sql, *args)
+
+    owned.block = lambda: connections[owned.alias].execute_wrapper(refuse)
+    assert owned.mailbox.deliver(owned.send(7)) == ("SUCCESS", 7)
+    assert (seen, owned.states(), owned.calls) == ([], [], [7])
+
+
+def test_the_class_sees_only_messages_that_run(owned: Owned) -> None:
+    """What is done already passes none of its hooks; a task that is not carried passes all."""
+    message = owned.send(1)
+    assert [owned.mailbox.deliver(message).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
+    assert owned.passed == list(PLACES)
+    owned.passed.clear()
+    plain = owned.make_task("tests.plain", outbox=None)
+    plain.delay(2)
+    assert owned.mailbox.deliver(owned.mailbox.take_one()) == ("SUCCESS", 2)
+    assert owned.passed == list(PLACES)
+
+
+@pytest.mark.parametrize("place", PLACES[:2])
+def test_an_error_of_the_class_fails_a_step(place: str, owned: Owned, mailbox: Mailbox) -> None:
+    """A step whose task never begins fails like one that fails in its task."""
+    with routed_by(AllIn(owned.alias)):
+        step = owned.make_task("tests.step", stages.step, outbox=None)
+        owned.errors[place] = LookupError("no such tenant")
+        stages.start([(step, 1)])
+        assert mailbox.deliver(mailbox.take_one()).state == "FAILURE"
+        row = StageStep.objects.get()
+    assert (row.status, row.error_type, row.error) == ("failed", "LookupError", "no such tenant")
