@@ -225,8 +225,9 @@ def find_unfit(alias: str, table: str = "") -> tuple[str, str] | None:
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT table_name, engine FROM information_schema.tables WHERE table_schema = "
-            "DATABASE() AND (table_name LIKE %s OR table_name = %s) AND engine <> 'InnoDB'",
-            ["django\\_celery\\_safe\\_%", table],
+            "DATABASE() AND (table_name LIKE 'django_celery_safe_%%' OR table_name = %s) "
+            "AND engine <> 'InnoDB'",
+            [table],
         )
         found = cursor.fetchall()
     if not found:

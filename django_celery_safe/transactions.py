@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from django.db import Error, InterfaceError, InternalError, OperationalError, connections
 from django.db.backends.signals import connection_created
 
-from .databases import MYSQL, is_lost_race
+from .databases import is_lost_race
 from .foreign_errors import ExcInfo, describe_error
 from .texts import get_logger
 
@@ -149,16 +149,27 @@ def aliases_in_atomic() -> list[str]:
 class TransactionTry(AbstractContextManager["TransactionTry", bool]):
     """One try of :func:`attempts`: a context manager that suppresses the error of a lost race."""
 
-    def __init__(self, alias: str, what: str, *, last: bool) -> None:
+    def __init__(self, alias: str, what: str, *, last: bool, session: object) -> None:
         self._alias, self._what, self._last = alias, what, last
+        #: The connection from before, which may have been cut; None: there is none.
+        self._session = session
         #: Whether the caller has the lock, as it says: from then on an error is its own.
         self.is_won = False
-        #: Whether another transaction was faster, so that the next try should start.
+        #: Whether the caller only has to commit: a connection that is cut meanwhile may have.
+        self.is_written = False
+        #: Whether another transaction was faster, or the connection was cut, so that the next
+        #: try should start.
         self.is_lost = False
 
     def __exit__(self, *exc_info: *ExcInfo) -> bool:
         error = exc_info[1]
-        if self.is_won or not (isinstance(error, OperationalError) and is_lost_race(error)):
+        if self.is_won or not isinstance(error, DISCONNECTED):
+            return False
+        may_be_cut = self._session is not None and not self.is_written
+        if may_be_cut and replace_if_cut(self._alias, self._session):
+            self.is_lost = True
+            return True
+        if not (isinstance(error, OperationalError) and is_lost_race(error)):
             return False
         if self._last:
             # The class and the cause stay, so callers see that another try is worthwhile.
@@ -180,8 +191,9 @@ def attempts(alias: str, what: str) -> Iterator[TransactionTry]:
     Under REPEATABLE READ and SERIALIZABLE, PostgreSQL refuses to lock a row that another
     transaction changed since this one started, as it did if this one waited for it. A new
     transaction sees those changes. MySQL ends one of two deadlocked transactions, and any
-    that waits for too long. Inside ``atomic()`` there is one attempt, because only the code
-    that opened the block can start it again.
+    that waits for too long. A connection from before may have been cut while it was idle; then
+    there is one more try, on a new connection. Inside ``atomic()`` there is one attempt, because
+    only the code that opened the block can start it again.
 
     Example::
 
@@ -197,11 +209,14 @@ def attempts(alias: str, what: str) -> Iterator[TransactionTry]:
     Raises:
         OperationalError: The last attempt lost the race, too.
     """
-    tries = 1 if connections[alias].in_atomic_block else TRIES
+    connection = connections[alias]
+    tries = 1 if connection.in_atomic_block else TRIES
+    session = connection.connection if is_autocommit(connection) else None
     give_up_at = time.monotonic() + LONGEST_RACE
     for number in range(1, tries + 1):
         last = number == tries or time.monotonic() > give_up_at
-        attempt = TransactionTry(alias, what, last=last)
+        attempt = TransactionTry(alias, what, last=last, session=session)
+        session = None  # one more try is enough
         yield attempt
         if not attempt.is_lost:
             return
@@ -228,24 +243,63 @@ def repeat_lost_races(alias: str, ask: Callable[[], T]) -> T:
     return ask()
 
 
+def is_autocommit(connection: Any) -> bool:
+    """Return whether an open connection commits each statement at once."""
+    return connection.autocommit and not connection.in_atomic_block
+
+
+def replace_if_cut(alias: str, session: object) -> bool:
+    """
+    Replace a connection on which a statement failed, if it is dead; return whether it was.
+
+    Args:
+        session: The database client's connection before the statement.
+    """
+    connection: Any = connections[alias]
+    # Django replaces it itself if the rollback of an atomic() block fails.
+    is_cut = connection.connection is not session
+    if connection.connection is None or not connection.is_usable():
+        is_cut = True
+        connection.close()
+        if is_pooled(alias):
+            connection.pool.check()  # the pool's other connections were idle, too
+    return is_cut
+
+
 def connect() -> None:
-    """Register the repetition of single statements on our tables that MySQL deadlocks end."""
+    """Register the repetition of single statements on our tables, outside of transactions."""
     connection_created.connect(_repeat_statements, dispatch_uid=__name__)
 
 
 def _repeat_statements(connection: Any, **kwargs: Any) -> None:
     wrappers = connection.execute_wrappers
-    if connection.vendor == MYSQL and _execute_repeatedly not in wrappers:
+    if connection.vendor != "sqlite" and _execute_repeatedly not in wrappers:
         wrappers.append(_execute_repeatedly)
 
 
 def _execute_repeatedly(
-    execute: Callable[..., T], sql: str, params: Any, many: bool, context: Any
+    execute: Callable[..., T], sql: Any, params: Any, many: bool, context: Any
 ) -> T:
-    # Two statements may deadlock if one locks an index first and the other its row.
+    """
+    Execute a statement; repeat it if it lost a race, or its connection was cut, as idle ones are.
+
+    On MySQL, two statements may deadlock if one locks an index first and the other its row.
+    Under SERIALIZABLE, PostgreSQL refuses one of two statements. No statement of ours does
+    something else if an earlier execution was written and only its answer got lost.
+    """
+    connection = context["connection"]
     ask = partial(execute, sql, params, many, context)
-    is_ours = OUR_TABLES in sql and not context["connection"].in_atomic_block
-    return repeat_lost_races(context["connection"].alias, ask) if is_ours else ask()
+    if not (isinstance(sql, str) and OUR_TABLES in sql and is_autocommit(connection)):
+        return ask()
+    session = connection.connection
+    try:
+        return repeat_lost_races(connection.alias, ask)
+    except DISCONNECTED:
+        if not replace_if_cut(connection.alias, session):
+            raise
+    # The caller reads the answer from its own cursor.
+    context["cursor"].cursor = connection.cursor().cursor
+    return ask()
 
 
 @contextmanager

@@ -195,6 +195,7 @@ class _Once:
                 was_done = self._is_done(row)
                 if not was_done:
                     self._set_flag(row)
+                attempt.is_written = True
         if was_done:
             self._emit(ALREADY_DONE)
             yield None

@@ -264,15 +264,14 @@ class Claim(ABC):
 
         Args:
             write: Execute the statement; return whether the claim was still ours.
-            is_written: Called if a retry finds that the claim is no longer ours: return whether
+            is_written: Called if the claim is no longer ours on a new connection: return whether
                 an earlier attempt, whose answer was lost, ended it.
         """
-        tries = 0
+        connection: Any = connections[self.table.alias]
+        session = connection.connection
 
         def ask() -> bool:
-            nonlocal tries
-            tries += 1
-            return write() or (tries > 1 and is_written())
+            return write() or (connection.connection is not session and is_written())
 
         return self.ask(ask, patient=patient)
 

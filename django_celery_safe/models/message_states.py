@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,13 +13,13 @@ from django.db.models import Case, F, IntegerField, Q, When
 from django.db.models.functions import Length
 
 from .. import batches, conf
-from ..databases import MYSQL, Now
+from ..databases import Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
 from ..leases.lease_table import DIED, count_death
 from ..pruning import prune_all
 from ..statements import Param, Statement, change_returning
-from ..transactions import repeat_lost_races
+from ..transactions import attempts
 from .text import LONGEST_TYPE, end_of_traceback, storable
 
 if TYPE_CHECKING:
@@ -149,8 +148,9 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         due = self.due() if since is None else self.due().filter(due_at__gte=since)
         if not connection.features.has_select_for_update and not due.exists():
             return []  # without taking the lock that would block all other writers
-        claim = partial(self._claim, due, limit, lease)
-        rows, taken = repeat_lost_races(self.db, claim) if connection.vendor == MYSQL else claim()
+        for attempt in attempts(self.db, "The claim of messages"):
+            with attempt, transaction.atomic(using=self.db):
+                rows, taken = self._claim(due, limit, lease)
         claimed = {values[0]: self.model.from_db(self.db, CLAIMED, values) for values in taken}
         for pk, _size, due_at, token, sent_at in rows:
             claimed[pk].due_at = due_at
@@ -158,25 +158,24 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         return [claimed[row[0]] for row in rows]
 
     def _claim(self, due: OutboxMessages, limit: int, lease: timedelta) -> tuple[Any, Any]:
-        """Claim rows in a transaction; return them as they were before and as they are now."""
+        """Claim rows; return them as they were before and as they are now."""
         features = connections[self.db].features
-        with transaction.atomic(using=self.db):
-            if not features.has_select_for_update:
-                # The database has a single lock, which any write takes.
-                self.filter(pk=0).update(attempts=0)
-            skip = features.has_select_for_update_skip_locked
-            # Read only sizes here: a hundred whole rows may not fit into memory.
-            sized = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "token", "sent_at")
-            found = list(sized.select_for_update(skip_locked=skip)[:limit])
-            most, totals = batches.BATCH_BYTES, accumulate(size for _, size, *_ in found)
-            rows = [row for row, total in zip(found, totals, strict=True) if total <= most]
-            rows = rows or found[:1]
-            taken = change_returning(
-                self.filter(pk__in=[row[0] for row in rows]),
-                {"due_at": Now() + lease, **self._brought_back()},
-                *CLAIMED,
-            )
-            return rows, taken
+        if not features.has_select_for_update:
+            # The database has a single lock, which any write takes.
+            self.filter(pk=0).update(attempts=0)
+        skip = features.has_select_for_update_skip_locked
+        # Read only sizes here: a hundred whole rows may not fit into memory.
+        sized = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "token", "sent_at")
+        found = list(sized.select_for_update(skip_locked=skip)[:limit])
+        most, totals = batches.BATCH_BYTES, accumulate(size for _, size, *_ in found)
+        rows = [row for row, total in zip(found, totals, strict=True) if total <= most]
+        rows = rows or found[:1]
+        taken = change_returning(
+            self.filter(pk__in=[row[0] for row in rows]),
+            {"due_at": Now() + lease, **self._brought_back()},
+            *CLAIMED,
+        )
+        return rows, taken
 
     def release(self, delay: timedelta = timedelta()) -> int:
         """Make claimed rows due again after ``delay``, without recording an error."""
@@ -204,17 +203,19 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         has_row_locks = connections[self.db].features.has_select_for_update
         if not has_row_locks:
             seconds = min(seconds, LONGEST_LOCK)
-        with transaction.atomic(using=self.db):
-            unregistered = self.filter(chord=chord)
-            if not has_row_locks:
-                locked: object = unregistered.update(chord=chord)
-            else:
-                # All relays lock the rows in the same order. An UPDATE alone would lock them
-                # in any order, so two of them could deadlock.
-                locked = list(unregistered.order_by("pk").select_for_update().values_list("pk"))
-            if locked:
-                register(unregistered.exclude(chord_calls="").first(), seconds)
-                unregistered.update(chord="")
+        unregistered = self.filter(chord=chord)
+        for attempt in attempts(self.db, "The registration of a chord"):
+            with attempt, transaction.atomic(using=self.db):
+                if not has_row_locks:
+                    locked: object = unregistered.update(chord=chord)
+                else:
+                    # All relays lock the rows in the same order. An UPDATE alone would lock them
+                    # in any order, so two of them could deadlock.
+                    locked = list(unregistered.order_by("pk").select_for_update().values_list("pk"))
+                attempt.is_won = True
+                if locked:
+                    register(unregistered.exclude(chord_calls="").first(), seconds)
+                    unregistered.update(chord="")
 
     def record_sent(self, sent: Mapping[int, CarriedAttempt | None]) -> None:
         """

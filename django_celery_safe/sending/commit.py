@@ -23,7 +23,7 @@ from ..exceptions import ConfigurationError, WrongTransaction
 from ..foreign_errors import describe_error, find_interruption
 from ..locks import HeldLock
 from ..texts import get_logger
-from ..transactions import aliases_in_atomic, in_atomic
+from ..transactions import aliases_in_atomic, attempts, in_atomic
 from .broker import BrokerGone, is_backend_gone, pooled_producer
 from .capture import Captured, Message, capture
 from .departure import Departure, OutboxBatch
@@ -163,9 +163,6 @@ def hold(
     Returns:
         The result of ``send``.
     """
-    if outbox and (canvas or not transaction.get_connection(using).in_atomic_block):
-        with transaction.atomic(using=using):
-            return hold(app, send, using, options, outbox=outbox)
     options = dict(options)
     producer = _lasting_producer(app, options)
     if outbox and producer is not None:
@@ -176,12 +173,20 @@ def hold(
         )
     with capture(app) as captured:
         result = as_sent_result(send(options))
-    departure = Departure.join(using)
-    kept = None
-    if outbox and captured.messages:
-        kept = keep(captured, departure, outbox)
-    held = Held(departure, app, captured, result, producer, kept)
-    transaction.on_commit(held, using=using)
+
+    def leave(outbox: Outbox) -> None:
+        departure = Departure.join(using)
+        kept = keep(captured, departure, outbox) if outbox else None
+        transaction.on_commit(Held(departure, app, captured, result, producer, kept), using=using)
+
+    connection = transaction.get_connection(using)
+    if not (outbox and captured.messages) or (connection.in_atomic_block and not canvas):
+        leave(outbox if captured.messages else False)
+        return result
+    for attempt in attempts(connection.alias, "The row of a message"):
+        with attempt, transaction.atomic(using=using):
+            leave(outbox)
+            attempt.is_won = True
     return result
 
 

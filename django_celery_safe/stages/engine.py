@@ -138,6 +138,7 @@ def _write_once(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
             for attempt in attempts(store.alias, "The start of a run"):
                 with attempt, transaction.atomic(using=store.alias):
                     run = _write(store, plan, labels)
+                    attempt.is_written = True
             return run
         except IntegrityError as error:
             if not labels.key:

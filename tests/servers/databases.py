@@ -18,7 +18,7 @@ from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from tests.mysql_driver import load_driver
-from tests.processes.waiting import dead_port
+from tests.processes.waiting import dead_port, wait_for
 from tests.servers.mariadb import MariaDBServer
 from tests.servers.pgbouncer import PgBouncerServer
 from tests.servers.pool import ServerPool
@@ -60,6 +60,33 @@ def without_autocommit(alias: str) -> Iterator[None]:
     finally:
         connections[alias].rollback()
         connections[alias].set_autocommit(True)
+
+
+def end_own_session(alias: str) -> None:
+    """End this thread's session with a server, which does so when it was idle for long."""
+    connection: Any = connections[alias]
+    connection.ensure_connection()
+    is_postgres = connection.vendor == "postgresql"
+    session = connection.connection
+    number = session.info.backend_pid if is_postgres else session.thread_id()
+    kill, look = (
+        ("SELECT pg_terminate_backend(%s)", "SELECT 1 FROM pg_stat_activity WHERE pid = %s")
+        if is_postgres
+        else ("KILL %s", "SELECT 1 FROM information_schema.processlist WHERE id = %s")
+    )
+    other = connection.copy()
+    try:
+        with other.cursor() as cursor:
+
+            def is_gone() -> bool:
+                cursor.execute(look, [number])
+                return cursor.fetchone() is None
+
+            if not is_gone():
+                cursor.execute(kill, [number])
+            wait_for(is_gone, 30)
+    finally:
+        other.close()
 
 
 def waits_for_a_lock(server: PostgresServer, alias: str) -> bool:

@@ -1,0 +1,171 @@
+"""Sessions that a server has ended, as it does when they are idle for long: nobody notices."""
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+from celery.signals import after_task_publish
+from django.db import DatabaseError, connections, transaction
+from pytest_django import Settings
+
+from django_celery_safe import cache_lock, idempotent, stages
+from django_celery_safe.models import OutboxMessage, StageRun
+from django_celery_safe.pruning import prune_all
+from django_celery_safe.sending.relay import Relay
+from tests.app.models import Person
+from tests.app.tasks import add
+from tests.concurrency.conftest import mailbox
+from tests.concurrency.mailbox import Mailbox
+from tests.conftest import MakeDatabase
+from tests.idempotency.test_flags_race import end_sessions
+from tests.kinds import LATER_MARIADB
+from tests.processes import wait_for
+from tests.routing import AllIn
+from tests.sending.carrying import Carried
+from tests.sending.test_relay import dying_sender
+from tests.servers import PostgresServer
+from tests.servers.databases import end_own_session
+
+__all__ = ["mailbox"]
+
+
+@pytest.fixture(params=["postgres", LATER_MARIADB])
+def alias(request: pytest.FixtureRequest, make_database: MakeDatabase, settings: Settings) -> str:
+    """The alias of a database with a server, for everything that this app stores."""
+    alias = make_database(request.param)
+    settings.DATABASE_ROUTERS = [AllIn(alias)]
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
+    return alias
+
+
+def lock(alias: str) -> None:
+    held = cache_lock("x", timeout=60)
+    assert held.acquire()
+    end_own_session(alias)
+    held.ensure()
+    end_own_session(alias)
+    assert held.release()
+
+
+def claim(alias: str) -> None:
+    with idempotent("x", using=alias) as claim:
+        assert claim
+        end_own_session(alias)
+        claim.ensure()
+        end_own_session(alias)
+        claim.finish(1)
+    end_own_session(alias)
+    with idempotent("x", using=alias) as again:
+        assert not again
+
+
+def once(alias: str, guarantee: Any) -> None:
+    with Person.do_once(1, "is_welcome_email_sent", using=alias, guarantee=guarantee) as person:
+        assert person is not None
+
+
+def start(alias: str) -> None:
+    run = stages.start([(add, 1)])
+    end_own_session(alias)
+    assert run.progress.total == 1
+    end_own_session(alias)
+    run.abort()
+    end_own_session(alias)
+    StageRun.objects.using(alias).prune()
+    assert not StageRun.objects.using(alias).exists()
+
+
+#: What a process may do that was idle for long.
+USES: dict[str, Callable[[str], object]] = {
+    "a lock": lock,
+    "a claim": claim,
+    "do_once": lambda alias: once(alias, "at_least_once"),
+    "do_once at most": lambda alias: once(alias, "at_most_once"),
+    "stages": start,
+    "a listing": lambda alias: list(OutboxMessage.objects.using(alias).pending()),
+    "a deletion": lambda alias: prune_all(OutboxMessage.objects.using(alias).done()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_session_that_the_server_has_ended_is_replaced(use: str, alias: str) -> None:
+    """Outside a transaction, a process that was idle for long goes on with a new connection."""
+    Person.everyone.using(alias).create(pk=1)
+    end_own_session(alias)
+    USES[use](alias)
+
+
+@pytest.mark.parametrize("outbox", [True, "until_done"])
+def test_a_beat_that_was_idle_sends_each_tick_once(
+    outbox: Any, alias: str, mailbox: Mailbox
+) -> None:
+    """The server ends the session between two ticks, and each is sent, as one message."""
+    carried = Carried(mailbox, alias, outbox=outbox)
+    for number in range(3):
+        end_own_session(alias)
+        message = carried.send(number)
+        assert message.args == [number]
+        end_own_session(alias)
+        mailbox.deliver(message)
+    assert carried.calls == [0, 1, 2]
+    assert not carried.rows.filter(due_at__isnull=False).exists()
+
+
+def test_the_other_sessions_of_a_pool_are_replaced_too(
+    postgres_alias: str, postgres_server: PostgresServer, mailbox: Mailbox
+) -> None:
+    """A restarted server has ended all sessions of a pool, and the next send goes out."""
+    connection: Any = connections[postgres_alias]
+    connection.settings_dict["OPTIONS"] = {"pool": {"min_size": 3, "max_size": 3, "timeout": 60}}
+    carried = Carried(mailbox, postgres_alias)
+    name = connections.settings[postgres_alias]["NAME"]
+    try:
+        carried.send(1)
+        wait_for(lambda: len(postgres_server.sessions(name)) == 3, 60)
+        end_sessions(postgres_server, postgres_alias)
+        assert carried.send(2).args == [2]
+    finally:
+        connection.close()
+        connection.close_pool()
+
+
+def test_a_transaction_whose_session_was_ended_is_not_repeated(
+    alias: str, mailbox: Mailbox
+) -> None:
+    """Its earlier statements are lost, so the error reaches the code that began it."""
+    carried = Carried(mailbox, alias)
+    with pytest.raises(DatabaseError), transaction.atomic(using=alias):
+        Person.everyone.using(alias).create(pk=1)
+        end_own_session(alias)
+        carried.task.apply_async_on_commit(using=alias)
+    assert not Person.everyone.using(alias).exists()
+    assert not carried.rows.exists()
+    assert not mailbox.take()
+
+
+def test_a_relay_whose_session_was_ended_reports_no_outage(
+    alias: str, mailbox: Mailbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have waited for the broker for long; the next batch is sent at once."""
+    carried = Carried(mailbox, alias)
+    stop = threading.Event()
+    relay = Relay(alias)
+
+    def send_then_stop(**kwargs: Any) -> None:
+        stop.set()
+
+    with closing(relay):
+        relay.drain()
+        with dying_sender(alias):
+            carried.task.apply_async_on_commit(("x",), using=alias)
+        carried.make_due()
+        end_own_session(alias)
+        after_task_publish.connect(send_then_stop)
+        try:
+            relay.run(stop)
+        finally:
+            after_task_publish.disconnect(send_then_stop)
+    assert mailbox.take_one().args == ["x"]
+    assert "can't be reached" not in caplog.text
