@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from datetime import date
 from itertools import product
 from pathlib import Path
 
@@ -30,22 +31,28 @@ EXTRAS = ("memcached", "mysql", "prometheus", "redis", "valkey")
 #: Most of the time the tests wait.
 SIDE_BY_SIDE = ["-n", "6", "--dist", "worksteal"]
 QUICK = ["-m", "not long and not repository", *SIDE_BY_SIDE]
-#: The tests that meet most of Django, of Celery, of the clients and of real workers.
+#: The tests that meet most of Django, of Celery, of the clients and of real workers. Two
+#: sessions run them beside each other in CI.
 CORNER = [
     *QUICK,
-    "tests/admin",
+    "-n3",
+    "tests/admin/test_lock_pages.py",
+    "tests/admin/test_projects.py",
+    "tests/admin/test_table_pages.py",
     "tests/contrib",
     "tests/delivery",
-    "tests/worker",
-    "tests/stages",
-    "tests/tasks_backend",
     "tests/locks/test_redis_variants.py",
     "tests/sending/test_carried.py",
-    "tests/sending/test_relay.py",
     "tests/sending/test_unique.py",
+    "tests/stages/test_finish.py",
+    "tests/stages/test_step.py",
+    "tests/tasks_backend",
     "tests/test_backends.py",
-    "tests/test_checks.py",
-    "tests/test_outbox_command.py",
+    "tests/worker/test_canvas.py",
+    "tests/worker/test_carried.py",
+    "tests/worker/test_deaths.py",
+    "tests/worker/test_events.py",
+    "tests/worker/test_single_instance.py",
 ]
 
 
@@ -89,6 +96,9 @@ CELLS = [
     for cell in product(PYTHONS, DJANGOS, CELERIES)
     if Version(cell[0]) >= Version(GRID["django_needs"].get(cell[1], PYTHONS[0]))
 ]
+#: Those whose interpreter is here, of which each day has one.
+CELLS_HERE = [cell for cell in CELLS if cell[0] in FOUND] or CELLS
+CELL_OF_THE_DAY = CELLS_HERE[date.today().toordinal() % len(CELLS_HERE)]
 
 
 def lower_bounds() -> list[str]:
@@ -155,6 +165,13 @@ def newest(session: nox.Session) -> None:
 )
 def grid(session: nox.Session, django: str, celery: str) -> None:
     """Run the tests of a corner with the newest patch of one Python, Django and Celery."""
+    test_wheel(session, [f"django~={django}.0", f"celery~={celery}.0"], CORNER)
+
+
+@nox.session(python=FOUND.get(CELL_OF_THE_DAY[0], CELL_OF_THE_DAY[0]))
+def cell_of_the_day(session: nox.Session) -> None:
+    """Run one cell of the grid, each day another."""
+    _, django, celery = CELL_OF_THE_DAY
     test_wheel(session, [f"django~={django}.0", f"celery~={celery}.0"], CORNER)
 
 

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 # pytest-xdist the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# The file of a report, for example: a pytest that a test starts would write it, too.
+os.environ.pop("PYTEST_ADDOPTS", None)
 
 #: Beginning of the reason of a skip without a server; the summary counts these.
 NOT_RUN = "not run: "

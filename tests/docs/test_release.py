@@ -53,8 +53,16 @@ def test_notes() -> None:
     assert find_notes(CHANGELOG, "1.0.1") == "### Fixed\n\n- A lock.\n"
 
 
-@pytest.mark.parametrize("name", [".pre-commit-config.yaml", ".github/ISSUE_TEMPLATE/bug.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".pre-commit-config.yaml",
+        ".github/ISSUE_TEMPLATE/bug.md",
+        ".github/workflows/landing.yml",
+        ".github/workflows/nightly.yml",
+    ],
+)
 def test_forms_can_be_read(name: str) -> None:
-    """The hooks, and the head of a form, are YAML."""
+    """The hooks, the workflows, and the head of a form, are YAML."""
     text = (ROOT / Path(name)).read_text()
     assert yaml.safe_load(text.split("---")[1] if name.endswith(".md") else text)
