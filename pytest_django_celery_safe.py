@@ -85,19 +85,23 @@ def deliver_twice() -> Callable[..., tuple[Delivery, Delivery]]:
 
 
 @pytest.fixture
-def drain_outbox(db: None) -> Callable[..., list[Delivery]]:
-    """Run what is in the outbox, as a worker would."""
-    from django_celery_safe import testing
+def drain_outbox(db: None) -> Iterator[Callable[..., list[Delivery]]]:
+    """Run what is in the outbox, as a worker would; nothing of it is published in the test."""
+    from django_celery_safe.testing import drain_outbox
+    from django_celery_safe.testing.messages import outbox_held
 
-    return testing.drain_outbox
+    with outbox_held():
+        yield drain_outbox
 
 
 @pytest.fixture
-def run_stages(db: None) -> Callable[..., StageRun]:
-    """Run a plan of stages to its end, as workers would."""
-    from django_celery_safe import testing
+def run_stages(db: None) -> Iterator[Callable[..., StageRun]]:
+    """Run a plan of stages to its end, as workers would; nothing of it is published in the test."""
+    from django_celery_safe.testing import run_stages
+    from django_celery_safe.testing.messages import outbox_held
 
-    return testing.run_stages
+    with outbox_held():
+        yield run_stages
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ..sending import commit as sending_on_commit
 from ..sending import task as safe_task
 from ..texts import get_logger
 from ..transactions import in_testcase_only
-from .messages import Sent, check_task, committing_now, kept_from_broker, shown
+from .messages import Sent, check_task, committing_now, kept_from_broker, outbox_held, shown
 
 logger = get_logger(__name__)
 
@@ -31,7 +31,15 @@ def on_commit_now() -> Iterator[None]:
     messages sent on commit never go out. In this block, callbacks run at the end of
     the outermost ``atomic()`` of the code under test, or at once outside one. A
     rollback still drops callbacks, and callbacks from before the block keep waiting.
+    Messages of the outbox stay there for ``drain_outbox``, whether or not a broker answers.
     """
+    with outbox_held(), commits_now():
+        yield
+
+
+@contextmanager
+def commits_now() -> Iterator[None]:
+    """Do what :func:`on_commit_now` does, and publish the messages of the outbox."""
     on_commit, leave = BaseDatabaseWrapper.on_commit, transaction.Atomic.__exit__
     if hasattr(leave, "celery_safe"):
         yield  # inside another block of this kind
@@ -124,7 +132,7 @@ def assert_sent_on_commit(
     check_task(task, "assert_sent_on_commit")
     any_call = times == 0 and not args and not kwargs
     wanted = None if any_call else _wanted(task, args, kwargs)
-    with kept_from_broker(task.app) as sent, on_commit_now(), _watching_commits() as commits:
+    with kept_from_broker(task.app) as sent, commits_now(), _watching_commits() as commits:
         yield sent
         others = commits.describe()
     same = [

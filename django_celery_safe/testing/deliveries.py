@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
-from unittest import mock
 
 from celery import Celery, current_app
 from celery.app.trace import build_tracer
@@ -21,17 +20,18 @@ from ..delivery.call import load_tasks
 from ..exceptions import WrongTransaction
 from ..sending.capture import Message, capture
 from ..sending.deduplicate import publish_once
-from ..sending.departure import OutboxBatch, rows_of
+from ..sending.departure import rows_of
 from ..sending.outbox import CarriedAttempt
 from ..sending.serialization import to_message
-from ..transactions import aliases_in_atomic
-from .commits import on_commit_now
+from ..transactions import aliases_in_atomic, in_testcase_only
+from .commits import commits_now, on_commit_now
 from .messages import (
     Sent,
     as_sent,
     check_task,
     free_locks_of,
     free_own_lock,
+    is_outbox_held,
     kept_from_broker,
     shown,
 )
@@ -84,7 +84,7 @@ def deliver_twice(task: Any, /, *args: Any, **kwargs: Any) -> tuple[Delivery, De
     check_task(task, "deliver_twice")
     refuse_transaction("deliver_twice")
     app = task.app
-    with kept_from_broker(app) as sent, on_commit_now():
+    with kept_from_broker(app) as sent, commits_now():
         with capture(app) as captured:
             task.apply_async(args, kwargs)
         message = _publish(captured.messages[0])
@@ -109,6 +109,10 @@ def drain_outbox(using: str = DEFAULT_DB_ALIAS, *, limit: int = 1000) -> list[De
     own transaction are run too; dead messages are not. Messages that the tasks send without the
     outbox are in ``sent`` of their deliveries, and are not run.
 
+    Where the test commits, as in a ``TransactionTestCase``, the code that sends and this call
+    belong inside of :func:`on_commit_now`, which keeps the messages in the outbox. The pytest
+    fixture of this name does that by itself.
+
     Args:
         using: Alias of the database with the outbox.
         limit: How many messages may be run at most.
@@ -118,9 +122,17 @@ def drain_outbox(using: str = DEFAULT_DB_ALIAS, *, limit: int = 1000) -> list[De
 
     Raises:
         AssertionError: The outbox has more messages, most likely because a task re-sends itself.
+            Or the test commits outside of :func:`on_commit_now`, so that a broker may have the
+            messages.
         WrongTransaction: It was called inside ``atomic()``, where no worker runs a task.
     """
     refuse_transaction("drain_outbox")
+    if not (is_outbox_held() or in_testcase_only(using)):
+        raise AssertionError(
+            f"drain_outbox() can't know what was sent: this test commits on {using!r}, and each "
+            f"commit gives its messages to a broker, if one answers. Put `with on_commit_now():` "
+            f"around the code that sends and around drain_outbox(), or use the pytest fixture."
+        )
     deliveries: list[Delivery] = []
     with relaying(get_app()) as sent:
         while (found := take(rows_of(using))) is not None:
@@ -206,8 +218,7 @@ _PROPERTIES: Final = ("correlation_id", "reply_to", "priority")
 @contextmanager
 def relaying(app: Celery) -> Iterator[list[Sent]]:
     """Leave outbox messages in the outbox, and keep all other messages in the yielded list."""
-    nobody_sends = mock.patch.object(OutboxBatch, "begin", return_value=False)
-    with kept_from_broker(app) as sent, on_commit_now(), nobody_sends:
+    with kept_from_broker(app) as sent, on_commit_now():
         yield sent
 
 

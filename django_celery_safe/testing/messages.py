@@ -21,7 +21,9 @@ from ..concurrency.sent import find_lock_of
 from ..delivery.header import read_header
 from ..locks.stores import get_store
 from ..sending import broker
+from ..sending.departure import OutboxBatch
 
+_begin = OutboxBatch.begin
 #: Whether this context runs a callback of ``transaction.on_commit()``.
 committing_now: ContextVar[bool] = ContextVar("django_celery_safe_committing", default=False)
 
@@ -101,8 +103,21 @@ def kept_from_broker(app: Celery) -> Iterator[list[Sent]]:
         bounded = mock.patch.object(broker, "bounded_backend", lambda app, seconds: results(app))
         stack.enter_context(bounded)
         stack.enter_context(mock.patch.object(broker, "connect", return_value=None))
+        stack.enter_context(mock.patch.object(OutboxBatch, "begin", _begin))  # even if held
         stack.callback(free_locks_of, sent)
         yield sent
+
+
+@contextmanager
+def outbox_held() -> Iterator[None]:
+    """Leave messages of the outbox in their rows at a commit, as if the broker were gone."""
+    with mock.patch.object(OutboxBatch, "begin", return_value=False):
+        yield
+
+
+def is_outbox_held() -> bool:
+    """Return whether this code is inside of :func:`outbox_held`."""
+    return OutboxBatch.begin is not _begin
 
 
 def as_sent(

@@ -162,16 +162,18 @@ def test_a_send_in_the_transaction_of_the_test_is_refused() -> None:
 
 
 def keep(*signatures: Any) -> None:
-    """Put messages into the outbox, and let none of them be sent at the commit."""
+    """Put messages into the outbox."""
     with transaction.atomic():
         for one in signatures:
             send_on_commit(one, outbox=True)
 
 
 @pytest.fixture
-def by_messages(unreachable: Celery) -> None:
-    """Let sends make messages, as in production."""
+def by_messages(unreachable: Celery) -> Iterator[None]:
+    """Let sends make messages, as in production, and keep those of the outbox there."""
     unreachable.conf.task_always_eager = False
+    with on_commit_now():
+        yield
 
 
 @pytest.fixture

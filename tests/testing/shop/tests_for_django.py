@@ -11,6 +11,7 @@ from django_celery_safe.testing import (
     drain_outbox,
     hold_lock,
     locks_in_memory,
+    on_commit_now,
     run_stages,
 )
 
@@ -36,8 +37,9 @@ class Tests:
 
     def test_outbox_is_run(self) -> None:
         """The messages in the outbox are run."""
-        customer = tasks.buy()
-        assert [one.state for one in drain_outbox()] == ["SUCCESS"]
+        with on_commit_now():
+            customer = tasks.buy()
+            assert [one.state for one in drain_outbox()] == ["SUCCESS"]
         customer.refresh_from_db()
         assert customer.mails == 1, customer.mails
 
