@@ -34,7 +34,13 @@ FAILURE: Final = "That a carried task has ended could not be recorded; a relay s
 
 def connect() -> None:
     """Connect to the signals that Celery sends in the main process of a worker."""
-    connect_receivers(__name__, failure=_on_failure, revoked=_on_revoked, unknown=_on_unknown)
+    connect_receivers(
+        __name__,
+        failure=_on_failure,
+        revoked=_on_revoked,
+        unknown=_on_unknown,
+        rejected=_on_rejected,
+    )
 
 
 def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: Any) -> None:
@@ -57,11 +63,20 @@ def _on_revoked(
 
 def _on_unknown(name: str, message: Any, **kwargs: Any) -> None:
     """Record in the row that this worker does not know the task; another worker may know it."""
-    header = read_header(message.headers, name)
+    _note(read_header(message.headers, name), f"A worker on {HOST} does not know the task {name}.")
+
+
+def _on_rejected(message: Any, exc: Exception | None, **kwargs: Any) -> None:
+    """Record in the row that this worker refused to read the message; another may accept it."""
+    if exc is not None:
+        header = read_header(message.headers, message.headers.get("task"))
+        _note(header, f"A worker on {HOST} refused the message: {describe_error(exc)}")
+
+
+def _note(header: Header, text: str) -> None:
     if "attempt" not in header:
         return
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
-    text = f"A worker on {HOST} does not know the task {name}."
     unclaimed = table.at(header["attempt"]).filter(token="", due_at__isnull=False)
     in_background(lambda: unclaimed.update(error=text), table.close, FAILURE)
 

@@ -26,6 +26,7 @@ from ..delivery.worker import (
     returns_after_time_limit,
     was_put_back,
 )
+from ..foreign_errors import text_of
 from ..leases.holder import HOST
 from ..sending import SafeTaskMixin
 from ..transactions import lacks_table
@@ -44,9 +45,14 @@ FAILURE: Final = "Could not record that a step's message has ended; a sweep will
 
 
 def connect() -> None:
-    """Connect to the signals of failed, revoked, unknown and retried messages."""
+    """Connect to the signals of failed, retried, revoked, unknown and refused messages."""
     connect_receivers(
-        __name__, failure=_on_failure, retry=_on_retry, revoked=_on_revoked, unknown=_on_unknown
+        __name__,
+        failure=_on_failure,
+        retry=_on_retry,
+        revoked=_on_revoked,
+        unknown=_on_unknown,
+        rejected=_on_rejected,
     )
 
 
@@ -99,18 +105,27 @@ def _on_revoked(
 
 def _on_unknown(message: Any, name: str | None, **kwargs: Any) -> None:
     """Record that a worker dropped the step's message because it does not know the task."""
-    pk = read_header(getattr(message, "headers", None), name).get("step")
+    why = "since it does not know the task: it runs another release, or does not import the module."
+    _note(message, NOT_REGISTERED, why)
+
+
+def _on_rejected(message: Any, exc: Exception | None, **kwargs: Any) -> None:
+    """Record that a worker refused to read the step's message."""
+    if exc is not None:
+        _note(message, type(exc).__name__, f"which it refused: {text_of(exc)}.")
+
+
+def _note(message: Any, error_type: str, why: str) -> None:
+    headers = getattr(message, "headers", None) or {}
+    pk = read_header(headers, headers.get("task")).get("step")
     if pk is None:
         return
     store = step_table()
-    text = (
-        f"A worker on {HOST} dropped the message, since it does not know the task: it runs another "
-        f"release, or does not import the module. A sweep sends the message again later."
-    )
+    text = f"A worker on {HOST} dropped the message, {why} A sweep sends the message again later."
 
     def record() -> None:
-        waiting = store.at(str(pk)).attempt(kwargs["id"] or "").waiting()
-        waiting.update(error_type=NOT_REGISTERED, error=text)
+        waiting = store.at(str(pk)).attempt(headers.get("id") or "").waiting()
+        waiting.update(error_type=error_type, error=text)
 
     in_background(record, store.close, FAILURE)
 

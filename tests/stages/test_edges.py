@@ -19,11 +19,13 @@ from celery.signals import (
     before_task_publish,
     import_modules,
     task_failure,
+    task_rejected,
     task_revoked,
     task_unknown,
 )
 from django.db import connections, router, transaction
 from django.test.utils import CaptureQueriesContext
+from kombu.exceptions import ContentDisallowed
 from pytest_django import Settings
 
 from django_celery_safe import (
@@ -73,20 +75,40 @@ def statuses(run: StageRun) -> tuple[str, str]:
 # Other deliveries of a message that is being run.
 
 
+def of_unknown_task(message: Any) -> None:
+    """Tell what a worker tells that does not know the task of a message."""
+    name = message.headers["task"]
+    task_unknown.send(sender=None, message=message, name=name, id=message.id, exc=None)
+
+
+def refuse(message: Any) -> None:
+    """Tell what a worker tells that may not read the body of a message."""
+    task_rejected.send(sender=None, message=message, exc=ContentDisallowed("no pickle here"))
+
+
 @pytest.mark.parametrize("staged", ["sqlite-immediate"], indirect=True)
-def test_a_worker_that_does_not_know_the_task(staged: Staged) -> None:
-    """A step whose message a worker dropped waits with an error that says so, until it succeeds."""
+@pytest.mark.parametrize(
+    ("drop", "error_type", "text"),
+    [
+        (of_unknown_task, "NotRegistered", "does not know the task: it runs another release"),
+        (refuse, "ContentDisallowed", "dropped the message, which it refused: no pickle here."),
+    ],
+)
+def test_a_worker_that_drops_a_message(
+    drop: Callable[[Any], None], error_type: str, text: str, staged: Staged
+) -> None:
+    """Its step waits with an error that says why, until it succeeds."""
     run = staged.start("a")
     message = staged.take_one()
-    task_unknown.send(sender=None, message=message, name=staged.task.name, id=message.id, exc=None)
+    drop(message)
     settle()
     step = run.steps.get()
-    assert (step.status, step.error_type) == ("waiting", "NotRegistered")
-    assert "does not know the task: it runs another release" in step.error
+    assert (step.status, step.error_type) == ("waiting", error_type)
+    assert text in step.error
     staged.deliver(message)
     assert statuses(run) == ("succeeded", "s")
     assert run.steps.get().error == ""
-    task_unknown.send(sender=None, message=message, name=staged.task.name, id=message.id, exc=None)
+    drop(message)
     settle()
     assert run.steps.get().error == ""
 

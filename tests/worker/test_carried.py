@@ -314,6 +314,17 @@ def test_a_task_that_the_worker_does_not_know(scene: Scene, room: Room) -> None:
         room.until(is_told, "its row does not say so", PATIENCE)
 
 
+@pytest.mark.usefixtures("worker")
+def test_a_message_that_the_worker_refuses_to_read(scene: Scene, room: Room) -> None:
+    """Its row says why, and waits for a worker that accepts it."""
+    task_id = scene.send(tasks.note, room, serializer="pickle")
+    room.until(lambda: scene.row(task_id).error, "its row does not say so", PATIENCE)
+    row = scene.row(task_id)
+    assert row.state == "sent"
+    assert "refused the message: ContentDisallowed" in row.error
+    assert room.runs() == []
+
+
 # Tasks that are ended.
 
 
