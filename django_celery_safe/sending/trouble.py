@@ -6,6 +6,7 @@ import math
 import time
 from typing import Final
 
+from ..databases import is_lost_race
 from ..texts import get_logger
 from .broker import BrokerGone
 
@@ -34,7 +35,10 @@ class Trouble:
         self._reports_at = -math.inf
 
     def pause(self, error: Exception) -> float:
-        """Return how long to wait now, s; log the error, once a minute."""
+        """Return how long to wait now, s; log the error, once a minute, unless it lost a race."""
+        if is_lost_race(error):
+            logger.info("Others changed the outbox of %r at the same time: %s", self._using, error)
+            return SHORTEST_PAUSE
         self._pause = min(max(2 * self._pause, SHORTEST_PAUSE), LONGEST_PAUSE)
         if time.monotonic() >= self._reports_at:
             self._reports_at = time.monotonic() + MINUTE
