@@ -19,7 +19,7 @@ from kombu.utils.json import dumps, loads
 
 from ..delivery.header import declare_field, is_token
 from ..exceptions import NotSerializable
-from ..leases.holder import describe_arguments
+from ..leases.holder import GARBLED, describe_arguments
 from .capture import ChordCall, Message
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ def to_message(row: OutboxMessage) -> tuple[Message, list[ChordCall]]:
             event=properties.get("event"),
             result_wanted=False,
         )
-        options["headers"], options["routing_key"]
+        texts = options["routing_key"], message.eta, message.expires
+        if not (isinstance(options["headers"], dict) and all(map(_is_text, texts))):
+            raise TypeError
         packed = loads(row.chord_calls) if row.chord_calls else ()
         calls = [_unpack_call(app, *call) for call in packed]
     except ForAnotherRelay:
@@ -151,7 +153,7 @@ def find_arguments(row: OutboxMessage) -> str | None:
     try:
         headers = loads(row.properties)["options"]["headers"]
         return describe_arguments(headers.get("argsrepr"), headers.get("kwargsrepr"))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (*GARBLED, KeyError, AttributeError):
         return None  # the row was changed by hand; the relay reports it
 
 
@@ -174,6 +176,10 @@ def get_app(name: str | None) -> Celery:
         f"it was sent by the Celery app {name!r}, and here is only {names}: run the relay where "
         f"the project's app is imported"
     )
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def _is_storable(text: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 from celery import Celery, chord, current_app, shared_task
@@ -96,11 +96,13 @@ def dying_sender(alias: str) -> Iterator[None]:
         connections[alias].run_on_commit.clear()
 
 
-def leave(alias: str, count: int = 1, task: Any = add, **options: Any) -> list[str]:
+def leave(
+    alias: str, count: int = 1, task: Any = add, *, outbox: Any = True, **options: Any
+) -> list[str]:
     """Leave messages in the outbox that are due; return their task ids."""
     with dying_sender(alias):
         results = [
-            task.apply_async_on_commit((number,), using=alias, outbox=True, **options)
+            task.apply_async_on_commit((number,), using=alias, outbox=outbox, **options)
             for number in range(count)
         ]
     make_due(alias)
@@ -796,6 +798,39 @@ def rewrite_properties(alias: str, **changes: Any) -> None:
     kept = {name: value for name, value in properties.items() if value is not None}
     table(alias).update(properties=json.dumps(kept))
     make_due(alias)
+
+
+#: What a row may say in place of any value after somebody has edited it, as JSON.
+EDITED: Final = ("[]", "{}", "0", "1e300", '"x"', "null", "true", '{"x": []}', "[" * 10_000)
+
+
+def test_an_edited_row_does_not_stop_the_relay(broker: Celery, sent: Sent, alias: str) -> None:
+    """Whatever somebody wrote into a row's properties, the messages behind it are sent."""
+    leave(alias, task=add, outbox="until_done")
+    whole = table(alias).get()
+    properties = json.loads(whole.properties)
+    parts = [properties, properties["options"], properties["options"]["headers"]]
+    texts = [*EDITED]
+    for part in parts:
+        for name, before in list(part.items()):
+            for text in EDITED:
+                part[name] = "EDITED"
+                texts.append(json.dumps(properties).replace('"EDITED"', text))
+            part[name] = before
+    table(alias).bulk_create(
+        OutboxMessage(**{**fields_of(whole), "id": None, "properties": text, "attempt": attempt})
+        for text in texts
+        for attempt in ("", whole.attempt)
+    )
+    table(alias).filter(pk=whole.pk).delete()
+    (wanted,) = leave(alias)
+    drain(alias)
+    assert wanted in [message.headers.get("id") for message in sent()]
+
+
+def fields_of(row: OutboxMessage) -> dict[str, Any]:
+    """Return the columns of a row."""
+    return {field.attname: getattr(row, field.attname) for field in row._meta.concrete_fields}
 
 
 def test_a_row_of_the_first_format_is_sent(alias: str, broker: Celery, sent: Sent) -> None:
