@@ -23,6 +23,7 @@ from ..delivery.header import HEADER
 from ..exceptions import ConfigurationError
 from ..sending.commit import must_wait
 from ..sending.outbox import UNTIL_DONE, Outbox, checked_outbox
+from ..sending.serialization import is_storable
 from . import priorities
 from .functions import add_function, find_task, get_celery_task
 from .late_imports import prepare_worker
@@ -149,6 +150,8 @@ class SafeCeleryBackend(BaseTaskBackend):
             )
         from ..models.outbox import OutboxMessage  # needs the app registry
 
+        if not is_storable(str(result_id)):
+            raise TaskResultDoesNotExist(result_id)  # PostgreSQL refuses to look for it
         rows = OutboxMessage.objects.using(self.using).carried(str(result_id))
         row = rows.order_by("-pk").first()
         task = None if row is None else find_task(row.task)

@@ -74,7 +74,7 @@ def to_row(
     """
     data = message.data
     for what, name in ("its name", message.task), ("its task_id", message.task_id):
-        if len(name) > LONGEST_NAME or not _is_storable(name):
+        if len(name) > LONGEST_NAME or not is_storable(name):
             hint = f"A table keeps {LONGEST_NAME} characters of it, of UTF-8 without NUL."
             raise NotSerializable(message.task, what, f"{len(name)} characters", hint)
     options = dict(message.options)
@@ -182,7 +182,8 @@ def _is_text(value: object) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _is_storable(text: str) -> bool:
+def is_storable(text: str) -> bool:
+    """Return whether a text column can store a text: it is valid Unicode without NUL."""
     try:
         return b"\0" not in text.encode("utf-8")
     except UnicodeEncodeError:

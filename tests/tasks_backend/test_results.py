@@ -48,6 +48,13 @@ def die_in(by_hand: ByHand, message: Message) -> None:
     by_hand.rows.update(sent_at=Now(), due_at=past, error="", **before)
 
 
+@pytest.mark.parametrize("result_id", ["a\0b", "\ud800", "x" * 300, "'"])
+def test_an_id_that_no_task_can_have_has_no_result(by_hand: ByHand, result_id: str) -> None:
+    """Such an id, from a URL for example, is one that does not exist, on every database."""
+    with pytest.raises(TaskResultDoesNotExist):
+        default_task_backend.get_result(result_id)
+
+
 def test_a_long_return_value_fails_the_task(by_hand: ByHand) -> None:
     """It is said what to return instead; without retention nobody asks for it."""
     result = by_hand.enqueue_and_run(work.return_long, 70_000)
