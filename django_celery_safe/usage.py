@@ -1,14 +1,31 @@
-"""Errors of a wrong call that show how the public function is called."""
+"""Who calls this package: errors that show how it is called, and the line that calls it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from types import FrameType
+from typing import Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: Packages that a call passes through; the reported place is outside of them.
+PASSED: Final = (
+    "celery",
+    "kombu",
+    "django_celery_safe",
+    "billiard",
+    "click",
+    "concurrent",
+    "contextlib",
+    "threading",
+)
+#: The reported place if no code of the project is found: a chain, a retry, beat.
+CELERY_ITSELF: Final = "Celery itself"
 
 
 def with_usage(function: Callable[P, T]) -> Callable[P, T]:
@@ -35,3 +52,22 @@ def _usage(function: Callable[..., object]) -> str:
         if name != "cls"
     ]
     return f"{function.__name__}{inspect.Signature(bare)}"
+
+
+def calling_line() -> str:
+    """Return the place in the project's code that makes this call, or ``CELERY_ITSELF``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_passed(frame):
+        frame = frame.f_back
+    if frame is None:
+        return CELERY_ITSELF
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_passed(frame: FrameType) -> bool:
+    module: str = frame.f_globals.get("__name__", "")
+    if module == "__main__":
+        # Celery's own program, or `python -m celery`.
+        path = Path(frame.f_code.co_filename)
+        return path.stem == "celery" or path.parts[-2:] == ("celery", "__main__.py")
+    return module.partition(".")[0] in PASSED or module == "runpy"

@@ -16,7 +16,7 @@ from celery.local import Proxy
 from ..delivery.call import layers
 from ..inspection.findings import Finding, fault
 from ..sending import SafeTaskMixin
-from ..sending.sent_in_atomic import PASSED
+from ..usage import PASSED
 from .project import Project
 from .tasks import BE_SAFE
 

@@ -103,6 +103,7 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     lock = CacheLock(
         name, LockOptions(options.timeout, 0.0, options.renew, options.cache, options.limit)
     )
+    lock.function = guarded.function
     call = functools.partial(run_for, request, guarded.function, args, kwargs)
     if message is None:
         return _run_without_message(lock, options, call)

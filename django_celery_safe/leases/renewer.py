@@ -129,6 +129,12 @@ class Renewer:
             with self.mutex:
                 self.extending.discard(lease)
 
+    def renews_for(self, thread: object, token: str) -> bool:
+        """Return whether a lease with this token is renewed until this thread releases it."""
+        with self.mutex:
+            owned = [lease for lane in self.lanes.values() for lease in lane._owned]
+        return any(one.token == token and one.owner.thread is thread for one in owned if one.owner)
+
     def forget(self, kind: type[LeaseStore]) -> None:
         """Stop renewing all leases in stores of a type, before their memory is cleared."""
         with self.mutex:

@@ -86,6 +86,8 @@ class CacheLock(misuse.NotAsync):
         #: The lock as the last failed attempt saw it, with its holder.
         self._contender: HeldLock | None = None
         self._asked = False
+        #: The decorated function that the lock guards; None: a block.
+        self.function: Callable[..., Any] | None = None
         #: Name of another lock in the same store that the release of this lock also checks;
         #: "": none.
         self.look_at = ""
@@ -107,7 +109,8 @@ class CacheLock(misuse.NotAsync):
             LockBackendError: The store did not answer in time. If the request did reach it,
                 the lock stays taken, although no one uses it, until its lease expires.
             LockError: This object holds the lock already, or another thread is using it; or
-                an event loop runs in this thread, and the call would block it.
+                this thread holds it through another object, and would wait for ever; or an
+                event loop runs in this thread, and the call would block it.
             BackendNotSupported: The configured cache can't hold locks.
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
         """
@@ -165,6 +168,7 @@ class CacheLock(misuse.NotAsync):
             give_back(lease.store, lease.token, lease.name)
             raise
         if released:
+            misuse.warn_if_in_atomic(self.name, self.function)
             if LOCK_RELEASED.is_observed():
                 LOCK_RELEASED.emit(CacheLock, name=self.name)
             return True
@@ -307,7 +311,9 @@ class CacheLock(misuse.NotAsync):
 
         @functools.wraps(function)
         def locked(*args: P.args, **kwargs: P.kwargs) -> T:
-            with CacheLock(self.name, self._options) as lock:
+            lock = CacheLock(self.name, self._options)
+            lock.function = function
+            with lock:
                 if not lock:
                     raise lock.not_acquired()
                 return check_done(function, function(*args, **kwargs))
@@ -360,6 +366,8 @@ class CacheLock(misuse.NotAsync):
                 left = math.inf if longest is None else started_at + longest - time.monotonic()
                 if left <= 0:
                     return False
+                if longest is None and limit == 1 and self._waits_for_itself():
+                    raise misuse.held_by_this_thread(self.name)
                 patience = store.wait(left, self._held_for(), tries, seconds)
                 tries += 1
         except BaseException:
@@ -372,6 +380,11 @@ class CacheLock(misuse.NotAsync):
         """Return whether another thread that still runs holds the lock through this object."""
         thread_ended = self._thread is None or self._thread() is None
         return self.lease is not None and self.lease.remaining > 0 and not thread_ended
+
+    def _waits_for_itself(self) -> bool:
+        """Return whether this thread holds the lock, through another object, until it ends."""
+        token = "" if self._contender is None else self._contender.token
+        return renewer.renews_for(here.thread, token)
 
     def _take_back(self) -> None:
         """Free the lock if the interrupted attempt had acquired it."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 import warnings
-from typing import Final, NoReturn
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
 
 from ..exceptions import ConfigurationError, LockError
 from ..leases.holder import Holder
+from ..texts import get_logger
+from ..transactions import aliases_in_atomic
+from ..usage import calling_line
+
+logger = get_logger(__name__)
 
 #: Advice for using a lock from a coroutine.
 IN_A_COROUTINE: Final = (
@@ -31,6 +38,15 @@ def held_already(name: str) -> LockError:
     return LockError(
         f"The lock {name!r} is held by this very object already; it is not reentrant. Release it "
         f"first, or make another cache_lock for another owner."
+    )
+
+
+def held_by_this_thread(name: str) -> LockError:
+    """Return the error for waiting without end for a lock that the waiting thread holds itself."""
+    return LockError(
+        f"The lock {name!r} is held by this very thread, {threading.current_thread().name!r}, "
+        f"through another object, so waiting for it would never end: locks are not reentrant. "
+        f"Take it once, in the outermost function that needs it."
     )
 
 
@@ -83,6 +99,37 @@ def warn_not_asked(name: str, holder: Holder) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+#: The places that a warning has named, each once in a process.
+_warned: set[str] = set()
+
+
+def warn_if_in_atomic(name: str, function: Callable[..., Any] | None) -> None:
+    """
+    Log, once for each place, that a lock ends before the transaction around it commits.
+
+    Args:
+        function: The decorated function that the lock guards; None: a block.
+    """
+    aliases = aliases_in_atomic()
+    if not aliases:
+        return
+    place = calling_line()
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    if code is not None:
+        place = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    if place not in _warned:
+        _warned.add(place)
+        logger.warning(
+            "The lock %r was released inside atomic() of %r, by %s: it was free before the commit, "
+            "so the next holder may have read what this one had not committed yet. Take the lock "
+            "first: `with cache_lock(...) as lock:` around `with transaction.atomic():`, and "
+            "@transaction.atomic below @single_instance or @cache_lock.",
+            name,
+            aliases[0],
+            place,
+        )
 
 
 def refuse_question(name: str) -> None:

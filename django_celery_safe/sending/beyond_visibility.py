@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..concurrency.sent import seconds_until
 from ..delivery.copies import visibility_timeout
 from ..events import SENT_BEYOND_VISIBILITY
-from .sent_in_atomic import calling_line
+from ..usage import calling_line
 
 #: Transports that redeliver a message if it is not acknowledged within the visibility timeout.
 #: A worker does not acknowledge a message before its ETA.

@@ -14,7 +14,7 @@ from django.apps import apps
 
 from ..events import SENT_WITHOUT_APP
 from ..exceptions import ConfigurationError
-from .sent_in_atomic import calling_line
+from ..usage import calling_line
 
 #: The Celery apps with which this process has sent something.
 SEEN: Final[WeakSet[Any]] = WeakSet()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from celery import Celery
 
-from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
+from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, release_lock
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.processes import wait_for
@@ -190,3 +190,39 @@ def test_a_lock_without_renewal_may_be_forgotten(caplog: pytest.LogCaptureFixtur
     assert cache_lock("debounce", timeout=1, renew=False).acquire()
     wait_for(lambda: find_lock("debounce") is None, 30, "it is renewed")
     assert not warnings_of(caplog)
+
+
+def test_a_thread_that_would_wait_for_ever_for_its_own_lock_gets_an_error() -> None:
+    """At once, and only that thread: others wait, as do those that wait for a limited time."""
+    with cache_lock("mine"):
+        with pytest.raises(LockError, match=r"held by this very thread.*would never end"):
+            cache_lock("mine", blocking_timeout=None).acquire()
+        assert cache_lock("mine").acquire(blocking_timeout=0.01) is False
+        with ThreadPoolExecutor(1) as other:
+            waiting = cache_lock("mine")
+            waiter = other.submit(waiting.acquire, None)
+            wait_for(lambda: waiting.contender is not None, 30, "nobody waits")
+            assert not waiter.done()
+            found = find_lock("mine")
+            assert found is not None
+            assert release_lock(found)
+            assert waiter.result(30)
+
+
+def test_a_thread_may_wait_for_ever_for_the_end_of_a_lease_of_its_own() -> None:
+    """A lock that is not renewed ends by itself, and one of several places may become free."""
+    assert cache_lock("debounce", timeout=1, renew=False).acquire()
+    assert cache_lock("debounce", blocking_timeout=None).acquire()
+    with ThreadPoolExecutor(1) as other, cache_lock("places", limit=2):
+        theirs = cache_lock("places", limit=2)
+        assert other.submit(theirs.acquire).result(30)
+        mine = cache_lock("places", limit=2)
+
+        def free() -> bool:
+            wait_for(lambda: mine.contender is not None, 30, "nobody waits")
+            return theirs.release()
+
+        freed = other.submit(free)
+        assert mine.acquire(blocking_timeout=None)
+        assert freed.result(30)
+        assert mine.release()

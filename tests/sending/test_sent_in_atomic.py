@@ -14,8 +14,8 @@ from django.test import TestCase, override_settings
 
 from django_celery_safe import SafeTask, send_on_commit
 from django_celery_safe.events import SENT_IN_ATOMIC
-from django_celery_safe.sending.sent_in_atomic import calling_line
 from django_celery_safe.signals import sent_in_atomic
+from django_celery_safe.usage import calling_line
 from tests.app.tasks import add, total
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
