@@ -118,12 +118,10 @@ class Captured:
     Attributes:
         messages: The messages to publish.
         chord_calls: The calls to make before the messages are published.
-        subscriptions: Calls that subscribe this process to results.
     """
 
     messages: list[Message] = field(default_factory=list)
     chord_calls: list[ChordCall] = field(default_factory=list)
-    subscriptions: list[Callable[[], Any]] = field(default_factory=list)
 
 
 @contextmanager
@@ -166,7 +164,8 @@ def _install_in_backend(app: Celery) -> None:
             _switch(backend, "on_task_call", lambda *_: None)  # called after the commit
         _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
         if (consumer := getattr(backend, "result_consumer", None)) is not None:
-            _switch(consumer, "consume_from", _put_off_subscription)
+            _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes
+            _switch(consumer, "_wait_for_pending", _subscribe_and_wait, _subscribe_and_wait)
         # The last one, because it shows that the backend has all of them.
         _switch(
             backend, "set_chord_size", functools.partial(_put_off_chord_call, app, "set_chord_size")
@@ -217,8 +216,19 @@ def _put_off_chord_call(app: Celery, method: str, original: Any, *args: Any, **k
     _current().chord_calls.append(ChordCall(app, method, args, kwargs))
 
 
-def _put_off_subscription(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    _current().subscriptions.append(functools.partial(original, *args, **kwargs))
+def _subscribe_and_wait(original: Any, result: Any, **kwargs: Any) -> Any:
+    """Subscribe to a result that is waited for, because its send may not have subscribed to it."""
+    for task_id in _unknown_ids(result):
+        original.__self__.consume_from(task_id)
+    return original(result, **kwargs)
+
+
+def _unknown_ids(result: Any) -> list[str]:
+    """Return the ids of the single results whose value is not known here yet."""
+    parts = getattr(result, "results", None)
+    if parts is None:
+        return [] if result._cache else [result.id]
+    return [task_id for part in parts for task_id in _unknown_ids(part)]
 
 
 def _apply_chord(app: Celery, original: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -291,8 +291,6 @@ def _publish_all(held: Held, sent: list[int]) -> None:
     messages = held.captured.messages
     interruption: SoftTimeLimitExceeded | None = None
     stopped = _prepare_chords(held)
-    if stopped is None and held.kept is None:
-        _subscribe(held.departure, held.app, held.captured.subscriptions)
     if stopped is None and held.kept is not None and len(messages) > 1:
         stopped = _publish_together(held, sent)
     together = len(sent)
@@ -396,28 +394,21 @@ def _prepare_chords(held: Held) -> Exception | None:
 
 
 def _subscribe_to(departure: Departure, message: Message, producer: Any) -> None:
-    """Subscribe to the result of a message that will be published."""
-    if message.result_wanted:
-        backend: Any = message.app.backend
-        call = partial(backend.on_task_call, producer, message.task_id)
-        _subscribe(departure, message.app, [call])
-
-
-def _subscribe(departure: Departure, app: Celery, calls: Sequence[Callable[[], object]]) -> None:
     """
-    Subscribe to results, unless a subscription of the same commit already failed for this app.
+    Subscribe to the result of a message that will be published.
 
-    A failure is only logged as a warning, because a caller that waits for a result requests it
-    again. A soft time limit is raised once all messages are published.
+    If that failed before in the same commit for this app, nothing is tried. A failure is only
+    logged as a warning, because a caller that waits for a result requests it again. A soft time
+    limit is raised once all messages are published.
     """
-    if app in departure.without_results:
+    if not message.result_wanted or message.app in departure.without_results:
         return
     outer = sys.exc_info()[1]
+    backend: Any = message.app.backend
     try:
-        for call in calls:
-            call()
+        backend.on_task_call(producer, message.task_id)
     except Exception as error:  # noqa: BLE001 - the messages must go out whatever it is
-        departure.without_results.add(app)
+        departure.without_results.add(message.app)
         departure.interruption = find_interruption(error, outer) or departure.interruption
         logger.warning(
             "The result backend did not take a subscription, and the task is sent all the same: %s",

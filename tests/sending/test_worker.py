@@ -66,19 +66,39 @@ CANVASES: dict[str, tuple[Callable[[], Signature[Any]], Any]] = {
         lambda: chain(group(add.s(1), add.s(2)), group(total.s(), total.s()), total.s()),
         6,
     ),
+    "group of groups": (
+        lambda: group(group(add.s(1, 2), add.s(3, 4)), group(add.s(5, 6))),
+        [3, 7, 11],
+    ),
+    "chain that ends in a group": (lambda: chain(add.s(1, 2), group(add.s(1), add.s(2))), [4, 5]),
+    "chord whose body is a group": (
+        lambda: chord([add.s(1), add.s(2)], group(total.s(), total.s())),
+        [3, 3],
+    ),
 }
 
 
+@pytest.mark.parametrize("outbox", [False, True])
+@pytest.mark.parametrize("when", ["at once", "once it is ready"])
 @pytest.mark.parametrize(("make", "value"), CANVASES.values(), ids=CANVASES.keys())
 def test_the_result_comes_under_the_id_announced(
-    make: Callable[[], Signature[Any]], value: Any, shop: str, journal: Journal
+    make: Callable[[], Signature[Any]],
+    value: Any,
+    when: str,
+    outbox: bool,
+    shop: str,
+    journal: Journal,
 ) -> None:
-    """The result object of send_on_commit has the task's result after the commit."""
+    """The result of send_on_commit has the task's result after the commit, with all its parts."""
     with transaction.atomic(using=shop):
-        result = send_on_commit(make(), using=shop)
+        result = send_on_commit(make(), using=shop, outbox=outbox)
         assert not result.ready()
+    if when == "once it is ready":
+        wait_for(result.ready, PATIENCE)
     assert result.get(timeout=PATIENCE) == value
     assert result.send_error is None
+    for part in getattr(result, "results", ()):
+        assert part.get(timeout=PATIENCE) in value
 
 
 @pytest.mark.parametrize("failures", [0, 1, 3])
