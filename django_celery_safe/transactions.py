@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -132,6 +132,17 @@ def is_transaction_open(alias: str) -> bool:
     """
     leave_inherited(alias)
     return in_atomic(alias) or is_manual(alias)
+
+
+def reconnect(alias: str) -> None:
+    """Replace a connection, which rolls back what is open on it; TestCase's is left alone."""
+    connection = connections[alias]
+    if any(map(_is_of_testcase, connection.atomic_blocks)):
+        return
+    with suppress(Error):
+        connection.close()
+        if connection.connection is None or connection.closed_in_transaction:
+            connection.connect()
 
 
 def in_testcase_only(alias: str) -> bool:

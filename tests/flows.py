@@ -27,10 +27,10 @@ LIMITS: Final = {
     "outbox call and commit": 31,
     "relay of one": 14,
     "do_once": 8,
-    "idempotent run": 39,
+    "idempotent run": 40,
     "start": 49,
-    "step and next stage": 98,
-    "last step": 59,
+    "step and next stage": 99,
+    "last step": 60,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -9,15 +9,14 @@ record as done, so a lost claim can't finish.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Final
 
 from celery._state import get_current_task
-from celery.exceptions import TaskPredicate
+from celery.exceptions import Retry, TaskPredicate
 from django.db import Error as DatabaseError
-from django.db import OperationalError, connections
+from django.db import OperationalError
 
 from ..databases import is_lost_race
 from ..emitting import Event
@@ -28,7 +27,7 @@ from ..leases.claim import Claim, working_claims
 from ..leases.holder import HeldLock
 from ..locks.stores import Location
 from ..texts import get_logger
-from ..transactions import in_testcase_only
+from ..transactions import reconnect
 from ..values import decode
 from .record_table import RecordTable, read_claim
 
@@ -115,7 +114,7 @@ class RecordClaim(Claim):
                 self.table.check_migrated(error)
                 raise
             # A soft time limit, or no thread could be started. The claim may have been written.
-            self._reconnect()
+            reconnect(self.table.alias)  # it may have been interrupted anywhere
             self._record_failed("interrupted before it began")
             if interrupted is None:
                 raise
@@ -126,13 +125,18 @@ class RecordClaim(Claim):
         """
         Record the end of work that raised no error, unless :meth:`finish` has recorded it.
 
-        If the result can't be stored, the work is recorded as done without it.
+        If the result can't be stored, the work is recorded as done without it. If the task has
+        re-sent itself, such as by ``retry(throw=False)``, the work is not done, but put back.
 
         Raises:
             ResultNotStored: The result can't be stored.
             IdempotencyError: The transaction of :meth:`finish` was rolled back.
         """
         if not self.is_finished:
+            if self.is_resent() and not self.is_of_parent():
+                self.end()
+                self.fail(Retry("The task has re-sent itself"))
+                return
             try:
                 self.finish(result)
             except ResultNotStored as error:
@@ -159,17 +163,6 @@ class RecordClaim(Claim):
                 self._emit(CLAIM_FINISHED)
             case Ending.LOST:
                 self.record_lost()
-
-    def _reconnect(self) -> None:
-        """Replace a connection that may have been interrupted anywhere; no transaction is lost."""
-        alias = self.table.alias
-        connection = connections[alias]
-        if in_testcase_only(alias):
-            return
-        with suppress(DatabaseError):
-            connection.close()
-            if connection.connection is None or connection.closed_in_transaction:
-                connection.connect()
 
     def _take(self, holder: str) -> float | HeldLock | None:
         """

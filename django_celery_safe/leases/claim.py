@@ -22,7 +22,13 @@ from celery._state import get_current_task
 from django.db import connections, transaction
 
 from ..exceptions import IdempotencyError, LockBackendError, ResultNotStored, WrongTransaction
-from ..transactions import DISCONNECTED, in_atomic, is_transaction_open, retry_on_new_connection
+from ..transactions import (
+    DISCONNECTED,
+    in_atomic,
+    is_transaction_open,
+    reconnect,
+    retry_on_new_connection,
+)
 from ..values import NotPlain, encode
 from .holder import HeldLock, describe_holder, encode_holder, holder_text, time_limit
 from .lease import Lease
@@ -82,6 +88,8 @@ class Claim(ABC):
         #: Whether the renewing thread can see the row and renews its lease.
         self._renews = False
         self._is_committed = False
+        #: How many messages with its own id the running task had sent at :meth:`begin`.
+        self._sent_before = 0
         # The partial must not refer to the claim: the lease would keep the claim alive and be
         # renewed.
         self._report_lost = partial(_report_lost, type(self).emit_lost)
@@ -164,7 +172,12 @@ class Claim(ABC):
         )
         if self._renews:
             renewer.add(self.lease)
+        self._sent_before = _count_own_sends()
         self.is_held = True
+
+    def is_resent(self) -> bool:
+        """Return whether the task has re-sent itself since then, as ``retry(throw=False)`` does."""
+        return _count_own_sends() > self._sent_before
 
     def end(self) -> None:
         """Stop renewing, and no longer count the row as ours; nothing is written."""
@@ -185,13 +198,42 @@ class Claim(ABC):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make :func:`current_claim` return this claim inside the block."""
+        """
+        Make :func:`current_claim` return this claim inside the block.
+
+        Raises:
+            WrongTransaction: The block left a transaction open, which is rolled back: otherwise
+                it would also hide how the work ended, and the work would be done again.
+        """
         before = _current.get()
         try:
             _current.set((*before, (self, _find_request())))
             yield
+        except BaseException:
+            self._roll_back_open()
+            raise
         finally:
             _current.set(before)
+        if self._roll_back_open():
+            raise WrongTransaction(
+                f"{self.key!r} ended with a transaction open on {self.table.alias!r}, or with "
+                f"autocommit off there. It was rolled back: nobody would have committed it. Leave "
+                f"each atomic(), and call set_autocommit(True), before the work ends."
+            )
+
+    def _roll_back_open(self) -> bool:
+        """Roll back a transaction that the work left open here; return whether there was one."""
+        if self.is_of_parent() or not self._is_left_open():
+            return False
+        reconnect(self.table.alias)
+        return True
+
+    def _is_left_open(self) -> bool:
+        # Like is_transaction_open(), but without connecting, which would cost every claim time.
+        connection = connections[self.table.alias]
+        if connection.in_atomic_block:
+            return in_atomic(self.table.alias)
+        return connection.connection is not None and not connection.autocommit
 
     @contextmanager
     def holding(self, fail: Callable[[BaseException], None]) -> Iterator[None]:
@@ -369,10 +411,7 @@ class Claim(ABC):
         self.is_finished = True
 
     def _write_and_commit(self, text: str) -> bool:
-        connection = connections[self.table.alias]
-        # Like is_manual(), but without opening a connection, which would cost every claim time.
-        is_open = connection.connection is not None and not connection.in_atomic_block
-        if is_open and not connection.autocommit:
+        if self._is_left_open():
             raise WrongTransaction(
                 f"{self.key!r} can't be finished while autocommit is off on {self.table.alias!r}: "
                 f"a rollback would undo the record that it is done. Use atomic() instead."
@@ -415,6 +454,12 @@ def _find_request() -> Any:
     """Return the request of the task that is running here; None: no task is running."""
     task = get_current_task()
     return None if task is None else task.request
+
+
+def _count_own_sends() -> int:
+    """Return how many messages with its own id the task that is running here has sent."""
+    request = _find_request()
+    return 0 if request is None else sum(one.id == request.id for one in request.children)
 
 
 class _DirectClaim(Claim):

@@ -111,9 +111,17 @@ class Run:
             try:
                 yield
             except Ignore:
-                self.resent, self._is_replaced = captured, True
+                self._is_replaced = True
+                self._add(captured)
                 raise
-        self.resent = captured
+        self._add(captured)
+
+    def _add(self, captured: Captured) -> None:
+        if self.resent is None:
+            self.resent = captured
+        else:  # a retry without throw came before
+            self.resent.messages += captured.messages
+            self.resent.chord_calls += captured.chord_calls
 
     def succeed(self) -> None:
         """
@@ -234,10 +242,10 @@ def find_run(task_id: str | None) -> Run | None:
     return run if run is not None and run.claim.is_held and task.request.id == task_id else None
 
 
-def has_ended(request: Context) -> bool:
-    """Return whether the outcome of this run of a carried task is already recorded."""
+def is_by_row(request: Context) -> bool:
+    """Return whether only the row of a carried task runs it again: no run holds the row now."""
     run = _runs.get(request)
-    return run is not None and not run.claim.is_held
+    return "attempt" in get_header(request) if run is None else not run.claim.is_held
 
 
 def run_carried(

@@ -29,7 +29,7 @@ from ..texts import get_logger
 from .arguments import check_arguments, explain
 from .beyond_visibility import warn_if_beyond_visibility
 from .capture import CAPTURED, GATE, install
-from .carried import find_run, has_ended
+from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import as_sent_result, hold, must_wait, settle
 from .deduplicate import publish_once
@@ -190,12 +190,15 @@ class SafeTaskMixin(Task[P, R]):
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Re-send the running task, as Celery does; never held back, because Retry rolls back."""
         error = kwargs.get("exc") or sys.exc_info()[1]
-        if isinstance(error, TaskPoisoned) or (error is not None and has_ended(self.request)):
-            raise error  # the task's outcome is already decided
+        if isinstance(error, TaskPoisoned) or (error is not None and is_by_row(self.request)):
+            raise error  # the task's outcome is decided, or its run did not begin
         if self.request.is_eager:
             return super().retry(*args, **kwargs)
         with resending(self.request.id):
-            return super().retry(*args, **kwargs)
+            retry = super().retry(*args, **kwargs)
+        # With throw=False, only this shows when the message should arrive.
+        self.request.safe_retry = retry  # type: ignore[attr-defined]
+        return retry
 
     def on_replace(self, sig: Signature[Any]) -> Any:
         """Send the replacement of the running task, as Celery does; never held back."""

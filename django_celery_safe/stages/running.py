@@ -23,7 +23,12 @@ from django.db import OperationalError
 
 from .. import conf
 from ..databases import is_lost_race
-from ..delivery.copies import WillBeRedelivered, begin_or_requeue, delete_markers, resend_later
+from ..delivery.copies import (
+    WillBeRedelivered,
+    begin_or_requeue,
+    delete_markers,
+    resend_later,
+)
 from ..delivery.deaths import ends_process, refuse_after_deaths
 from ..delivery.header import Header
 from ..events import STEP_GONE, STEP_LOST, STEP_SKIPPED, TASK_POISONED
@@ -195,8 +200,19 @@ def run_step(task: Any, request: Context, header: Header, do: Callable[[Work], O
         outcome = _do(claim, task, request, do)
         # After a bare os.fork() the child also gets here, and must not end the claim.
         if not claim.is_of_parent():
-            claim.record(outcome)
+            if claim.is_resent() and not claim.is_finished:
+                _await_retry(claim, request)
+            else:
+                claim.record(outcome)
     return outcome.result
+
+
+def _await_retry(claim: StepClaim, request: Context) -> None:
+    """Let a step wait for the message that its task has sent by ``retry(throw=False)``."""
+    retry = getattr(request, "safe_retry", None) or Retry("The task has re-sent itself")
+    if not engine.put_back(claim, StepError.of(retry)):
+        claim.raise_lost()
+    claim.table.await_retry(claim.step.pk, request.id or "", retry)
 
 
 def _do(claim: StepClaim, task: Any, request: Context, do: Callable[[Work], Outcome]) -> Outcome:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from celery.utils.time import maybe_make_aware
 from django.db import router
 from django.db.models import DurationField, F, Q
 
@@ -89,6 +90,16 @@ class StepTable(LeaseTable):
             due_at = Now() + timedelta(seconds=seconds)
             for first in range(0, len(pks), BATCH):
                 self.steps().filter(pk__in=pks[first : first + BATCH]).update(due_at=due_at)
+
+    def await_retry(self, pk: int, task_id: str, retry: Any) -> None:
+        """Record when the retried message of a waiting step should arrive."""
+        when = getattr(retry, "when", None)
+        if when is None:
+            return
+        if isinstance(when, datetime):
+            when = (maybe_make_aware(when) - datetime.now(UTC)).total_seconds()
+        step = self.steps().filter(pk=pk).attempt(task_id).waiting()
+        step.update(due_at=Now() + timedelta(seconds=float(when)))
 
     def finish(self, pk: int, token: str, params: str) -> bool:
         """Record that a step succeeded; return whether the claim still held it."""

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
-from celery.utils.time import maybe_make_aware
 from django.db import DatabaseError
 
-from ..databases import Now
 from ..delivery.header import get_header, read_header
 from ..delivery.worker import (
     connect_receivers,
@@ -79,13 +76,8 @@ def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: A
 def _on_retry(sender: Any, request: Context, reason: Any = None, **kwargs: Any) -> None:
     """Record when the retried message of a step should arrive."""
     pk = get_header(request).get("step")
-    when = getattr(reason, "when", None)
-    if pk is None or when is None or request.is_eager:
-        return
-    if isinstance(when, datetime):
-        when = (maybe_make_aware(when) - datetime.now(UTC)).total_seconds()
-    rows = step_table().at(str(pk)).attempt(request.id or "").waiting()
-    rows.update(due_at=Now() + timedelta(seconds=float(when)))
+    if pk is not None and not request.is_eager:
+        step_table().await_retry(pk, request.id or "", reason)
 
 
 def _on_revoked(

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 from celery import Task
 from celery.exceptions import Retry, SoftTimeLimitExceeded
-from django.db import OperationalError, connections
+from django.db import OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from pydantic import BaseModel
 from pytest_django import Settings
@@ -22,6 +22,7 @@ from django_celery_safe import (
     IdempotencyError,
     ResultNotStored,
     SafeTask,
+    WrongTransaction,
     current_claim,
     idempotent,
     iter_locks,
@@ -34,6 +35,7 @@ from django_celery_safe.idempotency.record_table import read_claim, record_table
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import DatabaseLock, IdempotencyRecord
 from django_celery_safe.testing import locks_in_memory as in_memory
+from tests.app.models import Person
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_without_message import by_apply, by_run, directly, eagerly
@@ -503,6 +505,59 @@ def test_a_retry_does_it(mailbox: Mailbox, db: None) -> None:
     assert mailbox.deliver(message) == ("SUCCESS", "done")
     assert mailbox.deliver(message) == ("SUCCESS", "done")
     assert ordering.runs == [0, 1, 2]
+
+
+@pytest.mark.parametrize("base", [Task, SafeTask])
+@pytest.mark.parametrize("kind", ["function", "block"])
+def test_a_retry_that_is_not_raised_does_it(
+    mailbox: Mailbox, db: None, kind: str, base: Any
+) -> None:
+    """The function returns after ``retry(throw=False)``, and the work is left to the retry."""
+    done: list[int] = []
+
+    def work(task: Any, number: int) -> Any:
+        if task.request.retries == 0:
+            task.retry(countdown=0, throw=False)
+            return None
+        done.append(number)
+        return "done"
+
+    def block(task: Any, number: int) -> Any:
+        with idempotent(f"block:{number}") as claim:
+            return work(task, number) if claim else claim.result
+
+    function = block if kind == "block" else idempotent("{number}")(work)
+    task = mailbox.task(function, name=NAME, base=base, bind=True)
+    task.delay(7)
+    mailbox.deliver(mailbox.take_one())
+    assert IdempotencyRecord.objects.get().state != IdempotencyRecord.State.DONE
+    again = mailbox.take_one()
+    assert [mailbox.deliver(again).state for _ in range(2)] == ["SUCCESS", "SUCCESS"]
+    assert done == [7]
+
+
+@pytest.mark.parametrize("left", ["atomic()", "autocommit off"])
+def test_work_that_leaves_a_transaction_open_is_not_done(
+    mailbox: Mailbox, make_database: MakeDatabase, left: str
+) -> None:
+    """It is rolled back, so the work has failed, and its next call does it."""
+    alias = make_database("sqlite-immediate")
+
+    def work(task: Any) -> str:
+        if task.request.retries == 0:
+            if left == "atomic()":
+                transaction.atomic(using=alias).__enter__()
+            else:
+                transaction.set_autocommit(False, using=alias)
+            Person.everyone.using(alias).create(pk=1)
+        return "done"
+
+    ordering = Ordering(mailbox, using=alias, body=work)
+    message = ordering.message()
+    state, error = mailbox.deliver(message)
+    assert (state, type(error)) == ("FAILURE", WrongTransaction)
+    assert not Person.everyone.using(alias).exists()
+    assert mailbox.deliver(message.with_headers(retries=1)) == ("SUCCESS", "done")
 
 
 def test_autoretry_does_it(mailbox: Mailbox, db: None) -> None:

@@ -29,6 +29,7 @@ from django_celery_safe import (
     ConfigurationError,
     MessageLost,
     TaskPoisoned,
+    WrongTransaction,
     cache_lock,
     find_lock,
     iter_locks,
@@ -47,6 +48,7 @@ from django_celery_safe.signals import (
     message_lost,
     task_poisoned,
 )
+from tests.app.models import Person
 from tests.background import before_its_update, settle
 from tests.concurrency.mailbox import Outcome, end_child
 from tests.kinds import more_for_claim
@@ -241,6 +243,78 @@ def test_a_retry_is_sent_however_it_is_written(carried: Carried, how: str) -> No
     assert (carried.row.state, carried.row.deaths) == ("sent", 0)
     assert carried.mailbox.deliver(carried.mailbox.take_one()).state == "SUCCESS"
     assert (len(carried.calls), carried.rows.count()) == (2, 0)
+
+
+def test_each_retry_that_is_not_raised_is_sent(carried: Carried) -> None:
+    """Two calls of ``retry(throw=False)`` send two messages, each of which is carried."""
+
+    def retry(task: Any, number: int) -> None:
+        if not task.request.retries:
+            for more in (10, 20):
+                task.retry(args=(number + more,), countdown=0, throw=False)
+
+    carried.body = retry
+    carried.mailbox.deliver(carried.send(1))
+    messages = carried.mailbox.take()
+    assert sorted(message.args for message in messages) == [[11], [21]]
+    assert carried.rows.count() == 2
+    assert [carried.mailbox.deliver(message).state for message in messages] == 2 * ["SUCCESS"]
+    assert (sorted(carried.calls), carried.rows.count()) == ([1, 11, 21], 0)
+
+
+LEFT_OPEN = ("atomic()", "autocommit off", "autocommit off after a commit")
+
+
+@pytest.mark.parametrize("carried", ["postgres", "sqlite-immediate"], indirect=True)
+@pytest.mark.parametrize("left", LEFT_OPEN)
+@pytest.mark.parametrize("ends", ["well", "with an error"])
+def test_a_task_that_leaves_a_transaction_open_fails(
+    carried: Carried, left: str, ends: str
+) -> None:
+    """It is not run again and again, as if its process had died; what is open is rolled back."""
+
+    def leave_open(task: Any, number: int) -> None:
+        if left == "atomic()":
+            transaction.atomic(using=carried.alias).__enter__()
+        else:
+            transaction.set_autocommit(False, using=carried.alias)
+        Person.everyone.using(carried.alias).create(pk=number)
+        if left == "autocommit off after a commit":
+            transaction.commit(using=carried.alias)
+        if ends == "with an error":
+            raise ValueError("no such order")
+
+    carried.body = leave_open
+    error = ValueError if ends == "with an error" else WrongTransaction
+    task = carried.make_task("tests.other", autoretry_for=(WrongTransaction,), max_retries=0)
+    state, raised = carried.mailbox.deliver(carried.send(1, task=task))
+    assert (state, type(raised)) == ("FAILURE", error)
+    assert (carried.row.state, carried.row.error_type) == ("failed", error.__name__)
+    was_committed = left == "autocommit off after a commit"
+    assert Person.everyone.using(carried.alias).exists() == was_committed
+    # The next task of the process begins as any other.
+    carried.body = lambda task, number: number
+    assert carried.mailbox.deliver(carried.send(2)) == ("SUCCESS", 2)
+
+
+@pytest.mark.parametrize("why", ["no such database", "a transaction of another task"])
+def test_a_run_that_can_not_begin_is_not_retried(carried: Carried, why: str) -> None:
+    """The row brings the task back; autoretry_for would send another one beside it."""
+    task = carried.make_task("tests.other", autoretry_for=(Exception,), retry_backoff=0)
+    message = carried.send(1, task=task)
+    if why == "no such database":
+        message.headers[HEADER]["using"] = "elsewhere"
+        assert carried.mailbox.deliver(message).state == "FAILURE"
+        message.headers[HEADER]["using"] = carried.alias
+    else:
+        with transaction.atomic(using=carried.alias):
+            assert carried.mailbox.deliver(message).state == "FAILURE"
+    assert carried.mailbox.take() == []
+    assert (carried.row.state, carried.calls) == ("sent", [])
+    carried.make_due()
+    (again,) = carried.relay()
+    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+    assert (carried.calls, carried.rows.count()) == ([1], 0)
 
 
 def test_a_failed_task_is_kept(carried: Carried) -> None:

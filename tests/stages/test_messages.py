@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from celery import Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from django.db import DataError, OperationalError, connections
+from django.db import DataError, OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from django_celery_safe import SafeTask, StepLost, stages
+from django_celery_safe import SafeTask, StepLost, WrongTransaction, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery import copies
 from django_celery_safe.models import DatabaseLock, OutboxMessage, StageRun, StageStep
@@ -30,6 +30,7 @@ from django_celery_safe.signals import (
 )
 from django_celery_safe.stages.repairs import SETTLING, sweep
 from django_celery_safe.stages.step_table import StepTable
+from tests.app.models import Person
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.conftest import MakeDatabase
@@ -397,6 +398,59 @@ def test_a_message_of_an_old_attempt_does_nothing(staged: Staged) -> None:
 
 
 # Retries and other ends.
+
+
+@pytest.mark.parametrize("base", [Task, SafeTask])
+def test_a_retry_that_is_not_raised_does_it(base: Any, staged: Staged) -> None:
+    """The step waits for the message of ``retry(throw=False)``, and the next stage for the step."""
+
+    def retry_once(task: Any) -> Any:
+        if task.request.retries == 0:
+            task.retry(countdown=3600, throw=False)
+            return None
+        return {"tries": 2}
+
+    staged.bodies["a"] = retry_once
+    run = staged.start("a", "b", task=staged.make_task(base, "tests.other"))
+    staged.deliver(staged.take_one())
+    assert shown(run) == "ww"
+    again = staged.take_one()
+    assert (again.kwargs["name"], again.headers["retries"]) == ("a", 1)
+    # No sweep sends the step again before its retry should arrive, if it is a SafeTask.
+    due_at = staged.step("a").due_at
+    assert due_at is not None
+    assert base is Task or due_at - datetime.now(UTC) > timedelta(minutes=50)
+    assert staged.deliver(again) == ("SUCCESS", {"tries": 2})
+    staged.deliver_all()
+    run.refresh_from_db()
+    assert (run.status, run.params["tries"]) == ("succeeded", 2)
+    assert staged.calls == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize("left", ["atomic()", "autocommit off"])
+@pytest.mark.parametrize("ends", ["well", "with an error"])
+def test_a_step_that_leaves_a_transaction_open_fails(
+    left: str, ends: str, staged_on_sqlite: Staged
+) -> None:
+    """It is rolled back, and the run stops: nobody does the step again, as after a death."""
+    staged = staged_on_sqlite
+
+    def leave_open(task: Any) -> None:
+        if left == "atomic()":
+            transaction.atomic(using=staged.alias).__enter__()
+        else:
+            transaction.set_autocommit(False, using=staged.alias)
+        Person.everyone.using(staged.alias).create(pk=1)
+        if ends == "with an error":
+            raise WrongTransaction("The step's own")
+
+    staged.bodies["a"] = leave_open
+    run = staged.start("a", "b")
+    state, error = staged.deliver(staged.take_one())
+    assert (state, type(error)) == ("FAILURE", WrongTransaction)
+    run.refresh_from_db()
+    assert (run.status, shown(run)) == ("failed", "fa")
+    assert not Person.everyone.using(staged.alias).exists()
 
 
 def test_a_retry_does_it(staged: Staged) -> None:
