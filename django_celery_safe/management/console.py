@@ -67,6 +67,15 @@ class SafeCommand(BaseCommand):
             ) from error
 
 
+def django_options() -> ArgumentParser:
+    """Return Django's options of every command, for an action, whose help does not list them."""
+    parser: ArgumentParser = SafeCommand().create_parser("", "", add_help=False)
+    for option in parser._actions:
+        # An option that is not given after the action may stand before it.
+        option.default = option.help = SUPPRESS
+    return parser
+
+
 class TableCommand(SafeCommand):
     """A command with actions on our tables, each a method ``_<action>(aliases, options)``."""
 
@@ -84,7 +93,9 @@ class TableCommand(SafeCommand):
 
     def add_action(self, actions: Any, name: str, text: str) -> ArgumentParser:
         """Add an action, which also accepts ``--database``."""
-        parser: ArgumentParser = actions.add_parser(name, help=text, description=sentence(text))
+        parser: ArgumentParser = actions.add_parser(
+            name, help=text, description=sentence(text), parents=[django_options()]
+        )
         self.add_database(parser, default=SUPPRESS)
         return parser
 

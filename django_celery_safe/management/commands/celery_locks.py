@@ -24,6 +24,7 @@ from ..console import (
     as_page,
     as_text,
     confirm,
+    django_options,
     ending_with_its_reader,
     sentence,
     shorten,
@@ -92,7 +93,10 @@ class Command(SafeCommand):
 
     def _add_action(self, actions: Any, name: str, text: str, more: str = "") -> CommandParser:
         parser: CommandParser = actions.add_parser(
-            name, help=text, description=f"{sentence(text)}{more}"
+            name,
+            help=text,
+            description=f"{sentence(text)}{more}",
+            parents=[django_options()],
         )
         self._add_common(parser, default=SUPPRESS)
         return parser
