@@ -30,6 +30,7 @@ from .departure import Departure, OutboxBatch
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .publisher import Publisher, bounded_publisher, takes_lock
+from .unsent import allow_get, refuse_get
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -177,6 +178,7 @@ def hold(
     def leave(outbox: Outbox) -> None:
         departure = Departure.join(using)
         kept = keep(captured, departure, outbox) if outbox else None
+        refuse_get(result, using)
         transaction.on_commit(Held(departure, app, captured, result, producer, kept), using=using)
 
     connection = transaction.get_connection(using)
@@ -214,6 +216,7 @@ class Held:
     def __call__(self) -> None:
         """Publish all messages."""
         self.departure.has_begun = True
+        allow_get(self.result)
         _publish_held(self)
 
     def timeout_error(self) -> Exception | None:

@@ -23,6 +23,7 @@ from kombu.serialization import loads
 from ..foreign_errors import describe_error
 from ..texts import get_logger
 from .arguments import serialize
+from .unsent import allow_get, refuse_get
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ def run_sent(send: Callable[[], T], using: str | None) -> T:
         result = send()
     finally:
         _waiting.set(before)
+    refuse_get(result, using)
     for run in runs:
         transaction.on_commit(run, using=using)
     return result
@@ -102,6 +104,7 @@ def run_on_commit(signature: Signature[Any], using: str | None, options: Mapping
     # With `throw`, or task_eager_propagates, the error of a task would escape
     # from the commit, and the callbacks after this one would not run.
     run = partial(frozen.apply_async, **{**given, "throw": False})
+    refuse_get(result, using)
     transaction.on_commit(partial(_fill_in, str(signature.task), result, run), using=using)
     return result
 
@@ -113,6 +116,7 @@ def _freeze(task: str, values: tuple[Any, ...]) -> Any:
 
 def _fill_in(task: str, result: Any, run: Callable[[], Any]) -> None:
     """Run a task, and make its pending result the result of the run."""
+    allow_get(result)
     try:
         found = run()
     except SoftTimeLimitExceeded:

@@ -158,7 +158,8 @@ class SafeTaskMixin(Task[P, R]):
         Like Celery's method. If the send may wait for a commit, a model instance, QuerySet or
         iterator among the arguments raises NotSerializable with every serializer; otherwise one
         that the serializer accepts is only logged as a warning. With ``outbox=True`` or
-        ``using`` it does the same as :meth:`apply_async_on_commit`.
+        ``using`` it does the same as :meth:`apply_async_on_commit`. ``send_on_commit`` for one
+        call: True waits for the commit, False sends now, whatever the task and settings say.
         """
         options.update(zip(_POSITIONAL, more, strict=False))
         self._read_options(options)
@@ -171,7 +172,7 @@ class SafeTaskMixin(Task[P, R]):
         settings = conf.current()
         if self._waits_for_commit(ours, settings):
             return self._send_on_commit(args, kwargs, options, ours)
-        if settings["WARN_IN_ATOMIC"]:
+        if settings["WARN_IN_ATOMIC"] and ours.get("send_on_commit") is not False:
             warn_if_in_atomic(self.name)
         return self._send(args, kwargs, options, None, waits=False)
 
@@ -216,11 +217,22 @@ class SafeTaskMixin(Task[P, R]):
             options["task_id"] = str(options["task_id"])  # some callers pass a UUID
 
     def _waits_for_commit(self, ours: dict[str, Any], settings: dict[str, Any]) -> bool:
-        if any(map(ours.get, _OURS)):
-            return True
         outbox = settings["OUTBOX"] if self.outbox is None else self.outbox
-        if outbox == UNTIL_DONE and ours.get("outbox") is None:
-            return True  # also for the next link of a chain, which Celery sends
+        carried = outbox == UNTIL_DONE and ours.get("outbox") is None
+        asked = ours.get("send_on_commit")
+        if asked is not None:
+            conf.switch(asked, "send_on_commit")
+        if asked is False:
+            if carried or ours.get("outbox") or ours.get("using"):
+                raise TypeError(
+                    f"Task {self.name} is sent with send_on_commit=False, which means now, while "
+                    f"using=... and the outbox mean at the commit. Leave one of them out; for a "
+                    f'task with outbox="until_done" pass outbox=False too.'
+                )
+            return False
+        # Carried: also the next link of a chain, which Celery sends.
+        if carried or any(map(ours.get, _OURS)):
+            return True
         wanted = self.send_on_commit
         return bool(settings["SEND_ON_COMMIT"] if wanted is None else wanted)
 

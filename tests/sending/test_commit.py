@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from celery import Celery, chain, chord, group, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
+from celery.exceptions import TimeoutError as TimeIsOver
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
 from django_celery_safe import SafeTask, WrongTransaction, send_on_commit, single_instance
@@ -310,6 +311,76 @@ def test_the_setting_defers_plain_sends(
     messages = ids(sent())
     assert len(messages) == count
     assert set(messages) <= {*ids_in(result), result.id}
+
+
+#: Sends of a task that the call wants to go out now.
+NOW: dict[str, Callable[[], Any]] = {
+    "task": lambda: deferring.apply_async((1,), send_on_commit=False),
+    "setting": lambda: undecided.apply_async((1,), send_on_commit=False),
+    "signature": lambda: deferring.s(1).set(send_on_commit=False).delay(),
+    "group": lambda: group(deferring.s(1)).apply_async(send_on_commit=False),
+    "outbox": lambda: undecided.apply_async((1,), send_on_commit=False, outbox=False),
+}
+
+
+@pytest.mark.parametrize("send", NOW.values(), ids=NOW)
+def test_one_call_can_say_now(
+    send: Callable[[], Any],
+    sent: Sent,
+    settings: "Settings",
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """send_on_commit=False sends inside atomic(), whatever the task and settings say."""
+    settings.DJANGO_CELERY_SAFE = {
+        "SEND_ON_COMMIT": True, "OUTBOX": "until_done" if send is NOW["outbox"] else False,
+        "WARN_IN_ATOMIC": True,
+    }  # fmt: skip
+    with rolled_back():
+        send()
+        assert [one.body[0] for one in sent()] == [[1]]
+    assert sent() == []
+    assert caplog.records == []
+
+
+def test_one_call_can_say_on_commit(sent: Sent) -> None:
+    """send_on_commit=True is the same as delay_on_commit()."""
+    with transaction.atomic():
+        result = immediate.apply_async((1,), send_on_commit=True)
+        assert sent() == []
+    assert ids(sent()) == [result.id]
+
+
+@pytest.mark.parametrize(
+    "options", [{"outbox": True}, {"outbox": "until_done"}, {"using": "default"}]
+)
+def test_now_and_at_the_commit_is_an_error(options: dict[str, Any], sent: Sent) -> None:
+    """The outbox and ``using`` wait for a commit, so nothing is sent that also says now."""
+    with transaction.atomic(), pytest.raises(TypeError, match=r"send_on_commit=False.*now"):
+        undecided.apply_async((1,), send_on_commit=False, **options)
+    assert sent() == []
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_waiting_for_what_was_not_sent_yet_is_an_error(eager: bool, broker: Celery) -> None:
+    """Inside the transaction get() raises at once; after the commit it is Celery's own."""
+    broker.conf.task_always_eager = eager
+    with transaction.atomic():
+        results = [
+            add.delay_on_commit(1, 2),
+            send_on_commit(group(add.s(1, 2), chain(add.s(1), add.s(2)))),
+            send_on_commit(chain(add.s(1), add.s(2))),
+        ]
+        if not eager:
+            results += [add.apply_async_on_commit((1, 2), outbox=True), results[2].parent]
+        for result in (*results, *results[1].results):
+            with pytest.raises(WrongTransaction, match="after the block"):
+                result.get(timeout=60)
+    for result in results:
+        if eager:
+            assert result.get() in (3, [3, 3])
+        else:
+            with pytest.raises(TimeIsOver):
+                result.get(timeout=0.1)
 
 
 def test_positional_options_are_those_of_celery(sent: Sent) -> None:

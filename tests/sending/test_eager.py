@@ -115,7 +115,7 @@ class EagerTests(Eager, TestCase):
         with self.captureOnCommitCallbacks(execute=True) as callbacks:
             result = join.delay_on_commit(1, key=2)
             assert effects == []
-            assert (result.state, result.get()) == ("PENDING", None)
+            assert (result.state, result.result) == ("PENDING", None)
         assert len(callbacks) == 1
         assert effects == [[1, {"key": 2}]]
         assert (result.state, result.get()) == ("SUCCESS", [1, {"key": 2}])
