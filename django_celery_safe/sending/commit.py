@@ -356,7 +356,9 @@ def _publish_together(held: Held, sent: list[int]) -> Exception | None:
 def _publish(held: Held, message: Message) -> tuple[Exception | None, HeldLock | None]:
     """Publish a message; return the error, and the lock that makes the message a duplicate."""
     try:
-        return None, held.publisher(message.app).publish(message, again=held.goes_on)
+        is_retry = held.goes_on and bool(message.options["headers"].get("retries"))
+        publisher = held.publisher(message.app)
+        return None, publisher.publish(message, again=held.goes_on, begun=is_retry)
     except BrokerGone as gone:
         return gone.error, None
     except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run

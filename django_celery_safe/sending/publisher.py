@@ -25,6 +25,8 @@ from kombu.serialization import loads
 from kombu.transport.native_delayed_delivery import calculate_routing_key
 
 from ..batches import in_batches
+from ..concurrency.guard import Guarded, find_guarded, options_for
+from ..concurrency.options import DEFAULTS
 from ..concurrency.sent import seconds_until
 from ..delivery.header import HEADER, read_header
 from ..foreign_errors import describe_error, find_interruption
@@ -95,12 +97,16 @@ class Publisher:
         #: Whether an event could not be sent; no later event is tried, to wait only once.
         self._lost_event = False
 
-    def publish(self, message: Message, *, again: bool = False) -> HeldLock | None:
+    def publish(
+        self, message: Message, *, again: bool = False, begun: bool = False
+    ) -> HeldLock | None:
         """
         Publish a message, unless the same message is already on its way.
 
         Args:
             again: Whether this very message may have been published before.
+            begun: Whether a run of its task began: from then on, one that is unique until its
+                start is no duplicate of another.
 
         Returns:
             None: the broker has it. Otherwise the lock of the message that was sent before.
@@ -113,7 +119,7 @@ class Publisher:
         if self.gone is not None:
             raise self.gone
         try:
-            if takes_lock(message):
+            if takes_lock(message) and not (begun and _is_unique_until_start(message)):
                 publish = partial(self._publish, message)
                 return publish_once(message.options["headers"], publish, again=again)
             self._publish(message)
@@ -228,6 +234,15 @@ def takes_lock(message: Message) -> bool:
     """Return whether only the publication of a message shows if it is a duplicate."""
     headers = message.options["headers"]
     return HEADER in headers and "sent" in read_header(headers, headers.get("task"))
+
+
+def _is_unique_until_start(message: Message) -> bool:
+    task = message.app.tasks.get(message.task)
+    if task is None:
+        return False
+    guarded = find_guarded(task) or Guarded(task.run, DEFAULTS, False)
+    header = read_header(message.options["headers"], message.task)
+    return options_for(guarded, header).unique_until == "start"
 
 
 def put(message: Message, producer: Any, **options: Any) -> None:

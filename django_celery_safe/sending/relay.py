@@ -41,6 +41,7 @@ from ..events import (
 )
 from ..exceptions import ConfigurationError, LockBackendError
 from ..foreign_errors import describe_error
+from ..leases.holder import holder_text
 from ..texts import get_logger
 from .broker import BrokerGone, OwnConnection, is_backend_gone, register_all
 from .capture import Message
@@ -307,7 +308,7 @@ class Relay:
         try:
             self._register_chord(one)
             # A process that died right afterwards may have published this very message.
-            duplicate = publisher.publish(one.message, again=True)
+            duplicate = publisher.publish(one.message, again=True, begun=one.row.starts > 0)
         except SoftTimeLimitExceeded:
             raise
         except BrokerGone as gone:
@@ -323,7 +324,9 @@ class Relay:
             if duplicate is not None and _was_sent(one.row):
                 # It was sent before, so it is not a duplicate: its lock was freed, and another
                 # message has it now.
-                raise PutOff(f"{duplicate} of another message is in its way")
+                raise PutOff(
+                    f"another message has the lock {duplicate.name!r}: {holder_text(duplicate)}"
+                )
             self._record_sent(one, is_duplicate=duplicate is not None)
 
     def _register_chord(self, one: ClaimedMessage) -> None:

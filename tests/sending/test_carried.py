@@ -600,10 +600,50 @@ def test_a_begun_task_is_no_duplicate(carried: Carried) -> None:
     carried.rows.filter(task_id=first.id).update(due_at=Now() - timedelta(seconds=1))
     assert carried.relay() == []
     assert {row.task_id for row in carried.rows.all()} == {first.id, second.id}
+    (held,) = iter_locks()
+    said = carried.rows.get(task_id=first.id).error
+    assert held.name in said
+    assert held.token not in said
     carried.mailbox.deliver(second)
     carried.rows.filter(task_id=first.id).update(due_at=Now() - timedelta(seconds=1))
     (again,) = carried.relay()
     assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
+
+
+@pytest.mark.parametrize("until", ["start", 600])
+@pytest.mark.parametrize("again", ["after a death", "by a retry"])
+def test_a_begun_task_does_not_wait_for_a_later_message(
+    carried: Carried, until: Any, again: str
+) -> None:
+    """Its own message is unique no more since it began, or since its period ended."""
+    task = carried.make_task("tests.unique", single_instance(key=[], unique_until=until))
+
+    def work(task: Any, number: int) -> int:
+        if number == 1 and again == "by a retry" and not task.request.retries:
+            send_later()
+            raise task.retry(countdown=0)
+        return number
+
+    def send_later() -> None:
+        for held in iter_locks():
+            if held.name.startswith("sent:"):
+                assert release_lock(held)
+        carried.send(2, task=task, countdown=60)
+
+    carried.body = work
+    first = carried.send(1, task=task)
+    if again == "by a retry":
+        assert carried.mailbox.deliver(first).state == "RETRY"
+        (resent,) = carried.mailbox.take()
+    else:
+        leave_dead(carried, first)
+        send_later()
+        carried.rows.filter(task_id=first.id).update(due_at=Now() - timedelta(seconds=1))
+        (resent,) = carried.relay()
+    assert resent.id == first.id
+    assert carried.mailbox.deliver(resent) == ("SUCCESS", 1)
+    # The later one is still unique.
+    assert task.apply_async_on_commit((3,), using=carried.alias).is_duplicate
 
 
 @contextmanager
