@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 from typing import TypeAlias
 
-from celery.exceptions import SoftTimeLimitExceeded
+from celery.exceptions import SoftTimeLimitExceeded, WorkerTerminate
 
 #: The arguments of a context manager's ``__exit__``: an error's type, the error, its traceback.
 ExcInfo: TypeAlias = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
@@ -30,6 +31,20 @@ def find_soft_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded |
         # Leaving Django's atomic(), it ends in an error of the connection that it cut off.
         error = error.__context__
     return error
+
+
+def find_shutdown(error: BaseException) -> WorkerTerminate | None:
+    """
+    Return the end of the worker that an error inside a task stands for; None: no end.
+
+    At SIGQUIT a worker kills the processes of its tasks. With ``-P solo`` that is its own process,
+    and Celery raises NotImplementedError out of the signal, in the middle of the task.
+    """
+    state = sys.modules.get("celery.worker.state")  # a process that is no worker has not loaded it
+    code = getattr(state, "should_terminate", None)
+    if code is None or not isinstance(error, NotImplementedError):
+        return None
+    return WorkerTerminate(code)
 
 
 def find_interruption(

@@ -22,6 +22,7 @@ from celery._state import get_current_task
 from django.db import connections, transaction
 
 from ..exceptions import IdempotencyError, LockBackendError, ResultNotStored, WrongTransaction
+from ..foreign_errors import find_shutdown
 from ..transactions import (
     DISCONNECTED,
     in_atomic,
@@ -209,8 +210,10 @@ class Claim(ABC):
         try:
             _current.set((*before, (self, _find_request())))
             yield
-        except BaseException:
+        except BaseException as error:
             self._roll_back_open()
+            if (shutdown := find_shutdown(error)) is not None:
+                raise shutdown from error
             raise
         finally:
             _current.set(before)

@@ -26,7 +26,7 @@ from ..databases import MYSQL, Now, is_lost_race, refuse_unfit
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STAGE_STARTED, STEP_FAILED, STEP_SUCCEEDED
 from ..exceptions import AlreadyStarted
-from ..foreign_errors import describe_error, find_soft_time_limit
+from ..foreign_errors import describe_error, find_soft_time_limit, text_of
 from ..sending.commit import must_wait
 from ..texts import get_logger
 from ..transactions import TRIES, attempts
@@ -61,7 +61,7 @@ class StepError(NamedTuple):
         error = find_soft_time_limit(error) or error
         # Celery also makes errors to report an event; these were never raised.
         trace = "".join(format_exception(error)) if error.__traceback__ else ""
-        return cls(type(error).__name__, str(error).strip(), trace)
+        return cls(type(error).__name__, text_of(error), trace)
 
     def __str__(self) -> str:
         return f"{self.type}: {self.text}".strip(": ")

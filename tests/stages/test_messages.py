@@ -503,6 +503,18 @@ def take_long(task: Any) -> None:
     raise SoftTimeLimitExceeded
 
 
+class Unspeakable(Exception):
+    """An error whose text is an error."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def say_nothing(task: Any) -> None:
+    """Raise it."""
+    raise Unspeakable
+
+
 #: A step's function, its task's options, how often it is called, and the row's final state.
 ENDS: Final[dict[str, tuple[Any, dict[str, Any], int, tuple[str, str]]]] = {
     "error": (refuse, {}, 1, ("ValueError", "no")),
@@ -527,6 +539,7 @@ ENDS: Final[dict[str, tuple[Any, dict[str, Any], int, tuple[str, str]]]] = {
     "Ignore": (ignore, {}, 1, ("Ignore", "no")),
     "soft time limit": (take_long, {}, 1, ("SoftTimeLimitExceeded", "")),
     "throws": (refuse, {"throws": (ValueError,)}, 1, ("ValueError", "no")),
+    "an error without words": (say_nothing, {}, 1, ("Unspeakable", "")),
 }  # fmt: skip
 
 

@@ -325,6 +325,23 @@ def test_a_message_that_the_worker_refuses_to_read(scene: Scene, room: Room) -> 
     assert room.runs() == []
 
 
+@pytest.mark.parametrize("pool", ["solo", pytest.param("prefork", marks=pytest.mark.long)])
+def test_a_cold_shutdown_gives_the_task_back(scene: Scene, room: Room, pool: str) -> None:
+    """Whichever process runs it; that is no failure and no death, and the next worker runs it."""
+    queue = f"cold-{pool}"
+    with scene.worker(queue, pool, 1) as first:
+        task_id = scene.send(tasks.stay, room, queue=queue)
+        room.until(room.runs, "it does not run", PATIENCE)
+        os.kill(first.pid, signal.SIGQUIT)
+        wait_for(lambda: not first.running, PATIENCE)
+    assert scene.state(task_id) == "pending"
+    assert result_state(task_id) != "FAILURE"
+    room.open()
+    with scene.relaying(), scene.worker(queue, pool, 1):
+        scene.until(task_id, "gone", room)
+    assert deaths(room) == [0, 0]
+
+
 # Tasks that are ended.
 
 
