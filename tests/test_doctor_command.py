@@ -91,7 +91,7 @@ def plain(text: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", text).replace("behind the store", "ahead of the store")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["django-redis", "django"])
 def test_safe(kind: Any, redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
     """On Redis without eviction it says that locks are safe, in 80 columns, and ends with 0."""
@@ -101,7 +101,7 @@ def test_safe(kind: Any, redis_cache_settings: MakeRedisCache, settings: Setting
     assert max(map(len, ended.out.splitlines())) <= 80
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_unsafe() -> None:
     """In local memory it says what is not safe, and ends with 1."""
     ended = Ended()
@@ -110,7 +110,7 @@ def test_unsafe() -> None:
     assert max(map(len, ended.out.splitlines())) <= 80
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_json(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
     """--json prints one object: the verdict on all, and each finding with what was measured."""
     settings.CACHES = redis_cache_settings("django-redis")
@@ -156,7 +156,7 @@ def test_json(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
     assert plain("".join(said)) == REDIS_IS_SAFE.rpartition("Locks are safe")[0]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-lru"])
 def test_a_server_that_evicts(
     policy: str, redis_server: RedisServer, redis_cache_settings: MakeRedisCache, settings: Settings
@@ -182,7 +182,7 @@ def test_a_server_that_evicts(
     ) in ended.text
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", ["plain", "json"])
 def test_a_refused_cache(form: str, settings: Settings, tmp_path: Path) -> None:
     """A cache that can't hold locks is unsafe, and nothing else is said."""
@@ -222,7 +222,7 @@ def test_a_server_that_is_down(settings: Settings, memcached_cache_settings: Any
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_keys_of_any_type_in_settings(
     redis_cache_settings: MakeRedisCache, settings: Settings, tmp_path: Path
 ) -> None:
@@ -237,7 +237,7 @@ def test_keys_of_any_type_in_settings(
     assert (ended.text, ended.err, ended.status) == (REDIS_IS_SAFE, "", 0)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", ["1", "65", "two", "-2"])
 def test_processes_out_of_range(number: str) -> None:
     """A race needs two processes, and a machine does not bear any number of them."""
@@ -284,7 +284,7 @@ def racing(
                     child.kill()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ctrl_c(racing: Racing, redis_server: RedisServer) -> None:
     """Ctrl-C in the middle of a race leaves no process and no key, whatever place was held."""
     with redis_server.client() as client:
@@ -302,7 +302,7 @@ def test_ctrl_c(racing: Racing, redis_server: RedisServer) -> None:
         assert client.keys("*") == [b":1:celery_safe:fence"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_killed(racing: Racing, redis_server: RedisServer) -> None:
     """A doctor that is killed takes its processes along, be it that the server says nothing."""
     redis_server.pause()

@@ -63,7 +63,7 @@ def metadata_of(wheel: zipfile.ZipFile) -> Message:
     return Parser().parsestr(wheel.read(name).decode())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.repository
 def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     """It has every file of the package, and of pytest's plugin; tests stay outside."""
@@ -84,7 +84,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> N
         assert f"{PACKAGE}/{name}" in packed
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.repository
 def test_the_sdist_builds_the_same_wheel(
     built: Path, wheel: zipfile.ZipFile, tmp_path: Path
@@ -98,7 +98,7 @@ def test_the_sdist_builds_the_same_wheel(
     assert again.read_bytes() == Path(str(wheel.filename)).read_bytes()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.repository
 def test_a_package_index_can_show_it(built: Path, wheel: zipfile.ZipFile) -> None:
     """twine finds no fault, and the page needs no file of the repository."""
@@ -111,7 +111,7 @@ def test_a_package_index_can_show_it(built: Path, wheel: zipfile.ZipFile) -> Non
     assert "](docs/" not in description
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.repository
 def test_it_needs_django_and_celery_alone(wheel: zipfile.ZipFile) -> None:
     """Everything else is an extra."""

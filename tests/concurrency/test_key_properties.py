@@ -275,7 +275,7 @@ def test_keys_are_equal_exactly_for_what_arrives_alike() -> None:
     assert min(seen[True], seen[False]) > EXAMPLES / 20
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @many
 @given(values)
 def test_a_key_survives_every_journey(value: Any) -> None:
@@ -309,7 +309,7 @@ picklable = nested(
 )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_keys_of_what_pickle_delivers_alike() -> None:
     """With pickle, sets, timedeltas and dict keys of all types count as they are."""
     seen: Counter[bool] = Counter()
@@ -409,7 +409,7 @@ def test_only_what_a_call_says_counts_not_how() -> None:
     assert min(seen[True], seen[False]) > EXAMPLES / 20
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @many
 @given(arguments, st.lists(st.sampled_from(PARAMETERS)), seeds)
 def test_a_name_counts_once(call: dict[str, Any], names: list[str], random: Random) -> None:
@@ -421,7 +421,7 @@ def test_a_name_counts_once(call: dict[str, Any], names: list[str], random: Rand
     assert len(keys) == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @many
 @given(arguments, st.lists(st.tuples(texts, st.sampled_from(PARAMETERS[:-1])), min_size=1), seeds)
 def test_of_a_template_the_text_counts(
@@ -592,7 +592,7 @@ except ConfigurationError:
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", [PRINT_KEYS, PRINT_KEY_OF_A_SET], ids=["values", "names"])
 def test_processes_agree_whatever_their_hashes(script: str) -> None:
     """Sets, as values or as names of arguments, have no order that a process decides on."""

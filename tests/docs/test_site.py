@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_page_is_in_the_site(site: Path) -> None:
     """Each page is there, and those at the top of the repository are too."""
     docs = [page.path.relative_to(ROOT / "docs") for page in pages() if "docs/" in page.name]
@@ -53,7 +53,7 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     assert expected <= built
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_links_of_the_site_lead_to_its_files(site: Path) -> None:
     """Links between docs/ and the top of the repository lead to pages of the site."""
     for path in (site / "index.html", site / "overview.html", site / "contributing.html"):
@@ -61,7 +61,7 @@ def test_links_of_the_site_lead_to_its_files(site: Path) -> None:
         assert [link for link in links if not (path.parent / link).exists()] == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_language_of_a_page(site: Path) -> None:
     """Chinese pages name their language, and have the theme's words in it."""
     for page, language, contents in [
@@ -74,7 +74,7 @@ def test_language_of_a_page(site: Path) -> None:
         assert contents in html
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_search_finds_words_of_chinese(site: Path) -> None:
     """The search gets the words of Chinese apart, which has no spaces between them."""
     index = json.loads((site / "search/search_index.json").read_text("utf-8"))
@@ -85,7 +85,7 @@ def test_search_finds_words_of_chinese(site: Path) -> None:
     assert "任务" in words
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     """Scripts, styles, fonts and pictures are files of the site."""
     for path in site.rglob("*.html"):
@@ -121,7 +121,7 @@ def test_pictures_can_be_read_in_both_schemes() -> None:
         )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_page_of_the_package_has_no_relative_link(tmp_path: Path) -> None:
     """The README in the wheel, which PyPI shows, has whole addresses only."""
     with zipfile.ZipFile(build_wheel(tmp_path)) as wheel:

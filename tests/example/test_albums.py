@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.example.site import Site, Visitor, manage
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 STAGES = ["Fetch", "Thumbnails and index", "Contact sheet", "Notify"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.example.site import EXAMPLE, POLICY, Visitor, environment, execute, migrate
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

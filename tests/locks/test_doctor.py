@@ -85,7 +85,9 @@ def use_redis(settings: Settings, server: RedisServer, **user: str) -> None:
 
 
 @pytest.mark.quarantine("2026-11-26", "50 to 100 tries, 10 wins")
-@pytest.mark.parametrize("kind", ["django-redis", pytest.param("django", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["django-redis", pytest.param("django", marks=pytest.mark.nightly)]
+)
 def test_redis_is_safe(
     kind: Any,
     find: Examine,
@@ -138,7 +140,7 @@ def left_behind(server: RedisServer) -> list[bytes]:
         return keys
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_memcached_is_safe(
     find: Examine, memcached_cache_settings: Callable[[], Any], settings: Settings
 ) -> None:
@@ -154,7 +156,7 @@ def test_memcached_is_safe(
     assert found["exclusion"].values["expired_acquired"] >= 20
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["postgres", "sqlite", "sqlite-immediate"])
 def test_a_database_is_safe(
     kind: Any, find: Examine, make_database: MakeDatabase, settings: Settings
@@ -172,7 +174,7 @@ def test_a_database_is_safe(
     assert not DatabaseLock.objects.using(alias).exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_cache_of_which_nothing_is_known(
     find: Examine, settings: Settings, tmp_path: Path
 ) -> None:
@@ -210,7 +212,7 @@ def test_a_refused_cache_is_unsafe(
     assert found["store"].values["kind"] == "cache"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("processes", [2, 3])
 def test_local_memory_is_unsafe(processes: int, find: Examine) -> None:
     """Two processes are seen to hold one lock in LocMemCache."""
@@ -314,7 +316,7 @@ def test_a_server_that_goes_down(
     }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
@@ -344,7 +346,7 @@ def test_a_broken_store_is_caught(
     assert set(left_behind(redis_server)) <= {b":1:celery_safe:fence"}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_store_that_is_far_away(redis_server: RedisServer, settings: Settings) -> None:
     """Where answers are slow fewer locks are tried, and too few of them show nothing."""
     redis_server.flush()
@@ -359,7 +361,7 @@ def test_a_store_that_is_far_away(redis_server: RedisServer, settings: Settings)
     assert finding.values["overlaps"] == finding.values["expired_overlaps"] == 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_store_that_loses_its_memory(fragile_redis: RedisServer) -> None:
     """A lock that is gone before its release is unsafe; the text blames no network or Redis."""
     stop = threading.Event()
@@ -426,7 +428,7 @@ def test_locks_on_an_alias_of_their_own(
     assert finding.values == {"emptied_with": ['CACHES["pages"]']}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("check", ["round_trip", "listing", "waking", "lease"])
 def test_an_examination_that_is_left_leaves_nothing(
     check: str, redis_cache_settings: MakeRedisCache, redis_server: RedisServer, settings: Settings
@@ -440,7 +442,7 @@ def test_an_examination_that_is_left_leaves_nothing(
     assert left_behind(redis_server) == before
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_processes_with_other_settings(
     redis_cache_settings: MakeRedisCache, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,7 +454,7 @@ def test_processes_with_other_settings(
     assert "keep their locks in another place than this one, whose settings differ" in finding.said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -474,7 +476,7 @@ def test_processes_without_settings(
     assert reason in finding.said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_no_folder_for_temporary_files(
     monkeypatch: pytest.MonkeyPatch, redis_cache_settings: MakeRedisCache, settings: Settings
 ) -> None:
@@ -488,7 +490,7 @@ def test_no_folder_for_temporary_files(
 
 
 @pytest.mark.quarantine("2026-11-26", "must hit a hold of 4 ms")
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_dies_or_hangs(
     number: signal.Signals,

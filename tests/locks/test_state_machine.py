@@ -587,7 +587,7 @@ def test_in_redis_with_woken_waiters(
         run(surroundings, SCHEDULES // 3, steps=30)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_in_sqlite(
     settings: Settings, make_database: MakeDatabase, surroundings: Surroundings
 ) -> None:
