@@ -323,7 +323,7 @@ def test_a_renewal_that_comes_as_the_work_is_done_loses_nothing(
 
 @pytest.mark.parametrize("is_finished", [True, False])
 @pytest.mark.parametrize(
-    "kind", [pytest.param("sqlite", marks=pytest.mark.long), "postgres", LATER_MARIADB]
+    "kind", [pytest.param("sqlite", marks=pytest.mark.nightly), "postgres", LATER_MARIADB]
 )
 def test_a_long_transaction_holds_up_no_other_lease(
     kind: Any, is_finished: bool, make_database: MakeDatabase

@@ -138,7 +138,7 @@ def test_a_holder_killed_in_its_transaction_leaves_nothing(
 
 @pytest.mark.parametrize("is_done", [True, False])
 @pytest.mark.parametrize("way", ["finish", "atomic"])
-@pytest.mark.parametrize("kind", [pytest.param("sqlite", marks=pytest.mark.long), "postgres"])
+@pytest.mark.parametrize("kind", [pytest.param("sqlite", marks=pytest.mark.nightly), "postgres"])
 def test_a_holder_that_was_paused_can_not_finish(
     kind: Any, way: str, is_done: bool, make_database: MakeDatabase, tmp_path: Path
 ) -> None:

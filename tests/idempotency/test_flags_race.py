@@ -44,8 +44,8 @@ RACES = pytest.mark.parametrize(
         pytest.param("mariadb-repeatable", 8, 50, marks=LATER_MARIADB.marks),
         ("sqlite", 4, ROWS),
         ("sqlite-immediate", 4, ROWS),
-        pytest.param("sqlite", 8, 50, marks=pytest.mark.long),
-        pytest.param("sqlite-immediate", 8, 50, marks=pytest.mark.long),
+        pytest.param("sqlite", 8, 50, marks=pytest.mark.nightly),
+        pytest.param("sqlite-immediate", 8, 50, marks=pytest.mark.nightly),
     ],
 )
 #: How long SQLite waits for its turn, s: it lets waiters in by chance, not in order.

@@ -31,8 +31,8 @@ RACES: Final = pytest.mark.parametrize(
         pytest.param("mariadb-repeatable", 8, marks=LATER_MARIADB.marks),
         ("sqlite", 4),
         ("sqlite-immediate", 4),
-        pytest.param("sqlite", 8, marks=pytest.mark.long),
-        pytest.param("sqlite-immediate", 8, marks=pytest.mark.long),
+        pytest.param("sqlite", 8, marks=pytest.mark.nightly),
+        pytest.param("sqlite-immediate", 8, marks=pytest.mark.nightly),
     ],
 )
 
