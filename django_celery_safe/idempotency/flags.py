@@ -244,8 +244,12 @@ class _Once:
 
     def _lock_row(self) -> Model:
         connection = connections[self._alias]
-        if connection.features.has_select_for_update:
-            return self._rows().select_for_update(nowait=self._nowait).get()
+        features = connection.features
+        if features.has_select_for_update:
+            # Rows that refer to this one may be written during the block, where a row lock can
+            # allow that: its key stays.
+            no_key = features.has_select_for_no_key_update
+            return self._rows().select_for_update(nowait=self._nowait, no_key=no_key).get()
         # Without row locks, the transaction's first statement has to be a write: a write
         # waits for the database's write lock before the flag is read. With a read first,
         # it would fail with "database is locked".

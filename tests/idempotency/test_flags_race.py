@@ -93,6 +93,28 @@ def do_all(alias: str, guarantee: str, journal: Journal, pks: Sequence[int]) -> 
                 journal.write("effect", pk=pk)
 
 
+def test_rows_that_refer_to_the_row_are_added_while_the_block_runs(postgres_alias: str) -> None:
+    """On PostgreSQL an order of a customer waits for no block that mails the customer."""
+    account = Account.objects.using(postgres_alias).create()
+
+    def refer() -> int:
+        try:
+            with connections[postgres_alias].cursor() as cursor:
+                cursor.execute("SET lock_timeout = '30s'")
+            Customer(account_ptr_id=account.pk).save_base(raw=True, using=postgres_alias)
+            return Customer.objects.using(postgres_alias).count()
+        finally:
+            connections[postgres_alias].close()
+
+    with (
+        ThreadPoolExecutor(1) as other,
+        Account.do_once(account.pk, "is_welcome_email_sent", using=postgres_alias) as row,
+    ):
+        assert row == account
+        assert other.submit(refer).result() == 1
+    assert Account.objects.using(postgres_alias).get().is_welcome_email_sent
+
+
 @pytest.mark.parametrize("kind", ["sqlite", "postgres", LATER_MARIADB])
 def test_a_killed_block_is_done_again(
     kind: str, make_database: MakeDatabase, tmp_path: Path
