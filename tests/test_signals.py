@@ -38,6 +38,7 @@ from django_celery_safe.concurrency.sent import SentLock
 from django_celery_safe.conf import UNSET
 from django_celery_safe.databases import Now
 from django_celery_safe.emitting import Event, LoggedEvent, emit_in_background
+from django_celery_safe.leases.clock import boottime
 from django_celery_safe.leases.holder import HeldLock, Holder, encode_holder
 from django_celery_safe.leases.lease import Lease
 from django_celery_safe.leases.renewer import renewer
@@ -265,7 +266,7 @@ class Broken(LeaseStore):
 def renew_by_mistake(get: Get) -> None:
     """Renew a lock in a store that fails as nobody foresaw."""
     listener = get("listener")
-    lease = Lease(Broken(), "feed:42", TOKEN, SHORT, time.monotonic(), 1e9, lambda *lost: None)
+    lease = Lease(Broken(), "feed:42", TOKEN, SHORT, boottime(), 1e9, lambda *lost: None)
     renewer.add(lease)
     wait_for(lambda: listener.has("lock_backend_failed"))
     renewer.remove(lease)

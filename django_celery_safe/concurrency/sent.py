@@ -39,6 +39,7 @@ from ..delivery.header import (
 )
 from ..events import SENT_LOCK_LOST, SENT_LOCK_NOT_MOVED
 from ..exceptions import CelerySafeError, ConfigurationError, LockBackendError, WrongTransaction
+from ..leases.clock import boottime
 from ..leases.holder import Holder, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
@@ -168,7 +169,7 @@ class SentLock:
         store, seconds = self._store, min(run_lease.seconds, self.timeout)
         if store is not run_lease.store and not store.renews():
             return
-        now = time.monotonic()
+        now = boottime()
         lease = Lease(
             store, self.name, self.token, seconds, now, run_lease.renew_until, _report_lost
         )

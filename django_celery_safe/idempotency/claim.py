@@ -8,7 +8,6 @@ record as done, so a lost claim can't finish.
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Final
@@ -24,6 +23,7 @@ from ..events import CLAIM_FAILED, CLAIM_FINISHED, CLAIM_LOST, CLAIM_PUT_BACK, C
 from ..exceptions import ClaimLost, IdempotencyConflict, IdempotencyError, ResultNotStored
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
+from ..leases.clock import boottime
 from ..leases.holder import HeldLock
 from ..locks.stores import Location
 from ..texts import get_logger
@@ -180,7 +180,7 @@ class RecordClaim(Claim):
             "digest": self._digest,
         }
         for _ in range(TRIES):
-            asked_at = time.monotonic()
+            asked_at = boottime()
             try:
                 row: Any = table.find(self.key)
                 if row is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +30,7 @@ from ..transactions import (
     retry_on_new_connection,
 )
 from ..values import NotPlain, encode
+from .clock import boottime
 from .holder import HeldLock, describe_holder, encode_holder, holder_text, time_limit
 from .lease import Lease
 from .lease_table import LeaseTable
@@ -61,7 +61,7 @@ class Claim(ABC):
         result: The result that :meth:`finish` recorded; None while the work is not done.
         is_repeat: Whether the work had already been done before.
         is_finished: Whether :meth:`finish` was called, inside a transaction or not.
-        asked_at: When the statement that wrote the token was sent, by the monotonic clock.
+        asked_at: When the statement that wrote the token was sent, by :func:`boottime`.
         lease: The row's lease, which is renewed; None until :meth:`begin`.
         is_held: Whether this process still holds the row, as far as it knows.
     """
@@ -287,7 +287,7 @@ class Claim(ABC):
         so no other process can start the work, and for at most one lease length. If not
         ``patient``, or before :meth:`begin`, it is retried only once, immediately.
         """
-        alias, lease, begun_at = self.table.alias, self.lease, time.monotonic()
+        alias, lease, begun_at = self.table.alias, self.lease, boottime()
         try:
             return statement()
         except DISCONNECTED:
@@ -297,7 +297,7 @@ class Claim(ABC):
         def left() -> float:
             if lease is None or not patient:
                 return 0.0
-            return min(lease.remaining, begun_at + lease.seconds - time.monotonic())
+            return min(lease.remaining, begun_at + lease.seconds - boottime())
 
         return retry_on_new_connection(alias, statement, left, repr(self.key))
 

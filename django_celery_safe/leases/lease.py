@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from .clock import boottime
 from .holder import HeldLock
 from .store import LeaseStore
 
@@ -75,9 +75,9 @@ class Lease(Generic[S]):
         token: The id of this acquisition.
         seconds: Length of the lease.
         asked_at: When the last request that started or renewed the lease was sent, by the
-            monotonic clock. The lease is trusted for ``seconds`` from then on, less the
+            clock :func:`boottime`. The lease is trusted for ``seconds`` from then on, less the
             store's ``early``: the store can only have got the request later.
-        renew_until: When renewal stops, by the monotonic clock; inf: never.
+        renew_until: When renewal stops, by that clock; inf: never.
         on_lost: Called with the lease and the new holder's lock, or None, by the
             thread that finds that the lease is no longer ours. It must not refer to
             the holder's object.
@@ -135,4 +135,4 @@ class Lease(Generic[S]):
         """Seconds for which the lease is trusted; 0: expired, lost or another process's."""
         if self.lost or self.pid != os.getpid():
             return 0.0
-        return max(0.0, self.asked_at + self.seconds - self.store.early - time.monotonic())
+        return max(0.0, self.asked_at + self.seconds - self.store.early - boottime())

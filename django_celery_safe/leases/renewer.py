@@ -22,6 +22,7 @@ from ..emitting import emit_in_background
 from ..events import LEASES_NOT_RENEWED, LEASES_NOT_RENEWED_BY_A_BUG
 from ..exceptions import LockBackendError
 from ..texts import get_logger
+from .clock import boottime
 from .lease import Lease
 from .store import LeaseStore, Renewal
 
@@ -106,7 +107,7 @@ class Renewer:
                 self.extending.add(lease)
             overlaps = self._is_renewing(lease)
         try:
-            asked_at = time.monotonic()
+            asked_at = boottime()
             # If the answer is lost, the lease has the old or the new length: trust the shorter.
             lease.seconds = min(before, seconds)
             try:
@@ -175,7 +176,7 @@ class Lane:
         #: Weak: a lease without an owner is renewed as long as anything refers to it.
         self._unowned: WeakSet[Lease[Any]] = WeakSet()
         self._thread: threading.Thread | None = None
-        #: When the thread wakes up by itself, by the monotonic clock.
+        #: When the thread wakes up by itself, by :func:`boottime`.
         self._wakes_at = math.inf
         #: Whether the thread is waiting, and so takes a turn as soon as it is notified.
         self._waits = False
@@ -263,7 +264,7 @@ class Lane:
         with self._mutex:
             if self._thread is not threading.current_thread():
                 return False  # it was replaced, or a signal handler raised while it was started
-            pause = self._wakes_at - time.monotonic()
+            pause = self._wakes_at - boottime()
             if pause > 0 and not self._is_idle():
                 return self._wait(pause)
             due, reports, shortest = self._take_due()
@@ -305,7 +306,7 @@ class Lane:
             self._thread = None
             self._renewer.renewing.pop(self, None)
             self._renewer.changed.notify_all()
-            leases, now = self._leases, time.monotonic()
+            leases, now = self._leases, boottime()
             del self._renewer.lanes[self._key]
             if not leases:
                 return
@@ -347,7 +348,7 @@ class Lane:
         """
         # A lease that was removed does not change the planned time: a loop that takes and frees
         # locks wakes this thread once in a third of a lease, not for every lock.
-        now, wakes_at, shortest = time.monotonic(), math.inf, math.inf
+        now, wakes_at, shortest = boottime(), math.inf, math.inf
         due: list[Lease[Any]] = []
         over: list[Lease[Any]] = []
         reports: list[Report] = []
@@ -393,7 +394,7 @@ class Lane:
                 if not extended:
                     self._lost(lease)
         if len(free) < len(leases):
-            later = time.monotonic()
+            later = boottime()
             for lease in set(leases).difference(free):
                 lease.renew_at = later + max(lease.remaining * RETRY_AFTER, SHORTEST_PAUSE)
         with self._mutex:
@@ -404,7 +405,7 @@ class Lane:
         if self._store.connects_threads:
             with self._mutex:
                 self._is_connected = True
-        asked_at, before = time.monotonic(), [lease.asked_at for lease in leases]
+        asked_at, before = boottime(), [lease.asked_at for lease in leases]
         try:
             self._store.leave_pool()
             outcomes = self._store.extend(leases, within)

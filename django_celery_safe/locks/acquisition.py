@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from celery._state import get_current_task
 
 from ..exceptions import CelerySafeError, LockBackendError
+from ..leases.clock import boottime
 from ..leases.holder import HeldLock, Holder, place_name, place_names, time_limit
 from ..leases.lease import Lease, Owner
 from ..leases.renewer import renewer
@@ -79,7 +79,7 @@ def try_acquire(
     # Read once: reading Celery's ``request`` costs as much as everything done with it below.
     request = None if task is None else task.request
     holder = describe(task, request, renew, seconds)
-    asked_at = time.monotonic()
+    asked_at = boottime()
     try:
         outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit))
         if not isinstance(outcome, Acquired):
@@ -89,7 +89,7 @@ def try_acquire(
         owner = Owner(weakref.ref(lock), here.thread, run) if renew else None
         name = lock.name if outcome.place == 1 else place_name(lock.name, outcome.place)
         lease = Lease(store, name, token, seconds, asked_at, renew_until, on_lost, owner)
-        took = time.monotonic() - asked_at
+        took = boottime() - asked_at
         if took < seconds - store.early:
             return Acquisition(lease, outcome.fence)
     except CelerySafeError:

@@ -8,7 +8,6 @@ the message. A message whose row has ended, or is claimed by another run, does n
 
 from __future__ import annotations
 
-import time
 import traceback
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from ..events import MESSAGE_DONE, MESSAGE_FAILED, MESSAGE_LOST, MESSAGE_NOT_RUN
 from ..exceptions import ConfigurationError, MessageLost, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit, text_of
 from ..leases.claim import Claim
+from ..leases.clock import boottime
 from ..texts import get_logger
 from ..values import decode
 from .capture import Captured, capture
@@ -372,7 +372,7 @@ def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
 
     def ask() -> Any:
         for _ in range(TRIES):
-            claim.asked_at = time.monotonic()
+            claim.asked_at = boottime()
             try:
                 claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
             except OperationalError as error:

@@ -8,7 +8,6 @@ message claims the step, or a sweep re-sends the message.
 from __future__ import annotations
 
 import os
-import time
 from asyncio import CancelledError
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +34,7 @@ from ..events import STEP_GONE, STEP_LOST, STEP_SKIPPED, TASK_POISONED
 from ..exceptions import IdempotencyError, InvalidResult, StepLost, TaskPoisoned
 from ..foreign_errors import describe_error
 from ..leases.claim import Claim
+from ..leases.clock import boottime
 from ..leases.holder import HeldLock, Holder
 from ..leases.lease_table import read_holder
 from ..locks.stores import Location
@@ -236,7 +236,7 @@ def _begin(claim: StepClaim, task: Any, request: Context) -> bool:
     )
 
     def try_begin() -> bool | HeldLock:
-        claim.asked_at = time.monotonic()
+        claim.asked_at = boottime()
         try:
             return claim.ask(lambda: _try_begin(claim, task, request, holder))
         except DatabaseError as error:

@@ -14,6 +14,7 @@ from pytest_django import Settings
 
 from django_celery_safe import HeldLock, LockBackendError, cache_lock, find_lock, release_lock
 from django_celery_safe.leases import renewer as renewing
+from django_celery_safe.leases.clock import boottime
 from django_celery_safe.leases.lease import Lease
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.leases.store import Renewal
@@ -249,7 +250,7 @@ def test_the_thread_outlives_leases_that_vanish(locks_in_memory: None) -> None:
         ends_at = time.monotonic() + 1
         while time.monotonic() < ends_at:
             # The lease of a claim, which is renewed while something refers to it.
-            own = Lease(store, "vanishing", "token", 0.3, time.monotonic() - 1, math.inf, print)
+            own = Lease(store, "vanishing", "token", 0.3, boottime() - 1, math.inf, print)
             renewer.add(own)
             del own
     finally:
@@ -281,7 +282,7 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
     told: list[Any] = []
     monkeypatch.setattr(LocalStore, "extend", hang)
     before = set(renewing_threads())
-    now = time.monotonic()
+    now = boottime()
     lease = Lease(locate().store(), "released", "token", 0.06, now - 1, math.inf, print)
     renewer.add(lease)
     (thread,) = set(renewing_threads()) - before

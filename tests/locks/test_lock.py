@@ -256,3 +256,19 @@ class InPlainTestCase(TestCase):
             assert cache_lock("left over").acquire()
         with locks_in_memory():
             assert find_lock("left over") is None
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="Only Linux has that clock.")
+def test_a_lock_is_not_held_after_its_machine_was_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lease is over by the clock that counts on, though the other stood still."""
+    clock_gettime = time.clock_gettime
+
+    def after_an_hour(clock: int) -> float:
+        return clock_gettime(clock) + 3600 * (clock == time.CLOCK_BOOTTIME)
+
+    with cache_lock("suspended", timeout=60, renew=False) as lock:
+        assert lock.held
+        monkeypatch.setattr(time, "clock_gettime", after_an_hour)
+        assert (lock.held, lock.remaining) == (False, 0.0)
