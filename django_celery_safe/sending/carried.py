@@ -92,6 +92,7 @@ class Run:
             chain, callbacks, or the body of a chord.
         found: The row as the claim found it.
         is_called: Whether the task is being called; before, ``before_start()`` of its class runs.
+        has_begun: Whether the task itself has begun, as far as is known here.
         returned: The task's return value as JSON, for a row that is kept; "": the value is not
             recorded.
     """
@@ -99,14 +100,21 @@ class Run:
     def __init__(self, claim: MessageClaim, task: Any, request: Context, found: Claimed) -> None:
         # Not the request: as the weak key of this run, it would never be freed.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
-        self.found, self.is_called, self.returned = found, False, ""
+        self.found, self.returned = found, ""
+        self.is_called = self.has_begun = False
         self.resent: Captured | None = None
         self._is_replaced = False
         self.has_followers = bool(request.chain or request.callbacks or request.chord)
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Keep the messages that are sent in the block until the run has ended."""
+    def keeping(self, *, unchanged: bool = False) -> Iterator[None]:
+        """
+        Keep the messages that are sent in the block until the run has ended.
+
+        Args:
+            unchanged: Whether the run's own message is sent again, because it did not begin.
+        """
+        self.has_begun = self.has_begun and not unchanged
         with capture(self.task.app) as captured:
             try:
                 yield
@@ -132,6 +140,7 @@ class Run:
         """
         goes_on = self.resent
         try:
+            self._uncount_unbegun()
             ours = self._end() if goes_on is None else self._go_on(goes_on)
         finally:
             self.claim.end()
@@ -145,7 +154,10 @@ class Run:
         if self.claim.is_of_parent():
             return  # after a bare os.fork() the child leaves the run too
         self.claim.end()
+        self.has_begun = self.has_begun and not isinstance(error, MessageGoesOn)
         try:
+            if isinstance(error, Exception):
+                self._uncount_unbegun()
             ours = self._record(error)
         except DatabaseError as failure:
             logger.warning(
@@ -183,6 +195,13 @@ class Run:
         return self.claim.end_by(
             lambda: row.put_back(token, wait, reason, died=died), lambda: row.was_put_back(reason)
         )
+
+    def _uncount_unbegun(self) -> None:
+        """Take back that the claim counted as a start, if the task itself has not begun."""
+        # A relay reads from the number that the message which the row has was sent before.
+        if not self.has_begun and (self.resent is not None or self.found.starts > 1):
+            row, token = self.claim.table.at(self.claim.name), self.claim.token
+            self.claim.ask(lambda: row.uncount(token, self.found.starts))
 
     def _end(self) -> bool:
         table, name, token = self.claim.table, self.claim.name, self.claim.token
@@ -309,6 +328,7 @@ def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
     if found.deaths:
         refuse_after_deaths(run.task, request.id, found.deaths, found.last_death)
     with run.claim.current():
+        run.has_begun = run.is_called
         result = function()
     if not run.claim.is_of_parent():
         run.claim.check_committed()

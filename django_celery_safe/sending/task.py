@@ -281,8 +281,8 @@ class SafeTaskMixin(Task[P, R]):
             warn_if_beyond_visibility(self.app, self.name, options)
         # A worker's main process sends the retry of a killed run like any other message.
         run = find_run(options.get("task_id")) if resent is not None else None
-        if run is not None and CAPTURED.get() is None:
-            with run.keeping():
+        if run is not None and resent is not None and CAPTURED.get() is None:
+            with run.keeping(unchanged=resent.unchanged):
                 return self._send(args, kwargs, options, resent, waits=waits)
         again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()

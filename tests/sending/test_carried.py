@@ -483,6 +483,32 @@ def test_poison_is_not_run_for_ever(carried: Carried) -> None:
     assert carried.row.deaths == 0
 
 
+def test_only_runs_of_the_task_count_as_starts(carried: Carried) -> None:
+    """A run that stepped aside, and one that is refused after too many deaths, have not begun."""
+    alone = single_instance(key=[], on_conflict="retry")
+    task = carried.make_task("tests.alone", alone, max_deaths=1)
+    message = carried.send(task=task)
+    for _ in range(3):
+        with cache_lock(task.lock_name()):
+            assert carried.mailbox.deliver(message).state == "RETRY"
+        message = carried.mailbox.take_one()
+        assert (carried.row.starts, carried.row.started_at) == (0, None)
+    seen: list[int] = []
+
+    def die(task: Any) -> None:
+        seen.append(carried.row.starts)
+        raise SystemExit(1)
+
+    carried.body = die
+    with suppress(SystemExit):
+        carried.mailbox.deliver(message)
+    (again,) = carried.relay()
+    assert carried.mailbox.deliver(again).state == "FAILURE"
+    row = carried.row
+    assert (seen, row.starts, row.error_type) == ([1], 1, "TaskPoisoned")
+    assert row.started_at is not None
+
+
 def test_links_of_a_chain_are_sent_before_the_row_is_done(carried: Carried) -> None:
     """Each is carried itself."""
     states: list[list[str]] = []
