@@ -383,6 +383,7 @@ def test_a_safe_task_class_that_is_bypassed(make_app: MakeApp) -> None:
         (Task, SafeTask),
         (None, PlainSafeTask),
         (SafeTask, SafeTask),
+        (SafeTask, PlainSafeTask),
         (SafeTask, None),
         (AppTask, SafeAppTask),
         (AppTask, None),

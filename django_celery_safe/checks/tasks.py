@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from celery.contrib.django.task import DjangoTask
-
 from ..concurrency.guard import find_guarded, find_hidden
 from ..concurrency.options import Options
 from ..exceptions import ConfigurationError
 from ..inspection.findings import Finding, fault
-from ..sending import SafeTaskMixin
+from ..sending import SafeTask, SafeTaskMixin
 from ..sending.option_names import find_misspelt
 from .project import Project, lengthen_visibility, seconds_of
 
@@ -128,8 +126,8 @@ def _find_bypassed(project: Project) -> Iterator[Finding]:
     """W012: ``base=SafeTask`` bypasses the project's own task class."""
     # Celery derives the app's Task class from the project's task class.
     base = project.app.Task.__mro__[1]
-    if issubclass(SafeTaskMixin, base) or issubclass(DjangoTask, base):
-        return
+    if issubclass(SafeTask, base):
+        return  # it is none of the project's own
     names = [task.name for task in project.safe_tasks if not isinstance(task, base)]
     if not names:
         return

@@ -1,0 +1,68 @@
+"""What the page on existing projects tells its reader to do, done to such a project."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, Page, page
+
+ADOPT = page("docs/how-to/adopt-in-an-existing-project.md")
+PROJECT = Page(Path(__file__).with_name("adopted.md"))
+
+
+def change(file: Path, diff: str) -> None:
+    """Make the change of a diff; lines that are only new come last."""
+    lines = diff.splitlines()
+    old = "\n".join(line[1:] for line in lines if line[0] != "+")
+    new = "\n".join(line[1:] for line in lines if line[0] != "-")
+    text = file.read_text()
+    if old:
+        assert text.count(old) == 1, f"{file.name} has not, or not only once: {old}"
+        file.write_text(text.replace(old, new))
+    else:
+        file.write_text(f"{text}\n{new}\n")
+
+
+def run(folder: Path, *words: str) -> str:
+    """Return what a program of the project prints; it has to succeed."""
+    ended = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env={"PYTHONPATH": f"{folder}:{ROOT}", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def run_suite(folder: Path) -> None:
+    """Run the project's tests, which have to pass."""
+    settings = "--ds=config.settings.test"
+    printed = run(folder, "pytest", "-q", "-p", "no:cacheprovider", "--nomigrations", settings)
+    assert "5 passed" in printed
+
+
+@pytest.mark.repository
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_the_suite_of_a_project_that_adopts_it_stays_green(each: bool, tmp_path: Path) -> None:
+    """A project like cookiecutter-django's does what the page says: all of it, or step by step."""
+    for block in PROJECT.blocks():
+        file = tmp_path / block.marker.removeprefix("file: ")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(block.code)
+    (tmp_path / "__init__.py").unlink()
+    for step in ADOPT.headings(2):
+        if each:
+            run_suite(tmp_path)
+        for block in ADOPT.blocks():
+            if block.marker.startswith(f"{step[0]}: "):
+                change(tmp_path / block.marker.removeprefix(f"{step[0]}: "), block.code)
+    run_suite(tmp_path)
+    checked = run(tmp_path, "django", "check", "--settings=config.settings.base")
+    assert "no issues" in checked
+    assert "SEND_ON_COMMIT" in (tmp_path / "config/settings/base.py").read_text()
