@@ -30,6 +30,7 @@ from ..foreign_errors import ExcInfo
 from ..leases.holder import HeldLock, describe_lock_holder, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
+from ..transactions import aliases_in_atomic
 from . import misuse
 from .acquisition import Thread, give_back, here, record_lost, try_acquire
 from .decorated import check_done, check_guardable
@@ -168,7 +169,8 @@ class CacheLock(misuse.NotAsync):
             give_back(lease.store, lease.token, lease.name)
             raise
         if released:
-            misuse.warn_if_in_atomic(self.name, self.function)
+            if aliases := aliases_in_atomic():
+                misuse.warn_in_atomic(self.name, aliases[0], self.function)
             if LOCK_RELEASED.is_observed():
                 LOCK_RELEASED.emit(CacheLock, name=self.name)
             return True

@@ -13,7 +13,6 @@ from typing import Any, Final, NoReturn
 from ..exceptions import ConfigurationError, LockError
 from ..leases.holder import Holder
 from ..texts import get_logger
-from ..transactions import aliases_in_atomic
 from ..usage import calling_line
 
 logger = get_logger(__name__)
@@ -105,16 +104,13 @@ def warn_not_asked(name: str, holder: Holder) -> None:
 _warned: set[str] = set()
 
 
-def warn_if_in_atomic(name: str, function: Callable[..., Any] | None) -> None:
+def warn_in_atomic(name: str, alias: str, function: Callable[..., Any] | None) -> None:
     """
     Log, once for each place, that a lock ends before the transaction around it commits.
 
     Args:
         function: The decorated function that the lock guards; None: a block.
     """
-    aliases = aliases_in_atomic()
-    if not aliases:
-        return
     place = calling_line()
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     if code is not None:
@@ -127,7 +123,7 @@ def warn_if_in_atomic(name: str, function: Callable[..., Any] | None) -> None:
             "first: `with cache_lock(...) as lock:` around `with transaction.atomic():`, and "
             "@transaction.atomic below @single_instance or @cache_lock.",
             name,
-            aliases[0],
+            alias,
             place,
         )
 
