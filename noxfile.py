@@ -191,6 +191,15 @@ def coverage(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "--cov", "--cov-report=term:skip-covered", *options)
 
 
+@nox.session(python=FOUND.get(NEWEST, NEWEST))
+def company(session: nox.Session) -> None:
+    """Play all flows beside all neighbours with the newest Django, which has tasks of its own."""
+    session.install("-q", "-e", ".[test,company]")
+    session.run("python", "-c", SHOW_VERSIONS)
+    marks = "long or nightly"
+    session.run("python", "-m", "pytest", "-m", marks, "tests/company", *session.posargs)
+
+
 @nox.session
 def audit(session: nox.Session) -> None:
     """Look for known vulnerabilities in what users install with the package."""

@@ -1,0 +1,510 @@
+"""
+Who stands beside us: a class for each neighbour, which says how a project switches it on.
+
+Only processes of the project load a neighbour, and they load one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+class Neighbour:
+    """Nobody: the base of all."""
+
+    #: The distributions that have to be installed.
+    packages: tuple[str, ...] = ()
+    #: A requirement that is put before those, for another version.
+    target: str | None = None
+    #: Whether it is played at each landing, and not only each night.
+    landing = False
+    #: What stands before the command of each process, and their environment.
+    launcher: tuple[str, ...] = ()
+    env: Mapping[str, str] = {}
+    #: More INSTALLED_APPS, and what makes their tables.
+    apps: tuple[str, ...] = ()
+    migrate: tuple[str, ...] = ("migrate",)
+    #: More Django settings; changes of those of the database; its kind.
+    settings: Mapping[str, Any] = {}
+    database: Mapping[str, Any] = {}
+    kind: Any = "postgres"
+    #: The worker's pool.
+    pool = "prefork"
+    #: Commands of Celery that run beside the worker.
+    beside: tuple[tuple[str, ...], ...] = ()
+    #: Flows that are not played, and those that are played only here.
+    less: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
+    #: Flows whose messages are sent, by a relay or by a worker after the run, where the
+    #: neighbour has nothing to give them, with Celery alone neither.
+    fresh: tuple[str, ...] = ()
+
+    def switch_on(self) -> None:
+        """Do what a project does in its settings."""
+
+    def make_app(self) -> Any:
+        """Return the project's Celery app, not yet configured."""
+        from celery import Celery
+
+        return Celery("company")
+
+    def task_class(self) -> Any:
+        """Return the base of all tasks."""
+        from django_celery_safe import SafeTask
+
+        return SafeTask
+
+    def prepare(self) -> None:
+        """Do what has to be done before the first flow."""
+
+    def above(self, function: Function) -> Function:
+        """Decorate a function that our decorators have decorated."""
+        return function
+
+    def below(self, function: Function) -> Function:
+        """Decorate a function before ours do."""
+        return function
+
+    @contextmanager
+    def request(self) -> Iterator[str | None]:
+        """Be in a request; gives what its messages have to bring to their tasks."""
+        yield None
+
+    def brought(self) -> str | None:
+        """Return, in a task, what came from the request."""
+        return None
+
+
+class Tracer(Neighbour):
+    """Brings the id of a trace."""
+
+    def span(self) -> Any:
+        """Return the block of a request."""
+        raise NotImplementedError
+
+    @contextmanager
+    def request(self) -> Iterator[str | None]:
+        with self.span():
+            yield self.brought()
+
+
+class Sentry(Tracer):
+    """sentry-sdk, which traces."""
+
+    packages = ("sentry-sdk",)
+    landing = True
+
+    def switch_on(self) -> None:
+        import sentry_sdk
+
+        # Nobody listens there.
+        sentry_sdk.init(dsn="http://key@127.0.0.1:9/1", traces_sample_rate=1.0, shutdown_timeout=0)
+
+    def span(self) -> Any:
+        import sentry_sdk
+
+        return sentry_sdk.start_transaction(name="request", op="http.server")
+
+    def brought(self) -> str | None:
+        import sentry_sdk
+
+        span = sentry_sdk.get_current_span()
+        return span and span.trace_id
+
+
+class OldSentry(Sentry):
+    """The oldest sentry-sdk that the tests know."""
+
+    target = "sentry-sdk==2.20.0"
+    landing = False
+
+
+class OpenTelemetry(Tracer):
+    """OpenTelemetry's instrumentation of Celery."""
+
+    packages = ("opentelemetry-instrumentation-celery", "opentelemetry-sdk")
+    landing = True
+
+    def switch_on(self) -> None:
+        from opentelemetry import trace
+        from opentelemetry.instrumentation.celery import CeleryInstrumentor
+        from opentelemetry.sdk.trace import TracerProvider
+
+        trace.set_tracer_provider(TracerProvider())
+        CeleryInstrumentor().instrument()
+
+    def span(self) -> Any:
+        from opentelemetry import trace
+
+        return trace.get_tracer("company").start_as_current_span("request")
+
+    def brought(self) -> str | None:
+        from opentelemetry import trace
+
+        return format(trace.get_current_span().get_span_context().trace_id, "032x")
+
+
+class DataDog(Tracer):
+    """ddtrace with distributed tracing of Celery."""
+
+    packages = ("ddtrace",)
+    launcher = ("ddtrace-run",)
+    env = {
+        "DD_CELERY_DISTRIBUTED_TRACING": "true",
+        "DD_INSTRUMENTATION_TELEMETRY_ENABLED": "false",
+        "DD_REMOTE_CONFIGURATION_ENABLED": "false",
+        "DD_TRACE_AGENT_URL": "http://127.0.0.1:9",
+    }
+
+    def span(self) -> Any:
+        from ddtrace.trace import tracer
+
+        return tracer.trace("request")
+
+    def brought(self) -> str | None:
+        from ddtrace.trace import tracer
+
+        span = tracer.current_span()
+        return span and str(span.trace_id)
+
+
+class NewRelic(Tracer):
+    """New Relic's agent, in the mode that sends nothing."""
+
+    packages = ("newrelic",)
+    landing = True
+    launcher = ("newrelic-admin", "run-program")
+    env = {
+        "NEW_RELIC_DEVELOPER_MODE": "true",
+        "NEW_RELIC_LICENSE_KEY": "0" * 40,
+        "NEW_RELIC_LOG": "stderr",
+        "NEW_RELIC_LOG_LEVEL": "error",
+    }
+    fresh = ("killed", "chain")
+
+    def span(self) -> Any:
+        from newrelic import agent
+
+        return agent.BackgroundTask(agent.register_application(timeout=30), "request")
+
+    def brought(self) -> str | None:
+        from newrelic import agent
+
+        trace: str | None = agent.current_trace_id()
+        return trace
+
+
+_acting: ContextVar[str | None] = ContextVar("acting", default=None)
+
+
+@contextmanager
+def acting(user: str | None) -> Iterator[str | None]:
+    """Act for a user, as the middleware of a project does."""
+    token = _acting.set(user)
+    try:
+        yield user
+    finally:
+        _acting.reset(token)
+
+
+class OwnHeaders(Neighbour):
+    """A task class that sends the acting user in Celery's old place for headers, as tracers do."""
+
+    landing = True
+    fresh = ("chain",)
+
+    def task_class(self) -> Any:
+        from django_celery_safe import SafeTask
+
+        class HeaderTask(SafeTask):
+            abstract = True
+
+            def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+                headers = dict(options.pop("headers", None) or {})
+                headers["headers"] = {"user": _acting.get()}
+                return super().apply_async(args, kwargs, headers=headers, **options)
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                with acting((self.request.headers or {}).get("user")):
+                    return super().__call__(*args, **kwargs)
+
+        return HeaderTask
+
+    def request(self) -> Any:
+        return acting("ann")
+
+    def brought(self) -> str | None:
+        return _acting.get()
+
+
+class OwnClass(OwnHeaders):
+    """A task class that adds a keyword, takes it out before the run, and may raise."""
+
+    more = ("class raises",)
+
+    def task_class(self) -> Any:
+        from celery.contrib.django.task import DjangoTask
+
+        from django_celery_safe import SafeTaskMixin
+
+        class UserTask(SafeTaskMixin, DjangoTask):
+            abstract = True
+            typing = False
+
+            def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+                return super().apply_async(
+                    args, {**(kwargs or {}), "_user": _acting.get()}, **options
+                )
+
+            def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+                if args and args[0] == "before_start raises":
+                    raise LookupError("before_start raises")
+
+            def __call__(self, *args: Any, _user: str | None = None, **kwargs: Any) -> Any:
+                if args and args[0] == "call raises":
+                    raise LookupError("call raises")
+                with acting(_user):
+                    return super().__call__(*args, **kwargs)
+
+        return UserTask
+
+
+class AtomicClass(Neighbour):
+    """A task class that runs each task in a transaction."""
+
+    landing = True
+    # Nothing that has to be known to others at once can be written in a transaction.
+    less = ("idempotent",)
+
+    def task_class(self) -> Any:
+        from django.db import transaction
+
+        from django_celery_safe import SafeTask
+
+        class AtomicTask(SafeTask):
+            abstract = True
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                with transaction.atomic():
+                    return super().__call__(*args, **kwargs)
+
+        return AtomicTask
+
+
+def inject(function: Function) -> Function:
+    """Give a function its first argument."""
+
+    @wraps(function)
+    def injected(*args: Any, **kwargs: Any) -> Any:
+        return function("service", *args, **kwargs)
+
+    return injected
+
+
+def wanting(function: Function) -> Function:
+    """Return a function with a service before its own argument."""
+
+    def wants(service: str, flow: Any) -> Any:
+        assert service == "service"
+        return function(flow)
+
+    wants.__name__, wants.__module__ = function.__name__, function.__module__
+    return wants
+
+
+class InjectsBelow(Neighbour):
+    """A decorator below ours that injects an argument."""
+
+    landing = True
+
+    def below(self, function: Function) -> Function:
+        return inject(wanting(function))
+
+
+class InjectsAbove(Neighbour):
+    """A decorator above ours that injects an argument."""
+
+    landing = True
+
+    def above(self, function: Function) -> Function:
+        return inject(function)
+
+    def below(self, function: Function) -> Function:
+        return wanting(function)
+
+
+class ClassOfApp(Neighbour):
+    """An app whose every task is a SafeTask, in a project that sends pickles."""
+
+    landing = True
+    settings = {"CELERY_ACCEPT_CONTENT": ["json", "pickle"]}
+    env = {"C_FORCE_ROOT": "true"}
+    more = ("pickle",)
+
+    def make_app(self) -> Any:
+        from celery import Celery
+
+        return Celery("company", task_cls="django_celery_safe:SafeTask")
+
+    def task_class(self) -> Any:
+        return None
+
+
+class Gevent(Neighbour):
+    """A worker with greenlets; the kill ends it whole."""
+
+    packages = ("gevent",)
+    landing = True
+    pool = "gevent"
+
+
+class PgBouncer(Neighbour):
+    """PgBouncer with transaction pooling."""
+
+    landing = True
+    kind = "pgbouncer"
+
+
+class Results(Neighbour):
+    """django-celery-results."""
+
+    packages = ("django-celery-results",)
+    apps = ("django_celery_results",)
+    settings = {"CELERY_RESULT_BACKEND": "django-db", "CELERY_RESULT_EXTENDED": True}
+
+
+class RedBeat(Neighbour):
+    """celery-redbeat, whose connection to PostgreSQL idles from tick to tick."""
+
+    packages = ("celery-redbeat",)
+    beside = (("beat", "--scheduler", "redbeat.RedBeatScheduler"),)
+    settings = {
+        "CELERY_BEAT_SCHEDULE": {
+            "tick": {"task": "tests.company.tasks.carried", "schedule": 3.0, "args": ("beat",)}
+        },
+        "CELERY_BEAT_MAX_LOOP_INTERVAL": 1,
+    }
+    more = ("beat",)
+
+
+class DatabaseBeat(RedBeat):
+    """django-celery-beat."""
+
+    packages = ("django-celery-beat",)
+    apps = ("django_celery_beat",)
+    beside = (("beat", "--scheduler", "django_celery_beat.schedulers:DatabaseScheduler"),)
+
+
+class Flower(Neighbour):
+    """flower, and the events that it wants."""
+
+    packages = ("flower",)
+    settings = {"CELERY_WORKER_SEND_TASK_EVENTS": True, "CELERY_TASK_SEND_SENT_EVENT": True}
+    env = {"FLOWER_UNAUTHENTICATED_API": "true"}
+    beside = (("flower", "--address=127.0.0.1", "--port={port}"),)
+    more = ("flower",)
+
+
+class DebugToolbar(Neighbour):
+    """django-debug-toolbar around the requests that send."""
+
+    packages = ("django-debug-toolbar",)
+    apps = ("django.contrib.staticfiles", "debug_toolbar")
+    settings = {
+        "STATIC_URL": "static/",
+        "TEMPLATES": [
+            {"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}
+        ],
+    }
+
+    @contextmanager
+    def request(self) -> Iterator[str | None]:
+        from debug_toolbar.toolbar import DebugToolbar as Toolbar
+        from django.http import HttpResponse
+        from django.test import RequestFactory
+
+        panels = Toolbar(RequestFactory().get("/"), lambda request: HttpResponse()).panels
+        for panel in panels:
+            panel.enable_instrumentation()
+        try:
+            yield None
+        finally:
+            for panel in reversed(panels):
+                panel.disable_instrumentation()
+
+
+class Tenants(Neighbour):
+    """tenant-schemas-celery on django-tenants, with our tables in the shared schema."""
+
+    packages = ("tenant-schemas-celery", "django-tenants")
+    apps = ("django_tenants", "tests.company.tenants")
+    migrate = ("migrate_schemas", "--shared", "--run-syncdb")
+    database = {"ENGINE": "django_tenants.postgresql_backend"}
+    settings = {
+        "SHARED_APPS": ["django_tenants", "tests.company.tenants", "django_celery_safe"],
+        "TENANT_APPS": ["django.contrib.contenttypes"],
+        "TENANT_MODEL": "tenants.Tenant",
+        "TENANT_DOMAIN_MODEL": "tenants.Domain",
+        "DATABASE_ROUTERS": ["django_tenants.routers.TenantSyncRouter"],
+    }
+
+    def make_app(self) -> Any:
+        from tenant_schemas_celery.app import CeleryApp
+
+        return CeleryApp("company")
+
+    def task_class(self) -> Any:
+        from tenant_schemas_celery.task import TenantTask
+
+        from django_celery_safe import SafeTaskMixin
+
+        class Task(SafeTaskMixin, TenantTask):
+            abstract = True
+
+        return Task
+
+    def prepare(self) -> None:
+        from tests.company.tenants.models import Tenant
+
+        Tenant(schema_name="acme").save()
+
+    @contextmanager
+    def request(self) -> Iterator[str | None]:
+        from django_tenants.utils import schema_context
+
+        with schema_context("acme"):
+            yield "acme"
+
+    def brought(self) -> str | None:
+        from django.db import connection
+
+        schema: str = connection.schema_name
+        return schema
+
+
+NEIGHBOURS: dict[str, Neighbour] = {
+    "nobody": Neighbour(),
+    "sentry-sdk": Sentry(),
+    "sentry-sdk, oldest": OldSentry(),
+    "OpenTelemetry": OpenTelemetry(),
+    "ddtrace": DataDog(),
+    "newrelic": NewRelic(),
+    "custom headers": OwnHeaders(),
+    "a task class of your own": OwnClass(),
+    "a task class with atomic()": AtomicClass(),
+    "a decorator that injects, below ours": InjectsBelow(),
+    "a decorator that injects, above ours": InjectsAbove(),
+    "task_cls, with pickle": ClassOfApp(),
+    "gevent": Gevent(),
+    "PgBouncer": PgBouncer(),
+    "django-celery-results": Results(),
+    "django-celery-beat": DatabaseBeat(),
+    "celery-redbeat": RedBeat(),
+    "flower": Flower(),
+    "django-debug-toolbar": DebugToolbar(),
+    "tenant-schemas-celery": Tenants(),
+}

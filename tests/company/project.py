@@ -1,0 +1,17 @@
+"""The Celery app of the project, which each of its processes has, and its views: none."""
+
+from django.apps import AppConfig
+from django.conf import settings
+
+app = settings.HERE.make_app()
+app.config_from_object("django.conf:settings", namespace="CELERY")
+app.conf.imports = ["tests.company.tasks"]
+
+urlpatterns: list[object] = []
+
+
+class CompanyConfig(AppConfig):
+    """The project's one app."""
+
+    name = "tests.company"
+    default_auto_field = "django.db.models.BigAutoField"

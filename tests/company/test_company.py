@@ -1,0 +1,54 @@
+"""Every flow beside every neighbour, on real workers."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.company.matrix import NotInstalled, play
+from tests.company.neighbours import NEIGHBOURS
+from tests.conftest import requiring
+from tests.servers import PgBouncerServer
+from tests.servers.databases import Databases
+
+if TYPE_CHECKING:
+    from pytest_django import DjangoDbBlocker
+
+#: Each in a landing, or at night.
+CASES = [
+    pytest.param(name, marks=pytest.mark.long if here.landing else pytest.mark.nightly)
+    for name, here in NEIGHBOURS.items()
+]
+#: Flows that are known to go wrong, by neighbour, and why; each must go wrong.
+INJECTED = dict.fromkeys(
+    ["single instance", "run later", "unique send", "stages", "idempotent"],
+    "the arguments of the message have to fit the function below the decorators",
+)
+KNOWN: dict[str, dict[str, str]] = {
+    "a task class of your own": {flow: INJECTED[flow] for flow in INJECTED if flow != "stages"},
+    "a task class with atomic()": {"stages": "a step can't be recorded in a transaction"},
+    "a decorator that injects, below ours": INJECTED,
+    "a decorator that injects, above ours": INJECTED,
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("redis_server", "postgres_server")
+@pytest.mark.parametrize("name", CASES)
+def test_beside(
+    name: str,
+    _databases: Databases,  # noqa: PT019 - it has a value
+    tmp_path: Path,
+    django_db_blocker: "DjangoDbBlocker",
+) -> None:
+    """Every flow has its right values beside a neighbour."""
+    try:
+        with django_db_blocker.unblock(), requiring(PgBouncerServer):
+            verdicts = play(name, _databases, tmp_path)
+    except NotInstalled as error:
+        if os.environ.get("CI", "").lower() in {"1", "true"}:
+            raise
+        pytest.skip(f"not run: {name} ({error})")
+    wrong = {flow: why for flow, why in verdicts.items() if why}
+    assert wrong.keys() == KNOWN.get(name, {}).keys(), f"beside {name}: {wrong}"
