@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-from celery import Celery, current_app
+from celery import Celery, Task, current_app
 from celery.app.trace import build_tracer
 from celery.states import REVOKED, SUCCESS
 from celery.worker.request import Request
@@ -201,14 +201,36 @@ def deliver(app: Celery, message: Sent, sent: list[Sent], *, redelivered: bool =
         return Delivery(task.name, message.task_id, REVOKED, None, None, [])
     args, kwargs, embed = received.payload
     about = {**request.request_dict, "is_eager": False, **(embed or {})}
-    before = len(sent)
-    traced = build_tracer(task.name, task, app=app, hostname=host)(
-        message.task_id, args, kwargs, about
-    )
+    before, trace = len(sent), build_tracer(task.name, task, app=app, hostname=host)
+    with _calls_of_worker():
+        traced = trace(message.task_id, args, kwargs, about)
     outcome: tuple[str, Any, Any] = SUCCESS, traced.retval, None
     if traced.info is not None:
         outcome = traced.info.state, None, traced.info.retval
     return Delivery(task.name, message.task_id, *outcome, sent[before:])
+
+
+@contextmanager
+def _calls_of_worker() -> Iterator[None]:
+    """
+    Let ``super().__call__()`` of a project's task class run its message, as in a worker.
+
+    Elsewhere Celery takes it for a direct call of the task, with an empty request.
+    """
+    call: Any = Task.__call__
+
+    def protected(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = self.request_stack.top
+        if request is None or request._protected or request.called_directly:
+            return call(self, *args, **kwargs)
+        request._protected = 1
+        return self.run(*args, **kwargs)
+
+    Task.__call__ = protected  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Task.__call__ = call  # type: ignore[method-assign]
 
 
 #: The properties of a message that Celery's request reads.

@@ -39,6 +39,7 @@ from tests.testing.tasks import (
     look_around,
     pass_on,
     reject,
+    settle,
     stumble,
     visit,
     welcome,
@@ -194,6 +195,14 @@ def test_the_outbox_is_run_in_order(by_messages: None) -> None:
     assert effects == [["first", "hello"], 2, ["third", "hello"]]
     assert [one.result for one in done] == [None, "receipt 2", None]
     assert drain_outbox() == []
+
+
+def test_a_task_of_a_projects_own_class(by_messages: None) -> None:
+    """Its ``__call__()`` runs the task for the message, as in a worker."""
+    sent = settle.delay(42)
+    (delivery,) = drain_outbox()
+    assert (delivery.state, delivery.result) == ("SUCCESS", "settled")
+    assert effects == ["before", (sent.id, 42)]
 
 
 def test_what_has_expired_is_not_run(by_messages: None) -> None:
