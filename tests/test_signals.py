@@ -266,7 +266,7 @@ class Broken(LeaseStore):
 def renew_by_mistake(get: Get) -> None:
     """Renew a lock in a store that fails as nobody foresaw."""
     listener = get("listener")
-    lease = Lease(Broken(), "feed:42", TOKEN, SHORT, boottime(), 1e9, lambda *lost: None)
+    lease = Lease(Broken(), "feed:42", TOKEN, SHORT, boottime(), lambda *lost: None)
     renewer.add(lease)
     wait_for(lambda: listener.has("lock_backend_failed"))
     renewer.remove(lease)

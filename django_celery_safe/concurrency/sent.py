@@ -170,9 +170,7 @@ class SentLock:
         if store is not run_lease.store and not store.renews():
             return
         now = boottime()
-        lease = Lease(
-            store, self.name, self.token, seconds, now, run_lease.renew_until, _report_lost
-        )
+        lease = Lease(store, self.name, self.token, seconds, now, _report_lost)
         # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
         renewer.add(lease)

@@ -105,7 +105,7 @@ class RecordClaim(Claim):
                 self._emit(CLAIM_REPEATED)
             else:
                 self.asked_at = found
-                self.begin(task, request)
+                self.begin()
         except IdempotencyError:
             raise
         except BaseException as error:

@@ -8,7 +8,6 @@ that records the end of the work checks the token, so a lost claim changes nothi
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ from ..transactions import (
 )
 from ..values import NotPlain, encode
 from .clock import boottime
-from .holder import HeldLock, describe_holder, encode_holder, holder_text, time_limit
+from .holder import HeldLock, describe_holder, encode_holder, holder_text
 from .lease import Lease
 from .lease_table import LeaseTable
 from .renewer import renewer
@@ -165,11 +164,10 @@ class Claim(ABC):
         self._renews = not connections[alias].in_atomic_block
         return encode_holder(self.key, describe_holder(task, request, self._renews))
 
-    def begin(self, task: Any, request: Any) -> None:
+    def begin(self) -> None:
         """Start renewing the lease; the row has already been claimed."""
-        limit = math.inf if task is None else self.asked_at + time_limit(task, request)
         self.lease = Lease(
-            self.table, self.name, self.token, self.seconds, self.asked_at, limit, self._report_lost
+            self.table, self.name, self.token, self.seconds, self.asked_at, self._report_lost
         )
         if self._renews:
             renewer.add(self.lease)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import socket
 import time
@@ -286,19 +285,6 @@ def _described(
 
 
 HOST: Final = socket.gethostname()
-
-
-def time_limit(task: Any, request: Any) -> float:
-    """
-    Return the hard time limit of a running task, in seconds; inf: none.
-
-    Renewal stops at this limit, because pools other than prefork and gevent never terminate a
-    hung task. Without a hard limit, renewal continues for as long as the process lives.
-    """
-    limits: Sequence[float | None] = request.timelimit or ()
-    # The message's limits: first the hard limit, then the soft limit.
-    limit = limits[0] if limits and limits[0] is not None else task.time_limit
-    return math.inf if limit is None else float(limit)
 
 
 def describe_holder(task: Any, request: Any, renewed: bool) -> Holder:

@@ -77,7 +77,6 @@ class Lease(Generic[S]):
         asked_at: When the last request that started or renewed the lease was sent, by the
             clock :func:`boottime`. The lease is trusted for ``seconds`` from then on, less the
             store's ``early``: the store can only have got the request later.
-        renew_until: When renewal stops, by that clock; inf: never.
         on_lost: Called with the lease and the new holder's lock, or None, by the
             thread that finds that the lease is no longer ours. It must not refer to
             the holder's object.
@@ -95,7 +94,6 @@ class Lease(Generic[S]):
         "owner",
         "pid",
         "renew_at",
-        "renew_until",
         "seconds",
         "store",
         "token",
@@ -108,7 +106,6 @@ class Lease(Generic[S]):
         token: str,
         seconds: float,
         asked_at: float,
-        renew_until: float,
         on_lost: Callable[[Lease[Any], HeldLock | None], None],
         owner: Owner | None = None,
     ) -> None:
@@ -116,7 +113,6 @@ class Lease(Generic[S]):
         self.name = name
         self.token = token
         self.seconds = seconds
-        self.renew_until = renew_until
         self.on_lost = on_lost
         self.owner = owner
         self.pid = os.getpid()

@@ -360,14 +360,14 @@ class Lane:
             if lease.renew_at > now + seconds * BATCH_WINDOW:
                 if lease.renew_at < wakes_at:
                     wakes_at = lease.renew_at
-            elif lease.renew_until > now and (owner is None or owner.is_whole()):
+            elif owner is None or owner.is_whole():
                 due.append(lease)
-            elif (end := _find_end(lease, now)) is not None:
+            elif (end := owner.find_end()) is not None:
                 over.append(lease)
                 reports.append((_warn_stopped, lease.name, lease.remaining, end))
             else:
                 due.append(lease)
-                if owner is not None and owner.is_forgotten():
+                if owner.is_forgotten():
                     reports.append((_warn_forgotten, lease.name, owner.scope))
         for lease in over:
             self._drop(lease)
@@ -459,13 +459,6 @@ class Lane:
         with self._mutex:
             self._is_connected = False
             self._renewer.changed.notify_all()
-
-
-def _find_end(lease: Lease[Any], now: float) -> str | None:
-    """Return, as a clause, why a lease is no longer renewed; None: it has to be renewed."""
-    if lease.renew_until <= now:
-        return "its task still runs, beyond its time limit"
-    return None if lease.owner is None else lease.owner.find_end()
 
 
 # Not called on the renewing threads, because a log handler may be slow.

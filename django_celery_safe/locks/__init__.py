@@ -39,9 +39,7 @@ def cache_lock(
         blocking_timeout: Longest time to wait; 0 tries once, None waits for ever.
         renew: Renew the lease, from a background thread, until the release or
             the end of the thread that took the lock. False: the lock ends at ``timeout``, and work
-            that takes longer runs unprotected. In a Celery task with a ``time_limit``, the lease
-            is renewed for at most that long, so a task that hangs in a pool that can't
-            terminate it does not hold the lock for ever.
+            that takes longer runs unprotected.
         cache: Alias of the cache that holds the lock; unset: ``LOCK_DATABASE``
             if that is set, otherwise ``LOCK_CACHE``.
         limit: How many may hold the lock at once, from 1 to 1,000. More than 1 needs Redis, a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import weakref
@@ -14,7 +13,7 @@ from celery._state import get_current_task
 
 from ..exceptions import CelerySafeError, LockBackendError
 from ..leases.clock import boottime
-from ..leases.holder import HeldLock, Holder, place_name, place_names, time_limit
+from ..leases.holder import HeldLock, Holder, place_name, place_names
 from ..leases.lease import Lease, Owner
 from ..leases.renewer import renewer
 from .stores.base import Acquired, LockRequest, Store
@@ -84,11 +83,10 @@ def try_acquire(
         outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit))
         if not isinstance(outcome, Acquired):
             return outcome
-        renew_until = math.inf if task is None else asked_at + time_limit(task, request)
         run = None if request is None else weakref.ref(request)
         owner = Owner(weakref.ref(lock), here.thread, run) if renew else None
         name = lock.name if outcome.place == 1 else place_name(lock.name, outcome.place)
-        lease = Lease(store, name, token, seconds, asked_at, renew_until, on_lost, owner)
+        lease = Lease(store, name, token, seconds, asked_at, on_lost, owner)
         took = boottime() - asked_at
         if took < seconds - store.early:
             return Acquisition(lease, outcome.fence)

@@ -319,7 +319,7 @@ def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
     """Run the task, or return the result that it was finished with before its process died."""
     found = run.found
     if run.claim.lease is None:
-        run.claim.begin(run.task, request)
+        run.claim.begin()
     if found.result:
         if run.is_called:
             done = "its work was finished before, and its result is returned"

@@ -189,7 +189,7 @@ def run_step(task: Any, request: Context, header: Header, do: Callable[[Work], O
         return None
     step = claim.step
     with claim.holding(lambda error: _record_error(claim, task, request, error)):
-        claim.begin(task, request)
+        claim.begin()
         if step.run.status in Status.STOPPED:
             engine.put_back(claim, StepError("", "Its process died before the run ended."))
             return None

@@ -1,6 +1,5 @@
 """The thread that renews leases: its renewals, and the leases and connections that it drops."""
 
-import math
 import sys
 import threading
 import time
@@ -250,7 +249,7 @@ def test_the_thread_outlives_leases_that_vanish(locks_in_memory: None) -> None:
         ends_at = time.monotonic() + 1
         while time.monotonic() < ends_at:
             # The lease of a claim, which is renewed while something refers to it.
-            own = Lease(store, "vanishing", "token", 0.3, boottime() - 1, math.inf, print)
+            own = Lease(store, "vanishing", "token", 0.3, boottime() - 1, print)
             renewer.add(own)
             del own
     finally:
@@ -283,7 +282,7 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
     monkeypatch.setattr(LocalStore, "extend", hang)
     before = set(renewing_threads())
     now = boottime()
-    lease = Lease(locate().store(), "released", "token", 0.06, now - 1, math.inf, print)
+    lease = Lease(locate().store(), "released", "token", 0.06, now - 1, print)
     renewer.add(lease)
     (thread,) = set(renewing_threads()) - before
     assert asked.wait(30)

@@ -185,6 +185,20 @@ def test_renewal_of_a_forgotten_lock_ends_with_its_task(caplog: pytest.LogCaptur
     assert "the task that took it ended without releasing it" in warnings_of(caplog)[1]
 
 
+def test_a_lock_is_renewed_beyond_a_time_limit_that_nobody_enforces() -> None:
+    """A run that goes on, as in a direct call or a thread, keeps others out until it ends."""
+    app = Celery(set_as_current=False)
+
+    @app.task(shared=False, time_limit=0.5)
+    def work() -> None:
+        with cache_lock("long work", timeout=3) as lock:
+            wait_for_renewal("long work")
+            assert lock.held
+
+    work()
+    work.apply(throw=True)
+
+
 def test_a_lock_without_renewal_may_be_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     """A lock that is to end by itself warns of nothing when its object is gone."""
     assert cache_lock("debounce", timeout=1, renew=False).acquire()
