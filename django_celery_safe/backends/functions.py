@@ -8,7 +8,6 @@ options, routes and time limits work as for any Celery task, and operators see i
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,6 +24,7 @@ from django.utils.json import normalize_json
 from django.utils.module_loading import import_string
 
 from .. import conf
+from ..delivery.call import own_signature, show_signature
 from ..delivery.header import get_header
 from ..delivery.worker import find_received
 from ..exceptions import MessageLost, ResultNotStored
@@ -141,8 +141,7 @@ def _make_run(task: AnyTask) -> Callable[..., Any]:
         _keep(running, value)
         return value
 
-    # Celery's argument check when sending uses getfullargspec, which reads only this attribute.
-    run.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    show_signature(run, own_signature(function))
     return run
 
 

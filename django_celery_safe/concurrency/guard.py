@@ -19,10 +19,13 @@ from ..delivery.call import (
     Function,
     Kwargs,
     find_call,
+    is_as_sent,
     layers,
     name_of,
+    own_signature,
     run_for,
     sent_arguments,
+    show_signature,
 )
 from ..delivery.copies import (
     OWN_RUN_WAIT,
@@ -64,8 +67,7 @@ def run_alone(function: Function, options: Options) -> Function:
         task, request, bound = find_call(alone, function, args)
         return _run(Guarded(function, options, bound), task, request, args, kwargs)
 
-    # Celery checks the arguments of .delay() with getfullargspec, which reads only this.
-    alone.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    show_signature(alone, own_signature(function))
     alone.single_instance = options  # type: ignore[attr-defined]
     return alone
 
@@ -218,23 +220,29 @@ def get_lock_name(
     guarded: Guarded,
     options: Options,
     header: Header,
-    args: Args = (),
+    args: Args | None = None,
     kwargs: Kwargs = MappingProxyType({}),
+    *,
+    sent: Args | None = (),
 ) -> str:
     """
     Return the name of one run's lock.
 
     Args:
-        message: The message that the task runs for; None: there is no message, and ``args`` and
-            ``kwargs`` are the arguments of the call.
+        message: The message that the task runs for; None: there is no message.
         header: The message's header.
+        args, kwargs: The arguments of the call; None: those of the message.
+        sent: The values that need an encoding if there is no message; None: all of them.
     """
     task_name = name_of(task, guarded.function) if task is None else task.name
     lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
+    args = None if args is None else args[guarded.bound :]
+    args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
+    if message is not None:
+        sent = (*(message.args or ()), *(message.kwargs or {}).values())
     key = header.get("key")
-    if key is None:
-        args = args[guarded.bound :]
-        args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
+    # The key of the send is made of the message, whose arguments something may have changed.
+    if key is None or (message is not None and not is_as_sent(message, args, kwargs)):
         key = call_key(
             task_name,
             guarded.function,
@@ -243,6 +251,7 @@ def get_lock_name(
             kwargs,
             bound=guarded.bound,
             serializer=serializer,
+            sent=sent,
         )
     return f"{header.get('lock', lock)}:{key}"
 
@@ -262,7 +271,7 @@ def name_lock(task: Any, args: Args, kwargs: Kwargs) -> str:
             f"Decorate it, or give the name of the lock that it takes itself."
         )
     args = (task, *args) if guarded.bound else args
-    return get_lock_name(task, None, guarded, guarded.options, Header(), args, kwargs)
+    return get_lock_name(task, None, guarded, guarded.options, Header(), args, kwargs, sent=None)
 
 
 def _emit_conflict(
@@ -307,7 +316,7 @@ def find_guarded(task: Any) -> Guarded | None:
     # The method that binds the task may be inside autoretry's wrapper, whose own signature
     # does not show it.
     bound = any(map(inspect.ismethod, found[: marked[-1]]))
-    return Guarded(decorated, decorated.single_instance, bound)
+    return Guarded(decorated.__wrapped__, decorated.single_instance, bound)
 
 
 def find_hidden(task: Any) -> Function | None:

@@ -12,19 +12,26 @@ import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
+from celery.app.task import Context
+from django.db.models import Model
 from kombu.exceptions import SerializationError
 from kombu.serialization import dumps, loads
 
 from .. import conf
+from ..delivery.call import inner_signature, own_signature
 from ..exceptions import ConfigurationError, NotSerializable
 from ..foreign_errors import describe_error
-from .options import Key, template_names
+from .options import VARIABLE, Key, template_names
+
+#: Takes any arguments: those of a message that something changes before the function gets them.
+_ANY: Final = inspect.signature(lambda *args, **kwargs: None)
 
 #: Hexadecimal digits of a hashed key; 128 bits.
 DIGITS: Final = 32
@@ -55,64 +62,157 @@ def call_key(
     *,
     bound: bool = False,
     serializer: str = "json",
-    strict: bool = True,
+    sent: Sequence[Any] | None = None,
+    is_send: bool = False,
+    is_digest: bool = False,
 ) -> str:
     """
     Return the key of one call, which is equal for calls that must not overlap.
 
     Args:
-        function: The task's own function, for its signature.
+        function: The decorated function, for its signature.
         rule: The option ``key`` of ``single_instance``.
         args: Positional arguments, without the ``self`` of a bound task.
         bound: Whether the function's first parameter is the task.
         serializer: The task's serializer, which decides on the form of arguments in a message.
-        strict: Whether to raise for an argument that can't be encoded, instead of ignoring its
-            value.
+        sent: The values in the call's message; None: each value is from the message. Without
+            ``key``, a value that is not from the message does not need an encoding.
+        is_send: Whether the message is being sent, so a decorator or ``__call__`` may still
+            change its arguments. If they don't fit, the key is made of all of them.
+        is_digest: Whether to leave out values that have no encoding or are not from the message.
 
     Raises:
         ArgumentsDontFit: The arguments don't fit the signature.
         NotSerializable: An argument of the key can't be sent.
-        ConfigurationError: An argument of the key can be sent, but not encoded;
-            the key function returned None or a value that can't be encoded; or the key
-            names the task itself.
+        ConfigurationError: An argument of the key can be sent, but not encoded; the key function
+            returned None or a value that can't be encoded; or the key names the task itself, or
+            an argument that can't be told apart from others.
     """
-    try:
-        call = _bind(function, bound, args, kwargs)
-    except TypeError as error:
-        raise ArgumentsDontFit(*error.args) from error
+    call = _bind(function, bound, args, kwargs, is_send=is_send)
+    if call.signature is _ANY and callable(rule):
+        rule = conf.UNSET
     given = set(call.arguments)
     if len(given) < len(call.signature.parameters):
         call.apply_defaults()
-    names = list(call.arguments) if isinstance(rule, conf.Unset) or callable(rule) else _names(rule)
-    for name in names:
-        if name not in call.arguments:
-            raise ConfigurationError(
-                f"The key of task {task_name} names {name!r}, which is the task itself (bind=True) "
-                f"and the same in all calls. Leave it out."
-            )
-        call.arguments[name] = to_wire(call.arguments[name], serializer)
+    if not isinstance(rule, conf.Unset) and not callable(rule):
+        found = _find_named(task_name, function, bound, call, _names(rule), is_send=is_send)
+        if found is not None:
+            call.arguments = found
+        else:
+            rule = conf.UNSET
+    raw = dict(call.arguments)
+    for name, value in raw.items():
+        call.arguments[name] = to_wire(value, serializer)
     if isinstance(rule, str):
         return str(to_wire(_fill_in(task_name, rule, call.arguments), "json"))
     if callable(rule):
         return _from_function(task_name, rule, call)
-    parts = []
-    for name in names:
-        value = call.arguments[name]
+    parts, is_short = [], False
+    for name, value in raw.items():
+        is_added = name in given and sent is not None and not _is_among(value, sent)
         try:
-            parts.append(encode(name) + encode(value))
+            # Use no value of a default without an encoding, which is not in the message: it is
+            # the same in all calls.
+            if is_digest and is_added:
+                continue
+            parts.append(encode(name) + encode(call.arguments[name]))
         except (TypeError, RecursionError) as error:
-            if strict and name in given:
-                if isinstance(error, TypeError) and _can_be_sent(value, serializer):
-                    raise ConfigurationError(
-                        f"The key of task {task_name} can't be made of its argument {name}, which "
-                        f"is or holds {error}: the serializer {serializer!r} can send it, but it "
-                        f"has no form that is surely the same for equal values. {_KEY_HINT}"
-                    ) from error
-                raise NotSerializable(task_name, name, str(error), _HINT) from error
-            # Use no value: a default is not in the message, so it is the same in all calls; and
-            # without ``strict`` the value does not count.
+            if name in given and not is_digest:
+                if not is_added or not isinstance(rule, conf.Unset):
+                    raise _refuse(task_name, name, value, serializer, error) from error
+                is_short = True
             parts.append(encode(name) + "default")
+    if is_short:
+        # The value that does not count may have been made of those that the function never got.
+        got = (*args, *kwargs.values())
+        lost = [value for value in sent or () if not _is_among(value, got)]
+        parts += [encode(to_wire(value, serializer)) for value in lost]
     return _digest("".join(parts))
+
+
+def _refuse(
+    task_name: str, name: str, value: Any, serializer: str, error: Exception
+) -> ConfigurationError | NotSerializable:
+    """Return the error for an argument that has no encoding, although the key needs it."""
+    if isinstance(error, TypeError) and _can_be_sent(value, serializer):
+        return ConfigurationError(
+            f"The key of task {task_name} can't be made of its argument {name}, which "
+            f"is or holds {error}: the serializer {serializer!r} can send it, but it "
+            f"has no form that is surely the same for equal values. {_KEY_HINT}"
+        )
+    return NotSerializable(task_name, name, str(error), _HINT)
+
+
+def _is_among(value: Any, others: Sequence[Any]) -> bool:
+    return any(value is other for other in others)
+
+
+def _find_named(
+    task_name: str,
+    function: Callable[..., Any],
+    bound: bool,
+    call: inspect.BoundArguments,
+    names: Sequence[str],
+    *,
+    is_send: bool,
+) -> dict[str, Any] | None:
+    """
+    Return the named arguments of a call; None: a message that is sent does not have them.
+
+    A decorator with ``*args`` and ``**kwargs`` may add arguments before those of the call, or by
+    name. So an argument of the call that is given by position is the named one only if no other
+    could be.
+
+    Raises:
+        ArgumentsDontFit: The call does not have them.
+        ConfigurationError: A name is the task itself; or it is not certain which argument it is.
+    """
+    if all(name in call.arguments for name in names):
+        return {name: call.arguments[name] for name in names}
+    whole = _signatures(function, bound).whole
+    for name in names:
+        if name not in call.arguments and name not in whole.parameters:
+            raise ConfigurationError(
+                f"The key of task {task_name} names {name!r}, which is the task itself (bind=True) "
+                f"and the same in all calls. Leave it out."
+            )
+    parameters = call.signature.parameters
+    given, positional = dict(call.arguments), ()
+    for name in call.arguments:
+        if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            positional = given.pop(name)
+        elif parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name)
+    places = [
+        name
+        for name, parameter in whole.parameters.items()
+        if parameter.kind in _BY_POSITION and name not in given
+    ]
+    defaults = {
+        name: parameter.default
+        for name, parameter in whole.parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    readings = []
+    for added in range(len(places) - len(positional) + 1):
+        values = {**defaults, **dict(zip(places[added:], positional, strict=False)), **given}
+        if all(name in values for name in names):
+            readings.append({name: values[name] for name in names})
+    if readings and all(_is_same(reading, readings[0]) for reading in readings):
+        return readings[0]
+    if is_send and (not readings or call.signature is _ANY):
+        return None
+    if not readings:
+        raise ArgumentsDontFit(f"an argument of the key is missing: {', '.join(names)}")
+    raise ConfigurationError(
+        f"The key of task {task_name} names {', '.join(names)}, but a decorator below adds "
+        f"arguments, so it is not certain which of {positional!r:.100} that is. Pass the arguments "
+        f"of the key by name, or put that decorator above."
+    )
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(value is other[name] for name, value in one.items())
 
 
 def _can_be_sent(value: Any, serializer: str) -> bool:
@@ -184,6 +284,11 @@ def encode(value: Any) -> str:
             return f"{type(value).__name__}{value.isoformat()};"
         case timedelta() | Decimal() | UUID():
             return f"{type(value).__name__}{value};"
+        # These are in no message: a decorator or Celery passes them to the function.
+        case Model() if value.pk is not None:
+            return f"m{value._meta.label_lower};{encode(value.pk)}"
+        case Context():
+            return f"r{encode(value.id)}"
     raise TypeError(f"a {type(value).__name__}")
 
 
@@ -240,24 +345,57 @@ def _digest(text: str) -> str:
 
 
 def _bind(
-    function: Callable[..., Any], bound: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    bound: bool,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    is_send: bool,
 ) -> inspect.BoundArguments:
-    signature, names = _signature(function, bound)
-    if kwargs or names is None or len(args) != len(names):
-        return signature.bind(*args, **kwargs)
-    # Most calls give all arguments by position, and bind() would take three times as long.
-    return inspect.BoundArguments(signature, OrderedDict(zip(names, args, strict=True)))
+    own, whole, names = _signatures(function, bound)
+    if not kwargs and names is not None and len(args) == len(names):
+        # Most calls give all arguments by position, and bind() would take three times as long.
+        return inspect.BoundArguments(whole, OrderedDict(zip(names, args, strict=True)))
+    try:
+        return whole.bind(*args, **kwargs)
+    except TypeError as error:
+        with suppress(TypeError):
+            return own.bind(*args, **kwargs)
+        if is_send:
+            return _ANY.bind(*args, **kwargs)
+        raise ArgumentsDontFit(*error.args) from error
+
+
+class _Signatures(NamedTuple):
+    """
+    The signatures by which the arguments of a function get their names.
+
+    Attributes:
+        own: That of the function itself.
+        whole: That of the function which it wraps, if its own says less; otherwise its own.
+        names: The names in ``whole``; None: not all arguments can be given by position.
+    """
+
+    own: inspect.Signature
+    whole: inspect.Signature
+    names: tuple[str, ...] | None
 
 
 @lru_cache(maxsize=1024)
-def _signature(
-    function: Callable[..., Any], bound: bool
-) -> tuple[inspect.Signature, tuple[str, ...] | None]:
-    """Return a signature and its names; None: not all arguments can be given by position."""
-    signature = inspect.signature(function)
-    if bound:
-        first, *others = signature.parameters.values()
-        if first.kind is not first.VAR_POSITIONAL:
-            signature = signature.replace(parameters=others)
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    return signature, tuple(signature.parameters) if kinds <= _BY_POSITION else None
+def _signatures(function: Callable[..., Any], bound: bool) -> _Signatures:
+    # A decorator with *args and **kwargs usually passes its arguments on as they are. If a call
+    # does not fit the wrapped function, the decorator changes them.
+    own = _without_task(own_signature(function), bound)
+    whole = _without_task(inner_signature(function), bound)
+    named = {name for name, parameter in own.parameters.items() if parameter.kind not in VARIABLE}
+    if len(named) == len(own.parameters) or not named <= whole.parameters.keys():
+        whole = own
+    kinds = {parameter.kind for parameter in whole.parameters.values()}
+    return _Signatures(own, whole, tuple(whole.parameters) if kinds <= _BY_POSITION else None)
+
+
+def _without_task(signature: inspect.Signature, bound: bool) -> inspect.Signature:
+    first = next(iter(signature.parameters.values()), None)
+    if not bound or first is None or first.kind is first.VAR_POSITIONAL:
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, cast, get_args
 
 from .. import conf
+from ..delivery.call import inner_signature, own_signature
 from ..exceptions import ConfigurationError
 
 OnConflict: TypeAlias = Literal["skip", "retry", "wait", "reject", "raise"]
@@ -35,6 +36,9 @@ _CALL_DURATIONS: Final = ("timeout", "blocking_timeout", "retry_delay", "sent_ti
 
 #: Conversions allowed after a "!" in a format string's field; None: there is no "!".
 _CONVERSIONS: Final = (None, "r", "s", "a")
+
+#: Kinds of parameters that take any number of arguments.
+VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 #: Seconds until the retry of ``on_conflict="retry"``, before jitter.
 RETRY_DELAY: Final = 5.0
@@ -220,7 +224,11 @@ def check_key_names(
             f"The key {key!r} of {where} names no argument, so every call would have the same. "
             f'Name one, as in key="{{feed_url}}"; for one lock over all calls write key=[].'
         )
-    parameters = list(inspect.signature(function).parameters)
+    parameters = list(inner_signature(function).parameters)
+    # A decorator below may have arguments of its own, and pass on the others.
+    own = own_signature(function).parameters.values()
+    parameters += [one.name for one in own if one.kind not in VARIABLE]
+    parameters = list(dict.fromkeys(parameters))
     # By convention "self" is the task itself; call_key refuses the task under any name.
     parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
     for name in names:

@@ -7,20 +7,22 @@ directly, even the task itself during its own run.
 
 from __future__ import annotations
 
+import inspect
+import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache
+from types import MethodType
 from typing import Any, Final, TypeAlias
 
 from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
 
-from ..compat import dump_models
+from ..compat import dump_models, has_models
 from ..exceptions import ConfigurationError
-from .header import get_header
 
 #: A function that a task runs or a decorator wraps, and the arguments of a call.
 Function: TypeAlias = Callable[..., Any]
@@ -145,26 +147,74 @@ def name_of(task: Any, function: Function) -> str:
 
 
 def sent_arguments(
-    task: Any, message: Context | None, args: Args, kwargs: Kwargs
+    task: Any, message: Context | None, args: Args | None, kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], Mapping[str, Any], str]:
     """
-    Return a call's arguments as they are sent, and the serializer of their wire form.
+    Return the arguments of a call of which its key is made, and the serializer of their wire form.
+
+    They are those that the function gets, which decorators and ``__call__`` may have changed;
+    with ``pydantic=True``, those that were sent, of which Celery has made models.
 
     Args:
-        message: The message of the call; None: there is none, and ``args`` and ``kwargs``
-            are the arguments of the call, without a bound task.
+        message: The message of the call; None: there is none.
+        args: The arguments of the call, without a bound task; None: those of the message.
     """
     serializer = "json" if task is None else str(task.serializer)
-    if args and "by_call" in get_header(message):
-        kwargs = {name: getattr(value, "pk", value) for name, value in kwargs.items()}
-        return args, kwargs, serializer
-    # pydantic=True has already turned the arguments into models. The message still has the
-    # arguments that were sent; without a message, dump the models as Celery would.
-    if message is not None:
+    if message is not None and (args is None or has_models(task, layers(task.run))):
         return tuple(message.args or ()), message.kwargs or {}, serializer
+    args = args or ()
     if serializer != "pickle":
         args, kwargs = dump_models(task, args, kwargs)
     return args, kwargs, serializer
+
+
+def is_as_sent(message: Context, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether a call has the very arguments of its message, so that nothing changed them."""
+    sent, named = message.args or (), message.kwargs or {}
+    return (
+        len(args) == len(sent)
+        and kwargs.keys() == named.keys()
+        and all(map(operator.is_, args, sent))
+        and all(value is named[name] for name, value in kwargs.items())
+    )
+
+
+class _Attributes(dict[str, Any]):
+    """The attributes of a function; ``functools.wraps`` copies all of them but its signature."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in super().__iter__() if name != "__signature__")
+
+    def keys(self) -> Any:
+        return list(self)
+
+
+def show_signature(wrapper: Any, signature: inspect.Signature) -> None:
+    """
+    Let Celery check a call of ``wrapper`` by the signature of the function that it wraps.
+
+    Celery's check of ``.delay()`` uses getfullargspec, which reads only ``__signature__``. A
+    decorator above may fill in arguments, so it must not get this signature from
+    ``functools.wraps``, unless the wrapped function itself would pass one on.
+    """
+    if "__signature__" not in wrapper.__dict__:
+        wrapper.__dict__ = _Attributes(wrapper.__dict__)
+    wrapper.__signature__ = signature
+
+
+def own_signature(function: Function) -> inspect.Signature:
+    """Return the signature with which Celery would check calls of ``function``."""
+    return inspect.signature(function, follow_wrapped=False)
+
+
+def inner_signature(function: Function) -> inspect.Signature:
+    """Return the signature of the function that ``function`` wraps, also below our decorators."""
+    return inspect.signature(inspect.unwrap(function, stop=_has_signature))
+
+
+def _has_signature(function: Any) -> bool:
+    is_ours = isinstance(getattr(function, "__dict__", None), _Attributes)
+    return isinstance(function, MethodType) or (hasattr(function, "__signature__") and not is_ours)
 
 
 def layers(function: Any) -> list[Any]:

@@ -149,5 +149,3 @@ def is_id(value: object) -> bool:
 
 
 declare_field("format", lambda value: type(value) is int and value > 0)
-#: The function gets other arguments than the message has, and its key is made of the function's.
-declare_field("by_call", is_flag, is_given=True)

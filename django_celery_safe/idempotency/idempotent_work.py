@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,8 +23,10 @@ from ..delivery.call import (
     find_call,
     is_django_task,
     name_of,
+    own_signature,
     run_for,
     sent_arguments,
+    show_signature,
 )
 from ..delivery.copies import begin_or_requeue, delete_markers
 from ..delivery.header import get_header
@@ -121,8 +122,7 @@ class Idempotent:
             result: T = self._run(once, function, args, kwargs)
             return result
 
-        # Celery checks the arguments of .delay() with getfullargspec, which reads only this.
-        once.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        show_signature(once, own_signature(function))
         once.idempotent = self  # type: ignore[attr-defined]
         return once
 
@@ -163,21 +163,21 @@ class Idempotent:
     ) -> RecordClaim:
         name = name_of(task, function)
         args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
-
-        def key_by(rule: Key | conf.Unset, *, strict: bool = True) -> str:
-            return call_key(
-                name,
-                function,
-                rule,
-                args,
-                kwargs,
-                bound=bound,
-                serializer=serializer,
-                strict=strict,
-            )
-
+        sent = None
+        if message is not None:
+            sent = (*(message.args or ()), *(message.kwargs or {}).values())
+        key_by = functools.partial(
+            call_key,
+            name,
+            function,
+            args=args,
+            kwargs=kwargs,
+            bound=bound,
+            serializer=serializer,
+            sent=sent,
+        )
         # Arguments that can't be encoded, such as a method's self, are not part of the digest.
-        digest = "" if isinstance(self._key, conf.Unset) else key_by(conf.UNSET, strict=False)
+        digest = "" if isinstance(self._key, conf.Unset) else key_by(conf.UNSET, is_digest=True)
         return self._make_claim(f"{name}:{key_by(self._key)}", digest)
 
     def _make_claim(self, key: str, digest: str = "") -> RecordClaim:

@@ -16,10 +16,11 @@ from kombu.exceptions import EncodeError
 from .. import conf
 from ..compat import BODIES_LOSE_THEIR_GROUP, dump_models, is_chord_body
 from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for
-from ..concurrency.keys import ArgumentsDontFit, call_key
+from ..concurrency.keys import call_key
 from ..concurrency.message_endings import watch
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
 from ..concurrency.sent import SentLock, find_sent
+from ..delivery.call import is_as_sent
 from ..delivery.copies import COPY_FIELDS, Resent, find_resent, resending
 from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
@@ -411,14 +412,15 @@ class SafeTaskMixin(Task[P, R]):
         carried: Header,
         is_resent: bool,
     ) -> Header:
-        """Return the header fields for a message's locks; none if the arguments don't fit."""
+        """Return the header fields for a message's locks."""
         own = guarded.options
         if asked is not None:
             own = options_of_call(own, asked)
             check_key_names(guarded.function, own.key, plain=True)
-        key = self._key(guarded, own, args, kwargs, options)
-        if key is None:
-            return Header()
+        key = carried.get("key")
+        is_same = asked == carried.get("options") and kwargs is not None
+        if key is None or not is_same or not is_as_sent(self.request, args or (), kwargs):
+            key = self._key(guarded, own, args, kwargs, options)
         header = Header(task=self.name, key=key)
         if not isinstance(own.lock, conf.Unset):
             header["lock"] = own.lock
@@ -447,26 +449,23 @@ class SafeTaskMixin(Task[P, R]):
 
     def _key(
         self, guarded: Guarded, own: Options, args: Any, kwargs: Any, options: dict[str, Any]
-    ) -> str | None:
-        """Return the key of a call; None: the arguments don't fit the task."""
+    ) -> str:
+        """Return the key of a call that is sent."""
         serializer = options.get("serializer") or self.serializer
         # The attribute exists since Celery 5.7, and is None for most tasks.
         has_models = getattr(self, "_dump_pydantic_arguments", True) is not None
         if has_models and serializer != "pickle":
             args, kwargs = dump_models(self, args, kwargs)
-        try:
-            return call_key(
-                self.name,
-                guarded.function,
-                own.key,
-                tuple(args or ()),
-                kwargs or {},
-                bound=guarded.bound,
-                serializer=serializer,
-            )
-        except ArgumentsDontFit:
-            # Celery itself raises an error, unless typing is off.
-            return None
+        return call_key(
+            self.name,
+            guarded.function,
+            own.key,
+            tuple(args or ()),
+            kwargs or {},
+            bound=guarded.bound,
+            serializer=serializer,
+            is_send=True,
+        )
 
 
 #: Our options of a send on commit, which Celery does not know; a signature can have them too.

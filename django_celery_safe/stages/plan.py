@@ -20,7 +20,7 @@ from celery.local import Proxy
 from .. import conf
 from ..compat import has_models
 from ..concurrency.guard import find_guarded
-from ..delivery.call import layers, load_tasks
+from ..delivery.call import layers, load_tasks, own_signature
 from ..exceptions import InvalidPlan
 from ..sending import SafeTaskMixin
 from ..values import NotPlain, encode
@@ -238,7 +238,7 @@ def _check_arguments(task: Any, given: tuple[Any, ...], arguments: Mapping[str, 
     check = getattr(task, "__header__", None)
     if check is None:
         method = next((one for one in layers(task.run) if inspect.ismethod(one)), task.run)
-        check = inspect.signature(method).bind
+        check = own_signature(method).bind
     check(*given, **arguments)
 
 

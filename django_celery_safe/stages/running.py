@@ -89,13 +89,11 @@ class Work(NamedTuple):
 
     Attributes:
         params: A copy of the run's params, which the step may change.
-        arguments: The arguments of the plan's entry.
     """
 
     run: StageRun
     step: StageStep
     params: dict[str, Any]
-    arguments: dict[str, Any]
 
 
 class Outcome(NamedTuple):
@@ -218,9 +216,9 @@ def _await_retry(claim: StepClaim, request: Context) -> None:
 def _do(claim: StepClaim, task: Any, request: Context, do: Callable[[Work], Outcome]) -> Outcome:
     """Call the step's function; retry an error up to the number in the plan's entry."""
     step = claim.step
-    arguments, options = step.parts
+    _, options = step.parts
     try:
-        return do(Work(step.run, step, step.run.params, arguments))
+        return do(Work(step.run, step, step.run.params))
     except (TaskPredicate, StepLost):
         raise
     except Exception as error:

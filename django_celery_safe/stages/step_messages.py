@@ -87,7 +87,7 @@ def _message(app: Celery, step: StageStep, *, with_countdown: bool = False) -> t
     args: tuple[Any, ...] = (place,)
     if task is not None and get_step_layer(task) is None:
         args = (place, step.task)
-    header = Header(task=step.task, step=step.pk, by_call=True)
+    header = Header(task=step.task, step=step.pk)
     names = ("queue", "priority", "countdown") if with_countdown else ("queue", "priority")
     arguments, given = step.parts
     options = {name: given[name] for name in names if name in given}

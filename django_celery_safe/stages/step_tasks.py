@@ -9,7 +9,16 @@ from typing import Any, Final, TypeVar, overload
 
 from .. import conf
 from ..concurrency.decorator import refuse_misplaced
-from ..delivery.call import Args, Function, Kwargs, find_call, run_for
+from ..delivery.call import (
+    Args,
+    Function,
+    Kwargs,
+    find_call,
+    inner_signature,
+    own_signature,
+    run_for,
+    show_signature,
+)
 from ..delivery.header import declare_field, get_header, is_id
 from ..delivery.wrappers import add_wrapper
 from ..exceptions import InvalidResult
@@ -60,7 +69,7 @@ def step(function: Any = conf.UNSET, /) -> Any:
     if function is conf.UNSET:
         return step
     refuse_misplaced(function, "@stages.step", "the step would count as done", above_lock=False)
-    signature = inspect.signature(function)
+    signature = inner_signature(function)
     asked = [name for name in OURS if name in signature.parameters]
     visible = [one for one in signature.parameters.values() if one.name not in asked]
     if not any(one.kind in _POSITIONAL for one in visible):
@@ -71,7 +80,7 @@ def step(function: Any = conf.UNSET, /) -> Any:
 
     @functools.wraps(function)
     def stepped(*args: Any, **kwargs: Any) -> Any:
-        task, request, bound = find_call(stepped, function, args)
+        task, request, _ = find_call(stepped, function, args)
         header = get_header(request)
         if request is None or "step" not in header:
             missing = {name: None for name in asked if name not in kwargs}
@@ -79,14 +88,19 @@ def step(function: Any = conf.UNSET, /) -> Any:
 
         def do(work: Work) -> Outcome:
             ours = {"run": work.run, "step": work.step}
-            arguments = {**work.arguments, **{name: ours[name] for name in asked}}
-            result = run_for(request, function, (*args[:bound], work.params), arguments)
+            # The params replace the message's own argument. A decorator above may have added
+            # others, and may have taken arguments out.
+            place = request.args[0] if request.args else None
+            given = [work.params if value is place else value for value in args]
+            arguments = {**kwargs, **{name: ours[name] for name in asked}}
+            result = run_for(request, function, tuple(given), arguments)
             return read_result(task.name, result)
 
         return run_step(task, request, header, do)
 
-    # Celery's argument check in .delay() uses getfullargspec, which reads only this attribute.
-    stepped.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
+    own = own_signature(function)
+    shown = [one for one in own.parameters.values() if one.name not in asked]
+    show_signature(stepped, own.replace(parameters=shown))
     stepped.stages_step = True  # type: ignore[attr-defined]
     return stepped
 
@@ -122,7 +136,7 @@ def run_plain(task: Any, request: Any, function: Function, args: Args, kwargs: K
 
     def do(work: Work) -> Outcome:
         data = {"task_id": work.run.pk, "params": work.params}
-        result = run_for(request, function, (data, task.name), work.arguments)
+        result = run_for(request, function, (data, task.name), kwargs)
         return read_dictionary(task.name, result)
 
     return run_step(task, request, get_header(request), do)

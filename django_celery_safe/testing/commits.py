@@ -217,9 +217,10 @@ def _watching_commits() -> Iterator[_Commits]:
 
 def _wanted(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the arguments as they arrive at a worker, with defaults filled in."""
-    if task.typing:
+    check = getattr(task, "__header__", None)
+    if task.typing and check is not None:
         try:
-            signature(task.run).bind(*args, **kwargs)
+            check(*args, **kwargs)  # as Celery does
         except TypeError as error:
             raise TypeError(
                 f"{shown(task.name, args, kwargs)} can't be sent, so it never will: {error}."

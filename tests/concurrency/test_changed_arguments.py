@@ -1,0 +1,431 @@
+"""Decorators and base classes that change arguments between a message and its function."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+import pytest
+
+from django_celery_safe import (
+    ConfigurationError,
+    SafeTask,
+    SafeTaskMixin,
+    idempotent,
+    iter_locks,
+    single_instance,
+    stages,
+)
+from tests.app.models import Person
+from tests.concurrency.mailbox import Mailbox
+from tests.concurrency.test_options import held_names
+
+pytestmark = [pytest.mark.usefixtures("locks_in_memory"), pytest.mark.django_db(transaction=True)]
+
+Function = Callable[..., Any]
+
+#: What the body of each run got, and the names of the locks that were held in it.
+runs: Final[list[tuple[Any, list[str]]]] = []
+
+
+class Session:
+    """A value that no message can hold."""
+
+
+def note(value: Any) -> Any:
+    """Record a run."""
+    runs.append((value, sorted(held_names())))
+    return value
+
+
+@pytest.fixture(autouse=True)
+def no_runs() -> Iterator[None]:
+    """Begin without runs."""
+    runs.clear()
+    return
+
+
+def with_session_first(function: Function) -> Function:
+    """Pass a session before the arguments."""
+
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(Session(), *args, **kwargs)
+
+    return inner
+
+
+def with_session(function: Function) -> Function:
+    """Pass a session by name."""
+
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, session=Session(), **kwargs)
+
+    return inner
+
+
+def without_trace(function: Function) -> Function:
+    """Take an argument out."""
+
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("trace", None)
+        return function(*args, **kwargs)
+
+    return inner
+
+
+def renamed(function: Function) -> Function:
+    """Rename an argument, and have another default for it."""
+
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, limit=kwargs.pop("most", 100), **kwargs)
+
+    return inner
+
+
+def unchanged(function: Function) -> Function:
+    """Change nothing: the base class does."""
+    return function
+
+
+class SchemaMixin:
+    """Add the tenant's schema to the message, and take it out before the run."""
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+        kwargs = {"_schema": "acme", **(kwargs or {})}
+        return super().apply_async(args, kwargs, *more, **options)  # type: ignore[misc]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("_schema", None)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+class SchemaTask(SchemaMixin, SafeTask):  # type: ignore[misc, type-arg]
+    """Ours below the tenant's class."""
+
+    abstract = True
+    typing = False
+
+
+class TenantTask(SafeTaskMixin, SchemaMixin, SafeTask.__mro__[2]):  # type: ignore[misc, type-arg]
+    """Ours above the tenant's class."""
+
+    abstract = True
+    typing = False
+
+
+def session_first(session: Session, x: Any) -> Any:
+    """Get a session, and then the argument."""
+    assert isinstance(session, Session)
+    return note(x)
+
+
+def session_last(x: Any, session: Session) -> Any:
+    """Get the argument, and then a session."""
+    assert isinstance(session, Session)
+    return note(x)
+
+
+def only(x: Any) -> Any:
+    """Get the argument."""
+    return note(x)
+
+
+def limited(x: Any, limit: int = 10) -> Any:
+    """Get the argument, and a limit that the decorator chooses."""
+    assert limit in (100, 3)
+    return note(x)
+
+
+def bound_session(self: Any, session: Session, x: Any) -> Any:
+    """Get the task itself, too."""
+    assert isinstance(session, Session)
+    return note(x)
+
+
+def with_session_bound(function: Function) -> Function:
+    """Pass a session after the task itself."""
+
+    @functools.wraps(function)
+    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, Session(), *args, **kwargs)
+
+    return inner
+
+
+class Change(NamedTuple):
+    """A change of arguments; ``more`` are the named arguments that its calls have beside x."""
+
+    decorate: Callable[[Function], Function]
+    function: Function
+    base: Any = SafeTask
+    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+
+
+CHANGES: Final = {
+    "session first": Change(with_session_first, session_first),
+    "session by name": Change(with_session, session_last),
+    "session after self": Change(with_session_bound, bound_session, options={"bind": True}),
+    "argument taken out": Change(without_trace, only, more={"trace": "t"}),
+    "other default": Change(renamed, limited),
+    "argument renamed": Change(renamed, limited, more={"most": 3}),
+    "schema of a class": Change(unchanged, only, SchemaTask),
+    "schema of a class below": Change(unchanged, only, TenantTask),
+}
+PLACES: Final = {
+    "above": lambda change, ours, function: change(ours(function)),
+    "below": lambda change, ours, function: ours(change(function)),
+}
+CALLS: Final[list[tuple[tuple[Any, ...], dict[str, Any]]]] = [
+    ((), {}),
+    ((5,), {}),
+    ((), {"x": 5}),
+    ((5, 6, 7), {}),
+    ((5,), {"trace": "t"}),
+    ((5,), {"most": 3}),
+    ((), {"y": 5}),
+]
+OURS: Final[dict[str, Any]] = {
+    "single_instance": single_instance(on_conflict="raise"),
+    "key": single_instance(on_conflict="raise", key="{x}"),
+    "unique": single_instance(on_conflict="raise", unique_until="end"),
+    "unique key": single_instance(on_conflict="raise", unique_until="end", key=["x"]),
+    "idempotent": idempotent(),
+    "idempotent key": idempotent(key="{x}"),
+}
+
+every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+
+
+def make(mailbox: Mailbox, change: Change, place: Any, ours: Any) -> Any:
+    """Return a task with our decorator, and the change above or below it."""
+    function = place(change.decorate, ours, change.function)
+    return mailbox.task(function, base=change.base, name="tests.changed", **change.options)
+
+
+def accepts(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call can be sent."""
+    with suppress(TypeError):
+        task.apply_async(args, kwargs)
+        return True
+    return False
+
+
+@every_change
+@every_place
+@pytest.mark.parametrize("ours", [*OURS.values(), stages.step], ids=[*OURS, "step"])
+def test_calls_that_fit_the_plain_task_fit_ours(
+    change: Change, place: Any, ours: Any, mailbox: Mailbox
+) -> None:
+    """Celery accepts and refuses the same calls as it does without our decorator."""
+    task = make(mailbox, change, place, ours)
+    function = change.decorate(change.function)
+    plain = mailbox.task(function, base=change.base, name="tests.plain", **change.options)
+    fit = [accepts(plain, *call) for call in CALLS]
+    assert [accepts(task, *call) for call in CALLS] == fit
+    assert True in fit
+
+
+@every_change
+@every_place
+@pytest.mark.parametrize("ours", OURS.values(), ids=OURS)
+def test_runs_of_equal_calls_are_one(
+    change: Change, place: Any, ours: Any, mailbox: Mailbox
+) -> None:
+    """Each message runs, with what belongs to it; equal arguments have one key, others another."""
+    task = make(mailbox, change, place, ours)
+    results = [task.apply_async((x,), change.more) for x in (5, 5, 6)]
+    messages = mailbox.take()
+    unique = hasattr(results[0], "is_duplicate") and results[1].is_duplicate
+    ends = [mailbox.deliver(message) for message in messages]
+    assert {end.state for end in ends} == {"SUCCESS"}, ends
+    assert [end.value for end in ends] == ([5, 6] if unique else [5, 5, 6])
+    assert list(iter_locks()) == []
+    values, locks = [value for value, _ in runs], [names for _, names in runs]
+    if isinstance(ours, type(idempotent())):
+        assert values == [5, 6]
+        return
+    assert values == [end.value for end in ends]
+    assert all(locks)
+    assert all((locks[0] == names) is (values[0] == value) for value, names in runs)
+
+
+@every_change
+@every_place
+@pytest.mark.parametrize("key", [{}, {"key": "{x}"}, {"key": ["x"]}], ids=["all", "text", "list"])
+def test_sends_of_equal_calls_are_duplicates(
+    change: Change, place: Any, key: Any, mailbox: Mailbox
+) -> None:
+    """The second equal send is one, until the run has ended; another is not."""
+    task = make(mailbox, change, place, single_instance(unique_until="end", **key))
+    sends = [task.apply_async((x,), change.more) for x in (5, 5, 6)]
+    assert [one.is_duplicate for one in sends] == [False, True, False]
+    for message in mailbox.take():
+        assert mailbox.deliver(message).state == "SUCCESS"
+    assert list(iter_locks()) == []
+    assert task.apply_async((5,), change.more).is_duplicate is False
+
+
+def test_a_key_that_is_not_certain_is_an_error(mailbox: Mailbox) -> None:
+    """If a decorator below may add an argument first or last, a name could mean either of two."""
+
+    @single_instance(key="{x}", unique_until="end")
+    @with_session_first
+    def work(session: Session, x: int, y: int) -> int:
+        return x + y
+
+    task = mailbox.task(work, base=SafeTask, name="tests.changed")
+    with pytest.raises(ConfigurationError, match=r"names x, .* which of \(5, 6\) that is"):
+        task.delay(5, 6)
+    assert task.delay(x=5, y=6).is_duplicate is False
+    assert task.delay(y=7, x=5).is_duplicate is True
+    assert mailbox.deliver(mailbox.take_one()).value == 11
+
+
+class Client:
+    """A service that a decorator makes of the message's name."""
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+
+@pytest.mark.parametrize("make_value", [lambda pk: Person(pk=pk), Client], ids=["model", "service"])
+@pytest.mark.parametrize("ours", [OURS["unique"], OURS["idempotent"]], ids=["lock", "record"])
+def test_what_a_decorator_makes_of_an_argument_keeps_calls_apart(
+    make_value: Any, ours: Any, mailbox: Mailbox
+) -> None:
+    """A decorator that reads a row, or makes a service, does not merge the calls of two."""
+
+    def reading(function: Function) -> Function:
+        @functools.wraps(function)
+        def inner(pk: Any) -> Any:
+            return function(make_value(pk))
+
+        return inner
+
+    def work(made: Any) -> Any:
+        return note(made.pk if isinstance(made, Person) else made.name)
+
+    task = mailbox.task(reading(ours(work)), base=SafeTask, name="tests.changed")
+    for pk in (5, 6):
+        task.delay(pk)
+    messages = mailbox.take()
+    for message in (*messages, *messages):
+        assert mailbox.deliver(message).state == "SUCCESS"
+    once = hasattr(ours, "using")
+    assert [value for value, _ in runs] == ([5, 6] if once else [5, 6, 5, 6])
+    assert [name for name in held_names() if "tests.changed" in name] == []
+    assert runs[0][1] != runs[1][1] or once
+
+
+def test_a_value_that_differs_in_each_run_is_no_conflict(mailbox: Mailbox) -> None:
+    """A decorator may inject the time above @idempotent(key=...): a redelivery is a repeat."""
+    moments = iter(range(9))
+
+    def at_moment(function: Function) -> Function:
+        @functools.wraps(function)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, moment=next(moments), **kwargs)
+
+        return inner
+
+    def work(x: int, moment: int) -> Any:
+        return note(x)
+
+    task = mailbox.task(at_moment(idempotent("{x}")(work)), base=SafeTask, name="tests.changed")
+    task.delay(5)
+    message = mailbox.take_one()
+    assert [mailbox.deliver(message).value for _ in range(2)] == [5, 5]
+    assert len(runs) == 1
+
+
+@every_change
+@every_place
+def test_a_retry_keeps_the_lock_of_its_send(change: Change, place: Any, mailbox: Mailbox) -> None:
+    """Until a retried message has ended, the same send is a duplicate."""
+    tries = iter(range(9))
+
+    def work(*args: Any, **kwargs: Any) -> Any:
+        if not next(tries):
+            raise task.retry(countdown=60)
+        return change.function(*args, **kwargs)
+
+    decorated = functools.wraps(change.function)(work)
+    task = make(mailbox, change._replace(function=decorated), place, OURS["unique"])
+    task.apply_async((5,), change.more)
+    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert task.apply_async((5,), change.more).is_duplicate is True
+    assert mailbox.deliver(mailbox.take_one()).value == 5
+    assert list(iter_locks()) == []
+    assert task.apply_async((5,), change.more).is_duplicate is False
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(
+    ("decorate", "function"),
+    [(with_session_first, "session, params, x"), (with_session, "params, x, session")],
+    ids=["first", "by name"],
+)
+def test_a_step_gets_what_a_decorator_adds(
+    place: Any, decorate: Any, function: str, mailbox: Mailbox
+) -> None:
+    """A step's function gets the params, the arguments of the plan's entry, and the session."""
+
+    def first(session: Session, params: dict[str, Any], x: int, run: Any) -> None:
+        assert isinstance(session, Session)
+        note((params, x, run.pk))
+
+    def last(params: dict[str, Any], x: int, session: Session, run: Any) -> None:
+        first(session, params, x, run)
+
+    body = first if function.startswith("session") else last
+    task = mailbox.task(place(decorate, stages.step, body), base=SafeTask, name="tests.changed")
+    run = stages.start([(task, 1, {"x": 5})], params={"a": 1})
+    assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
+    assert [value for value, _ in runs] == [({"a": 1}, 5, run.pk)]
+    run.refresh_from_db()
+    assert run.status == "succeeded"
+
+
+def test_a_retry_with_other_arguments_is_another_call(mailbox: Mailbox) -> None:
+    """It runs under the lock of its own arguments, and frees the lock of the first send."""
+
+    def work(self: Any, x: int) -> Any:
+        if x == 5:
+            raise self.retry((6,), countdown=60)
+        return note(x)
+
+    task = mailbox.task(OURS["unique"](work), bind=True, base=SafeTask, name="tests.changed")
+    task.delay(5)
+    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert list(iter_locks()) == []
+    (retry,) = mailbox.take()
+    assert [task.delay(x).is_duplicate for x in (5, 6)] == [False, False]
+    assert mailbox.deliver(retry).value == 6
+    assert runs == [
+        (6, sorted([task.lock_name(6), *(f"sent:{task.lock_name(x)}" for x in (5, 6))]))
+    ]
+
+
+def test_an_error_callback_runs_alone(mailbox: Mailbox) -> None:
+    """Celery calls it with the request, the error and a traceback, which no message can hold."""
+
+    def on_error(request: Any, exc: BaseException, traceback: Any) -> None:
+        note((request.id, str(exc)))
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    callback = mailbox.task(single_instance(on_error), base=SafeTask, name="tests.on_error")
+    task = mailbox.task(fail, base=SafeTask, name="tests.fail")
+    task.apply_async(link_error=callback.s())
+    message = mailbox.take_one()
+    assert mailbox.deliver(message).state == "FAILURE"
+    ((value, locks),) = runs
+    assert value == (message.id, "broken")
+    assert len(locks) == 1
