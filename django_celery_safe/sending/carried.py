@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from celery._state import get_current_task
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
-from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
+from django.db import DEFAULT_DB_ALIAS, OperationalError, connections, transaction
 from django.db import Error as DatabaseError
 
 from .. import conf
@@ -39,6 +39,7 @@ from ..leases.clock import boottime
 from ..texts import get_logger
 from ..values import decode
 from .capture import Captured, capture
+from .followers import carried_followers, end_with_body, send_followers
 from .going_on import publish_again
 from .message_table import Claimed, MessageTable, message_table
 from .outbox import can_carry, name_attempt
@@ -131,9 +132,12 @@ class Run:
             self.resent.messages += captured.messages
             self.resent.chord_calls += captured.chord_calls
 
-    def succeed(self) -> None:
+    def succeed(self, follow: Callable[[], object] | None = None) -> None:
         """
         Record that the task is done, or that it continues with another message.
+
+        Args:
+            follow: Sends what follows, in the transaction that ends the row.
 
         Raises:
             MessageLost: Another run has claimed the message by now.
@@ -141,7 +145,7 @@ class Run:
         goes_on = self.resent
         try:
             self._uncount_unbegun()
-            ours = self._end() if goes_on is None else self._go_on(goes_on)
+            ours = self.end(follow) if goes_on is None else self._go_on(goes_on)
         finally:
             self.claim.end()
         if not ours:
@@ -149,10 +153,15 @@ class Run:
         if goes_on is None:
             MESSAGE_DONE.emit(run_carried, task=self.task.name, task_id=self._task_id)
 
-    def fail(self, error: BaseException) -> None:
-        """Record the outcome of a run that ended in an error, and end its claim."""
+    def fail(self, error: BaseException) -> bool:
+        """
+        Record the outcome of a run that ended in an error, and end its claim.
+
+        Returns:
+            False if it is not recorded: then the row says that the task runs, or runs again.
+        """
         if self.claim.is_of_parent():
-            return  # after a bare os.fork() the child leaves the run too
+            return True  # after a bare os.fork() the child leaves the run too
         self.claim.end()
         self.has_begun = self.has_begun and not isinstance(error, MessageGoesOn)
         try:
@@ -167,9 +176,10 @@ class Run:
                 describe_error(error),
                 describe_error(failure),
             )
-        else:
-            if not ours:
-                self.claim.find_new_holder()
+            return False
+        if not ours:
+            self.claim.find_new_holder()
+        return ours
 
     def record_failure(self, error: BaseException) -> bool:
         """Store the error in the row; return whether the claim still held the row."""
@@ -203,15 +213,23 @@ class Run:
             row, token = self.claim.table.at(self.claim.name), self.claim.token
             self.claim.ask(lambda: row.uncount(token, self.found.starts))
 
-    def _end(self) -> bool:
+    def end(self, follow: Callable[[], object] | None = None) -> bool:
+        """End the row of a task that is done, with what follows; return whether it was ours."""
         table, name, token = self.claim.table, self.claim.name, self.claim.token
         row, keep = table.at(name), conf.keeps_sent()
         # A finished task has its result in the row already.
         returned = "" if self.claim.is_finished else self.returned
-        return self.claim.end_by(
-            lambda: row.end(token, returned) if keep else table.delete(name, token),
-            lambda: not row.filter(ended_at__isnull=True).exists(),
-        )
+
+        def write() -> bool:
+            ours: bool = row.end(token, returned) if keep else table.delete(name, token)
+            if ours and follow is not None:
+                follow()
+            return ours
+
+        if follow is not None:
+            self.claim.stop_renewing()  # the row is locked until the commit
+            write = transaction.atomic(using=table.alias)(write)
+        return self.claim.end_by(write, lambda: not row.filter(ended_at__isnull=True).exists())
 
     def _record(self, error: BaseException) -> bool:
         if self.resent is not None:
@@ -223,7 +241,7 @@ class Run:
                 # The broker has the message, or will have it; otherwise a relay re-sends it.
                 return self.put_back(conf.resend_after().total_seconds(), describe_error(error))
             case Ignore():
-                return self._end()
+                return self.end()
             case Exception() | CancelledError():  # Celery also fails the task with these
                 return self.record_failure(error)
         # The process ends, because of a signal or because the task ended it. If a worker has
@@ -301,13 +319,51 @@ def run_carried(
         result = _call(run, request, partial(function, *args, **kwargs))
     except BaseException as error:
         if not _is_for_autoretry(task, error):
-            run.fail(error)
+            _fail(run, error)
         raise
     # After a bare os.fork() the child also gets here, and must not end the claim.
-    is_last = run.is_called and (not run.has_followers or run.resent is not None)
-    if is_last and not run.claim.is_of_parent():
-        run.succeed()
+    if run.is_called and not run.claim.is_of_parent():
+        _succeed(run, request, result)
     return result
+
+
+def _succeed(run: Run, request: Context, result: Any) -> None:
+    """
+    End the row of a run that has returned, with what follows if that is carried too.
+
+    Raises:
+        MessageGoesOn: The row does not say that the task is done, so it runs elsewhere, or again.
+    """
+    task, alias = run.task, run.claim.table.alias
+    follow = None
+    if run.has_followers and run.resent is None:
+        if not carried_followers(task, request, alias):
+            # Celery sends them, and then reports the success.
+            end_with_body(task, request, alias, run.end)
+            return
+        follow = partial(send_followers, task, request, result)
+    try:
+        run.succeed(follow)
+    except (DatabaseError, MessageLost) as error:
+        raise WillBeRedelivered(f"Its end is not recorded: {describe_error(error)}") from error
+    except Exception as error:
+        _fail(run, error)
+        raise
+    if follow is not None:
+        request.callbacks = request.chain = None
+
+
+def _fail(run: Run, error: BaseException) -> None:
+    """
+    Record a failure.
+
+    Raises:
+        MessageGoesOn: The row does not say so: no result is stored, and no errback is called.
+    """
+    is_failure = isinstance(error, Exception) and not isinstance(error, TaskPredicate)
+    if not run.fail(error) and is_failure:
+        text = f"Its end is not recorded ({describe_error(error)})"
+        raise WillBeRedelivered(text) from error
 
 
 def _emit_not_run(task: Any, request: Context, reason: str) -> None:

@@ -21,7 +21,7 @@ from celery.exceptions import (
     WorkerShutdown,
     WorkerTerminate,
 )
-from celery.signals import before_task_publish, task_retry, task_revoked
+from celery.signals import after_task_publish, before_task_publish, task_retry, task_revoked
 from django.db import DataError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
@@ -180,7 +180,7 @@ def test_the_wait_for_a_worker_begins_with_the_eta(carried: Carried) -> None:
 
 
 def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried) -> None:
-    """Another process has begun it: MessageLost, and that one alone ends the row."""
+    """Another process has begun it, which alone ends the row, and alone has a result."""
 
     def lose(task: Any, number: int) -> Any:
         carried.body = lambda task, number: "the second"
@@ -191,7 +191,7 @@ def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried) -> None:
     carried.body = lose
     with hearing(message_lost) as heard:
         state, error = carried.mailbox.deliver(carried.send(1))
-    assert (state, type(error)) == ("FAILURE", MessageLost)
+    assert (state, type(error.__cause__)) == ("IGNORED", MessageLost)
     assert len(heard) == 1
     assert not carried.rows.exists()
     assert carried.calls == [1, 1]
@@ -403,7 +403,7 @@ def test_a_process_that_gives_its_task_back_when_it_is_revoked(carried: Carried)
     carried.body = revoke
     message = carried.send()
     state, error = carried.mailbox.deliver(message)
-    assert (state, type(error)) == ("FAILURE", MessageLost)
+    assert (state, type(error.__cause__)) == ("IGNORED", MessageLost)
     assert (carried.row.state, carried.row.error) == ("failed", "The task was revoked.")
     assert carried.relay() == []
 
@@ -462,7 +462,7 @@ def test_a_run_that_lost_its_claim_leaves_the_row_alone(
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": retention}
     carried.body = lambda task: carried.rows.update(token="another")
     state, error = carried.mailbox.deliver(carried.send())
-    assert (state, type(error)) == ("FAILURE", MessageLost)
+    assert (state, type(error.__cause__)) == ("IGNORED", MessageLost)
     assert (carried.row.state, carried.row.token) == ("running", "another")
 
 
@@ -509,19 +509,46 @@ def test_only_runs_of_the_task_count_as_starts(carried: Carried) -> None:
     assert row.started_at is not None
 
 
-def test_links_of_a_chain_are_sent_before_the_row_is_done(carried: Carried) -> None:
-    """Each is carried itself."""
-    states: list[list[str]] = []
-    first = carried.make_task("tests.first")
-    second = carried.make_task("tests.second")
-    send_on_commit(chain(first.s(1), second.s().set(using=carried.alias)), using=carried.alias)
-    carried.body = lambda task, *args: states.append([row.state for row in carried.rows.all()])
-    assert carried.mailbox.deliver(carried.mailbox.take_one()).state == "SUCCESS"
-    following = carried.mailbox.take_one()
-    assert following.headers["task"] == "tests.second"
-    assert [row.task for row in carried.rows.all()] == ["tests.second"]
-    assert carried.mailbox.deliver(following).state == "SUCCESS"
+@pytest.mark.parametrize("kind", ["chain", "callbacks", "group", "chord"])
+def test_what_follows_is_written_as_the_row_ends(carried: Carried, kind: str) -> None:
+    """Its rows and the end of the row are one: none sees both, and it is sent after them."""
+    first, last, other = (carried.make_task(f"tests.{name}") for name in ("a", "b", "c"))
+    parts = [one.s().set(using=carried.alias) for one in (last, other)]
+    begin = first.s(1).set(using=carried.alias)
+    canvas: Any = begin
+    match kind:
+        case "chain":
+            canvas = chain(begin, parts[0])
+        case "callbacks":
+            for part in parts:
+                begin.link(part)
+        case "group":
+            canvas = chain(begin, group(parts))
+        case "chord":
+            canvas = chord([begin], parts[0])
+    seen: list[list[str]] = []
+
+    def look(sender: str, **kwargs: Any) -> None:
+        seen.append([row.task for row in carried.rows.order_by("task")])
+
+    send_on_commit(canvas, using=carried.alias)
+    message = carried.mailbox.take_one()
+    after_task_publish.connect(look)
+    try:
+        assert carried.mailbox.deliver(message) == ("SUCCESS", 1)
+    finally:
+        after_task_publish.disconnect(look)
+    following = carried.mailbox.take()
+    names = [one.headers["task"] for one in following]
+    wanted = ["tests.b"] if kind in {"chain", "chord"} else ["tests.b", "tests.c"]
+    assert sorted(names) == wanted
+    assert seen == [wanted] * len(wanted)
+    for one in following:
+        assert carried.mailbox.deliver(one).state == "SUCCESS"
     assert not carried.rows.exists()
+    # The message of the first, delivered once more, sends nothing.
+    assert carried.mailbox.deliver(message).state == "IGNORED"
+    assert carried.mailbox.take() == []
 
 
 def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
@@ -690,7 +717,8 @@ def test_an_end_that_can_not_be_recorded(carried: Carried) -> None:
     message = carried.send(1)
     with refusing(carried, "DELETE"):
         state, error = carried.mailbox.deliver(message)
-    assert (state, type(error)) == ("FAILURE", DataError)
+    assert (state, type(error.__cause__)) == ("IGNORED", DataError)
+    assert carried.task.AsyncResult(message.id).state == "PENDING"
     assert (carried.row.state, carried.row.error) == ("running", "")
     carried.make_due()
     (again,) = carried.relay()
@@ -707,9 +735,13 @@ def test_a_failure_that_can_not_be_recorded(
         raise ValueError("no such order")
 
     carried.body = fail
+    errback = carried.make_task("tests.errback")
+    message = carried.send(link_error=errback.si("failed").set(using=carried.alias))
     with ExitStack() as refused:
-        state, error = carried.mailbox.deliver(carried.send())
-    assert (state, type(error)) == ("FAILURE", ValueError)
+        state, error = carried.mailbox.deliver(message)
+    assert (state, type(error.__cause__)) == ("IGNORED", ValueError)
+    assert carried.task.AsyncResult(message.id).state == "PENDING"
+    assert carried.mailbox.take() == []
     assert "(ValueError: no such order) can't be recorded; a relay sends it again" in caplog.text
     assert carried.row.state == "running"
 

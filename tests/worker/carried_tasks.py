@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from celery import chord, shared_task
-from celery.signals import task_failure
+from celery.signals import after_task_publish, task_failure
 from django.db import transaction
 
 from django_celery_safe import SafeTask, current_claim, single_instance
 from django_celery_safe.models import OutboxMessage
+from tests.app.models import Person
 from tests.processes import wait_for
 from tests.worker.rooms import Room
 
@@ -82,6 +83,32 @@ def follow(self: Any, result: str, room: str, alias: str) -> str:
     """Note that it ran after what gave this result."""
     enter(self, room, alias)
     return f"{result} twice"
+
+
+def write_once(task: Any, room: str, alias: str) -> None:
+    """Write a row, and finish the task with it."""
+    enter(task, room, alias)
+    with transaction.atomic(using=alias):
+        Person.everyone.using(alias).create()
+        current_claim().finish()
+
+
+@shared_task(**CARRIED)
+def lead(self: Any, room: str, alias: str) -> None:
+    """Write once; the process is killed when the message of ``trail`` has gone out."""
+    write_once(self, room, alias)
+
+    def die(**kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if len(Room(Path(room)).runs()) == 1:
+        after_task_publish.connect(die, sender=trail.name, weak=False)
+
+
+@shared_task(**CARRIED)
+def trail(self: Any, room: str, alias: str) -> None:
+    """Write once, after ``lead``."""
+    write_once(self, room, alias)
 
 
 @shared_task(**CARRIED)

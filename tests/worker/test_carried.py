@@ -23,6 +23,7 @@ from django_celery_safe import SafeTask, iter_locks, send_on_commit
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import Relay
 from tests.app.celery import app, tell_workers
+from tests.app.models import Person
 from tests.processes import CeleryWorker, start_in_process, wait_for
 from tests.servers import RedisServer, Server
 from tests.servers.databases import Databases
@@ -422,6 +423,18 @@ def test_a_chain_is_done(scene: Scene, room: Room) -> None:
     assert result.get(timeout=PATIENCE) == "noted twice twice"
     room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
     assert deaths(room) == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("worker", "relay")
+def test_a_child_that_is_killed_as_the_next_link_is_sent(scene: Scene, room: Room) -> None:
+    """Each link of the chain runs once, and what it writes with finish() is written once."""
+    links = [scene.signature(one, room).set(immutable=True) for one in (tasks.lead, tasks.trail)]
+    before = Person.everyone.using(scene.alias).count()
+    send_on_commit(chain(*links), using=scene.alias)
+    room.until(lambda: len(room.runs()) > 1, "the next link does not run", PATIENCE)
+    room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
+    assert deaths(room) == [0, 0]
+    assert Person.everyone.using(scene.alias).count() - before == 2
 
 
 @pytest.mark.usefixtures("worker")
