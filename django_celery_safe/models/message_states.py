@@ -229,36 +229,25 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             _ERASE_PENDING.execute(self.db, pk=ended[0])
         elif ended:
             self.filter(pk__in=ended).settle(keep=conf.keeps_sent())
-        alike: dict[tuple[float, int], list[str]] = {}
+        alike: dict[tuple[timedelta, int], list[str]] = {}
         for attempt in filter(None, sent.values()):
-            alike.setdefault((attempt.wait, attempt.starts), []).append(attempt.name)
+            # A relay re-sends the message if no worker has started its task by then.
+            doublings = min(attempt.resent, MOST_DOUBLINGS)
+            wait = timedelta(seconds=attempt.wait) + conf.resend_after() * 2**doublings
+            alike.setdefault((wait, attempt.starts), []).append(attempt.name)
         for (wait, starts), names in alike.items():
             # If the task has started since then, its run decides when the row is due.
-            untouched = self.filter(attempt__in=names, starts=starts)
-            untouched.carry(timedelta(seconds=wait), conf.resend_after())
+            if len(names) == 1:
+                _CARRY.execute(self.db, attempt=names[0], starts=starts, wait=wait)
+            else:
+                rows = self.filter(attempt__in=names, starts=starts).pending()
+                rows.update(**_carried_until(wait))
 
     def settle(self, *, keep: bool) -> int:
         """Record that the messages were sent: delete them, or ``keep`` them for the retention."""
         if keep:
             return self.pending().update(due_at=None, sent_at=Now(), error="")
         return self.pending().erase()
-
-    def carry(self, delay: timedelta, wait: timedelta) -> int:
-        """
-        Record that messages were sent; their rows stay until their tasks are done.
-
-        A relay re-sends a message if no worker has started its task in time.
-
-        Args:
-            delay: The time from now at which the tasks should start.
-            wait: ``OUTBOX_RESEND_AFTER``, the time after that; it doubles with each re-send.
-        """
-        again: list[When] = [
-            When(resent=number, then=Now() + delay + wait * 2**number)
-            for number in range(MOST_DOUBLINGS)
-        ]
-        due_at = Case(*again, default=Now() + delay + wait * 2**MOST_DOUBLINGS)
-        return self.pending().update(due_at=due_at, sent_at=Now(), attempts=0)
 
     def extend(self, token: str, lease: timedelta) -> int:
         """Renew the lease of a claim; return how many rows it still held."""
@@ -380,5 +369,17 @@ def _pending_row(alias: str) -> Any:
     return rows.using(alias).pending().filter(pk=Param("pk"))
 
 
+def _carried_until(wait: Any) -> dict[str, Any]:
+    """Return the changes of a row that was sent, and stays until its task is done."""
+    return {"due_at": Now() + wait, "sent_at": Now(), "attempts": 0}
+
+
+def _carry(alias: str) -> tuple[Any, dict[str, Any]]:
+    rows: Any = apps.get_model("django_celery_safe", "OutboxMessage").objects.using(alias)
+    rows = rows.pending().filter(attempt=Param("attempt"), starts=Param("starts"))
+    return rows, _carried_until(Param("wait", models.DurationField()))
+
+
 #: Most sends have one row.
+_CARRY: Final = Statement(_carry)
 _ERASE_PENDING: Final = Statement(lambda alias: (_pending_row(alias), None), deletes=True)

@@ -178,11 +178,14 @@ def hold(
     def leave(outbox: Outbox) -> None:
         departure = Departure.join(using)
         kept = keep(captured, departure, outbox) if outbox else None
+        if kept is not None and not was_in_atomic:
+            departure.rows.trust()
         refuse_get(result, using)
         transaction.on_commit(Held(departure, app, captured, result, producer, kept), using=using)
 
     connection = transaction.get_connection(using)
-    if not (outbox and captured.messages) or (connection.in_atomic_block and not canvas):
+    was_in_atomic = connection.in_atomic_block
+    if not (outbox and captured.messages) or (was_in_atomic and not canvas):
         leave(outbox if captured.messages else False)
         return result
     for attempt in attempts(connection.alias, "The row of a message"):

@@ -62,17 +62,20 @@ class CarriedAttempt(NamedTuple):
         name: Its id, as in the header and in the row.
         wait: Seconds until the task may start.
         starts: How many times the task was started before.
+        resent: How many times the message was re-sent because no worker started the task.
     """
 
     name: str
     wait: float
     starts: int
+    resent: int = 0
 
     @classmethod
-    def of(cls, message: Message, starts: int = 0) -> CarriedAttempt | None:
+    def of(cls, message: Message, starts: int = 0, resent: int = 0) -> CarriedAttempt | None:
         """Return a message's attempt; None: it is not carried, so its row ends once it is sent."""
         name = attempt_id_of(message)
-        return cls(name, max(0.0, seconds_until(message.eta) or 0.0), starts) if name else None
+        wait = max(0.0, seconds_until(message.eta) or 0.0)
+        return cls(name, wait, starts, resent) if name else None
 
 
 def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> OutboxBatch:

@@ -351,7 +351,8 @@ class Relay:
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         self._left.discard(one.row.pk)
-        attempt = CarriedAttempt.of(one.message, one.row.starts) if one.row.attempt else None
+        row = one.row
+        attempt = CarriedAttempt.of(one.message, row.starts, row.resent) if row.attempt else None
         self._sent[one.row.pk] = None if is_duplicate else attempt
         self.count += 1
         if is_duplicate:

@@ -369,6 +369,20 @@ def test_a_send_is_one_query_and_its_end_two(alias: str, broker: Celery) -> None
     assert [sql.split()[0] for sql in touching] == ["SELECT", "DELETE"]
 
 
+@pytest.mark.parametrize(
+    ("outbox", "words"), [(True, ["INSERT", "DELETE"]), ("until_done", ["INSERT", "UPDATE"])]
+)
+def test_a_send_outside_a_transaction_has_two_short_queries(
+    outbox: Any, words: list[str], alias: str, broker: Celery
+) -> None:
+    """It writes its row and records that it was sent; a carried row is due after one interval."""
+    with CaptureQueriesContext(connections[alias]) as queries:
+        add.apply_async_on_commit((1,), using=alias, outbox=outbox)
+    texts = [query["sql"] for query in queries.captured_queries if TABLE in query["sql"]]
+    assert [sql.split()[0] for sql in texts] == words
+    assert "CASE" not in texts[1]
+
+
 CANVASES: dict[str, tuple[Callable[[], Signature[Any]], int]] = {
     "chain": (lambda: chain(add.s(1), add.s(2)), 1),
     "group": (lambda: group(add.s(n) for n in range(5)), 5),
