@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import signals
+from celery import current_app, signals
 from django.core import checks
 from django.db import connections
 from pytest_django import Settings
@@ -219,6 +219,15 @@ def test_a_cache_that_processes_do_not_share_is_a_warning(settings: Settings, de
     settings.DEBUG = debug
     settings.CACHES = {"default": {"BACKEND": LOCMEM}}
     assert "every process has for itself" in found()["W002"].msg
+
+
+def test_a_cache_of_each_process_is_enough_for_eager_tasks(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W002 is silent with task_always_eager, as on a laptop and in tests: there are no workers."""
+    settings.CACHES = {"default": {"BACKEND": LOCMEM}}
+    monkeypatch.setattr(current_app.conf, "task_always_eager", True)
+    assert found() == {}
 
 
 @pytest.mark.parametrize(

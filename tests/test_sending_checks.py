@@ -162,6 +162,28 @@ def test_pickle_in_the_outbox(
         assert found() == {}
 
 
+@pytest.mark.parametrize("remedied", [False, True])
+def test_the_remedy_fits_a_foreign_task(app: Celery, remedied: bool) -> None:
+    """W017's hint names a setting that works for a task whose code is not the project's."""
+    if remedied:
+        app.conf.task_annotations = {NAME: {"serializer": "json"}}
+    add_task(app, serializer="pickle", outbox=True)
+    annotation = f'CELERY_TASK_ANNOTATIONS = {{"{NAME}": {{"serializer": "json"}}}}'
+    hints = [str(one.hint) for one in found().values()]
+    assert [annotation in hint for hint in hints] == ([] if remedied else [True])
+
+
+def test_tasks_that_come_with_celery_are_not_counted(outbox: str, app: Celery) -> None:
+    """With the class of all tasks ours, chain, group and their like send nothing of their own."""
+
+    def run() -> None:
+        """Do nothing."""
+
+    for name in ("celery.chain", "celery.group"):
+        app.task(name=name, base=SafeTask, outbox=True, shared=False)(run)
+    assert f"Task {NAME} is" in str(found(deploy=True)["W016"].msg)
+
+
 def test_many_tasks_are_one_message(app: Celery) -> None:
     """W017 counts the tasks and names one, so that a large project gets one message."""
     for number in range(3):

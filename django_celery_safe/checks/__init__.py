@@ -55,7 +55,7 @@ def check_all(**kwargs: Any) -> list[CheckMessage]:
         return [as_message(fault("E001", str(error), f"Write {conf.NAME} = {{...}}."))]
     return _find(
         lambda project: find_setting_faults(),
-        lambda project: find_store_faults(),
+        find_store_faults,
         lambda project: find_sqlite_faults(),
         lambda project: project.faults,
         find_database_faults,

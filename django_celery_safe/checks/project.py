@@ -33,8 +33,9 @@ class Project(NamedTuple):
 
     @property
     def safe_tasks(self) -> list[Any]:
-        """The tasks that are a SafeTask."""
-        return [task for task in self.tasks if isinstance(task, SafeTaskMixin)]
+        """The tasks that are a SafeTask, without those that come with Celery, such as chain."""
+        safe = [task for task in self.tasks if isinstance(task, SafeTaskMixin)]
+        return [task for task in safe if not task.name.startswith(SHIPPED)]
 
     @property
     def steps(self) -> list[Any]:

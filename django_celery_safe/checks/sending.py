@@ -26,7 +26,9 @@ def find_pickle(project: Project) -> Iterator[Finding]:
             "W017",
             f"{count(pickled)} sent through the outbox with pickle: anyone who can write to that "
             f"table can run code in every worker.",
-            'Set serializer="json" and send plain data.',
+            'Set serializer="json" and send plain data. For a task of another package, set '
+            f'CELERY_TASK_ANNOTATIONS = {{"{pickled[0].name}": {{"serializer": "json"}}}}, or '
+            f'{{"outbox": False}}.',
         )
 
 

@@ -13,6 +13,7 @@ from ..inspection import lock_store
 from ..inspection.findings import Finding, fault
 from ..locks.stores import locate
 from ..sending.outbox import checked_outbox
+from .project import Project
 
 #: Settings that are durations, each with the function that reads and validates it.
 DURATIONS: Final[dict[str, Callable[[], object]]] = {
@@ -59,10 +60,12 @@ def _default_of(name: str) -> str:
     return f"{default} seconds" if name in DURATIONS else str(default)
 
 
-def find_store_faults() -> Iterator[Finding]:
+def find_store_faults(project: Project) -> Iterator[Finding]:
     """E002, E003: it can't hold locks. W002: locks aren't shared. W004: locks can be lost."""
     place = lock_store.find_place()
-    yield place
+    # A project whose tasks run eagerly has no workers that would have to share its locks.
+    if place.id != "W002" or not project.app.conf.task_always_eager:
+        yield place
     if not place.id:
         yield from filter(None, [lock_store.find_weakness(locate().store())])
 

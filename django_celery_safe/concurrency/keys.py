@@ -225,7 +225,7 @@ def _can_be_sent(value: Any, serializer: str) -> bool:
 
 def _fill_in(task_name: str, template: str, arguments: Mapping[str, Any]) -> str:
     try:
-        return template.format_map(arguments)
+        return template.format_map({name: _in_order(arguments[name]) for name in arguments})
     except AttributeError as error:
         raise ConfigurationError(
             f"The key {template!r} of task {task_name} can't be made from these arguments: "
@@ -237,6 +237,14 @@ def _fill_in(task_name: str, template: str, arguments: Mapping[str, Any]) -> str
             f"The key {template!r} of task {task_name} can't be made from these arguments: "
             f"{describe_error(error)}. Leave out the format, or give a list of names."
         ) from error
+
+
+def _in_order(value: Any) -> Any:
+    """Return ``value`` with the items of its dicts in order, so that equal dicts look alike."""
+    if isinstance(value, dict):
+        items = sorted(value.items(), key=lambda item: str(item[0]))
+        return {name: _in_order(item) for name, item in items}
+    return [_in_order(item) for item in value] if type(value) is list else value
 
 
 def to_wire(value: Any, serializer: str) -> Any:

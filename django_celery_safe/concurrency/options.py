@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, cast, get_args
 
@@ -208,7 +209,10 @@ def check_key_names(
     Raises:
         ConfigurationError: A name is not an argument; the error suggests a similar name.
     """
-    if isinstance(key, conf.Unset) or callable(key):
+    if isinstance(key, conf.Unset):
+        return
+    if callable(key):
+        _check_key_function(function, key)
         return
     # A functools.partial has no name, but a task made from it has.
     where = f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
@@ -238,6 +242,34 @@ def check_key_names(
                 f"takes: {', '.join(parameters) or 'no arguments'}."
                 f"{conf.did_you_mean(name, parameters)}"
             )
+
+
+def _check_key_function(function: Callable[..., Any], key: Callable[..., Any]) -> None:
+    """
+    Refuse a key function that can't take the arguments of ``function``.
+
+    Raises:
+        ConfigurationError: It takes others.
+    """
+    try:
+        takes = inspect.signature(key)
+    except (TypeError, ValueError):
+        return  # written in C
+    own = own_signature(function).parameters.values()
+    if any(one.kind in VARIABLE for one in own):
+        return  # a decorator below, whose arguments are not known
+    by_name = {one.name: None for one in own if one.kind is one.KEYWORD_ONLY}
+    count = len(own) - len(by_name)
+    # With bind=True, it does not get the first, which is the task itself.
+    for by_position in (range(count), range(count - 1)):
+        with suppress(TypeError):
+            takes.bind(*by_position, **by_name)
+            return
+    raise ConfigurationError(
+        f"The key function {key!r} of {function.__module__}."
+        f"{getattr(function, '__qualname__', repr(function))} takes {takes}, and it gets all "
+        f"arguments of the task, with defaults: ({', '.join(one.name for one in own)})."
+    )
 
 
 def template_names(template: str) -> list[str]:
@@ -344,13 +376,14 @@ def checked_key(key: Any) -> Key | conf.Unset:
     if callable(key):
         rule: Callable[..., Any] = key
         return rule
-    if isinstance(key, Iterable):
-        names = tuple(key)
-        if all(isinstance(name, str) for name in names):
-            return names
+    if isinstance(key, list | tuple) and all(isinstance(name, str) for name in key):
+        return tuple(key)
+    meant = ""
+    if isinstance(key, set) and len(key) == 1:  # a format string without its quotes
+        meant = f' Did you mean key="{{{next(iter(key))}}}"?'
     raise ConfigurationError(
         f"key={key!r} can't say which calls are the same: give a format string over argument "
-        f'names ("{{feed_url}}"), a list of argument names, or a function of the arguments.'
+        f'names ("{{feed_url}}"), a list of argument names, or a function of the arguments.{meant}'
     )
 
 

@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kombu.serialization import dumps, loads
 
-from django_celery_safe import ConfigurationError, NotSerializable, iter_locks, single_instance
+from django_celery_safe import (
+    ConfigurationError,
+    NotSerializable,
+    idempotent,
+    iter_locks,
+    single_instance,
+)
 from django_celery_safe.concurrency.keys import DIGITS, call_key
 from django_celery_safe.conf import UNSET
 
@@ -363,3 +369,40 @@ def test_the_name_of_the_lock_begins_with_the_task(locks_in_memory: None) -> Non
 
     named(7)
     assert seen == [f"{__name__}.{named.__qualname__}:7"]
+
+
+def test_equal_dicts_are_one_text() -> None:
+    """The order in which a dict was filled is no part of a format string's key, nested too."""
+    one = {"a": 1, "b": [{"c": 2, "d": 3}]}
+    other = {"b": [{"d": 3, "c": 2}], "a": 1}
+    assert key_of(one, key="{a}-{b}") == key_of(other, key="{a}-{b}")
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ({"a"}, r"key=\{'a'\} can't say .* Did you mean key=\"\{a\}\"\?"),
+        ({"a": 1}, r"key=\{'a': 1\} can't say"),
+        (lambda a: a, r"key function .* takes \(a\), and it gets .*: \(a, b, c\)"),
+        (lambda a, b: a, r"takes \(a, b\), and it gets all arguments"),
+        (lambda a, b, d: a, r"takes \(a, b, d\), and it gets all arguments"),
+        (lambda a, b, c, d: a, r"takes \(a, b, c, d\), and it gets all arguments"),
+    ],
+)
+@pytest.mark.parametrize("decorate", [single_instance, idempotent])
+def test_a_key_that_could_only_fail_in_the_worker_is_refused(
+    decorate: Any, key: Any, sentence: str
+) -> None:
+    """At import: a set instead of a format string, and a function that takes other arguments."""
+
+    def task(a: int, b: int = 2, *, c: int = 3) -> None:
+        """Stand for a task."""
+
+    with pytest.raises(ConfigurationError, match=sentence):
+        decorate(key=key)(task)
+
+
+@pytest.mark.parametrize("key", [lambda a, b: a, lambda b: b, lambda *all: all])
+def test_a_key_function_takes_the_task_itself_or_not(key: Any) -> None:
+    """Only the decorator that makes the task says whether the function's first argument is it."""
+    assert single_instance(key=key)(example)
