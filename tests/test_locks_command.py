@@ -44,7 +44,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 #: The output after any answer but yes.
 REFUSED = "The answer was not 'yes': nothing was done."
 #: Seconds until a process must have done what is waited for.
-PATIENCE: Final = 30
+PATIENCE: Final = 120
 #: Where nothing depends on the store.
 in_redis: Final = pytest.mark.parametrize("store", ["redis"], indirect=True)
 #: Patterns of texts that differ from one run to the next.

@@ -303,7 +303,7 @@ def statements(alias: str) -> list[str]:
     return [query["sql"] for query in queries]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_old_rows_are_found_by_an_index(alias: str, old: Old) -> None:
     """The query uses the index, and sorts nothing, even beside many young rows."""
     make_each(alias, DAY, 1000)

@@ -45,6 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.quarantine("2026-11-26", "the page sleeps 3 s for a worker to begin a run")
 @pytest.mark.long
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("page", WALKS, ids=lambda page: page.name)

@@ -110,7 +110,7 @@ def test_checks_without_django_redis(
     assert done.stdout == "System check identified no issues (1 silenced).\n"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_doctor_without_django_redis(run_without: Run, locks_alone: None) -> None:
     """``celery_locks doctor``, with all processes of its race, finds locks safe there."""
     done = run_without(["django_redis"], "-m", "django", "celery_locks", "doctor")
