@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from celery._state import get_current_task
 from celery.app.task import Context
+from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connections, transaction
 from django.db import Error as DatabaseError
@@ -343,6 +344,7 @@ def _succeed(run: Run, request: Context, result: Any) -> None:
             return
         follow = partial(send_followers, task, request, result)
     try:
+        _check_storable(task, request, result)
         run.succeed(follow)
     except (DatabaseError, MessageLost) as error:
         raise WillBeRedelivered(f"Its end is not recorded: {describe_error(error)}") from error
@@ -425,6 +427,21 @@ def _find_open(task: Any) -> Run | None:
     """Return the run of a task that ends now, if its outcome is not recorded yet."""
     run = _runs.get(task.request)
     return None if run is None or not run.claim.is_held or run.claim.is_of_parent() else run
+
+
+def _check_storable(task: Any, request: Context, result: Any) -> None:
+    """
+    Check that the result backend can take a result, as long as the row can fail because it can't.
+
+    Raises:
+        EncodeError: It can't: Celery would say so after the end of the row.
+    """
+    ignores = vars(request).get("ignore_result")
+    if result is None or (task.ignore_result if ignores is None else ignores):
+        return
+    backend = task.backend
+    if not isinstance(backend, DisabledBackend):
+        backend.encode(backend.prepare_value(result))
 
 
 def _is_for_autoretry(task: Any, error: BaseException) -> bool:

@@ -904,6 +904,21 @@ class Unspeakable(Exception):
         raise ValueError("no words")
 
 
+@pytest.mark.parametrize("autoretry", [{}, {"autoretry_for": (Exception,), "max_retries": 3}])
+def test_a_result_that_can_not_be_stored_fails_the_row(
+    carried: Carried, autoretry: dict[str, Any]
+) -> None:
+    """As it fails the task, which is not retried for it; a result that is ignored harms nothing."""
+    carried.body = lambda task: object()
+    message = carried.send(task=carried.make_task("tests.other", **autoretry))
+    assert carried.mailbox.deliver(message).state == "FAILURE"
+    assert (carried.row.state, carried.row.error_type) == ("failed", "EncodeError")
+    assert (len(carried.calls), carried.mailbox.take()) == (1, [])
+    carried.rows.all().delete()
+    assert carried.mailbox.deliver(carried.send(ignore_result=True)).state == "SUCCESS"
+    assert not carried.rows.exists()
+
+
 def test_an_error_without_words_fails_the_row(carried: Carried) -> None:
     """Otherwise the task would be run again as if its process had died."""
 
