@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import current_app, signals
+from celery import signals
 from django.core import checks
 from django.db import connections
 from pytest_django import Settings
@@ -221,13 +221,12 @@ def test_a_cache_that_processes_do_not_share_is_a_warning(settings: Settings, de
     assert "every process has for itself" in found()["W002"].msg
 
 
-def test_a_cache_of_each_process_is_enough_for_eager_tasks(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_each_process_is_enough_for_eager_tasks(settings: Settings) -> None:
     """W002 is silent with task_always_eager, as on a laptop and in tests: there are no workers."""
     settings.CACHES = {"default": {"BACKEND": LOCMEM}}
-    monkeypatch.setattr(current_app.conf, "task_always_eager", True)
-    assert found() == {}
+    with app_without_tasks("memory://") as app:
+        app.conf.task_always_eager = True
+        assert found() == {}
 
 
 @pytest.mark.parametrize(

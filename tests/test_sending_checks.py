@@ -167,6 +167,7 @@ def test_the_remedy_fits_a_foreign_task(app: Celery, remedied: bool) -> None:
     """W017's hint names a setting that works for a task whose code is not the project's."""
     if remedied:
         app.conf.task_annotations = {NAME: {"serializer": "json"}}
+        vars(app).pop("annotations", None)  # read before
     add_task(app, serializer="pickle", outbox=True)
     annotation = f'CELERY_TASK_ANNOTATIONS = {{"{NAME}": {{"serializer": "json"}}}}'
     hints = [str(one.hint) for one in found().values()]
