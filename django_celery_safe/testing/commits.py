@@ -48,7 +48,9 @@ def commits_now() -> Iterator[None]:
     def on_commit_or_now(
         self: BaseDatabaseWrapper, func: Callable[[], object], robust: bool = False
     ) -> None:
-        if in_testcase_only(self.alias):
+        # A coroutine has a connection of its own, which Django may not open there.
+        is_unused = self.connection is None and not self.in_atomic_block
+        if is_unused or in_testcase_only(self.alias):
             _run(func, robust)
         else:
             on_commit(self, func, robust)
