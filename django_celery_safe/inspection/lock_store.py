@@ -88,7 +88,8 @@ def find_clearing(location: Location) -> Finding:
     hint = (
         "Name in LOCK_CACHE an alias with a database number (memcached: a server; Redis "
         "Cluster: a cluster) of its own: "
-        'DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}.'
+        'DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}. If other projects share that, give it a '
+        "KEY_PREFIX too: locks of the same name would exclude each other."
     )
     return Finding(WARNING, text, hint, "W005", values)
 
