@@ -99,6 +99,11 @@ class SafeCeleryBackend(BaseTaskBackend):
             raise InvalidTask(
                 f"Task function {task.module_path!r} has no name by which a worker could import it."
             )
+        if task.func.__module__ == "__main__":
+            raise InvalidTask(
+                f"Task function {task.module_path!r} is of the script that runs here, which no "
+                f"worker imports. Move it into a module of one of the project's apps."
+            )
         add_function(task, outbox=self.outbox)
 
     def enqueue(self, task: Task[P, R], args: Any, kwargs: Any) -> TaskResult[P, R]:

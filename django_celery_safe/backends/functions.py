@@ -32,7 +32,16 @@ from ..leases.claim import LONGEST_RESULT
 from ..sending import SafeTaskMixin
 from ..sending.carried import find_run
 from ..values import NotPlain, encode
-from .results import AnyResult, AnyTask, list_workers, make_error, make_result, name_worker, set_on
+from .results import (
+    AnyResult,
+    AnyTask,
+    list_workers,
+    make_error,
+    make_result,
+    name_worker,
+    path_of,
+    set_on,
+)
 
 
 class _Known(NamedTuple):
@@ -52,6 +61,11 @@ class FunctionTask(SafeTaskMixin):
     """The part of the Celery task's class that all apps share."""
 
     abstract = True
+
+    @staticmethod
+    def _name_error(error: BaseException) -> str:
+        """Return the path of an error's class, which the task's result has to show."""
+        return path_of(error)
 
     def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
         """Send ``task_finished``: by now the row says that the task is done."""

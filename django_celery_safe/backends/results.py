@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -45,7 +44,7 @@ else:  # Django's classes can't be subscripted
 FIELD: Final = "django_task"
 #: The id of an earlier worker of a task, which the row no longer has.
 UNKNOWN: Final = "unknown"
-#: The modules in which to search for an error's class if no traceback names it.
+#: The modules of the errors that a worker's main process or a relay records by name.
 ERRORS: Final = (builtins, celery_exceptions, exceptions)
 
 _STATUS: Final = {
@@ -157,10 +156,15 @@ def name_worker(host: str = HOST, pid: int | None = None) -> str:
     return f"{host}:{os.getpid() if pid is None else pid}"
 
 
+def path_of(error: BaseException) -> str:
+    """Return the module and name of an error's class."""
+    return f"{type(error).__module__}.{type(error).__qualname__}"
+
+
 def make_error(error: BaseException) -> TaskError:
     """Return an error in the form that results contain."""
     return TaskError(
-        exception_class_path=f"{type(error).__module__}.{type(error).__qualname__}",
+        exception_class_path=path_of(error),
         traceback="".join(format_exception(error)),
     )
 
@@ -199,10 +203,8 @@ def _read_worker_ids(row: Any) -> list[str]:
 
 def _read_error(row: Any) -> TaskError:
     """Return the error of a task that failed, or whose message could not be sent."""
-    name = row.error_type or exceptions.SendError.__name__
-    # The traceback ends with the class and text of the error, which may have many lines.
-    named = re.findall(rf"^((?:\w+\.)*{re.escape(name)})(?::|$)", row.traceback, re.MULTILINE)
-    path = named[-1] if named else name
+    # Anyone may have written the error's text, and Django imports the class that this names.
+    path = row.error_type or exceptions.SendError.__name__
     if "." not in path:
         home = next((one for one in ERRORS if hasattr(one, path)), None)
         path = f"{home.__name__}.{path}" if home else "builtins.Exception"

@@ -185,7 +185,10 @@ class Run:
     def record_failure(self, error: BaseException) -> bool:
         """Store the error in the row; return whether the claim still held the row."""
         error = find_soft_time_limit(error) or error
-        name, text = type(error).__name__, text_of(error)
+        # A Django task's result shows the path of the class.
+        name_error = getattr(self.task, "_name_error", None)
+        name = type(error).__name__ if name_error is None else name_error(error)
+        text = text_of(error)
         trace = "".join(traceback.format_exception(error))
         row, token = self.claim.table.at(self.claim.name), self.claim.token
         ours = self.claim.end_by(

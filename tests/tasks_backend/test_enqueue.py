@@ -275,6 +275,20 @@ def test_a_function_without_a_name_is_refused(by_hand: ByHand) -> None:
         replace(work.add, func=work.nameless)
 
 
+def test_a_function_of_a_script_is_refused(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's own __main__ has no such function."""
+
+    def script(number: int) -> None:
+        """Do nothing."""
+
+    monkeypatch.setattr(script, "__module__", "__main__")
+    monkeypatch.setattr(script, "__qualname__", "script")
+    with pytest.raises(InvalidTask, match=r"'__main__\.script' is of the script that runs here"):
+        replace(work.add, func=script)
+
+
 @pytest.mark.parametrize("aware", [True, False])
 def test_run_after_is_the_eta(by_hand: ByHand, aware: bool) -> None:
     """Without USE_TZ a moment is one of the project's own zone."""
