@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 from celery import Task as CeleryTask
 from celery._state import get_current_task
 from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
+from celery.result import EagerResult
+from celery.states import PENDING
 from kombu.exceptions import EncodeError
+from kombu.utils.uuid import uuid
 
 from .. import conf
 from ..compat import BODIES_LOSE_THEIR_GROUP, dump_models, is_chord_body
@@ -19,7 +22,7 @@ from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for
 from ..concurrency.keys import call_key
 from ..concurrency.message_endings import watch
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
-from ..concurrency.sent import SentLock, find_sent
+from ..concurrency.sent import SentLock, find_lock_of, find_sent
 from ..delivery.call import is_as_sent
 from ..delivery.copies import COPY_FIELDS, Resent, find_resent, resending
 from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
@@ -332,6 +335,8 @@ class SafeTaskMixin(Task[P, R]):
             result = self._publish(args, kwargs, options)
             result.is_duplicate = None
             return result
+        if self.app.conf.task_always_eager:
+            return self._run_once(args, kwargs, options, header)
         outcomes: dict[str, tuple[dict[str, Any], HeldLock | None]] = {}
 
         def publish(headers: dict[str, Any], publish_now: Callable[[], object]) -> bool:
@@ -346,24 +351,54 @@ class SafeTaskMixin(Task[P, R]):
             result = self._publish(args, kwargs, options)
         finally:
             GATE.set(before)
-        if result.id not in outcomes:
-            return result  # it ran eagerly
         headers, held = outcomes[result.id]
         if held is not None:
             backend: Any = self.backend
             backend.remove_pending_result(result)
         settle(result, headers, held)  # not a new result: a parent's trail has this one
-        if held is not None and self._raises_duplicates(header):
-            name = held.name.removeprefix("sent:")
-            raise AlreadySent(name, held.holder.task_id or "", held.remaining)
+        if held is not None:
+            self._refuse_duplicate(header, held)
         if again:
             # A message that replaces its own run takes over that run's lock.
             self._pass_on(read_header(headers, self.name).get("sent"), options)
         return result
 
+    def _run_once(
+        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
+    ) -> SentResult[R]:
+        """Run the task now, as ``task_always_eager`` asks, unless this send is a duplicate."""
+        task_id = options.get("task_id") or uuid()
+        headers: dict[str, Any] = {"task": self.name, "id": task_id, HEADER: header}
+        held = publish_once(headers, lambda: None)
+        if held is not None:
+            self._refuse_duplicate(header, held)
+            known: Any = as_sent_result(EagerResult(headers["id"], None, PENDING))
+            settle(known, headers, held)
+            return known  # type: ignore[no-any-return]
+        header = headers[HEADER]
+        sent = find_lock_of(self.name, header)
+        if sent is not None and self._options_for(header).unique_until == "start":
+            sent.move(0)
+        given = {**(options.get("headers") or {}), HEADER: header}
+        try:
+            options = {**options, "task_id": headers["id"], "headers": given}
+            result = self._publish(args, kwargs, options)
+        finally:
+            if sent is not None:
+                sent.move(0)
+        settle(result, headers, None)
+        return result
+
+    def _refuse_duplicate(self, header: Header, held: HeldLock) -> None:
+        if self._raises_duplicates(header):
+            name = held.name.removeprefix("sent:")
+            raise AlreadySent(name, held.holder.task_id or "", held.remaining)
+
     def _raises_duplicates(self, header: Header) -> bool:
-        guarded = find_guarded(self) or Guarded(self.run, DEFAULTS, False)
-        return options_for(guarded, header).on_duplicate == "raise"
+        return self._options_for(header).on_duplicate == "raise"
+
+    def _options_for(self, header: Header) -> Options:
+        return options_for(find_guarded(self) or Guarded(self.run, DEFAULTS, False), header)
 
     def _pass_on(self, token: str | None, options: dict[str, Any]) -> SentLock | None:
         """Pass the lock of the running task's message to its re-send, if the token matches."""
