@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +12,8 @@ from pathlib import Path
 from django.db import connections
 
 from tests.company.neighbours import NEIGHBOURS, Neighbour
-from tests.processes import CeleryWorker, KeptProcess, dead_port
+from tests.processes import CeleryWorker, KeptProcess
+from tests.processes.waiting import reserve_port
 from tests.processes.worker import ROOT
 from tests.servers.databases import Databases
 
@@ -51,12 +51,14 @@ def play(name: str, databases: Databases, folder: Path) -> dict[str, str | None]
     with ExitStack() as stack:
         alias = stack.enter_context(databases.alias(here.kind, folder))
         database = connections.settings[alias]
+        port, reservation = reserve_port()
+        stack.enter_context(reservation)
         scene = {
             "neighbour": name,
             "database": {key: database[key] for key in DATABASE if key in database},
             "redis": redis.url.rpartition("/")[0],
             "folder": str(folder),
-            "port": dead_port(),
+            "port": port,
         }
         env = {
             **here.env,
@@ -66,29 +68,28 @@ def play(name: str, databases: Databases, folder: Path) -> dict[str, str | None]
         if here.target:
             env["PYTHONPATH"] = str(install(here.target, folder))
 
-        def start(*command: str, **more: str) -> KeptProcess:
+        def start(what: str, *command: str, **more: str) -> KeptProcess:
             """Start a program of the project, with what the neighbour puts before it."""
-            log = folder / f"{command[-1].split(':')[-1]}.log"
             return stack.enter_context(
                 KeptProcess(
                     [*launcher(here), sys.executable, *command],
                     folder=ROOT,
-                    log_path=log,
+                    log_path=folder / f"{what}.log",
                     env={**os.environ, **env, **more},
                 )
             )
 
         if here.apps:
-            migration = start("-m", "django", *here.migrate)
+            migration = start("migrate", "-m", "django", *here.migrate)
             assert migration.wait(LONGEST) == 0, migration.log
         worker = CeleryWorker(PROJECT, concurrency=3, pool=here.pool, env=env)
         worker.command = [*launcher(here), *worker.command]
         stack.enter_context(worker)
-        start("-m", "django", "celery_outbox", "relay")
+        start("relay", "-m", "django", "celery_outbox", "relay")
         for command in here.beside:
             words = [word.format(**scene) for word in command]
-            start("-m", "celery", "-A", PROJECT, *words, PGOPTIONS=IDLE)
-        sender = start("-c", PLAY)
+            start(words[0], "-m", "celery", "-A", PROJECT, *words, PGOPTIONS=IDLE)
+        sender = start("sender", "-c", PLAY)
         deadline = time.monotonic() + LONGEST
         while sender.running:
             assert time.monotonic() < deadline, f"the sender does not end:\n{sender.log}"
@@ -96,6 +97,7 @@ def play(name: str, databases: Databases, folder: Path) -> dict[str, str | None]
                 worker.close()
                 worker.start()
             time.sleep(0.1)
+        assert (folder / "verdicts").exists(), f"the sender failed:\n{sender.log}"
         verdicts: dict[str, str | None] = json.loads((folder / "verdicts").read_text())
         if any(verdicts.values()):
             print(f"--- sender ---\n{sender.log}\n--- worker ---\n{worker.log}")
@@ -111,8 +113,6 @@ def launcher(here: Neighbour) -> list[str]:
 def install(requirement: str, folder: Path) -> Path:
     """Install another version of a package into a folder, and return it."""
     target = folder / "packages"
-    pip = ["uv", "pip"] if shutil.which("uv") else [sys.executable, "-m", "pip"]
-    options = ["--python", sys.executable] if pip[0] == "uv" else []
-    command = [*pip, "install", "-q", "--target", str(target), *options, requirement]
-    subprocess.run(command, check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q"]
+    subprocess.run([*pip, "--target", str(target), requirement], check=True)
     return target

@@ -36,11 +36,10 @@ class Neighbour:
     pool = "prefork"
     #: Commands of Celery that run beside the worker.
     beside: tuple[tuple[str, ...], ...] = ()
-    #: Flows that are not played, and those that are played only here.
-    less: tuple[str, ...] = ()
+    #: Flows that are played only here.
     more: tuple[str, ...] = ()
-    #: Flows whose messages are sent, by a relay or by a worker after the run, where the
-    #: neighbour has nothing to give them, with Celery alone neither.
+    #: Flows whose messages are sent where the neighbour has nothing to give them, with Celery
+    #: alone neither: by a relay, or by a worker after the run; a task of Django has no class.
     fresh: tuple[str, ...] = ()
 
     def switch_on(self) -> None:
@@ -215,7 +214,7 @@ class OwnHeaders(Neighbour):
     """A task class that sends the acting user in Celery's old place for headers, as tracers do."""
 
     landing = True
-    fresh = ("chain",)
+    fresh = ("chain", "django.tasks")
 
     def task_class(self) -> Any:
         from django_celery_safe import SafeTask
@@ -277,8 +276,6 @@ class AtomicClass(Neighbour):
     """A task class that runs each task in a transaction."""
 
     landing = True
-    # Nothing that has to be known to others at once can be written in a transaction.
-    less = ("idempotent",)
 
     def task_class(self) -> Any:
         from django.db import transaction

@@ -48,6 +48,7 @@ from django_celery_safe.models import (
     StageRun,
     StageStep,
 )
+from tests.company.neighbours import NEIGHBOURS
 from tests.docs import events
 from tests.docs.pages import ROOT, Page, find_broken_link, names_in, page, pages
 
@@ -389,6 +390,13 @@ def test_the_map_of_contributing() -> None:
         source = (PACKAGE / file).read_text()
         for name in names:
             assert re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE), question
+
+
+def test_works_with() -> None:
+    """The table of neighbours has each that tests/company plays beside."""
+    rows = page("docs/reference/works-with.md").rows()
+    for (beside, *_), name in zip(rows, NEIGHBOURS, strict=True):
+        assert beside.startswith(name)
 
 
 def test_changelog_has_this_version() -> None:
