@@ -267,7 +267,10 @@ class OwnClass(OwnHeaders):
                 if args and args[0] == "call raises":
                     raise LookupError("call raises")
                 with acting(_user):
-                    return super().__call__(*args, **kwargs)
+                    result = super().__call__(*args, **kwargs)
+                if args and args[0] == "call raises at its end":
+                    raise LookupError("call raises at its end")
+                return result
 
         return UserTask
 

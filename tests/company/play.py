@@ -188,7 +188,7 @@ def django_tasks(play: Play) -> None:
 
 def class_raises(play: Play) -> None:
     """A carried task whose class raises has failed, with that error."""
-    for flow in ("before_start raises", "call raises"):
+    for flow in ("before_start raises", "call raises", "call raises at its end"):
         sent = tasks.carried.delay(flow)
         row = OutboxMessage.objects.filter(task_id=sent.id)
         play.until(lambda row=row: row.get().state == "failed", f"{flow}: {row.get().state}")
