@@ -33,7 +33,7 @@ def send(
     Send the messages of steps through the outbox when the open transaction commits.
 
     Args:
-        emit: Emits the event; if sending fails, its callbacks for the commit are dropped.
+        emit: Emits the event at the commit; not called if a message can't be made.
         with_countdown: Whether to apply the steps' countdowns, which have already passed when
             a sweep re-sends them.
     """
@@ -47,7 +47,6 @@ def send(
         return
 
     def send_all(given: dict[str, Any]) -> None:
-        emit()
         for step in steps:
             args, kwargs, options = _message(app, step, with_countdown=with_countdown)
             task = app.tasks.get(step.task)
@@ -55,6 +54,7 @@ def send(
                 app.send_task(step.task, args, kwargs, **options)
             else:
                 task.apply_async(args, kwargs, **options)
+        emit()  # before the messages are published, and not if one of them can't be made
 
     hold(app, send_all, store.alias, {}, outbox=True, canvas=True)
 

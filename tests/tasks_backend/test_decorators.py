@@ -48,7 +48,7 @@ def test_a_run_that_meets_a_held_lock_comes_back(by_hand: ByHand, tmp_path: Path
             assert by_hand.mailbox.deliver(message).state == "RETRY"
         result.refresh()
         assert (result.status, finished) == (TaskResultStatus.READY, [])
-        assert by_hand.deliver().value == 2
+        assert by_hand.deliver().value == 1
     assert finished == [result.id]
 
 
