@@ -21,16 +21,16 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 5,
     "single_instance send": 5,
-    "single_instance run": 26,
+    "single_instance run": 30,
     "unique_until send": 23,
-    "unique_until run": 35,
-    "outbox call and commit": 31,
-    "relay of one": 14,
+    "unique_until run": 41,
+    "outbox call and commit": 36,
+    "relay of one": 17,
     "do_once": 8,
-    "idempotent run": 40,
-    "start": 49,
-    "step and next stage": 99,
-    "last step": 60,
+    "idempotent run": 43,
+    "start": 54,
+    "step and next stage": 105,
+    "last step": 61,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

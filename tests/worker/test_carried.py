@@ -326,6 +326,7 @@ def test_a_message_that_the_worker_refuses_to_read(scene: Scene, room: Room) -> 
     assert room.runs() == []
 
 
+@pytest.mark.usefixtures("relay")
 @pytest.mark.parametrize("pool", ["solo", pytest.param("prefork", marks=pytest.mark.long)])
 def test_a_cold_shutdown_gives_the_task_back(scene: Scene, room: Room, pool: str) -> None:
     """Whichever process runs it; that is no failure and no death, and the next worker runs it."""
@@ -335,10 +336,10 @@ def test_a_cold_shutdown_gives_the_task_back(scene: Scene, room: Room, pool: str
         room.until(room.runs, "it does not run", PATIENCE)
         os.kill(first.pid, signal.SIGQUIT)
         wait_for(lambda: not first.running, PATIENCE)
-    assert scene.state(task_id) == "pending"
+    assert scene.state(task_id) in ("pending", "sent")  # a relay may have sent it again
     assert result_state(task_id) != "FAILURE"
     room.open()
-    with scene.relaying(), scene.worker(queue, pool, 1):
+    with scene.worker(queue, pool, 1):
         scene.until(task_id, "gone", room)
     assert deaths(room) == [0, 0]
 
@@ -486,7 +487,9 @@ def test_retries_are_done(scene: Scene, room: Room) -> None:
 def test_runs_that_wait_for_a_lock_are_done(scene: Scene, room: Room) -> None:
     """One after the other, each once, and no row is left."""
     ids = [scene.send(tasks.alone, room) for _ in range(2)]
-    room.until(lambda: scene.rows.filter(task_id__in=ids, starts__gt=1).exists(), "none comes back")
+    rows = scene.rows.filter(task_id__in=ids)
+    attempts = set(rows.values_list("attempt"))
+    room.until(lambda: set(rows.values_list("attempt")) - attempts, "none is put off")
     room.open()
     for task_id in ids:
         scene.until(task_id, "gone", room)
