@@ -36,9 +36,9 @@ MUTATIONS = {
         ),
         M(
             "leases.renewer:Lane._take_due",
-            "lease.renew_until > now and",
-            "",
-            "a lock is renewed beyond the time limit of its task",
+            "elif (end := owner.find_end()) is not None:",
+            "elif (end := None) is not None:",
+            "the lock of a task that ended without releasing it is renewed for ever",
         ),
         M(
             "leases.renewer:Lane._renew",
@@ -66,7 +66,7 @@ MUTATIONS = {
         ),
         M(
             "leases.claim:Claim.end_by",
-            "or (tries > 1 and is_written())",
+            "or (connection.connection is not session and is_written())",
             "",
             "work whose end was recorded is reported as lost if the answer was lost",
         ),
@@ -226,8 +226,8 @@ MUTATIONS = {
         ),
         M(
             "concurrency.keys:call_key",
-            "call.arguments[name] = to_wire(call.arguments[name], serializer)",
-            "pass",
+            "call.arguments[name] = to_wire(value, serializer)",
+            "call.arguments[name] = value",
             "the sender and the worker compute different keys for one call",
         ),
         M(
@@ -397,7 +397,7 @@ MUTATIONS = {
             "what a relay could not send waits a minute for another one",
         ),
         M(
-            "sending.carried:Run._end",
+            "sending.carried:Run.end",
             "self.claim.is_finished",
             "False",
             "a finished task's recorded result is overwritten by its return value",
@@ -416,8 +416,8 @@ MUTATIONS = {
         ),
         M(
             "sending.task:SafeTaskMixin._waits_for_commit",
-            "return True  # also for the next link of a chain, which Celery sends",
-            "return False",
+            'carried = outbox == UNTIL_DONE and ours.get("outbox") is None',
+            "carried = False",
             "the next link of a carried chain is not carried",
         ),
         M(
