@@ -160,17 +160,25 @@ class SentLock:
         if options.unique_until == "start":
             self.move(0)
         elif run_lease.owner is not None:
-            try:
-                self._renew_with(run_lease)
-            except CelerySafeError as error:
-                self._emit_not_moved(error)
+            self.renew(run_lease.seconds, run_lease.store)
 
-    def _renew_with(self, run_lease: Lease[Store]) -> None:
-        store, seconds = self._store, min(run_lease.seconds, self.timeout)
-        if store is not run_lease.store and not store.renews():
+    def renew(self, seconds: float, seen: Store | None = None) -> None:
+        """
+        Renew this lock, with a lease of ``seconds`` at most, until the end of a run.
+
+        Args:
+            seen: A store that the renewing thread certainly sees; None: none is known.
+        """
+        try:
+            self._renew(min(seconds, self.timeout), seen)
+        except CelerySafeError as error:
+            self._emit_not_moved(error)
+
+    def _renew(self, seconds: float, seen: Store | None) -> None:
+        store = self._store
+        if store is not seen and not store.renews():
             return
-        now = boottime()
-        lease = Lease(store, self.name, self.token, seconds, now, _report_lost)
+        lease = Lease(store, self.name, self.token, seconds, boottime(), _report_lost)
         # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
         renewer.add(lease)

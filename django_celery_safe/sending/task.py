@@ -377,15 +377,20 @@ class SafeTaskMixin(Task[P, R]):
             return known  # type: ignore[no-any-return]
         header = headers[HEADER]
         sent = find_lock_of(self.name, header)
-        if sent is not None and self._options_for(header).unique_until == "start":
-            sent.move(0)
+        if sent is not None:
+            run = self._options_for(header)
+            if run.unique_until == "start":
+                sent.move(0)
+            else:
+                seconds = run.timeout
+                sent.renew(conf.lock_timeout() if isinstance(seconds, conf.Unset) else seconds)
         given = {**(options.get("headers") or {}), HEADER: header}
         try:
             options = {**options, "task_id": headers["id"], "headers": given}
             result = self._publish(args, kwargs, options)
         finally:
             if sent is not None:
-                sent.move(0)
+                sent.end_run(self, None)
         settle(result, headers, None)
         return result
 

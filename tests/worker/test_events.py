@@ -786,7 +786,7 @@ TABLE = [
     ),
     # Celery tells nobody, so the lock ends by its lease.
     Row("garbled body", [Step(send_garbled, WAITING, 0), Step(refuse_garbled, WAITING)], []),
-    Row("eager mode", [Step(send_eagerly, RUNNING_ALONE, 0), Step(returned, FREE, 0)], RAN),
+    Row("eager mode", [Step(send_eagerly, RUNNING, 0), Step(returned, FREE, 0)], RAN),
     Row(
         "direct call",
         [
