@@ -131,7 +131,7 @@ def test_a_soft_time_limit_in_a_send_changes_no_later_send(
             pass
         with monkeypatch.context() as patch, transaction.atomic():
             patch.setitem(once.app.conf, "task_always_eager", True)
-            once.delay_on_commit(number)
+            once.delay_on_commit(-number)
 
     places = set()
     for number in range(1, 100):
