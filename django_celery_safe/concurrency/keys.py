@@ -79,7 +79,8 @@ def call_key(
             ``key``, a value that is not from the message does not need an encoding.
         is_send: Whether the message is being sent, so a decorator or ``__call__`` may still
             change its arguments. If they don't fit, the key is made of all of them.
-        is_digest: Whether to leave out values that have no encoding or are not from the message.
+        is_digest: Whether to leave out values that are not from the message, and let values
+            without an encoding count as the same.
 
     Raises:
         ArgumentsDontFit: The arguments don't fit the signature.
@@ -107,24 +108,30 @@ def call_key(
         return str(to_wire(_fill_in(task_name, rule, call.arguments), "json"))
     if callable(rule):
         return _from_function(task_name, rule, call)
-    parts, is_short = [], False
+    parts: list[str] = []
+    short: list[Any] = []
     for name, value in raw.items():
-        is_added = name in given and sent is not None and not _is_among(value, sent)
+        values = _values(call, name, value)
+        is_added = (
+            name in given and sent is not None and not all(_is_among(one, sent) for one in values)
+        )
         try:
             # Use no value of a default without an encoding, which is not in the message: it is
             # the same in all calls.
+            part = encode(name) + encode(call.arguments[name])
             if is_digest and is_added:
                 continue
-            parts.append(encode(name) + encode(call.arguments[name]))
+            parts.append(part)
         except (TypeError, RecursionError) as error:
             if name in given and not is_digest:
                 if not is_added or not isinstance(rule, conf.Unset):
                     raise _refuse(task_name, name, value, serializer, error) from error
-                is_short = True
+                short += values
             parts.append(encode(name) + "default")
-    if is_short:
-        # The value that does not count may have been made of those that the function never got.
-        got = (*args, *kwargs.values())
+    if short:
+        # The value that does not count may have been made of those that the function never got,
+        # or have some of them beside it.
+        got = [one for one in (*args, *kwargs.values()) if not _is_among(one, short)]
         lost = [value for value in sent or () if not _is_among(value, got)]
         parts += [encode(to_wire(value, serializer)) for value in lost]
     return _digest("".join(parts))
@@ -141,6 +148,16 @@ def _refuse(
             f"has no form that is surely the same for equal values. {_KEY_HINT}"
         )
     return NotSerializable(task_name, name, str(error), _HINT)
+
+
+def _values(call: inspect.BoundArguments, name: str, value: Any) -> Sequence[Any]:
+    """Return the values that were given for one parameter: many for ``*args`` and ``**kwargs``."""
+    parameter = call.signature.parameters.get(name)
+    if parameter is not None and parameter.kind is parameter.VAR_POSITIONAL:
+        return tuple(value)
+    if parameter is not None and parameter.kind is parameter.VAR_KEYWORD:
+        return tuple(value.values())
+    return (value,)
 
 
 def _is_among(value: Any, others: Sequence[Any]) -> bool:

@@ -344,6 +344,15 @@ def test_a_value_that_differs_in_each_run_is_no_conflict(mailbox: Mailbox) -> No
     assert len(runs) == 1
 
 
+def test_a_call_with_an_injected_session_is_the_same_by_message(mailbox: Mailbox) -> None:
+    """The record of one under @idempotent(key=...) is no conflict for the other."""
+    ours = idempotent("{x}")
+    task = mailbox.task(with_session(ours(session_last)), base=SafeTask, name="tests.changed")
+    task.delay(5)
+    assert [mailbox.deliver(mailbox.take_one()).value, task(5)] == [5, 5]
+    assert len(runs) == 1
+
+
 @every_change
 @every_place
 def test_a_retry_keeps_the_lock_of_its_send(change: Change, place: Any, mailbox: Mailbox) -> None:

@@ -305,6 +305,21 @@ def test_what_can_be_sent_but_not_be_a_key_is_an_error_of_the_key() -> None:
     assert key_of(1, b=Fraction(1, 3), key=["a"], serializer="pickle")
 
 
+def test_arguments_of_any_number_count_though_one_is_added() -> None:
+    """A message's values keep calls apart; one that can't be a key is added, or is an error."""
+
+    def work(*args: Any, **options: Any) -> None: ...
+
+    def key(args: tuple[Any, ...], kwargs: dict[str, Any], *sent: Any) -> str:
+        return call_key("tests.example", work, UNSET, args, kwargs, serializer="pickle", sent=sent)
+
+    with pytest.raises(ConfigurationError, match="its argument args, which is or holds a Fraction"):
+        key((third := Fraction(1, 3),), {}, third)
+    made = {key((), {"note": note, "session": object()}, note) for note in ("a", "b", "a")}
+    made |= {key((object(), note), {}, note) for note in ("a", "b", "a")}
+    assert len(made) == 4
+
+
 class Shade(Enum):
     """Nothing that a message can hold."""
 

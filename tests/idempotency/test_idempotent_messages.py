@@ -164,6 +164,24 @@ def test_a_conflict_fails_the_task(ordering: Ordering) -> None:
     assert mailbox.take() == []
 
 
+def test_arguments_of_any_number_count_in_a_message_too(mailbox: Mailbox, db: None) -> None:
+    """What *args and **kwargs got is compared, for a message as for a direct call."""
+
+    def work(number: int, *more: str, **options: str) -> str:
+        return f"{number} {more} {options}"
+
+    task = mailbox.task(idempotent("{number}")(work), base=SafeTask, name=NAME)
+
+    def deliver(*args: Any, **kwargs: Any) -> Any:
+        task.delay(*args, **kwargs)
+        return mailbox.deliver(mailbox.take_one()).value
+
+    done = deliver(7, "EUR", note="a")
+    assert done == task(7, "EUR", note="a") == deliver(7, "EUR", note="a")
+    for args, kwargs in [((7, "USD"), {"note": "a"}), ((7, "EUR"), {"note": "b"})]:
+        assert isinstance(deliver(*args, **kwargs), IdempotencyConflict)
+
+
 def test_a_result_that_can_not_be_kept_fails_the_task(mailbox: Mailbox, db: None) -> None:
     """The task fails, says why, and is not done again."""
     ordering = Ordering(mailbox, body=lambda task: "x" * 70_000)
