@@ -405,7 +405,7 @@ class Lane:
         if self._store.connects_threads:
             with self._mutex:
                 self._is_connected = True
-        asked_at, before = boottime(), [lease.asked_at for lease in leases]
+        asked_at, lengths = boottime(), [lease.seconds for lease in leases]
         try:
             self._store.leave_pool()
             outcomes = self._store.extend(leases, within)
@@ -414,9 +414,10 @@ class Lane:
             return []
         with self._mutex:
             self._replaced = 0
-            for lease, extended, began_at in zip(leases, outcomes, before, strict=True):
-                # Not if its holder has extended it meanwhile, or it was handed over.
-                if extended and lease.asked_at == began_at and lease.lane is self:
+            for lease, extended, seconds in zip(leases, outcomes, lengths, strict=True):
+                # Not if its holder has given it another length, or a later request was answered.
+                # That it was handed over does not matter: one request for many leases may last.
+                if extended and lease.seconds == seconds and asked_at > lease.asked_at:
                     lease.began(asked_at)
         return outcomes
 

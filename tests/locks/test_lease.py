@@ -192,6 +192,23 @@ def test_a_renewal_under_way_does_not_undo_an_extension(
         assert left() > 2.5
 
 
+def test_a_request_that_lasts_is_an_answer_though_its_thread_was_replaced(
+    locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many leases, or a slow store, take longer than a thread may hang: the locks stay held."""
+    seconds, extend = 6.0, LocalStore.extend
+
+    def last(*request: Any) -> list[bool]:
+        time.sleep(seconds * renewing.HANGS_AFTER + 0.2)
+        return extend(*request)
+
+    monkeypatch.setattr(LocalStore, "may_hang", True)
+    monkeypatch.setattr(LocalStore, "extend", last)
+    with cache_lock("slow", timeout=seconds) as lock:
+        for _ in range(2):
+            wait_for_renewals(lock)
+
+
 def test_a_lost_lease_is_lost_at_once(
     locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
