@@ -38,6 +38,9 @@ ANSWER_WITHIN: Final = 1 / 3
 #: A thread that is still in its request after this part of its shortest lease is replaced: the
 #: store has no limit, or its limit does not work. There is time for one more try.
 HANGS_AFTER: Final = 2 / 5
+#: Longest time that a holder waits for a renewal of its lease under way, s: it may have a
+#: transaction open, and a thread with long leases is replaced late.
+LONGEST_FINISH: Final = 5.0
 #: After that many replacements without an answer, the pause before the next try grows no more.
 LONGEST_BACKOFF: Final = 4
 #: A lease is renewed up to this fraction of its length early, so that one request renews many.
@@ -151,7 +154,7 @@ class Renewer:
     def finish_renewal(self, lease: Lease[Any]) -> None:
         """Wait until the renewal of a removed lease has ended; a renewal that hangs is left."""
         with self.mutex:
-            longest = lease.seconds * HANGS_AFTER
+            longest = min(lease.seconds * HANGS_AFTER, LONGEST_FINISH)
             self.changed.wait_for(lambda: not self._is_renewing(lease), longest)
 
     def _is_renewing(self, lease: Lease[Any]) -> bool:
