@@ -285,7 +285,8 @@ def connect() -> None:
 def _repeat_statements(connection: Any, **kwargs: Any) -> None:
     wrappers = connection.execute_wrappers
     if connection.vendor != "sqlite" and _execute_repeatedly not in wrappers:
-        wrappers.append(_execute_repeatedly)
+        # Not the last one: a block of execute_wrapper() that connects removes the last at its end.
+        wrappers.insert(0, _execute_repeatedly)
 
 
 def _execute_repeatedly(

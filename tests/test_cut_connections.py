@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.app.tasks import add
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
+from tests.idempotency.test_claims_in_trouble import gateway
 from tests.idempotency.test_flags_race import end_sessions
 from tests.kinds import LATER_MARIADB
 from tests.processes import wait_for
@@ -28,7 +30,7 @@ from tests.sending.test_relay import dying_sender
 from tests.servers import PostgresServer
 from tests.servers.databases import end_own_session
 
-__all__ = ["mailbox"]
+__all__ = ["gateway", "mailbox"]
 
 
 @pytest.fixture(params=["postgres", LATER_MARIADB])
@@ -169,3 +171,25 @@ def test_a_relay_whose_session_was_ended_reports_no_outage(
             after_task_publish.disconnect(send_then_stop)
     assert mailbox.take_one().args == ["x"]
     assert "can't be reached" not in caplog.text
+
+
+def test_the_wrapper_of_a_block_that_connects_ends_with_the_block(postgres_alias: str) -> None:
+    """A project that counts or refuses the queries of a block does so in the block only."""
+    seen: list[str] = []
+
+    def count(execute: Any, sql: str, *more: Any) -> Any:
+        seen.append(sql)
+        return execute(sql, *more)
+
+    def connect_in_block() -> int:
+        connection = connections[postgres_alias]  # of this thread, and not opened yet
+        with closing(connection):
+            with connection.execute_wrapper(count):
+                Person.everyone.using(postgres_alias).exists()
+            before = len(seen)
+            Person.everyone.using(postgres_alias).exists()
+            return len(seen) - before
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(connect_in_block).result() == 0
+    assert seen
