@@ -38,6 +38,15 @@ LONGEST_PAUSE: Final = 1.0
 TRIES: Final = 20
 #: The prefix of our tables' names.
 OUR_TABLES: Final = "django_celery_safe_"
+#: How statements begin that change nothing but our tables.
+OUR_STATEMENTS: Final = (
+    "SELECT ",
+    *(
+        f"{verb} {quote}{OUR_TABLES}"
+        for verb in ("UPDATE", "DELETE FROM", "INSERT INTO", "INSERT IGNORE INTO")
+        for quote in ('"', "`")
+    ),
+)
 #: Time after which there is no further try, s: each may have waited for a lock until the
 #: database's timeout.
 LONGEST_RACE: Final = 20.0
@@ -301,7 +310,8 @@ def _execute_repeatedly(
     """
     connection = context["connection"]
     ask = partial(execute, sql, params, many, context)
-    if not (isinstance(sql, str) and OUR_TABLES in sql and is_autocommit(connection)):
+    is_ours = isinstance(sql, str) and OUR_TABLES in sql and sql.startswith(OUR_STATEMENTS)
+    if not (is_ours and is_autocommit(connection)):
         return ask()
     session = connection.connection
     try:

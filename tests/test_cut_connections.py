@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from celery.signals import after_task_publish
 from django.db import DatabaseError, connections, transaction
+from django.db.models import Value
+from django.db.models.functions import Concat
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock, idempotent, stages
@@ -20,6 +22,7 @@ from tests.app.tasks import add
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
+from tests.idempotency.gateway import Gateway
 from tests.idempotency.test_claims_in_trouble import gateway
 from tests.idempotency.test_flags_race import end_sessions
 from tests.kinds import LATER_MARIADB
@@ -193,3 +196,20 @@ def test_the_wrapper_of_a_block_that_connects_ends_with_the_block(postgres_alias
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(connect_in_block).result() == 0
     assert seen
+
+
+def test_a_change_of_a_projects_table_is_not_repeated(
+    gateway: tuple[str, str, Gateway],
+) -> None:
+    """It may look at rows of this app; if its answer is lost, only the project can repeat it."""
+    direct, through, way = gateway
+    person = Person.everyone.using(direct).create(pk=1)
+    connections[through].ensure_connection()
+    nobody = OutboxMessage.objects.values("task")
+    before = person.email
+    longer = Person.everyone.using(through).exclude(email__in=nobody)
+    with pytest.raises(DatabaseError):
+        way.lose_next_answer()
+        longer.update(email=Concat("email", Value("x")))
+    person.refresh_from_db()
+    assert person.email == f"{before}x"
