@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from django.db.models import Value
 from django.db.models.functions import Concat
 from pytest_django import Settings
 
-from django_celery_safe import cache_lock, idempotent, stages
+from django_celery_safe import cache_lock, find_lock, idempotent, stages
 from django_celery_safe.models import OutboxMessage, StageRun
 from django_celery_safe.pruning import prune_all
 from django_celery_safe.sending.relay import Relay
+from django_celery_safe.signals import lock_lost
 from tests.app.models import Person
 from tests.app.tasks import add
 from tests.concurrency.conftest import mailbox
@@ -29,6 +30,7 @@ from tests.kinds import LATER_MARIADB
 from tests.processes import wait_for
 from tests.routing import AllIn
 from tests.sending.carrying import Carried
+from tests.sending.conftest import hearing
 from tests.sending.test_relay import dying_sender
 from tests.servers import PostgresServer
 from tests.servers.databases import end_own_session
@@ -213,3 +215,49 @@ def test_a_change_of_a_projects_table_is_not_repeated(
         longer.update(email=Concat("email", Value("x")))
     person.refresh_from_db()
     assert person.email == f"{before}x"
+
+
+def test_a_lock_whose_release_gets_no_answer_is_free(
+    gateway: tuple[str, str, Gateway], settings: Settings
+) -> None:
+    """The release is asked for again, and what it finds is no loss of the lock."""
+    _, through, way = gateway
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": through}
+    lock = cache_lock("x", timeout=60, renew=False)
+    assert lock.acquire()
+
+    def lose(execute: Any, sql: str, *more: Any) -> Any:
+        if sql.startswith("DELETE") and not has_lost:
+            has_lost.append(sql)
+            way.lose_next_answer()
+        return execute(sql, *more)
+
+    has_lost: list[str] = []
+    with hearing(lock_lost) as told, connections[through].execute_wrapper(lose):
+        assert lock.release()
+    assert (way.has_lost_it, told) == (True, [])
+    assert find_lock("x") is None
+
+
+@pytest.mark.parametrize("statement", ["INSERT", "UPDATE"])
+def test_a_claim_that_gets_no_answer_once_is_ours(
+    statement: str, gateway: tuple[str, str, Gateway]
+) -> None:
+    """It is asked for again, and what it finds is no other process."""
+    _, through, way = gateway
+    if statement == "UPDATE":
+        with suppress(ValueError), idempotent("x", using=through):
+            raise ValueError
+
+    def lose(execute: Any, sql: str, *more: Any) -> Any:
+        if sql.startswith(statement) and not has_lost:
+            has_lost.append(sql)
+            way.lose_next_answer()
+        return execute(sql, *more)
+
+    has_lost: list[str] = []
+    connection = connections[through]
+    connection.ensure_connection()
+    with connection.execute_wrapper(lose), idempotent("x", using=through) as claim:
+        assert claim
+    assert way.has_lost_it

@@ -179,10 +179,13 @@ class RecordClaim(Claim):
             "holder": holder,
             "digest": self._digest,
         }
+        asked_at = 0.0
         for _ in range(TRIES):
-            asked_at = boottime()
+            before, asked_at = asked_at, boottime()
             try:
                 row: Any = table.find(self.key)
+                if row is not None and row.token == self.token:
+                    return before  # the last try was written, and its answer was lost
                 if row is None:
                     if table.add_if_absent(self.key, **ours):
                         return asked_at

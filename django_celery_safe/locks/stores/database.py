@@ -91,10 +91,17 @@ class DatabaseStore(DatabaseLeases, Store):
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         with self.errors("release"):
+            connection = connections[self.alias]
+            session = connection.connection
             ours: Any = self._locks().filter(key=plain_name(name), token=token)
             # One DELETE with its condition. In a project that listens to delete signals,
             # delete() would select first and then delete by key alone.
-            return bool(ours._raw_delete(self.alias))
+            if ours._raw_delete(self.alias):
+                return True
+            # On a new connection it was the second try. The lease was certain when the first
+            # one was sent, so that freed the lock, although its answer was lost.
+            is_repeated = connection.connection is not session
+            return is_repeated and remaining is not None and remaining > 0
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         asked = [(plain_name(renewal.name), renewal.token) for renewal in renewals]
