@@ -152,7 +152,18 @@ class Run:
         if not ours:
             self.claim.raise_lost()
         if goes_on is None:
-            MESSAGE_DONE.emit(run_carried, task=self.task.name, task_id=self._task_id)
+            self._emit_done()
+
+    def end_with(self, follow: Callable[[], object]) -> bool:
+        """End the row together with what follows; return whether the claim still held it."""
+        ours = self.end(follow)
+        if ours:
+            self.claim.end()
+            self._emit_done()
+        return ours
+
+    def _emit_done(self) -> None:
+        MESSAGE_DONE.emit(run_carried, task=self.task.name, task_id=self._task_id)
 
     def fail(self, error: BaseException) -> bool:
         """
@@ -343,7 +354,7 @@ def _succeed(run: Run, request: Context, result: Any) -> None:
     if run.has_followers and run.resent is None:
         if not carried_followers(task, request, alias):
             # Celery sends them, and then reports the success.
-            end_with_body(task, request, alias, run.end)
+            end_with_body(task, request, alias, run.end_with)
             return
         follow = partial(send_followers, task, request, result)
     try:

@@ -54,13 +54,14 @@ def send_followers(task: Any, request: Context, result: Any) -> None:
 
 
 def end_with_body(
-    task: Any, request: Context, alias: str, end: Callable[[Callable[[], Any]], object]
+    task: Any, request: Context, alias: str, end: Callable[[Callable[[], Any]], bool]
 ) -> None:
     """
     Let the row of a chord's part end with the send of the chord's body, if this run sends it.
 
     Args:
-        end: Ends the row in one transaction with what the function sends that it is given.
+        end: Ends the row in one transaction with what the function sends that it is given;
+            returns whether it did.
     """
     chord: Any = request.chord
     body: Any = maybe_signature(chord, app=task.app)
@@ -71,11 +72,12 @@ def end_with_body(
     def delay(*results: Any) -> Any:
         sent: list[Any] = []
         try:
-            end(lambda: sent.append(send(*results)))
+            if end(lambda: sent.append(send(*results))) and sent:
+                return sent[-1]
         except DatabaseError as error:
             # Celery would fail the chord.
             logger.warning("The row of %s can't be ended: %s", task.name, describe_error(error))
-        return sent[-1] if sent else send(*results)
+        return send(*results)  # if it was sent before, that was rolled back
 
     body.delay = delay
     request.chord = body

@@ -551,6 +551,34 @@ def test_what_follows_is_written_as_the_row_ends(carried: Carried, kind: str) ->
     assert carried.mailbox.take() == []
 
 
+def test_the_part_that_sends_the_body_of_a_chord_is_done(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row ends with the send; if the database refuses that once, the body is sent after it."""
+    parts = [carried.make_task(f"tests.{name}").s(1).set(using=carried.alias) for name in "ab"]
+    body = carried.make_task("tests.body").s().set(using=carried.alias)
+    end_row = carried_module.Run.end
+
+    def refuse_then_end(run: Any, follow: Any = None) -> bool:
+        with transaction.atomic(using=carried.alias):
+            if follow is not None:
+                follow()
+                raise DataError("refused")
+        return end_row(run, follow)
+
+    for is_refused in (False, True):
+        send_on_commit(chord(parts, body), using=carried.alias)
+        messages = carried.mailbox.take()
+        if is_refused:
+            monkeypatch.setattr(carried_module.Run, "end", refuse_then_end)
+        with hearing(message_done, message_lost) as told:
+            assert [carried.mailbox.deliver(one).state for one in messages] == ["SUCCESS"] * 2
+        assert [one["signal"] for one in told] == [message_done] * 2
+        assert carried.row.task == "tests.body"
+        carried.mailbox.deliver(carried.mailbox.take_one())
+        assert not carried.rows.exists()
+
+
 def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
     """The task before it is failed, instead of being done without it or for ever again."""
     first, second = (carried.make_task(f"tests.{name}") for name in ("first", "second"))
