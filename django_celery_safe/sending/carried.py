@@ -11,7 +11,7 @@ from __future__ import annotations
 import traceback
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -21,7 +21,7 @@ from celery._state import get_current_task
 from celery.app.task import Context
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
-from django.db import DEFAULT_DB_ALIAS, OperationalError, connections, transaction
+from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
 from django.db import Error as DatabaseError
 
 from .. import conf
@@ -41,7 +41,7 @@ from ..texts import get_logger
 from ..values import decode
 from .capture import Captured, capture
 from .followers import carried_followers, end_with_body, send_followers
-from .going_on import publish_again
+from .going_on import ending, publish_again
 from .message_table import Claimed, MessageTable, message_table
 from .outbox import can_carry, name_attempt
 
@@ -236,14 +236,14 @@ class Run:
         returned = "" if self.claim.is_finished else self.returned
 
         def write() -> bool:
-            ours: bool = row.end(token, returned) if keep else table.delete(name, token)
-            if ours and follow is not None:
-                follow()
+            with nullcontext() if follow is None else ending(table.alias):
+                ours: bool = row.end(token, returned) if keep else table.delete(name, token)
+                if ours and follow is not None:
+                    follow()
             return ours
 
         if follow is not None:
             self.claim.stop_renewing()  # the row is locked until the commit
-            write = transaction.atomic(using=table.alias)(write)
         return self.claim.end_by(write, lambda: not row.filter(ended_at__isnull=True).exists())
 
     def _record(self, error: BaseException) -> bool:

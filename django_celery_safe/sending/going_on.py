@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from celery.exceptions import SoftTimeLimitExceeded
 from django.db import transaction
 
 from .. import conf
@@ -11,6 +14,25 @@ from .capture import Captured
 from .commit import Held
 from .departure import Departure, OutboxBatch
 from .outbox import attempt_id_of, keep, rewrite
+
+
+@contextmanager
+def ending(using: str) -> Iterator[None]:
+    """
+    Open the transaction in which a run ends.
+
+    A soft time limit that interrupts a publication after its commit is no longer the run's
+    outcome: the row says another one, and a relay sends what was not sent.
+    """
+    is_committed: list[bool] = []
+    try:
+        with transaction.atomic(using=using):
+            # Before the publications, which are made in the order of their registration.
+            transaction.on_commit(lambda: is_committed.append(True), using=using)
+            yield
+    except SoftTimeLimitExceeded:
+        if not is_committed:
+            raise
 
 
 def publish_again(
@@ -33,7 +55,7 @@ def publish_again(
     """
     own = [one for one in captured.messages if one.task_id == task_id][:1]
     others = [one for one in captured.messages if one not in own]
-    with transaction.atomic(using=using):
+    with ending(using):
         departure = Departure.join(using)
         kept = (
             rewrite(own[0], departure, row.filter(token=token), other_work=other_work)

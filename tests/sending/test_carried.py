@@ -41,6 +41,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.sending import carried as carried_module
 from django_celery_safe.sending.outbox import CarriedAttempt
+from django_celery_safe.sending.publisher import Publisher
 from django_celery_safe.signals import (
     message_brought_back,
     message_done,
@@ -577,6 +578,34 @@ def test_the_part_that_sends_the_body_of_a_chord_is_done(
         assert carried.row.task == "tests.body"
         carried.mailbox.deliver(carried.mailbox.take_one())
         assert not carried.rows.exists()
+
+
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_a_soft_time_limit_after_the_end_was_committed(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch, is_retried: bool
+) -> None:
+    """The run ends as its row says, with its result; a relay sends what was not sent."""
+    first, second = (carried.make_task(f"tests.{name}") for name in ("first", "second"))
+    links = [one.s(*args).set(using=carried.alias) for one, args in ((first, [1]), (second, []))]
+    send_on_commit(chain(*links), using=carried.alias)
+    message = carried.mailbox.take_one()
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise SoftTimeLimitExceeded
+
+    def retry(task: Any, number: int) -> None:
+        raise task.retry(countdown=0)
+
+    if is_retried:
+        carried.body = retry
+    with monkeypatch.context() as patch, hearing(message_failed, message_lost) as told:
+        patch.setattr(Publisher, "publish", interrupt)
+        state = carried.mailbox.deliver(message).state
+    assert state == first.AsyncResult(message.id).state == ("RETRY" if is_retried else "SUCCESS")
+    assert told == []
+    carried.make_due()
+    (following,) = carried.relay()
+    assert following.headers["task"] == ("tests.first" if is_retried else "tests.second")
 
 
 def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
