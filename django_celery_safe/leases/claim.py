@@ -311,9 +311,12 @@ class Claim(ABC):
                 an earlier attempt, whose answer was lost, ended it.
         """
         connection: Any = connections[self.table.alias]
-        session = connection.connection
+        session: Any = None
 
         def ask() -> bool:
+            nonlocal session
+            connection.ensure_connection()  # the work may have closed it: that is no repetition
+            session = session or connection.connection
             return write() or (connection.connection is not session and is_written())
 
         return self.ask(ask, patient=patient)

@@ -180,14 +180,18 @@ def test_the_wait_for_a_worker_begins_with_the_eta(carried: Carried) -> None:
     assert 4190 < carried.waits <= 4200
 
 
-def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried) -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried, is_closed: bool) -> None:
     """Another process has begun it, which alone ends the row, and alone has a result."""
 
     def lose(task: Any, number: int) -> Any:
         carried.body = lambda task, number: "the second"
         carried.make_due()
         (again,) = carried.relay()
-        return carried.deliver_elsewhere(again)
+        result = carried.deliver_elsewhere(again)
+        if is_closed:  # as long work may leave it
+            connections[carried.alias].close()
+        return result
 
     carried.body = lose
     with hearing(message_lost) as heard:
