@@ -57,9 +57,14 @@ def run_sent(send: Callable[[], T], using: str | None) -> T:
     return result
 
 
+def is_waiting() -> bool:
+    """Return whether a send that is made here waits for a commit."""
+    return _waiting.get() is not None
+
+
 def is_put_off(options: Mapping[str, Any]) -> bool:
     """Return whether an eager run with these options is one of a send that waits for a commit."""
-    return _waiting.get() is not None and "task_id" in options
+    return is_waiting() and "task_id" in options
 
 
 def put_off(

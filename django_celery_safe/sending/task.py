@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from celery import Task as CeleryTask
@@ -37,7 +38,7 @@ from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import as_sent_result, hold, must_wait, settle
 from .deduplicate import publish_once
-from .eager import is_put_off, put_off, run_sent
+from .eager import is_put_off, is_waiting, put_off, run_sent
 from .first_send import SEEN, look_at_first_send
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, checked_outbox, task_wants_outbox
@@ -150,8 +151,16 @@ class SafeTaskMixin(Task[P, R]):
         if "single_instance" in options:
             options, _ = self._with_header(args, kwargs, options, Header())
         if is_put_off(options):
-            return put_off(self.name, super().apply, args, kwargs, options)
+            return put_off(self.name, self._apply_once, args, kwargs, options)
         return super().apply(args, kwargs, *more, **options)
+
+    def _apply_once(self, args: Any, kwargs: Any, **options: Any) -> Any:
+        """Run a task whose commit has come, unless its send is a duplicate."""
+        run = partial(super().apply, args, kwargs)
+        header = read_header(options.get("headers"), self.name)
+        if "sent" not in header:
+            return run(**options)
+        return self._run_once(options, header, lambda given: as_sent_result(run(**given)))
 
     def apply_async(
         self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
@@ -319,12 +328,12 @@ class SafeTaskMixin(Task[P, R]):
         self, args: Any, kwargs: Any, options: dict[str, Any], header: Header, *, again: bool
     ) -> SentResult[R]:
         """
-        Send the task unless it is a duplicate; for a captured message, the commit finds out.
+        Send the task unless it is a duplicate; if it waits for a commit, that finds out.
 
         Args:
             again: Whether the running task re-sends its own message.
         """
-        if CAPTURED.get() is not None:
+        if CAPTURED.get() is not None or is_waiting():
             if self._raises_duplicates(header) and not header.get("canvas"):
                 raise TypeError(
                     f'Task {self.name} has on_duplicate="raise", but only the commit shows '
@@ -336,7 +345,7 @@ class SafeTaskMixin(Task[P, R]):
             result.is_duplicate = None
             return result
         if self.app.conf.task_always_eager:
-            return self._run_once(args, kwargs, options, header)
+            return self._run_once(options, header, lambda given: self._publish(args, kwargs, given))
         outcomes: dict[str, tuple[dict[str, Any], HeldLock | None]] = {}
 
         def publish(headers: dict[str, Any], publish_now: Callable[[], object]) -> bool:
@@ -364,7 +373,10 @@ class SafeTaskMixin(Task[P, R]):
         return result
 
     def _run_once(
-        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
+        self,
+        options: dict[str, Any],
+        header: Header,
+        run_now: Callable[[dict[str, Any]], SentResult[R]],
     ) -> SentResult[R]:
         """Run the task now, as ``task_always_eager`` asks, unless this send is a duplicate."""
         task_id = options.get("task_id") or uuid()
@@ -386,8 +398,7 @@ class SafeTaskMixin(Task[P, R]):
                 sent.renew(conf.lock_timeout() if isinstance(seconds, conf.Unset) else seconds)
         given = {**(options.get("headers") or {}), HEADER: header}
         try:
-            options = {**options, "task_id": headers["id"], "headers": given}
-            result = self._publish(args, kwargs, options)
+            result = run_now({**options, "task_id": headers["id"], "headers": given})
         finally:
             if sent is not None:
                 sent.end_run(self, None)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from django.db import transaction
 
 from django_celery_safe import AlreadySent, SafeTask, iter_locks, single_instance
 from tests.concurrency.conftest import mailbox
@@ -53,3 +54,19 @@ def test_an_eager_send_counts_until_its_run_starts_or_ends(
         result = task.delay(5, sends=True)
         assert (result.is_duplicate, result.get()) == (False, is_duplicate)
         assert list(iter_locks()) == []
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_commit_finds_out_what_is_a_duplicate(mailbox: Mailbox) -> None:
+    """A send that waits for it takes no lock before: after a rollback it is no one's duplicate."""
+    runs: list[int] = []
+    task = make(mailbox, runs, unique_until=600)
+    with pytest.raises(ValueError, match="no"), transaction.atomic():
+        task.delay_on_commit(5)
+        raise ValueError("no")
+    assert list(iter_locks()) == []
+    with transaction.atomic():
+        first, again = task.delay_on_commit(5), task.delay_on_commit(5)
+        assert [first.is_duplicate, again.is_duplicate, runs] == [None, None, []]
+    assert [first.is_duplicate, again.is_duplicate, runs] == [False, True, [5]]
+    assert again.id == first.id
