@@ -88,11 +88,16 @@ def step(function: Any = conf.UNSET, /) -> Any:
 
         def do(work: Work) -> Outcome:
             ours = {"run": work.run, "step": work.step}
-            # The params replace the message's own argument. A decorator above may have added
-            # others, and may have taken arguments out.
+            # The params replace the message's own argument. A decorator above may have copied or
+            # named it, may have added others, and may have taken arguments out.
             place = request.args[0] if request.args else None
-            given = [work.params if value is place else value for value in args]
-            arguments = {**kwargs, **{name: ours[name] for name in asked}}
+
+            def fill(value: Any) -> Any:
+                return work.params if type(value) is dict and value == place else value
+
+            given = map(fill, args)
+            named = {name: fill(value) for name, value in kwargs.items()}
+            arguments = {**named, **{name: ours[name] for name in asked}}
             result = run_for(request, function, tuple(given), arguments)
             return read_result(task.name, result)
 

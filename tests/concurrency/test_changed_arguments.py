@@ -1,5 +1,6 @@
 """Decorators and base classes that change arguments between a message and its function."""
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -51,6 +52,26 @@ def with_session_first(function: Function) -> Function:
     @functools.wraps(function)
     def inner(*args: Any, **kwargs: Any) -> Any:
         return function(Session(), *args, **kwargs)
+
+    return inner
+
+
+def with_session_and_copies(function: Function) -> Function:
+    """Pass a session by name, and copies of the arguments."""
+
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return function(*copy.deepcopy(args), session=Session(), **kwargs)
+
+    return inner
+
+
+def with_session_and_names(function: Function) -> Function:
+    """Pass a session and all arguments by name."""
+
+    @functools.wraps(function)
+    def inner(params: dict[str, Any], **kwargs: Any) -> Any:
+        return function(params=params, session=Session(), **kwargs)
 
     return inner
 
@@ -377,8 +398,13 @@ def test_a_retry_keeps_the_lock_of_its_send(change: Change, place: Any, mailbox:
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize(
     ("decorate", "function"),
-    [(with_session_first, "session, params, x"), (with_session, "params, x, session")],
-    ids=["first", "by name"],
+    [
+        (with_session_first, "session, params, x"),
+        (with_session, "params, x, session"),
+        (with_session_and_copies, "params, x, session"),
+        (with_session_and_names, "params, x, session"),
+    ],
+    ids=["first", "by name", "with copies", "all by name"],
 )
 def test_a_step_gets_what_a_decorator_adds(
     place: Any, decorate: Any, function: str, mailbox: Mailbox
