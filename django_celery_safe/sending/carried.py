@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from celery._state import get_current_task
 from celery.app.task import Context
 from celery.backends.base import DisabledBackend
-from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, TaskPredicate
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
 from django.db import Error as DatabaseError
 
@@ -147,6 +147,10 @@ class Run:
         try:
             self._uncount_unbegun()
             ours = self.end(follow) if goes_on is None else self._go_on(goes_on)
+        except SoftTimeLimitExceeded:
+            if not self._is_ended():
+                raise
+            ours = True  # it came after the statement that ended the row
         finally:
             self.claim.end()
         if not ours:

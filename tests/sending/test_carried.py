@@ -612,6 +612,21 @@ def test_a_soft_time_limit_after_the_end_was_committed(
     assert following.headers["task"] == ("tests.first" if is_retried else "tests.second")
 
 
+def test_a_soft_time_limit_right_after_the_end_was_written(carried: Carried) -> None:
+    """The task is done, as its row says, and its result is stored."""
+
+    def interrupt(execute: Any, sql: str, *more: Any) -> Any:
+        answer = execute(sql, *more)
+        if sql.startswith("DELETE"):
+            raise SoftTimeLimitExceeded
+        return answer
+
+    with connections[carried.alias].execute_wrapper(interrupt), hearing(message_lost) as told:
+        assert carried.mailbox.deliver(carried.send(1)) == ("SUCCESS", 1)
+    assert told == []
+    assert not carried.rows.exists()
+
+
 def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
     """The task before it is failed, instead of being done without it or for ever again."""
     first, second = (carried.make_task(f"tests.{name}") for name in ("first", "second"))
