@@ -74,11 +74,13 @@ def _on_rejected(message: Any, exc: Exception | None, **kwargs: Any) -> None:
 
 
 def _note(header: Header, text: str) -> None:
+    from ..models.text import storable  # needs the app registry
+
     if "attempt" not in header:
         return
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
     unclaimed = table.at(header["attempt"]).filter(token="", due_at__isnull=False)
-    in_background(lambda: unclaimed.update(error=text), table.close, FAILURE)
+    in_background(lambda: unclaimed.update(error=storable(text)), table.close, FAILURE)
 
 
 def _fail(

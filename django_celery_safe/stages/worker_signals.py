@@ -116,8 +116,10 @@ def _note(message: Any, error_type: str, why: str) -> None:
     text = f"A worker on {HOST} dropped the message, {why} A sweep sends the message again later."
 
     def record() -> None:
+        from ..models.text import storable  # needs the app registry
+
         waiting = store.at(str(pk)).attempt(headers.get("id") or "").waiting()
-        waiting.update(error_type=error_type, error=text)
+        waiting.update(error_type=error_type, error=storable(text))
 
     in_background(record, store.close, FAILURE)
 

@@ -21,9 +21,16 @@ from celery.exceptions import (
     WorkerShutdown,
     WorkerTerminate,
 )
-from celery.signals import after_task_publish, before_task_publish, task_retry, task_revoked
+from celery.signals import (
+    after_task_publish,
+    before_task_publish,
+    task_rejected,
+    task_retry,
+    task_revoked,
+)
 from django.db import DataError, connections, transaction
 from django.test.utils import CaptureQueriesContext
+from kombu.exceptions import ContentDisallowed
 
 from django_celery_safe import (
     ConfigurationError,
@@ -625,6 +632,17 @@ def test_a_soft_time_limit_right_after_the_end_was_written(carried: Carried) -> 
         assert carried.mailbox.deliver(carried.send(1)) == ("SUCCESS", 1)
     assert told == []
     assert not carried.rows.exists()
+
+
+def test_a_refused_message_says_so_whatever_the_refusal_says(carried: Carried) -> None:
+    """Its row says it, cut to what a row keeps, although anyone may have written the message."""
+    message = carried.send(1)
+    task_rejected.send(sender=None, message=message, exc=ContentDisallowed("a\0b" + 5000 * "c"))
+    settle()
+    said = carried.row.error
+    assert "refused the message: ContentDisallowed: a\N{REPLACEMENT CHARACTER}bccc" in said
+    assert len(said) == 1000
+    assert carried.mailbox.deliver(message) == ("SUCCESS", 1)
 
 
 def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
