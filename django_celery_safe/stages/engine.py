@@ -268,7 +268,11 @@ def put_back(claim: StepClaim, fault: StepError, *, died: bool = False) -> bool:
         with store.runs().locked(step.run_id) as run:
             stopped = run is None or run.status in Status.STOPPED
             status = Status.ABORTED if stopped else Status.WAITING
-            return store.at(claim.name).put_back(claim.token, status, *fault, died=died)
+            row = store.at(claim.name)
+            if row.put_back(claim.token, status, *fault, died=died):
+                return True
+            # An earlier attempt may have succeeded, although its answer was lost.
+            return bool(row.filter(token=claim.token, status=status).exists())
 
     return claim.ask(ask)
 

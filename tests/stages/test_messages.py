@@ -427,6 +427,30 @@ def test_a_retry_that_is_not_raised_does_it(base: Any, staged: Staged) -> None:
     assert staged.calls == ["a", "a", "b"]
 
 
+def test_a_step_that_waits_for_its_retry_is_not_lost_with_an_answer(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database has committed that the step waits, and the answer got lost."""
+
+    def retry(task: Any) -> None:
+        task.retry(countdown=3600, throw=False)
+        connection: Any = connections[staged.alias]
+        commit = connection._commit
+
+        def lose_answer() -> None:
+            commit()
+            monkeypatch.undo()
+            raise OperationalError("the answer got lost")
+
+        monkeypatch.setattr(connection, "_commit", lose_answer)
+
+    staged.bodies["a"] = retry
+    run = staged.start("a")
+    with hearing(step_lost) as told:
+        assert staged.deliver(staged.take_one()).state == "SUCCESS"
+    assert (shown(run), told) == ("w", [])
+
+
 @pytest.mark.parametrize("left", ["atomic()", "autocommit off"])
 @pytest.mark.parametrize("ends", ["well", "with an error"])
 def test_a_step_that_leaves_a_transaction_open_fails(
