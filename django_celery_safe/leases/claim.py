@@ -463,7 +463,11 @@ def _find_request() -> Any:
 def _count_own_sends() -> int:
     """Return how many messages with its own id the task that is running here has sent."""
     request = _find_request()
-    return 0 if request is None else sum(one.id == request.id for one in request.children)
+    if request is None:
+        return 0
+    children = [one for one in request.children if one.id == request.id]
+    retries: int = getattr(request, "safe_retries", 0)  # with trail=False there are no children
+    return retries + len(children)
 
 
 class _DirectClaim(Claim):

@@ -210,8 +210,9 @@ class SafeTaskMixin(Task[P, R]):
             return super().retry(*args, **kwargs)
         with resending(self.request.id):
             retry = super().retry(*args, **kwargs)
-        # With throw=False, only this shows when the message should arrive.
-        self.request.safe_retry = retry  # type: ignore[attr-defined]
+        # With throw=False, only these show that the task goes on, and when the message arrives.
+        request: Any = self.request
+        request.safe_retry, request.safe_retries = retry, getattr(request, "safe_retries", 0) + 1
         return retry
 
     def on_replace(self, sig: Signature[Any]) -> Any:

@@ -525,10 +525,14 @@ def test_a_retry_does_it(mailbox: Mailbox, db: None) -> None:
     assert ordering.runs == [0, 1, 2]
 
 
-@pytest.mark.parametrize("base", [Task, SafeTask])
+@pytest.mark.parametrize(
+    "options",
+    [{"base": Task}, {"base": SafeTask}, {"base": SafeTask, "trail": False}],
+    ids=["Task", "SafeTask", "trail=False"],
+)
 @pytest.mark.parametrize("kind", ["function", "block"])
 def test_a_retry_that_is_not_raised_does_it(
-    mailbox: Mailbox, db: None, kind: str, base: Any
+    mailbox: Mailbox, db: None, kind: str, options: dict[str, Any]
 ) -> None:
     """The function returns after ``retry(throw=False)``, and the work is left to the retry."""
     done: list[int] = []
@@ -545,7 +549,7 @@ def test_a_retry_that_is_not_raised_does_it(
             return work(task, number) if claim else claim.result
 
     function = block if kind == "block" else idempotent("{number}")(work)
-    task = mailbox.task(function, name=NAME, base=base, bind=True)
+    task = mailbox.task(function, name=NAME, bind=True, **options)
     task.delay(7)
     mailbox.deliver(mailbox.take_one())
     assert IdempotencyRecord.objects.get().state != IdempotencyRecord.State.DONE
