@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from celery._state import get_current_task
 from celery.app.task import Context
@@ -35,7 +35,7 @@ from ..delivery.wrappers import add_wrapper
 from ..events import MESSAGE_DONE, MESSAGE_FAILED, MESSAGE_LOST, MESSAGE_NOT_RUN, TASK_POISONED
 from ..exceptions import ConfigurationError, MessageLost, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit, text_of
-from ..leases.claim import Claim
+from ..leases.claim import Claim, working_claims
 from ..leases.clock import boottime
 from ..texts import get_logger
 from ..values import decode
@@ -64,6 +64,8 @@ class MessageClaim(Claim):
     """
 
     table: MessageTable
+    #: Returns the run of this claim; not the run itself, which has the claim.
+    find_run: Callable[[], Run | None]
 
     def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
         key = f"{task.name}[{request.id}]"
@@ -102,6 +104,7 @@ class Run:
     def __init__(self, claim: MessageClaim, task: Any, request: Context, found: Claimed) -> None:
         # Not the request: as the weak key of this run, it would never be freed.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
+        claim.find_run = ref(self)
         self.found, self.returned = found, ""
         self.is_called = self.has_begun = False
         self.resent: Captured | None = None
@@ -325,6 +328,8 @@ def run_carried(
         MessageLost: When the work was done, another run had claimed the message.
     """
     run = _runs.get(request)
+    if run is None and (run := _find_outer(request)) is not None:
+        _runs[request] = run
     if request.is_eager or (run is not None and run.is_called):
         return function(*args, **kwargs)
     if run is None:
@@ -344,6 +349,13 @@ def run_carried(
     if run.is_called and not run.claim.is_of_parent():
         _succeed(run, request, result)
     return result
+
+
+def _find_outer(request: Context) -> Run | None:
+    """Return the run inside which the task is called again: Celery then copies its request."""
+    attempt = get_header(request).get("attempt")
+    claims = (one for one in working_claims() if isinstance(one, MessageClaim))
+    return next((one.find_run() for one in claims if one.name == attempt), None)
 
 
 def _succeed(run: Run, request: Context, result: Any) -> None:

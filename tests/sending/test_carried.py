@@ -35,6 +35,7 @@ from kombu.exceptions import ContentDisallowed
 from django_celery_safe import (
     ConfigurationError,
     MessageLost,
+    SafeTask,
     TaskPoisoned,
     WrongTransaction,
     cache_lock,
@@ -643,6 +644,42 @@ def test_a_refused_message_says_so_whatever_the_refusal_says(carried: Carried) -
     assert "refused the message: ContentDisallowed: a\N{REPLACEMENT CHARACTER}bccc" in said
     assert len(said) == 1000
     assert carried.mailbox.deliver(message) == ("SUCCESS", 1)
+
+
+def test_a_task_that_calls_itself_is_one_run(carried: Carried) -> None:
+    """Celery copies the request for the inner call, which is no delivery of the message."""
+    carried.body = lambda task, number: number + task(number - 1) if number else 0
+    assert carried.mailbox.deliver(carried.send(3)) == ("SUCCESS", 6)
+    assert (carried.calls, carried.rows.count()) == ([3, 2, 1, 0], 0)
+
+
+def test_a_class_that_calls_its_task_once_more_has_one_run(carried: Carried) -> None:
+    """It may try again after an error; a retry in there goes through the row."""
+
+    class Again(SafeTask[..., Any]):
+        """A project's class that knows which errors pass."""
+
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except OSError:
+                return super().__call__(*args, **kwargs)
+
+    def fail_then_retry(task: Any, number: int) -> int:
+        if len(carried.calls) == 1:
+            raise OSError
+        if len(carried.calls) == 2:
+            raise task.retry(countdown=0)
+        return number
+
+    carried.body = fail_then_retry
+    task = carried.make_task("tests.again", base=Again)
+    assert carried.mailbox.deliver(carried.send(7, task=task)).state == "RETRY"
+    assert carried.row.state == "sent"
+    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", 7)
+    assert (len(carried.calls), carried.rows.count()) == (3, 0)
 
 
 def test_a_link_that_can_not_be_sent(carried: Carried) -> None:
