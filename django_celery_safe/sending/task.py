@@ -334,7 +334,8 @@ class SafeTaskMixin(Task[P, R]):
         Args:
             again: Whether the running task re-sends its own message.
         """
-        if CAPTURED.get() is not None or is_waiting():
+        eager = self.app.conf.task_always_eager
+        if CAPTURED.get() is not None or (eager and is_waiting()):
             if self._raises_duplicates(header) and not header.get("canvas"):
                 raise TypeError(
                     f'Task {self.name} has on_duplicate="raise", but only the commit shows '
@@ -345,7 +346,7 @@ class SafeTaskMixin(Task[P, R]):
             result = self._publish(args, kwargs, options)
             result.is_duplicate = None
             return result
-        if self.app.conf.task_always_eager:
+        if eager:
             return self._run_once(options, header, lambda given: self._publish(args, kwargs, given))
         outcomes: dict[str, tuple[dict[str, Any], HeldLock | None]] = {}
 
