@@ -533,4 +533,118 @@ MUTATIONS = {
             "a poisoned step waits for a message that never comes",
         ),
     ],
+    "ground": [
+        M(
+            "values:encode",
+            "if len(text) <= longest:",
+            "if True:",
+            "a result that is too long is stored",
+        ),
+        M(
+            "transactions:in_atomic",
+            "not _is_of_testcase(block)",
+            "True",
+            "inside a TestCase nothing is sent on commit",
+        ),
+        M(
+            "transactions:TransactionTry.__exit__",
+            "if self.is_won or not",
+            "if not",
+            "a transaction that has begun its work is repeated, with the work",
+        ),
+        M(
+            "transactions:retry_on_new_connection",
+            "        connection.close()\n        try:",
+            "        try:",
+            "after a restart of the database no outcome can be recorded",
+        ),
+        M(
+            "transactions:leave_inherited",
+            "connection.connection = None",
+            "connection.close()",
+            "a forked child ends its parent's session at the database",
+        ),
+        M(
+            "pruning:prune_all",
+            "while len(found) == batch:",
+            "while False:",
+            "only the first batch of old rows is deleted",
+        ),
+        M(
+            "conf:lease_seconds",
+            "if value is None:",
+            "if False:",
+            "a lease of None is refused without the reason",
+        ),
+        M(
+            "emitting:emit_in_background",
+            "events.put((emit, args))",
+            "emit(*args)",
+            "a slow receiver of a signal delays the renewal of locks",
+        ),
+    ],
+    "models": [
+        M(
+            "models.message_states:OutboxMessages.pending",
+            'sent_at__isnull=True, token="")',
+            "sent_at__isnull=True)",
+            "a relay gives back a message that a worker runs",
+        ),
+        M(
+            "models.message_states:OutboxMessages.due",
+            '.order_by("due_at", "pk")',
+            '.order_by("-due_at", "pk")',
+            "the newest messages are sent first",
+        ),
+        M(
+            "models.message_states:OutboxMessages.end",
+            "ours = self.claimed(token)",
+            "ours = self",
+            "a run that lost its claim ends the row of the run that has it",
+        ),
+        M(
+            "models.message_states:OutboxMessages.fail_task",
+            "self.claimed(token).update(",
+            "self.update(",
+            "a run that lost its claim fails the row of the run that has it",
+        ),
+        M(
+            "models.message_states:OutboxMessages.discardable",
+            'waiting = Q(due_at__isnull=False, token="")',
+            "waiting = Q(due_at__isnull=False)",
+            "an operator discards a message whose task runs",
+        ),
+        M(
+            "models.message_states:OutboxMessages.put_back",
+            "sets |= DIED",
+            "pass",
+            "a task that kills its workers is never set aside",
+        ),
+        M(
+            "models.step_states:StageSteps.put_back",
+            "self.claimed(token).update(",
+            "self.update(",
+            "an attempt that lost its step puts it back under the one that has it",
+        ),
+        M(
+            "models.step_states:StageSteps.abort",
+            "self.waiting().update(",
+            "self.update(",
+            "aborting a run changes steps that have succeeded",
+        ),
+    ],
+    "outer": [
+        M(
+            "testing.deliveries:deliver_twice",
+            "redelivered=True",
+            "redelivered=False",
+            "the test kit does not show a redelivery as one",
+        ),
+        M(
+            "testing.locks:hold_lock",
+            "yield",
+            "lock.release(); yield",
+            "the test kit's held lock is free",
+        ),
+    ],
 }
