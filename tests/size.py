@@ -108,7 +108,7 @@ PARTS: Final = (
         19_200,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
-    Part("tests", "lines", 60_100, lambda: sum_code("tests")),
+    Part("tests", "lines", 60_200, lambda: sum_code("tests")),
     Part("example", "lines", 2_900, lambda: sum_code("example_project")),
     Part("docs", "words", 101_000, lambda: sum_words("docs", without=["zh"])),
 )
