@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from redis import Redis
 from redis.crc import key_slot
 
+from tests.processes import wait_for
 from tests.servers.redis import SLOTS, RedisServer
 
 NODES = 3
@@ -83,6 +85,9 @@ class RedisClusterServer(RedisServer):
                 move.send_keys()
                 for client in (new, old):
                     client.execute_command("CLUSTER", "SETSLOT", move.slot, "NODE", ids[1])
+                wait_for(
+                    lambda: move.has_ended(old, new, ids[1]), 20, "the nodes agree on no owner"
+                )
 
     def move(self, key: str) -> "Move":
         """Move the slot of a key to another node."""
@@ -103,6 +108,26 @@ class Move:
         self.slot = key_slot(key.encode())
         self.old = cluster.node_of(key)
         self.new = next(node for node in cluster.nodes if node is not self.old)
+
+    def has_ended(self, old: Redis, new: Redis, owner: str) -> bool:
+        """
+        Return whether both nodes say that the new one has the slot, and say it once more if not.
+
+        Both may have the same epoch in a young cluster, and then a message of the old node that
+        is still on its way takes the slot back.
+        """
+        if all(self._owner_at(client) == self.new.port for client in (old, new)):
+            return True
+        new.execute_command("CLUSTER", "BUMPEPOCH")
+        for client in (new, old):
+            client.execute_command("CLUSTER", "SETSLOT", self.slot, "NODE", owner)
+        return False
+
+    def _owner_at(self, client: Redis) -> int | None:
+        """Return the port of the node that has the slot, as a node says; None: no node has it."""
+        ranges: Any = client.execute_command("CLUSTER", "SLOTS")
+        owners = [primary[1] for first, last, primary, *_ in ranges if first <= self.slot <= last]
+        return int(owners[0]) if owners else None
 
     def send_keys(self) -> None:
         """Send all keys that are in the slot now."""
