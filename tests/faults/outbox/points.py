@@ -95,7 +95,8 @@ def _lay_in_claim(fuse: Fuse) -> None:
 
 
 def _is_claiming(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "_claim" and bool(frame.f_locals.get("rows"))
+    is_claim = frame.f_code.co_name in ("claim", "_claim")
+    return is_claim and bool(frame.f_locals.get("rows"))
 
 
 def _wrap(
