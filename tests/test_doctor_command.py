@@ -34,7 +34,8 @@ warning  clearing    Locks live in CACHES["default"] (redis), which is emptied a
 everything else in the project's default cache: one cache.clear() frees every lock while its \
 holder works. Name in LOCK_CACHE an alias with a database number (memcached: a server; Redis \
 Cluster: a cluster) of its own: \
-DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}.
+DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}. If other projects share that, give it a KEY_PREFIX \
+too: locks of the same name would exclude each other.
 ok       clock       This machine's clock is N s ahead of the store's.
 ok       round_trip  To acquire and release takes N ms (median of N; N ms at the Nth percentile).
 ok       listing     A lock that is held is listed.
