@@ -21,7 +21,7 @@ PROJECT = "tests.company.project"
 PLAY = "import django; django.setup(); from tests.company.play import main; main()"
 #: Seconds for everything that the sender does.
 LONGEST = 240
-#: What the project gets of the settings of its database.
+#: The settings of its database that the project gets.
 DATABASE = ("ENGINE", "NAME", "USER", "HOST", "PORT", "DISABLE_SERVER_SIDE_CURSORS")
 #: A session that idles between two ticks ends.
 IDLE = "-c idle_session_timeout=1000"

@@ -201,7 +201,7 @@ def beat_ticks(play: Play) -> None:
 
 
 def flower_sees(play: Play) -> None:
-    """Flower tells of the tasks that run while it watches."""
+    """Flower shows the tasks that run while it watches."""
 
     def states() -> set[str]:
         with urlopen(f"http://127.0.0.1:{settings.SCENE['port']}/api/tasks", timeout=9) as answer:
@@ -239,7 +239,7 @@ FLOWS = {
 }
 if django.VERSION >= (6,):
     FLOWS["django.tasks"] = django_tasks
-#: Those that only some neighbours play.
+#: Flows that only some neighbours play.
 MORE = {"class raises": class_raises, "beat": beat_ticks, "flower": flower_sees, "pickle": pickled}
 
 

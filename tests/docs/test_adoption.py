@@ -1,4 +1,4 @@
-"""What the page on existing projects tells its reader to do, done to such a project."""
+"""The steps of the page on existing projects, done to such a project."""
 
 import subprocess
 import sys

@@ -81,7 +81,7 @@ def test_a_lock_released_before_the_commit_is_told_once_with_its_place(
 
 
 def test_a_lock_around_the_transaction_is_right(warned: Callable[[], list[str]]) -> None:
-    """Nothing is said, nor in a TestCase, whose transaction is none of the project's."""
+    """No warning follows, nor in a TestCase, whose transaction is not the project's."""
     outside()
     with cache_lock("balance"):
         pass

@@ -36,7 +36,7 @@ class Mutation(NamedTuple):
             assigned name: ``leases.claim:Claim.end_by``.
         old: A text that the source of this place has exactly once.
         new: The text that replaces it.
-        breaks: What goes wrong for a user.
+        breaks: The fault that a user would see.
     """
 
     where: str

@@ -14,9 +14,9 @@ from tests.sending.published import Published
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-#: Who acts in the project, as a middleware sets it for each request.
+#: The acting user, as a middleware sets it for each request.
 acting: ContextVar[str] = ContextVar("acting", default="nobody")
-#: What the tasks got, emptied before each test.
+#: The arguments that the tasks got, emptied before each test.
 got: list[Any] = []
 
 
