@@ -30,6 +30,7 @@ from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.leases.store import LeaseStore
 from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
+from tests.kinds import AXIS, kind_of
 from tests.processes import CeleryWorker
 from tests.servers import (
     MariaDBServer,
@@ -73,6 +74,11 @@ REDIS_BACKENDS = {
     "django-redis": "django_redis.cache.RedisCache",
     "django": "django.core.cache.backends.redis.RedisCache",
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run be about another database than SQLite."""
+    parser.addoption("--db", choices=[*AXIS], default="sqlite", help="the database of the tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -316,6 +322,18 @@ def _making(
             return made
 
         yield make
+
+
+@pytest.fixture
+def db_kind(request: pytest.FixtureRequest) -> DatabaseKind:
+    """The kind of database that this run is about (``--db``)."""
+    return kind_of(request)
+
+
+@pytest.fixture
+def db_alias(make_database: MakeDatabase, db_kind: DatabaseKind) -> str:
+    """The alias of a database of this test, of the kind that this run is about."""
+    return make_database(db_kind)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The databases on which the tests of what a database keeps run, one after the other."""
+"""The database that a run of the tests is about, ``--db``, and what differs between them."""
 
 from typing import Any, Final
 
@@ -6,11 +6,25 @@ import pytest
 from django.db import connections
 
 from django_celery_safe.databases import MYSQL
+from tests.servers.databases import DatabaseKind
+
+#: What ``--db`` chooses from: each kind of server, and SQLite as a project should have it.
+AXIS: Final[dict[str, DatabaseKind]] = {
+    "sqlite": "sqlite-immediate",
+    "postgres": "postgres",
+    "mariadb": "mariadb",
+}
 
 #: MariaDB, where the tests of PostgreSQL and SQLite are run once more, in a tier of their own.
 LATER_MARIADB: Final = pytest.param("mariadb", marks=pytest.mark.mariadb)
 #: Each kind of server, and SQLite as a project should have it.
 KINDS: Final[list[Any]] = ["postgres", "sqlite-immediate", LATER_MARIADB]
+
+
+def kind_of(request: pytest.FixtureRequest) -> DatabaseKind:
+    """Return the kind that the test asks for by a parameter of the fixture, or that of ``--db``."""
+    kind: DatabaseKind = getattr(request, "param", AXIS[request.config.option.db])
+    return kind
 
 
 def words_of_change(alias: str) -> list[str]:
