@@ -56,14 +56,23 @@ class Mutation(NamedTuple):
         Raises:
             LookupError: The place is gone, or does not have the old text exactly once.
         """
+        before, place, after = self._split(source)
+        return before + place.replace(self.old, self.new) + after
+
+    def find_lines(self, source: str) -> range:
+        """Return the numbers of the lines that the fault changes, as :meth:`apply` does."""
+        before, place, _ = self._split(source)
+        first = before.count("\n") + place.partition(self.old)[0].count("\n") + 1
+        return range(first, first + self.old.count("\n") + 1)
+
+    def _split(self, source: str) -> tuple[str, str, str]:
         name = self.where.partition(":")[2]
         first, last = _find_lines(ast.parse(source), name.split("."))
         lines = source.splitlines(keepends=True)
         place = "".join(lines[first - 1 : last])
         if place.count(self.old) != 1:
             raise LookupError(f"{self.where} has {place.count(self.old)} times: {self.old!r}")
-        changed = place.replace(self.old, self.new)
-        return "".join([*lines[: first - 1], changed, *lines[last:]])
+        return "".join(lines[: first - 1]), place, "".join(lines[last:])
 
 
 def _find_lines(tree: ast.AST, names: list[str]) -> tuple[int, int]:

@@ -1,29 +1,49 @@
 """
 Applies each mutation to a copy of the project and runs the tests of its room.
 
-``python -m tests.mutations`` ends with 1 if a mutation survives that ``survivors.txt`` does not
-name. ``--room`` and ``--match`` choose some of them; ``--check`` only applies them.
+A mutation is caught if a test fails that passes without it. ``outcomes.txt`` has what became of
+each: the test that caught it, which is tried first the next time, or ``SURVIVED``. ``python -m
+tests.mutations`` ends with 1 if a mutation survives that did not before. ``--room`` and
+``--match`` choose some of them; ``--check`` only applies them; ``--save`` writes the file.
+
+``--coverage FILE`` tries the tests first that run a changed line. The file comes from
+``python -m pytest --cov --cov-context=test``, of the same code.
 """
 
 import argparse
 import ast
 import os
+import queue
+import random
+import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from . import TESTS, Mutation
 from .faults import MUTATIONS
 
+if TYPE_CHECKING:
+    from coverage import CoverageData
+
 ROOT: Final = Path(__file__).parent.parent.parent
 PACKAGE: Final = "django_celery_safe"
-SURVIVORS: Final = Path(__file__).with_name("survivors.txt")
-#: Longest run of the tests of a room, s. A fault that makes a test hang is caught, too.
+OUTCOMES: Final = Path(__file__).with_name("outcomes.txt")
+SURVIVED: Final = "SURVIVED"
+#: Longest run of tests, s. A fault that makes a test hang is caught, too.
 LONGEST: Final = 1800
+#: What a landing runs, the cheapest first.
+RUNS: Final = (["-m", "not long"], ["-m", "sql", "--db", "postgres"], ["-m", "long"])
+#: How many of the tests that run a changed line are tried before those of the room.
+CANDIDATES: Final = 60
+#: How many times a test must have failed in the run of its room, if it passes alone.
+TIMES: Final = 2
 
 
 def main() -> int:
@@ -40,15 +60,15 @@ def main() -> int:
             ast.parse(one.apply((ROOT / PACKAGE / one.path).read_text()))
         print(f"{len(chosen)} mutations can be applied")
         return 0
-    known = set(SURVIVORS.read_text().splitlines()) if SURVIVORS.exists() else set()
-    with TemporaryDirectory() as folder:
-        copy = _copy_project(Path(folder))
-        for room in dict.fromkeys(room for room, _ in chosen):
-            if not _are_green(copy, room, options.processes):
-                print(f"The tests of {room} fail without a mutation.", file=sys.stderr)
-                return 2
-        survivors = [_name(one) for room, one in chosen if not _is_caught(copy, room, one, options)]
-    new = [name for name in survivors if name not in known]
+    known = _read_outcomes()
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        lab = Lab(Path(folder), options)
+        found = dict(pool.map(lambda chosen: lab.judge(*chosen, known), chosen))
+    if options.save:
+        lines = [f"{name}\t{outcome}\n" for name, outcome in {**known, **found}.items()]
+        OUTCOMES.write_text("".join(sorted(lines)))
+    survivors = [name for name, outcome in found.items() if outcome == SURVIVED]
+    new = [name for name in survivors if known.get(name) != SURVIVED]
     print(f"{len(chosen)} mutations, {len(survivors)} survived, {len(new)} of them new")
     for name in survivors:
         print(f"{'NEW ' if name in new else '    '}{name}")
@@ -60,12 +80,101 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--room", action="append", choices=MUTATIONS, help="may be repeated")
     parser.add_argument("--match", default="", help="a part of a place or of what it breaks")
     parser.add_argument("--check", action="store_true", help="apply them, and run no test")
+    parser.add_argument("--coverage", metavar="FILE", help="what each test runs")
+    parser.add_argument("--save", action="store_true", help="write outcomes.txt")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations at a time; 1 by default")
     parser.add_argument("-n", "--processes", default="2", help="as for pytest; 2 by default")
     return parser.parse_args()
 
 
-def _name(one: Mutation) -> str:
-    return f"{one.where}: {one.breaks}"
+def _read_outcomes() -> dict[str, str]:
+    lines = OUTCOMES.read_text().splitlines() if OUTCOMES.exists() else []
+    return dict(line.split("\t") for line in lines)
+
+
+class Lab:
+    """Copies of the project, one for each mutation that is tried at the same time."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.side_by_side = ["-n", options.processes, "--dist", "worksteal"]
+        self.copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(options.jobs):
+            self.copies.put(_copy_project(folder / str(number)))
+        self.passes = cache(self._passes)
+        self.whole = _copy_project(folder / "whole")
+        self.covered = _read_coverage(options.coverage) if options.coverage else None
+
+    def judge(self, room: str, one: Mutation, known: dict[str, str]) -> tuple[str, str]:
+        """Return the name of a mutation, and the test that catches it or ``SURVIVED``."""
+        name, began = f"{one.where}: {one.breaks}", time.monotonic()
+        copy = self.copies.get()
+        path = copy / PACKAGE / one.path
+        source = path.read_text()
+        path.write_text(one.apply(source))
+        try:
+            first = [known[name]] if known.get(name, SURVIVED) != SURVIVED else []
+            outcome = self._find_killer(copy, room, first, self._find_candidates(one, source))
+        finally:
+            path.write_text(source)
+            self.copies.put(copy)
+        print(f"{time.monotonic() - began:5.0f} s  {name}\n         {outcome}", flush=True)
+        return name, outcome
+
+    def _find_candidates(self, one: Mutation, source: str) -> list[str]:
+        """Return tests that run a line of the fault."""
+        if self.covered is None:
+            return []
+        by_line = self.covered.contexts_by_lineno(str(ROOT / PACKAGE / one.path))
+        lines = one.find_lines(source)
+        contexts = {context for line in lines for context in by_line.get(line, ())}
+        tests = {context.removesuffix("|run") for context in contexts if context.endswith("|run")}
+        return random.sample(sorted(tests), min(len(tests), CANDIDATES))
+
+    def _find_killer(self, copy: Path, room: str, known: list[str], candidates: list[str]) -> str:
+        first = [one for one in known if (copy / one.partition("::")[0]).exists()]
+        runs = [[], *RUNS] if candidates else RUNS
+        for test in first:
+            if self._run(copy, [test]) and self.passes(test):
+                return test
+        for selection in runs:
+            left_out: list[str] = []
+            for _ in range(TIMES):
+                where = TESTS[room].split() if selection else candidates
+                command = [*selection, "-x", *where, *left_out]
+                failed = self._run(copy, [*self.side_by_side, *command])
+                if not failed:
+                    break
+                for test in failed:
+                    # Alone, too: another test may have been at fault, or the load.
+                    if self._run(copy, [test]) and self.passes(test):
+                        return test
+                    left_out += ["--deselect", test]
+        return SURVIVED
+
+    def _passes(self, test: str) -> bool:
+        return not self._run(self.whole, [test])
+
+    def _run(self, copy: Path, arguments: list[str]) -> list[str]:
+        """Run tests; return those that failed, or the first that was asked for if none began."""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        try:
+            done = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LONGEST
+            )
+        except subprocess.TimeoutExpired:
+            return [arguments[-1]]
+        found = re.findall(r"^(?:FAILED|ERROR) (tests/\S+?::.*?)(?: - .*)?$", done.stdout, re.M)
+        # 5: nothing was selected.
+        return found or ([arguments[-1]] if done.returncode not in {0, 5} else [])
+
+
+def _read_coverage(path: str) -> "CoverageData":
+    from coverage import CoverageData
+
+    data = CoverageData(path)
+    data.read()
+    return data
 
 
 def _copy_project(folder: Path) -> Path:
@@ -78,33 +187,6 @@ def _copy_project(folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, folder / name)
     return folder
-
-
-def _is_caught(copy: Path, room: str, one: Mutation, options: argparse.Namespace) -> bool:
-    """Run the tests of a room with one mutation; return whether one of them failed."""
-    path, began = copy / PACKAGE / one.path, time.monotonic()
-    source = path.read_text()
-    path.write_text(one.apply(source))
-    try:
-        caught = not _are_green(copy, room, options.processes)
-    finally:
-        path.write_text(source)
-    outcome = "caught" if caught else "SURVIVED"
-    print(f"{outcome:<9}{time.monotonic() - began:5.0f} s  {_name(one)}", flush=True)
-    return caught
-
-
-def _are_green(copy: Path, room: str, processes: str) -> bool:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-m", "not long", "-n", processes, "--dist", "worksteal", *TESTS[room].split()]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=LONGEST
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
 
 
 if __name__ == "__main__":
