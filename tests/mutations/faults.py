@@ -19,7 +19,7 @@ MUTATIONS = {
         M(
             "leases.lease:Lease.began",
             "self.asked_at = asked_at",
-            "self.asked_at = time.monotonic()",
+            "self.asked_at = boottime()",
             "a lease is trusted from the answer on, not from the request",
         ),
         M(
