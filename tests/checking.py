@@ -4,13 +4,18 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from celery import Celery, _state, current_app
 from django.core import checks
+from pytest_django import Settings
 
 PREFIX = "django_celery_safe"
 
 #: Options that no check complains of, with any broker.
 TRANSPORT_OPTIONS = {"socket_timeout": 10, "socket_connect_timeout": 5, "confirm_publish": True}
+
+#: django-redis, and where there is no server.
+REDIS = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": "redis://127.0.0.1:1/0"}
 
 #: Characters of two lines of a terminal; how many a text may have at the most.
 TWO_LINES = 2 * 110
@@ -51,3 +56,11 @@ def app_without_tasks(broker: str) -> Iterator[Celery]:
         before.set_current()
         _state.set_default_app(default)
         app.close()
+
+
+@pytest.fixture
+def no_faults(settings: Settings) -> None:
+    """Begin with settings that no check complains of, in a form that needs no server."""
+    settings.CACHES = {"default": REDIS}
+    settings.DATABASES = {"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "data"}}
+    settings.DJANGO_CELERY_SAFE = {}

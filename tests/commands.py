@@ -43,12 +43,3 @@ def status_of_program(command: str, *arguments: str) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
-
-
-def check_help(command: str, action: str, actions: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """``--help`` names the actions, and for each one what it does; without an action it fails."""
-    assert status_of_program(command, *action.split(), "--help") == 0
-    text = capsys.readouterr().out
-    assert "--database ALIAS" in text
-    assert actions in text or action
-    assert status_of_program(command) == status_of_program(command, "nonsense") == 2

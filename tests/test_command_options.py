@@ -1,7 +1,9 @@
-"""Django's own options of every command, before and after the action."""
+"""The command lines of all commands: Django's own options, and the help of each action."""
 
 import pytest
 from django.core.management import load_command_class
+
+from tests.commands import status_of_program
 
 #: Each command with all its actions.
 ACTIONS = {
@@ -14,19 +16,27 @@ ACTIONS = {
         "list", "show 1", "resume 1", "abort 1", "sweep", "prune --older-than 1d",
     ],
 }  # fmt: skip
-OPTIONS = [
-    "--settings=tests.settings", "--pythonpath=.", "-v 2", "--verbosity=3", "--traceback",
-    "--no-color", "--force-color",
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("command", ACTIONS)
-def test_options_of_django_may_stand_on_either_side(command: str, option: str) -> None:
+def test_options_of_django_may_stand_on_either_side(command: str) -> None:
     """An option means the same before and after the action, and without it nothing changes."""
-    for action in ACTIONS[command]:
-        parser = load_command_class("django_celery_safe", command).create_parser("manage.py", "x")
-        words, given = action.split(), option.split()
-        before = vars(parser.parse_args([*given, *words]))
-        assert vars(parser.parse_args([*words, *given])) == before
-        assert vars(parser.parse_args(words)) != before
+    parser = load_command_class("django_celery_safe", command).create_parser("manage.py", "x")
+    for option in ("--settings=tests.settings", "-v 2", "--traceback", "--no-color"):
+        for action in ACTIONS[command]:
+            words, given = action.split(), option.split()
+            before = vars(parser.parse_args([*given, *words]))
+            assert vars(parser.parse_args([*words, *given])) == before
+            assert vars(parser.parse_args(words)) != before
+
+
+@pytest.mark.parametrize("command", ACTIONS)
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of a command names its actions; that of each action leaves out Django's options."""
+    actions = [action.split()[0] for action in ACTIONS[command]]
+    assert status_of_program(command, "--help") == 0
+    assert "{" + ",".join(actions) + "}" in capsys.readouterr().out
+    for action in actions:
+        assert status_of_program(command, action, "--help") == 0
+        assert "--settings" not in capsys.readouterr().out
+    assert status_of_program(command, "nonsense") == 2
