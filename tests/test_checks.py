@@ -74,14 +74,11 @@ def test_an_unknown_setting_is_guessed(settings: Settings) -> None:
     [
         ("not a dict", "E001"),
         ({"LOCK_TIMEOUT": None}, "E001"),
-        ({"SEND_ON_COMMIT": "no"}, "E001"),
         ({"OUTBOX": "forever"}, "E001"),
         ({"MAX_DEATHS": 0}, "E001"),
         ({"OUTBOX_SEND_TIMEOUT": 0}, "E001"),
         ({"OUTBOX_SEND_TIMEOUT": timedelta(seconds=31)}, "E001"),
-        ({"OUTBOX_RETENTION": -1}, "E001"),
         ({"OUTBOX_RETENTION": timedelta(days=99_999)}, "E001"),
-        ({"IDEMPOTENCY_RETENTION": 0}, "E001"),
         ({"IDEMPOTENCY_RETENTION": "7d"}, "E001"),
         ({"LOCK_CACHE": "nope"}, "E003"),
         ({"LOCK_DATABASE": ["x"]}, "E003"),
@@ -286,24 +283,21 @@ def test_sqlite_without_immediate_is_a_warning(settings: Settings) -> None:
     assert "W003" not in found()
 
 
-@pytest.mark.parametrize(
-    ("alias", "names", "wrong"),
-    [
-        ("default", {"default": "data"}, True),
-        ("locks", {"default": "data", "locks": "./data"}, True),
-        ("locks", {"default": "data", "locks": ":memory:"}, True),
-        ("locks", {"default": "data", "locks": "locks"}, False),
-    ],
-)
-def test_locks_in_the_file_of_the_data_are_an_error(
-    alias: str, names: dict[str, str], wrong: bool, settings: Settings
-) -> None:
+def test_locks_in_the_file_of_the_data_are_an_error(settings: Settings) -> None:
     """E004: on SQLite the locks need a file of their own."""
-    settings.DATABASES = {
-        name: {"ENGINE": SQLITE, "NAME": file, "OPTIONS": IMMEDIATE} for name, file in names.items()
-    }
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
-    assert ("E004" in found()) is wrong
+    for data, locks, wrong in (
+        ("data", "./data", True),
+        ("data", ":memory:", True),
+        ("data", "locks", False),
+    ):
+        settings.DATABASES = {
+            alias: {"ENGINE": SQLITE, "NAME": name, "OPTIONS": IMMEDIATE}
+            for alias, name in (("default", data), ("locks", locks))
+        }
+        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "locks"}
+        assert ("E004" in found()) is wrong
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "default"}
+    assert "E004" in found()
 
 
 # Workers.
@@ -328,19 +322,12 @@ def test_the_size_of_the_pool_is_noted(settings: Settings) -> None:
     """When a worker of several processes is set up, locks in local memory are refused."""
     settings.CACHES = {"default": {"BACKEND": LOCMEM}}
     try:
-        for pool, concurrency, most, processes in (
-            ("prefork", 4, None, 4),
-            ("prefork", 2, 8, 8),
-            ("prefork", 1, None, 1),
-            ("thread", 16, None, 1),
-        ):
-            _set_up(Worker(pool, concurrency, most))
-            if processes == 1:
-                with cache_lock("x") as lock:
-                    assert lock
-            else:
-                with pytest.raises(BackendNotSupported, match=f"{processes} processes"):
-                    cache_lock("x").acquire()
+        for concurrency, most, processes in ((4, None, 4), (2, 8, 8)):
+            _set_up(Worker("prefork", concurrency, most))
+            with pytest.raises(BackendNotSupported, match=f"{processes} processes"):
+                cache_lock("x").acquire()
+        _set_up(Worker("thread", 16, None))
+        assert cache_lock("x").acquire()
     finally:
         set_pool_processes(1)
 

@@ -63,35 +63,6 @@ def test_processes_out_of_range() -> None:
 
 
 @pytest.mark.nightly
-def test_safe(redis_cache_settings: MakeRedisCache, settings: Settings) -> None:
-    """On Redis each finding comes with what was measured, and the status is 0, in both forms."""
-    settings.CACHES = redis_cache_settings("django-redis")
-    done = run_doctor("--json", "--processes", "3")
-    printed = json.loads(done.stdout)
-    assert (printed["verdict"], done.returncode, done.stderr) == ("warning", 0, "")
-    checks = {finding["check"]: finding["values"] for finding in printed["findings"]}
-    assert checks["exclusion"]["processes"] == 3
-    assert checks["eviction"] == {"policy": "noeviction", "max_memory_bytes": 0}
-    done = run_doctor()
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert lines[-1] == "Locks are safe here; 1 warning(s)."
-    assert [line.split()[1] for line in lines[:-1] if line[0] != " "] == list(checks)
-
-
-def run_doctor(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Let a doctor examine the store of this test."""
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **settings_environment()},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_end_in_the_middle(
     number: signal.Signals,

@@ -5,18 +5,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
 import pytest
-from celery import Celery
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 from django.db import ConnectionHandler, OperationalError, connection, connections, transaction
 from django.dispatch import Signal
-from kombu.exceptions import OperationalError as KombuError
 from pytest_django import Settings
 
 from django_celery_safe import (
@@ -268,16 +265,6 @@ class Importing:
         self.meant = message.id
         return message
 
-    def deliver_elsewhere(self, message: Message) -> None:
-        """Run a message as another process does, while this one runs it."""
-
-        def deliver() -> None:
-            self.mailbox.app.set_current()
-            self.mailbox.deliver(message)
-
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(deliver).result()
-
 
 def play_conflicts(get: Get) -> None:
     """Run while another does, and have a message delivered again, twice, while it runs."""
@@ -288,7 +275,7 @@ def play_conflicts(get: Get) -> None:
     def body() -> None:
         importing.meant = ""
         for _ in range(2):
-            importing.deliver_elsewhere(message)
+            importing.mailbox.deliver_elsewhere(message, "default")
 
     importing = Importing(get, body)
     message = importing.send()
@@ -756,21 +743,6 @@ def test_what_was_rolled_back_was_not_done_once(listener: Listener) -> None:
             assert not listener.has("done_once")
             transaction.set_rollback(rolls_back)
     assert [name for name, _ in listener.heard] == ["done_once"]
-
-
-def test_a_duplicate_is_told_when_it_is_published(get: Get, listener: Listener) -> None:
-    """Without a broker nothing was published all the same."""
-    url = f"redis://127.0.0.1:{dead_port()}/0"
-    app: Celery = get("make_app")(broker_url=url, task_publish_retry_policy=ONE_TRY)
-
-    def work(number: int) -> None:
-        """Do nothing."""
-
-    work = single_instance(key="{number}", unique_until="end")(work)
-    task: Any = app.task(work, name="tests.unique", base=SafeTask, shared=False)
-    with held_by("sent:tests.unique:1", "other"), pytest.raises(KombuError):
-        task.apply_async((1,), link=task.si(2))
-    assert listener.heard == []
 
 
 DECISIONS: Final[dict[str, tuple[Provoke, Callable[[], Any]]]] = {

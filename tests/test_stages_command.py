@@ -130,23 +130,20 @@ def test_list_as_json(shop: str) -> None:
 
 def test_list_of_some(shop: str) -> None:
     """Runs are chosen by state, by a part of their name or key, and by a step's task."""
-    made = {
-        "waiting": stages.start([(add, 1)], key="album:71"),
-        "running": stages.start([(note, 1), (note, 1)], key="album:7", name="Make Ann's album"),
-        **{str(status): ended(timedelta(), status, alias=shop) for status in Status.STOPPED},
-    }
-    one, other = made["running"], made["waiting"]
+    other = stages.start([(add, 1)], key="album:71")
+    one = stages.start([(note, 1), (note, 1)], key="album:7", name="Make Ann's album")
     deliver(one.steps[0])
-    assert set(made) == set(Status.values)
-    for state, row in made.items():
-        assert [found["id"] for found in listed("--state", state)] == [row.pk]
-    text = run("list", "--search", "ANN")
+    for choice, runs in (
+        (["--state", "running"], [one]),
+        (["--search", "ANN"], [one]),
+        (["--search", "ALBUM:7"], [one, other]),
+        (["--task", add.name, "--state", "waiting"], [other]),
+    ):
+        assert [row["id"] for row in listed(*choice)] == [run.pk for run in runs]
+    assert run("list", "--search", "bob") == run("list", "--task", "no") == "No such run.\n"
+    text = run("list", "--search", "ann")
     assert text.startswith(f"Run {one.pk} (Make Ann's album): running, stage 1 of 1, ")
     assert text.splitlines()[1] == "    album:7"
-    assert [row["id"] for row in listed("--search", "ALBUM:7")] == [one.pk, other.pk]
-    assert [row["id"] for row in listed("--task", add.name, "--state", "waiting")] == [other.pk]
-    assert run("list", "--search", "bob") == run("list", "--task", "no") == "No such run.\n"
-    assert run("abort", str(one.pk)).startswith(f"Run {one.pk} (Make Ann's album) was aborted: ")
 
 
 # show
@@ -297,12 +294,11 @@ def test_sweep_prints_each_repair(shop: str, queue: Queue) -> None:
 
 def test_prune(shop: str, settings: Settings) -> None:
     """Runs that ended a STAGES_RETENTION ago go; --dry-run only counts, --older-than chooses."""
-    for days in (1, 8, 9):
+    for days in (1, 8):
         ended(timedelta(days=days), alias=shop)
     begin(1)
-    assert run("prune", "--dry-run") == "2 run(s) would be deleted.\n"
-    assert run("prune") == "2 run(s) were deleted.\n"
-    assert run("prune", "--older-than", "12h", "--dry-run") == "1 run(s) would be deleted.\n"
+    assert run("prune", "--dry-run") == "1 run(s) would be deleted.\n"
+    assert run("prune") == "1 run(s) were deleted.\n"
     settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": "a week"}
     assert "STAGES_RETENTION='a week'" in refused("prune")[1]
     assert run("prune", "--older-than", "12h") == "1 run(s) were deleted.\n"

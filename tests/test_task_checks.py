@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,7 +18,6 @@ from pytest_django import Settings
 
 from django_celery_safe import SafeTask, SafeTaskMixin, single_instance
 from tests.checking import TRANSPORT_OPTIONS, find_messages, found, no_faults
-from tests.test_checks import IMMEDIATE, SQLITE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -208,8 +206,9 @@ def test_tasks_that_can_not_be_loaded(
     make_app: MakeApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W007 has the error of a task module, whoever imports it, and nothing else is checked."""
-    files = {"broken_shop/__init__.py": "", "broken_shop/tasks.py": "raise OSError('no key')"}
-    write_files(tmp_path, files)
+    (tmp_path / "broken_shop").mkdir()
+    (tmp_path / "broken_shop/__init__.py").touch()
+    (tmp_path / "broken_shop/tasks.py").write_text("raise OSError('no key')")
     monkeypatch.syspath_prepend(tmp_path)
     app = make_app()
     add_task(app, {"renew": False})
@@ -300,63 +299,3 @@ def test_other_checks_are_not_run_within_ours(
     finally:
         checks.registry.registry.registered_checks.discard(count)
     assert runs == []
-
-
-#: A project whose tasks are imported by nothing but autodiscovery.
-PROJECT = {
-    "site_of_shop/__init__.py": "from .celery import app\n",
-    "site_of_shop/celery.py": """
-from celery import Celery
-
-app = Celery("site_of_shop", broker="memory://")
-app.autodiscover_tasks()
-""",
-    "site_of_shop/settings.py": f"""
-SECRET_KEY = "for tests only"
-INSTALLED_APPS = ["django_celery_safe", "shop"]
-DATABASES = {{
-    alias: {{"ENGINE": {SQLITE!r}, "NAME": alias + ".sqlite3", "OPTIONS": {IMMEDIATE!r}}}
-    for alias in ("default", "locks")
-}}
-DJANGO_CELERY_SAFE = {{"LOCK_DATABASE": "locks"}}
-""",
-    "shop/__init__.py": "",
-    "shop/tasks.py": """
-from celery import shared_task
-from django_celery_safe import SafeTask, single_instance
-
-
-@shared_task
-@single_instance(unique_until="end")
-def reindex(): ...
-""",
-}
-
-
-def write_files(folder: Path, files: dict[str, str]) -> None:
-    """Write files into a folder, with the folders that they are in."""
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def test_manage_py_check(tmp_path: Path) -> None:
-    """``check`` fails with E005 of a task that only autodiscovery imports."""
-    write_files(tmp_path, PROJECT)
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("CELERY_")
-    }
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    environment |= {"DJANGO_SETTINGS_MODULE": "site_of_shop.settings", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-m", "django", "check"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "(django_celery_safe.E005) Task shop.tasks.reindex has unique_until='end'" in done.stderr
-    assert "identified 1 issue " in done.stderr

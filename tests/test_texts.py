@@ -5,7 +5,6 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from django.core.management import CommandError, call_command
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock
@@ -68,13 +67,3 @@ def test_each_logger_of_the_package_escapes() -> None:
     }
     assert len(ours) > 20
     assert [name for name, logger in ours.items() if not logger.filters] == []
-
-
-def test_an_error_of_a_command_clears_no_terminal(settings: Settings) -> None:
-    """The error that ends a command is printed without escape sequences."""
-    settings.CACHES = {"default": {"BACKEND": f"{__name__}.{EvilCache.__qualname__}"}}
-    lock = cache_lock("held")
-    assert lock.acquire()
-    with pytest.raises(CommandError, match="gone") as caught:
-        call_command("celery_locks", "release", "held", "--force", "--no-input")
-    assert "\x1b" not in str(caught.value)
