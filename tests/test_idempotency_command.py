@@ -32,8 +32,9 @@ from tests.terminal import answer
 #: A result that must show in ``show`` alone.
 SECRET: Final = "the-secret-of-the-result"
 #: A lease that no test outlasts, s.
-LEASE: Final = 600
-DAY: Final = 86400
+LEASE: Final = 36_000
+HOUR: Final = 3600
+DAY: Final = 24 * HOUR
 #: A key that is too long to stand in the table as it is.
 LONG_KEY: Final = f"shop.tasks.charge:{'x' * 500}"
 #: A key with half of a character, which no database takes as it is.
@@ -128,28 +129,28 @@ def make_older(key: str, age: float, alias: str = "shop") -> None:
 def test_list_shows_each_record(shop: str) -> None:
     """A record has its key, state and age, who claimed it, and what was wrong if it failed."""
     assert run("list") == "There is no record.\n"
-    leave_done("expired", age=500, ttl=1)
-    leave_running("left", age=400, lease=1, holder=Holder())
-    leave_failed("mail:3", "the mailbox is full", age=300)
-    leave_done("mail:2", age=120, ttl=3600)
+    leave_done("expired", age=6 * HOUR, ttl=1)
+    leave_running("left", age=5 * HOUR, lease=1, holder=Holder())
+    leave_failed("mail:3", "the mailbox is full", age=3 * HOUR)
+    leave_done("mail:2", age=2 * HOUR, ttl=50 * HOUR)
     leave_running("mail:1", claims=3)
     us = f"    pid {os.getpid()} on {socket.gethostname()}"
-    assert re.sub(r"\d\.\ds ago", "now", run("list")).splitlines() == [
+    assert re.sub(r"\d+\.\ds ago", "now", run("list")).splitlines() == [
         "mail:1",
-        "    running, claimed now, lease of 10min, 3 times",
+        "    running, claimed now, lease of 10h, 3 times",
         "    6f1c, pid 42 on web1",
         "mail:2",
-        "    done, claimed 2min ago, expires in 58min",
+        "    done, claimed 2h ago, expires in 48h",
         us,
         "mail:3",
-        "    failed, claimed 5min ago, expires in 24h",
+        "    failed, claimed 3h ago, expires in 21h",
         us,
         "    ValueError: the mailbox is full",
         "left",
-        "    running, its process is gone, claimed 7min ago",
+        "    running, its process is gone, claimed 5h ago",
         "    not known",
         "expired",
-        "    done, claimed 8min ago, expired",
+        "    done, claimed 6h ago, expired",
         us,
     ]
 
@@ -161,16 +162,16 @@ def test_list_as_json(shop: str) -> None:
     leave_done("mail:2", age=120, ttl=3600)
     leave_running("mail:1", claims=3)
     running, done, failed, left = listed()
-    assert 0 <= running["age_s"] < 60
-    assert LEASE - 60 < running["remaining_s"] <= LEASE
+    assert 0 <= running["age_s"] < 600
+    assert LEASE - 600 < running["remaining_s"] <= LEASE
     assert datetime.fromisoformat(running["claimed_at"]).tzinfo is not None
     assert (running["key"], running["state"], running["claims"]) == ("mail:1", "running", 3)
     assert (running["task"], running["task_id"]) == ("shop.tasks.charge", "6f1c")
     assert (running["host"], running["pid"]) == ("web1", 42)
     assert (running["ended_at"], running["expires_in_s"], running["error"]) == (None, None, "")
     assert (done["state"], done["task"], done["remaining_s"]) == ("done", None, None)
-    assert 120 <= done["age_s"] < 180
-    assert 3600 - 180 < done["expires_in_s"] <= 3600 - 120
+    assert 120 <= done["age_s"] < 720
+    assert 0 < done["expires_in_s"] <= 3600 - 120
     assert done["ended_at"] >= done["claimed_at"]
     assert (failed["state"], failed["error"]) == ("failed", "ValueError: refused")
     assert (left["host"], left["pid"], left["remaining_s"]) == (None, None, 0)
