@@ -64,3 +64,10 @@ def no_faults(settings: Settings) -> None:
     settings.CACHES = {"default": REDIS}
     settings.DATABASES = {"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "data"}}
     settings.DJANGO_CELERY_SAFE = {}
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    """An app without tasks, on a Redis that nobody is asked for."""
+    with app_without_tasks("redis://127.0.0.1:1/0") as app:
+        yield app

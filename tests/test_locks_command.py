@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 import pytest
 from django.core.management.base import OutputWrapper
 from pytest_django import Settings
@@ -31,9 +30,8 @@ from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.management.console import write_array
 from tests import commands
 from tests.conftest import MakeRedisCache
-from tests.processes import dead_port, wait_for
+from tests.processes import dead_port
 from tests.processes.settings import settings_environment
-from tests.servers import RedisServer
 from tests.terminal import answer
 
 pytestmark = pytest.mark.usefixtures("store")
@@ -470,47 +468,6 @@ def test_the_doctor_on_unsafe_and_unknown_stores(settings: Settings, tmp_path: P
     for number in ("1", "65", "two"):
         why = refused("doctor", f"--processes={number}")[1]
         assert f"argument --processes: '{number}' is not a whole number from 2 to 64" in why
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_the_end_of_a_doctor_in_the_middle(
-    number: signal.Signals, redis_server: RedisServer
-) -> None:
-    """Ctrl-C leaves no process and no key; a killed doctor takes its processes along."""
-    with (
-        subprocess.Popen(
-            [sys.executable, "-m", "django", "celery_locks", "doctor"],
-            cwd=ROOT,
-            env={**os.environ, **settings_environment()},
-            start_new_session=True,
-        ) as doctor,
-        redis_server.client() as client,
-    ):
-        wait_for(lambda: client.keys("*:exclusion"), 30)
-        children = psutil.Process(doctor.pid).children()
-        assert len(children) == 2
-        try:
-            if number == signal.SIGINT:
-                os.killpg(doctor.pid, number)  # as a terminal does: the children get it too
-                assert doctor.wait(60) == 130
-                assert client.keys("*") == [b":1:celery_safe:fence"]
-            else:
-                redis_server.pause()
-                doctor.kill()
-            # Before a client gives up to wait for the server.
-            wait_for(lambda: all(map(is_gone, children)), 30)
-        finally:
-            redis_server.resume()
-            doctor.kill()
-
-
-def is_gone(process: psutil.Process) -> bool:
-    """Whether a process has ended, be it that nobody has asked how."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 # holders

@@ -339,27 +339,20 @@ def test_retry_and_discard(alias: str, queue: Callable[[], list[str]]) -> None:
 def test_discard_asks(alias: str) -> None:
     """discard shows what it is about; only yes is yes, and what dies meanwhile stays."""
     died = {leave_dead(alias).pk for _ in range(22)}
-    out, why = refused("discard", "--all")
-    assert (out, "there is no terminal to ask at" in why) == ("", True)
-    for text in ("no\n", "y\n", "\x04"):
-        told, said = answer(text, "celery_outbox", "discard", str(min(died)))
-        assert "\nDiscard 1 message(s)? [yes/no] " in told
-        assert (text, said) == (text, "The answer was not 'yes': nothing was done.")
+    assert "there is no terminal to ask at" in refused("discard", "--all")[1]
+    assert answer("no\n", "celery_outbox", "discard", "--all")[1].startswith("The answer was not")
     later = set()
 
     def read(question: str) -> None:
         assert question.count(f"  {add.name}\n") == 20
         assert "\n... and 2 more.\n" in question
-        assert question.endswith(
-            "their tasks never run. This can't be undone.\nDiscard 22 message(s)? [yes/no] "
-        )
+        assert question.endswith("This can't be undone.\nDiscard 22 message(s)? [yes/no] ")
         assert dead(alias) == died
         later.add(leave_dead(alias).pk)
 
-    told, said = answer("yes\n", "celery_outbox", "discard", "--all", meanwhile=read)
-    assert (told.endswith("22 message(s) were deleted.\n"), said) == (True, "")
+    told, why = answer("yes\n", "celery_outbox", "discard", "--all", meanwhile=read)
+    assert (told.endswith("22 message(s) were deleted.\n"), why) == (True, "")
     assert dead(alias) == later
-    assert run("discard", "--all", "--task", "unknown") == "0 message(s) were deleted.\n"
 
 
 @pytest.mark.parametrize("action", ["retry", "discard --no-input"])
@@ -492,21 +485,17 @@ def test_relay_once_sends_more_than_a_batch(
     assert {row["state"] for row in listed("--limit", "0")} == {"sent"}
 
 
-def test_relay_once_without_a_broker(
-    alias: str, queue: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_relay_once_without_a_broker(alias: str, queue: Callable[[], list[str]]) -> None:
     """relay --once fails if the broker is gone; no message loses an attempt, and all stay due."""
     row = leave(alias)
     with broker_at(NOBODY):
-        assert status_of_program("relay", "--once") == 1
-    out, err = capsys.readouterr()
-    assert "OperationalError" in err
-    assert "password" not in out + err
+        out, why = refused("relay", "--once")
+    assert "OperationalError" in why
+    assert "password" not in out + why
     with broker_at("nope://127.0.0.1"):
         assert refused("relay", "--once")[1].startswith("broker_url names an unknown transport")
     (found,) = listed()
     assert (found["state"], found["attempts"], found["error"]) == ("pending", 0, "")
-    assert found["due_in_s"] <= 0
     run("relay", "--once")
     assert queue() == [row.task_id]
 
@@ -531,27 +520,22 @@ def test_receivers_in_a_relay_have_the_language_of_the_project(
 
 
 def test_a_thread_relays_for_the_current_app_of_the_command(
-    alias: str, other: str, redis_server: RedisServer
+    alias: str, redis_server: RedisServer
 ) -> None:
     """Rows of an app without a name go to its own broker, though threads have another app."""
-    stop, told = threading.Event(), []
-
-    def hear(**said: Any) -> None:
-        told.append(said["task_id"])
-        if len(told) == 2:
-            stop.set()
-
+    stop = threading.Event()
     giving_up = threading.Timer(PATIENCE, stop.set)
     giving_up.start()
-    with receiving(task_sent, hear), app_without_tasks(redis_server.database_url(3)) as app:
+    with (
+        receiving(task_sent, lambda **said: stop.set()),
+        app_without_tasks(redis_server.database_url(3)) as app,
+    ):
         app.main = None
         app_of_tests.set_default()
-        task = app.task(lambda: None, name="tests.unnamed", shared=False)
-        wanted = {leave(name, task.s()).task_id for name in (alias, other)}
-        run_all([Relay(alias), Relay(other)], stop)
+        row = leave(alias, app.task(lambda: None, name="tests.unnamed", shared=False).s())
+        run_all([Relay(alias)], stop)
     giving_up.cancel()
-    assert set(told) == set(sent_to(redis_server, 3)) == wanted
-    assert sent_to(redis_server) == []
+    assert sent_to(redis_server, 3) == [row.task_id]
 
 
 # the file that a relay touches, for probes

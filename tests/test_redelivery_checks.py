@@ -344,21 +344,6 @@ def test_a_worker_that_is_stopped(make_app: MakeApp) -> None:
     assert said() == []
 
 
-def test_all_hints_followed(make_app: MakeApp) -> None:
-    """A task that heard W018 has nothing left to hear once each hint was followed in turn."""
-    app = make_app(REDIS_BROKER)
-    options: dict[str, Any] = {"time_limit": 2 * HOUR}
-    for told in (["W018"], ["W020", "W021"]):
-        app.tasks.clear()
-        add_task(app, **options)
-        assert numbers() == told
-        options |= dict.fromkeys(re.findall(r"(\w+)=True", said()[0][2]), True)
-    app.conf.update({**patient(3 * HOUR), **SOFT})
-    assert said() == []
-    app.conf.include = ["no_such_module_of_tasks"]
-    assert numbers() == ["W007"]
-
-
 def test_no_connection_is_opened(make_app: MakeApp) -> None:
     """The checks learn from its URL what the broker is, and do not ask it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
