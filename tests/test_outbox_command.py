@@ -40,6 +40,7 @@ from tests.processes.settings import settings_environment
 from tests.servers import RedisServer
 from tests.servers.databases import DatabaseKind, gone_settings, registered, sqlite_settings
 from tests.terminal import answer
+from tests.test_task_checks import add_task
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -532,7 +533,7 @@ def test_a_thread_relays_for_the_current_app_of_the_command(
     ):
         app.main = None
         app_of_tests.set_default()
-        row = leave(alias, app.task(lambda: None, name="tests.unnamed", shared=False).s())
+        row = leave(alias, add_task(app, name="tests.unnamed", base=None).s())
         run_all([Relay(alias)], stop)
     giving_up.cancel()
     assert sent_to(redis_server, 3) == [row.task_id]
