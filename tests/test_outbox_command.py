@@ -198,6 +198,10 @@ def test_the_ages_decide_the_exit_status(
     """status fails, after the figures, if a message waits or no relay was seen for longer."""
     leave_dead(alias)
     leave_sent(alias)
+    with CaptureQueriesContext(connections[alias]) as queries:
+        assert run("list") != run("status")
+    # However large messages are, what does not show is not read.
+    assert not [query for query in queries.captured_queries if "body" in query["sql"]]
     OutboxMessage.objects.using(alias).update(created_at=Now() - timedelta(days=1))
     assert status_of_program("status", "--max-age", "0") == 0  # only what waits has an age
     leave(other, age=500)
@@ -223,7 +227,6 @@ def test_the_ages_decide_the_exit_status(
 # list, show
 
 
-@pytest.mark.sql
 def test_list(alias: str) -> None:
     """A message has its id, task, task id, state and age, and what was wrong if it failed."""
     assert run("list") == "The outbox is empty.\n"
@@ -276,14 +279,6 @@ def test_several_databases(alias: str, other: str) -> None:
     assert run("list", "--limit", "59").endswith("There are more: --limit is 59.\n")
     assert "There are more" not in run("list", "--limit", "60")
     assert "'1.5' is not a whole number from 0 on" in refused("list", "--limit=1.5")[1]
-
-
-def test_no_body_is_read_that_is_not_shown(alias: str) -> None:
-    """The list and the status take as little memory as they show, however large messages are."""
-    leave(alias)
-    with CaptureQueriesContext(connections[alias]) as queries:
-        assert run("list") != run("status")
-    assert not [query for query in queries.captured_queries if "body" in query["sql"]]
 
 
 def test_show_has_all_of_a_message(alias: str) -> None:
@@ -462,15 +457,18 @@ def test_what_is_not_there_or_not_valid(alias: str, settings: Settings) -> None:
 
 
 def test_relay_once_sends_what_is_due(
-    alias: str, other: str, queue: Callable[[], list[str]]
+    alias: str, other: str, queue: Callable[[], list[str]], settings: Settings
 ) -> None:
-    """relay --once says where it sends to, sends what is due everywhere and leaves the rest."""
+    """relay --once sends what is due everywhere; receivers have the language of the project."""
+    settings.LANGUAGE_CODE = "zh-hans"
+    languages = []
     rows = [leave(alias), leave(other), leave(other)]
     later, died = leave(alias, due=False), leave_dead(alias)
     assert run("relay", "--once", "--database", alias).endswith("Sent 1 message(s).\n")
-    first, last = run("relay", "--once").splitlines()
+    with receiving(task_sent, lambda **fields: languages.append(get_language())):
+        first, last = run("relay", "--once").splitlines()
     assert first.startswith("Relaying the outbox of shop, other to redis://")
-    assert last == "Sent 2 message(s)."
+    assert (last, languages) == ("Sent 2 message(s).", ["zh-hans"] * 2)
     assert queue() == [row.task_id for row in rows]
     assert ids(alias) == {later.pk, died.pk}
 
@@ -499,22 +497,6 @@ def test_relay_once_without_a_broker(alias: str, queue: Callable[[], list[str]])
     assert (found["state"], found["attempts"], found["error"]) == ("pending", 0, "")
     run("relay", "--once")
     assert queue() == [row.task_id]
-
-
-def test_receivers_in_a_relay_have_the_language_of_the_project(
-    alias: str, queue: Callable[[], list[str]], settings: Settings
-) -> None:
-    """A relay prints English, and a receiver's e-mail is in the language of the project."""
-    settings.LANGUAGE_CODE = "zh-hans"
-    languages = []
-
-    def hear(**fields: Any) -> None:
-        languages.append(get_language())
-
-    leave(alias)
-    with receiving(task_sent, hear):
-        assert run("relay", "--once").endswith("Sent 1 message(s).\n")
-    assert languages == ["zh-hans"]
 
 
 # relay, in threads

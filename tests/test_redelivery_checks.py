@@ -145,7 +145,6 @@ NEVER_DONE: Final[list[NeverDone]] = [
     ({}, Task, {"reject_on_worker_lost": True}, "W018"),
     ({}, None, {"acks_late": True}, "W019"),
     ({}, SafeTask, SURE, None),
-    ({}, Task, SURE, None),
     ({"task_acks_late": True}, Task, {}, "W019"),
     ({"task_acks_late": True}, SafeTask, {"acks_late": False}, "W018"),
     ({"task_acks_late": True, "task_reject_on_worker_lost": True}, SafeTask, {}, None),

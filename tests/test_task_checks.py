@@ -162,7 +162,6 @@ def test_the_lease_is_that_of_the_settings(make_app: MakeApp, settings: Settings
         (REDIS_BROKER, {}, {**LATE, "time_limit": HOUR}, None),
         (REDIS_BROKER, {}, {**LATE, "time_limit": HOUR + 1}, 3601),
         (REDIS_BROKER, {}, {"time_limit": HOUR + 1}, None),
-        (REDIS_BROKER, {}, LATE, None),
         (REDIS_BROKER, {**WAIT, "blocking_timeout": HOUR + 2}, LATE, 3602),
         (RABBITMQ_BROKER, {}, {**LATE, "time_limit": 2 * HOUR}, None),
         ("no-such-broker://", {}, {**LATE, "time_limit": 2 * HOUR}, None),

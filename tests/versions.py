@@ -3,7 +3,6 @@
 from typing import Final
 
 import celery
-import django_redis
 import kombu
 import pytest
 
@@ -12,9 +11,6 @@ import pytest
 IS_CELERY_57: Final = celery.VERSION[:2] >= (5, 7)
 #: kombu 5.7 and later publish several messages in one request to Redis.
 IS_KOMBU_57: Final = kombu.VERSION[:2] >= (5, 7)
-
-#: django-redis before 7.0 fails at each end of a request with a LOCATION that is no text.
-IS_DJANGO_REDIS_7: Final = django_redis.VERSION[0] >= 7
 
 needs_quick_redelivery = pytest.mark.skipif(
     not IS_KOMBU_57, reason="kombu before 5.7 looks for unacknowledged messages every 10 s only"
