@@ -198,7 +198,7 @@ def test_each_task_of_the_current_app_gets_its_own_message(make_app: MakeApp) ->
     add_task(good, None, soft_time_limit=1, time_limit=2 * HOUR)
     assert found() == {}
     faulty.set_current()
-    assert [message.msg.split()[1] for message in find_messages()] == sorted(names)
+    assert sorted(message.msg.split()[1] for message in find_messages()) == sorted(names)
 
 
 def test_tasks_that_can_not_be_loaded(
