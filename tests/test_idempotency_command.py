@@ -247,16 +247,6 @@ def test_show_of_results(shop: str) -> None:
     assert SECRET not in "".join(run(*action.split()) for action in actions)
 
 
-def test_a_key_with_half_of_a_character(shop: str) -> None:
-    """A lone surrogate, as a path or an argument may have, crashes no action in either form."""
-    leave_done(BROKEN_KEY, result=1)
-    assert listed()[0]["key"] == shown(BROKEN_KEY)["key"] == BROKEN_KEY
-    assert "mail:\\ud800\n" in run("list")
-    assert "mail:\\ud800\n" in run("show", BROKEN_KEY)
-    assert "no\\ud800'." in refused("show", "no\ud800")[1]
-    assert run("forget", "--no-input", BROKEN_KEY) == "1 record(s) were forgotten.\n"
-
-
 # forget
 
 

@@ -607,6 +607,7 @@ def relaying(folder: Path, *arguments: str) -> Iterator[RelayProcess]:
             raise
 
 
+@pytest.mark.long
 def test_a_relay_runs_until_it_is_stopped(
     alias: str, use_broker: UseBroker, settings: Settings, tmp_path: Path
 ) -> None:
@@ -644,6 +645,7 @@ def be_stopped(second: bool) -> None:
     tell("finished")
 
 
+@pytest.mark.long
 def test_the_second_signal_ends_it_at_once() -> None:
     """The first lets it finish its batch, the second ends it as if it had no handler."""
     with start_in_process(be_stopped, False) as process:
