@@ -89,14 +89,14 @@ def end_own_session(alias: str) -> None:
         other.close()
 
 
-def waits_for_a_lock(server: PostgresServer, alias: str) -> bool:
-    """Tell whether somebody waits for a lock in a database."""
+def waits_for_a_lock(server: PostgresServer, alias: str) -> int:
+    """Return how many sessions wait for a lock in a database."""
     with server.connect() as connection:
         found = connection.execute(
             "SELECT 1 FROM pg_stat_activity WHERE datname = %s AND wait_event_type = 'Lock'",
             [connections.settings[alias]["NAME"]],
         )
-        return found.fetchone() is not None
+        return len(found.fetchall())
 
 
 class Databases:

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 
-from django_celery_safe import IdempotencyError, InvalidResult, StepLost, current_claim
+from django_celery_safe import InvalidResult, current_claim
 from django_celery_safe.stages.repairs import Repair, sweep
 from django_celery_safe.stages.step_table import StepTable
 from tests.app.models import Person
-from tests.concurrency.conftest import mailbox
-from tests.stages.test_messages import Staged, of_module, shown, staged
-
-__all__ = ["mailbox", "of_module", "staged"]
+from tests.stages.test_messages import Staged, shown
 
 
 def people(staged: Staged) -> Any:
@@ -22,12 +19,7 @@ def people(staged: Staged) -> Any:
     return Person.everyone.using(staged.alias)
 
 
-@pytest.fixture(autouse=True)
-def no_people(staged: Staged) -> None:
-    """Begin without any, in a database that other tests had before."""
-    people(staged).all()._raw_delete(staged.alias)
-
-
+@pytest.mark.sql
 def test_it_commits_with_the_body_and_begins_the_next_stage(staged: Staged) -> None:
     """The next stage gets the dict of finish(), and begins at the commit, not before."""
     seen: list[Any] = []
@@ -53,36 +45,6 @@ def test_it_commits_with_the_body_and_begins_the_next_stage(staged: Staged) -> N
         "ss",
         1,
     )
-
-
-def test_an_error_rolls_back_both(staged: Staged) -> None:
-    """The step fails, and nothing of it is written."""
-
-    def work(task: Any) -> None:
-        with transaction.atomic(using=staged.alias):
-            people(staged).create(pk=1)
-            current_claim().finish()
-            raise ValueError("no")
-
-    staged.bodies["a"] = work
-    run = staged.start("a", "b")
-    assert staged.deliver(staged.take_one()).state == "FAILURE"
-    assert (shown(run), people(staged).count(), staged.take()) == ("fa", 0, [])
-    assert staged.step("a").error_type == "ValueError"
-
-
-def test_a_rollback_that_is_hidden_is_an_error(staged: Staged) -> None:
-    """Otherwise the step would count as not done, and no error would say so."""
-
-    def work(task: Any) -> None:
-        with transaction.atomic(using=staged.alias):
-            current_claim().finish()
-            transaction.set_rollback(True, using=staged.alias)
-
-    staged.bodies["a"] = work
-    run = staged.start("a")
-    state, error = staged.deliver(staged.take_one())
-    assert (state, type(error), shown(run)) == ("FAILURE", IdempotencyError, "f")
 
 
 @pytest.mark.parametrize("end", ["error", "False", "retry"])
@@ -129,26 +91,7 @@ def test_the_next_stage_begins_although_another_callback_of_the_commit_failed(
     assert (shown(run), len(staged.take())) == ("sw", 1)
 
 
-def test_a_claim_that_was_lost_writes_nothing(staged: Staged) -> None:
-    """StepLost leaves the body's transaction, so the other run's work is the only one."""
-
-    def lose(task: Any) -> None:
-        staged.bodies["a"] = lambda task: people(staged).create(pk=1) and None
-        staged.end_lease("a")
-        assert staged.deliver_elsewhere(message).state == "SUCCESS"
-        with transaction.atomic(using=staged.alias):
-            people(staged).create(pk=2)
-            current_claim().finish()
-
-    staged.bodies["a"] = lose
-    run = staged.start("a")
-    message = staged.take_one()
-    state, error = staged.deliver(message)
-    assert (state, type(error), shown(run)) == ("FAILURE", StepLost, "s")
-    assert list(people(staged).values_list("pk", flat=True)) == [1]
-
-
-@pytest.mark.parametrize("staged", ["postgres"], indirect=True)
+@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
 def test_a_sweep_does_not_wait_for_its_commit(staged: Staged) -> None:
     """A relay that sweeps goes on with its messages, however long the transaction takes."""
 
@@ -169,22 +112,3 @@ def test_a_sweep_does_not_wait_for_its_commit(staged: Staged) -> None:
     run = staged.start("a")
     assert staged.deliver(staged.take_one()) == ("SUCCESS", None)
     assert (shown(run), staged.step("a").deaths) == ("s", 0)
-
-
-def test_what_it_can_not_keep(staged: Staged) -> None:
-    """The next stages get a dict of plain data, and nothing was recorded."""
-    errors: list[Any] = []
-
-    def work(task: Any) -> None:
-        for result in (7, {"file": object()}):
-            try:
-                current_claim().finish(result)
-            except InvalidResult as error:
-                errors.append(error.reason)
-        current_claim().finish()
-
-    staged.bodies["a"] = work
-    run = staged.start("a")
-    assert staged.deliver(staged.take_one()).state == "SUCCESS"
-    assert (errors[0], "JSON can't take it" in errors[1]) == ("its params are 7", True)
-    assert shown(run) == "s"

@@ -1,18 +1,16 @@
 """Sweeping repairs a run once after a crash, and pruning deletes only runs that ended."""
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from celery import Celery, current_app, shared_task
-from django.db import DataError, connections, transaction
+from django.db import connections, router, transaction
 from django.db.models import F
 from pytest_django import Settings
 
@@ -21,35 +19,21 @@ from django_celery_safe.conf import DEFAULTS
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery.header import Header, with_header
 from django_celery_safe.leases.holder import Holder, encode_holder
-from django_celery_safe.management.commands.celery_outbox import run_all
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from django_celery_safe.models.message_states import MOST_DOUBLINGS
-from django_celery_safe.sending.relay import Relay
-from django_celery_safe.signals import (
-    run_ended,
-    run_repaired,
-    stage_started,
-    step_failed,
-    task_poisoned,
-)
-from django_celery_safe.stages import Status, repairs
-from django_celery_safe.stages.repairs import (
-    SETTLING,
-    UNSTARTED_AFTER,
-    Repair,
-    get_prunable,
-    sweep,
-)
+from django_celery_safe.signals import run_ended, run_repaired, stage_started
+from django_celery_safe.stages import Status
+from django_celery_safe.stages.repairs import SETTLING, UNSTARTED_AFTER, Repair, get_prunable, sweep
 from django_celery_safe.stages.step_table import StepTable
 from django_celery_safe.tasks import prune_stages, relay_outbox, sweep_stages
 from tests.conftest import MakeDatabase
-from tests.kinds import KINDS
 from tests.processes import wait_for
 from tests.routing import runs_in
 from tests.sending.conftest import hearing
 from tests.servers import RedisServer
+from tests.servers.databases import DatabaseKind
 from tests.stages.tasks import note
-from tests.test_outbox_command import relaying, sent_to
+from tests.test_outbox_command import sent_to
 
 #: After so many deaths a step fails.
 MOST_DEATHS: Final[int] = DEFAULTS["MAX_DEATHS"]
@@ -65,29 +49,10 @@ SWEEPERS: Final = 5
 Queue = Callable[[], list[str]]
 
 
-class NotInDefault:
-    """Keeps the package's tables out of the default database, which is in memory."""
-
-    def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
-        """Return False for the package's tables there, else no opinion."""
-        return False if (db, app_label) == ("default", "django_celery_safe") else None
-
-
-@pytest.fixture(params=KINDS)
-def shop(
-    request: pytest.FixtureRequest, make_database: MakeDatabase, settings: Settings
-) -> Iterator[str]:
-    """The database with the runs, of each kind in turn."""
-    settings.DATABASE_ROUTERS = [f"{__name__}.NotInDefault"]
-    alias = make_database(request.param, "shop")
-    with runs_in(alias):
-        yield alias
-
-
 @pytest.fixture
-def postgres(make_database: MakeDatabase) -> Iterator[str]:
-    """A PostgreSQL with the runs."""
-    alias = make_database("postgres", "shop")
+def shop(make_database: MakeDatabase, db_kind: DatabaseKind) -> Iterator[str]:
+    """The database with the runs."""
+    alias = make_database(db_kind, "shop")
     with runs_in(alias):
         yield alias
 
@@ -188,14 +153,23 @@ def swept(alias: str) -> list[Repair]:
 # Findings and repairs
 
 
-def test_nothing_to_repair(shop: str, queue: Queue) -> None:
-    """A run whose steps wait for a short time, run, or wait for their stage, is left alone."""
-    run = begin(2, 1)
-    claim(run.steps[0])
+@pytest.mark.sql
+def test_what_is_left_alone(shop: str, queue: Queue) -> None:
+    """A step that waits for a short time or for its retry, or that runs for long, is no case."""
+    run = begin(3, 1)
+    running, retried, _, _ = run.steps
+    claim(running)
+    at(running).update(started_at=Now() - 10 * LONG)
+    at(retried).update(due_at=Now() + timedelta(hours=1))
     before = list(run.steps.values())
     assert swept(shop) == []
     assert list(run.steps.values()) == before
-    assert len(queue()) == 2
+    wait_since(run, 10 * LONG)
+    at(retried).update(due_at=Now() + timedelta(hours=1))
+    assert [repair.step for repair in swept(shop)] == [str(run.steps[2])]
+    at(retried).update(due_at=Now() - LONG)
+    assert [repair.step for repair in swept(shop)] == [str(retried)]
+    assert len(queue()) == 3 + 2
 
 
 def test_a_step_whose_process_died_is_sent_again(
@@ -218,14 +192,7 @@ def test_a_step_whose_process_died_is_sent_again(
     assert run.wait(1).status == Status.SUCCEEDED
 
 
-def test_a_holder_that_is_not_known(shop: str, queue: Queue) -> None:
-    """A dead step whose row does not say who had it is sent again, too."""
-    step = leave_silent(begin(1))
-    at(step).update(holder="?")
-    (repair,) = swept(shop)
-    assert repair.reason == "its process died, and it was sent again"
-
-
+@pytest.mark.sql
 def test_a_step_that_nobody_began_is_sent_again(
     shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,92 +221,39 @@ def test_the_patience_doubles(shop: str, queue: Queue) -> None:
     assert len(queue()) == 1 + MOST_DOUBLINGS + 3
 
 
-def test_a_patience_that_is_given(shop: str, queue: Queue) -> None:
-    """sweep() takes another patience, which doubles as well."""
-    run = begin(1)
-    wait_since(run, timedelta(seconds=20))
-    assert sweep(StepTable(shop), timedelta(seconds=60)) == []
-    assert len(sweep(StepTable(shop), timedelta(seconds=10))) == 1
-    wait_since(run, timedelta(seconds=15))
-    assert sweep(StepTable(shop), timedelta(seconds=10)) == []
+def start_and_die() -> StageRun:
+    """Start a run of one step in a process that dies right after its commit."""
+    alias = router.db_for_write(StageRun)
+    with transaction.atomic(using=alias):
+        run = begin(1)
+        connections[alias].run_on_commit.clear()
+    OutboxMessage.objects.using(alias).update(due_at=Now())
+    return run
 
 
 def test_a_message_in_the_outbox_is_left_to_the_relay(shop: str, queue: Queue) -> None:
-    """A step whose message waits in the outbox is not sent again, however long that takes."""
-    with transaction.atomic(using=shop):
-        run = begin(1)
-        connections[shop].run_on_commit.clear()  # the process dies right after its commit
-    step = leave_unbegun(run)
+    """A step whose message waits in the outbox is not sent again, unless the relay gave it up."""
+    step = leave_unbegun(start_and_die())
     assert OutboxMessage.objects.using(shop).pending().count() == 1
     assert swept(shop) == []
-    OutboxMessage.objects.using(shop).update(due_at=Now())
-    relay = Relay(shop)
-    relay.drain()
-    relay.close()
-    assert queue() == [step.task_id]
-    assert len(swept(shop)) == 1
-    assert queue() == [step.task_id] * 2
-
-
-def test_a_dead_message_is_no_reason_to_wait(shop: str, queue: Queue) -> None:
-    """A step whose message the relay gave up is sent again."""
-    with transaction.atomic(using=shop):
-        run = begin(1)
-        connections[shop].run_on_commit.clear()
-    leave_unbegun(run)
     assert OutboxMessage.objects.using(shop).get().fail("refused", attempts=1)
     assert len(swept(shop)) == 1
-    assert queue() == [run.steps[0].task_id]
+    assert queue() == [step.task_id]
 
 
-def test_a_sweep_counts_deaths_until_a_worker_fails_the_step(shop: str, queue: Queue) -> None:
-    """It sends a poisoned step again, too; its run fails when a worker gets the message."""
-    run = begin(2, 1)
-    step = run.steps[0]
-    for _ in range(MOST_DEATHS):
-        claim(step, OVER)
-        assert len(swept(shop)) == 1
-    assert queue().count(step.task_id) == MOST_DEATHS + 1
-    heard_of = hearing(step_failed, run_ended, task_poisoned)
-    with heard_of as heard, pytest.raises(TaskPoisoned) as caught:
-        deliver(step)
-    assert (caught.value.deaths, caught.value.last) == (MOST_DEATHS, "process 42 on web1")
-    run.refresh_from_db()
-    assert run.status == Status.FAILED
-    assert run.ended_at is not None
-    failed = run.error_step
-    assert failed is not None
-    assert (failed.pk, failed.error_type, failed.error) == (
-        step.pk,
-        "TaskPoisoned",
-        str(caught.value),
-    )
-    assert list(run.steps.values_list("status", flat=True)) == ["failed", "aborted", "aborted"]
-    assert [one["signal"] for one in heard] == [step_failed, run_ended, task_poisoned]
-    assert swept(shop) == []
-
-
-@pytest.mark.parametrize("end", [Status.ABORTED, Status.FAILED])
-def test_a_dead_step_of_a_stopped_run_is_aborted(shop: str, queue: Queue, end: Status) -> None:
+def test_a_dead_step_of_a_stopped_run_is_aborted(shop: str, queue: Queue) -> None:
     """Where the run has stopped meanwhile, a step whose process died is not sent again."""
     run = begin(2, 1)
-    step, other = run.steps[:2]
+    step = run.steps[0]
     claim(step)
-    if end == Status.ABORTED:
-        run.abort()
-    else:
-        poison(other)
+    run.abort()
     assert swept(shop) == []
     at(step).update(ends_at=Now() - timedelta(seconds=1))
     (repair,) = swept(shop)
     assert repair.reason == "its process died (process 42 on web1), and it was aborted"
     assert (repair.step, at(step).get().note) == (str(step), repair.reason)
     assert at(step).get().status == Status.ABORTED
-    run.refresh_from_db()
-    assert run.status == end
     assert len(queue()) == 2
-    run.resume()
-    assert at(step).get().status == Status.WAITING
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -361,18 +275,8 @@ def test_a_complete_stage_goes_on(
     assert swept(shop) == []
 
 
-def test_a_stage_that_is_complete_just_now_is_left_to_its_last_step(
-    shop: str, queue: Queue
-) -> None:
-    """Its process is about to begin the next stage, and nothing needs a repair."""
-    step = leave_stuck(begin(1, 1))
-    at(step).update(ended_at=Now())
-    assert swept(shop) == []
-    assert len(queue()) == 1
-
-
-def test_the_task_sweeps_and_counts(shop: str, queue: Queue) -> None:
-    """sweep_stages looks at the database that the router names, and returns how many repairs."""
+def test_the_tasks_sweep(shop: str, queue: Queue) -> None:
+    """sweep_stages returns how many repairs there were, and relay_outbox repairs runs, too."""
     assert sweep_stages() == 0
     leave_silent(begin(1))
     leave_unbegun(begin(1))
@@ -380,19 +284,18 @@ def test_the_task_sweeps_and_counts(shop: str, queue: Queue) -> None:
     assert sweep_stages() == 3
     assert sweep_stages() == 0
     assert len(queue()) == 3 + 3
+    leave_silent(begin(1))
+    relay_outbox()
+    assert len(queue()) == 6 + 2
 
 
-@pytest.mark.parametrize("leave", [leave_silent, leave_unbegun])
 def test_a_run_that_can_not_be_repaired(
-    shop: str,
-    queue: Queue,
-    caplog: pytest.LogCaptureFixture,
-    leave: Callable[[StageRun], StageStep],
+    shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step whose task takes other arguments now is logged, stays, and holds up no other."""
     broken, others = begin(1), [begin(1), begin(1)]
     for run in (broken, *others):
-        leave(run)
+        leave_silent(run)
     broken.steps.update(arguments_text='{"unknown": 1}')
     row = broken.steps.values().get()
     assert [repair.run for repair in swept(shop)] == [run.pk for run in others]
@@ -401,61 +304,10 @@ def test_a_run_that_can_not_be_repaired(
     assert said.startswith(f"Run {broken.pk} can't be repaired: TypeError: ")
 
 
-def test_a_run_that_its_database_refuses(
-    shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An error about one run's own values is logged, and holds up no other run."""
-    broken, other = begin(1), begin(1)
-    for run in (broken, other):
-        leave_silent(run)
-
-    def refuse(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
-        if sql.startswith("UPDATE") and "stagerun" in sql and broken.pk in params:
-            raise DataError("value out of range")
-        return execute(sql, params, many, context)
-
-    for _ in range(2):
-        with connections[shop].execute_wrapper(refuse):
-            swept(shop)
-    assert queue()[2:] == [other.steps[0].task_id]
-    said = [text for text in caplog.messages if "can't be repaired" in text]
-    assert said == [f"Run {broken.pk} can't be repaired: DataError: value out of range"] * 2
-
-
-def test_a_relay_repairs_for_a_moment_at_a_time(
-    shop: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its messages wait for one transaction at most; the rest is repaired in its next turns."""
-    monkeypatch.setattr(repairs, "LONGEST_TURN", -1.0)
-    for leave in (leave_silent, leave_unbegun, leave_stuck):
-        leave(begin(1, 1))
-    before = len(queue())
-    turns = [(repairs._sweep_database(shop), len(queue()) - before) for _ in range(4)]
-    assert turns == [(True, 1), (True, 2), (True, 3), (False, 3)]
-
-
-def test_a_live_step_that_is_late_is_left_alone(shop: str, queue: Queue) -> None:
-    """A step that runs for long under a renewed lease is no concern of a sweep."""
-    run = begin(1)
-    claim(run.steps[0])
-    wait_since(run, 10 * LONG)
-    at(run.steps[0]).update(started_at=Now() - 10 * LONG)
-    assert swept(shop) == []
-
-
-def test_a_retry_is_due_later(shop: str, queue: Queue) -> None:
-    """A step that waits for a retry is not late before its message is to be there."""
-    run = begin(1)
-    wait_since(run, 10 * LONG)
-    run.steps.update(due_at=Now() + timedelta(hours=1))
-    assert swept(shop) == []
-    run.steps.update(due_at=Now() - LONG)
-    assert len(swept(shop)) == 1
-
-
 # Several at once
 
 
+@pytest.mark.sql
 @pytest.mark.parametrize("leave", [leave_silent, leave_unbegun, leave_stuck])
 def test_each_is_repaired_exactly_once(
     shop: str,
@@ -484,6 +336,7 @@ def test_each_is_repaired_exactly_once(
     assert len(queue()) == 2 * len(runs)
 
 
+@pytest.mark.sql
 def test_one_that_is_begun_meanwhile_is_not_repaired(shop: str, queue: Queue) -> None:
     """A dead step that a delivery takes between the look and the lock keeps its new claim."""
     run = begin(1)
@@ -530,6 +383,7 @@ def ids(alias: str) -> set[int]:
     return found
 
 
+@pytest.mark.sql
 def test_what_is_pruned(shop: str, queue: Queue, settings: Settings) -> None:
     """Runs that ended, well or not, go a STAGES_RETENTION later, seven days if not said."""
     old = [ended(timedelta(days=8), status, alias=shop) for status in sorted(Status.STOPPED)]
@@ -560,16 +414,6 @@ def test_what_still_runs_is_not_pruned(shop: str, queue: Queue) -> None:
     at(run.steps[0]).update(ends_at=Now() - timedelta(seconds=1))
     assert prune_stages() == 1
     assert ids(shop) == set()
-
-
-def test_prune_by_age(shop: str, queue: Queue, settings: Settings) -> None:
-    """An age that is given counts, whatever the setting."""
-    settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": "a week"}
-    old, young = (ended(timedelta(seconds=age), alias=shop) for age in (100, 1))
-    assert list(get_prunable(StepTable(shop), timedelta(seconds=200))) == []
-    assert list(get_prunable(StepTable(shop), timedelta(seconds=50))) == [old]
-    assert get_prunable(StepTable(shop), timedelta(seconds=50)).prune() == 1
-    assert ids(shop) == {young.pk}
 
 
 def test_a_run_that_is_resumed_meanwhile_is_not_pruned(shop: str, queue: Queue) -> None:
@@ -604,21 +448,6 @@ def wait_to_go_on(params: dict[str, Any]) -> None:
     assert go_on.wait(30)
 
 
-def delete_run(run: StageRun) -> None:
-    """Delete a run as a page does."""
-    run.delete()
-
-
-def delete_rows(run: StageRun) -> None:
-    """Delete a run as the admin does with those that are chosen."""
-    StageRun.objects.using(run._state.db).filter(pk=run.pk).delete()
-
-
-def prune_rows(run: StageRun) -> None:
-    """Delete a run as a relay does."""
-    StageRun.objects.using(run._state.db).filter(pk=run.pk).prune()
-
-
 def somebody_waits(alias: str) -> bool:
     """Tell whether a transaction waits for another one's lock."""
     with connections[alias].cursor() as cursor:
@@ -640,61 +469,10 @@ def before(alias: str, begin_of_sql: str, do: Callable[[], object]) -> Iterator[
         yield
 
 
-@pytest.mark.parametrize("delete", [delete_run, delete_rows])
-def test_a_deletion_waits_for_a_stage_that_begins(
-    postgres: str, queue: Queue, broker: Celery, delete: Callable[[StageRun], None]
-) -> None:
-    """While a step begins the next stage, a deletion waits for the run, and holds no step."""
-    run = begin(1, 1)
-    step, is_ending = run.steps[0], threading.Event()
-
-    def until_somebody_waits() -> None:
-        is_ending.set()
-        wait_for(lambda: somebody_waits(postgres), 30)
-
-    def end() -> None:
-        broker.set_current()
-        try:
-            with before(postgres, "INSERT INTO", until_somebody_waits):
-                deliver(step)
-        finally:
-            connections[postgres].close()
-
-    with ThreadPoolExecutor(1) as pool:
-        ending = pool.submit(end)
-        assert is_ending.wait(30)
-        delete(run)
-        ending.result(30)
-    assert ids(postgres) == set()
-
-
-def test_a_step_that_begins_waits_for_its_repair(postgres: str, queue: Queue) -> None:
-    """A worker can't begin a step after the sweep's look and before its repair."""
-    step = leave_unbegun(begin(1))
-
-    def begin_elsewhere() -> None:
-        try:
-            claim(step)
-        finally:
-            connections[postgres].close()
-
-    def until_it_waits() -> None:
-        beginning.append(pool.submit(begin_elsewhere))
-        wait_for(lambda: somebody_waits(postgres), 30)
-
-    beginning: list[Future[None]] = []
-    repair = f'UPDATE "{StageStep._meta.db_table}"'
-    with ThreadPoolExecutor(1) as pool, before(postgres, repair, until_it_waits):
-        assert len(swept(postgres)) == 1
-    (begun,) = beginning
-    begun.result(30)
-    row = at(step).get()
-    assert (row.status, row.resent) == (Status.RUNNING, 1)
-
-
-@pytest.mark.parametrize("delete", [delete_run, delete_rows, prune_rows])
+@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
+@pytest.mark.parametrize("prunes", [True, False])
 def test_a_step_that_ends_waits_for_a_deletion(
-    postgres: str, queue: Queue, broker: Celery, delete: Callable[[StageRun], None]
+    prunes: bool, shop: str, queue: Queue, broker: Celery
 ) -> None:
     """While a run is being deleted, who ends its stage waits for that, and begins nothing then."""
     run = stages.start([(wait_to_go_on, 2), (note, 1)])
@@ -705,89 +483,36 @@ def test_a_step_that_ends_waits_for_a_deletion(
         try:
             deliver(run.steps[0])
         finally:
-            connections[postgres].close()
+            connections[shop].close()
 
     def let_it_end() -> None:
         go_on.set()
-        wait_for(lambda: somebody_waits(postgres), 30)
+        wait_for(lambda: somebody_waits(shop), 30)
 
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(end)
         # Its process notes that in the run's row, too, right after it has claimed the step.
-        begun = StageRun.objects.using(postgres).filter(pk=run.pk, status=Status.RUNNING)
+        begun = StageRun.objects.using(shop).filter(pk=run.pk, status=Status.RUNNING)
         wait_for(begun.exists, 30)
-        with before(postgres, 'DELETE FROM "django_celery_safe_stagestep"', let_it_end):
-            delete(run)
+        with before(shop, 'DELETE FROM "django_celery_safe_stagestep"', let_it_end):
+            rows = StageRun.objects.using(shop).filter(pk=run.pk)
+            assert rows.prune() if prunes else rows.delete()
         ending.result(30)
-    assert ids(postgres) == set()
+    assert ids(shop) == set()
     assert len(queue()) == 1
 
 
 # Beside the outbox
 
 
-def test_a_relay_sweeps(
-    make_database: MakeDatabase, queue: Queue, settings: Settings, tmp_path: Path
-) -> None:
-    """The relay's process repairs runs without beat or anybody's doing anything."""
-    settings.DATABASE_ROUTERS = [f"{__name__}.NotInDefault"]
-    with runs_in(make_database("sqlite-immediate", "shop")):
-        step = leave_silent(begin(1))
-    with relaying(tmp_path) as relay:
-        wait_for(lambda: queue() == [step.task_id] * 2, 30)
-        assert at(step).get().deaths == 1
-        assert relay.end() == 0
-    assert "process 42 on web1" in relay.log
-    assert "and it was sent again" in relay.log
-
-
-def test_the_relay_task_sweeps(shop: str, queue: Queue) -> None:
-    """relay_outbox repairs runs, too, before it sends; each run of it does."""
-    run = begin(1)
-    step = leave_silent(run)
-    relay_outbox()
-    assert queue() == [step.task_id] * 2
-    claim(step, OVER)
-    relay_outbox()
-    assert queue() == [step.task_id] * 3
-
-
 def test_a_sweep_that_fails_stops_no_relay(
     shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error of the sweep is logged, and the outbox is relayed all the same."""
-    with transaction.atomic(using=shop):
-        run = begin(1)
-        connections[shop].run_on_commit.clear()
-    OutboxMessage.objects.using(shop).update(due_at=Now())
+    start_and_die()
     with connections[shop].schema_editor() as editor:
         editor.remove_field(StageStep, StageStep._meta.get_field("resent"))
     assert relay_outbox() == 1
     assert len(queue()) == 1
     (said,) = [text for text in caplog.messages if "could not be swept" in text]
     assert said.startswith("The runs of stages in 'shop' could not be swept: ")
-    assert run.pk
-
-
-def test_a_relay_where_no_runs_are(
-    shop: str, queue: Queue, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A database that has an outbox and no tables of runs is relayed, and nothing is logged."""
-    with transaction.atomic(using=shop):
-        begin(1)
-        connections[shop].run_on_commit.clear()
-    OutboxMessage.objects.using(shop).update(due_at=Now())
-    with connections[shop].schema_editor() as editor:
-        editor.delete_model(StageStep)
-        editor.delete_model(StageRun)
-    stop = threading.Event()
-
-    def end() -> None:
-        wait_for(lambda: len(queue()) == 1, 30)
-        stop.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        ending = pool.submit(end)
-        run_all([Relay(shop)], stop)
-        ending.result(30)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
