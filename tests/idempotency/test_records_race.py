@@ -15,26 +15,15 @@ from django_celery_safe import AlreadyClaimed, idempotent
 from django_celery_safe.databases import Now
 from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
-from tests.conftest import MakeDatabase
-from tests.idempotency.test_flags_race import make_patient
-from tests.kinds import LATER_MARIADB
+from tests.idempotency.test_flags_race import raced
 from tests.processes import Journal, run_in_processes
+
+__all__ = ["raced"]
 
 ROWS: Final = 48
 DELIVERIES: Final = 3
-#: Databases and processes of a race.
-RACES: Final = pytest.mark.parametrize(
-    ("kind", "processes"),
-    [
-        ("postgres", 8),
-        pytest.param("mariadb", 8, marks=LATER_MARIADB.marks),
-        pytest.param("mariadb-repeatable", 8, marks=LATER_MARIADB.marks),
-        ("sqlite", 4),
-        ("sqlite-immediate", 4),
-        pytest.param("sqlite", 8, marks=pytest.mark.nightly),
-        pytest.param("sqlite-immediate", 8, marks=pytest.mark.nightly),
-    ],
-)
+#: The processes of a race.
+RACERS: Final = 4
 
 State = IdempotencyRecord.State
 
@@ -75,18 +64,15 @@ def once_in_a_task(number: int, alias: str, journal: Journal) -> Any:
 WAYS: Final = (once_in_a_block, once_with_rows, once_in_a_task)
 
 
-@RACES
-def test_one_effect_for_each_key(
-    kind: str, processes: int, make_database: MakeDatabase, tmp_path: Path
-) -> None:
+@pytest.mark.sql
+def test_one_effect_for_each_key(raced: str, tmp_path: Path) -> None:
     """Processes deliver each thing 3 times: one effect, and its result for everyone."""
-    alias = make_patient(make_database, kind)
     journal = Journal(tmp_path / "effects.jsonl")
-    run_in_processes(deliver_all, processes, alias, journal, processes)
+    run_in_processes(deliver_all, RACERS, raced, journal, RACERS)
     assert journal.tally("number", "effect") == dict.fromkeys(range(ROWS), 1)
-    records = IdempotencyRecord.objects.using(alias)
+    records = IdempotencyRecord.objects.using(raced)
     assert records.count() == records.done().filter(claims=1).count() == ROWS
-    assert Person.everyone.using(alias).count() == ROWS // len(WAYS)
+    assert Person.everyone.using(raced).count() == ROWS // len(WAYS)
 
 
 def deliver_all(alias: str, journal: Journal, processes: int) -> None:
@@ -111,12 +97,9 @@ def _take_seat(folder: Path) -> int:
     raise AssertionError
 
 
-@RACES
-def test_a_record_that_is_free_has_one_claimer(
-    kind: str, processes: int, make_database: MakeDatabase, tmp_path: Path
-) -> None:
+@pytest.mark.sql
+def test_a_record_that_is_free_has_one_claimer(raced: str, tmp_path: Path) -> None:
     """After a failure, an expiry or a death exactly one process does the work of each key."""
-    alias = make_patient(make_database, kind)
     long_ago = timedelta(minutes=1)
     free: list[dict[str, Any]] = [
         {"state": State.FAILED, "expires_at": Now() + timedelta(hours=1)},
@@ -125,7 +108,7 @@ def test_a_record_that_is_free_has_one_claimer(
     ]
     for number in range(ROWS):
         task = "tests.racing" if WAYS[number % len(WAYS)] is once_in_a_task else "invoice"
-        IdempotencyRecord.objects.using(alias).create(
+        IdempotencyRecord.objects.using(raced).create(
             key=f"{task}:{number}",
             token=f"old {number}",
             holder="{}",
@@ -134,8 +117,8 @@ def test_a_record_that_is_free_has_one_claimer(
             # Each state in each of the ways.
             **free[number // len(WAYS) % len(free)],
         )
-    assert IdempotencyRecord.objects.using(alias).free().count() == ROWS
+    assert IdempotencyRecord.objects.using(raced).free().count() == ROWS
     journal = Journal(tmp_path / "effects.jsonl")
-    run_in_processes(deliver_all, processes, alias, journal, processes)
+    run_in_processes(deliver_all, RACERS, raced, journal, RACERS)
     assert journal.tally("number", "effect") == dict.fromkeys(range(ROWS), 1)
-    assert IdempotencyRecord.objects.using(alias).done().filter(claims=2).count() == ROWS
+    assert IdempotencyRecord.objects.using(raced).done().filter(claims=2).count() == ROWS
