@@ -41,7 +41,8 @@ def test_higher_priorities_come_first() -> None:
 
 def test_a_task_is_given_as_it_is_or_by_name() -> None:
     """A task object, its name, a tuple or a list: all are the same entry."""
-    for entry in ((NOTE, 1), [NOTE, 1], (note, 1), (note, 1, {})):
+    forms: list[Any] = [(NOTE, 1), [NOTE, 1], (note, 1), (note, 1, {})]
+    for entry in forms:
         assert stages.make_plan([entry]) == ([[(NOTE, 1.0, "")]], "{}")
 
 
@@ -189,7 +190,7 @@ def test_a_task_that_can_not_be_a_step_is_refused(mailbox: Mailbox) -> None:
 
     def document(data: dict[str, Any], name: str) -> None: ...
 
-    other = Celery("other", broker="memory://", set_as_current=False)
+    other: Any = Celery("other", broker="memory://", set_as_current=False)
     model = mailbox.task(stages.step(work), name="tests.model", base=SafeTask, pydantic=True)
     tasks: dict[str, Any] = {
         "tests.document, which is neither": mailbox.task(

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from django.db import connection
 from kombu import Producer
 from pytest_django import Settings
 
@@ -43,15 +42,3 @@ def unreachable(use_broker: UseBroker, settings: Settings) -> Iterator[Any]:
     # Later tests without a broker of their own must not look for one there.
     app.conf.update(before, task_publish_retry=True, result_backend_transport_options={})
     app._local.__dict__.pop("backend", None)
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("in a transaction", marks=pytest.mark.django_db),
-        pytest.param("with commits", marks=pytest.mark.django_db(transaction=True)),
-    ]
-)
-def any_database(request: pytest.FixtureRequest) -> str:
-    """The default database inside a TestCase's transaction, then outside of any."""
-    assert connection.in_atomic_block is (request.param == "in a transaction")
-    return str(request.param)

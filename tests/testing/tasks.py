@@ -6,7 +6,7 @@ from celery import shared_task
 from celery.exceptions import Ignore, Reject
 from django.db import transaction
 
-from django_celery_safe import SafeTask, current_claim, idempotent, single_instance, stages
+from django_celery_safe import SafeTask, idempotent, single_instance, stages
 from tests.app.models import Person
 
 #: Effects of the tasks, emptied before each test.
@@ -24,25 +24,6 @@ def greet(name: object, greeting: str = "hello", times: int = 1) -> None:
 def visit(url: str) -> None:
     """Be sent once for each URL."""
     effects.append(url)
-
-
-class OfProject(SafeTask[Any, Any]):
-    """A project's own task class, which does something around each call."""
-
-    abstract = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the task as Celery does."""
-        effects.append("before")
-        return super().__call__(*args, **kwargs)
-
-
-@shared_task(base=OfProject, bind=True, outbox="until_done")
-def settle(self: Any, order: int) -> str:
-    """Settle an order, exactly once."""
-    effects.append((self.request.id, order))
-    current_claim().finish("settled")
-    return "settled"
 
 
 @shared_task(base=SafeTask, bind=True)

@@ -6,10 +6,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery import Celery, chain, chord
-from celery.backends import cache
+from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
-from celery.signals import task_postrun, task_prerun
 from django.db import transaction
 
 from django_celery_safe import WrongTransaction, find_lock, send_on_commit
@@ -23,9 +21,6 @@ from django_celery_safe.testing import (
     on_commit_now,
 )
 from tests.app.models import Person
-from tests.app.tasks import add, note, total
-from tests.conftest import MakeDatabase
-from tests.sending.conftest import hearing
 from tests.testing.tasks import (
     charge,
     charge_once,
@@ -39,7 +34,6 @@ from tests.testing.tasks import (
     look_around,
     pass_on,
     reject,
-    settle,
     stumble,
     visit,
     welcome,
@@ -47,7 +41,7 @@ from tests.testing.tasks import (
 
 
 @pytest.fixture(autouse=True)
-def no_rows_left(any_database: str, unreachable: Celery) -> Iterator[None]:
+def no_rows_left(db: None, unreachable: Celery) -> Iterator[None]:
     """The tested task leaves nothing in the outbox, and runs nothing eagerly."""
     unreachable.conf.task_always_eager = True
     yield
@@ -58,20 +52,16 @@ def no_rows_left(any_database: str, unreachable: Celery) -> Iterator[None]:
 # deliver_twice
 
 
-def test_it_shows_what_is_done_twice() -> None:
-    """An unguarded task does its work twice, and returns two results."""
+def test_it_shows_what_is_done_twice_and_what_once() -> None:
+    """An unguarded task does its work twice; an idempotent one has one result; so has do_once."""
     first, second = deliver_twice(charge, 42)
     assert effects == [42, 42]
     assert (first.state, first.result, second.result) == ("SUCCESS", "receipt 1", "receipt 2")
-
-
-def test_it_shows_what_is_done_once() -> None:
-    """Both deliveries of an idempotent task have one result; do_once has its effect once."""
+    effects.clear()
     first, second = deliver_twice(charge_once, order=42)
     assert (first.result, second.result) == ("receipt 1", "receipt 1")
     person = Person.everyone.create()
-    welcomed = deliver_twice(welcome, person.pk)
-    assert [one.error for one in welcomed] == [None, None]
+    assert [one.error for one in deliver_twice(welcome, person.pk)] == [None, None]
     assert effects == [42, person.pk]
 
 
@@ -81,13 +71,6 @@ def test_it_is_one_message_and_a_real_run() -> None:
     assert first.task_id == second.task_id
     assert effects == [(first.task_id, False, ["a"]), (first.task_id, True, ["a"])]
     assert first.result == {"eager": False, "direct": False}
-
-
-def test_results_are_its_own() -> None:
-    """Results are kept for the call alone, not in the process."""
-    kept = dict(cache._DUMMY_CLIENT_CACHE)
-    deliver_twice(charge, 42)
-    assert dict(cache._DUMMY_CLIENT_CACHE) == kept
 
 
 def test_a_lock_that_is_held_is_met_by_both(locks_in_memory: None) -> None:
@@ -123,20 +106,13 @@ def test_other_ends(task: Any, state: str, error: type[Exception]) -> None:
 
 
 def test_what_a_run_sends_is_told() -> None:
-    """A run's sends at once, on commit and through the outbox are in ``sent``, in order."""
-    first, _ = deliver_twice(count_down, 1)
+    """A run's sends are in ``sent``, in order; a block around sees what it sends on commit."""
+    with assert_sent_on_commit(count_down, 0, times=2):
+        first, _ = deliver_twice(count_down, 1)
     sent = [(one.task.rpartition(".")[2], one.args) for one in first.sent]
     assert sent == [("count_down", [0]), ("greet", [1])]
-
-
-def test_what_runs_counts_for_a_block_around_it() -> None:
-    """An assert_sent_on_commit around a delivery sees what the run sends on commit."""
-    with assert_sent_on_commit(count_down, 0, times=2):
-        deliver_twice(count_down, 1)
     with assert_sent_on_commit(greet, "kim", times=2):
         deliver_twice(pass_on, "kim")
-    with pytest.raises(AssertionError), assert_sent_on_commit(greet, 0, times=2):
-        deliver_twice(count_down, 0)
 
 
 def test_the_message_has_its_lock(locks_in_memory: None) -> None:
@@ -170,8 +146,8 @@ def keep(*signatures: Any) -> None:
 
 
 @pytest.fixture
-def by_messages(unreachable: Celery) -> Iterator[None]:
-    """Let sends make messages, as in production, and keep those of the outbox there."""
+def by_messages(transactional_db: None, unreachable: Celery) -> Iterator[None]:
+    """Let sends make messages and commit, as in production, and keep those of the outbox."""
     unreachable.conf.task_always_eager = False
     with on_commit_now():
         yield
@@ -197,14 +173,6 @@ def test_the_outbox_is_run_in_order(by_messages: None) -> None:
     assert drain_outbox() == []
 
 
-def test_a_task_of_a_projects_own_class(by_messages: None) -> None:
-    """Its ``__call__()`` runs the task for the message, as in a worker."""
-    sent = settle.delay(42)
-    (delivery,) = drain_outbox()
-    assert (delivery.state, delivery.result) == ("SUCCESS", "settled")
-    assert effects == ["before", (sent.id, 42)]
-
-
 def test_what_has_expired_is_not_run(by_messages: None) -> None:
     """An expired message is dropped, as a worker does."""
     late = datetime.now(UTC) - timedelta(seconds=1)
@@ -213,23 +181,16 @@ def test_what_has_expired_is_not_run(by_messages: None) -> None:
     assert effects == [["in time", "hello"]]
 
 
-def test_what_follows_through_the_outbox_is_run(by_messages: None) -> None:
-    """Messages that tasks put into the outbox run too; others are only in ``sent``."""
-    keep(count_down.s(2))
-    done = drain_outbox()
-    assert effects == [2, 1, 0]
-    assert [[one.args for one in delivery.sent] for delivery in done] == [[[2]], [[1]], [[0]]]
-
-
-def test_what_fails_keeps_nobody_from_running(
+def test_what_follows_through_the_outbox_is_run(
     by_messages: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failing task is told, and the next one runs; a retry is not run."""
+    """Messages that tasks put into the outbox run too, also after one that fails; others don't."""
     with caplog.at_level(logging.CRITICAL):
-        keep(fail.s(), stumble.s(), greet.s("last"))
+        keep(fail.s(), stumble.s(), count_down.s(2))
         done = drain_outbox()
-    assert [one.state for one in done] == ["FAILURE", "RETRY", "SUCCESS"]
-    assert effects == [0, ["last", "hello"]]
+    assert effects == [0, 2, 1, 0]
+    assert [one.state for one in done] == ["FAILURE", "RETRY", *["SUCCESS"] * 3]
+    assert [[one.args for one in delivery.sent] for delivery in done[2:]] == [[[2]], [[1]], [[0]]]
 
 
 def test_without_end(by_messages: None) -> None:
@@ -238,32 +199,6 @@ def test_without_end(by_messages: None) -> None:
     said = r"not empty after 5 messages; the next is tests\.testing\.tasks\.go_on_for_ever\(\)"
     with pytest.raises(AssertionError, match=said):
         drain_outbox(limit=5)
-    OutboxMessage.objects.all().delete()
-
-
-def test_the_limit_is_how_many_may_run(by_messages: None) -> None:
-    """No error is raised for exactly as many messages as the limit."""
-    keep(charge.s(1), charge.s(2))
-    assert len(drain_outbox(limit=2)) == 2
-
-
-def test_canvases(by_messages: None) -> None:
-    """The next link of a chain and the body of a chord are told, with what they are given."""
-    keep(chain(add.s(1, 2), note.s()), chord([add.s(1, 2), add.s(3, 4)], total.s()))
-    first, *header = drain_outbox()
-    assert [one.args for one in first.sent] == [[3]]
-    (body,) = [one for delivery in header for one in delivery.sent]
-    assert (body.task, body.args) == (total.name, [[3, 7]])
-
-
-def test_dead_and_rolled_back_rows_are_left_alone(by_messages: None) -> None:
-    """Only what a relay would send is run."""
-    keep(charge.s(1))
-    OutboxMessage.objects.update(due_at=None, dead_at="2020-01-01T00:00:00Z")
-    with pytest.raises(ZeroDivisionError), transaction.atomic():
-        keep(charge.s(2))
-        raise ZeroDivisionError
-    assert drain_outbox() == []
     OutboxMessage.objects.all().delete()
 
 
@@ -276,24 +211,9 @@ def test_duplicates_are_dropped(by_messages: None, locks_in_memory: None) -> Non
     assert effects == ["here", "here"]
 
 
-def test_it_is_empty_where_all_was_sent(by_messages: None) -> None:
-    """Messages that a block took at its commit are not in the outbox any more."""
-    with on_commit_now(), assert_sent_on_commit(charge, 1):
-        keep(charge.s(1))
-    assert drain_outbox() == []
-
-
-def test_the_signals_are_celerys_own() -> None:
-    """Receivers of Celery's signals hear of the runs as in a worker."""
-    with hearing(task_prerun, task_postrun) as heard:
-        first, _ = deliver_twice(charge, 1)
-    assert [one["task_id"] for one in heard] == [first.task_id] * 4
-
-
-def test_of_another_database(make_database: MakeDatabase, by_messages: None) -> None:
-    """With ``using`` the outbox of that database is run, on PostgreSQL as well."""
-    for alias in (make_database("postgres"), make_database("sqlite")):
-        with transaction.atomic(using=alias):
-            charge.apply_async_on_commit((7,), using=alias, outbox=True)
-        assert [one.state for one in drain_outbox(alias)] == ["SUCCESS"]
-        assert OutboxMessage.objects.using(alias).count() == 0
+def test_of_another_database(db_alias: str, by_messages: None) -> None:
+    """With ``using`` the outbox of that database is run."""
+    with transaction.atomic(using=db_alias):
+        charge.apply_async_on_commit((7,), using=db_alias, outbox=True)
+    assert [one.state for one in drain_outbox(db_alias)] == ["SUCCESS"]
+    assert OutboxMessage.objects.using(db_alias).count() == 0
