@@ -2,9 +2,9 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import django
 import pytest
@@ -14,12 +14,8 @@ from tests.concurrency.mailbox import Mailbox
 from tests.conftest import NOT_RUN, MakeDatabase
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
-from tests.servers.databases import Databases
 from tests.tasks_backend.scenes import ByHand, Scene, relaying, tasks_setting
 from tests.worker.brokers import app_on_broker
-
-if TYPE_CHECKING:
-    from pytest_django import DjangoDbBlocker
 
 #: The settings of the scenes: results are kept, and leases are short.
 SETTINGS: dict[str, Any] = {"OUTBOX_RETENTION": 3600, "LOCK_TIMEOUT": 2}
@@ -41,37 +37,25 @@ if django.VERSION < (6, 0):
         return _NotRun.from_parent(parent, path=module_path)
 
 
-@pytest.fixture(params=["postgres", "sqlite-immediate"])
-def by_hand(
-    request: pytest.FixtureRequest, locks_in_memory: None, make_database: MakeDatabase
-) -> Iterator[ByHand]:
-    """The backend with its rows in one database after the other; messages are delivered by hand."""
-    alias = make_database(request.param)
+@pytest.fixture
+def by_hand(locks_in_memory: None, db_alias: str) -> Iterator[ByHand]:
+    """The backend with its rows in a database; messages are delivered by hand."""
     with (
-        override_settings(TASKS=tasks_setting(alias), DJANGO_CELERY_SAFE=SETTINGS),
+        override_settings(TASKS=tasks_setting(db_alias), DJANGO_CELERY_SAFE=SETTINGS),
         closing(Mailbox()) as mailbox,
-        ByHand(mailbox, alias) as by_hand,
+        ByHand(mailbox, db_alias) as by_hand,
     ):
         yield by_hand
 
 
-@pytest.fixture(scope="module", params=["postgres", "sqlite-immediate"])
-def scene(
-    request: pytest.FixtureRequest,
-    redis_server: RedisServer,
-    _databases: Databases,
-    tmp_path_factory: pytest.TempPathFactory,
-    django_db_blocker: "DjangoDbBlocker",
-) -> Iterator[Scene]:
-    """The backend with its rows in one database after the other, and Redis as the broker."""
-    with ExitStack() as stack:
-        if request.param == "postgres":
-            request.getfixturevalue("postgres_server")
-        stack.enter_context(app_on_broker(redis_server, redis_server, **SETTINGS))
-        stack.enter_context(django_db_blocker.unblock())
-        folder = tmp_path_factory.mktemp("scene")
-        alias = stack.enter_context(_databases.alias(request.param, folder))
-        stack.enter_context(override_settings(TASKS=tasks_setting(alias)))
+@pytest.fixture(scope="module")
+def scene(redis_server: RedisServer, make_module_database: MakeDatabase) -> Iterator[Scene]:
+    """The backend with its rows in a SQLite file, and Redis as the broker."""
+    alias = make_module_database("sqlite-immediate")
+    with (
+        app_on_broker(redis_server, redis_server, **SETTINGS),
+        override_settings(TASKS=tasks_setting(alias)),
+    ):
         yield Scene(alias)
         gc.collect()  # Results unsubscribe when they go.
 

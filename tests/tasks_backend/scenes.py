@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from celery import _state
-from django.test import override_settings
 
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import Relay
 from tests.app.celery import app
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
-from tests.conftest import forget_first_use
 from tests.processes import CeleryWorker, start_in_process, wait_for
 
 BACKEND = "django_celery_safe.backends.SafeCeleryBackend"
@@ -89,25 +87,6 @@ class Scene:
         """Return a worker, not yet started, that knows the tasks in ``work``."""
         arguments = ["--include", "tests.tasks_backend.work", "--queues", queues, *more]
         return CeleryWorker("tests.app", concurrency=concurrency, arguments=arguments)
-
-    @contextmanager
-    def configured(self, **conf: Any) -> Iterator[None]:
-        """Have our app, and workers that start meanwhile, configured so during the block."""
-        before = {name: app.conf[name] for name in conf}
-        settings = {f"CELERY_{name.upper()}": value for name, value in conf.items()}
-        # TASKS again: a backend remembers which priorities the broker has.
-        with override_settings(**settings, TASKS=tasks_setting(self.alias)):
-            app.conf.update(conf)
-            self._forget_broker()
-            try:
-                yield
-            finally:
-                app.conf.update(before)
-                self._forget_broker()
-
-    def _forget_broker(self) -> None:
-        forget_first_use()
-        vars(app).pop("amqp", None)  # it remembers its queues in several places
 
     def until_finished(self, result: Any) -> Any:
         """Wait until a result is there; return it."""

@@ -5,14 +5,10 @@ from typing import Any
 import pytest
 from celery import Celery
 from django.core import checks
-from django.tasks import task_backends
 from django.test import modify_settings, override_settings
 from kombu import Queue
-from pytest_django import Settings
 
-from django_celery_safe.backends.functions import get_celery_task
 from tests import checking
-from tests.tasks_backend import work
 from tests.tasks_backend.scenes import BACKEND, tasks_setting
 from tests.test_checks import app_without_tasks
 from tests.test_task_checks import REDIS_BROKER
@@ -49,11 +45,6 @@ def app() -> Any:
     """An app of its own, on a Redis that nobody is asked for."""
     with app_without_tasks(REDIS_BROKER) as app:
         yield app
-
-
-def test_a_backend_without_faults_has_no_message() -> None:
-    """It carries tasks until they are done, and keeps their results."""
-    assert find_messages(TASKS=tasks_setting("default"), DJANGO_CELERY_SAFE=KEEPING) == []
 
 
 def test_w027_results_are_not_kept() -> None:
@@ -98,13 +89,3 @@ def test_e012_messages_have_no_headers(app: Celery) -> None:
     app.conf.update(task_protocol=1)
     found = find_messages(TASKS=tasks_setting("default"), DJANGO_CELERY_SAFE=KEEPING)
     assert ids(found) == ["E012"]
-
-
-def test_tasks_of_django_are_checked_as_those_of_celery(settings: Settings, app: Celery) -> None:
-    """Such as a lock that can't travel with their messages."""
-    app.conf.update(task_protocol=1)
-    with override_settings(TASKS=tasks_setting("default"), DJANGO_CELERY_SAFE=KEEPING):
-        task_backends["default"].validate_task(work.once_in_queue)
-        get_celery_task(app, work.once_in_queue.module_path)
-        found = checking.found()
-    assert f"Task {work.once_in_queue.module_path} has unique_until='start'" in found["W008"].msg

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from django.db import transaction
-from django.tasks import TaskResultStatus, signals, task
+from django.tasks import TaskResultStatus, signals
 from django.test import override_settings
 
-from django_celery_safe import ConfigurationError, cache_lock, idempotent, single_instance
+from django_celery_safe import cache_lock
 from tests.listening import receiving
 from tests.processes import Journal
 from tests.routing import AllIn, routed_by
@@ -89,43 +88,3 @@ def test_decorators_hold_for_other_backends_too(locks_in_memory: None, tmp_path:
             assert lock
             result = work.alone.enqueue(str(tmp_path), "second")
         assert result.errors[0].exception_class_path.endswith(".AlreadyRunning")
-
-
-def test_all_arguments_but_the_context_make_the_key(by_hand: ByHand) -> None:
-    """Without a ``key``, for the lock of the send and that of the run."""
-    first = work.once_with_context.enqueue(1)
-    assert work.once_with_context.enqueue(1).id == first.id
-    other = work.once_with_context.enqueue(2)
-    assert other.id != first.id
-    assert [by_hand.mailbox.deliver(one).value for one in by_hand.mailbox.take()] == [1, 2]
-    assert work.once_with_context.enqueue(1).id != first.id
-
-
-@pytest.mark.parametrize("decorator", [single_instance, idempotent])
-def test_a_coroutine_function_can_not_be_decorated(decorator: Any) -> None:
-    """Its body would run after the lock is free."""
-    with pytest.raises(ConfigurationError, match="coroutine"):
-
-        @task
-        @decorator
-        async def late() -> None:
-            """Run later."""
-
-
-def test_a_decorator_above_the_task_is_refused() -> None:
-    """It would get the task instead of the function."""
-    for decorator in (single_instance, idempotent):
-        with pytest.raises(TypeError, match=r"above the decorator that makes the task[^@]*@task\n"):
-            decorator(work.add)
-
-
-def test_a_context_is_told_by_its_class(locks_in_memory: None) -> None:
-    """An argument of that name that is something else counts for the key."""
-
-    @single_instance(key="{context}")
-    def nest(context: str, inner: str = "") -> list[Any]:
-        """Call itself."""
-        return [context, inner and nest(inner)]
-
-    assert nest("a", "b") == ["a", ["b", ""]]
-    assert nest("a", "a") == ["a", None]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,6 @@ def fail(text: str = "no such order") -> None:
     raise ValueError(text)
 
 
-nameless = lambda x: x  # noqa: E731
-
-
 class Declined(Exception):
     """An error of our own."""
 
@@ -51,21 +47,6 @@ class Declined(Exception):
 def decline(text: str) -> None:
     """Fail with an error of our own."""
     raise Declined(text)
-
-
-@task
-def fail_with_cause() -> None:
-    """Fail with an error that another one caused, and that has many lines."""
-    try:
-        raise KeyError("first")
-    except KeyError as error:
-        raise ValueError(ValueError("first line\nKeyError: second line")) from error
-
-
-@task
-def return_set() -> set[int]:
-    """Return what JSON has not."""
-    return {1}
 
 
 @task
@@ -136,12 +117,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@task
-def leave() -> None:
-    """End its own process."""
-    sys.exit("no more")
-
-
 @task(takes_context=True)
 @single_instance(key="{room}", on_conflict="retry", retry_delay=0.2)
 def alone(context: Context, room: str, name: str) -> int:
@@ -156,13 +131,6 @@ def alone(context: Context, room: str, name: str) -> int:
 def once_in_queue(name: str) -> str:
     """Be enqueued once until it starts."""
     return name
-
-
-@task(takes_context=True)
-@single_instance(unique_until="end")
-def once_with_context(context: Context, number: int) -> int:
-    """Be enqueued once until it ends."""
-    return number
 
 
 @task(takes_context=True)
