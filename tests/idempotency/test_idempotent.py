@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import uuid
 from collections.abc import Callable, Iterator
 from contextvars import Context
@@ -73,13 +74,20 @@ def test_the_block_is_done_once(db: None) -> None:
         assert claim
 
 
-@pytest.mark.parametrize("error", [Retry("later"), KeyboardInterrupt()])
-def test_what_failed_is_done_by_the_next(error: BaseException, db: None) -> None:
-    """An error leaves the block, and whoever comes next does the work at once."""
+@pytest.mark.parametrize(
+    ("error", "level"), [(Retry("later"), logging.INFO), (KeyboardInterrupt(), logging.WARNING)]
+)
+def test_what_failed_is_done_by_the_next(
+    error: BaseException, level: int, db: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error leaves the block, and whoever comes next does the work; a retry is no warning."""
+    caplog.set_level(logging.INFO, "django_celery_safe")
     with pytest.raises(type(error)), idempotent("invoice:1") as claim:
         assert claim
         raise error
     assert records.get().state == IdempotencyRecord.State.FAILED
+    told = [one.levelno for one in caplog.records if one.name.endswith(".claim_failed")]
+    assert told == [level]
     with idempotent("invoice:1") as claim:
         assert claim
     record = records.get()
