@@ -283,6 +283,12 @@ def follow(records: Any) -> None:
     assert records.all().try_claim(SECOND, LONG, holder="{}", digest="", claims=2)
 
 
+def follow_and_fail(records: Any) -> None:
+    """Let a second claim it, and fail."""
+    follow(records)
+    assert records.all().fail(SECOND, "no", LONG)
+
+
 def forget(records: Any) -> None:
     """Let somebody delete the record."""
     records.all().delete()
@@ -302,7 +308,7 @@ def add_and_finish(records: Any) -> None:
 @pytest.mark.parametrize(
     ("step", "ending"),
     [
-        (finish, "stored"), (follow, "claimed"), (forget, 1),
+        (finish, "stored"), (follow, "claimed"), (follow_and_fail, 3), (forget, 1),
         (add_first, "claimed"), (add_and_finish, "stored"),
     ],
 )  # fmt: skip
