@@ -7,6 +7,8 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from celery import Celery
+from celery.app.trace import build_tracer
 from celery.result import ResultBase
 from kombu.serialization import loads
 
@@ -62,6 +64,15 @@ def take_published(server: RedisServer, database: int = BROKER_DATABASE) -> list
         if keys:
             client.delete(*keys)
     return [_read(queue, json.loads(row)) for queue, row in rows]
+
+
+def run_here(app: Celery, message: Published) -> Any:
+    """Run a message in this process as a worker's child would; return what the task returned."""
+    task: Any = app.tasks[message.task]
+    args, kwargs, embedded = message.body
+    trace = build_tracer(task.name, task, app=app)
+    request = {**message.properties, **message.headers, **embedded}
+    return trace(message.id, args, kwargs, request).retval
 
 
 def _read(queue: str, row: dict[str, Any]) -> Published:

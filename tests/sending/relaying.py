@@ -1,5 +1,7 @@
-"""Helpers for tests in which relays race in processes of their own."""
+"""Helpers of the tests of relays: races in several processes, and brokers that are silent."""
 
+import socket
+from contextlib import suppress
 from typing import Any
 
 from django_celery_safe.models import OutboxMessage, OutboxMessages
@@ -17,3 +19,13 @@ def meet_once_claimed() -> None:
         return claimed
 
     OutboxMessages.claim = claim  # type: ignore[method-assign]
+
+
+def count_calls(server: socket.socket) -> int:
+    """Return how often somebody connected to a listening socket since the last time."""
+    number = 0
+    with suppress(BlockingIOError):
+        while True:
+            server.accept()[0].close()
+            number += 1
+    return number

@@ -1,15 +1,15 @@
 """The sends of one commit share the look at their rows and the time that the commit waits."""
 
 import socket
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import chain, chord, group
+from celery.signals import after_task_publish
 from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu import Connection
@@ -18,17 +18,17 @@ from kombu.exceptions import OperationalError
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, OutboxMessages
-from django_celery_safe.sending import commit as commit_module
 from django_celery_safe.sending import departure as departure_module
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_send_failed
 from tests.app.models import Person
 from tests.app.tasks import add
-from tests.conftest import MakeDatabase
-from tests.kinds import KINDS, words_of_change
+from tests.kinds import words_of_change
+from tests.listening import receiving
+from tests.processes import wait_for
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing
 from tests.sending.published import Published
-from tests.servers import RedisServer
+from tests.sending.relaying import count_calls
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -40,10 +40,10 @@ Sent = Callable[[], list[Published]]
 TABLE = OutboxMessage._meta.db_table
 
 
-@pytest.fixture(params=KINDS)
-def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
-    """The alias of a database of each kind."""
-    return make_database(request.param)
+@pytest.fixture
+def alias(db_alias: str) -> str:
+    """The alias of a database of this test."""
+    return db_alias
 
 
 def table(alias: str) -> OutboxMessages:
@@ -64,6 +64,7 @@ def ids(messages: list[Published]) -> list[str]:
 # The row decides.
 
 
+@pytest.mark.sql
 def test_a_savepoint_that_is_rolled_back_by_its_id_sends_nothing(
     alias: str, sent: Sent, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_commit_of_which_postgresql_makes_a_rollback_sends_nothing(
     assert sent() == []
 
 
+@pytest.mark.sql
 def test_after_a_long_transaction_the_row_decides_too(
     alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,133 +145,55 @@ def test_more_rows_than_one_statement_looks_for(
 # Callbacks of others.
 
 
-@contextmanager
-def failing_callback(alias: str) -> Iterator[None]:
-    """Commit what the block sends, after a callback of the project's own that raises."""
+def test_what_a_callback_that_raises_kept_back_is_relayed(alias: str, sent: Sent) -> None:
+    """Django runs no callback after it; the row is committed, and a relay finds it."""
 
     def fail() -> None:
         raise LookupError("a callback of the project's own")
 
     with pytest.raises(LookupError), transaction.atomic(using=alias):
         transaction.on_commit(fail, using=alias)
-        yield
-
-
-def test_a_callback_that_raises_loses_what_is_sent_after_it(
-    alias: str, sent: Sent, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Django runs no callback after it: without the outbox the message is lost without a word."""
-    with hearing(task_send_failed) as told, failing_callback(alias):
-        result = add.apply_async_on_commit((1,), using=alias)
-    assert (sent(), told, result.send_error) == ([], [], None)
-    assert [one for one in caplog.records if one.name.startswith("django_celery_safe")] == []
-
-
-def test_what_a_callback_that_raises_kept_back_is_relayed(alias: str, sent: Sent) -> None:
-    """With the outbox the row is committed, and a relay finds it."""
-    with failing_callback(alias):
         result = keep(1, alias)
     assert sent() == []
     table(alias).update(due_at=Now() - timedelta(seconds=1))
-    relay = Relay(alias)
-    relay.drain()
-    relay.close()
+    with closing(Relay(alias)) as relay:
+        relay.drain()
     assert ids(sent()) == [result.id]
 
 
 # One wait for all.
 
 
-class SlowServer:
-    """Stands between a client and a server, and passes on each of the client's requests late."""
-
-    def __init__(self, port: int, delay: float) -> None:
-        self._port, self._delay = port, delay
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listening.getsockname()[1]
-        self._sockets = [self._listening]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def close(self) -> None:
-        """Break all connections."""
-        for one in self._sockets:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listening.accept()
-                server = socket.create_connection(("127.0.0.1", self._port))
-                self._sockets += [client, server]
-                for source, target, delay in ((client, server, self._delay), (server, client, 0)):
-                    threading.Thread(
-                        target=self._pass_on, args=(source, target, delay), daemon=True
-                    ).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket, delay: float) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                threading.Event().wait(delay)
-                target.sendall(data)
-
-
-#: More than a broker so far away takes in time.
-SENDS = 120
-
-
-@pytest.fixture
-def far_away(redis_server: RedisServer) -> Iterator[str]:
-    """The URL of the private Redis, 50 ms away."""
-    redis_server.flush()
-    server = SlowServer(redis_server.port, 0.05)
-    yield f"redis://127.0.0.1:{server.port}/1"
-    server.close()
-
-
 def test_the_outbox_sends_of_a_commit_share_its_time(
-    alias: str,
-    far_away: str,
-    make_app: MakeApp,
-    sent: Sent,
-    settings: "Settings",
-    monkeypatch: pytest.MonkeyPatch,
+    alias: str, sent: Sent, settings: "Settings", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow broker gets what OUTBOX_SEND_TIMEOUT allows for all; a relay has the rest at once."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 3}
-    task = make_app(broker_url=far_away).tasks[add.name]
-    keep(0, alias, task)  # connects
-    sent()
-    with hearing(task_send_failed) as told, transaction.atomic(using=alias):
-        # The rows of a long transaction are claimed, so only the last row's time counts here.
-        monkeypatch.setattr(departure_module, "GRACE", 60.0)
-        results = [keep(number, alias, task) for number in range(SENDS - 1)]
-        monkeypatch.setattr(departure_module, "GRACE", 5.0)
-        results.append(keep(SENDS - 1, alias, task))
+    monkeypatch.setattr(departure_module, "GRACE", 45.0)
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
+    clock, ahead = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead[0])
+
+    def take_long(**_: Any) -> None:
+        ahead[0] += 10
+
+    with (
+        receiving(after_task_publish, take_long),
+        hearing(task_send_failed) as told,
+        transaction.atomic(using=alias),
+    ):
+        results = [keep(number, alias) for number in range(8)]
         queries = CaptureQueriesContext(connections[alias]).__enter__()
     queries.__exit__(None, None, None)
-    went = len(sent())
-    assert 1 <= went < SENDS
-    assert [bool(one.send_error) for one in results] == [False] * went + [True] * (SENDS - went)
+    assert len(sent()) == 3
+    assert [bool(one.send_error) for one in results] == [False] * 3 + [True] * 5
     assert "OUTBOX_SEND_TIMEOUT is over for this commit" in str(results[-1].send_error)
-    assert [one["kept"] for one in told] == [True] * (SENDS - went)
-    assert table(alias).due().count() == SENDS - went
+    assert [one["kept"] for one in told] == [True] * 5
+    wait_for(lambda: table(alias).due().count() == 5)  # SQLite's clock has milliseconds
     words = [query["sql"].split()[0] for query in queries.captured_queries if TABLE in query["sql"]]
     assert words[0] == "SELECT"
     # The sends take so long that the rows are claimed on the way, and released all the same.
-    assert Counter(words)["DELETE"] == went
+    assert words.count("DELETE") == 3
     assert words[-1] == "UPDATE"
-
-
-def calls(server: socket.socket) -> int:
-    """Return how often somebody connected to a listening socket."""
-    number = 0
-    with suppress(BlockingIOError):
-        while True:
-            server.accept()[0].close()
-            number += 1
-    return number
 
 
 SHORT: Any = {"socket_timeout": 0.2, "socket_connect_timeout": 0.2, "retry_on_timeout": False}
@@ -287,14 +211,14 @@ def test_plain_sends_of_a_commit_wait_once_for_a_silent_broker(
     task = app.tasks[add.name]
     with transaction.atomic():
         alone = task.delay_on_commit(1)
-    each = calls(silent)
+    each = count_calls(silent)
     assert each
     assert alone.send_error is not None
     with hearing(task_send_failed) as told, transaction.atomic():
         first, second = task.delay_on_commit(1), task.delay_on_commit(2)
         third = send_on_commit(chain(task.s(3), task.s(4)))
         other = add.delay_on_commit(5)
-    assert calls(silent) <= each
+    assert count_calls(silent) <= each
     assert isinstance(first.send_error, OperationalError)
     assert second.send_error is third.send_error is first.send_error
     assert [one["error"] for one in told] == [first.send_error] * 3
@@ -302,7 +226,7 @@ def test_plain_sends_of_a_commit_wait_once_for_a_silent_broker(
     with transaction.atomic():
         again = task.delay_on_commit(6)
     assert again.send_error is not first.send_error  # another commit asks again
-    assert calls(silent) >= 1
+    assert count_calls(silent) >= 1
 
 
 def test_a_broker_of_the_call_that_is_gone_is_nobody_elses(
@@ -340,18 +264,3 @@ def test_the_chords_of_a_commit_wait_once_for_a_silent_result_backend(
     assert second.send_error is first.send_error
     assert sent() == []
     assert table("default").count() == (6 - 2 if outbox else 0)
-
-
-def test_a_test_case_begins_anew_after_its_callbacks_ran(sent: Sent) -> None:
-    """Sends after the callbacks were run belong to another departure than those before."""
-    with transaction.atomic():
-        keep(1, "default")
-        first = transaction.get_connection().run_on_commit[0][1]
-        first()
-        keep(2, "default")
-        second = transaction.get_connection().run_on_commit[1][1]
-        assert isinstance(first, commit_module.Held)
-        assert isinstance(second, commit_module.Held)
-        assert first.departure is not second.departure
-        transaction.get_connection().run_on_commit.clear()
-    assert len(sent()) == 1

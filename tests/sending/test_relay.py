@@ -2,24 +2,22 @@
 
 import io
 import json
-import math
 import os
 import signal
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from celery import Celery, chord, current_app, shared_task
 from celery.backends.redis import RedisBackend
 from celery.signals import after_task_publish
 from django.core.management import call_command
-from django.db import connections, transaction
+from django.db import IntegrityError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu import Queue
 from kombu.exceptions import OperationalError
@@ -27,7 +25,6 @@ from kombu.exceptions import OperationalError
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.databases import Now
 from django_celery_safe.models import (
-    DatabaseLock,
     OutboxMessage,
     OutboxMessages,
     OutboxRelay,
@@ -39,13 +36,11 @@ from django_celery_safe.sending import relay as relay_module
 from django_celery_safe.sending.outbox import outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_duplicate, task_sent
-from tests.app.tasks import add, note, total
+from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase, MakeRedisCache
-from tests.kinds import KINDS
+from tests.listening import receiving
 from tests.processes import (
-    CeleryWorker,
     FunctionFailed,
-    Journal,
     meet,
     run_in_processes,
     start_in_process,
@@ -56,6 +51,7 @@ from tests.sending.conftest import MakeApp, hearing
 from tests.sending.published import Published, take_published
 from tests.sending.relaying import meet_once_claimed
 from tests.servers import RabbitMQServer, RedisServer
+from tests.servers.databases import DatabaseKind
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -72,10 +68,10 @@ def unique(number: int) -> None:
     """Be sent once until it ends."""
 
 
-@pytest.fixture(params=KINDS)
-def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
-    """The alias of a database of each kind."""
-    return make_database(request.param)
+@pytest.fixture
+def alias(db_alias: str) -> str:
+    """The alias of a database of this test."""
+    return db_alias
 
 
 def table(alias: str) -> OutboxMessages:
@@ -111,11 +107,8 @@ def leave(
 
 def drain(alias: str, **arguments: Any) -> int:
     """Let a new relay send what is due; return how many that was."""
-    relay = Relay(alias, **arguments)
-    try:
+    with closing(Relay(alias, **arguments)) as relay:
         relay.drain()
-    finally:
-        relay.close()
     return relay.count
 
 
@@ -197,13 +190,12 @@ def test_sent_rows_are_kept_and_pruned(alias: str, sent: Sent, settings: "Settin
     assert len(sent()) == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sql
 def test_queries_are_counted_by_batches(
-    kind: Any, make_database: MakeDatabase, sent: Sent, monkeypatch: pytest.MonkeyPatch
+    db_kind: DatabaseKind, alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of a hundred costs what a batch of one does."""
     monkeypatch.setattr(relay_module, "LOOK_BACK", 1000.0)
-    alias = make_database(kind)
     leave(alias, 250)
     with CaptureQueriesContext(connections[alias]) as queries:
         relay = Relay(alias)
@@ -212,9 +204,9 @@ def test_queries_are_counted_by_batches(
         relay.close()
     words = Counter(q["sql"].split()[0] for q in queries.captured_queries if TABLE in q["sql"])
     # At the end it looks where the last batch ended, and then from the beginning.
-    if kind == "postgres":
+    if db_kind == "postgres":
         assert words == {"SELECT": 3 + 2, "UPDATE": 3, "DELETE": 3}
-    elif kind == "mariadb":
+    elif db_kind == "mariadb":
         # The UPDATE returns nothing, so its rows are looked for before and after it.
         assert words == {"SELECT": 3 + 3 * 2 + 2, "UPDATE": 3, "DELETE": 3}
     else:
@@ -231,126 +223,28 @@ def test_rows_that_a_set_back_clock_left_are_sent(alias: str, sent: Sent) -> Non
     assert ids(sent()) == wanted
 
 
-def test_what_commits_late_is_sent(make_database: MakeDatabase, sent: Sent) -> None:
-    """A row whose key is lower than one that was sent already is found all the same."""
-    alias = make_database("postgres")
-    inserted, may_commit = threading.Event(), threading.Event()
+def test_what_commits_late_with_an_earlier_moment_is_sent(alias: str, sent: Sent) -> None:
+    """A relay looks from the beginning before it is idle, and once a second while it is busy."""
+    late = leave(alias, 2)
+    table(alias).update(due_at=None)  # as if not committed yet
 
-    def commit_late() -> None:
-        with dying_sender(alias):
-            early = add.apply_async_on_commit((1,), using=alias, outbox=True)
-            inserted.set()
-            may_commit.wait(30)
-        late.append(early.id)
-        connections[alias].close()
+    def commit(task_id: str) -> None:
+        table(alias).filter(task_id=task_id).update(due_at=Now() - timedelta(hours=1))
 
-    late: list[str] = []
-    thread = threading.Thread(target=commit_late)
-    thread.start()
-    assert inserted.wait(30)
-    relay = Relay(alias)
-    leave(alias)
-    passed = table(alias).get().pk
-    relay.drain()
-    may_commit.set()
-    thread.join()
-    assert table(alias).get().pk < passed
-    make_due(alias)
-    relay.drain()
-    relay.close()
-    assert ids(sent())[1:] == late
-
-
-def test_dead_rows_behind_an_old_snapshot_are_not_read_at_each_claim(
-    postgres_alias: str, sent: Sent
-) -> None:
-    """A dump keeps every row that was deleted; a relay reads past them once a second only."""
-    alias = postgres_alias
-    fill(alias, 4000)
-    with an_old_snapshot(alias):
-        with connections[alias].cursor() as cursor:
-            cursor.execute(f"DELETE FROM {TABLE} WHERE id IN (SELECT id FROM {TABLE} LIMIT 3700)")
-        relay = Relay(alias)
-        first = buffers_of(alias, relay.relay_batch)
-        relay._looks_back_at = math.inf  # however slow this machine is
-        second = buffers_of(alias, relay.relay_batch)
-        relay._looks_back_at = 0.0
-        third = buffers_of(alias, relay.relay_batch)
-        relay.close()
-    assert len(sent()) == 300
-    assert min(first, third) - second > 300  # of the 2,000 that sending a hundred takes
-
-
-def test_a_busy_relay_finds_what_commits_late_with_an_earlier_moment(
-    alias: str, sent: Sent
-) -> None:
-    """It looks from the beginning once a second, though others are due later without end."""
-    (wanted,) = leave(alias)
-    table(alias).update(due_at=Now() - timedelta(hours=1))
-    late = table(alias).get()
-    table(alias).filter(pk=late.pk).update(due_at=None)  # as if not committed yet
-    relay = Relay(alias)
-    leave(alias)
-    assert relay.relay_batch() == 1
-    table(alias).filter(pk=late.pk).update(due_at=late.due_at)
-    sent()
-
-    def found() -> bool:
+    with closing(Relay(alias)) as relay:
         leave(alias)
-        assert relay.relay_batch() >= 1
-        return wanted in ids(sent())
+        assert relay.relay_batch() == 1
+        commit(late[0])
+        assert relay.relay_batch() == 1
+        assert ids(sent())[1:] == late[:1]
+        commit(late[1])
 
-    wait_for(found)
-    relay.close()
+        def found() -> bool:
+            leave(alias)
+            assert relay.relay_batch() >= 1
+            return late[1] in ids(sent())
 
-
-@contextmanager
-def an_old_snapshot(alias: str) -> Iterator[None]:
-    """Hold a snapshot of the database, as a dump does."""
-    other = connections[alias].copy()
-    try:
-        with other.cursor() as cursor:
-            cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
-            cursor.execute(f"SELECT count(*) FROM {TABLE}")
-        yield
-    finally:
-        other.close()
-
-
-def fill(alias: str, rows: int) -> None:
-    """Let the outbox have so many copies of a message, due one after another."""
-    leave(alias)
-    row = {name: value for name, value in table(alias).values().get().items() if value is not None}
-    for other in ("id", "body", "created_at", "due_at"):
-        del row[other]
-    table(alias).all().delete()
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"INSERT INTO {TABLE} ({', '.join(row)}, body, created_at, due_at) "
-            f"SELECT {', '.join(['%s'] * len(row))}, repeat(' ', 1000)::bytea, "
-            f"now(), now() - interval '1 hour' + number * interval '1 ms' "
-            f"FROM generate_series(1, {rows}) AS number",
-            list(row.values()),
-        )
-
-
-def buffers_of(alias: str, action: Callable[[], object]) -> int:
-    """Return how many buffers of the outbox and its indexes PostgreSQL reads meanwhile."""
-
-    def read() -> int:
-        with connections[alias].cursor() as cursor:
-            cursor.execute("SELECT pg_stat_force_next_flush()")
-            cursor.execute("SELECT pg_stat_clear_snapshot()")
-            cursor.execute(
-                "SELECT heap_blks_read + heap_blks_hit + idx_blks_read + idx_blks_hit"
-                " FROM pg_statio_user_tables WHERE relname = %s",
-                [TABLE],
-            )
-            return int(cursor.fetchone()[0])
-
-    before = read()
-    action()
-    return read() - before
+        wait_for(found)
 
 
 @contextmanager
@@ -388,11 +282,8 @@ def ending_after(count: int) -> Iterator[None]:
         if len(told) == count:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    task_sent.connect(end, weak=False)
-    try:
+    with receiving(task_sent, end):
         yield
-    finally:
-        task_sent.disconnect(end)
 
 
 # Several relays, and their ends.
@@ -404,6 +295,7 @@ def relay_all(alias: str) -> int:
     return drain(alias)
 
 
+@pytest.mark.sql
 def test_relays_side_by_side_send_each_message_once(alias: str, sent: Sent) -> None:
     """Three processes share the rows; none is sent twice, none is left."""
     wanted = leave(alias, 450)
@@ -415,7 +307,6 @@ def test_relays_side_by_side_send_each_message_once(alias: str, sent: Sent) -> N
 
 def relay_and_stand_still(alias: str, point: str) -> int:
     """Stop at a point for as long as the test wants, then go on."""
-    relay_module.LEASE = timedelta(milliseconds=300)  # type: ignore[misc]
     original = getattr(Relay, point)
 
     def standing(self: Relay, *args: Any) -> Any:
@@ -429,14 +320,14 @@ def relay_and_stand_still(alias: str, point: str) -> int:
     return drain(alias)
 
 
-@pytest.mark.quarantine("2026-11-26", "300 ms lease")
 @pytest.mark.parametrize("point", ["_publish", "_settle"])
 def test_a_relay_that_stands_still_loses_nothing(point: str, alias: str, sent: Sent) -> None:
     """Beyond its lease another sends its batch; going on, it may send it again, no more."""
     wanted = leave(alias, 5)
     with start_in_process(relay_and_stand_still, alias, point) as other:
         assert other.receive() == point
-        wait_for(lambda: not table(alias).exists() or drain(alias))
+        make_due(alias)  # its lease is over
+        assert drain(alias) == 5
         assert not table(alias).exists()
         first = ids(sent())
         assert set(first) == set(wanted)
@@ -519,19 +410,12 @@ class CountingBackend(RedisBackend):
 
 
 class TableBackend(CountingBackend):
-    """One that has a table of chords, as django-celery-results, and refuses the same twice."""
+    """One that has a table of chords, as django-celery-results, which has this one already."""
 
     def apply_chord(self, header_result_args: Any, body: Any, **kwargs: Any) -> None:
-        """Insert a row, whose key is that of the group."""
+        """Refuse the same key twice."""
         super().apply_chord(header_result_args, body, **kwargs)
-        know(self.app.conf["database_of_chords"], header_result_args[0])
-
-
-def know(alias: str, group_id: str) -> None:
-    """Insert a row that can be there once."""
-    DatabaseLock.objects.using(alias).create(
-        key=group_id, token=group_id[:32], fence=1, holder="", ends_at_us=0
-    )
+        raise IntegrityError
 
 
 class CountingApp(NamedTuple):
@@ -583,36 +467,22 @@ ONCE_EACH = ["set_chord_size", "apply_chord"]
 def test_a_chord_is_told_once_by_several_rows(
     alias: str, make_counting: Callable[..., CountingApp], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first row makes the chord known, in one batch or several, by one relay or the next."""
+    """One row says what to tell; whichever is sent first has the backend told, by any relay."""
     monkeypatch.setattr(relay_module, "BATCH", 2)
     counting = make_counting(CountingBackend)
     result = counting.leave_chord(alias, 5)
-    first = Relay(alias)
-    assert first.relay_batch() == 2
-    assert sorted(counting.told()) == sorted(ONCE_EACH)
-    first.close()
-    assert set(table(alias).pending().values_list("chord", flat=True)) == {""}
-    assert drain(alias) == 3
-    assert sorted(counting.told()) == sorted(ONCE_EACH)
-    assert counting.sent() == [part.id for part in result.parent]
-
-
-def test_one_row_of_a_chord_says_what_to_tell(
-    alias: str, make_counting: Callable[..., CountingApp]
-) -> None:
-    """The others only name the chord, and the backend is told though one of them is sent first."""
-    counting = make_counting(CountingBackend)
-    counting.leave_chord(alias, 3)
     first, *others = table(alias).order_by("pk")
     assert first.chord
     assert {row.chord for row in others} == {first.chord}
-    assert [bool(row.chord_calls) for row in (first, *others)] == [True, False, False]
-    table(alias).filter(pk=first.pk).update(due_at=Now() + timedelta(minutes=1))
-    assert drain(alias) == 2
+    assert [bool(row.chord_calls) for row in (first, *others)] == [True] + [False] * 4
+    table(alias).filter(pk=first.pk).update(due_at=Now())
+    with closing(Relay(alias)) as relay:
+        assert relay.relay_batch() == 2
     assert sorted(counting.told()) == sorted(ONCE_EACH)
-    make_due(alias)
-    assert drain(alias) == 1
+    assert set(table(alias).pending().values_list("chord", flat=True)) == {""}
+    assert drain(alias) == 3
     assert sorted(counting.told()) == sorted(ONCE_EACH)
+    assert sorted(counting.sent()) == sorted(part.id for part in result.parent)
 
 
 def test_a_chord_that_its_sender_told_is_not_told_again(
@@ -647,10 +517,10 @@ def relay_one_by_one(alias: str, conf: dict[str, Any]) -> int:
 
 
 def test_two_relays_tell_a_chord_once(
-    make_database: MakeDatabase, make_counting: Callable[..., CountingApp]
+    postgres_alias: str, make_counting: Callable[..., CountingApp]
 ) -> None:
     """Each has a row of it: one tells, the other waits for that, and then both publish."""
-    alias = make_database("postgres")
+    alias = postgres_alias
     counting = make_counting(CountingBackend)
     result = counting.leave_chord(alias, 6)
     conf = {"broker_url": counting.server.database_url(1), **counting.conf}
@@ -662,23 +532,16 @@ def test_two_relays_tell_a_chord_once(
     assert not table(alias).exists()
 
 
-@pytest.mark.parametrize("died", [False, True], ids=["told once", "told before"])
 def test_a_chord_in_a_table_does_not_keep_its_rows(
-    died: bool,
-    alias: str,
-    make_counting: Callable[..., CountingApp],
-    caplog: pytest.LogCaptureFixture,
+    alias: str, make_counting: Callable[..., CountingApp], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who told died before noting it: the backend's IntegrityError says so, and all rows go out."""
-    counting = make_counting(TableBackend, database_of_chords=alias)
+    counting = make_counting(TableBackend)
     result = counting.leave_chord(alias)
-    if died:
-        know(alias, result.parent.id)
     assert drain(alias) == 3
     assert counting.sent() == [part.id for part in result.parent]
     assert counting.told().count("apply_chord") == 1
     assert not table(alias).exists()
-    assert DatabaseLock.objects.using(alias).count() == 1
     assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
 
 
@@ -688,28 +551,10 @@ def test_a_chord_in_a_table_does_not_keep_its_rows(
 def test_it_ends_soon_and_finishes_its_batch(alias: str, sent: Sent) -> None:
     """Told to stop in the middle of a batch, it sends and deletes the rest, and no other batch."""
     wanted = leave(alias, 150)
-
-    def stop_it(**_: Any) -> None:
-        stop.set()
-
-    after_task_publish.connect(stop_it, weak=False)
-    try:
-        with relaying(alias) as stop:
-            assert stop.wait(30)
-    finally:
-        after_task_publish.disconnect(stop_it)
+    with relaying(alias) as stop, receiving(after_task_publish, lambda **_: stop.set()):
+        assert stop.wait(30)
     assert ids(sent()) == wanted[:100]
     assert sorted(table(alias).values_list("task_id", flat=True)) == sorted(wanted[100:])
-
-
-def test_an_idle_relay_looks_again(alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message that becomes due during its pause is sent after it."""
-    monkeypatch.setattr(relay_module, "IDLE", 0.05)
-    with relaying(alias):
-        wait_for(lambda: OutboxRelay.objects.using(alias).exists())
-        wanted = leave(alias)
-        wait_for(lambda: not table(alias).exists())
-    assert ids(sent()) == wanted
 
 
 def test_an_idle_relay_hears_of_its_end(
@@ -730,19 +575,13 @@ def test_it_notes_once_a_minute_that_it_is_there(
     with CaptureQueriesContext(connections[alias]) as queries:
         relay.housekeeping.take_turn_if_due()
         monkeypatch.setattr(housekeeping, "HOST", "elsewhere")
-        assert OutboxRelay.objects.using(alias).get().pid == os.getpid()
+        before = OutboxRelay.objects.using(alias).get()
+        assert before.pid == os.getpid()
         other.housekeeping.take_turn_if_due()
     assert sum("outboxrelay" in q["sql"] for q in queries.captured_queries) == 2
     row = OutboxRelay.objects.using(alias).get()
     assert (str(row), row.pk) == (f"elsewhere pid {os.getpid()}", 1)
-    monkeypatch.setattr(housekeeping, "MINUTE", 0.0)
-    third = Relay(alias)
-
-    def is_newer() -> bool:
-        third.housekeeping.take_turn_if_due()
-        return OutboxRelay.objects.using(alias).get().seen_at > row.seen_at
-
-    wait_for(is_newer)
+    assert row.seen_at > before.seen_at
 
 
 # Apps and brokers.
@@ -769,10 +608,7 @@ def test_a_row_whose_app_is_not_here_waits_for_it(
     broker.set_current()
     assert current_app.main == "tests"
     (wanted,) = leave(alias)
-    row = table(alias).get()
-    properties = row.properties.replace('"app": "tests"', '"app": "elsewhere"')
-    assert properties != row.properties
-    table(alias).update(properties=properties)
+    rewrite_properties(alias, app="elsewhere")
     others = leave(alias, 2)
     assert drain(alias) == 2
     assert ids(sent()) == others
@@ -780,9 +616,8 @@ def test_a_row_whose_app_is_not_here_waits_for_it(
     assert (left.task_id, left.attempts, left.dead_at) == (wanted, 0, None)
     assert timedelta(seconds=5) < left.due_at - left.now <= relay_module.PUT_OFF
     assert "it was sent by the Celery app 'elsewhere', and here is only " in left.error
-    assert "tests" in left.error
     (line,) = [text for text in caplog.messages if "stay in the outbox" in text]
-    assert line == f"1 message(s) stay in the outbox for another 10 s: {left.error}"
+    assert left.error in line
 
     elsewhere = Celery("elsewhere", broker=broker.conf.broker_url, set_as_current=False)
     make_due(alias)
@@ -800,53 +635,12 @@ def rewrite_properties(alias: str, **changes: Any) -> None:
     make_due(alias)
 
 
-#: What a row may say in place of any value after somebody has edited it, as JSON.
-EDITED: Final = ("[]", "{}", "0", "1e300", '"x"', "null", "true", '{"x": []}', "[" * 10_000)
-
-
-def test_an_edited_row_does_not_stop_the_relay(broker: Celery, sent: Sent, alias: str) -> None:
-    """Whatever somebody wrote into a row's properties, the messages behind it are sent."""
-    leave(alias, task=add, outbox="until_done")
-    whole = table(alias).get()
-    properties = json.loads(whole.properties)
-    parts = [properties, properties["options"], properties["options"]["headers"]]
-    texts = [*EDITED]
-    for part in parts:
-        for name, before in list(part.items()):
-            for text in EDITED:
-                part[name] = "EDITED"
-                texts.append(json.dumps(properties).replace('"EDITED"', text))
-            part[name] = before
-    table(alias).bulk_create(
-        OutboxMessage(**{**fields_of(whole), "id": None, "properties": text, "attempt": attempt})
-        for text in texts
-        for attempt in ("", whole.attempt)
-    )
-    table(alias).filter(pk=whole.pk).delete()
-    (wanted,) = leave(alias)
-    drain(alias)
-    assert wanted in [message.headers.get("id") for message in sent()]
-
-
-def fields_of(row: OutboxMessage) -> dict[str, Any]:
-    """Return the columns of a row."""
-    return {field.attname: getattr(row, field.attname) for field in row._meta.concrete_fields}
-
-
-def test_a_row_of_the_first_format_is_sent(alias: str, broker: Celery, sent: Sent) -> None:
-    """Rows had no number at first; those that an upgrade finds are sent as they were meant."""
-    wanted = leave(alias)
-    assert json.loads(table(alias).get().properties)["format"] == 1
-    rewrite_properties(alias, format=None)
-    assert drain(alias) == 1
-    assert ids(sent()) == wanted
-
-
 def test_a_row_of_a_newer_format_waits_for_a_newer_relay(
     alias: str, broker: Celery, sent: Sent
 ) -> None:
-    """In a rolling deploy an older relay uses up no attempt, and sends the other rows."""
+    """In a rolling deploy an older relay uses up no attempt; no number means the first."""
     (newer,) = leave(alias)
+    assert json.loads(table(alias).get().properties)["format"] == 1
     rewrite_properties(alias, format=2)
     others = leave(alias, 2)
     assert drain(alias) == 2
@@ -855,7 +649,7 @@ def test_a_row_of_a_newer_format_waits_for_a_newer_relay(
     assert (left.task_id, left.attempts, left.dead_at) == (newer, 0, None)
     assert left.error.startswith("its row is of format 2, and this release knows 1: update ")
 
-    rewrite_properties(alias, format=1)
+    rewrite_properties(alias, format=None)
     assert drain(alias) == 1
     assert ids(sent()) == [newer]
 
@@ -877,17 +671,7 @@ def take_from_rabbitmq(app: Celery) -> list[str]:
     return taken
 
 
-def test_it_sends_to_rabbitmq(
-    alias: str, make_app: MakeApp, rabbitmq_server: RabbitMQServer
-) -> None:
-    """One by one, in order, to queues that are declared on the way."""
-    app = rabbitmq_app(make_app, rabbitmq_server)
-    wanted = leave(alias, 20, task=app.tasks[add.name])
-    assert drain(alias) == 20
-    assert take_from_rabbitmq(app) == wanted
-    assert not table(alias).exists()
-
-
+@pytest.mark.long
 def test_rabbitmq_confirms_what_it_got(
     alias: str, make_app: MakeApp, rabbitmq_server: RabbitMQServer
 ) -> None:
@@ -929,13 +713,13 @@ def test_a_project_that_autodiscovers_has_the_task() -> None:
 
 
 def test_the_task_relays_all_outboxes(
-    make_database: MakeDatabase, sent: Sent, settings: "Settings"
+    make_database: MakeDatabase, alias: str, sent: Sent, settings: "Settings"
 ) -> None:
     """It sends what is due in every database that has the table, and returns how many."""
     from django_celery_safe.tasks import relay_outbox
 
     settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
-    first, second = make_database("postgres"), make_database("sqlite-immediate")
+    first, second = alias, make_database("sqlite-immediate")
     without = make_database("sqlite-immediate")
     with connections[without].schema_editor() as editor:
         editor.delete_model(OutboxMessage)
@@ -944,27 +728,3 @@ def test_the_task_relays_all_outboxes(
     wanted = [*leave(first, 2), *leave(second, 3)]
     assert relay_outbox() == 5
     assert ids(sent()) == wanted
-
-
-def test_the_task_on_a_worker_with_beat(
-    make_database: MakeDatabase, broker: Celery, settings: "Settings", tmp_path: Path
-) -> None:
-    """Beat has it relay, and the worker runs what was relayed."""
-    alias = make_database("sqlite-immediate")
-    journal = Journal(tmp_path / "journal")
-    schedule = {"relay": {"task": RELAY_TASK, "schedule": 0.5}}
-    changes = {"CELERY_BEAT_SCHEDULE": schedule, "CELERY_IMPORTS": ["django_celery_safe.tasks"]}
-    arguments = ["--beat", "--schedule", str(tmp_path / "beat")]
-    with CeleryWorker(
-        "tests.sending.worker_app", arguments=arguments, concurrency=1, settings=changes
-    ):
-        with dying_sender(alias):
-            for number in range(3):
-                note.apply_async_on_commit(
-                    (str(journal.path),), {"value": number}, using=alias, outbox=True
-                )
-        assert journal.count("noted") == 0
-        make_due(alias)
-        wait_for(lambda: journal.count("noted") == 3, 30)
-    assert journal.tally("value", "noted") == {0: 1, 1: 1, 2: 1}
-    assert not table(alias).exists()
