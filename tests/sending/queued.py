@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import amqp
 from celery.result import ResultBase
@@ -20,26 +20,8 @@ ID = re.compile(f"{UUID.pattern}|\\b[0-9a-f]{{32}}\\b")
 NEW = ("delivery_tag", "message_count")
 
 
-class Queues(Protocol):
-    """The queues of one broker."""
-
-    #: The name in the tests' parameters.
-    kind: str
-    url: str
-    #: kombu's options, so that a message is in its queue when the publication returns.
-    transport_options: dict[str, Any]
-
-    def take(self, *names: str) -> list[Published]:
-        """Take the messages out of these queues, oldest first in each."""
-
-    def forget(self, queues: Iterable[str], exchanges: Iterable[str]) -> None:
-        """Remove queues and exchanges, with all that is bound to them."""
-
-
 class RedisQueues:
     """Queues of the private Redis; all are taken, whatever their names."""
-
-    kind = "redis"
 
     def __init__(self, server: RedisServer, database: int = BROKER_DATABASE) -> None:
         self.server, self.database = server, database
@@ -61,8 +43,6 @@ class RedisQueues:
 
 class RabbitMQQueues:
     """Queues of the private RabbitMQ."""
-
-    kind = "rabbitmq"
 
     def __init__(self, server: RabbitMQServer) -> None:
         self.server = server
@@ -87,6 +67,11 @@ class RabbitMQQueues:
         """Connect."""
         with amqp.Connection(f"{self.server.host}:{self.server.port}") as connection:
             yield connection
+
+
+#: The queues of one broker; ``transport_options`` are kombu's, so that a message is in its
+#: queue when the publication returns.
+Queues = RedisQueues | RabbitMQQueues
 
 
 def _get_all(connection: Any, name: str) -> Iterator[Published]:

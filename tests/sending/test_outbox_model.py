@@ -1,7 +1,6 @@
 """The table of the outbox: its states, the steps between them, and what two never both get."""
 
 import threading
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -123,6 +122,7 @@ def test_claim_takes_the_longest_waiting_first(alias: str) -> None:
     assert keys(table(alias).claim(100, MINUTE)) == []
 
 
+@pytest.mark.sql
 def test_claimed_rows_are_due_when_the_lease_is_over(alias: str) -> None:
     """Until then nobody gets them; then anybody does, and whoever claimed them had not to act."""
     row = one_of_each(alias)
@@ -317,19 +317,8 @@ def test_discard_and_prune(alias: str) -> None:
     assert not table(alias).exists()
 
 
-def test_recall(alias: str) -> None:
-    """A row due later than any backoff or lease is made due: the clock was set back."""
-    (longest,) = make(alias, due_at=timedelta(minutes=10))
-    (tomorrow,) = make(alias, due_at=timedelta(days=1))
-    (dead,) = make(alias, dead_at=timedelta(days=1))
-    assert table(alias).recall() == 1
-    assert keys(table(alias).due()) == [tomorrow]
-    assert due_in(alias, longest) == in_about(600)
-    assert keys(table(alias).dead()) == [dead]
-
-
-@pytest.mark.parametrize("seconds", [10.0, 0.5])
-def test_telling_of_a_chord_keeps_no_other_waiting(seconds: float, alias: str) -> None:
+@pytest.mark.sql
+def test_telling_of_a_chord_keeps_no_other_waiting(alias: str) -> None:
     """It may take its time, but a second at most where the database has one lock for all."""
     made = make(alias, 2, due_at=-SECOND)
     table(alias).update(chord="a chord")
@@ -340,52 +329,9 @@ def test_telling_of_a_chord_keeps_no_other_waiting(seconds: float, alias: str) -
         told.append((None if row is None else row.pk, seconds))
 
     for _ in range(2):
-        table(alias).register_chord("a chord", tell_it, seconds)
+        table(alias).register_chord("a chord", tell_it, 10.0)
     longest = 1.0 if connections[alias].vendor == "sqlite" else 10.0
-    assert told == [(made[1], min(seconds, longest))]
-
-
-def test_the_rows_of_a_chord_are_locked_in_one_order(postgres_alias: str) -> None:
-    """A relay that waits for a chord's first row holds no later one: no deadlock."""
-    alias = postgres_alias
-    first, *_, last = make(alias, 3, due_at=-SECOND)
-    table(alias).update(chord="a chord")
-    # Rows are found as they lie: let the first lie behind the last.
-    while not lies_behind(alias, first, last):
-        table(alias).filter(pk=first).update(due_at=Now())
-    with ExitStack() as stack:
-        with transaction.atomic(using=alias):
-            table(alias).select_for_update().get(pk=first)
-            teller = stack.enter_context(start_in_process(tell_of_chord, alias))
-            wait_for(lambda: waits_for_a_lock(alias), 10, "nobody waits for the row")
-            assert table(alias).select_for_update(nowait=True).get(pk=last)
-        assert teller.result(10) == 1
-
-
-def lies_behind(alias: str, one: int, other: int) -> bool:
-    """Tell whether PostgreSQL finds one row after the other."""
-    with connections[alias].cursor() as cursor:
-        where = f"(SELECT ctid FROM {TABLE} WHERE id = %s)"
-        cursor.execute(f"SELECT {where} > {where}", [one, other])
-        return bool(cursor.fetchone()[0])
-
-
-def tell_of_chord(alias: str) -> int:
-    """Tell of the chord; return how often that was."""
-    told: list[object] = []
-    table(alias).register_chord("a chord", lambda row, _: told.append(row), 1.0)
-    return len(told)
-
-
-def waits_for_a_lock(alias: str) -> bool:
-    """Tell whether a session of the database waits for a lock."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute("SELECT pg_stat_clear_snapshot()")  # a transaction sees one state only
-        cursor.execute(
-            "SELECT count(*) FROM pg_stat_activity"
-            " WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        )
-        return bool(cursor.fetchone()[0])
+    assert told == [(made[1], longest)]
 
 
 # Speed.

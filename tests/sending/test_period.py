@@ -14,7 +14,6 @@ from django.db import transaction
 from kombu.exceptions import OperationalError
 
 from django_celery_safe import (
-    AlreadySent,
     ConfigurationError,
     HeldLock,
     SafeTask,
@@ -53,12 +52,6 @@ Sent = Callable[[], list[Published]]
 def hourly(number: int) -> int:
     """Be sent once per period for each number."""
     return number
-
-
-@shared_task(base=SafeTask)
-@single_instance(key="{number}", unique_until=PERIOD, on_duplicate="raise")
-def loud(number: int) -> None:
-    """Be sent once per period, and raise at the second send."""
 
 
 def lock_of(number: int = 1, name: str = NAME) -> HeldLock:
@@ -193,18 +186,6 @@ def test_the_period_begins_at_the_send(options: dict[str, Any], mailbox: Mailbox
     assert task.delay(1).is_duplicate is True
 
 
-@pytest.mark.usefixtures("locks_in_memory")
-def test_a_duplicate_may_raise(broker: Any, sent: Sent) -> None:
-    """``AlreadySent`` says how many seconds of the period are left."""
-    first = loud.delay(1)
-    with pytest.raises(AlreadySent, match=r"Its lock ends in \d+ s") as raised:
-        loud.delay(1)
-    assert raised.value.task_id == first.id
-    assert raised.value.remaining is not None
-    assert PERIOD - SLACK < raised.value.remaining <= PERIOD
-    assert [one.id for one in sent()] == [first.id]
-
-
 # Sends that never were.
 
 
@@ -259,25 +240,6 @@ def test_a_carried_message_is_sent_again_within_any_period(carried: Carried, per
         assert carried.mailbox.deliver(message).state == "SUCCESS"
     assert not carried.rows.exists()
     assert carried_lock().token == before.token
-
-
-def test_a_carried_retry_is_no_duplicate(carried: Carried, periodic: Any) -> None:
-    """It goes on with its row even if another send has the lock, also if a relay re-sends it."""
-
-    def retry(task: Any, number: int) -> int:
-        if not task.request.retries:
-            raise task.retry(countdown=0)
-        return number
-
-    carried.body = retry
-    message = carried.send(1, task=periodic)
-    assert release_lock(carried_lock())
-    assert carried.send(1, task=periodic).id != message.id
-    assert carried.mailbox.deliver(message).state == "RETRY"
-    carried.mailbox.take_one()  # lost
-    carried.make_due()
-    again = next(one for one in carried.relay() if one.id == message.id)
-    assert carried.mailbox.deliver(again) == ("SUCCESS", 1)
 
 
 # One call, and what is refused.

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from celery import Celery, chord, current_app, shared_task
+from celery import Celery, chord, shared_task
 from celery.backends.redis import RedisBackend
 from celery.signals import after_task_publish
 from django.core.management import call_command
@@ -163,19 +163,6 @@ def test_it_sends_what_is_due_and_deletes_it(alias: str, sent: Sent) -> None:
     assert drain(alias) == 0
 
 
-def test_it_leaves_what_is_not_due(alias: str, sent: Sent) -> None:
-    """Dead rows, claimed rows, and rows that their sender may be publishing stay as they are."""
-    with dying_sender(alias):
-        add.apply_async_on_commit((1,), using=alias, outbox=True)
-    before = list(table(alias).values())
-    assert drain(alias) == 0
-    assert list(table(alias).values()) == before
-    table(alias).update(due_at=None, dead_at=Now())
-    assert drain(alias) == 0
-    assert table(alias).dead().count() == 1
-    assert sent() == []
-
-
 def test_sent_rows_are_kept_and_pruned(alias: str, sent: Sent, settings: "Settings") -> None:
     """With OUTBOX_RETENTION they stay that long, and no relay sends them again."""
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": 60}
@@ -215,6 +202,7 @@ def test_queries_are_counted_by_batches(
     assert len(sent()) == 250
 
 
+@pytest.mark.sql
 def test_rows_that_a_set_back_clock_left_are_sent(alias: str, sent: Sent) -> None:
     """A row that is due impossibly late is made due at once."""
     wanted = leave(alias)
@@ -223,6 +211,7 @@ def test_rows_that_a_set_back_clock_left_are_sent(alias: str, sent: Sent) -> Non
     assert ids(sent()) == wanted
 
 
+@pytest.mark.sql
 def test_what_commits_late_with_an_earlier_moment_is_sent(alias: str, sent: Sent) -> None:
     """A relay looks from the beginning before it is idle, and once a second while it is busy."""
     late = leave(alias, 2)
@@ -266,24 +255,14 @@ def test_a_pool_of_one_connection_is_enough_for_the_command(
 ) -> None:
     """The command gives its own connection back before a thread relays, and sweeps, with it."""
     wanted = leave(postgres_alias)
-    with pooled(postgres_alias), ending_after(1):
+
+    def end(**_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pooled(postgres_alias), receiving(task_sent, end):
         assert table(postgres_alias).exists()  # as the command looks, which relays all
         call_command("celery_outbox", "relay", "--database", postgres_alias, stdout=io.StringIO())
     assert ids(sent()) == wanted
-
-
-@contextmanager
-def ending_after(count: int) -> Iterator[None]:
-    """Ask this process to end, as an init system does, when so many messages were sent."""
-    told: list[str] = []
-
-    def end(task_id: str, **_: Any) -> None:
-        told.append(task_id)
-        if len(told) == count:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with receiving(task_sent, end):
-        yield
 
 
 # Several relays, and their ends.
@@ -348,6 +327,7 @@ def relay_and_die(alias: str, point: str) -> None:
     drain(alias)
 
 
+@pytest.mark.sql
 @pytest.mark.parametrize(("point", "times"), [("put", 1), ("_record_sent", 2)])
 def test_a_killed_relay_is_no_duplicate_of_itself(
     point: str,
@@ -464,6 +444,7 @@ def make_counting(
 ONCE_EACH = ["set_chord_size", "apply_chord"]
 
 
+@pytest.mark.sql
 def test_a_chord_is_told_once_by_several_rows(
     alias: str, make_counting: Callable[..., CountingApp], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -587,46 +568,6 @@ def test_it_notes_once_a_minute_that_it_is_there(
 # Apps and brokers.
 
 
-def test_each_row_goes_to_its_own_app(alias: str, redis_server: RedisServer) -> None:
-    """Two Celery apps with two brokers share an outbox, in one batch."""
-    apps = [Celery(name, set_as_current=False) for name in ("first", "second")]
-    redis_server.flush()
-    for number, app in enumerate(apps, 3):
-        app.conf.update(broker_url=redis_server.database_url(number), result_backend=None)
-    first, second = (leave(alias, 3, task=app.tasks[add.name]) for app in apps)
-    assert drain(alias) == 6
-    assert ids(take_published(redis_server, 3)) == first
-    assert ids(take_published(redis_server, 4)) == second
-    for app in apps:
-        app.close()
-
-
-def test_a_row_whose_app_is_not_here_waits_for_it(
-    alias: str, broker: Celery, sent: Sent, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No other app's broker gets it, and no attempt is used; the row and a warning say why."""
-    broker.set_current()
-    assert current_app.main == "tests"
-    (wanted,) = leave(alias)
-    rewrite_properties(alias, app="elsewhere")
-    others = leave(alias, 2)
-    assert drain(alias) == 2
-    assert ids(sent()) == others
-    left = table(alias).annotate(now=Now()).get()
-    assert (left.task_id, left.attempts, left.dead_at) == (wanted, 0, None)
-    assert timedelta(seconds=5) < left.due_at - left.now <= relay_module.PUT_OFF
-    assert "it was sent by the Celery app 'elsewhere', and here is only " in left.error
-    (line,) = [text for text in caplog.messages if "stay in the outbox" in text]
-    assert left.error in line
-
-    elsewhere = Celery("elsewhere", broker=broker.conf.broker_url, set_as_current=False)
-    make_due(alias)
-    assert drain(alias) == 1
-    elsewhere.close()
-    assert ids(sent()) == [wanted]
-    assert not table(alias).exists()
-
-
 def rewrite_properties(alias: str, **changes: Any) -> None:
     """Give the one row that is there other properties, or by None fewer, and make it due."""
     properties = {**json.loads(table(alias).get().properties), **changes}
@@ -635,23 +576,39 @@ def rewrite_properties(alias: str, **changes: Any) -> None:
     make_due(alias)
 
 
-def test_a_row_of_a_newer_format_waits_for_a_newer_relay(
-    alias: str, broker: Celery, sent: Sent
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"app": "elsewhere"}, "it was sent by the Celery app 'elsewhere', and here is only "),
+        ({"format": 2}, "its row is of format 2, and this release knows 1: update "),
+    ],
+)
+def test_a_row_for_another_relay_waits_for_it(
+    change: dict[str, Any],
+    reason: str,
+    alias: str,
+    broker: Celery,
+    sent: Sent,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In a rolling deploy an older relay uses up no attempt; no number means the first."""
-    (newer,) = leave(alias)
+    """No other app's broker gets it, and no attempt is used; the row and a warning say why."""
+    broker.set_current()
+    (wanted,) = leave(alias)
     assert json.loads(table(alias).get().properties)["format"] == 1
-    rewrite_properties(alias, format=2)
+    rewrite_properties(alias, **change)
     others = leave(alias, 2)
     assert drain(alias) == 2
     assert ids(sent()) == others
-    left = table(alias).get()
-    assert (left.task_id, left.attempts, left.dead_at) == (newer, 0, None)
-    assert left.error.startswith("its row is of format 2, and this release knows 1: update ")
+    left = table(alias).annotate(now=Now()).get()
+    assert (left.task_id, left.attempts, left.dead_at) == (wanted, 0, None)
+    assert timedelta(seconds=5) < left.due_at - left.now <= relay_module.PUT_OFF
+    assert left.error.startswith(reason)
+    (line,) = [text for text in caplog.messages if "stay in the outbox" in text]
+    assert left.error in line
 
-    rewrite_properties(alias, format=None)
+    rewrite_properties(alias, app="tests", format=None)  # as rows had no number at first
     assert drain(alias) == 1
-    assert ids(sent()) == [newer]
+    assert ids(sent()) == [wanted]
 
 
 def rabbitmq_app(make_app: MakeApp, server: RabbitMQServer, **conf: Any) -> Celery:
