@@ -202,7 +202,7 @@ def test_no_two_processes_claim_the_same_row_in_the_default_mode_of_sqlite(
 
 def race(alias: str) -> None:
     """Let four processes claim all rows at once."""
-    made = make(alias, 280, due_at=-SECOND)
+    made = make(alias, 84, due_at=-SECOND)
     got = run_in_processes(claim_all, 4, alias)
     claimed = [key for part in got for key in part]
     assert sorted(claimed) == made

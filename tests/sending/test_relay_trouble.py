@@ -16,7 +16,6 @@ import pytest
 import redis
 from celery import Celery, chord, group, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
-from celery.signals import after_task_publish
 from django.db import OperationalError, connections, transaction
 from psycopg import sql
 
@@ -32,7 +31,6 @@ from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_dead, task_send_failed
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase, MakeRedisCache
-from tests.listening import receiving
 from tests.processes import dead_port, wait_for
 from tests.sending.conftest import MakeApp, hearing
 from tests.sending.published import Published, take_published
@@ -85,7 +83,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "IDLE", 0.05)
     monkeypatch.setattr(trouble_module, "SHORTEST_PAUSE", 0.05)
     monkeypatch.setattr(trouble_module, "LONGEST_PAUSE", 0.1)
-    monkeypatch.setattr(relay_module, "LONGEST_WAIT", 1.5)
 
 
 class Proxy:
@@ -371,6 +368,8 @@ def test_a_broker_that_is_gone_is_waited_for(
         return pauses[-1]
 
     monkeypatch.setattr(trouble_module.Trouble, "pause", pause)
+    if trouble is paused:
+        monkeypatch.setattr(relay_module, "LONGEST_WAIT", 2.0)
     with relaying(outbox):
         leave(outbox, 2, task=own_task)
         wait_for(lambda: not table(outbox).exists())
@@ -609,20 +608,6 @@ def test_a_batch_that_a_time_limit_ends_is_given_back(
 
 
 @contextmanager
-def once_published(act: Callable[[], object]) -> Iterator[None]:
-    """Do something right after the first publication of the block."""
-    left = [act]
-
-    def do(**_: Any) -> None:
-        if left:
-            left.pop()()
-
-    with receiving(after_task_publish, do):
-        yield
-    assert not left
-
-
-@contextmanager
 def taking_no_writes(alias: str, server: PostgresServer) -> Iterator[None]:
     """Let a database be read only for who connects to it, as a replica is."""
     name = sql.Identifier(connections.settings[alias]["NAME"])
@@ -647,19 +632,24 @@ def test_a_database_gone_in_mid_relay(
     postgres_server: PostgresServer,
     sent: Sent,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Published rows are deleted when the database is back, and not sent again."""
     alias = postgres_alias
     wanted = leave(alias, 5)
     connections[alias].close()
     with ExitStack() as outage:
+        is_stopped = fault == "stopped"
+        gone = stopped(postgres_server) if is_stopped else taking_no_writes(alias, postgres_server)
+        faults, record_sent = [gone], Relay._record_sent
 
-        def begin() -> None:
-            is_stopped = fault == "stopped"
-            gone = stopped(postgres_server)
-            outage.enter_context(gone if is_stopped else taking_no_writes(alias, postgres_server))
+        def record_and_lose(*args: Any, **options: Any) -> None:
+            record_sent(*args, **options)
+            if faults:
+                outage.enter_context(faults.pop())
 
-        with once_published(begin), relaying(alias):
+        monkeypatch.setattr(Relay, "_record_sent", record_and_lose)
+        with relaying(alias):
             wait_for(lambda: messages_of(caplog, "ERROR"), 20)
             outage.close()
             wait_for(lambda: not table(alias).exists(), 20)
