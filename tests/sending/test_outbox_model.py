@@ -66,7 +66,8 @@ def one_of_each(alias: str) -> dict[str, int]:
 
 def one_carried_of_each(alias: str) -> dict[str, int]:
     """Make a row of a carried task in each of the states that only such have; return their keys."""
-    (carried,), (running,) = (make(alias, sent_at=-MINUTE, due_at=MINUTE) for _ in range(2))
+    (carried,) = make(alias, sent_at=-MINUTE, due_at=MINUTE)
+    (running,) = make(alias, due_at=MINUTE)  # begun before its sender recorded that it was sent
     (done,), (failed,) = (make(alias, sent_at=-MINUTE, ended_at=-MINUTE) for _ in range(2))
     table(alias).filter(pk=running).update(token="t")
     table(alias).filter(pk=failed).update(error_type="ValueError")
