@@ -130,7 +130,7 @@ def test_the_sends_of_a_commit_look_for_their_rows_once(
     alias: str, sent: Sent, settings: "Settings", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty sends cost one look, and one DELETE each."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 60}
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
     monkeypatch.setattr(departure_module, "GRACE", 120.0)  # otherwise a slow one claims them
     with transaction.atomic(using=alias):
         results = [keep(number, alias) for number in range(20)]
@@ -145,7 +145,7 @@ def test_more_rows_than_one_statement_looks_for(
     alias: str, sent: Sent, settings: "Settings", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are looked for in parts, and all are sent."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 60}
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
     monkeypatch.setattr(departure_module, "LOOK", 3)
     with transaction.atomic(using=alias):
         singles = [keep(number, alias).id for number in range(4)]
