@@ -17,7 +17,7 @@ from tests.servers import ServerPool
 from tests.servers.databases import SERVERS
 
 #: Modules of this package that are no benchmarks.
-PARTS = {"__main__", "procrastinate_peer", "report"}
+PARTS = {"__main__", "procrastinate_peer", "report", "tools"}
 
 #: The name that stands for all of them.
 ALL = "all"

@@ -8,34 +8,29 @@ without a limit, runs procrastinate, whose queue is PostgreSQL: ``pip install pr
 The relay's look is measured among rows that were sent and that wait for their tasks.
 """
 
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from importlib.util import find_spec
-from itertools import count, islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from itertools import count
 from typing import Any, NamedTuple
 
 from celery import shared_task
 from django.db import connections, transaction
-from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
 
 from django_celery_safe import SafeTask
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import BATCH as RELAYED
 from tests.benchmarks import outbox
-from tests.benchmarks.report import Figure
-from tests.benchmarks.stages import use_app, worker_settings
-from tests.benchmarks.tasks import Batch, are_left, median, ratio, send_and_run
+from tests.benchmarks.report import Figure, take_turns
+from tests.benchmarks.tasks import Batch, are_left, median, ratio, send_and_run, speeds
+from tests.benchmarks.tools import count_queries, databases, use_app, worker_settings
 from tests.concurrency.mailbox import Mailbox
 from tests.processes import CeleryWorker, start_in_process
 from tests.servers import RedisServer, ServerPool
-from tests.servers.databases import Databases
 
-#: Rounds, and how many tasks of each candidate are sent and run in one.
-ROUNDS, BATCH = 20, 75
+ROUNDS = 20
 
 #: Tasks that run at once.
 CONCURRENCY = 2
@@ -51,8 +46,8 @@ HAS_PEER = find_spec(PEER) is not None
 #: When sent rows are due, which is when their message would be sent again, as SQL of their number.
 LATER = "now() + interval '1 day'"
 SENT = {
-    "nothing due": LATER,
-    "a batch due": f"CASE WHEN number <= {RELAYED} THEN now() ELSE {LATER} END",
+    "nothing due": (LATER, 0),
+    "a batch due": (f"CASE WHEN number <= {RELAYED} THEN now() ELSE {LATER} END", RELAYED),
 }
 
 #: Statements that open and close transactions.
@@ -70,12 +65,7 @@ def carried(number: int) -> None:
 
 
 class Sender(NamedTuple):
-    """
-    Sends carried tasks whose rows are in one database.
-
-    Attributes:
-        alias: That of the database.
-    """
+    """Sends carried tasks whose rows are in one database."""
 
     alias: str
 
@@ -84,45 +74,24 @@ class Sender(NamedTuple):
         carried.apply_async_on_commit((number,), using=self.alias)
 
 
-class Candidate(NamedTuple):
-    """A way to send a task, and who runs it."""
-
-    sender: Any
-    worker: CeleryWorker
-    #: Whether tasks wait to be run.
-    are_left: Callable[[], object]
-
-
-class Queries(NamedTuple):
-    """How many queries there are, BEGIN and COMMIT aside."""
-
-    of_a_send: int
-    of_a_run: int
-
-
 def run(servers: ServerPool) -> list[Figure]:
     """Measure on PostgreSQL and Redis, in a process whose Celery app is new."""
-    if not HAS_PEER:
-        print(f"NOT MEASURED: {PEER}, which is not installed.", file=sys.stderr)
-    with TemporaryDirectory() as name, ExitStack() as stack:
-        databases, folder = Databases(servers, Path(name)), Path(name)
-        alias, few, many, of_peer = (
-            stack.enter_context(databases.alias("postgres", folder)) for _ in range(4)
-        )
+    with databases(servers, None, None, None, None) as (alias, few, many, of_peer):
         with start_in_process(measure, alias, of_peer) as measuring:
             batches = measuring.result(LONGEST)
-        with start_in_process(count_queries, alias) as counting:
-            queries, row = counting.result(LONGEST)
-        figures = [*figures_of(batches), *figures_of_queries(queries)]
-        for what, due_at in SENT.items():
+        with start_in_process(count_all, alias) as counting:
+            of_a_send, of_a_run, row = counting.result(LONGEST)
+        figures = figures_of(batches)
+        figures.append(Figure("queries of a send", of_a_send, note="in the transaction"))
+        figures.append(Figure("queries of a run", of_a_run, note="without BEGIN and COMMIT"))
+        for what, (due_at, due) in SENT.items():
             outbox.fill(few, row, outbox.FEW, due_at)
             outbox.fill(many, row, outbox.MANY, due_at)
-            due = 0 if due_at == LATER else RELAYED
-            figures += outbox.figures_of_looks(what, outbox.measure_looks(few, many, due=due))
+            figures += outbox.measure_looks(what, few, many, due=due)
         return figures
 
 
-def measure(alias: str, of_peer: str, rounds: int = ROUNDS) -> dict[str, list[Batch]]:
+def measure(alias: str, of_peer: str) -> dict[str, list[Batch]]:
     """Let each candidate in turn send a batch to its worker, and be run by it."""
     numbers = count()
     with RedisServer() as redis, ExitStack() as stack:
@@ -136,25 +105,18 @@ def measure(alias: str, of_peer: str, rounds: int = ROUNDS) -> dict[str, list[Ba
             arguments=["--include", __name__],
         )
         stack.enter_context(worker)
-        candidates = {
-            PLAIN: Candidate(plain, worker, lambda: are_left(queues)),
-            CARRIED: Candidate(Sender(alias), worker, lambda: are_left(queues)),
-        }
+        send = partial(send_and_run, numbers, worker, partial(are_left, queues), redis)
+        candidates = {PLAIN: partial(send, plain), CARRIED: partial(send, Sender(alias))}
         if HAS_PEER:
-            candidates[PEER] = stack.enter_context(peer_in(of_peer))
-        batches: dict[str, list[Batch]] = {name: [] for name in candidates}
-        # The first round connects and compiles, and is not counted.
-        for number in range(rounds + 1):
-            for name in random.sample(list(candidates), len(candidates)):
-                calls = list(islice(numbers, BATCH))
-                one = candidates[name]
-                batch = send_and_run(one.sender, calls, one.worker, one.are_left, redis)
-                batches[name] += [batch] if number else []
-    return batches
+            sender, peer_worker, jobs_are_left = stack.enter_context(peer_in(of_peer))
+            candidates[PEER] = partial(
+                send_and_run, numbers, peer_worker, jobs_are_left, redis, sender
+            )
+        return take_turns(candidates, ROUNDS)
 
 
 @contextmanager
-def peer_in(alias: str) -> Iterator[Candidate]:
+def peer_in(alias: str) -> Iterator[Any]:
     """Have the peer in a database, with a worker of its own."""
     from tests.benchmarks import procrastinate_peer as peer  # may not be installed
 
@@ -173,11 +135,11 @@ def peer_in(alias: str) -> Iterator[Candidate]:
     with peer.app.replace_connector(connector) as app, app.open():
         app.schema_manager.apply_schema()
         with peer.ProcrastinateWorker(conninfo, CONCURRENCY) as worker:
-            yield Candidate(peer.Sender(), worker, jobs_are_left)
+            yield peer.Sender(), worker, jobs_are_left
     connections[alias].close()
 
 
-def count_queries(alias: str) -> tuple[Queries, outbox.Row]:
+def count_all(alias: str) -> tuple[int, int, outbox.Row]:
     """Count the queries of a send in a transaction and of a run; return the row of a send, too."""
     with closing(Mailbox()) as mailbox:
 
@@ -185,68 +147,34 @@ def count_queries(alias: str) -> tuple[Queries, outbox.Row]:
             pass
 
         task = mailbox.task(nothing, name=f"{__name__}.nothing", base=SafeTask, outbox="until_done")
-        for number in range(2):  # the first connects and compiles
+
+        def run_one() -> None:
+            assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
+
+        def send() -> None:
+            task.apply_async_on_commit((1,), using=alias)
+
+        for _ in range(2):  # the first connects and compiles
             with transaction.atomic(using=alias):
-                with CaptureQueriesContext(connections[alias]) as sending:
-                    task.apply_async_on_commit((number,), using=alias)
-                row = read_row(alias)
-            with CaptureQueriesContext(connections[alias]) as running:
-                assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
+                of_a_send = count_queries(alias, send, *BRACKETS)
+                row = outbox.read_row(alias)
+            of_a_run = count_queries(alias, run_one, *BRACKETS)
             assert not OutboxMessage.objects.using(alias).exists(), "it was not carried to its end"
     connections[alias].close()
-    return Queries(*map(without_brackets, (sending, running))), row
-
-
-def read_row(alias: str) -> outbox.Row:
-    """Return the only row of the outbox, as it is once it was sent."""
-    columns = {field.attname for field in OutboxMessage._meta.fields}
-    row = OutboxMessage.objects.using(alias).values(*columns - {"id", "due_at"}).get()
-    sent_at = row.pop("created_at")
-    return {**row, "body": bytes(row["body"]), "sent_at": sent_at}
-
-
-def without_brackets(queries: CaptureQueriesContext) -> int:
-    """Return how many queries there were."""
-    return sum(not query["sql"].startswith(BRACKETS) for query in queries)
+    # As it is once it was sent.
+    return of_a_send, of_a_run, {**row, "sent_at": timezone.now()}
 
 
 def figures_of(batches: Mapping[str, Sequence[Batch]]) -> list[Figure]:
     """Set the carried tasks against the plain ones of the same round."""
     notes = {PEER: "peer, one process", PLAIN: "" if HAS_PEER else f"not installed: {PEER}"}
-    peers = [name for name in batches if name == PEER]
-    return [
-        Figure(f"{PLAIN}, µs of CPU", median(batches, PLAIN, "run_cpu"), note="worker -c 2"),
-        Figure(f"{CARRIED} / {PLAIN}", ratio(batches, CARRIED, "run_cpu"), note="of the worker"),
-        *[
-            Figure(f"{name} / {PLAIN}", ratio(batches, name, "run_cpu"), note=notes[name])
-            for name in peers
-        ],
-        Figure(f"{PLAIN} send, µs", median(batches, PLAIN, "send")),
-        Figure(
-            f"{CARRIED} send / {PLAIN}",
-            ratio(batches, CARRIED, "send"),
-            note="with its INSERT and COMMIT",
-        ),
-        *[
-            Figure(f"{name} send / {PLAIN}", ratio(batches, name, "send"), note="peer")
-            for name in peers
-        ],
-        *[
-            Figure(
-                f"{name}: tasks/s",
-                1e6 / median(batches, name, "run"),
-                better="higher",
-                note=notes.get(name, ""),
-            )
-            for name in batches
-        ],
-    ]
-
-
-def figures_of_queries(queries: Queries) -> list[Figure]:
-    """Show what was counted."""
-    note = "without BEGIN and COMMIT"
-    return [
-        Figure("queries of a send", queries.of_a_send, note="in the transaction"),
-        Figure("queries of a run", queries.of_a_run, note=note),
-    ]
+    figures = [Figure(f"{PLAIN}, µs of CPU", median(batches, PLAIN, "run_cpu"), note="worker -c 2")]
+    figures.append(Figure(f"{PLAIN} send, µs", median(batches, PLAIN, "send")))
+    for name in batches:
+        if name != PLAIN:
+            note = notes.get(name, "of the worker")
+            figures.append(Figure(f"{name} / {PLAIN}", ratio(batches, name, "run_cpu"), note=note))
+            note = "with its INSERT and COMMIT" if name == CARRIED else "peer"
+            value = ratio(batches, name, "send")
+            figures.append(Figure(f"{name} send / {PLAIN}", value, note=note))
+    return figures + speeds(batches, notes)

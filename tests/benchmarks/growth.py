@@ -8,11 +8,10 @@ messages, and ``stages`` for steps. Relays are one, two and four processes on on
 """
 
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from django.db import connections
@@ -24,10 +23,10 @@ from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.models import DatabaseLock, IdempotencyRecord
 from tests.benchmarks import outbox
-from tests.benchmarks.report import Figure, interleaved, ratio
-from tests.processes import run_in_processes
+from tests.benchmarks.locks import ours_on
+from tests.benchmarks.report import Figure, interleaved, ratio, take_turns
+from tests.benchmarks.tools import BACKENDS, analyze, databases
 from tests.servers import RedisServer, ServerPool
-from tests.servers.databases import Databases
 
 #: How many locks are held, or records kept.
 SIZES = (100, 10_000, 1_000_000)
@@ -53,148 +52,96 @@ for i = ARGV[1], ARGV[2] do
 end
 """
 
-#: For each size, a call to be measured.
-Calls = dict[int, Callable[[], object]]
+Call = Callable[[], object]
 
 
 def run(servers: ServerPool) -> list[Figure]:
     """Measure locks, records and relays."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        databases = Databases(servers, folder)
-        aliases = {
-            size: stack.enter_context(databases.alias(servers.database, folder)) for size in SIZES
+    figures: list[Figure] = []
+    with databases(servers, *[None] * len(SIZES)) as aliases, ExitStack() as stack:
+        redis = {str(size): stack.enter_context(RedisServer()) for size in SIZES}
+        backend = BACKENDS["django-redis"]
+        caches = {
+            name: {"BACKEND": backend, "LOCATION": server.url} for name, server in redis.items()
         }
-        servers_of_sizes = {size: stack.enter_context(RedisServer()) for size in SIZES}
-        entries = {
-            str(size): {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": server.url}
-            for size, server in servers_of_sizes.items()
-        }
-        stack.enter_context(override_settings(CACHES={"default": entries["100"], **entries}))
-        kinds = {
-            "lock, Redis": locks_on_redis(servers_of_sizes),
-            "lock, table": locks_in_tables(aliases),
-            "first run": first_runs(aliases),
-        }
-        figures = [figure for kind, calls in kinds.items() for figure in figures_of(kind, calls)]
-    return [*figures, *measure_relays(servers)]
+        stack.enter_context(override_settings(CACHES={"default": caches["100"], **caches}))
+        sizes = dict(zip(SIZES, aliases, strict=True))
+        for kind, calls in {
+            "lock, Redis": [lock_on_redis(redis[str(size)], size) for size in SIZES],
+            "lock, table": [lock_in_table(alias, size) for size, alias in sizes.items()],
+            "first run": [first_run(alias, size) for size, alias in sizes.items()],
+        }.items():
+            first, *others = names = [f"{size:,}" for size in SIZES]
+            samples = interleaved(dict(zip(names, calls, strict=True)), ROUNDS)
+            figures.append(Figure(f"{kind}: {first}, µs", statistics.median(samples[first])))
+            figures += [
+                Figure(f"{kind}: {name} / {first}", ratio(samples, name, first)) for name in others
+            ]
+    return figures + measure_relays(servers)
 
 
-def figures_of(kind: str, calls: Calls) -> list[Figure]:
-    """Measure all sizes side by side."""
-    named = {f"{size:,}": call for size, call in calls.items()}
-    samples = interleaved(named, ROUNDS)
-    first = f"{SIZES[0]:,}"
-    floor = Figure(f"{kind}: {first}, µs", statistics.median(samples[first]))
-    return [floor] + [
-        Figure(f"{kind}: {name} / {first}", ratio(samples, name, first))
-        for name in named
-        if name != first
-    ]
+def lock_on_redis(server: RedisServer, size: int) -> Call:
+    """Have so many locks held on a server; return an acquisition with its release."""
+    alias = str(size)
+    assert cache_lock("growth", timeout=LEASE, renew=False, cache=alias).acquire()
+    with server.client() as client:
+        (index,) = [key for key in client.scan_iter() if client.type(key) == b"zset"]
+        (key,) = client.zrange(index, 0, -1)
+        for first in range(1, size, PAGE):
+            last = min(first + PAGE, size) - 1
+            client.eval(COPY, 2, key, index, str(first), str(last), str(LEASE * 1000))
+        assert client.zcard(index) == size
+    return ours_on(alias)
 
 
-def locks_on_redis(servers: dict[int, RedisServer]) -> Calls:
-    """Have so many locks held on each server; return an acquisition with its release."""
-    calls: Calls = {}
-    for size, server in servers.items():
-        alias = str(size)
-        assert cache_lock("growth", timeout=LEASE, renew=False, cache=alias).acquire()
-        with server.client() as client:
-            (index,) = [key for key in client.scan_iter() if client.type(key) == b"zset"]
-            (key,) = client.zrange(index, 0, -1)
-            for first in range(1, size, PAGE):
-                last = min(first + PAGE, size) - 1
-                client.eval(COPY, 2, key, index, str(first), str(last), str(LEASE * 1000))
-            assert client.zcard(index) == size
+def lock_in_table(alias: str, size: int) -> Call:
+    """Have so many rows of locks in a database; return an acquisition with its release."""
+    store, holder, token = DatabaseStore(alias), Holder("benchmark"), "0" * TOKEN_LENGTH
+    store.acquire("growth", "f" * TOKEN_LENGTH, LEASE, holder)
+    copy_row(alias, DatabaseLock, size, key="'growth' || number", token="md5(number::text)")
 
-        def acquire_and_release(alias: str = alias) -> None:
-            lock = cache_lock("benchmark", cache=alias)
-            assert lock.acquire()
-            assert lock.release()
+    def acquire_and_release() -> None:
+        assert isinstance(store.acquire("benchmark", token, 30.0, holder), Acquired)
+        assert store.release("benchmark", token)
 
-        calls[size] = acquire_and_release
-    return calls
+    return acquire_and_release
 
 
-def locks_in_tables(aliases: dict[int, str]) -> Calls:
-    """Have so many rows of locks in each database; return an acquisition with its release."""
-    calls: Calls = {}
-    for size, alias in aliases.items():
-        store, holder = DatabaseStore(alias), Holder("benchmark")
-        token = "f" * TOKEN_LENGTH
-        store.acquire("growth", token, LEASE, holder)
-        row = DatabaseLock.objects.using(alias).values().get()
-        copy_row(
-            alias,
-            DatabaseLock,
-            row,
-            {"key": "'growth' || number", "token": "md5(number::text)"},
-            size,
-        )
+def first_run(alias: str, size: int) -> Call:
+    """Have so many records in a database; return the first run of another work."""
 
-        def acquire_and_release(store: DatabaseStore = store, holder: Holder = holder) -> None:
-            token = "0" * TOKEN_LENGTH
-            assert isinstance(store.acquire("benchmark", token, 30.0, holder), Acquired)
-            assert store.release("benchmark", token)
+    @idempotent(using=alias, key="{number}")
+    def work(number: int) -> None:
+        """Do nothing."""
 
-        calls[size] = acquire_and_release
-    return calls
+    work(-1)
+    copy_row(alias, IdempotencyRecord, size, key="'growth' || number")
+    numbers = count()
+    return lambda: work(next(numbers))
 
 
-def first_runs(aliases: dict[int, str]) -> Calls:
-    """Have so many records in each database; return the first run of another work."""
-    calls: Calls = {}
-    for size, alias in aliases.items():
-
-        @idempotent(using=alias, key="{number}")
-        def work(number: int) -> None:
-            """Do nothing."""
-
-        work(-1)
-        row = IdempotencyRecord.objects.using(alias).values().get()
-        copy_row(alias, IdempotencyRecord, row, {"key": "'growth' || number"}, size)
-        numbers = count()
-        calls[size] = lambda work=work, numbers=numbers: work(next(numbers))  # type: ignore[misc]
-    return calls
-
-
-def copy_row(
-    alias: str, model: Any, row: dict[str, Any], changes: dict[str, str], size: int
-) -> None:
-    """Have so many rows like this one, with columns that are SQL of their number."""
+def copy_row(alias: str, model: Any, size: int, **changes: str) -> None:
+    """Have so many rows like the only one, with columns that are SQL of their number."""
+    row = model.objects.using(alias).values().get()
     same = {name: value for name, value in row.items() if name not in changes}
+    table = model._meta.db_table
     with connections[alias].cursor() as cursor:
-        table = model._meta.db_table
         cursor.execute(
             f"INSERT INTO {table} ({', '.join([*same, *changes])}) "
             f"SELECT {', '.join([*['%s'] * len(same), *changes.values()])} "
             f"FROM generate_series(1, {size - 1}) AS number",
             list(same.values()),
         )
-        # Autovacuum would do that.
-        cursor.execute(f"ANALYZE {table}")
+    analyze(alias, table)
 
 
 def measure_relays(servers: ServerPool) -> list[Figure]:
     """Return the messages a second of several relays on one outbox."""
-    rates: dict[int, list[float]] = {number: [] for number in RELAYS}
     with outbox.outboxes(servers, 1) as (alias,):
         row = outbox.a_row(alias)
-        for _ in range(RELAY_ROUNDS):
-            for number in RELAYS:
-                rates[number].append(rate_of(servers.redis, alias, row, number))
-    return [
-        Figure(f"{number} relays: messages/s", statistics.median(values), better="higher")
-        for number, values in rates.items()
-    ]
-
-
-def rate_of(redis: RedisServer, alias: str, row: outbox.Row, relays: int) -> float:
-    """Return the messages a second of so many relays."""
-    redis.flush()
-    outbox.fill(alias, row, relays * (MESSAGES + outbox.WARM_UP), outbox.ALL_DUE)
-    times: Sequence[tuple[float, float]] = run_in_processes(
-        outbox.relay_all, relays, alias, timeout=outbox.LONGEST
-    )
-    began, ended = min(time[0] for time in times), max(time[1] for time in times)
-    return relays * MESSAGES / (ended - began)
+        rate = partial(outbox.rate_of_relays, servers.redis, alias, row, MESSAGES)
+        rates = take_turns(
+            {f"{number} relays: messages/s": partial(rate, number) for number in RELAYS},
+            RELAY_ROUNDS,
+        )
+    return [Figure(name, statistics.median(some), better="higher") for name, some in rates.items()]

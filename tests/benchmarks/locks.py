@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from itertools import product
 from typing import Any
 
 import redis
 import redis_lock
 from django.core.cache import caches
 from django.core.cache.backends.base import BaseCache
-from django.test import override_settings
 from redis.lock import Lock
 
 from django_celery_safe import cache_lock
@@ -28,34 +26,17 @@ from django_celery_safe.leases.holder import TOKEN_LENGTH, Holder, encode_holder
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.redis_scripts import ACQUIRE, RELEASE
 from tests.benchmarks.report import Figure, interleaved, ratio
+from tests.benchmarks.tools import BACKENDS, caches_on
 from tests.servers import RedisServer, ServerPool
-
-BACKENDS = {
-    "django-redis": "django_redis.cache.RedisCache",
-    "Django's RedisCache": "django.core.cache.backends.redis.RedisCache",
-}
 
 #: The lease in every candidate, seconds.
 LEASE = 30
 
 ROUNDS = 40
 
-#: Acquisitions over which round trips are counted.
-COUNTED = 200
-
-#: The same, where each is held for a while: how many, and s of lease and of work.
-COUNTED_HELD, HELD_LEASE, WORK = 3, 3.0, 0.75
-
-FLOOR = "raw"
-
-#: The floor by one Connection of redis-py, which ours uses too.
-KEPT = "raw, kept Connection / raw"
-
-#: The scripts of our store on a socket, without any client.
-BARE = "our scripts, bare socket"
-
-#: The same scripts on a Connection of redis-py: what its client costs without its pool.
-KEPT_SCRIPTS = "our scripts, kept Connection"
+#: The floors: redis-py, its Connection without the pool, our scripts on that, and on a socket.
+RAW, RAW_KEPT = "raw", "raw, kept Connection"
+KEPT, BARE = "our scripts, kept Connection", "our scripts, bare socket"
 
 #: Places of a lock that several hold, two of which are held.
 PLACES = 3
@@ -70,45 +51,43 @@ Candidate = Callable[[], object]
 
 
 def run(servers: ServerPool) -> list[Figure]:
-    """Measure ours, the floor and the peers in the same rounds, then count round trips."""
+    """Measure ours, the floors and the peers in the same rounds, then count round trips."""
     server = servers.redis
     with ExitStack() as stack:
         stack.enter_context(caches_on(server))
         client = stack.enter_context(server.client())
-        ours = {f"{alias} / {FLOOR}": ours_on(alias) for alias in BACKENDS}
-        ours[f"{LIMITED} / {FLOOR}"] = ours_of_several()
+        connection = redis.Connection(host=server.host, port=server.port)
+        stack.callback(connection.disconnect)
+        connection.connect()
         bare = stack.enter_context(socket.create_connection((server.host, server.port)))
-        connection = stack.enter_context(connection_to(server))
-        floors = {
-            FLOOR: floor(client),
-            KEPT: floor_on_connection(connection),
-            f"{KEPT_SCRIPTS} / {FLOOR}": our_scripts_on_connection(connection, server),
-            f"{BARE} / {FLOOR}": our_scripts_on(bare, server),
-        }
-        candidates = {**floors, **ours, **peers(client)}
-        samples = interleaved(candidates, ROUNDS)
-        figures = [Figure("raw, µs", statistics.median(samples[FLOOR]), note=describe_floor())]
-        for name in candidates:
-            if name != FLOOR:
-                note = "ours" if name in ours else "floor" if name in floors else "peer"
-                figures.append(Figure(name, ratio(samples, name, FLOOR), note=note))
-        for alias, least in product(BACKENDS, (BARE, KEPT_SCRIPTS)):
-            value = ratio(samples, f"{alias} / {FLOOR}", f"{least} / {FLOOR}")
-            figures.append(Figure(f"{alias} / {least}", value, note="ours"))
-        figures += [count_round_trips(server, alias) for alias in (*BACKENDS, LIMITED)]
-        return figures + [count_held_round_trips(server, alias) for alias in BACKENDS]
-
-
-def caches_on(server: RedisServer) -> override_settings:
-    """Return the settings with one cache for each of Django's ways to Redis."""
-    entries = {
-        alias: {"BACKEND": backend, "LOCATION": server.url} for alias, backend in BACKENDS.items()
-    }
-    return override_settings(CACHES={"default": entries["django-redis"], **entries})
+        ours = {alias: ours_on(alias) for alias in BACKENDS}
+        ours[LIMITED] = ours_of_several()
+        floors = {RAW: floor(client), **floors_on(connection, bare, server)}
+        samples = interleaved({**floors, **ours, **peers(client)}, ROUNDS)
+        figures = [Figure("raw, µs", statistics.median(samples[RAW]), note=describe_floor())]
+        for name in samples:
+            note = "ours" if name in ours else "floor" if name in floors else "peer"
+            if name != RAW:
+                figures.append(Figure(f"{name} / {RAW}", ratio(samples, name, RAW), note=note))
+        figures += [
+            Figure(f"{alias} / {least}", ratio(samples, alias, least), note="ours")
+            for alias in BACKENDS
+            for least in (BARE, KEPT)
+        ]
+        note = "at the server; renew=True, the default"
+        figures += [
+            Figure(f"{name}: round trips", trips_of(server, 200, call), note=note)
+            for name, call in ours.items()
+        ]
+        note = "0.75 s of work, lease 3 s, renew=True"
+        return figures + [
+            Figure(f"{alias}: trips, with work", trips_of(server, 3, working_on(alias)), note=note)
+            for alias in BACKENDS
+        ]
 
 
 def floor(client: "redis.Redis") -> Candidate:
-    """The least that an owner-checked lock with a lease can do: two bare requests."""
+    """Return the least that an owner-checked lock with a lease can do: two bare requests."""
     release = client.register_script(COMPARE_AND_DELETE)
 
     def acquire_and_release() -> None:
@@ -118,71 +97,40 @@ def floor(client: "redis.Redis") -> Candidate:
     return acquire_and_release
 
 
-@contextmanager
-def connection_to(server: RedisServer) -> Iterator[Any]:
-    """Open a Connection of redis-py, with hiredis where that is there."""
-    connection = redis.Connection(host=server.host, port=server.port)
-    connection.connect()
-    try:
-        yield connection
-    finally:
-        connection.disconnect()
-
-
-def floor_on_connection(connection: Any) -> Candidate:
-    """Return the floor's two commands without client and pool, packed by hand."""
-
-    def ask(*words: str) -> Any:
-        connection.send_packed_command([packed(words)])
-        return connection.read_response()
-
-    digest = ask("SCRIPT", "LOAD", COMPARE_AND_DELETE).decode()
-
-    def acquire_and_release() -> None:
-        assert ask("SET", "kept", "token", "NX", "PX", str(LEASE * 1000))
-        assert ask("EVALSHA", digest, "1", "kept", "token")
-
-    return acquire_and_release
-
-
-def our_requests(server: RedisServer) -> tuple[bytes, bytes]:
-    """Return what our lock asks, with a holder as ours has it, and let the server know both."""
-    for script in (ACQUIRE, RELEASE):
-        with server.client() as client:
+def floors_on(connection: Any, bare: socket.socket, server: RedisServer) -> dict[str, Candidate]:
+    """Return the same without client and pool, and the scripts of our lock without our lock."""
+    with server.client() as client:
+        digest = client.script_load(COMPARE_AND_DELETE)
+        for script in (ACQUIRE, RELEASE):
             client.script_load(script.source)
     holder = encode_holder("bare", Holder("benchmark", 4711, time.time(), True, lease=float(LEASE)))
-    token = "0" * TOKEN_LENGTH
+    token, milliseconds = "0" * TOKEN_LENGTH, str(LEASE * 1000)
     keys = ("bare:lock", "bare:fence", "bare:locks")
-    acquire = packed(("EVALSHA", ACQUIRE.sha, "3", *keys, token, str(LEASE * 1000), holder))
-    return acquire, packed(("EVALSHA", RELEASE.sha, "2", keys[0], keys[2], token))
+    scripts = [
+        packed("EVALSHA", ACQUIRE.sha, "3", *keys, token, milliseconds, holder),
+        packed("EVALSHA", RELEASE.sha, "2", keys[0], keys[2], token),
+    ]
 
-
-def our_scripts_on(bare: socket.socket, server: RedisServer) -> Candidate:
-    """Return the requests of our lock and nothing around them."""
-    acquire, release = our_requests(server)
-
-    def acquire_and_release() -> None:
-        bare.sendall(acquire)
-        assert bare.recv(4096).startswith(b"$16")
-        bare.sendall(release)
-        assert bare.recv(4096).startswith(b"*2\r\n:1")
-
-    return acquire_and_release
-
-
-def our_scripts_on_connection(connection: Any, server: RedisServer) -> Candidate:
-    """Return the same by redis-py's Connection, which packs nothing here."""
-    acquire, release = our_requests(server)
-
-    def acquire_and_release() -> None:
-        for request in (acquire, release):
+    def ask_all(requests: Sequence[bytes]) -> None:
+        for request in requests:
             connection.send_packed_command([request])
             assert connection.read_response()
 
-    return acquire_and_release
+    def ask_raw() -> None:
+        ask_all([
+            packed("SET", "kept", "token", "NX", "PX", milliseconds),
+            packed("EVALSHA", str(digest), "1", "kept", "token"),
+        ])  # fmt: skip
+
+    def ask_bare() -> None:
+        for request, answer in zip(scripts, (b"$16", b"*2\r\n:1"), strict=True):
+            bare.sendall(request)
+            assert bare.recv(4096).startswith(answer)
+
+    return {RAW_KEPT: ask_raw, KEPT: lambda: ask_all(scripts), BARE: ask_bare}
 
 
-def packed(words: Sequence[str]) -> bytes:
+def packed(*words: str) -> bytes:
     """Return a command as the server reads it."""
     parts = [f"${len(word.encode())}\r\n{word}\r\n" for word in words]
     return "".join([f"*{len(words)}\r\n", *parts]).encode()
@@ -195,50 +143,48 @@ def ours_of_several() -> Candidate:
         # The same tokens each time: to ask again takes no other place.
         token = f"{number:0{TOKEN_LENGTH}}"
         store.acquire("limited", token, 3600.0, Holder("benchmark"), limit=PLACES)
-
-    def acquire_and_release() -> None:
-        lock = cache_lock("limited", timeout=LEASE, cache="django-redis", limit=PLACES)
-        assert lock.acquire()
-        assert lock.release()
-
-    return acquire_and_release
+    return ours_on("django-redis", "limited", limit=PLACES)
 
 
-def ours_on(alias: str) -> Candidate:
+def ours_on(alias: str, name: str = "benchmark", **options: Any) -> Candidate:
     """Return our lock with its defaults, a new one each time, as a ``with`` makes it."""
 
     def acquire_and_release() -> None:
-        lock = cache_lock("benchmark", timeout=LEASE, cache=alias)
+        lock = cache_lock(name, timeout=LEASE, cache=alias, **options)
         assert lock.acquire()
         assert lock.release()
 
     return acquire_and_release
+
+
+def working_on(alias: str) -> Candidate:
+    """Return our lock with work that ends before a third of the lease has passed."""
+
+    def work() -> None:
+        with cache_lock("benchmark", timeout=3.0, cache=alias) as lock:
+            assert lock
+            time.sleep(0.75)
+
+    return work
 
 
 def peers(client: "redis.Redis") -> dict[str, Candidate]:
     """Return the locks that projects use today."""
     django_redis: Any = caches["django-redis"]
 
-    def redis_py() -> None:
-        lock = Lock(client, "redis-py", timeout=LEASE)
-        assert lock.acquire(blocking=False)
-        lock.release()
+    def use(make: Callable[[], Any]) -> Candidate:
+        def acquire_and_release() -> None:
+            lock = make()
+            assert lock.acquire(blocking=False)
+            lock.release()
 
-    def django_redis_lock() -> None:
-        lock = django_redis.lock("django-redis", timeout=LEASE)
-        assert lock.acquire(blocking=False)
-        lock.release()
-
-    def python_redis_lock() -> None:
-        lock = redis_lock.Lock(client, "python-redis-lock", expire=LEASE)
-        assert lock.acquire(blocking=False)
-        lock.release()
+        return acquire_and_release
 
     return {
-        "redis-py Lock / raw": redis_py,
-        "django-redis cache.lock / raw": django_redis_lock,
-        "python-redis-lock / raw": python_redis_lock,
-        **{f"cookbook, {alias} / raw": cookbook_on(caches[alias]) for alias in BACKENDS},
+        "redis-py Lock": use(lambda: Lock(client, "redis-py", timeout=LEASE)),
+        "django-redis cache.lock": use(lambda: django_redis.lock("django-redis", timeout=LEASE)),
+        "python-redis-lock": use(lambda: redis_lock.Lock(client, "python-redis", expire=LEASE)),
+        **{f"cookbook, {alias}": cookbook_on(caches[alias]) for alias in BACKENDS},
     }
 
 
@@ -262,29 +208,13 @@ def cookbook_on(cache: BaseCache) -> Candidate:
     return acquire_and_release
 
 
-def count_round_trips(server: RedisServer, alias: str) -> Figure:
-    """Count at the server what our acquire + release asks of it."""
-    acquire_and_release = ours_of_several() if alias == LIMITED else ours_on(alias)
-    acquire_and_release()
+def trips_of(server: RedisServer, number: int, call: Candidate) -> float:
+    """Count at the server what a call asks of it."""
+    call()
     with server.counting() as count:
-        for _ in range(COUNTED):
-            acquire_and_release()
-    name = f"{alias}: round trips"
-    note = "at the server; renew=True, the default"
-    return Figure(name, count.round_trips / COUNTED, note=note)
-
-
-def count_held_round_trips(server: RedisServer, alias: str) -> Figure:
-    """Count the same with work that ends before a third of the lease has passed."""
-    ours_on(alias)()
-    with server.counting() as count:
-        for _ in range(COUNTED_HELD):
-            with cache_lock("benchmark", timeout=HELD_LEASE, cache=alias) as lock:
-                assert lock
-                time.sleep(WORK)
-    name = f"{alias}: trips, with work"
-    note = f"{WORK:g} s of work, lease {HELD_LEASE:g} s, renew=True"
-    return Figure(name, count.round_trips / COUNTED_HELD, note=note)
+        for _ in range(number):
+            call()
+    return count.round_trips / number
 
 
 def describe_floor() -> str:

@@ -8,20 +8,24 @@ both come after a long sleep. A process that holds nothing stands beside it.
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import redis
 from django.conf import settings
 
 from django_celery_safe import cache_lock, iter_locks
-from tests.benchmarks.locks import caches_on
 from tests.benchmarks.report import Figure
+from tests.benchmarks.tools import caches_on
 from tests.processes import start_in_process, tell
-from tests.servers import RedisServer, ServerPool
+from tests.servers import ServerPool
 
 #: Locks held by one process, their lease in s, and the thirds of a lease that are watched.
 LOCKS, LEASE, PERIODS = 1000, 30.0, 3
+PERIOD = LEASE / 3
+
+#: Seconds until all is watched, at the most.
+LONGEST = PERIOD * (PERIODS + 2) + 30
 
 BARE_EXTEND = """
 for i = 1, #KEYS do
@@ -30,12 +34,9 @@ end
 return 0
 """
 
-#: Part of a period by which the watch begins, and ends, after a renewal is due.
-MARGIN = 0.1
-
 
 class Watched(NamedTuple):
-    """The figures of a process that held locks, from itself and from the server."""
+    """The figures of a process that held locks."""
 
     #: CPU seconds that it used in each period, while it only waited.
     cpu: list[float]
@@ -48,63 +49,52 @@ class Watched(NamedTuple):
 
 
 def run(servers: ServerPool) -> list[Figure]:
-    """Watch a process with locks and one without, side by side."""
-    with caches_on(servers.redis):
-        return watch(servers.redis, LOCKS, LEASE, PERIODS)
-
-
-def watch(server: RedisServer, locks: int, lease: float, periods: int) -> list[Figure]:
-    """
-    Return what it costs to hold so many locks, for so many thirds of their lease.
-
-    The watch begins after the first renewal, which connects and sends the script.
-    """
+    """Watch a process with locks and one without, side by side, after the first renewal."""
+    server = servers.redis
     server.flush()
-    period = lease / 3
-    longest = period * (periods + 2) + 30
     with (
-        start_in_process(hold, 0, lease, periods) as idle,
-        start_in_process(hold, locks, lease, periods) as holder,
+        caches_on(server),
+        start_in_process(hold, 0) as idle,
+        start_in_process(hold, LOCKS) as holder,
     ):
-        idle.receive(longest)
-        holder.receive(longest)
+        idle.receive(LONGEST)
+        holder.receive(LONGEST)
         with server.counting() as count:
-            held: Watched = holder.receive(longest)
-            floor: Watched = idle.receive(longest)
-        still_held = count_held(held.tokens)
+            held: Watched = holder.receive(LONGEST)
+            nothing: Watched = idle.receive(LONGEST)
+        still_held = len({lock.token for lock in iter_locks()}.intersection(held.tokens))
     requests = count.commands.get("evalsha", 0) + count.commands.get("eval", 0)
-    watched = periods * period
-    cpu, bare = statistics.median(held.cpu), statistics.median(held.bare)
-    idle_cpu = statistics.median(floor.cpu)
+    cpu, idle_cpu = statistics.median(held.cpu), statistics.median(nothing.cpu)
+    ratio, lost = cpu / statistics.median(held.bare), LOCKS - still_held
     return [
-        Figure("CPU of a period / bare script", cpu / bare, note=f"{locks:,} locks"),
-        Figure("% of a core", cpu / period * 100, note=f"renewed each {period:g} s"),
-        Figure("% of a core, no locks", idle_cpu / period * 100, note="at the same time"),
-        Figure("CPU of a period, ms", cpu * 1000),
+        Figure("CPU of a period / bare script", ratio, note=f"{LOCKS:,} locks"),
+        Figure("% of a core", cpu / PERIOD * 100, note=f"renewed each {PERIOD:g} s"),
+        Figure("% of a core, no locks", idle_cpu / PERIOD * 100, note="at the same time"),
         Figure("renewing threads", held.threads),
-        Figure("locks lost", locks - still_held, note=f"after {watched:g} s"),
-        Figure("requests in a period", requests / periods - 1, note="without the bare one"),
+        Figure("locks lost", lost, note=f"after {PERIODS * PERIOD:g} s"),
+        Figure("requests in a period", requests / PERIODS - 1, note="without the bare one"),
     ]
 
 
-def count_held(tokens: Sequence[str]) -> int:
-    """Return how many of these acquisitions hold their locks, as the server sees it."""
-    return len({lock.token for lock in iter_locks()}.intersection(tokens))
-
-
-def hold(locks: int, lease: float, periods: int) -> None:
+def hold(locks: int) -> None:
     """Hold locks, do nothing else, and tell what that took after the first renewal."""
     before = set(threading.enumerate())
-    held = [cache_lock(f"renewal:{number}", timeout=lease) for number in range(locks)]
+    held = [cache_lock(f"renewal:{number}", timeout=LEASE) for number in range(locks)]
     assert all(lock.acquire() for lock in held)
-    time.sleep(lease / 3 * (1 + MARGIN))
-    call = bare_call(locks) if locks else None
+    time.sleep(PERIOD * 1.1)
+    client = redis.Redis.from_url(
+        settings.CACHES["default"]["LOCATION"], single_connection_client=True
+    )
+    extend = client.register_script(BARE_EXTEND)
+    names = [f":1:celery_safe:lock:bare:{number}" for number in range(locks)]
+    if names:
+        extend(names, ["1000"])  # connects
     tell("renewed once")
     cpu, bare = [], []
-    for _ in range(periods):
-        cpu.append(cpu_of(lambda: time.sleep(lease / 3)))
-        if call is not None:
-            bare.append(cpu_of(call))
+    for _ in range(PERIODS):
+        cpu.append(cpu_of(lambda: time.sleep(PERIOD)))
+        if names:
+            bare.append(cpu_of(lambda: extend(names, ["1000"])))
     threads = len(set(threading.enumerate()) - before)
     tell(Watched(cpu, bare, threads, [str(lock.token) for lock in held if lock]))
 
@@ -114,14 +104,3 @@ def cpu_of(work: Callable[[], object]) -> float:
     began = time.process_time()
     work()
     return time.process_time() - began
-
-
-def bare_call(keys: int) -> Callable[[], object]:
-    """Return the least that extending so many keys can be: one script, asked by redis-py."""
-    client = redis.Redis.from_url(
-        settings.CACHES["default"]["LOCATION"], single_connection_client=True
-    )
-    extend = client.register_script(BARE_EXTEND)
-    names = [f":1:celery_safe:lock:bare:{number}" for number in range(keys)]
-    extend(names, ["1000"])
-    return lambda: extend(names, ["1000"])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +21,9 @@ WIDTH = 80
 
 #: Seconds for which each candidate runs before it is measured.
 WARM_UP = 0.2
+
+
+Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,30 @@ def ratio(samples: Mapping[str, Sequence[float]], candidate: str, floor: str) ->
     """Return the median over all rounds of candidate / floor within one round."""
     pairs = zip(samples[candidate], samples[floor], strict=True)
     return statistics.median(ours / theirs for ours, theirs in pairs)
+
+
+def take_turns(
+    candidates: Mapping[str, Callable[[], Sample]], rounds: int
+) -> dict[str, list[Sample]]:
+    """
+    Let each candidate measure itself once in each round, in an order by chance.
+
+    The first round connects and compiles, and is not counted.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in candidates}
+    for counted in range(rounds + 1):
+        for name in random.sample(list(candidates), len(candidates)):
+            gc.collect()
+            sample = candidates[name]()
+            samples[name] += [sample] if counted else []
+    return samples
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return how long a call takes, s."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def _warm_up(call: Callable[[], object], seconds: float) -> int:

@@ -8,11 +8,10 @@ the other. Each call has an argument, and so a key, of its own: all of them run.
 """
 
 import gc
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count, islice
@@ -24,8 +23,9 @@ from django.conf import settings
 from django.test import override_settings
 
 from django_celery_safe import SafeTask, single_instance
-from tests.benchmarks.locks import COMPARE_AND_DELETE, LEASE, caches_on
-from tests.benchmarks.report import Figure
+from tests.benchmarks.locks import COMPARE_AND_DELETE, LEASE
+from tests.benchmarks.report import Figure, take_turns
+from tests.benchmarks.tools import caches_on
 from tests.processes import CeleryWorker, start_in_process, wait_for
 from tests.servers import RedisServer, ServerPool
 
@@ -39,19 +39,11 @@ LONGEST = 600
 #: average, less than a tenth of it.
 RESTING, LOOK = 0.002, 0.1
 
-#: Where kombu keeps messages that are to be delivered, and those that are not acknowledged.
-QUEUE, UNACKNOWLEDGED = "celery", "unacked"
-
 #: The bases of the peers' tasks, by package.
 PEERS = {"celery_once": "QueueOnce", "celery_singleton": "Singleton"}
 
-FLOOR = "plain"
-RAW = "raw lock"
-SINGLE = "single_instance"
-UNTIL_START = "unique_until=start"
-UNTIL_END = "unique_until=end"
-
-OURS = (SINGLE, UNTIL_START, UNTIL_END)
+FLOOR, RAW, SINGLE = "plain", "raw lock", "single_instance"
+OURS = (SINGLE, "unique_until=start", "unique_until=end")
 
 
 @shared_task
@@ -107,9 +99,7 @@ MISSING = [package for package in PEERS if find_spec(package) is None]
 CANDIDATES: dict[str, Any] = {
     FLOOR: plain,
     RAW: locked,
-    SINGLE: single,
-    UNTIL_START: until_start,
-    UNTIL_END: until_end,
+    **dict(zip(OURS, (single, until_start, until_end), strict=True)),
     **{package: task_of_peer(package) for package in PEERS if package not in MISSING},
 }
 
@@ -132,53 +122,44 @@ Batches = Mapping[str, Sequence[Batch]]
 
 def run(servers: ServerPool) -> list[Figure]:
     """Measure all candidates in the same rounds, from a process whose Celery app is new."""
-    with start_in_process(measure, ROUNDS, BATCH) as measuring:
+    with start_in_process(measure) as measuring:
         return figures_of(measuring.result(LONGEST))
 
 
-def measure(rounds: int, size: int) -> dict[str, list[Batch]]:
-    """Let each candidate in turn send a batch of this size to a worker, and be run by it."""
-    batches: dict[str, list[Batch]] = {name: [] for name in CANDIDATES}
+def measure() -> dict[str, list[Batch]]:
+    """Let each candidate in turn send a batch to a worker, and be run by it."""
     numbers = count()
-    with (
-        RedisServer() as broker,
-        RedisServer() as locks,
-        caches_on(locks),
-        override_settings(**celery_settings(broker, locks)),
-        broker.client() as queues,
-        CeleryWorker("tests.app", arguments=["--include", __name__]) as worker,
-    ):
-        # The first round connects, and is not counted.
-        for number in range(rounds + 1):
-            for name in random.sample(list(CANDIDATES), len(CANDIDATES)):
-                calls = list(islice(numbers, size))
-                batch = send_and_run(
-                    CANDIDATES[name], calls, worker, lambda: are_left(queues), locks
-                )
-                batches[name] += [batch] if number else []
-    return batches
-
-
-def celery_settings(broker: RedisServer, locks: RedisServer) -> dict[str, Any]:
-    """Return what the app and the peers are told about the servers."""
-    return {
-        "CELERY_BROKER_URL": broker.url,
-        "CELERY_ONCE": {"backend": "celery_once.backends.Redis", "settings": {"url": locks.url}},
-        "CELERY_SINGLETON_BACKEND_URL": locks.url,
-    }
+    with RedisServer() as broker, RedisServer() as locks, caches_on(locks):
+        changes = {
+            "CELERY_BROKER_URL": broker.url,
+            "CELERY_ONCE": {
+                "backend": "celery_once.backends.Redis",
+                "settings": {"url": locks.url},
+            },
+            "CELERY_SINGLETON_BACKEND_URL": locks.url,
+        }
+        with (
+            override_settings(**changes),
+            broker.client() as queues,
+            CeleryWorker("tests.app", arguments=["--include", __name__]) as worker,
+        ):
+            send = partial(send_and_run, numbers, worker, partial(are_left, queues), locks)
+            return take_turns(
+                {name: partial(send, task) for name, task in CANDIDATES.items()}, ROUNDS
+            )
 
 
 def are_left(queues: "redis.Redis") -> bool:
     """Return whether the broker has messages that no worker has acknowledged."""
-    return bool(queues.exists(QUEUE, UNACKNOWLEDGED))
+    return bool(queues.exists("celery", "unacked"))
 
 
 def send_and_run(
-    task: Any,
-    calls: Sequence[int],
+    numbers: Iterator[int],
     worker: CeleryWorker,
     are_left: Callable[[], object],
     locks: RedisServer,
+    task: Any,
 ) -> Batch:
     """
     Send a batch to the paused worker, then let it work until it is at rest.
@@ -187,8 +168,14 @@ def send_and_run(
         are_left: Returns whether messages wait to be run.
     """
     worker.pause()
+    calls = list(islice(numbers, BATCH))
+    gc.disable()
     with locks.counting() as sending:
-        send, send_cpu = time_sending(task, calls)
+        began, cpu_before = time.perf_counter(), time.process_time()
+        for number in calls:
+            task.delay(number)
+        send, send_cpu = time.perf_counter() - began, time.process_time() - cpu_before
+    gc.enable()
     with locks.counting() as running:
         cpu_before, began = cpu_of(worker), time.perf_counter()
         worker.resume()
@@ -197,38 +184,18 @@ def send_and_run(
         # Acknowledged is what was begun: the last ones may not have ended.
         wait_for(lambda: is_at_rest(worker), 60, "the worker did not come to rest")
         run_cpu = cpu_of(worker) - cpu_before
-    micro, tasks = 1e6, len(calls)
-    return Batch(
-        send / tasks * micro,
-        send_cpu / tasks * micro,
-        sending.round_trips / tasks,
-        run / tasks * micro,
-        run_cpu / tasks * micro,
-        running.round_trips / tasks,
+    trips = (sending.round_trips / BATCH, running.round_trips / BATCH)
+    send, send_cpu, run, run_cpu = (
+        seconds / BATCH * 1e6 for seconds in (send, send_cpu, run, run_cpu)
     )
-
-
-def time_sending(task: Any, calls: Iterable[int]) -> tuple[float, float]:
-    """Send a batch; return the seconds that passed, and those of this process's CPU."""
-    gc.collect()
-    gc.disable()
-    try:
-        began, cpu_before = time.perf_counter(), time.process_time()
-        for number in calls:
-            task.delay(number)
-        return time.perf_counter() - began, time.process_time() - cpu_before
-    finally:
-        gc.enable()
+    return Batch(send, send_cpu, trips[0], run, run_cpu, trips[1])
 
 
 def cpu_of(worker: CeleryWorker) -> float:
     """Return the seconds of CPU, user and system, that the worker's processes used so far."""
-    return sum(map(cpu_of_process, (worker.pid, *(child.pid for child in worker.children()))))
-
-
-def cpu_of_process(pid: int) -> float:
-    """Return the seconds of CPU of all threads of one process: to the ns; /proc has 10 ms."""
-    return time.clock_gettime((~pid << 3) | 2)  # Linux's name for the CPU clock of a process
+    pids = (worker.pid, *(child.pid for child in worker.children()))
+    # Linux's name for the CPU clock of a process: to the ns, where /proc has 10 ms.
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 def is_at_rest(worker: CeleryWorker) -> bool:
@@ -242,40 +209,43 @@ def figures_of(batches: Batches) -> list[Figure]:
     """Set what each candidate took against the floor's batch of the same round."""
     others = [name for name in batches if name != FLOOR]
     sent = [name for name in others if name != RAW]  # which is sent as the floor is
+    notes = {name: "ours" if name in OURS else "peer" for name in others} | {RAW: "floor"}
     missing = f"; not installed: {', '.join(MISSING)}" if MISSING else ""
-    return [
-        Figure(f"{FLOOR}, µs of CPU", median(batches, FLOOR, "run_cpu"), note="worker -c 2"),
-        *[
-            Figure(f"{name} / {FLOOR}", ratio(batches, name, "run_cpu"), note=describe(name))
-            for name in others
-        ],
-        Figure(f"{SINGLE} / {RAW}", ratio(batches, SINGLE, "run_cpu", RAW), note="as many trips"),
-        Figure(f"{FLOOR} .delay(), µs of CPU", median(batches, FLOOR, "send_cpu")),
-        *[
-            Figure(
-                f".delay(), {name} / {FLOOR}",
-                ratio(batches, name, "send_cpu"),
-                note=f"{describe(name)}; time {ratio(batches, name, 'send'):.2f}",
-            )
-            for name in sent
-        ],
-        *[Figure(f"{name}: trips of a run", mean(batches, name, "run_trips")) for name in others],
-        *[Figure(f"{name}: trips of a send", mean(batches, name, "send_trips")) for name in sent],
-        *[
-            Figure(
-                f"{name}: tasks/s",
-                1e6 / median(batches, name, "run"),
-                better="higher",
-                note=f"±15 %{missing}" if name == FLOOR else "",
-            )
-            for name in batches
-        ],
+    figures = [Figure(f"{FLOOR}, µs of CPU", median(batches, FLOOR, "run_cpu"), note="worker -c 2")]
+    figures += [
+        Figure(f"{name} / {FLOOR}", ratio(batches, name, "run_cpu"), note=notes[name])
+        for name in others
     ]
+    value = ratio(batches, SINGLE, "run_cpu", RAW)
+    figures.append(Figure(f"{SINGLE} / {RAW}", value, note="as many trips"))
+    figures.append(Figure(f"{FLOOR} .delay(), µs of CPU", median(batches, FLOOR, "send_cpu")))
+    for name in sent:
+        note = f"{notes[name]}; time {ratio(batches, name, 'send'):.2f}"
+        value = ratio(batches, name, "send_cpu")
+        figures.append(Figure(f".delay(), {name} / {FLOOR}", value, note=note))
+    for what, names in (("run", others), ("send", sent)):
+        # The mean: one round trip too many shows.
+        figures += [
+            Figure(
+                f"{name}: trips of a {what}",
+                statistics.fmean(getattr(batch, f"{what}_trips") for batch in batches[name]),
+            )
+            for name in names
+        ]
+    return figures + speeds(batches, {FLOOR: f"±15 %{missing}"})
 
 
-def describe(name: str) -> str:
-    """Say whose a candidate is."""
-    return "ours" if name in OURS else "floor" if name == RAW else "peer"
+def speeds(batches: Batches, notes: Mapping[str, str]) -> list[Figure]:
+    """Return how many tasks a second each candidate's worker ran."""
+    return [
+        Figure(
+            f"{name}: tasks/s",
+            1e6 / median(batches, name, "run"),
+            better="higher",
+            note=notes.get(name, ""),
+        )
+        for name in batches
+    ]
 
 
 def ratio(batches: Batches, name: str, field: str, floor: str = FLOOR) -> float:
@@ -287,8 +257,3 @@ def ratio(batches: Batches, name: str, field: str, floor: str = FLOOR) -> float:
 def median(batches: Batches, name: str, field: str) -> float:
     """Return the median of a candidate over all rounds."""
     return statistics.median(getattr(batch, field) for batch in batches[name])
-
-
-def mean(batches: Batches, name: str, field: str) -> float:
-    """Return the mean of a candidate over all rounds: one round trip too many shows."""
-    return statistics.fmean(getattr(batch, field) for batch in batches[name])

@@ -20,8 +20,9 @@ from django.core.cache import caches
 from redis.lock import Lock
 
 from django_celery_safe import cache_lock
-from tests.benchmarks.locks import BACKENDS, LEASE, caches_on, describe_floor
+from tests.benchmarks.locks import LEASE, describe_floor
 from tests.benchmarks.report import Figure
+from tests.benchmarks.tools import BACKENDS, caches_on
 from tests.processes import (
     FunctionProcess,
     meet,
@@ -53,8 +54,8 @@ SLOW = (REDIS_PY, "django-redis cache.lock")
 OURS = next(iter(BACKENDS))
 PLACES, LIMIT = f"{OURS}, limit=3", 3
 
-#: Candidates that fight; ours lives in the first of the backends.
-FIGHTING = (FLOOR, OURS, PLACES, PYTHON_REDIS_LOCK, REDIS_PY)
+#: Candidates that fight.
+FIGHTING = (OURS, PLACES)
 
 #: The list that tells the waiter what to wait for next.
 NEXT, END = "next", "end"
@@ -79,12 +80,12 @@ def run(servers: ServerPool) -> list[Figure]:
     """Measure the hand-offs of all candidates in the same rounds, then let each be fought for."""
     server = servers.redis
     with caches_on(server):
-        samples = hand_offs(server, ROUNDS, SLOW_ROUNDS)
-        return figures_of_hand_offs(samples) + [
-            figure
-            for name in FIGHTING
-            for figure in figures_of_fight(name, fight(server, name, PROCESSES, SECONDS))
-        ]
+        figures = figures_of_hand_offs(hand_offs(server))
+        for name in FIGHTING:
+            server.flush()
+            turns = run_in_processes(take_turns, PROCESSES, server.url, name)
+            figures += figures_of_fight(name, turns)
+    return figures
 
 
 @contextmanager
@@ -110,7 +111,7 @@ def _baton(lock: Any) -> Baton:
     return Baton(take, lock.release)
 
 
-def hand_offs(server: RedisServer, rounds: int, slow_rounds: int) -> dict[str, list[float]]:
+def hand_offs(server: RedisServer) -> dict[str, list[float]]:
     """Hand each baton over to another process, in turn; return the µs that each time took."""
     server.flush()
     with (
@@ -121,8 +122,8 @@ def hand_offs(server: RedisServer, rounds: int, slow_rounds: int) -> dict[str, l
         # A lock with free places is not handed over.
         samples: dict[str, list[float]] = {name: [] for name in batons if name != PLACES}
         # The first round connects, and is not counted.
-        for number in range(rounds + 1):
-            names = [name for name in samples if name not in SLOW or number <= slow_rounds]
+        for number in range(ROUNDS + 1):
+            names = [name for name in samples if name not in SLOW or number <= SLOW_ROUNDS]
             random.shuffle(names)
             for name in names:
                 taken = hand_off(client, name, batons[name], waiter)
@@ -174,16 +175,7 @@ def figures_of_hand_offs(samples: Mapping[str, Sequence[float]]) -> list[Figure]
     return figures
 
 
-def fight(server: RedisServer, name: str, processes: int, seconds: float) -> list[list[Turn]]:
-    """Let processes take, hold and give one baton without a pause; return the turns of each."""
-    server.flush()
-    with batons_on(server.url) as (_, batons):
-        if name == FLOOR:
-            batons[FLOOR].give()
-        return run_in_processes(take_turns, processes, server.url, name, seconds)
-
-
-def take_turns(url: str, name: str, seconds: float) -> list[Turn]:
+def take_turns(url: str, name: str) -> list[Turn]:
     """Take, hold and give the baton until the time is over."""
     turns: list[Turn] = []
     with batons_on(url) as (_, batons):
@@ -191,7 +183,7 @@ def take_turns(url: str, name: str, seconds: float) -> list[Turn]:
         baton.take()  # connects
         baton.give()
         meet()
-        ends_at = time.monotonic() + seconds
+        ends_at = time.monotonic() + SECONDS
         while (asked_at := time.monotonic()) < ends_at:
             baton.take()
             taken_at = time.monotonic()
@@ -204,45 +196,31 @@ def take_turns(url: str, name: str, seconds: float) -> list[Turn]:
 def figures_of_fight(name: str, turns: Sequence[Sequence[Turn]]) -> list[Figure]:
     """Say how fair the fight was, whether it was one baton, and how long that lay around."""
     limit = LIMIT if name == PLACES else 1
-    note = f"{len(turns)} processes, {'ours' if name in (*BACKENDS, PLACES) else 'for comparison'}"
     free = idle_times(turns, limit)
     median = f"p50 {statistics.median(free) * 1000:.2f} ms" if free else "never"
+    order = sorted(
+        ((turn, number) for number, of_one in enumerate(turns) for turn in of_one),
+        key=lambda entry: entry[0].taken_at,
+    )
+    changes = sum(one != other for (_, one), (_, other) in pairwise(order))
+    seconds = order[-1][0].taken_at - order[0][0].taken_at
+    counts = [len(of_one) for of_one in turns]
+    overlaps, ends = 0, [0.0] * limit
+    for turn, _ in order:
+        overlaps += turn.taken_at < ends[0]
+        ends = sorted([*ends[1:], turn.given_at])
+    worst = max(turn.taken_at - turn.asked_at for turn, _ in order)
+    # 1 if all had as many turns, 1/n if one had all.
+    jain = sum(counts) ** 2 / (len(counts) * sum(count**2 for count in counts))
     return [
-        Figure(f"{name}: Jain fairness", jain_index(turns), better="higher", note=note),
-        Figure(f"{name}: worst wait, s", worst_wait(turns)),
-        Figure(f"{name}: owner changes/s", owner_changes(turns), better="higher"),
-        Figure(f"{name}: held by {'two' if limit == 1 else limit + 1}", overlaps(turns, limit)),
+        Figure(f"{name}: Jain fairness", jain, better="higher", note=f"{len(turns)} processes"),
+        Figure(f"{name}: worst wait, s", worst),
+        Figure(f"{name}: owner changes/s", changes / seconds, better="higher"),
+        Figure(f"{name}: held by {'two' if limit == 1 else limit + 1}", overlaps),
         Figure(
             f"{name}: longest idle, s", max(free, default=0), note=f"while waited for; {median}"
         ),
     ]
-
-
-def jain_index(turns: Sequence[Sequence[Turn]]) -> float:
-    """Return Jain's index of the numbers of turns: 1 if all had as many, 1/n if one had all."""
-    counts = [len(of_one) for of_one in turns]
-    return sum(counts) ** 2 / (len(counts) * sum(count**2 for count in counts))
-
-
-def worst_wait(turns: Sequence[Sequence[Turn]]) -> float:
-    """Return the longest time that a process waited for its turn, s."""
-    return max(turn.taken_at - turn.asked_at for of_one in turns for turn in of_one)
-
-
-def owner_changes(turns: Sequence[Sequence[Turn]]) -> float:
-    """Return how often in a second the baton came to another process."""
-    order = _in_order(turns)
-    changes = sum(one != other for (_, one), (_, other) in pairwise(order))
-    return changes / (order[-1][0].taken_at - order[0][0].taken_at)
-
-
-def overlaps(turns: Sequence[Sequence[Turn]], limit: int = 1) -> int:
-    """Return how often a turn began before one of as many as the limit was over."""
-    count, ends = 0, [0.0] * limit
-    for turn, _ in _in_order(turns):
-        count += turn.taken_at < ends[0]
-        ends = sorted([*ends[1:], turn.given_at])
-    return count
 
 
 def idle_times(turns: Sequence[Sequence[Turn]], limit: int = 1) -> list[float]:
@@ -261,10 +239,3 @@ def idle_times(turns: Sequence[Sequence[Turn]], limit: int = 1) -> list[float]:
         elif idle_from is None:
             idle_from = moment
     return idle
-
-
-def _in_order(turns: Sequence[Sequence[Turn]]) -> list[tuple[Turn, int]]:
-    return sorted(
-        ((turn, number) for number, of_one in enumerate(turns) for turn in of_one),
-        key=lambda entry: entry[0].taken_at,
-    )

@@ -11,6 +11,7 @@ minutes with ``--form short``; there the status is 1 if a fault was not found.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -26,14 +27,16 @@ import django
 from tests.evidence.files import save
 from tests.faults.forms import FORMS, commands
 from tests.faults.lab import Lab
-from tests.faults.oracle import TOO_LITTLE
+from tests.faults.oracle import TOO_LITTLE, Violation
 from tests.faults.scenario import Plan, Scenario, option_name
-from tests.faults.verdict import print_verdict
 from tests.servers import ServerPool
 from tests.servers.databases import Databases
 
 #: Exit statuses.
 CLEAN, VIOLATED, UNDONE = 0, 1, 2
+
+#: Violations that are printed in full.
+SHOWN = 10
 
 #: The name that stands for all runs of a form.
 ALL = "all"
@@ -158,6 +161,23 @@ def run(number: int, chosen: Chosen, common: argparse.Namespace) -> tuple[int, d
         "measured": scenario.oracle.measure(history),
     }
     return CLEAN if is_clean else VIOLATED, {**result, **rest}
+
+
+def print_verdict(
+    result: Mapping[str, Any], violations: Sequence[Violation], *, as_json: bool
+) -> None:
+    """Print a run's plan and figures, and which promises were broken in it."""
+    found = [violation._asdict() for violation in violations[:SHOWN]]
+    shown = {**result, "violations": len(violations)}
+    if as_json:
+        print(json.dumps({**shown, "shown": found}))
+        return
+    for name, value in shown.items():
+        text = value if isinstance(value, str) else format(value, ",")
+        print(f"{name}{text:>{80 - len(name)}}")
+    for violation in found:
+        print("", violation["check"], f"  {violation['text']}", sep="\n")
+        print(*(f"  {line}" for line in violation["details"]), sep="\n")
 
 
 def record(name: str, scenario: Scenario, plan: Plan, keep: Path | None) -> Any:

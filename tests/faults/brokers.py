@@ -2,7 +2,6 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -11,13 +10,16 @@ import psutil
 
 from tests.servers import RabbitMQServer, RedisServer
 
-BrokerName = Literal["redis", "rabbitmq", "filesystem"]
+BrokerName = Literal["redis", "rabbitmq"]
 
 #: Name of the queue: Celery's own.
 QUEUE: Final = "celery"
 
 #: Number of Redis's database that is the broker's.
 DATABASE: Final = 1
+
+#: Longest wait for an answer of Redis where the package sets none, s.
+SILENCE: Final = 2.0
 
 
 class LastingRedis(RedisServer):
@@ -31,7 +33,15 @@ class LastingRedis(RedisServer):
 
 
 class Broker(ABC):
-    """The server that carries the messages."""
+    """
+    The server that carries the messages.
+
+    Args:
+        server: Empty.
+    """
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -41,13 +51,9 @@ class Broker(ABC):
     def waiting(self) -> int:
         """Return how many messages it has; those that a worker holds may count or not."""
 
-    def restart(self) -> None:
-        """Stop it and start it again; it keeps its messages, if its server does."""
-        raise NotImplementedError
-
+    @abstractmethod
     def flush(self) -> None:
         """Let it lose what waits in it."""
-        raise NotImplementedError
 
 
 class RedisBroker(Broker):
@@ -55,7 +61,6 @@ class RedisBroker(Broker):
     Redis, looked at from outside of kombu; only a lasting one keeps messages over a restart.
 
     Args:
-        server: Empty.
         visibility_timeout: After so many seconds it redelivers; None: kombu's default.
         silence: Longest wait of clients for an answer, s; None: without an end.
     """
@@ -66,33 +71,28 @@ class RedisBroker(Broker):
         visibility_timeout: float | None = None,
         silence: float | None = None,
     ) -> None:
-        self.server = server
-        self._visibility_timeout, self._silence = visibility_timeout, silence
-
-    def settings(self) -> dict[str, Any]:
-        options: dict[str, float] = {}
-        if self._visibility_timeout is not None:
-            options = {
-                "visibility_timeout": self._visibility_timeout,
+        super().__init__(server)
+        self._options: dict[str, float] = {}
+        if visibility_timeout is not None:
+            self._options = {
+                "visibility_timeout": visibility_timeout,
                 "unacked_restore_interval": 0.5,
                 "unacked_restore_throttle": 1,
             }
-        if self._silence is not None:
-            options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), self._silence)
+        if silence is not None:
+            self._options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), silence)
+
+    def settings(self) -> dict[str, Any]:
         return {
             "CELERY_BROKER_URL": self.server.database_url(DATABASE),
-            "CELERY_BROKER_TRANSPORT_OPTIONS": options,
+            "CELERY_BROKER_TRANSPORT_OPTIONS": self._options,
         }
-
-    def restart(self) -> None:
-        self.server.restart()
 
     def flush(self) -> None:
         self.server.flush()
 
     def waiting(self) -> int:
-        _, waiting, given_out = self._look()
-        return len(waiting) + len(given_out)
+        return len(self.messages())
 
     def idle_workers(self) -> int:
         """Return how many workers wait for a message, and have taken none just now."""
@@ -133,11 +133,8 @@ class RedisBroker(Broker):
 
 
 def _idle(clients: list[dict[str, str]]) -> list[int]:
-    return [
-        int(client["id"])
-        for client in clients
-        if client["cmd"] == "brpop" and "b" in client["flags"]
-    ]
+    waiting = [one for one in clients if one["cmd"] == "brpop" and "b" in one["flags"]]
+    return [int(one["id"]) for one in waiting]
 
 
 class RabbitMQBroker(Broker):
@@ -145,12 +142,11 @@ class RabbitMQBroker(Broker):
     RabbitMQ.
 
     Args:
-        server: Empty.
         queue_type: The type of its queue: classic or quorum.
     """
 
     def __init__(self, server: RabbitMQServer, queue_type: str = "classic") -> None:
-        self.server = server
+        super().__init__(server)
         self._queue_type = queue_type
 
     def settings(self) -> dict[str, Any]:
@@ -160,56 +156,14 @@ class RabbitMQBroker(Broker):
             "CELERY_TASK_DEFAULT_QUEUE_TYPE": self._queue_type,
         }
 
-    def restart(self) -> None:
-        self.server.restart()
-
     def flush(self) -> None:
-        with amqp.Connection(f"{self.server.host}:{self.server.port}") as connection:
+        with self._connect() as connection:
             connection.channel().queue_purge(QUEUE)
 
     def waiting(self) -> int:
-        with amqp.Connection(f"{self.server.host}:{self.server.port}") as connection:
-            queue = connection.channel().queue_declare(QUEUE, passive=True)
-        assert queue is not None
+        with self._connect() as connection:
+            queue: Any = connection.channel().queue_declare(QUEUE, passive=True)
         return int(queue[1])
 
-
-class FolderBroker(Broker):
-    """
-    A folder, which can't be restarted.
-
-    Args:
-        folder: New.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for name in ("messages", "taken", "control"):
-            (folder / name).mkdir(parents=True)
-
-    def settings(self) -> dict[str, Any]:
-        messages = str(self.folder / "messages")
-        return {
-            "CELERY_BROKER_URL": "filesystem://",
-            "CELERY_BROKER_TRANSPORT": "tests.faults.stages.folder:Transport",
-            "CELERY_BROKER_TRANSPORT_OPTIONS": {
-                "data_folder_in": messages,
-                "data_folder_out": messages,
-                "control_folder": str(self.folder / "control"),
-                # A worker that is killed with a message leaves it here, not in the machine's
-                # own folder.
-                "processed_folder": str(self.folder / "taken"),
-                "store_processed": True,
-                "polling_interval": 0.02,
-            },
-        }
-
-    def flush(self) -> None:
-        for message in self._messages():
-            message.unlink(missing_ok=True)
-
-    def waiting(self) -> int:
-        return sum(1 for _ in self._messages())
-
-    def _messages(self) -> Iterator[Path]:
-        return (self.folder / "messages").glob(f"*.{QUEUE}.msg")
+    def _connect(self) -> Any:
+        return amqp.Connection(f"{self.server.host}:{self.server.port}")

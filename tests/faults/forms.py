@@ -13,7 +13,7 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "locks --operations 10000 --limit 3 --nemesis restart",
         "tasks --tasks 200 --worker-kills 1",
         "outbox --transactions 60 --rounds 1 --random-kills 2",
-        "mails --users 40",
+        "mails --users 60",
         "stages --runs 20 --child-kills 40",
         "carried --tasks 200 --child-kills 8 --worker-kills 1 --pauses 2 --restarts 1 --flushes 1",
         "poison --tasks 100 --poison 2",
@@ -32,11 +32,11 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "stages",
         "carried --tasks 5000 --child-kills 100 --worker-kills 10 --relay-kills 4 --restarts 6",
         "carried --broker rabbitmq",
-        # Each harm needs a task that runs, and starting a killed worker takes as long as 40 tasks.
-        "carried --broker filesystem --tasks 200 --child-kills 10 --worker-kills 1 --pauses 2",
         "poison",
         "poison --tasks-kind plain",
     ),
+    # All faults and nothing else.
+    "faults": (),
 }
 
 #: The options of a small run of each scenario, long enough for a deliberate fault to be found.

@@ -8,13 +8,20 @@ from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
+from tests.faults.brokers import SILENCE, Broker, LastingRedis, RabbitMQBroker, RedisBroker
 from tests.processes import CeleryWorker, FunctionProcess, start_in_process
-from tests.servers import RedisServer, Server
-from tests.servers.databases import DatabaseKind
+from tests.servers import RabbitMQServer, RedisServer, Server
 
 #: Messages for each child that a worker may hold: so many that it always waits for one more,
 #: also while the broker has yet to redeliver those of killed children.
 PREFETCH = 16
+
+
+#: How long a publication right after a commit may take, s.
+SEND_TIMEOUT = 0.5
+
+#: How long a worker waits until it takes a child for dead, s.
+LOST_WAIT = 1.0
 
 
 class Lab(ExitStack):
@@ -31,7 +38,7 @@ class Lab(ExitStack):
         self,
         folder: Path,
         find_server: Callable[[type[Server]], Any],
-        make_database: Callable[[DatabaseKind], str],
+        make_database: Callable[[Any], str],
     ) -> None:
         super().__init__()
         self.folder = folder
@@ -39,6 +46,38 @@ class Lab(ExitStack):
         self.database = make_database
         #: Django settings of all processes of the run, on top of those of this one.
         self.settings: dict[str, Any] = {}
+
+    def make_broker(
+        self,
+        name: str,
+        *,
+        lasting: bool = False,
+        visibility_timeout: float | None = None,
+        queue: str = "classic",
+    ) -> Broker:
+        """Return a broker, empty; a Redis that is not ``lasting`` keeps nothing on the disk."""
+        if name == "rabbitmq":
+            return RabbitMQBroker(self.server(RabbitMQServer), queue)
+        server = self.server(LastingRedis if lasting else RedisServer)
+        return RedisBroker(server, visibility_timeout, SILENCE)
+
+    def configure(self, alias: str, broker: Broker, ours: Mapping[str, Any], **more: Any) -> None:
+        """
+        Set the Django settings of all processes.
+
+        Args:
+            alias: Their default database.
+            ours: The setting DJANGO_CELERY_SAFE.
+        """
+        self.use_database(alias, CONN_MAX_AGE=None)
+        self.settings |= {
+            "CELERY_TASK_IGNORE_RESULT": True,
+            "CELERY_WORKER_LOST_WAIT": LOST_WAIT,
+            "DJANGO_CELERY_SAFE": dict(ours),
+            "TEST_WITNESS": str(self.folder),
+            **broker.settings(),
+            **more,
+        }
 
     def use_database(self, alias: str, **more: Any) -> None:
         """Let this be the default database of all processes; ``more`` goes into its entry."""
@@ -62,7 +101,6 @@ class Lab(ExitStack):
         number: int,
         include: str,
         *,
-        app: str = "tests.app",
         concurrency: int = 2,
         prefetch: int = 4,
         env: Mapping[str, str] | None = None,
@@ -76,7 +114,7 @@ class Lab(ExitStack):
         """
         workers = [
             CeleryWorker(
-                app,
+                "tests.app",
                 concurrency=concurrency,
                 arguments=["--include", include, "--prefetch-multiplier", str(prefetch)],
                 settings=self.settings,

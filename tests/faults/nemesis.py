@@ -1,53 +1,32 @@
 """A nemesis, which harms a run again and again while it goes on."""
 
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import psutil
 
-from tests.faults.scenario import Plan
-from tests.processes import CeleryWorker, Journal
+from tests.faults.scenario import Plan, Witness
+from tests.processes import CeleryWorker, wait_for
 
 
-class Nemesis(ABC):
+class WorkerNemesis:
     """
-    Does harm by its plan's seed.
+    Kills children of workers, and whole workers, with SIGKILL, by its plan's seed.
 
     Args:
-        plan: The plan of the run.
+        witness: Its trouble has each kill, with the process, what it was, and whether that was
+            inside a room.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, workers: Sequence[CeleryWorker], witness: Witness) -> None:
         self.random = random.Random(f"{plan.seed}:nemesis")
-
-    @abstractmethod
-    def strike(self) -> None:
-        """Do the harm that is due now, if any is."""
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether all harm is done that must be done."""
-        return True
-
-
-class WorkerNemesis(Nemesis):
-    """
-    Kills children of workers, and whole workers, with SIGKILL.
-
-    Args:
-        journal: Where each kill is recorded, with the process and what it was.
-    """
-
-    def __init__(self, plan: Plan, workers: Sequence[CeleryWorker], journal: Journal) -> None:
-        super().__init__(plan)
-        self.workers = workers
-        self._journal = journal
+        self.workers, self.witness = workers, witness
 
     def record_kill(self, pid: int, what: str) -> None:
-        """Record that a process was killed."""
-        self._journal.write("killed", child=pid, what=what)
+        """Record that a process was killed, and whether it was inside a task."""
+        inside = self.witness.room.clear(pid)
+        self.witness.trouble.write("killed", child=pid, what=what, inside=inside)
 
     def choose_child(self, among: Collection[int] | None = None) -> psutil.Process | None:
         """
@@ -66,6 +45,27 @@ class WorkerNemesis(Nemesis):
             if child is not None and child.ppid() in {worker.pid for worker in self.workers}:
                 return child
         return None
+
+    def stop_inside(
+        self, among: Collection[int], wanted: Callable[[str], bool] = lambda what: True
+    ) -> psutil.Process | None:
+        """Stop some of these children inside what is wanted; None: the one looked at was not."""
+        child = self.choose_child(among)
+        if child is None:
+            return None
+        with suppress(psutil.NoSuchProcess, TimeoutError):
+            child.suspend()
+            wait_for(lambda: child.status() == psutil.STATUS_STOPPED, 1)
+            what = self.witness.room.what(child.pid)
+            if what is not None and wanted(what):
+                return child
+        self.resume(child)
+        return None
+
+    def resume(self, child: psutil.Process) -> None:
+        """Let a child go on, if it lives."""
+        with suppress(psutil.NoSuchProcess):
+            child.resume()
 
     def kill_child(self, child: psutil.Process, what: str = "child") -> None:
         """Kill a child."""

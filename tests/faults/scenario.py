@@ -1,15 +1,19 @@
 """Scenarios: each is a plan, a function that records a run of it, and an oracle."""
 
+import os
 import random
+import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from django.conf import settings
+
 from tests.faults.lab import Lab
 from tests.faults.oracle import Oracle
-from tests.faults.rooms import Room
 from tests.processes import Journal
 
 
@@ -47,6 +51,42 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Room:
+    """A folder with one file for each process that is inside of something, or died there."""
+
+    folder: Path
+
+    @contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """Show in the block that this process is inside, and of what."""
+        self.folder.mkdir(exist_ok=True)
+        mark = self._mark(os.getpid())
+        mark.write_text(what)
+        try:
+            yield
+        finally:
+            mark.unlink()
+
+    def pids(self) -> set[int]:
+        """Return the processes that are inside, or died there."""
+        return {int(mark.name) for mark in self.folder.glob("*")}
+
+    def what(self, pid: int) -> str | None:
+        """Return what a process is inside of, or died in; None: nothing."""
+        mark = self._mark(pid)
+        return mark.read_text() if mark.exists() else None
+
+    def clear(self, pid: int) -> bool:
+        """Forget a dead or paused process; return whether it was inside."""
+        was_inside = self._mark(pid).exists()
+        self._mark(pid).unlink(missing_ok=True)
+        return was_inside
+
+    def _mark(self, pid: int) -> Path:
+        return self.folder / str(pid)
+
+
+@dataclass(frozen=True)
 class Witness:
     """Files in which processes record what really happened, found by their folder."""
 
@@ -75,6 +115,39 @@ class Witness:
     def log(self) -> Path:
         """The log of the processes."""
         return self.folder / "processes.log"
+
+
+def find_witness() -> Witness:
+    """Return the witness that this process is to write to."""
+    return Witness(Path(settings.TEST_WITNESS))
+
+
+class Stillness:
+    """
+    Tells for how long a journal has not grown.
+
+    Args:
+        at_most: The run fails when it takes longer, s.
+    """
+
+    def __init__(self, journal: Journal, at_most: float) -> None:
+        self._path, self._at_most = journal.path, at_most
+        self._ends_at = time.monotonic() + at_most
+        self._seen, self.since = -1, time.monotonic()
+
+    def seconds(self) -> float:
+        """
+        Return for how long nothing was written.
+
+        Raises:
+            TimeoutError: The run takes too long.
+        """
+        seen, now = self._path.stat().st_size if self._path.exists() else 0, time.monotonic()
+        if seen != self._seen:
+            self._seen, self.since = seen, now
+        if now > self._ends_at:
+            raise TimeoutError(f"After {self._at_most:g} s there is no end.")
+        return now - self.since
 
 
 def draw_duration(chance: random.Random, durations: Sequence[tuple[float, int]]) -> float:

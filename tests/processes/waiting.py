@@ -28,6 +28,7 @@ def wait_for(
     condition: Callable[[], Result],
     timeout: float = 30,
     message: str = "the condition did not become true",
+    look: float = POLL_INTERVAL,
 ) -> Result:
     """
     Call ``condition`` until it returns something true, and return that.
@@ -35,6 +36,7 @@ def wait_for(
     Args:
         timeout: Seconds to wait at most; the condition is asked once more at the end.
         message: The event that did not happen, for the error.
+        look: Seconds between two looks.
 
     Raises:
         TimeoutError: It stayed false.
@@ -46,7 +48,7 @@ def wait_for(
             return result
         if late:
             raise TimeoutError(f"After {timeout:g} s: {message}.")
-        time.sleep(POLL_INTERVAL)
+        time.sleep(look)
 
 
 def dead_port() -> int:

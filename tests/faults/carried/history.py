@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
-from typing import NamedTuple, Self
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, Self
 
 from django_celery_safe.leases.holder import decode_holder
 from django_celery_safe.locks import HeldLock
 from django_celery_safe.models import OutboxMessage
-from tests.faults.carried.ledger import COMMITTED, DEATH, FAILED, GONE, RESENT, Ledger
-from tests.faults.carried.plan import LEASE, RELAY_LOOK, Plan, Witness
+from tests.faults.carried.plan import LEASE, RELAY_LOOK, Plan
+from tests.faults.ledger import Ledger
+from tests.faults.scenario import Witness
 
 #: Longest time, s, that tasks wait after a harm to a server, a worker or a relay: all processes
 #: have to connect again.
@@ -100,7 +101,6 @@ class History:
         harms: How often each harm was done, by its name in the plan.
         struck: Spans in which tasks may wait for another reason than their own kill: from the
             beginning of a harm that may lose messages until its effects are over.
-        away: Spans from a stop of the database until it answered again.
         inside: How many processes were killed inside a task.
         unsent: How many committed transactions had an error for their sends.
         waiting: How many messages the broker has in the end.
@@ -118,7 +118,6 @@ class History:
     resent: int = 0
     harms: Counter[str] = field(default_factory=Counter)
     struck: list[tuple[int, int]] = field(default_factory=list)
-    away: list[tuple[int, int]] = field(default_factory=list)
     inside: int = 0
     unsent: int = 0
     waiting: int = 0
@@ -130,60 +129,55 @@ class History:
         history = cls(plan)
         for row in OutboxMessage.objects.using(alias):
             history.left[row.task_id] = Row(row.state, row.error_type)
-        history._read_ledger(ledger)
-        history._read_runs(witness)
-        history._read_trouble(witness)
+        for note in ledger.read():
+            match note.what:
+                case "committed":
+                    history.committed[note.task_id] = note.at
+                case "gone" | "failed":
+                    history.ends.setdefault(note.task_id, note.at)
+                case "resent":
+                    history.resent += 1
+                case "death":
+                    pid = decode_holder(note.holder, HeldLock("")).holder.pid
+                    history.deaths.append(Death(note.task_id, pid, note.at, note.lease))
+        for entry in sorted(witness.journal.entries(), key=itemgetter("at_ns")):
+            history._add_run(entry)
+        for entry in witness.trouble.entries():
+            history._add_trouble(entry)
         return history
 
-    def _read_ledger(self, ledger: Ledger) -> None:
-        for note in ledger.read():
-            if note.what == COMMITTED:
-                self.committed[note.task_id] = note.at
-            elif note.what in (GONE, FAILED):
-                self.ends.setdefault(note.task_id, note.at)
-            elif note.what == RESENT:
-                self.resent += 1
-            elif note.what == DEATH:
-                pid = decode_holder(note.holder, HeldLock("")).holder.pid
-                self.deaths.append(Death(note.task_id, pid, note.at, note.lease))
+    def _add_run(self, entry: dict[str, Any]) -> None:
+        task_id, pid, at = entry["id"], entry["pid"], entry["at_ns"]
+        match entry["effect"]:
+            case "begun":
+                run = Run(task_id, pid, at, entry["retries"], entry["worker"])
+                self.runs[task_id].append(run)
+            case "ended":
+                ours = [one for one in self.runs[task_id] if one.pid == pid]
+                ours[-1].ended, ours[-1].ending = at, entry["ending"]
+            case "stood still":
+                self.stood_still[pid].append(at)
 
-    def _read_runs(self, witness: Witness) -> None:
-        for entry in sorted(witness.runs.entries(), key=lambda entry: entry["at_ns"]):
-            task_id, pid, at = entry["id"], entry["pid"], entry["at_ns"]
-            match entry["effect"]:
-                case "begun":
-                    self.runs[task_id].append(
-                        Run(task_id, pid, at, entry["retries"], entry["worker"])
-                    )
-                case "ended":
-                    ours = [one for one in self.runs[task_id] if one.pid == pid]
-                    ours[-1].ended, ours[-1].ending = at, entry["ending"]
-                case "stood still":
-                    self.stood_still[pid].append(at)
-
-    def _read_trouble(self, witness: Witness) -> None:
-        for entry in witness.trouble.entries():
-            at = entry["at_ns"]
-            after = at + int(AFTERMATH * 1e9)
-            match entry["effect"]:
-                case "killed":
-                    self.killed[entry["child"]].append(at)
-                    self.inside += entry["inside"]
-                    if not entry["inside"]:  # perhaps with a message
-                        self.struck.append((at, at))
-                case "worker ended":
-                    self.ended[entry["worker"]] = at
-                    self.struck.append((at, after))
-                case "send failed":
-                    self.unsent += 1
-                case "paused":
-                    self.stood_still[entry["child"]].append(at)
-                case harm:
-                    self.harms[harm] += 1
-                    if harm not in ("children killed", "children paused"):
-                        self.struck.append((entry["began_ns"], after))
-                    if harm == "database restarted":
-                        self.away.append((entry["began_ns"], at))
+    def _add_trouble(self, entry: dict[str, Any]) -> None:
+        at = entry["at_ns"]
+        after = at + int(AFTERMATH * 1e9)
+        match entry["effect"]:
+            case "killed":
+                self.killed[entry["child"]].append(at)
+                self.inside += entry["inside"]
+                if not entry["inside"]:  # perhaps with a message
+                    self.struck.append((at, at))
+            case "worker ended":
+                self.ended[entry["worker"]] = at
+                self.struck.append((at, after))
+            case "send failed":
+                self.unsent += 1
+            case "paused":
+                self.stood_still[entry["child"]].append(at)
+            case harm:
+                self.harms[harm] += 1
+                if harm not in ("children killed", "children paused"):
+                    self.struck.append((entry["began_ns"], after))
 
     def all_runs(self) -> Iterator[Run]:
         """Yield the runs of all tasks, each task's in order."""

@@ -1,6 +1,5 @@
 """The nemesis of carried tasks: it kills and pauses processes, and takes the broker's memory."""
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +8,10 @@ from typing import Final
 import psutil
 
 from tests.faults.brokers import Broker
-from tests.faults.carried.plan import LEASE, Plan, Witness
+from tests.faults.carried.plan import LEASE, Plan
 from tests.faults.nemesis import WorkerNemesis
-from tests.processes import CeleryWorker, wait_for
+from tests.faults.scenario import Witness
+from tests.processes import CeleryWorker
 
 #: Part of the kills of children that is aimed at one inside a task; the first one is in any case.
 AIMED: Final = 0.6
@@ -52,17 +52,21 @@ class Troublemaker(WorkerNemesis):
     def __init__(
         self,
         plan: Plan,
+        workers: Sequence[CeleryWorker],
         witness: Witness,
         broker: Broker,
-        workers: Sequence[CeleryWorker],
         count_tasks: Callable[[], int],
         kill_relay: Callable[[], None],
         restart_database: Callable[[], None],
     ) -> None:
-        super().__init__(plan, workers, witness.trouble)
-        self.witness, self.broker = witness, broker
+        super().__init__(plan, workers, witness)
         self._count_tasks = count_tasks
-        self._kill_relay, self._restart_database = kill_relay, restart_database
+        self._others: dict[str, Callable[[], None]] = {
+            "relays killed": kill_relay,
+            "broker restarted": broker.server.restart,
+            "broker flushed": broker.flush,
+            "database restarted": restart_database,
+        }
         # Spread over the whole run, at uneven distances. A pause needs a long task, and so comes
         # while there are many to come: in a short run first of all.
         self._due = sorted(
@@ -77,6 +81,7 @@ class Troublemaker(WorkerNemesis):
 
     @property
     def is_spent(self) -> bool:
+        """Whether all harm is done that must be done."""
         return not self._due and not self._paused
 
     def supervise(self) -> None:
@@ -98,10 +103,10 @@ class Troublemaker(WorkerNemesis):
         """Do the harm that is due, and resume a paused child when another process has its task."""
         self.supervise()
         for paused in self._paused[:]:
-            begun = self.witness.runs.count("begun", id=paused.task_id)
+            begun = self.witness.journal.count("begun", id=paused.task_id)
             if begun > paused.runs or time.monotonic() > paused.ends_at:
                 self._paused.remove(paused)
-                self._resume(paused.child)
+                self.resume(paused.child)
         if self._due and self._count_tasks() >= self._due[0][0]:
             began, (_, what) = time.monotonic_ns(), self._due[0]
             if self._do(what):
@@ -115,21 +120,14 @@ class Troublemaker(WorkerNemesis):
                 return self._kill_one()
             case "workers killed":
                 return self.kill_worker()
-            case "relays killed":
-                self._kill_relay()
             case "children paused":
                 return self._pause_one()
-            case "broker restarted":
-                self.broker.restart()
-            case "broker flushed":
-                self.broker.flush()
-            case "database restarted":
-                self._restart_database()
+        self._others[what]()
         return True
 
     def _kill_one(self) -> bool:
         if self.random.random() < AIMED or not self._has_killed_inside:
-            child = self._stop_inside(lambda task_id: True)
+            child = self.stop_inside(self._moving())
             self._has_killed_inside |= child is not None
         else:
             child = self.choose_child()
@@ -139,29 +137,14 @@ class Troublemaker(WorkerNemesis):
         return True
 
     def _pause_one(self) -> bool:
-        child = self._stop_inside(self._long.__contains__)
+        child = self.stop_inside(self._moving(), self._long.__contains__)
         if child is None:
             return False
-        task_id = self.witness.room.what(child.pid)
-        assert task_id is not None
-        runs = self.witness.runs.count("begun", id=task_id)
+        task_id = self.witness.room.what(child.pid) or ""
+        runs = self.witness.journal.count("begun", id=task_id)
         self.witness.trouble.write("paused", child=child.pid)
         self._paused.append(Paused(child, task_id, runs))
         return True
-
-    def _stop_inside(self, wanted: Callable[[str], bool]) -> psutil.Process | None:
-        """Stop some child inside a task that is wanted; None: the one looked at was in none."""
-        child = self.choose_child(self._moving())
-        if child is None:
-            return None
-        with contextlib.suppress(psutil.NoSuchProcess, TimeoutError):
-            child.suspend()
-            wait_for(lambda: child.status() == psutil.STATUS_STOPPED, 1)
-            task_id = self.witness.room.what(child.pid)
-            if task_id is not None and wanted(task_id):
-                return child
-        self._resume(child)
-        return None
 
     def _moving(self) -> set[int]:
         """Return the processes that are inside a task and not paused."""
@@ -169,12 +152,3 @@ class Troublemaker(WorkerNemesis):
 
     def _is_paused(self, pid: int) -> bool:
         return any(one.child.pid == pid for one in self._paused)
-
-    def _resume(self, child: psutil.Process) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.resume()
-
-    def record_kill(self, pid: int, what: str) -> None:
-        """Record a kill, and whether it was inside a task."""
-        inside = self.witness.room.clear(pid)
-        self.witness.trouble.write("killed", child=pid, what=what, inside=inside)

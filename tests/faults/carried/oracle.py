@@ -167,9 +167,6 @@ def count(history: History) -> dict[str, float]:
         **{what: history.harms[what] for what in history.plan.harms},
         "killed inside a task": history.inside,
         "workers that ended by themselves": len(history.ended),
-        "runs that ended without a database": sum(
-            began < run.ended < over for run in runs if run.ended for began, over in history.away
-        ),
         "runs": len(runs),
         "runs again": len(runs) - len(attempts(history)),
         "deaths counted": len(history.deaths),

@@ -1,18 +1,13 @@
-"""The plan of a run, and the files in which its processes record what happens."""
+"""The plan of a run."""
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal, NamedTuple, get_args
-
-from django.conf import settings
 
 from tests.faults.brokers import BrokerName
 from tests.faults.scenario import Plan as AnyPlan
-from tests.faults.scenario import Witness as AnyWitness
 from tests.faults.scenario import draw_duration, option
-from tests.processes import Journal
 from tests.servers.databases import SERVERS
 
 #: How tasks are sent and declared: by Celery alone, with ``acks_late``, and with
@@ -79,18 +74,17 @@ class Plan(AnyPlan):
 
     Args:
         pause: Mean time between two transactions, s.
-        durations: Longest time that a task takes, s, and the weight of that time.
         workers: Number of workers.
         concurrency: Children of each worker.
         quiet: The run ends when all rows have ended and nothing has moved for this time, s.
         patience: The same, s, while there are tasks that have not ended.
-        at_most: The run fails if it takes longer, s, plus ``at_most_each`` for each task.
+        at_most: The run fails if it takes longer, s, plus a little for each task.
         grace: How late the task of a killed process may begin again while a worker is idle, s.
     """
 
     sent: str = option("until-done", "how tasks are sent; others may lose some", get_args(SentName))
-    broker: str = option("redis", "the broker; with filesystem on SQLite", get_args(BrokerName))
-    database: str = option("postgres", "what has the rows; not with filesystem", SERVERS)
+    broker: str = option("redis", "the broker", get_args(BrokerName))
+    database: str = option("postgres", "what has the rows", SERVERS)
     queue: str = option("classic", "the type of RabbitMQ's queue", ("classic", "quorum"))
     tasks: int = option(2_000, "how many tasks; a tenth retries, a hundredth fails")
     child_kills: int = option(40, "how often a worker's child is killed")
@@ -101,13 +95,11 @@ class Plan(AnyPlan):
     flushes: int = option(2, "how often the broker loses what waits in it")
     database_restarts: int = option(1, "how often the database's server is")
     pause: float = 0.12
-    durations: tuple[tuple[float, int], ...] = tuple(DURATIONS.items())
     workers: int = 2
     concurrency: int = 3
     quiet: float = 5.0
     patience: float = 60.0
     at_most: float = 600.0
-    at_most_each: float = 0.15
     grace: float = 2.0
 
     def objection(self) -> str | None:
@@ -138,7 +130,7 @@ class Plan(AnyPlan):
     @property
     def limit(self) -> float:
         """The seconds after which all tasks must have ended."""
-        return self.at_most + self.at_most_each * self.tasks
+        return self.at_most + 0.15 * self.tasks
 
     def transactions(self) -> Iterator[Transaction]:
         """Yield the transactions, until the planned number of tasks is committed."""
@@ -158,29 +150,4 @@ class Plan(AnyPlan):
 
     def _task(self, number: int, name: str, chance: random.Random) -> Task:
         ending = "failed" if number % 100 == 7 else "retried" if number % 10 == 3 else "done"
-        return Task(f"{name}-{number}", ending, draw_duration(chance, self.durations))
-
-
-class Witness(AnyWitness):
-    """A journal beside that of trouble, and a room that shows which tasks run just now."""
-
-    @property
-    def runs(self) -> Journal:
-        """The runs of tasks that began and ended, and the processes that were paused in one."""
-        return self.open("runs")
-
-    def count_ended(self) -> int:
-        """Return how many tasks have come to their end."""
-        ended = self.runs.entries("ended")
-        return len({entry["id"] for entry in ended if entry["ending"] in FINAL})
-
-    @property
-    def size(self) -> int:
-        """The size of the journal of runs, which shows whether anything moved."""
-        path = self.runs.path
-        return path.stat().st_size if path.exists() else 0
-
-
-def find_witness() -> Witness:
-    """Return the witness that this process is to write to."""
-    return Witness(Path(settings.TEST_WITNESS))
+        return Task(f"{name}-{number}", ending, draw_duration(chance, tuple(DURATIONS.items())))

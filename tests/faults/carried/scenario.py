@@ -1,35 +1,26 @@
 """How a run of the scenario ``carried`` is recorded."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from django.db import Error, connections
 
 from django_celery_safe.models import OutboxMessage
-from tests.faults.brokers import Broker, FolderBroker, RabbitMQBroker, RedisBroker
 from tests.faults.carried import broken
 from tests.faults.carried.history import History
-from tests.faults.carried.ledger import COMMITTED, Ledger
 from tests.faults.carried.nemesis import Troublemaker
-from tests.faults.carried.plan import LEASE, OUTBOX, RESEND_AFTER, Plan, Witness
+from tests.faults.carried.plan import FINAL, LEASE, OUTBOX, RESEND_AFTER, Plan
 from tests.faults.carried.sender import relay, send
-from tests.faults.lab import Lab
-from tests.processes import CeleryWorker
-from tests.processes.waiting import wait_for
-from tests.servers import MariaDBServer, PostgresServer, RabbitMQServer, RedisServer
+from tests.faults.lab import SEND_TIMEOUT, Lab
+from tests.faults.ledger import Ledger, Trigger
+from tests.faults.scenario import Stillness, Witness
+from tests.processes import wait_for
+from tests.servers import MariaDBServer, PostgresServer
 
 #: Pause between two looks, s.
 LOOK: Final = 0.05
-
-#: How long a publication right after a commit may take, s.
-SEND_TIMEOUT: Final = 0.5
-
-#: Longest wait for an answer of Redis where the package sets none, s.
-SILENCE: Final = 2.0
-
-#: How long a worker waits until it takes a child for dead, s.
-LOST_WAIT: Final = 1.0
 
 #: Deliberate faults, and the checks of which one must find each.
 VARIANTS = {
@@ -39,34 +30,59 @@ VARIANTS = {
     "new-id": ("lost tasks",),
 }
 
+#: What the database notes about a task's row: it is gone, its task failed, a process died in its
+#: task, and it is sent again since no worker began its task.
+TRIGGERS: Final = {
+    "gone": Trigger(OutboxMessage, "DELETE", row="OLD"),
+    "failed": Trigger(OutboxMessage, "UPDATE OF ended_at", "OLD.ended_at IS NULL", "OLD"),
+    "resent": Trigger(OutboxMessage, "UPDATE OF resent", "NEW.resent > OLD.resent", "OLD"),
+    "death": Trigger(OutboxMessage, "UPDATE OF deaths", "NEW.deaths > OLD.deaths", "OLD"),
+}
+
 
 def record(plan: Plan, lab: Lab) -> History:
     """Let workers run tasks while processes are killed; return the history."""
-    in_files = plan.broker == "filesystem"
-    if in_files:  # there is no server to restart
-        plan = replace(plan, restarts=0, database_restarts=0)
-    witness, broker = Witness(lab.folder), make_broker(plan.broker, lab, plan.queue)
-    alias = lab.database("sqlite-immediate" if in_files else plan.database)
+    witness, alias = Witness(lab.folder), lab.database(plan.database)
+    broker = lab.make_broker(plan.broker, queue=plan.queue)
     ledger = Ledger(alias)
-    ledger.open()
-    configure(plan, lab, broker, alias)
+    ledger.open(TRIGGERS)
+    ours = {
+        "LOCK_TIMEOUT": LEASE,
+        "OUTBOX": OUTBOX.get(plan.sent, False),
+        "OUTBOX_RESEND_AFTER": RESEND_AFTER,
+        "OUTBOX_SEND_TIMEOUT": SEND_TIMEOUT,
+        # No task is poison here, however often its processes are killed.
+        "MAX_DEATHS": None,
+    }
+    lab.configure(
+        alias,
+        broker,
+        ours,
+        CELERY_TASK_ACKS_LATE=plan.sent in ("acks-late", "reject-lost"),
+        CELERY_TASK_REJECT_ON_WORKER_LOST=plan.sent == "reject-lost",
+    )
     relaying = Relaying(plan, lab)
-    workers = start_workers(plan, lab)
-    began = time.monotonic()
-    sending = lab.start(send, plan)
+    workers = lab.start_workers(
+        plan.workers,
+        "tests.faults.carried.work",
+        concurrency=plan.concurrency,
+        env={broken.VARIABLE: plan.broken},
+    )
+    began, sending = time.monotonic(), lab.start(send, plan)
     trouble = Troublemaker(
         plan,
+        workers,
         witness,
         broker,
-        workers,
-        lambda: ledger.count(COMMITTED),
+        lambda: ledger.count("committed"),
         relaying.kill,
         lambda: restart_database(plan, lab, alias),
     )
-    still = Stillness(plan, witness, ledger, alias)
-    while sending.running or not trouble.is_spent or not still.is_over():
+    is_any_left = look_for_tasks(plan, witness, ledger, alias)
+    still = Stillness(witness.journal, plan.limit)
+    while sending.running or not trouble.is_spent or not is_over(plan, still, is_any_left):
         trouble.strike()
-        still.check()
+        still.seconds()
         relaying.check()
         time.sleep(LOOK)
     sending.result(0)
@@ -74,6 +90,24 @@ def record(plan: Plan, lab: Lab) -> History:
     lab.close()
     history = History.read(plan, witness, ledger, alias)
     return replace(history, seconds=seconds, waiting=waiting)
+
+
+def is_over(plan: Plan, still: Stillness, is_any_left: Callable[[], bool]) -> bool:
+    """Return whether all tasks have ended and nothing moves, or nothing has moved for long."""
+    seconds = still.seconds()
+    return seconds > plan.patience or (seconds > plan.quiet and not is_any_left())
+
+
+def look_for_tasks(plan: Plan, witness: Witness, ledger: Ledger, alias: str) -> Callable[[], bool]:
+    """Return a function that says whether some task has not ended."""
+    if plan.is_carried:  # it has a row until then
+        return OutboxMessage.objects.using(alias).filter(due_at__isnull=False).exists
+
+    def is_any_left() -> bool:
+        ends = [entry for entry in witness.journal.entries("ended") if entry["ending"] in FINAL]
+        return ledger.count("committed") > len({entry["id"] for entry in ends})
+
+    return is_any_left
 
 
 def restart_database(plan: Plan, lab: Lab, alias: str) -> None:
@@ -94,51 +128,10 @@ def answers(alias: str) -> bool:
     return True
 
 
-def make_broker(name: str, lab: Lab, queue: str = "classic") -> Broker:
-    """Return a broker, empty: a Redis that keeps nothing, RabbitMQ, or a folder."""
-    match name:
-        case "filesystem":
-            return FolderBroker(lab.folder / "broker")
-        case "rabbitmq":
-            return RabbitMQBroker(lab.server(RabbitMQServer), queue)
-    return RedisBroker(lab.server(RedisServer), silence=SILENCE)
-
-
-def configure(plan: Plan, lab: Lab, broker: Broker, alias: str) -> None:
-    """Set the Django settings of all processes; ``alias`` is their default database."""
-    lab.use_database(alias, CONN_MAX_AGE=None)
-    lab.settings |= {
-        "CELERY_TASK_ACKS_LATE": plan.sent in ("acks-late", "reject-lost"),
-        "CELERY_TASK_IGNORE_RESULT": True,
-        "CELERY_TASK_REJECT_ON_WORKER_LOST": plan.sent == "reject-lost",
-        "CELERY_WORKER_LOST_WAIT": LOST_WAIT,
-        "DJANGO_CELERY_SAFE": {
-            "LOCK_TIMEOUT": LEASE,
-            "OUTBOX": OUTBOX.get(plan.sent, False),
-            "OUTBOX_RESEND_AFTER": RESEND_AFTER,
-            "OUTBOX_SEND_TIMEOUT": SEND_TIMEOUT,
-            # No task is poison here, however often its processes are killed.
-            "MAX_DEATHS": None,
-        },
-        "TEST_WITNESS": str(lab.folder),
-        **broker.settings(),
-    }
-
-
-def start_workers(plan: Plan, lab: Lab) -> list[CeleryWorker]:
-    """Start the workers, with a fault if that is planned."""
-    return lab.start_workers(
-        plan.workers,
-        "tests.faults.carried.work",
-        concurrency=plan.concurrency,
-        env={broken.VARIABLE: plan.broken},
-    )
-
-
 class Relaying:
     """The relay, which may be killed."""
 
-    def __init__(self, plan: Plan, lab: Lab) -> None:
+    def __init__(self, plan: Any, lab: Lab) -> None:
         self._plan, self._lab = plan, lab
         self._process = lab.start(relay, plan)
 
@@ -157,40 +150,3 @@ class Relaying:
         if not self._process.running:
             self._process.result(1)
             raise RuntimeError("The relay ended.")
-
-
-class Stillness:
-    """
-    Tells whether nothing moves any more.
-
-    Raises:
-        TimeoutError: By :meth:`check`: something has moved for too long.
-    """
-
-    def __init__(self, plan: Plan, witness: Witness, ledger: Ledger, alias: str) -> None:
-        self._plan, self._witness, self._ledger, self._alias = plan, witness, ledger, alias
-        self._ends_at = time.monotonic() + plan.limit
-        self._seen = -1
-        self._since = time.monotonic()
-
-    def is_over(self) -> bool:
-        """Return whether all tasks have ended and nothing moves, or nothing has moved for long."""
-        seconds = time.monotonic() - self._since
-        if seconds < self._plan.quiet:
-            return False
-        return seconds > self._plan.patience or not self._is_any_left()
-
-    def _is_any_left(self) -> bool:
-        """Return whether some task has not ended: carried ones have rows until then."""
-        if self._plan.is_carried:
-            rows = OutboxMessage.objects.using(self._alias).filter(due_at__isnull=False)
-            return rows.exists()
-        return self._ledger.count(COMMITTED) > self._witness.count_ended()
-
-    def check(self) -> None:
-        """See whether anything has moved."""
-        seen = self._witness.size
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
-        if time.monotonic() > self._ends_at:
-            raise TimeoutError(f"After {self._plan.limit:g} s there is no end.")

@@ -13,9 +13,10 @@ from kombu.exceptions import OperationalError as BrokerError
 
 from tests.app.celery import app
 from tests.faults.carried import broken, work
-from tests.faults.carried.ledger import COMMITTED, Ledger
-from tests.faults.carried.plan import OUTBOX, Plan, Task, Transaction, find_witness
+from tests.faults.carried.plan import OUTBOX, Plan, Task, Transaction
+from tests.faults.ledger import Ledger
 from tests.faults.outbox.relaying import hurry
+from tests.faults.scenario import find_witness
 
 #: Pause before a database that was away is asked again, s.
 PAUSE: Final = 0.1
@@ -53,7 +54,7 @@ def was_committed(each: Transaction) -> bool:
         connection.close()
         time.sleep(PAUSE)
         with suppress(OperationalError, InterfaceError):
-            return any(ledger.has(COMMITTED, task.id) for task in each.tasks[:1])
+            return any(ledger.has("committed", task.id) for task in each.tasks[:1])
 
 
 def commit(each: Transaction) -> None:
@@ -70,7 +71,7 @@ def commit(each: Transaction) -> None:
 
 def send_one(task: Task) -> None:
     """Send a task when the transaction commits; how it is kept until then is a setting."""
-    Ledger(DEFAULT_DB_ALIAS).record(task.id)
+    Ledger(DEFAULT_DB_ALIAS).record("committed", task.id)
     work.work.apply_async_on_commit((task.ending, task.seconds), task_id=task.id)
 
 

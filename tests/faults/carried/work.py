@@ -8,7 +8,8 @@ from celery import shared_task
 
 from django_celery_safe import SafeTask, conf
 from tests.faults.carried import broken
-from tests.faults.carried.plan import LEASE, Witness, find_witness
+from tests.faults.carried.plan import LEASE
+from tests.faults.scenario import Witness, find_witness
 
 #: How long a process sleeps at a time, and what is longer than any such sleep, s: the lease
 #: may be over by then, which is renewed at a third of it.
@@ -31,9 +32,9 @@ def work(self: Any, ending: str, seconds: float) -> None:
     what = {"id": request.id, "retries": request.retries, "worker": os.getppid()}
     ends = "done" if request.retries else ending
     with witness.room.inside(request.id):
-        witness.runs.write("begun", **what)
+        witness.journal.write("begun", **what)
         sleep(witness, request.id, seconds)
-        witness.runs.write("ended", ending=ends, **what)
+        witness.journal.write("ended", ending=ends, **what)
         match ends:
             case "retried":
                 raise self.retry(countdown=RETRY_DELAY)
@@ -47,7 +48,7 @@ def sleep(witness: Witness, task_id: str, seconds: float) -> None:
     while (left := ends_at - (began := time.monotonic())) > 0:
         time.sleep(min(left, STEP))
         if time.monotonic() - began > STANDSTILL:
-            witness.runs.write("stood still", id=task_id)
+            witness.journal.write("stood still", id=task_id)
 
 
 broken.use_chosen()

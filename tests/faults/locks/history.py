@@ -6,9 +6,6 @@ from functools import cached_property
 from tests.faults.locks.holdings import Holding, holdings_of
 from tests.faults.locks.records import MemoryLoss, Pause, Record, is_operation
 
-#: How long processes may take to reconnect to a server that is back, ns.
-RECONNECTING = 1_000_000_000
-
 
 @dataclass
 class History:
@@ -24,7 +21,6 @@ class History:
         grace: By how much a lock may stay taken after the last lease that is known
             of, s: for a waiter to whom it was handed, and for a renewal that was
             sent late by a process that stood still.
-        idle: For how long a place may be free while somebody waits for it, s.
     """
 
     records: list[Record]
@@ -33,7 +29,6 @@ class History:
     nemesis: str = "pause"
     limit: int = 1
     grace: float = 2.0
-    idle: float = 2.0
     pauses: list[Pause] = field(default_factory=list)
     losses: list[MemoryLoss] = field(default_factory=list)
 
@@ -52,11 +47,6 @@ class History:
         """When the first request was sent, ns."""
         return min((record.sent for record in self.records), default=0)
 
-    @property
-    def seconds(self) -> float:
-        """From the first request to the last answer."""
-        return (max((record.returned for record in self.records), default=0) - self.began) / 1e9
-
     def explains(self, holding: Holding, since: int, until: int) -> bool:
         """Whether a lease from before a loss of memory explains what was from then till then."""
         return any(
@@ -65,31 +55,3 @@ class History:
             and holding.acquired.sent < loss.gone
             for loss in self.losses
         )
-
-    def disturbed(self, record: Record) -> bool:
-        """Whether its process stood still, or the server was away, while it was done."""
-        return any(
-            since < record.returned and record.sent < until
-            for since, until in self._harm[record.process]
-        )
-
-    @cached_property
-    def _harm(self) -> list[list[tuple[int, int]]]:
-        """From when to when each process could not work."""
-        away = [(loss.since, loss.back + RECONNECTING) for loss in self.losses]
-        return [
-            away + [(one.since, one.until) for one in self.pauses if one.process == number]
-            for number in range(self.processes)
-        ]
-
-    def windows(self) -> list[tuple[int, int]]:
-        """Return from when to when leases ran of which the store knew nothing."""
-        return [(loss.since, self._forgotten_until(loss)) for loss in self.losses]
-
-    def _forgotten_until(self, loss: MemoryLoss) -> int:
-        ends = (
-            loss.gone + holding.longest
-            for holding in self.holdings
-            if holding.acquired.sent < loss.gone and loss.since < holding.could_end
-        )
-        return max(ends, default=loss.gone)

@@ -21,8 +21,6 @@ from tests.faults.locks.plan import (
     ASKING,
     HOLDING,
     IDLE,
-    PATIENT_LEASES,
-    QUICK,
     STORES,
     Board,
     Plan,
@@ -37,11 +35,8 @@ PAUSE_AFTER_ERROR = 0.005
 #: Longest pause after a lock that someone else held, s.
 PAUSE_AFTER_REFUSAL = 0.002
 
-#: How often of a hundred times a process waits for a lock instead of trying once,
-WAITS = 12
-
-#: and how often it is ready to wait for longer than most leases are.
-PATIENT = 8
+#: How often of a hundred times a process waits for a lock instead of trying once.
+WAITS = 20
 
 
 def use_locks(plan: Plan, number: int, folder: Path) -> None:
@@ -81,13 +76,8 @@ class LockUser:
     def take_turn(self) -> None:
         """Try to take a lock, and use it if that succeeds."""
         seconds = self.draw_lease()
-        drawn = self.random.random() * 100
-        if drawn < PATIENT:
-            seconds = max(seconds, round(self.random.uniform(*PATIENT_LEASES), 3))
-            way = getattr(self, self.random.choice(QUICK))
-        else:
-            (way,) = self.random.choices(list(self.ways), list(self.ways.values()))
-        wait = seconds * self.random.random() if drawn < PATIENT + WAITS else 0
+        (way,) = self.random.choices(list(self.ways), list(self.ways.values()))
+        wait = seconds * self.random.random() if self.random.random() * 100 < WAITS else 0
         name, renew = self.random.choice(self.names), self.random.random() < 0.5
         more = {} if self.plan.limit == 1 else {"limit": self.plan.limit}
         lock = self.make_lock(name, timeout=seconds, renew=renew, blocking_timeout=wait, **more)

@@ -1,15 +1,15 @@
 """The nemesis of locks: it stops processes for a while, and empties the server's memory."""
 
 import contextlib
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from tests.faults.locks.plan import Board, Plan
+from tests.faults.locks.plan import WHEN, Board, Plan
 from tests.faults.locks.records import MemoryLoss, Pause
-from tests.faults.nemesis import Nemesis
 from tests.processes import FunctionProcess, wait_for
 from tests.servers import Server
 
@@ -20,7 +20,7 @@ RESTARTS = 35
 TRIES = 30
 
 
-class Troublemaker(Nemesis):
+class Troublemaker:
     """
     Stops processes for longer than any lease, one to three at a time, and restarts servers.
 
@@ -31,7 +31,7 @@ class Troublemaker(Nemesis):
     def __init__(
         self, plan: Plan, folder: Path, processes: Sequence[FunctionProcess], server: Server | None
     ) -> None:
-        super().__init__(plan)
+        self.random = random.Random(f"{plan.seed}:nemesis")
         self.plan = plan
         self.processes = processes
         self.server = server
@@ -88,7 +88,7 @@ class Troublemaker(Nemesis):
     def _stop(self, number: int) -> int:
         """Stop a process, in the state that is wanted if that can be had; return when."""
         process = self.processes[number]
-        (wanted,) = self.random.choices(list(self.plan.when), list(self.plan.when.values()))
+        (wanted,) = self.random.choices(list(WHEN), list(WHEN.values()))
         handle = psutil.Process(process.pid)
         for tries_left in reversed(range(TRIES)):
             since = time.monotonic_ns()

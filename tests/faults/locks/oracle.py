@@ -4,7 +4,7 @@ Says from the records of a run whether its locks kept their promises.
 Each check is a function of the history that yields what violates it.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -12,19 +12,13 @@ from django_celery_safe.leases.holder import split_place
 from tests.faults.locks.history import History
 from tests.faults.locks.holdings import Holding
 from tests.faults.locks.records import NO, YES, Record
-from tests.faults.oracle import Findings, Oracle, Shown
+from tests.faults.oracle import Findings, Oracle, Shown, scarce
 
 #: Acquisitions that each process must have made in a hundred operations, on average.
 ENOUGH_ACQUIRED = 4
 
 #: So many of a hundred tries to acquire must have met a lock that someone held.
 ENOUGH_CONTENDED = 2
-
-#: So many of a hundred ns must lie outside of the windows of memory loss.
-ENOUGH_OUTSIDE = 25
-
-#: How late a process may hear that it has a lock, or has none, ns.
-LONGEST_ANSWER = 100_000_000
 
 
 def show(text: str, *records: Record) -> Shown:
@@ -165,8 +159,7 @@ def older_writes(history: History) -> Findings:
 
 def refusals_without_a_holder(history: History) -> Findings:
     """A lock is refused only while someone may hold it: a lease ends by itself."""
-    grace = int(history.grace * 1e9)
-    taken = _full(history, [(lock, start, end + grace) for lock, start, end in _spans(history)])
+    taken = _taken(history)
     for record in history.records:
         if record.action != "acquire" or record.outcome != NO:
             continue
@@ -181,48 +174,9 @@ def refusals_without_a_holder(history: History) -> Findings:
             yield show(text, record)
 
 
-def idle_places(history: History) -> Findings:
-    """
-    No place stays free for much longer than a hand-off while a process waits for one.
-
-    Only waits of a process that ran all the while, of a server that did, say anything.
-    """
-    taken = _full(history, _spans(history, soon=True))
-    for record in history.records:
-        answered = record.action == "acquire" and record.outcome in {YES, NO}
-        if not answered or history.disturbed(record):
-            continue
-        until = record.returned - LONGEST_ANSWER
-        idle = _longest_gap(record.sent, until, *taken.get(_lock(record), ([], [])))
-        if idle > history.idle * 1e9:
-            yield show(f"{record.lock}: a place was free for {_ms(idle)} of a wait.", record)
-
-
-def _longest_gap(since: int, until: int, starts: list[int], ends: list[int]) -> int:
-    """Return the longest time within a wait in which fewer than all places were taken."""
-    longest, free_from = 0, since
-    # Both grow, and there are as many times as acquisitions: only those of the wait are looked at.
-    during = slice(bisect_right(ends, since), bisect_left(starts, until))
-    for start, end in zip(starts[during], ends[during], strict=True):
-        longest = max(longest, start - free_from)
-        free_from = end
-    return max(longest, until - free_from)
-
-
-def _spans(history: History, *, soon: bool = False) -> list[tuple[str, int, int]]:
-    """
-    Return when a place of a lock may have been taken.
-
-    Args:
-        soon: Whether whoever was acquired by a process that runs had it only just before.
-    """
-    spans = []
-    for holding in history.holdings:
-        record = holding.acquired
-        begins = record.sent
-        if soon and not history.disturbed(record):
-            begins = max(begins, record.returned - LONGEST_ANSWER)
-        spans.append((_lock(record), begins, holding.could_end))
+def _spans(history: History) -> list[tuple[str, int, int]]:
+    """Return when a place of a lock may have been taken."""
+    spans = [(_lock(one.acquired), one.acquired.sent, one.could_end) for one in history.holdings]
     # Without an answer it may have been acquired all the same, and nobody knows.
     spans += [
         (record.lock, record.sent, record.returned + int(record.seconds * 1e9))
@@ -232,13 +186,12 @@ def _spans(history: History, *, soon: bool = False) -> list[tuple[str, int, int]
     return spans
 
 
-def _full(
-    history: History, spans: list[tuple[str, int, int]]
-) -> dict[str, tuple[list[int], list[int]]]:
+def _taken(history: History) -> dict[str, tuple[list[int], list[int]]]:
     """Return for each lock when all its places may have been taken: starts, ends of each time."""
     # A place that is taken when another is freed comes first.
+    grace, spans = int(history.grace * 1e9), _spans(history)
     changes = [(start, 0, lock) for lock, start, _ in spans]
-    changes += [(end, 1, lock) for lock, _, end in spans]
+    changes += [(end + grace, 1, lock) for lock, _, end in spans]
     taken: dict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     holders: dict[str, int] = defaultdict(int)
     for moment, is_end, lock in sorted(changes):
@@ -274,10 +227,6 @@ def incomplete_answers(history: History) -> Findings:
 
 def too_little(history: History) -> Findings:
     """Enough has happened for the other checks to mean something."""
-    return _missing(history)
-
-
-def _missing(history: History) -> Iterator[str]:
     counts = count(history)
     acquired = [0] * history.processes
     for holding in history.holdings:
@@ -287,40 +236,9 @@ def _missing(history: History) -> Iterator[str]:
         if number < max(share, 2):
             yield f"process {process} acquired {number} times, of {share:.0f} that are enough."
     tries = counts["acquisitions"] + counts["contended"]
-    if counts["contended"] < max(tries * ENOUGH_CONTENDED / 100, 2):
-        yield f"{counts['contended']} of {tries} tries met a lock that someone held."
-    wanted = ["ended by lease", "outlived pauses"]
-    wanted += ["refused writes"] if history.fences else []
-    wanted += ["restarts"] if history.nemesis == "restart" else []
-    yield from (f"{name}: none." for name in wanted if not counts[name])
-    if counts["most at once"] < history.limit:
-        yield f"no lock had {history.limit} holders at once."
-    if history.losses:
-        yield from _missing_around_losses(history)
-
-
-def _missing_around_losses(history: History) -> Iterator[str]:
-    outside = _outside(history)
-    if outside < ENOUGH_OUTSIDE:
-        yield f"only {outside:.0f} % of the time is outside of windows of memory loss."
-    acquired = [holding.acquired for holding in history.holdings]
-    first = min((record.returned for record in acquired), default=None)
-    last = max((record.sent for record in acquired), default=None)
-    if (
-        first is None
-        or last is None
-        or not any(first < loss.since and loss.back < last for loss in history.losses)
-    ):
-        yield "no restart has acquisitions both before and after it."
-
-
-def _outside(history: History) -> float:
-    """Return how many of a hundred ns lie outside of all windows of memory loss."""
-    inside, end = 0, 0
-    for first, last in history.windows():
-        inside += max(0, last - max(first, end))
-        end = max(end, last)
-    return 100 - inside / 1e7 / max(history.seconds, 1e-9)
+    wanted = {"contended": max(tries * ENOUGH_CONTENDED / 100, 2), "most at once": history.limit}
+    wanted |= {"ended by lease": 1, "outlived pauses": 1, "refused writes": int(history.fences)}
+    yield from scarce(counts, wanted | {"restarts": int(history.nemesis == "restart")})
 
 
 def count(history: History) -> dict[str, int]:
@@ -409,7 +327,6 @@ ORACLE = Oracle(
         unordered_fences,
         older_writes,
         refusals_without_a_holder,
-        idle_places,
         incomplete_answers,
         too_little,
     ],

@@ -13,7 +13,7 @@ from tests.faults.scenario import option
 IDLE, ASKING, HOLDING = 0, 1, 2
 
 #: Uses of a lock that is held (methods of ``holders.LockUser``), and how often
-#: of a hundred times: as in a long run, where everything happens often enough,
+#: of a hundred times.
 OFTEN = {
     "write_and_release": 40,
     "look_around_and_release": 22,
@@ -25,27 +25,8 @@ OFTEN = {
     "abandon": 1,
 }
 
-#: and as in a short one, where what is rare must happen too.
-ROUGH = {
-    "write_and_release": 20,
-    "look_around_and_release": 10,
-    "ensure_and_release": 10,
-    "extend_and_release": 12,
-    "linger_and_release": 35,
-    "outstay_and_write": 8,
-    "outlive_a_lease_and_release": 2,
-    "abandon": 3,
-}
-
 #: In which state a process is to be stopped, and how often of a hundred times.
 WHEN = {HOLDING: 65, ASKING: 30, IDLE: 5}
-
-#: Uses of a lock after a long wait: none of them takes long.
-QUICK = ("write_and_release", "look_around_and_release", "ensure_and_release")
-
-#: Shortest and longest lease of those who are ready to wait as long, s: on Redis only
-#: waiters with leases of a second and more are woken.
-PATIENT_LEASES = (1.0, 1.5)
 
 
 class Store(NamedTuple):
@@ -58,7 +39,6 @@ class Store(NamedTuple):
         whole: Its leases are whole seconds.
         forgetful: It loses its memory with a restart.
         fences: It numbers its acquisitions.
-        wakes: A release wakes a waiter.
     """
 
     backend: str | None
@@ -66,16 +46,15 @@ class Store(NamedTuple):
     whole: bool = False
     forgetful: bool = False
     fences: bool = True
-    wakes: bool = False
 
 
 STORES = {
-    "django-redis": Store("django_redis.cache.RedisCache", (0.05, 0.3), forgetful=True, wakes=True),
+    "django-redis": Store("django_redis.cache.RedisCache", (0.05, 0.3), forgetful=True),
     "redis-cache": Store(
-        "django.core.cache.backends.redis.RedisCache", (0.05, 0.3), forgetful=True, wakes=True
+        "django.core.cache.backends.redis.RedisCache", (0.05, 0.3), forgetful=True
     ),
     "postgres": Store(None, (0.1, 0.5)),
-    "sqlite": Store(None, (0.1, 0.5)),
+    "sqlite-immediate": Store(None, (0.1, 0.5)),
     "memcached": Store(
         "django.core.cache.backends.memcached.PyMemcacheCache",
         (2, 4),
@@ -94,9 +73,7 @@ class Plan(AnyPlan):
 
     Args:
         locks: Number of names; None: as many as give three places to each four processes.
-        span: Shortest and longest lease, s; None: those that suit the store.
         ways: Uses of a lock, and how often of a hundred times.
-        when: States in which a process is to be stopped, and how often of a hundred times.
         at_least: The run lasts this long even if it has its operations before, s.
         make_lock: Dotted path of what is called as ``cache_lock`` is.
         backend: Cache backend instead of the store's own; None: the store's own.
@@ -112,9 +89,7 @@ class Plan(AnyPlan):
     limit: int = option(1, "how many may hold a lock at once")
     at_most: float = option(1800.0, "the run fails when it takes longer, s")
     locks: int | None = None
-    span: tuple[float, float] | None = None
     ways: Mapping[str, int] = field(default_factory=lambda: OFTEN)
-    when: Mapping[int, int] = field(default_factory=lambda: WHEN)
     at_least: float = 0.0
     make_lock: str = "django_celery_safe.cache_lock"
     backend: str | None = None
@@ -128,18 +103,13 @@ class Plan(AnyPlan):
     @property
     def leases(self) -> tuple[float, float]:
         """Shortest and longest lease, s."""
-        return STORES[self.store].leases if self.span is None else self.span
+        return STORES[self.store].leases
 
     @property
     def names(self) -> list[str]:
         """The locks' names."""
         number = self.processes * 3 // 4 // self.limit if self.locks is None else self.locks
         return [f"lock-{index}" for index in range(max(1, number))]
-
-    @property
-    def longest_pause(self) -> float:
-        """How long a process stands still at most, s."""
-        return self.leases[1] * 2
 
 
 class Board:

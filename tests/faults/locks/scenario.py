@@ -16,11 +16,6 @@ from tests.servers import MemcachedServer, RedisServer, Server
 #: How late a renewal that is under way may be sent on a busy machine, s.
 SLOWNESS = 0.5
 
-#: For how long a place may be free while a process waits, s: the longest pause of a waiter that
-#: polls is half of that; and for how long a process that stands still inside a transaction may
-#: keep all others from a database.
-IDLE, LONGEST_TRANSACTION = 1.0, 5.0
-
 CONTRACT, OURS = "tests.contract.broken.", "tests.faults.locks.broken."
 
 #: Holders that go on beyond their leases while others come and go.
@@ -93,7 +88,6 @@ def record(plan: Plan, lab: Lab) -> History:
         nemesis=plan.nemesis,
         limit=plan.limit,
         grace=plan.leases[1] * 2 + SLOWNESS,
-        idle=IDLE if STORES[plan.store].wakes else IDLE + LONGEST_TRANSACTION,
         pauses=trouble.pauses,
         losses=trouble.losses,
     )
@@ -101,19 +95,14 @@ def record(plan: Plan, lab: Lab) -> History:
 
 def use_store(plan: Plan, lab: Lab) -> Server | None:
     """Let all processes have their locks in the plan's store; return its server, if any."""
-    match plan.store:
-        case "postgres":
-            lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": lab.database("postgres")}
-            return None
-        case "sqlite":
-            alias = lab.database("sqlite-immediate")
-            lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": alias}
-            return None
-        case "portable":
-            server, location = None, str(lab.folder / "cache")
-        case name:
-            server = lab.server(MemcachedServer if name == "memcached" else RedisServer)
-            location = server.url
+    if STORES[plan.store].backend is None:
+        lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": lab.database(plan.store)}
+        return None
+    server: Server | None = None
+    location = str(lab.folder / "cache")
+    if plan.store != "portable":
+        server = lab.server(MemcachedServer if plan.store == "memcached" else RedisServer)
+        location = server.url
     backend = plan.backend or STORES[plan.store].backend
     lab.settings["CACHES"] = {"default": {"BACKEND": backend, "LOCATION": location}}
     return server

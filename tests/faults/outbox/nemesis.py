@@ -11,8 +11,7 @@ from typing import Any
 
 import psutil
 
-from tests.faults.nemesis import Nemesis
-from tests.faults.outbox.oracle import AT_RANDOM
+from tests.faults.outbox.oracle import AT_RANDOM, points_of
 from tests.faults.outbox.plan import CUT_OFF, RELAY, Plan, Witness
 from tests.faults.outbox.relaying import relay
 from tests.faults.outbox.sender import send
@@ -21,6 +20,9 @@ from tests.servers import Server
 
 #: Shortest and longest life before a process is killed at a random moment, s.
 LIFE = (0.2, 2.0)
+
+#: A process that has not come to its point after so many seconds never will.
+REACHED_WITHIN = 60.0
 
 #: How often a process comes to its point, at most, before it dies there: a process with many
 #: steps is to be interrupted at any of them.
@@ -61,7 +63,8 @@ class Victim:
         self._random.shuffle(ends)
         self._ends = ends
         self._settings = settings
-        self._dies_at: float | None = None
+        self._point: str | None = None
+        self._began = self._dies_at = 0.0
         self._stack = ExitStack()
         self._process: FunctionProcess | None = None
 
@@ -71,25 +74,32 @@ class Victim:
         return not self._ends
 
     def tend(self) -> None:
-        """Kill it if it is time for that; if it is dead, note how, and start it again."""
+        """
+        Kill it if it is time for that; if it is dead, note how, and start it again.
+
+        Raises:
+            RuntimeError: It does not come to its point, so the run would wait for ever.
+        """
+        now = time.monotonic()
         if self._process is None:
             self._start()
         elif not self._process.running:
             self._bury(self._process.pid)
             self._start()
-        elif self._dies_at is not None and time.monotonic() > self._dies_at:
+        elif self._dies_at and now > self._dies_at:
             self._process.kill()
             self._witness.record_kill(self._role, AT_RANDOM, self._process.pid)
+        elif self._point and now > self._began + REACHED_WITHIN:
+            raise RuntimeError(f"No {self._role} comes to the point {self._point!r}: see points.")
 
     def _start(self) -> None:
         end = self._ends[-1] if self._ends else None
-        point = None if end == AT_RANDOM else end
-        self._dies_at = None
-        if end == AT_RANDOM:
-            self._dies_at = time.monotonic() + self._random.uniform(*LIFE)
-        hit = self._random.randint(1, HITS.get(point or "", 1))
+        self._point = None if end == AT_RANDOM else end
+        self._began = time.monotonic()
+        self._dies_at = self._began + self._random.uniform(*LIFE) if end == AT_RANDOM else 0.0
+        hit = self._random.randint(1, HITS.get(self._point or "", 1))
         self._process = self._stack.enter_context(
-            start_in_process(*self._call(point, hit), settings=self._settings)
+            start_in_process(*self._call(self._point, hit), settings=self._settings)
         )
 
     def _call(self, point: str | None, hit: int) -> tuple[Callable[..., None], Any]:
@@ -143,7 +153,7 @@ def listens_to_sigterm(pid: int) -> bool:
     return False
 
 
-class Troublemaker(Nemesis):
+class Troublemaker:
     """
     Kills and starts all processes, and has the broker stopped, killed and paused meanwhile.
 
@@ -154,7 +164,7 @@ class Troublemaker(Nemesis):
     def __init__(
         self, plan: Plan, witness: Witness, broker: Server, settings: dict[str, Any]
     ) -> None:
-        super().__init__(plan)
+        self.random = random.Random(f"{plan.seed}:nemesis")
         self.plan, self.witness, self.broker = plan, witness, broker
         self._victims = [
             self._make_victim(place, role, settings) for place, role in enumerate(plan.roles)
@@ -164,7 +174,7 @@ class Troublemaker(Nemesis):
 
     def _make_victim(self, place: int, role: str, settings: dict[str, Any]) -> Victim:
         plan = self.plan
-        ends = list(plan.points(role)) * plan.rounds
+        ends = points_of(plan, role) * plan.rounds
         if role == RELAY:
             # The two share them.
             ends = ends[place % 2 :: 2]
@@ -183,6 +193,7 @@ class Troublemaker(Nemesis):
 
     @property
     def is_spent(self) -> bool:
+        """Whether all harm is done that must be done."""
         spared = all(victim.is_spared for victim in self._victims)
         return spared and self._troubles is not None and self._troubles.done()
 

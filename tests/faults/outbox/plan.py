@@ -10,9 +10,6 @@ from tests.faults.scenario import Witness as AnyWitness
 from tests.faults.scenario import option
 from tests.servers.databases import SERVERS
 
-#: ``OUTBOX_SEND_TIMEOUT`` of a run, s.
-SEND_TIMEOUT: Final = 0.5
-
 #: The sends of a transaction, and how often of a hundred times.
 KINDS: Final = {
     "one": 36,
@@ -32,37 +29,6 @@ LINGERING: Final = {0.0: 70, 0.3: 28, 3.0: 2}
 
 #: Roles of processes that are killed.
 SENDER, CUT_OFF, RELAY = "sender", "sender without broker", "relay"
-
-#: Where a process can be told to kill itself, between INSERT and delete.
-POINTS: Final[dict[str, tuple[str, ...]]] = {
-    SENDER: (
-        "before the INSERT",
-        "after the INSERT",
-        "after the commit",
-        "inside the publication",
-        "after the publication",
-        "after the delete",
-    ),
-    CUT_OFF: ("after the INSERT", "after the commit"),
-    RELAY: (
-        "after the claim's SELECT",
-        "after the claim's UPDATE",
-        "after the claim",
-        "inside the publication",
-        "after a publication",
-        "before the delete",
-        "after the delete",
-        "inside the heartbeat",
-    ),
-}
-
-#: Points that exist without an outbox.
-PLAIN_POINTS: Final[dict[str, tuple[str, ...]]] = {
-    SENDER: ("after the commit", "inside the publication", "after the publication")
-}
-
-#: Points that exist where the transport publishes a batch in one request.
-BATCH_POINTS: Final = ("inside the pipeline", "after the pipeline")
 
 #: The troubles of the broker, one in each round. Redis has what it got on the disk before it
 #: answers, and RabbitMQ before it confirms.
@@ -106,20 +72,14 @@ class Plan(AnyPlan):
     at_most: float = 600.0
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether tasks are sent by ``delay_on_commit`` without an outbox."""
         return self.broken == "plain"
 
     @property
     def roles(self) -> list[str]:
         """The roles: with an outbox also two relays and a sender whose broker refuses it."""
-        return [SENDER] if self.plain else [SENDER, CUT_OFF, RELAY, RELAY]
-
-    def points(self, role: str) -> tuple[str, ...]:
-        """Return where a process can be killed."""
-        points = (PLAIN_POINTS if self.plain else POINTS).get(role, ())
-        batches = role == RELAY and self.broker == "redis"
-        return points + BATCH_POINTS if batches else points
+        return [SENDER] if self.is_plain else [SENDER, CUT_OFF, RELAY, RELAY]
 
     def transaction(self, number: int) -> Transaction:
         """Return what a transaction does."""

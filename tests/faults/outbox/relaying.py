@@ -2,7 +2,9 @@
 
 import io
 import logging
+import os
 from datetime import timedelta
+from functools import partial
 
 from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS
@@ -12,7 +14,7 @@ from django_celery_safe.sending import relay as relaying
 from tests.app.celery import app
 from tests.faults.outbox.broken import break_relay
 from tests.faults.outbox.plan import RELAY, Plan, Witness
-from tests.faults.outbox.points import Fuse, lay_in_relay
+from tests.faults.outbox.points import lay
 
 #: For how long rows are claimed; a killed relay keeps them from others for this long.
 LEASE = timedelta(seconds=2)
@@ -27,7 +29,8 @@ def relay(plan: Plan, witness: Witness, point: str | None, hit: int) -> None:
     app.finalize()
     hurry()
     break_relay(plan.broken, witness.folder)
-    lay_in_relay(Fuse(witness, RELAY, point, hit))
+    if point is not None:
+        lay(RELAY, point, hit, partial(witness.record_kill, RELAY, point, os.getpid()))
     call_command("celery_outbox", "relay", "--database", DEFAULT_DB_ALIAS, stdout=io.StringIO())
 
 

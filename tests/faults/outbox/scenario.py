@@ -5,20 +5,16 @@ from contextlib import closing, suppress
 
 from django_celery_safe.models import OutboxMessage
 from tests.app.models import Person
-from tests.faults.brokers import LastingRedis, RedisBroker
-from tests.faults.lab import Lab
-from tests.faults.outbox import broken, work
+from tests.faults.lab import SEND_TIMEOUT, Lab
+from tests.faults.outbox import broken, points, work
 from tests.faults.outbox.nemesis import Troublemaker
 from tests.faults.outbox.oracle import History
-from tests.faults.outbox.plan import SEND_TIMEOUT, Plan, Witness
+from tests.faults.outbox.plan import Plan, Witness
 from tests.processes import Journal, wait_for
-from tests.servers import RabbitMQServer, RedisServer, Server
+from tests.servers import RedisServer
 
 #: Pause between two looks at the processes, s.
 LOOK = 0.02
-
-#: Longest wait for an answer of Redis where the package sets none, s.
-SILENCE = 2.0
 
 #: How long the worker may take for all messages of a run, s.
 LONGEST_RUN = 120
@@ -39,12 +35,14 @@ def record(plan: Plan, lab: Lab) -> History:
     The worker begins when all else is over: kombu takes a message from Redis before it
     records that it has it, so a Redis that is stopped in between loses it.
     """
+    points.check_names()
     witness, alias = Witness(lab.folder), lab.database(plan.database)
     lab.use_database(alias)
     lab.use_store(lab.server(RedisServer))
     lab.settings["DJANGO_CELERY_SAFE"] = {"OUTBOX_SEND_TIMEOUT": SEND_TIMEOUT}
-    server = start_broker(plan, lab)
-    trouble = lab.enter_context(closing(Troublemaker(plan, witness, server, lab.settings)))
+    broker = lab.make_broker(plan.broker, lasting=True)
+    lab.settings |= broker.settings()
+    trouble = lab.enter_context(closing(Troublemaker(plan, witness, broker.server, lab.settings)))
     make_trouble(plan, witness, trouble)
     with suppress(TimeoutError):
         wait_for(lambda: not OutboxMessage.objects.using(alias).exists(), plan.patience)
@@ -55,17 +53,6 @@ def record(plan: Plan, lab: Lab) -> History:
     left = [f"{row}, due at {row.due_at}, {row.error}" for row in rows]
     flags = dict(people.values_list("email", "is_welcome_email_sent"))
     return History.read(plan, witness, flags, left)
-
-
-def start_broker(plan: Plan, lab: Lab) -> Server:
-    """Start the broker that is stopped and killed, and let all processes use it."""
-    if plan.broker == "redis":
-        broker = RedisBroker(lab.server(LastingRedis), silence=SILENCE)
-        lab.settings.update(broker.settings())
-        return broker.server
-    server: RabbitMQServer = lab.server(RabbitMQServer)
-    lab.settings["CELERY_BROKER_URL"] = server.url
-    return server
 
 
 def make_trouble(plan: Plan, witness: Witness, trouble: Troublemaker) -> None:

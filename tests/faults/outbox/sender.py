@@ -2,10 +2,12 @@
 
 import itertools
 import logging
+import os
 import random
 import threading
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 from celery import chain, chord, group
@@ -17,7 +19,7 @@ from tests.app.celery import app
 from tests.app.models import Person
 from tests.faults.outbox import broken, work
 from tests.faults.outbox.plan import Plan, Witness
-from tests.faults.outbox.points import Fuse, lay_in_sender
+from tests.faults.outbox.points import lay
 
 #: Threads, so that transactions overlap and commit in another order than they began.
 THREADS = 2
@@ -43,7 +45,8 @@ def send(
     assert hasattr(departure, "GRACE")
     departure.GRACE = GRACE  # type: ignore[misc]
     app.finalize()
-    lay_in_sender(Fuse(witness, role, point, hit))
+    if point is not None:
+        lay(role, point, hit, partial(witness.record_kill, role, point, os.getpid()))
     count = itertools.count(*numbers)
     threads = [
         threading.Thread(target=send_often, args=(plan, witness, role, count))
@@ -120,10 +123,10 @@ class Sends:
     def _send(self, task: Any) -> None:
         arguments = self._write()
         # Without an outbox this is delay_on_commit.
-        task.apply_async_on_commit(arguments, outbox=not self._plan.plain)
+        task.apply_async_on_commit(arguments, outbox=not self._plan.is_plain)
 
     def _signature(self) -> Any:
         return work.welcome.si(*self._write())
 
     def _send_canvas(self, canvas: Any) -> None:
-        send_on_commit(canvas, outbox=not self._plan.plain)
+        send_on_commit(canvas, outbox=not self._plan.is_plain)

@@ -1,13 +1,49 @@
 """Says whether tasks that kill their processes were given up, and all others were done."""
 
+import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Self
+from functools import cached_property
+from typing import Self, get_args
 
 from django_celery_safe.models import OutboxMessage
-from tests.faults.carried.plan import Witness
+from tests.faults.brokers import BrokerName
 from tests.faults.oracle import Findings, Oracle, scarce
-from tests.faults.poison.plan import Plan
+from tests.faults.scenario import Plan as AnyPlan
+from tests.faults.scenario import Witness, option
+from tests.servers.databases import SERVERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(AnyPlan):
+    """
+    The plan of one recording.
+
+    Args:
+        max_deaths: How many processes may die in a task.
+        concurrency: Children of the worker.
+        quiet: When all tasks have ended and nothing has moved for so long, s, nothing will.
+        patience: The same while there are tasks that have not ended.
+        at_most: All must have been sent after this time, s.
+    """
+
+    broker: str = option("redis", "what carries the messages", get_args(BrokerName))
+    database: str = option("postgres", "what has the outbox", SERVERS)
+    tasks_kind: str = option(
+        "until-done", "carried until done, or acknowledged late", ("until-done", "plain")
+    )
+    tasks: int = option(1_000, "how many there are")
+    poison: int = option(5, "how many of them kill their process each time")
+    max_deaths: int = 3
+    concurrency: int = 2
+    quiet: float = 5.0
+    patience: float = 60.0
+    at_most: float = 600.0
+
+    @cached_property
+    def poisonous(self) -> set[int]:
+        """The tasks that kill their processes."""
+        return set(random.Random(self.seed).sample(range(self.tasks), self.poison))
 
 
 @dataclass
@@ -36,9 +72,7 @@ class History:
         history.begun = witness.journal.tally("task", "begun")
         history.done = witness.journal.tally("task", "done")
         for entry in witness.journal.entries("failed"):
-            # A worker sends the signal for each of its processes that died, too.
-            if entry["error"] != "WorkerLostError":
-                history.failed[entry["task"]].append(entry["error"])
+            history.failed[entry["task"]].append(entry["error"])
         rows = OutboxMessage.objects.using(alias)
         history.rows = Counter((row.state, row.error_type) for row in rows)
         return history

@@ -2,12 +2,12 @@
 
 import time
 
-from tests.faults.carried.plan import LEASE, RESEND_AFTER, Witness
-from tests.faults.carried.scenario import LOST_WAIT, Relaying, make_broker
+from tests.faults.carried.plan import LEASE, RESEND_AFTER
+from tests.faults.carried.scenario import Relaying
 from tests.faults.lab import Lab
-from tests.faults.poison.oracle import History
-from tests.faults.poison.plan import Plan
-from tests.faults.poison.sender import send
+from tests.faults.poison.oracle import History, Plan
+from tests.faults.poison.work import send
+from tests.faults.scenario import Witness
 from tests.servers import RedisServer
 
 #: Pause between two looks, s.
@@ -19,41 +19,34 @@ VARIANTS = {"no-limit": ("wrong deaths",)}
 
 def record(plan: Plan, lab: Lab) -> History:
     """Let a worker do tasks of which some kill its processes; return what happened."""
-    witness, alias = Witness(lab.folder), lab.database("postgres")
-    configure(plan, lab, alias)
+    witness, alias = Witness(lab.folder), lab.database(plan.database)
+    is_plain = plan.tasks_kind == "plain"
+    ours = {
+        "LOCK_TIMEOUT": LEASE,
+        "OUTBOX": False if is_plain else "until_done",
+        "OUTBOX_RESEND_AFTER": RESEND_AFTER,
+        "MAX_DEATHS": None if plan.broken == "no-limit" else plan.max_deaths,
+    }
+    lab.configure(
+        alias,
+        lab.make_broker(plan.broker),
+        ours,
+        CELERY_TASK_ACKS_LATE=is_plain,
+        CELERY_TASK_REJECT_ON_WORKER_LOST=is_plain,
+    )
+    lab.use_store(lab.server(RedisServer))
     lab.start_workers(1, "tests.faults.poison.work", concurrency=plan.concurrency)
     began = time.monotonic()
-    relaying = Relaying(plan, lab) if plan.tasks_kind == "until-done" else None
-    lab.start(send, plan).result(plan.at_most)
+    relaying = None if is_plain else Relaying(plan, lab)
+    lab.start(send, plan.tasks, plan.poisonous).result(plan.at_most)
     history, moved = History(plan), time.monotonic()
     while not history.is_over(time.monotonic() - moved):
         time.sleep(LOOK)
         if relaying is not None:
             relaying.check()
-        before = history
+        before = history.movement
         history = History.read(plan, witness, alias, moved - began)
-        if history.movement != before.movement:
+        if history.movement != before:
             moved = time.monotonic()
     lab.close()
     return History.read(plan, witness, alias, moved - began)
-
-
-def configure(plan: Plan, lab: Lab, alias: str) -> None:
-    """Set the Django settings of all processes; ``alias`` is their default database."""
-    lab.use_database(alias, CONN_MAX_AGE=None)
-    lab.use_store(lab.server(RedisServer))
-    is_plain = plan.tasks_kind == "plain"
-    lab.settings |= {
-        "CELERY_TASK_IGNORE_RESULT": True,
-        "CELERY_WORKER_LOST_WAIT": LOST_WAIT,
-        "CELERY_TASK_ACKS_LATE": is_plain,
-        "CELERY_TASK_REJECT_ON_WORKER_LOST": is_plain,
-        "DJANGO_CELERY_SAFE": {
-            "LOCK_TIMEOUT": LEASE,
-            "OUTBOX": False if is_plain else "until_done",
-            "OUTBOX_RESEND_AFTER": RESEND_AFTER,
-            "MAX_DEATHS": None if plan.broken == "no-limit" else plan.max_deaths,
-        },
-        "TEST_WITNESS": str(lab.folder),
-        **make_broker(plan.broker, lab).settings(),
-    }

@@ -1,17 +1,15 @@
 """The nemesis of stages: it kills processes, and restarts the broker."""
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import psutil
-
 from tests.faults.brokers import Broker
 from tests.faults.nemesis import WorkerNemesis
-from tests.faults.stages.plan import MAX_DEATHS, Plan, Witness
-from tests.processes import CeleryWorker, wait_for
+from tests.faults.scenario import Witness
+from tests.faults.stages.plan import MAX_DEATHS, Plan
+from tests.processes import CeleryWorker
 
 #: Part of the kills of children that is aimed at one inside a step; the first one is in any case.
 AIMED: Final = 0.6
@@ -30,28 +28,26 @@ class Troublemaker(WorkerNemesis):
     def __init__(
         self,
         plan: Plan,
+        workers: Sequence[CeleryWorker],
         witness: Witness,
         broker: Broker,
-        workers: Sequence[CeleryWorker],
         count_runs: Callable[[], int],
     ) -> None:
-        super().__init__(plan, workers, witness.trouble)
-        self.plan, self.witness, self.broker = plan, witness, broker
-        self._count_runs = count_runs
+        super().__init__(plan, workers, witness)
+        self.plan, self.broker, self._count_runs = plan, broker, count_runs
         # Each comes when so many of the runs have been started.
-        due = [
+        self._due = sorted(
             (plan.runs * (place + 1) / (number + 1), what)
             for what, number in (("worker", plan.worker_kills), ("broker", plan.restarts))
             for place in range(number)
-        ]
-        self._due = sorted(due)
-        self._kills_at = self._next()
-        self._left = plan.child_kills
+        )
+        self._kills_at, self._left = self._next(), plan.child_kills
         #: How often a child was killed in each step.
         self._hits: Counter[str | None] = Counter()
 
     @property
     def is_spent(self) -> bool:
+        """Whether all harm is done that must be done."""
         return not self._due
 
     def strike(self) -> None:
@@ -62,7 +58,7 @@ class Troublemaker(WorkerNemesis):
                 self.kill_worker()
                 self.witness.trouble.write("worker killed")
             else:
-                self.broker.restart()
+                self.broker.server.restart()
                 self.witness.trouble.write("broker restarted")
         elif self._left and time.monotonic() > self._kills_at:
             self._left -= self._kill_one()
@@ -72,28 +68,15 @@ class Troublemaker(WorkerNemesis):
         return time.monotonic() + self.random.uniform(*self.plan.between_kills)
 
     def _kill_one(self) -> bool:
-        # In a folder's worker all children share a lock, and who waits for a task has it:
-        # with that one killed, none gets a task any more.
-        aimed = self.random.random() < AIMED or self.plan.broker == "filesystem"
-        aimed |= not self._hits  # the first one, in any case
-        child = self.choose_child(self.witness.room.pids() if aimed else None)
-        if child is None:
-            return False
-        with contextlib.suppress(psutil.NoSuchProcess, TimeoutError):
-            child.suspend()
-            wait_for(lambda: child.status() == psutil.STATUS_STOPPED, 1)
-            step = self.witness.room.what(child.pid)
+        room = self.witness.room
+        if self._hits and self.random.random() > AIMED:
+            child = self.choose_child()
+        else:
             # The last step of all would be hit again and again, until it fails as one that
             # kills its process does.
-            if (aimed and step is None) or self._hits[step] >= MOST_HITS:
-                child.resume()
-                return False
-            self._hits[step] += step is not None
-            self.kill_child(child)
-            return True
-        return False
-
-    def record_kill(self, pid: int, what: str) -> None:
-        """Record a kill, and whether it was inside a step."""
-        inside = self.witness.room.clear(pid)
-        self.witness.trouble.write("killed", child=pid, what=what, inside=inside)
+            child = self.stop_inside(room.pids(), lambda step: self._hits[step] < MOST_HITS)
+        if child is None:
+            return False
+        self._hits[room.what(child.pid)] += 1
+        self.kill_child(child)
+        return True

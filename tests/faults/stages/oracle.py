@@ -3,20 +3,20 @@ Says whether each stage was begun once and each step succeeded once, in runs tha
 
 Each check is a function of the history that yields what violates it.
 A journal keeps the entries of a process that was killed later. The database's own ledger has
-its commits. Its signals are known only if it lived to send them.
+its commits.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Self
 
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
+from tests.faults.ledger import Ledger
 from tests.faults.oracle import Findings, Oracle, scarce
-from tests.faults.stages.ledger import MESSAGE, SUCCESS, Ledger
-from tests.faults.stages.plan import TWICE, Plan, Witness
+from tests.faults.scenario import Witness
+from tests.faults.stages.plan import TWICE, Plan
 
 
 class Run(NamedTuple):
@@ -36,6 +36,9 @@ class Step(NamedTuple):
     status: str
     starts: int
     has_end: bool
+
+    def __str__(self) -> str:
+        return f"step {self.position} of stage {self.stage} of run {self.run}"
 
 
 class Repair(NamedTuple):
@@ -69,8 +72,6 @@ class History:
         messages: How often a message with each task id was committed.
         successes: How often it was committed that the step with each task id succeeded.
         executions: The executions of each step, in order.
-        stages_told: How often the signal came that a run's stage was begun.
-        successes_told: How often the signal came that a step succeeded.
         lost: Processes that were told to have lost a step, with the step.
         killed: When each killed process was, ns.
         kills: How often children and workers were, and how often inside a step.
@@ -84,8 +85,6 @@ class History:
     messages: Counter[str] = field(default_factory=Counter)
     successes: Counter[str] = field(default_factory=Counter)
     executions: dict[int, list[Execution]] = field(default_factory=lambda: defaultdict(list))
-    stages_told: Counter[tuple[int, int]] = field(default_factory=Counter)
-    successes_told: Counter[int] = field(default_factory=Counter)
     lost: set[tuple[int, int]] = field(default_factory=set)
     killed: dict[int, int] = field(default_factory=dict)
     kills: Counter[str] = field(default_factory=Counter)
@@ -95,19 +94,13 @@ class History:
 
     @classmethod
     def read(
-        cls,
-        plan: Plan,
-        witness: Witness,
-        ledger: Ledger,
-        alias: str,
-        seconds: dict[str, float],
+        cls, plan: Plan, witness: Witness, ledger: Ledger, alias: str, seconds: dict[str, float]
     ) -> Self:
         """Put together what the witnesses wrote, and the rows."""
         history = cls(plan, seconds=seconds)
         for run in StageRun.objects.using(alias):
             history.runs[run.pk] = Run(run.status, frozenset(run.params))
         for row in StageStep.objects.using(alias):
-            has_end = row.ended_at is not None
             history.steps[row.pk] = Step(
                 row.run_id,
                 row.stage - 1,
@@ -115,46 +108,32 @@ class History:
                 row.task_id,
                 row.status,
                 row.starts,
-                has_end,
+                row.ended_at is not None,
             )
-        history.left = [
-            str(one) for one in OutboxMessage.objects.using(alias).filter(sent_at__isnull=True)
-        ]
-        history.messages, history.successes = ledger.read(MESSAGE), ledger.read(SUCCESS)
-        history._read_steps(witness)
-        history._read_trouble(witness)
-        return history
-
-    def _read_steps(self, witness: Witness) -> None:
-        for entry in witness.steps.entries():
+        rows = OutboxMessage.objects.using(alias).filter(sent_at__isnull=True)
+        history.left = list(map(str, rows))
+        history.messages, history.successes = ledger.tally("message"), ledger.tally("success")
+        for entry in witness.journal.entries():
             step, pid, at = entry["step"], entry["pid"], entry["at_ns"]
             if entry["effect"] == "begun":
-                self.executions[step].append(Execution(step, pid, at, entry["known"]))
+                history.executions[step].append(Execution(step, pid, at, entry["known"]))
             else:
-                ours = [one for one in self.executions[step] if one.pid == pid]
+                ours = [one for one in history.executions[step] if one.pid == pid]
                 ours[-1].ended = at
-        for entry in witness.signals.entries():
-            match entry["effect"]:
-                case "stage":
-                    self.stages_told[entry["run"], entry["stage"]] += 1
-                case "succeeded":
-                    self.successes_told[entry["step"]] += 1
-                case "lost":
-                    self.lost.add((entry["pid"], entry["step"]))
-                case "repaired":
-                    repair = Repair(entry["run"], entry["task_id"], entry["reason"])
-                    self.repairs.append(repair)
-
-    def _read_trouble(self, witness: Witness) -> None:
-        for entry in witness.trouble.entries():
-            if entry["effect"] == "killed":
-                self.killed.setdefault(entry["child"], entry["at_ns"])
-                if entry["what"] == "child":
-                    self.kills["children"] += 1
-                self.kills["inside"] += entry["inside"]
-            else:
-                self.kills[entry["effect"]] += 1
-        self.again = self.kills.pop("again", 0)
+        signals = witness.open("signals")
+        history.lost = {(entry["pid"], entry["step"]) for entry in signals.entries("lost")}
+        history.repairs = [
+            Repair(entry["run"], entry["task_id"], entry["reason"])
+            for entry in signals.entries("repaired")
+        ]
+        for entry in witness.trouble.entries("killed"):
+            history.killed.setdefault(entry["child"], entry["at_ns"])
+        kills = witness.trouble.entries("killed")
+        history.kills = witness.trouble.tally("effect")
+        history.kills["children"] = sum(entry["what"] == "child" for entry in kills)
+        history.kills["inside"] = sum(entry["inside"] for entry in kills)
+        history.again = history.kills["again"]
+        return history
 
     def all_executions(self) -> Iterator[Execution]:
         """Yield them, each step's in order."""
@@ -163,29 +142,20 @@ class History:
 
     def were_killed(self, executions: Iterable[Execution]) -> list[Execution]:
         """Return those in which, or right after which, their process was killed."""
-        return [
-            one
-            for one in executions
-            if self.killed.get(one.pid, 0) > one.begun == self._last_begun[one.pid]
-        ]
-
-    @cached_property
-    def _last_begun(self) -> dict[int, int]:
         last: dict[int, int] = {}
         for one in self.all_executions():
             last[one.pid] = max(one.begun, last.get(one.pid, 0))
-        return last
+        return [
+            one for one in executions if self.killed.get(one.pid, 0) > one.begun == last[one.pid]
+        ]
+
+    def were_lost(self, executions: Iterable[Execution]) -> list[Execution]:
+        """Return those whose process was told that it had lost the step."""
+        return [one for one in executions if (one.pid, one.step) in self.lost]
 
     def stage(self, run: int, stage: int) -> list[int]:
         """Return the ids of a stage's steps."""
-        return self._by_stage.get((run, stage), [])
-
-    @cached_property
-    def _by_stage(self) -> dict[tuple[int, int], list[int]]:
-        stages = defaultdict(list)
-        for pk, step in self.steps.items():
-            stages[step.run, step.stage].append(pk)
-        return dict(stages)
+        return [pk for pk, step in self.steps.items() if (step.run, step.stage) == (run, stage)]
 
 
 def stuck_runs(history: History) -> Findings:
@@ -203,9 +173,9 @@ def lost_params(history: History) -> Findings:
         if run.status == "succeeded" and run.params != wanted:
             yield f"Run {pk} lacks {sorted(wanted - run.params)}."
     for one in history.all_executions():
-        wanted_number = history.steps[one.step].stage * history.plan.steps
-        if one.known != wanted_number:
-            yield f"{name(history, one.step)} was given {one.known} params of {wanted_number}."
+        step = history.steps[one.step]
+        if one.known != step.stage * history.plan.steps:
+            yield f"{step} was given {one.known} params."
 
 
 def early_steps(history: History) -> Findings:
@@ -218,50 +188,16 @@ def early_steps(history: History) -> Findings:
             for pk in history.stage(run, stage - 1):
                 ends = [one.ended for one in history.executions[pk] if one.ended is not None]
                 if begun and (not ends or min(ends) > min(begun)):
-                    yield f"Stage {stage} began before {name(history, pk)} had ended."
+                    yield f"Stage {stage} began before {history.steps[pk]} had ended."
 
 
 def stages_begun(history: History) -> Findings:
     """Each stage is begun once: its messages are written once, but for those of sweeps."""
     resent = Counter(repair.task_id for repair in history.repairs)
-    for run in history.runs:
-        for stage in range(history.plan.stages):
-            ids = [history.steps[pk].task_id for pk in history.stage(run, stage)]
-            times = {history.messages[one] - resent[one] for one in ids}
-            told = history.stages_told[run, stage]
-            if times != {1} or told > 1:
-                yield f"Stage {stage} of run {run}: messages {sorted(times)}, signals {told}."
-
-
-def untold(history: History) -> Findings:
-    """A stage or success of which no signal came is that of a process which was killed then."""
-    for run, stage in untold_stages(history):
-        before = [one for pk in history.stage(run, stage - 1) for one in history.executions[pk]]
-        if not history.were_killed(before):
-            yield f"No signal came of stage {stage} of run {run}."
-    for pk in untold_steps(history):
-        if not history.were_killed(history.executions[pk]):
-            yield f"No signal came of the success of {name(history, pk)}."
-
-
-def untold_stages(history: History) -> list[tuple[int, int]]:
-    """Return the runs and stages that were begun, and no signal came of it."""
-    return [
-        (run, stage)
-        for run in history.runs
-        for stage in range(history.plan.stages)
-        if not history.stages_told[run, stage]
-        and any(history.messages[history.steps[pk].task_id] for pk in history.stage(run, stage))
-    ]
-
-
-def untold_steps(history: History) -> list[int]:
-    """Return the steps that succeeded, and no signal came of it."""
-    return [
-        pk
-        for pk, step in history.steps.items()
-        if history.successes[step.task_id] and not history.successes_told[pk]
-    ]
+    for step in history.steps.values():
+        times = history.messages[step.task_id] - resent[step.task_id]
+        if times != 1:
+            yield f"The message of {step} was written {times} times."
 
 
 def unrepaired_stages(history: History) -> Findings:
@@ -276,38 +212,34 @@ def unrepaired_stages(history: History) -> Findings:
 def steps_succeeded(history: History) -> Findings:
     """Each step succeeds exactly once, and its row says when."""
     for pk, step in history.steps.items():
-        times, told = history.successes[step.task_id], history.successes_told[pk]
-        begun = len(history.executions[pk])
-        good = step.status == "succeeded" and step.has_end and times == 1 and told <= 1
-        if not good or not 1 <= begun <= step.starts:
-            text = (
-                f"{name(history, pk)} is {step.status}: succeeded {times} times, signals {told}, "
+        times, begun = history.successes[step.task_id], len(history.executions[pk])
+        is_good = step.status == "succeeded" and step.has_end and times == 1
+        if not is_good or not 1 <= begun <= step.starts:
+            yield (
+                f"{step} is {step.status}: succeeded {times} times, "
                 f"begun {step.starts} times by its row and {begun} times in fact."
             )
-            yield text
 
 
 def needless_executions(history: History) -> Findings:
     """A step runs again only if its process was killed, or it was lost to another."""
     for pk, executions in history.executions.items():
-        causes = [*history.were_killed(executions), *_lost(history, executions)]
+        if len(executions) < 2:
+            continue
+        causes = [*history.were_killed(executions), *history.were_lost(executions)]
         good = [one for one in executions if one not in causes]
         if len(good) > 1:
-            yield f"{name(history, pk)} ran {len(executions)} times, {len(good)} for no reason."
+            yield f"{history.steps[pk]} ran {len(executions)} times, {len(good)} for no reason."
 
 
 def two_at_once(history: History) -> Findings:
     """No two processes run one step at once, unless the first was told that it lost it."""
     for pk, executions in history.executions.items():
-        lost = _lost(history, executions)
+        lost = history.were_lost(executions)
         for first, second in pairwise(executions):
             over = history.killed.get(first.pid) if first.ended is None else first.ended
             if first not in lost and (over is None or over > second.begun):
-                yield f"{name(history, pk)} ran in {first.pid} and {second.pid} at once."
-
-
-def _lost(history: History, executions: Iterable[Execution]) -> list[Execution]:
-    return [one for one in executions if (one.pid, one.step) in history.lost]
+                yield f"{history.steps[pk]} ran in {first.pid} and {second.pid} at once."
 
 
 def leftovers(history: History) -> Findings:
@@ -318,29 +250,19 @@ def leftovers(history: History) -> Findings:
 
 def too_little(history: History) -> Findings:
     """Enough has happened for the other checks to mean something."""
-    plan = history.plan
-    figures = count(history)
+    plan, figures = history.plan, count(history)
+    again = TWICE * figures["messages written"]
     wanted = {
         "runs": plan.runs,
         "steps": plan.runs * plan.stages * plan.steps,
-        "messages delivered twice": _few(TWICE * figures["messages written"]),
+        # By chance, and not at all to who was killed.
+        "messages delivered twice": max(1, int(0.75 * again - 3 * again**0.5)),
         "killed inside a step": 1,
         "children killed": 1,
         "workers killed": plan.worker_kills,
         "broker restarted": plan.restarts,
     }
     return scarce(figures, wanted)
-
-
-def _few(expected: float) -> int:
-    """Return what is too few of what happens by chance, and not at all to who was killed."""
-    return max(1, int(0.75 * expected - 3 * expected**0.5))
-
-
-def name(history: History, pk: int) -> str:
-    """Return how a step is called here."""
-    step = history.steps[pk]
-    return f"step {step.position} of stage {step.stage} of run {step.run}"
 
 
 def count(history: History) -> dict[str, float]:
@@ -362,8 +284,6 @@ def count(history: History) -> dict[str, float]:
         "executions": len(executions),
         "steps run again": len(executions) - len(history.executions),
         "steps lost": len(history.lost),
-        "stages begun, by signals": history.stages_told.total(),
-        "signals that a kill kept back": len(untold_stages(history)) + len(untold_steps(history)),
         "runs that a sweep repaired": len({repair.run for repair in history.repairs}),
         "steps whose process had died": reasons["died"],
         "steps that nobody had begun": reasons["never begun"],
@@ -379,7 +299,6 @@ ORACLE = Oracle(
         lost_params,
         early_steps,
         stages_begun,
-        untold,
         unrepaired_stages,
         steps_succeeded,
         needless_executions,

@@ -1,72 +1,140 @@
 """
-The steps of the runs, which note what they do outside of the package's tables.
+The processes of the runs: they start runs, relay, sweep once, or work.
 
-A process that imports this also records the package's signals, if the settings say where.
+The steps note what they do outside of the package's tables. A process that imports this also
+notes the package's signals, if the settings say where. A worker that takes a message puts some
+of them back, at the edge of the broker and below Celery: same id, same headers but for a mark,
+same body.
 """
 
+import logging
+import random
+import signal
+import threading
 import time
-from typing import Any
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
 
 from celery import shared_task
+from celery.signals import task_received
+from django.conf import settings
 from django.dispatch import receiver
 
 from django_celery_safe import SafeTask, stages
 from django_celery_safe.models import StageRun, StageStep
-from django_celery_safe.signals import run_repaired, stage_started, step_lost, step_succeeded
-from tests.faults.stages import twice
-from tests.faults.stages.plan import Witness, find_witness
+from django_celery_safe.sending.relay import Relay
+from django_celery_safe.signals import run_repaired, step_lost
+from django_celery_safe.stages.repairs import sweep
+from django_celery_safe.stages.step_table import step_table
+from tests.app.celery import app
+from tests.faults.scenario import find_witness
+from tests.faults.stages.plan import BEAT, LATEST, PATIENCE, TWICE, Plan
+from tests.stages import broken
 
 Params = dict[str, Any]
+
+#: Header of a message that is there for the second time.
+MARK: Final = "tests_again"
+
+
+def start_runs(plan: Plan) -> None:
+    """Start one run after the other."""
+    enter()
+    chance = random.Random(f"{plan.seed}:starts")
+    for number in range(plan.runs):
+        stages.start(plan.entries(number))
+        time.sleep(chance.expovariate(1 / plan.pause))
+
+
+def relay() -> None:
+    """Relay until a signal, like ``celery_outbox relay``; it sweeps once a minute, too."""
+    enter()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    relaying = Relay()
+    relaying.run(stop)
+    relaying.close()
+
+
+def sweep_once() -> None:
+    """Repair what does not go on; the signals say what."""
+    enter()
+    sweep(step_table(), timedelta(seconds=PATIENCE))
+
+
+def enter() -> None:
+    """Be a process of the workers' app."""
+    logging.basicConfig(filename=find_witness().log)
+    app.finalize()
 
 
 @shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)
 @stages.step
-def late(params: Params, run: StageRun, step: StageStep, seconds: float, beat: float) -> Params:
+def late(params: Params, run: StageRun, step: StageStep, seconds: float) -> Params:
     """Work; the broker has the message until this has ended."""
-    return work(params, step, seconds, beat)
+    return work(params, step, seconds)
 
 
 @shared_task(base=SafeTask)
 @stages.step
-def early(params: Params, run: StageRun, step: StageStep, seconds: float, beat: float) -> Params:
+def early(params: Params, run: StageRun, step: StageStep, seconds: float) -> Params:
     """Work; a kill of its process loses the message."""
-    return work(params, step, seconds, beat)
+    return work(params, step, seconds)
 
 
-def work(params: Params, step: StageStep, seconds: float, beat: float) -> Params:
+def work(params: Params, step: StageStep, seconds: float) -> Params:
     """Be inside for a while; return what says that this step was done."""
-    witness = find_witness()
-    assert witness is not None
-    place = {"step": step.pk, "run": step.run_id, "stage": step.stage - 1}
+    witness, journal = find_witness(), find_witness().journal
     with witness.room.inside(str(step.pk)):
-        witness.steps.write("begun", known=len(params), **place)
+        journal.write("begun", step=step.pk, known=len(params))
         time.sleep(seconds)
-        time.sleep(-time.monotonic() % beat if beat else 0)
-        witness.steps.write("ended", **place)
+        time.sleep(-time.monotonic() % BEAT)
+        journal.write("ended", step=step.pk)
     return {f"{step.stage - 1}.{step.position}": True}
 
 
-def connect(witness: Witness) -> None:
-    """Note what the package tells."""
-    signals = witness.signals
-
-    @receiver(stage_started, weak=False)
-    def note_stage(run: int, stage: int, **kwargs: Any) -> None:
-        signals.write("stage", run=run, stage=stage - 1)
-
-    @receiver(step_succeeded, weak=False)
-    def note_success(step: int, **kwargs: Any) -> None:
-        signals.write("succeeded", step=step)
+def watch() -> None:
+    """Note what the package says, and deliver some messages twice."""
+    journal = find_witness().open("signals")
 
     @receiver(step_lost, weak=False)
     def note_loss(step: int, **kwargs: Any) -> None:
-        signals.write("lost", step=step)
+        journal.write("lost", step=step)
 
     @receiver(run_repaired, weak=False)
     def note_repair(run: int, task_id: str, reason: str, **kwargs: Any) -> None:
-        signals.write("repaired", run=run, task_id=task_id, reason=reason)
+        journal.write("repaired", run=run, task_id=task_id, reason=reason)
+
+    @task_received.connect(weak=False)
+    def deliver_again(sender: Any, request: Any, **kwargs: Any) -> None:
+        if MARK in request.message.headers or random.random() >= TWICE:
+            return
+        again = partial(publish_again, request.app, request.message, request.id)
+        if random.random() < 0.5:  # at once, and meets the first
+            again()
+        else:
+            sender.timer.call_after(random.uniform(0, LATEST), again)
 
 
-if (_witness := find_witness()) is not None:
-    connect(_witness)
-    twice.connect(_witness)
+def publish_again(celery: Any, message: Any, task_id: str) -> None:
+    """Put a message back, unless the broker is away: then nothing is delivered at all."""
+    with suppress(OSError, *celery.connection_for_write().connection_errors):
+        with celery.connection_for_write() as connection:
+            connection.Producer(auto_declare=False).publish(
+                message.body,
+                exchange="",
+                routing_key=celery.conf.task_default_queue,
+                headers={**message.headers, MARK: True},
+                content_type=message.content_type,
+                content_encoding=message.content_encoding,
+                correlation_id=task_id,
+                retry=False,
+            )
+        find_witness().trouble.write("again", id=task_id)
+
+
+if hasattr(settings, "TEST_WITNESS"):
+    watch()
+    broken.use_chosen()

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from tests.faults.brokers import RedisBroker
 from tests.faults.nemesis import WorkerNemesis
-from tests.faults.tasks.plan import Plan, Witness
+from tests.faults.scenario import Witness
+from tests.faults.tasks.plan import Plan
 from tests.processes import CeleryWorker
 
 #: Shortest and longest time between two kills, s.
@@ -19,10 +20,10 @@ class Killer(WorkerNemesis):
     """Kills children all the time, and whole workers now and then."""
 
     def __init__(
-        self, plan: Plan, witness: Witness, broker: RedisBroker, workers: Sequence[CeleryWorker]
+        self, plan: Plan, workers: Sequence[CeleryWorker], witness: Witness, broker: RedisBroker
     ) -> None:
-        super().__init__(plan, workers, witness.journal)
-        self.witness, self.broker = witness, broker
+        super().__init__(plan, workers, witness)
+        self.broker = broker
         # Spread over the time that the sends take.
         part = plan.tasks * plan.pause / (plan.worker_kills + 1)
         self._due = [time.monotonic() + part * (place + 1) for place in range(plan.worker_kills)]
@@ -33,7 +34,7 @@ class Killer(WorkerNemesis):
         if self._kill_due_worker():
             return
         aimed = self.random.random() < AIMED
-        child = self.choose_child(self.witness.inside()) if aimed else None
+        child = self.choose_child(self.witness.room.pids()) if aimed else None
         if (child := child or self.choose_child()) is not None:
             self.kill_child(child)
 

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, Self
 
 from django_celery_safe import HeldLock
 from tests.faults.oracle import Findings, Oracle, scarce
-from tests.faults.tasks.plan import Witness
+from tests.faults.scenario import Witness
+from tests.faults.tasks.work import GAUGE
+from tests.processes import Gauge
 
 #: Endings after which a task comes again by itself.
 AGAIN = {"retried", "taken up again"}
@@ -87,8 +89,10 @@ class History:
         history = cls(messages=messages, locks=locks)
         for entry in witness.journal.entries():
             history._add(**entry)
-        history.overlaps = witness.gauge.violations()
-        history.entries = witness.gauge.entered()
+        for entry in witness.trouble.entries("killed"):
+            history.killed[entry["child"]] = entry["what"]
+        gauge = Gauge(witness.folder / GAUGE)
+        history.overlaps, history.entries = gauge.violations(), gauge.entered()
         return history
 
     def _add(self, effect: str, at_ns: int, pid: int, id: str = "", **details: Any) -> None:  # noqa: A002
@@ -101,8 +105,6 @@ class History:
                 self.tries.append(Try(id, at_ns, pid))
             case "over":
                 self.over[id] = max(at_ns, self.over.get(id, 0))
-            case "killed":
-                self.killed[details["child"]] = details["what"]
 
     @cached_property
     def published(self) -> dict[str, Send]:

@@ -1,11 +1,9 @@
-"""The plan of a run, and the files in which its processes record what happens."""
+"""The plan of a run."""
 
 from dataclasses import dataclass
 
 from tests.faults.scenario import Plan as AnyPlan
-from tests.faults.scenario import Witness as AnyWitness
 from tests.faults.scenario import option
-from tests.processes import Gauge
 
 #: Lease of the runs, s: for so long a killed one keeps its key from others.
 LEASE = 2.0
@@ -34,17 +32,3 @@ class Plan(AnyPlan):
     concurrency: int = 2
     patience: float = 90.0
     at_most: float = 1200.0
-
-
-class Witness(AnyWitness):
-    """The journal has what was sent, run and killed."""
-
-    @property
-    def gauge(self) -> Gauge:
-        """How many runs of one task and key went on at once."""
-        return Gauge(self.folder / "gauge")
-
-    def inside(self) -> set[int]:
-        """Return the processes in which something runs, or ran when they were killed."""
-        tickets = (self.folder / "gauge").glob("*/*")
-        return {int(ticket.name.partition(".")[0]) for ticket in tickets}

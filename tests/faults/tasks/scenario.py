@@ -9,9 +9,10 @@ from django.test import override_settings
 from django_celery_safe import HeldLock, iter_locks
 from tests.faults.brokers import RedisBroker
 from tests.faults.lab import PREFETCH, Lab
+from tests.faults.scenario import Witness
 from tests.faults.tasks.nemesis import Killer
 from tests.faults.tasks.oracle import History
-from tests.faults.tasks.plan import LEASE, VISIBILITY_TIMEOUT, Plan, Witness
+from tests.faults.tasks.plan import LEASE, VISIBILITY_TIMEOUT, Plan
 from tests.faults.tasks.sender import send
 from tests.processes import run_in_processes, wait_for
 from tests.servers import RedisServer
@@ -51,7 +52,7 @@ def record(plan: Plan, lab: Lab) -> History:
         prefetch=PREFETCH,
     )
     wait_for(lambda: broker.idle_workers() == plan.workers, 10, "the workers take no messages")
-    killer = Killer(plan, witness, broker, workers)
+    killer = Killer(plan, workers, witness, broker)
     sends = lab.enter_context(ThreadPoolExecutor(1)).submit(
         run_in_processes, send, 2, plan, witness, timeout=plan.at_most
     )

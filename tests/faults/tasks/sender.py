@@ -5,7 +5,8 @@ import random
 import time
 
 from tests.app.celery import app
-from tests.faults.tasks.plan import Plan, Witness
+from tests.faults.scenario import Witness
+from tests.faults.tasks.plan import Plan
 from tests.faults.tasks.work import TASKS
 from tests.processes import meet
 

@@ -8,7 +8,12 @@ from typing import Any
 from celery import shared_task
 
 from django_celery_safe import SafeTask, single_instance
-from tests.faults.tasks.plan import LEASE, VISIBILITY_TIMEOUT, Witness
+from tests.faults.scenario import Witness
+from tests.faults.tasks.plan import LEASE, VISIBILITY_TIMEOUT
+from tests.processes import Gauge
+
+#: The folder of the gauge, which sees how many runs of one task and key go on at once.
+GAUGE = "gauge"
 
 #: How a run ends by itself, and how often of a hundred times.
 ENDINGS = {"done": 70, "failed": 8, "retried": 14, "taken up again": 8}
@@ -79,7 +84,8 @@ def work(task: Any, folder: str, key: str) -> None:
     (longest,) = random.choices(list(DURATIONS), list(DURATIONS.values()))
     (ending,) = random.choices(list(ENDINGS), list(ENDINGS.values()))
     since = time.monotonic_ns()
-    with witness.gauge.inside(f"{task.name}:{key}"):
+    section = f"{task.name}:{key}"
+    with witness.room.inside(key), Gauge(witness.folder / GAUGE).inside(section):
         time.sleep(random.uniform(longest / 2, longest))
         witness.journal.write("ended", id=task.request.id, since=since, ending=ending)
     match ending:

@@ -1,0 +1,83 @@
+"""What several benchmarks need: databases, a worker's settings, deliveries and their queries."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from celery.app.trace import build_tracer
+from django.db import connections
+from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
+
+from tests.servers import RedisServer, ServerPool
+from tests.servers.databases import Databases
+
+BACKENDS = {
+    "django-redis": "django_redis.cache.RedisCache",
+    "Django's RedisCache": "django.core.cache.backends.redis.RedisCache",
+}
+
+
+def caches_on(server: RedisServer) -> override_settings:
+    """Return the settings with one cache for each of Django's ways to Redis."""
+    entries = {
+        alias: {"BACKEND": backend, "LOCATION": server.url} for alias, backend in BACKENDS.items()
+    }
+    return override_settings(CACHES={"default": entries["django-redis"], **entries})
+
+
+@contextmanager
+def databases(servers: ServerPool, *aliases: str | None) -> Iterator[list[str]]:
+    """Have a database of the chosen kind for each alias (None: a new one) during the block."""
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        made = Databases(servers, folder)
+        yield [
+            stack.enter_context(made.alias(servers.database, folder, alias)) for alias in aliases
+        ]
+
+
+def worker_settings(alias: str, redis: RedisServer) -> dict[str, Any]:
+    """Return the settings of a worker with a default database, broker and results."""
+    given = connections.settings[alias]
+    database = {name: given[name] for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")}
+    return {
+        "DATABASES": {"default": {**database, "CONN_MAX_AGE": None}},
+        "CELERY_BROKER_URL": redis.database_url(1),
+        "CELERY_RESULT_BACKEND": redis.database_url(2),
+        # Without it Celery closes the connection after each task, whatever CONN_MAX_AGE is.
+        "CELERY_DB_REUSE_MAX": 1_000_000,
+    }
+
+
+def use_app(settings: dict[str, Any], **more: Any) -> None:
+    """Let this process, whose app is to be a new one, send as the worker does."""
+    from tests.stages.worker_app import app  # it becomes the current one of who imports it
+
+    app.conf.update(
+        broker_url=settings["CELERY_BROKER_URL"],
+        result_backend=settings["CELERY_RESULT_BACKEND"],
+        **more,
+    )
+
+
+def deliver(task: Any, argument: Any, request: dict[str, Any]) -> None:
+    """Run a task for a message, as a worker does."""
+    trace = build_tracer(task.name, task, app=task.app, propagate=True)
+    trace(request["id"], [argument], {}, {"delivery_info": {}, **request})
+
+
+def count_queries(alias: str, call: Callable[[], object], *without: str) -> int:
+    """Return how many queries a call makes, without those that begin with these words."""
+    with CaptureQueriesContext(connections[alias]) as queries:
+        call()
+    return sum(not (without and query["sql"].startswith(without)) for query in queries)
+
+
+def analyze(alias: str, table: str) -> None:
+    """Do what autovacuum would do."""
+    is_mysql = connections[alias].vendor == "mysql"
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"ANALYZE {'TABLE' if is_mysql else ''} {table}")

@@ -1,0 +1,420 @@
+"""The oracles, on histories written by hand: each check finds its violation, and no other."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from django_celery_safe import HeldLock
+from django_celery_safe.leases.holder import place_name
+from tests.faults.carried import history as carried
+from tests.faults.carried.plan import Plan as CarriedPlan
+from tests.faults.locks import history as locks
+from tests.faults.locks.records import NO, YES, MemoryLoss, Pause, Record
+from tests.faults.mails import oracle as mails
+from tests.faults.outbox import oracle as outbox
+from tests.faults.outbox.plan import Plan as OutboxPlan
+from tests.faults.poison import oracle as poison
+from tests.faults.scenarios import SCENARIOS
+from tests.faults.stages import oracle as stages
+from tests.faults.stages.plan import Plan as StagesPlan
+from tests.faults.tasks import oracle as tasks
+
+pytestmark = pytest.mark.nightly
+
+ORACLES = {scenario.name: scenario.oracle for scenario in SCENARIOS}
+
+#: Locks; times are in ms.
+
+
+def at(moment: float) -> int:
+    """Return a moment in ns."""
+    return round(moment * 1e6)
+
+
+def acquire(token: str, sent: float, lease: float, fence: int = 0, place: int = 1) -> Record:
+    """Return an acquisition whose answer took 1 ms, trusted until ``sent + lease``."""
+    answer = (YES, token, fence or int(sent) + 1, lease / 1000, at(lease - 1))
+    return Record(0, "acquire", place_name("a", place), at(sent), at(sent + 1), *answer)
+
+
+def act(
+    action: str, token: str, sent: float, outcome: str = YES, left: float = 0, **more: Any
+) -> Record:
+    """Return something that a holder did within 1 ms."""
+    return Record(0, action, "a", at(sent), at(sent + 1), outcome, token, left=at(left), **more)
+
+
+def locks_of(*records: Record, **more: Any) -> Any:
+    """Return a history of locks."""
+    return locks.History(list(records), 2, grace=0.05, **more)
+
+
+def loss(since: float) -> list[MemoryLoss]:
+    """Return a restart that took 10 ms to end the server and 10 to start it."""
+    return [MemoryLoss(at(since), at(since + 10), at(since + 20))]
+
+
+FIRST, SECOND = acquire("x", 0, 100), acquire("y", 60, 100)
+REFUSED = Record(1, "acquire", "a", at(72), at(73), NO, seconds=0.1)
+OLDER = [acquire("x", 0, 10, 5), acquire("y", 20, 10, 6), act("write", "y", 22, fence=6, number=1)]
+OLDER.append(act("write", "x", 24, fence=5, number=2))
+SHORTER = act("extend", "x", 10, left=20, seconds=0.02)
+
+#: Tasks; times are small numbers, here and below.
+
+
+def sent(name: str, asked: int, until: str, duplicate_of: str | None = None) -> tasks.Send:
+    """Return a send that took 1."""
+    return tasks.Send(name, until, "key", asked, asked + 1, duplicate_of)
+
+
+def task(until: str = "end", **changes: Any) -> Any:
+    """Return the history of one task, sent twice at once, that ran from 11 to 20."""
+    history = tasks.History(
+        sends=[sent("a", 0, until), sent("b", 0, until, duplicate_of="a")],
+        tries=[tasks.Try("a", 10, pid=1)],
+        runs=[tasks.Run("a", 11, 20, "done")],
+        over={"a": 22},
+        entries=1,
+    )
+    return replace(history, **changes)
+
+
+TWICE: dict[str, Any] = {
+    "sends": [sent("a", 0, "end"), sent("b", 18, "end")],
+    "tries": [tasks.Try("a", 10, pid=1), tasks.Try("b", 25, pid=2)],
+    "runs": [tasks.Run("a", 11, 20, "done"), tasks.Run("b", 26, 30, "done")],
+}
+LATE = [sent("a", 0, "start"), sent("b", 12, "start", duplicate_of="a")]
+
+#: Mails.
+
+
+def mail_run(name: str = "1-a", begun: int = 11, **changes: Any) -> mails.Run:
+    """Return a run of user 1 that sent well, with changes."""
+    return replace(
+        mails.Run(name, 1, begun - 1, begun, answered=begun + 2, over=begun + 4), **changes
+    )
+
+
+def mailed(*runs: mails.Run, sent: str = "", guarantee: str = "at_least_once", **more: Any) -> Any:
+    """Return the history of user 1: all runs, or these, sent an e-mail with the behaviour."""
+    history = mails.History(mails.Plan(users=1, guarantee=guarantee), flags={1: True})
+    history.runs = {run.id: run for run in runs}
+    for name in sent.split() or history.runs:
+        history.mails[1].append(mails.Mail(name, mails.Behaviour.DROP_ANSWER))
+    return replace(history, **more)
+
+
+KILLED = mail_run("2-k", begun=1, answered=None, over=None)
+DROPPED = mail_run("3-d", begun=2, answered=None, failed=3, error="Gone", raised="Gone")
+UNSENT = mails.Run("4-u", 1, 20, over=21)
+
+#: The outbox.
+
+
+def outboxed(**changes: Any) -> Any:
+    """Return the history of two tasks of one transaction."""
+    both = {"0.0", "0.1"}
+    history = outbox.History(
+        OutboxPlan(transactions=1, broken="plain", rounds=0, troubles=()),
+        begun={0},
+        committed=both,
+        arrived=Counter(both),
+        effects=Counter(both),
+        flagged=both,
+    )
+    return replace(history, **changes)
+
+
+#: Stages: one run of two with one step each; both ran in process 7, one after the other.
+ONE, TWO = stages.Execution(1, 7, 10, 0, 20), stages.Execution(2, 7, 30, 1, 40)
+
+
+def staged(*executions: stages.Execution, **changes: Any) -> Any:
+    """Return the history of a run with these executions; without any, of one that went well."""
+    plan = StagesPlan(runs=1, stages=2, steps=1, child_kills=0, worker_kills=0, restarts=0)
+    history = stages.History(
+        plan,
+        runs={1: stages.Run("succeeded", frozenset({"0.0", "1.0"}))},
+        steps={
+            1: stages.Step(1, 0, 0, "a", "succeeded", 2, has_end=True),
+            2: stages.Step(1, 1, 0, "b", "succeeded", 2, has_end=True),
+        },
+        messages=Counter("ab"),
+        successes=Counter("ab"),
+        kills=Counter({"children": 1, "inside": 1}),
+        again=1,
+    )
+    for one in executions or (ONE, TWO):
+        history.executions[one.step].append(one)
+    return replace(history, **changes)
+
+
+AGAIN = stages.Execution(1, 6, 5, 0, 6)
+
+#: Carried: the only task, which ran in process 7, a child of 2; and a first run of it in 6.
+ID = "task-0"
+ONLY, BEFORE = carried.Run(ID, 7, 10, 0, 2, 20, "done"), carried.Run(ID, 6, 4, 0, 1)
+HARMS = dict.fromkeys(
+    ("child_kills", "worker_kills", "relay_kills", "pauses", "restarts", "flushes"), 0
+)
+DEATH = [carried.Death(ID, 6, 9, -1)]
+S = 10**9
+
+
+def carry(*runs: carried.Run, **changes: Any) -> Any:
+    """Return the history of a task with these runs; without any, of a task that went well."""
+    # With this seed something is rolled back.
+    plan = CarriedPlan(tasks=1, seed=14, database_restarts=0, **HARMS)
+    history = carried.History(plan, committed={ID: 1}, ends={ID: 30})
+    for one in runs or (ONLY,):
+        history.runs[one.id].append(one)
+    return replace(history, **changes)
+
+
+def carry_late(other: int, **changes: Any) -> Any:
+    """Return a history: a task begins 6 s after its kill, and another at ``other``, s."""
+    late = replace(ONLY, begun=16 * S, ended=17 * S)
+    another = carried.Run("task-1", 8, other * S, 0, ONLY.worker, late.ended, "done")
+    committed = {ID: 1, "task-1": int((other - 0.5) * S)}
+    more = {"killed": {6: [10 * S]}, "deaths": [carried.Death(ID, 6, 15 * S, -1)]}
+    ends = {ID: 18 * S, "task-1": 18 * S}
+    return carry(BEFORE, late, another, committed=committed, ends=ends, **more, **changes)
+
+
+#: Poison: two tasks, one of which kills.
+PLAN = poison.Plan(tasks=2, poison=1)
+(KILLS,) = PLAN.poisonous
+
+
+def poisoned(**changes: Any) -> Any:
+    """Return a history; unset: one that went well."""
+    good = poison.History(
+        PLAN,
+        begun=Counter({KILLS: PLAN.max_deaths, 1 - KILLS: 1}),
+        done=Counter({1 - KILLS: 1}),
+        failed={KILLS: ["TaskPoisoned"]},
+        rows=Counter({("failed", "TaskPoisoned"): 1}),
+    )
+    return replace(good, **changes)
+
+
+GOOD: dict[str, list[Any]] = {
+    "locks": [
+        locks_of(FIRST, acquire("y", 100, 100)),
+        locks_of(FIRST, act("release", "x", 20), acquire("y", 20, 100)),
+        locks_of(FIRST, acquire("y", 10, 100, place=2), limit=2),
+        locks_of(FIRST, SECOND._replace(lock="b")),
+        locks_of(FIRST, SHORTER, acquire("y", 31, 60)),
+        locks_of(FIRST, SECOND, losses=loss(40)),
+        locks_of(FIRST, act("ensure", "x", 50, "LockLost"), losses=loss(40)),
+        locks_of(*OLDER[:3], OLDER[3]._replace(outcome=NO)),
+        locks_of(acquire("x", 0, 24), REFUSED),
+        # Without an answer it may have been acquired all the same.
+        locks_of(REFUSED._replace(sent=0, returned=1, outcome="LockBackendError"), REFUSED),
+    ],
+    "tasks": [
+        task(),
+        task("start"),
+        task(**TWICE, killed={1: "child"}),
+        task(sends=[sent("a", 0, "end"), sent("b", 12, "end", duplicate_of="a")]),
+    ],
+    "mails": [
+        mailed(mail_run()),
+        mailed(KILLED, mail_run(), killed={2: 5}),
+        mailed(replace(KILLED, answered=4), mail_run(), killed={2: 5}),
+        mailed(DROPPED, mail_run()),
+        mailed(KILLED, guarantee="at_most_once", killed={2: 5}, mails={}),
+    ],
+    "outbox": [
+        outboxed(),
+        outboxed(arrived=Counter(["0.0"]), followed=Counter(["0.1"])),
+        outboxed(
+            arrived=Counter({"0.0": 1, "0.1": 101}), kills=Counter({("relay", "at random"): 1})
+        ),
+    ],
+    "stages": [
+        staged(),
+        # Killed inside; after the end, before the commit; paused for longer than the lease.
+        staged(replace(AGAIN, ended=None), ONE, TWO, killed={6: 6}),
+        staged(AGAIN, ONE, TWO, killed={6: 7}),
+        staged(replace(AGAIN, ended=25), ONE, TWO, lost={(6, 1)}),
+        staged(messages=Counter("aab"), repairs=[stages.Repair(1, "a", "its process died")]),
+    ],
+    "carried": [
+        carry(),
+        # Another process had its id before, and was killed too.
+        carry(BEFORE, ONLY, killed={6: [2, 5]}, deaths=DEATH),
+        carry(replace(BEFORE, ended=5, ending="done"), ONLY, killed={6: [6]}),
+        # It stood still for longer than its lease; its worker ended.
+        carry(replace(BEFORE, ended=25, ending="done"), ONLY, stood_still={6: [5]}, deaths=DEATH),
+        carry(BEFORE, ONLY, ended={1: 15}, deaths=DEATH),
+        # The worker began nothing that was sent later, until it was too late; a harm was near.
+        carry_late(13),
+        carry_late(14, struck=[(9 * S, 11 * S)]),
+    ],
+    "poison": [
+        poisoned(),
+        poisoned(plan=replace(PLAN, tasks_kind="plain"), rows=Counter()),
+    ],
+}
+
+BAD: dict[str, dict[str, Any]] = {
+    "locks": {
+        "two holders": locks_of(FIRST, acquire("y", 98, 100)),
+        "too many holders": locks_of(FIRST, acquire("y", 10, 100, place=2)),
+        "broken promises": locks_of(FIRST, act("ensure", "x", 50, "LockLost")),
+        "unordered fences": locks_of(acquire("x", 0, 10, 5), acquire("y", 20, 10, 4)),
+        "older writes": locks_of(*OLDER),
+        "refusals without a holder": locks_of(acquire("x", 0, 20), REFUSED),
+        "incomplete answers": locks_of(FIRST._replace(token=None)),
+    },
+    "tasks": {
+        "two at once": task(overlaps=[{"number": 2, "section": "key", "at_ns": 15}]),
+        "lost tasks": task(runs=[tasks.Run("a", 11, 20, "retried")]),
+        "undone work": task(sends=[*LATE, sent("c", 12, "start")]),
+        "swallowed sends": task(sends=[sent("a", 0, "end"), sent("b", 23, "end", "a")]),
+        "sent twice": task(**TWICE),
+        "ghosts": task(tries=[tasks.Try("a", 10, pid=1), tasks.Try("b", 30, pid=1)]),
+        "leftovers": task(locks=[HeldLock("sent:task:key", "token", 3599.0)]),
+    },
+    "mails": {
+        "second mails": mailed(DROPPED, mail_run(), guarantee="at_most_once"),
+        "missing mails": mailed(UNSENT, guarantee="at_most_once", mails={}),
+        # Killed, but before that run.
+        "unexplained doubles": mailed(mail_run(), mail_run("2-b", 10), killed={1: 9}),
+        "needless sends": mailed(mail_run(), replace(DROPPED, begun=12), sent="1-a"),
+        "unset flags": mailed(mail_run(), flags={1: False}),
+        "errors": mailed(mail_run(), replace(UNSENT, over=None), sent="1-a"),
+        "leftovers": mailed(mail_run(), messages=["an-id"]),
+    },
+    "outbox": {
+        "lost tasks": outboxed(arrived=Counter(["0.0"])),
+        "ghosts": outboxed(arrived=Counter(["0.0", "0.1", "1.0"])),
+        "too many duplicates": outboxed(arrived=Counter({"0.0": 1, "0.1": 2})),
+        "undone effects": outboxed(flagged={"0.0"}),
+        "repeated effects": outboxed(effects=Counter({"0.0": 1, "0.1": 2})),
+        "leftovers": outboxed(left=["tests.app.tasks.note"]),
+        "errors": outboxed(raised=["Traceback"]),
+        "too little": outboxed(plan=OutboxPlan(transactions=1, rounds=1, troubles=())),
+    },
+    "stages": {
+        "stuck runs": staged(runs={1: stages.Run("running", frozenset())}),
+        "lost params": staged(ONE, replace(TWO, known=0)),
+        "early steps": staged(ONE, replace(TWO, begun=15)),
+        "stages begun": staged(messages=Counter("abb")),
+        "unrepaired stages": staged(repairs=[stages.Repair(1, "", "its stage was complete")]),
+        "steps succeeded": staged(successes=Counter("abb")),
+        "needless executions": staged(AGAIN, ONE, TWO, killed={6: 4}),
+        "two at once": staged(replace(AGAIN, ended=None), ONE, TWO, killed={6: 15}),
+        "leftovers": staged(left=["a task"]),
+        "too little": staged(again=0),
+    },
+    "carried": {
+        "lost tasks": carry(BEFORE, killed={6: [5]}, ends={}),
+        "unended rows": carry(left={ID: carried.Row("sent", "")}),
+        "wrong failures": carry(left={ID: carried.Row("failed", "ValueError")}),
+        "wrong retries": carry(replace(ONLY, retries=1)),
+        "ghosts": carry(ONLY, carried.Run("dropped-0", 7, 40)),
+        "runs after the end": carry(ONLY, carried.Run(ID, 7, 40, 0, 2, 50, "done")),
+        "ends by others": carry(ends={ID: 15}),
+        "needless runs": carry(BEFORE, replace(ONLY, pid=6), killed={6: [40]}),
+        "two at once": carry(BEFORE, ONLY, killed={6: [15]}),
+        "leases cut short": carry(deaths=[carried.Death(ID, 6, 9, 0.5)], killed={6: [5]}),
+        "needless deaths": carry(deaths=[carried.Death(ID, 6, 9, -0.5)], killed={6: [10]}),
+        "late recoveries": carry_late(14),
+        "too little": carry(committed={}, runs={}, ends={}),
+    },
+    "poison": {
+        "lost tasks": poisoned(done=Counter()),
+        "needless runs": poisoned(begun=Counter({KILLS: 3, 1 - KILLS: 2})),
+        "wrong deaths": poisoned(begun=Counter({KILLS: 4, 1 - KILLS: 1})),
+        "wrong failures": poisoned(failed={KILLS: ["TaskPoisoned"] * 2}),
+        "wrong rows": poisoned(rows=Counter({("running", ""): 1})),
+        "too little": poison.History(PLAN),
+    },
+}
+
+#: Violations that come along with another one.
+WITH_OTHERS = {
+    ("tasks", "undone work"): {"swallowed sends", "lost tasks"},
+    ("mails", "unexplained doubles"): {"needless sends"},
+    ("carried", "runs after the end"): {"needless runs"},
+    ("carried", "needless runs"): {"two at once"},
+    ("poison", "too little"): {"lost tasks", "wrong deaths", "wrong failures", "wrong rows"},
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_a_kill_explains_passes(name: str) -> None:
+    """Nothing is found where all went well, or where a kill explains it."""
+    for number, history in enumerate(GOOD[name]):
+        assert ORACLES[name].found(history) <= {"too little"}, number
+
+
+@pytest.mark.parametrize(("name", "check"), [(name, one) for name in BAD for one in BAD[name]])
+def test_each_check_finds_its_violation(name: str, check: str) -> None:
+    """A history with one thing wrong is found by that thing's name."""
+    found = ORACLES[name].found(BAD[name][check])
+    assert check in found
+    assert found - {check, "too little"} == WITH_OTHERS.get((name, check), set())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_check_is_tested(name: str) -> None:
+    """A check without a history that violates it would find nothing unnoticed."""
+    checks = {check.__name__.replace("_", " ") for check in ORACLES[name].checks}
+    assert checks - {"too little"} == set(BAD[name]) - {"too little"}
+    variants = {one.name: one.variants for one in SCENARIOS}[name]
+    assert {found for names in variants.values() for found in names} <= checks
+
+
+def test_little_is_found_where_nothing_happened() -> None:
+    """A run in which nothing happened is rejected, with what is missing."""
+    empty = {
+        "locks": locks.History([], 2, nemesis="restart"),
+        "tasks": tasks.History(),
+        "mails": mails.History(mails.Plan()),
+        "stages": stages.History(StagesPlan()),
+        "carried": carried.History(CarriedPlan()),
+    }
+    wanted = {
+        "locks": ("process 1", "contended", "outlived pauses", "restarts"),
+        "tasks": ("published", "runs retried", "children killed", "stepped aside"),
+        "mails": ("doubles: killed before the commit", "posts refused", "children killed"),
+        "stages": ("steps", "children killed", "workers killed", "broker restarted"),
+        "carried": ("tasks", "children paused", "broker flushed", "runs again"),
+    }
+    for name, history in empty.items():
+        missing = " ".join(violation.text for violation in ORACLES[name].check(history))
+        assert all(what in missing for what in wanted[name]), name
+
+
+def test_a_pause_counts_if_a_lease_ended_in_it() -> None:
+    """A pause outlived a lease if its process held a lock whose lease ended meanwhile."""
+    for since, until, outlived in [(10, 190, 1), (10, 40, 0), (310, 400, 0)]:
+        history = locks_of(acquire("x", 0, 50), act("release", "x", 200, NO))
+        history.pauses = [Pause(0, at(since), at(until))]
+        assert ORACLES["locks"].count(history)["outlived pauses"] == outlived, (since, until)
+
+
+def test_tasks_of_others_may_be_lost() -> None:
+    """They are counted and break no promise, but a task that began uncommitted does."""
+    history = carry(BEFORE, ends={})
+    history = replace(history, plan=replace(history.plan, sent="celery"))
+    assert ORACLES["carried"].count(history)["lost"] == 1
+    assert ORACLES["carried"].check(history) == []
+    history.runs["dropped-0"] = [carried.Run("dropped-0", 7, 40)]
+    assert ORACLES["carried"].found(history) == {"ghosts"}
+
+
+def test_the_figures_of_carried_tasks() -> None:
+    """What was done twice is counted, and how long a killed task waits for its next run."""
+    count = ORACLES["carried"].count
+    again = carried.Run(ID, 8, 5 * S, 0, 2, 6 * S, "done")
+    assert count(carry(ONLY, again))["done twice"] == 1
+    figures = count(carry(replace(BEFORE, begun=S), again, killed={6: [2 * S]}))
+    assert (figures["done twice"], figures["seconds from a kill to that, p50"]) == (0, 3)
