@@ -26,27 +26,12 @@ pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[1]
 
-STANDARD_PORTS = {4369, 5432, 5672, 6379, 6432, 11211, 25672, 26379}
-
 
 @pytest.fixture
 def own_redis(redis_server: RedisServer) -> Iterator[RedisServer]:
     """A Redis that a test may stop and pause; needs what the shared one needs."""
     with RedisServer() as server:
         yield server
-
-
-def test_redis_is_private_and_forgets_on_restart(own_redis: RedisServer) -> None:
-    """Redis runs on a port of its own, and a restart loses what it held but not the port."""
-    with own_redis.client() as client:
-        client.set("lock", "token")
-    before = (own_redis.port, own_redis.pid)
-    own_redis.restart()
-    with own_redis.client() as client:
-        assert client.get("lock") is None
-    assert own_redis.port == before[0]
-    assert own_redis.pid != before[1]
-    assert own_redis.port not in STANDARD_PORTS
 
 
 def test_a_port_is_kept_while_nobody_listens(
@@ -65,14 +50,13 @@ def test_a_port_is_kept_while_nobody_listens(
     own_redis.start()
 
 
-def test_memcached_is_private_and_can_be_flushed(memcached_server: MemcachedServer) -> None:
-    """memcached runs on a port of its own and forgets when flushed."""
+def test_memcached_can_be_flushed(memcached_server: MemcachedServer) -> None:
+    """memcached forgets when flushed."""
     client = memcached_server.client()
     client.set("lock", "token", noreply=False)
     memcached_server.flush()
     assert client.get("lock") is None
     client.close()
-    assert memcached_server.port not in STANDARD_PORTS
 
 
 @pytest.mark.parametrize("kind", [RedisServer, PostgresServer])
@@ -100,7 +84,7 @@ def test_a_missing_server_is_not_silent(
 ) -> None:
     """Tests of a missing server are skipped with a loud line, and fail under CI."""
     inherited = {name: value for name, value in os.environ.items() if name != "CI"}
-    name = test_memcached_is_private_and_can_be_flushed.__name__
+    name = test_memcached_can_be_flushed.__name__
     run = subprocess.run(
         [sys.executable, "-m", "pytest", f"{__file__}::{name}", "--color=no"],
         cwd=ROOT,

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 import matplotlib as mpl
@@ -13,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
 from tests.benchmarks.growth import RELAYS, SIZES
-from tests.benchmarks.stages import GROWTH
+from tests.benchmarks.stages import GROWTH, one_stage
 from tests.evidence.files import Evidence
 
 #: With these settings the same figures give the same file, and its text can be searched.
@@ -36,25 +35,21 @@ STYLES = {"redis": "-", "rabbitmq": "--", "filesystem": ":"}
 def draw_all(faults: Sequence[Evidence], benchmarks: Sequence[Evidence], folder: Path) -> None:
     """Write each picture for which there are figures."""
     medians = find_medians(benchmarks)
-    if any(name.startswith("lock, Redis") for name in medians):
+    if medians:
         with picture(folder / "growth.svg", "others held or kept", "µs of one, median") as axes:
-            axes.set_xscale("log")
-            axes.set_yscale("log")
             for kind, marker in MARKERS.items():
-                axes.plot(SIZES, growth_of(medians, kind), marker=marker, label=kind)
+                axes.loglog(SIZES, growth_of(medians, kind), marker=marker, label=kind)
         with picture(folder / "relays.svg", "relays on one outbox", "messages a second") as axes:
             rates = [medians[f"{number} relays: messages/s"] for number in RELAYS]
             axes.plot(RELAYS, rates, marker="o", label="relays")
             axes.set_xticks(RELAYS)
             axes.set_ylim(bottom=0)
-    if f"1 stage x {GROWTH[0]:,} steps, s" in medians:
         with picture(folder / "stage-time.svg", "steps of one stage", "s of a run") as axes:
-            seconds = [medians[f"1 stage x {size:,} steps, s"] for size in GROWTH]
+            seconds = [medians[f"{one_stage(size)}, s"] for size in GROWTH]
             axes.loglog(GROWTH, seconds, marker="o", label="one stage, two processes")
-    recoveries = find_recoveries(faults)
-    if recoveries:
-        name = "s from a kill to the next beginning"
-        with picture(folder / "recovery.svg", name, "share of the killed tasks") as axes:
+    if recoveries := find_recoveries(faults):
+        across = "s from a kill to the next beginning"
+        with picture(folder / "recovery.svg", across, "share of the killed tasks") as axes:
             for label, values in recoveries.items():
                 shares = [(place + 1) / len(values) for place in range(len(values))]
                 name, style = f"{label}, {len(values):,} kills", STYLES[label]
@@ -97,15 +92,8 @@ def growth_of(medians: dict[str, float], kind: str) -> list[float]:
 def find_recoveries(faults: Sequence[Evidence]) -> dict[str, list[float]]:
     """Return the sorted seconds from the kills of carried tasks, by broker."""
     found: dict[str, list[float]] = defaultdict(list)
-    for result in iter_results(faults, "carried"):
-        if result["--broken"] == "nothing":
+    for result in (one for evidence in faults for one in evidence.results):
+        is_carried = result["scenario"] == "carried" and result["--broken"] == "nothing"
+        if is_carried and "error" not in result:
             found[result["--broker"]] += result["measured"]["of all"]
     return {broker: sorted(values) for broker, values in sorted(found.items()) if values}
-
-
-def iter_results(faults: Sequence[Evidence], scenario: str) -> Iterator[Any]:
-    """Yield the results of a scenario that came to an end."""
-    for evidence in faults:
-        for result in evidence.results:
-            if result["scenario"] == scenario and "error" not in result:
-                yield result

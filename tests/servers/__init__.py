@@ -6,27 +6,14 @@ each for redis, memcached, postgres, mariadb, pgbouncer and rabbitmq; ``database
 that Django knows while a test runs. ``ServerPool`` starts each on first use.
 """
 
-from tests.servers.mariadb import MariaDBServer
-from tests.servers.memcached import MemcachedServer
-from tests.servers.pgbouncer import PgBouncerServer
-from tests.servers.pool import ServerPool
-from tests.servers.postgres import PostgresServer
-from tests.servers.programs import ProgramNotFound
-from tests.servers.rabbitmq import RabbitMQServer
-from tests.servers.redis import RedisServer, SentinelServer
-from tests.servers.redis_cluster import RedisClusterServer
-from tests.servers.server import Server
-
-__all__ = [
-    "MariaDBServer",
-    "MemcachedServer",
-    "PgBouncerServer",
-    "PostgresServer",
-    "ProgramNotFound",
-    "RabbitMQServer",
-    "RedisClusterServer",
-    "RedisServer",
-    "SentinelServer",
-    "Server",
-    "ServerPool",
-]
+from tests.servers.mariadb import MariaDBServer as MariaDBServer
+from tests.servers.memcached import MemcachedServer as MemcachedServer
+from tests.servers.pgbouncer import PgBouncerServer as PgBouncerServer
+from tests.servers.pool import ServerPool as ServerPool
+from tests.servers.postgres import PostgresServer as PostgresServer
+from tests.servers.programs import ProgramNotFound as ProgramNotFound
+from tests.servers.rabbitmq import RabbitMQServer as RabbitMQServer
+from tests.servers.redis import RedisServer as RedisServer
+from tests.servers.redis import SentinelServer as SentinelServer
+from tests.servers.redis_cluster import RedisClusterServer as RedisClusterServer
+from tests.servers.server import Server as Server

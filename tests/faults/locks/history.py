@@ -15,7 +15,6 @@ class History:
     Args:
         records: In the order in which each process wrote them.
         processes: How many there were.
-        fences: Whether the store numbers its acquisitions.
         nemesis: The name of what was done to the run.
         limit: How many may hold a lock at once.
         grace: By how much a lock may stay taken after the last lease that is known
@@ -25,7 +24,6 @@ class History:
 
     records: list[Record]
     processes: int
-    fences: bool = True
     nemesis: str = "pause"
     limit: int = 1
     grace: float = 2.0

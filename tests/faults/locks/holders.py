@@ -21,7 +21,6 @@ from tests.faults.locks.plan import (
     ASKING,
     HOLDING,
     IDLE,
-    STORES,
     Board,
     Plan,
 )
@@ -62,9 +61,6 @@ class LockUser:
         self.file = file
         self.names = plan.names
         self.operations = 0
-        self.ways: dict[Callable[[CacheLock], None], int] = {
-            getattr(self, way): often for way, often in plan.ways.items()
-        }
 
     def run(self) -> None:
         """Take turns until both the operations and the time are reached."""
@@ -76,7 +72,8 @@ class LockUser:
     def take_turn(self) -> None:
         """Try to take a lock, and use it if that succeeds."""
         seconds = self.draw_lease()
-        (way,) = self.random.choices(list(self.ways), list(self.ways.values()))
+        ways = self.plan.ways
+        (way,) = self.random.choices(list(ways), list(ways.values()))
         wait = seconds * self.random.random() if self.random.random() * 100 < WAITS else 0
         name, renew = self.random.choice(self.names), self.random.random() < 0.5
         more = {} if self.plan.limit == 1 else {"limit": self.plan.limit}
@@ -85,75 +82,34 @@ class LockUser:
         outcome = self.ask("acquire", lock, lock.acquire, seconds)
         if outcome == YES:
             self.show(HOLDING)
-            way(lock)
+            for step in way.split():
+                self.take_step(step, lock)
         self.show(IDLE)
         if outcome == NO:
             time.sleep(self.random.uniform(0, PAUSE_AFTER_REFUSAL))
 
-    def write_and_release(self, lock: CacheLock) -> None:
-        """The common way: nothing is asked between the acquisition and the write."""
-        self.write(lock)
-        self.ask("release", lock, lock.release)
+    def take_step(self, step: str, lock: CacheLock) -> None:
+        """Do one step of a way to use a lock that is held."""
+        chance, left = self.random.uniform, lock.remaining
+        match step:
+            case "linger":
+                time.sleep(left * chance(0, 0.1))
+            case "stay":
+                time.sleep(left * chance(0.3, 0.6))
+            case "outstay":
+                # A renewed one lasts, so this is where it is watched from renewal to renewal.
+                time.sleep(left * chance(0.9, 1.2))
+                self.look(lock)
+                time.sleep(self.plan.leases[0] * chance(0, 2))
+            case "ensure":
+                self.ask("ensure", lock, lock.ensure)
+            case "release":
+                self.ask("release", lock, lock.release)
+            case _:
+                getattr(self, step)(lock)
 
-    def look_around_and_release(self, lock: CacheLock) -> None:
-        """Look at ``held``, write, look again."""
-        self.look(lock)
-        self.write(lock)
-        self.look(lock)
-        self.ask("release", lock, lock.release)
-
-    def ensure_and_release(self, lock: CacheLock) -> None:
-        """Ask the store before the write."""
-        self.ask("ensure", lock, lock.ensure)
-        self.write(lock)
-        self.look(lock)
-        self.ask("release", lock, lock.release)
-
-    def extend_and_release(self, lock: CacheLock) -> None:
-        """Change the lease, to a longer or shorter one."""
-        self.extend(lock)
-        self.look(lock)
-        self.write(lock)
-        self.ask("release", lock, lock.release)
-
-    def linger_and_release(self, lock: CacheLock) -> None:
-        """Hold for up to a third of a lease, and look now and then."""
-        for _ in range(self.random.randint(1, 4)):
-            time.sleep(lock.remaining * self.random.uniform(0, 0.1))
-            self.look(lock)
-        self.write(lock)
-        self.ask("release", lock, lock.release)
-
-    def outstay_and_write(self, lock: CacheLock) -> None:
-        """Go on beyond the lease, as one who never asks, and come back when it is over."""
-        self.look(lock)
-        # A renewed one lasts, so this is where it is watched from renewal to renewal.
-        time.sleep(lock.remaining * self.random.uniform(0.9, 1.2))
-        self.look(lock)
-        time.sleep(self.plan.leases[0] * self.random.uniform(0, 2))
-        self.look(lock)
-        self.write(lock)
-        self.random.choice([self.extend, self.ensure])(lock)
-        self.look(lock)
-        self.write(lock)
-        self.ask("release", lock, lock.release)
-
-    def ensure(self, lock: CacheLock) -> None:
-        """Ask the store."""
-        self.ask("ensure", lock, lock.ensure)
-
-    def outlive_a_lease_and_release(self, lock: CacheLock) -> None:
-        """Stay for about two leases, and ask now and then."""
-        seconds = lock.remaining
-        for _ in range(4):
-            time.sleep(seconds * self.random.uniform(0.3, 0.6))
-            self.look(lock)
-            self.ensure(lock)
-        self.ask("release", lock, lock.release)
-
-    def abandon(self, lock: CacheLock) -> None:
+    def leave(self, lock: CacheLock) -> None:
         """Be gone like one who was killed: the lock is neither released nor renewed."""
-        self.write(lock)
         # Locks of other makes have no lease that this process renews.
         lease = getattr(lock, "lease", None)
         if lease is not None:
@@ -210,8 +166,7 @@ class LockUser:
 
     def draw_lease(self) -> float:
         """Return some length of a lease."""
-        seconds = self.random.uniform(*self.plan.leases)
-        return round(seconds) if STORES[self.plan.store].whole else seconds
+        return self.random.uniform(*self.plan.leases)
 
     def show(self, state: int) -> None:
         """Let the nemesis see what this process does."""

@@ -23,28 +23,15 @@ ENOUGH_CONTENDED = 2
 
 def show(text: str, *records: Record) -> Shown:
     """Return a finding with the records that it is about."""
-    return Shown(text, tuple(line for record in records for line in _describe(record)))
-
-
-def _describe(record: Record) -> Iterator[str]:
-    yield f"{record.action} by process {record.process}: {record.outcome}, fence {record.fence}"
-    yield f"  token {record.token}, lease {record.seconds:.6f} s"
-    yield f"  sent {record.sent}, returned {record.returned}, left {record.left} ns"
+    return Shown(f"{records[-1].lock}: {text}", tuple(map(str, records)))
 
 
 def two_holders(history: History) -> Findings:
     """No two are trusted with one place at a time, but for leases that the store forgot."""
-    for later, others in _meetings(history):
-        for earlier in others:
-            if earlier.acquired.lock == later.acquired.lock and not _excuses(
-                history, earlier, later
-            ):
-                since, until = _since(later), min(earlier.until, later.until)
-                text = (
-                    f"{later.acquired.lock}: two trusted themselves for {_ms(until - since)}, "
-                    f"from {_at(history, since)} on."
-                )
-                yield show(text, earlier.acquired, later.acquired)
+    for earlier, later in _pairs(history):
+        if not _excuses(history, earlier, later):
+            seconds = (min(earlier.until, later.until) - _since(later)) / 1e9
+            yield show(f"two holders for {seconds:.6f} s.", earlier.acquired, later.acquired)
 
 
 def too_many_holders(history: History) -> Findings:
@@ -53,11 +40,16 @@ def too_many_holders(history: History) -> Findings:
         rivals = [one for one in others if not _excuses(history, one, later)]
         places = {one.acquired.lock for one in (*rivals, later)}
         if len(places) > history.limit:
-            text = (
-                f"{', '.join(sorted(places))}: {len(places)} places of {history.limit} were held "
-                f"at {_at(history, _since(later))}."
-            )
-            yield show(text, *(one.acquired for one in rivals), later.acquired)
+            acquired = [one.acquired for one in (*rivals, later)]
+            yield show(f"{len(places)} places of {history.limit} were held.", *acquired)
+
+
+def _pairs(history: History) -> Iterator[tuple[Holding, Holding]]:
+    """Yield those that were trusted with one place at once."""
+    for later, others in _meetings(history):
+        for earlier in others:
+            if earlier.acquired.lock == later.acquired.lock:
+                yield earlier, later
 
 
 def _meetings(history: History) -> Iterator[tuple[Holding, list[Holding]]]:
@@ -102,17 +94,14 @@ def broken_promises(history: History) -> Findings:
             moment = record.returned
             if history.explains(holding, moment, moment):
                 continue
-            what = "a write was refused" if record.action == "write" else "the lock was lost"
-            text = (
-                f"{record.lock}: {what} {_ms(promised_until - moment)} before its trusted "
-                f"time was over, at {_at(history, moment)}."
-            )
+            early = (promised_until - moment) / 1e9
+            text = f"{record.action}: lost {early:.6f} s before its trusted time was over."
             yield show(text, holding.acquired, record)
 
 
 def unordered_fences(history: History) -> Findings:
     """A request after another's answer gets a larger fence, and no fence is given twice."""
-    acquired = [one.acquired for one in history.holdings if one.acquired.fence is not None]
+    acquired = [one.acquired for one in history.holdings if one.acquired.fence]
     by_return = sorted(acquired, key=lambda record: record.returned)
     largest, returned = None, 0
     for record in sorted(acquired, key=lambda record: record.sent):
@@ -120,16 +109,11 @@ def unordered_fences(history: History) -> Findings:
             largest = max(largest or by_return[0], by_return[returned], key=_fence)
             returned += 1
         if largest is not None and _fence(record) <= _fence(largest):
-            text = (
-                f"{record.lock}: the fence is {_fence(record)} at {_at(history, record.returned)}, "
-                f"after {_fence(largest)} at {_at(history, largest.returned)}."
-            )
-            yield show(text, largest, record)
+            yield show("a fence that is no larger than an earlier one.", largest, record)
     seen: dict[int, Record] = {}
     for record in acquired:
         if (twin := seen.setdefault(_fence(record), record)) is not record:
-            text = f"{record.lock}: the fence {_fence(record)} was given twice."
-            yield show(text, twin, record)
+            yield show("a fence was given twice.", twin, record)
 
 
 def _fence(record: Record) -> int:
@@ -140,7 +124,7 @@ def _fence(record: Record) -> int:
 def older_writes(history: History) -> Findings:
     """After a write, none of an older fence nor of an older acquisition is accepted."""
     acquired = {one.acquired.token: one.acquired for one in history.holdings}
-    for lock, writes in _writes(history).items():
+    for writes in _writes(history).values():
         newest: Record | None = None
         latest: Record | None = None
         for write in writes:
@@ -148,10 +132,9 @@ def older_writes(history: History) -> Findings:
                 continue
             acquisition = acquired[write.token]
             if newest is not None and _fence(write) < _fence(newest):
-                text = f"{lock}: a write was accepted after one with a newer fence."
-                yield show(text, newest, write)
+                yield show("a write was accepted after one with a newer fence.", newest, write)
             elif latest is not None and acquisition.returned < latest.sent:
-                text = f"{lock}: a write was accepted after one of a later acquisition."
+                text = "a write was accepted after one of a later acquisition."
                 yield show(text, latest, acquisition, write)
             newest = max(newest or write, write, key=_fence)
             latest = max(latest or acquisition, acquisition, key=lambda record: record.sent)
@@ -167,11 +150,7 @@ def refusals_without_a_holder(history: History) -> Findings:
         # The last time that began before the answer; ends grow along with the starts.
         index = bisect_right(starts, record.returned) - 1
         if index < 0 or ends[index] < record.sent:
-            text = (
-                f"{record.lock}: refused at {_at(history, record.returned)}, when every lease "
-                f"had ended long before."
-            )
-            yield show(text, record)
+            yield show("refused when every lease had ended long before.", record)
 
 
 def _spans(history: History) -> list[tuple[str, int, int]]:
@@ -205,24 +184,16 @@ def _taken(history: History) -> dict[str, tuple[list[int], list[int]]]:
 
 def incomplete_answers(history: History) -> Findings:
     """Each acquisition has its own token, and a fence if there are any; no write is missing."""
-    tokens: set[str] = set()
+    tokens: set[str | None] = {None}
     for record in history.records:
         if record.action != "acquire" or record.outcome != YES:
             continue
-        missing = [] if record.token else ["token"]
-        if history.fences and record.fence is None:
-            missing.append("fence")
-        if missing:
-            text = f"{record.lock}: acquired without a {' and a '.join(missing)}."
-            yield show(text, record)
-        if record.token in tokens:
-            text = f"{record.lock}: two acquisitions have one token."
-            yield show(text, record)
-        tokens.add(record.token or "")
-    for lock, writes in _writes(history).items():
+        if record.token in tokens or record.fence is None:
+            yield show("acquired without a token of its own, or without a fence.", record)
+        tokens.add(record.token)
+    for writes in _writes(history).values():
         if [write.number for write in writes] != list(range(1, len(writes) + 1)):
-            text = f"{lock}: the resource saw writes of which there is no record."
-            yield text
+            yield show("the resource saw writes of which there is no record.", writes[-1])
 
 
 def too_little(history: History) -> Findings:
@@ -237,7 +208,7 @@ def too_little(history: History) -> Findings:
             yield f"process {process} acquired {number} times, of {share:.0f} that are enough."
     tries = counts["acquisitions"] + counts["contended"]
     wanted = {"contended": max(tries * ENOUGH_CONTENDED / 100, 2), "most at once": history.limit}
-    wanted |= {"ended by lease": 1, "outlived pauses": 1, "refused writes": int(history.fences)}
+    wanted |= {"ended by lease": 1, "outlived pauses": 1, "refused writes": 1}
     yield from scarce(counts, wanted | {"restarts": int(history.nemesis == "restart")})
 
 
@@ -262,17 +233,8 @@ def count(history: History) -> dict[str, int]:
         "outlived pauses": _outlived_pauses(history),
         "restarts": len(history.losses),
         "most at once": max((len(others) + 1 for _, others in _meetings(history)), default=0),
-        "two holders by memory loss": _excused(history),
+        "two holders by memory loss": sum(_excuses(history, *pair) for pair in _pairs(history)),
     }
-
-
-def _excused(history: History) -> int:
-    """Count pairs that trusted themselves at once because the store had lost its memory."""
-    return sum(
-        earlier.acquired.lock == later.acquired.lock and _excuses(history, earlier, later)
-        for later, others in _meetings(history)
-        for earlier in others
-    )
 
 
 def _outlived_pauses(history: History) -> int:
@@ -308,14 +270,6 @@ def _writes(history: History) -> dict[str, list[Record]]:
     for of_one in writes.values():
         of_one.sort(key=lambda write: write.number)
     return writes
-
-
-def _at(history: History, moment: int) -> str:
-    return f"{(moment - history.began) / 1e9:.6f} s"
-
-
-def _ms(ns: int) -> str:
-    return f"{ns / 1e6:.3f} ms"
 
 
 ORACLE = Oracle(

@@ -9,9 +9,9 @@ from tests.faults.lab import Lab
 from tests.faults.locks.history import History
 from tests.faults.locks.holders import use_locks
 from tests.faults.locks.nemesis import Troublemaker
-from tests.faults.locks.plan import STORES, Board, Plan
+from tests.faults.locks.plan import ABANDON, OUTSTAY, WRITE, Board, Plan
 from tests.faults.locks.records import iter_records
-from tests.servers import MemcachedServer, RedisServer, Server
+from tests.servers import RedisServer, Server
 
 #: How late a renewal that is under way may be sent on a busy machine, s.
 SLOWNESS = 0.5
@@ -19,7 +19,7 @@ SLOWNESS = 0.5
 CONTRACT, OURS = "tests.contract.broken.", "tests.faults.locks.broken."
 
 #: Holders that go on beyond their leases while others come and go.
-OUTSTAYING = {"outstay_and_write": 40, "write_and_release": 60}
+OUTSTAYING = {OUTSTAY: 40, WRITE: 60}
 
 #: One lock with places for half of the processes.
 PLACES = {"limit": 2, "locks": 1}
@@ -30,7 +30,7 @@ FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
     "endless-lease": (
         {
             "backend": CONTRACT + "NoExpiryCache",
-            "ways": {"abandon": 1, "write_and_release": 9},
+            "ways": {ABANDON: 1, WRITE: 9},
             "at_least": 3.0,
         },
         "refusals without a holder",
@@ -84,7 +84,6 @@ def record(plan: Plan, lab: Lab) -> History:
     return History(
         records=list(iter_records(lab.folder)),
         processes=plan.processes,
-        fences=STORES[plan.store].fences,
         nemesis=plan.nemesis,
         limit=plan.limit,
         grace=plan.leases[1] * 2 + SLOWNESS,
@@ -94,15 +93,11 @@ def record(plan: Plan, lab: Lab) -> History:
 
 
 def use_store(plan: Plan, lab: Lab) -> Server | None:
-    """Let all processes have their locks in the plan's store; return its server, if any."""
-    if STORES[plan.store].backend is None:
-        lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": lab.database(plan.store)}
+    """Let all processes have their locks in the plan's store; return its Redis, if it is that."""
+    if plan.store == "postgres":
+        lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": lab.database("postgres")}
         return None
-    server: Server | None = None
-    location = str(lab.folder / "cache")
-    if plan.store != "portable":
-        server = lab.server(MemcachedServer if plan.store == "memcached" else RedisServer)
-        location = server.url
-    backend = plan.backend or STORES[plan.store].backend
-    lab.settings["CACHES"] = {"default": {"BACKEND": backend, "LOCATION": location}}
+    server: RedisServer = lab.server(RedisServer)
+    cache = {"BACKEND": plan.backend, "LOCATION": server.url}
+    lab.settings["CACHES"] = {"default": cache}
     return server

@@ -6,11 +6,10 @@ The witnesses are the post, the tasks, and who killed them. An e-mail is matched
 sent it by the run's id, which is its body.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Self, get_args
+from typing import Self, get_args
 
 from django_celery_safe.idempotency.flags import Guarantee
 from tests.faults.oracle import Findings, Oracle, scarce
@@ -19,7 +18,7 @@ from tests.faults.scenario import Witness, option
 
 #: Why an e-mail did not count, and another was sent.
 KILLED_WAITING, KILLED_LATER = "killed before the answer", "killed before the commit"
-DROPPED, UNEXPLAINED = "answer dropped", "unexplained"
+DROPPED = "answer dropped"
 
 
 class Behaviour(StrEnum):
@@ -56,13 +55,6 @@ class Plan(AnyPlan):
     at_most: float = 300.0
 
 
-class Mail(NamedTuple):
-    """An e-mail that the post took."""
-
-    run: str
-    behaviour: str
-
-
 @dataclass
 class Run:
     """
@@ -70,6 +62,7 @@ class Run:
 
     Attributes:
         begun: When it began to send.
+        behaviour: The post's, if it took the e-mail.
         answered: When the post's answer had come.
         failed: When the send had failed, by ``error``.
         over: When it was out of ``do_once``, by ``raised`` if not well.
@@ -77,18 +70,15 @@ class Run:
 
     id: str
     user: int
+    pid: int
     taken: int
     begun: int | None = None
+    behaviour: str | None = None
     answered: int | None = None
     failed: int | None = None
     over: int | None = None
     error: str | None = None
     raised: str | None = None
-
-    @property
-    def pid(self) -> int:
-        """The process that ran it."""
-        return int(self.id.partition("-")[0])
 
 
 @dataclass
@@ -98,16 +88,15 @@ class History:
 
     Attributes:
         flags: Whether the flag of each user is set in the end.
-        mails: E-mails that the post took, by the user.
         runs: By their id.
         killed: When each killed process was, ns.
+        kills: How often processes were, by what.
         posts: How often the post did what.
         messages: Ids of messages that the broker has in the end.
     """
 
     plan: Plan
     flags: dict[int, bool] = field(default_factory=dict)
-    mails: dict[int, list[Mail]] = field(default_factory=lambda: defaultdict(list))
     runs: dict[str, Run] = field(default_factory=dict)
     killed: dict[int, int] = field(default_factory=dict)
     kills: Counter[str] = field(default_factory=Counter)
@@ -123,15 +112,13 @@ class History:
         for entry in witness.journal.entries():
             run_id, what, at = entry["run"], entry["effect"], entry["at_ns"]
             if what == "taken":
-                history.runs[run_id] = Run(run_id, entry["user"], at)
-            else:
-                run = history.runs[run_id]
-                setattr(run, what, at)
-                setattr(run, "raised" if what == "over" else "error", entry.get("error"))
-        post = witness.open("post")
-        for entry in post.entries("took"):
-            history.mails[entry["user"]].append(Mail(entry["run"], entry["behaviour"]))
-        history.posts = post.tally("behaviour", "asked")
+                history.runs[run_id] = Run(run_id, entry["user"], entry["pid"], at)
+                continue
+            run = history.runs[run_id]
+            setattr(run, what, entry.get("behaviour", at))
+            if what in ("failed", "over"):
+                setattr(run, "raised" if what == "over" else "error", entry["error"])
+        history.posts = witness.open("post").tally("behaviour")
         history.kills = witness.trouble.tally("what")
         for entry in witness.trouble.entries("killed"):
             history.killed.setdefault(entry["child"], entry["at_ns"])
@@ -149,49 +136,45 @@ class History:
             run.user for run in runs if run.failed is not None or self.was_killed(run)
         }
 
-    def cause(self, mail: Mail) -> str | None:
+    def cause(self, run: Run) -> str | None:
         """Return why a user whom this e-mail had reached may get another; None: for nothing."""
-        run = self.runs.get(mail.run)
-        if run is None or run.begun is None:
-            return None
         if self.was_killed(run):
             return KILLED_WAITING if run.answered is None else KILLED_LATER
-        is_dropped = mail.behaviour == Behaviour.DROP_ANSWER and run.answered is None
+        is_dropped = run.behaviour == Behaviour.DROP_ANSWER and run.answered is None
         return DROPPED if is_dropped else None
 
-    def doubles(self) -> Iterator[tuple[int, list[tuple[Mail, str | None]]]]:
-        """Yield the users who got more than one e-mail, and these with their causes."""
-        for user, mails in sorted(self.mails.items()):
-            if len(mails) > 1:
-                yield user, [(mail, self.cause(mail)) for mail in mails]
+    @property
+    def mailed(self) -> dict[int, list[Run]]:
+        """The runs whose e-mails the post took, by their user."""
+        found: dict[int, list[Run]] = {user: [] for user in self.flags}
+        for run in self.runs.values():
+            if run.behaviour is not None:
+                found[run.user].append(run)
+        return found
 
 
 def second_mails(history: History) -> Findings:
     """Under ``at_most_once``, nobody gets two."""
-    for user, mails in history.doubles():
-        if history.plan.guarantee == "at_most_once":
-            yield f"User {user}: {describe(mails)}."
+    for user, runs in history.mailed.items():
+        if history.plan.guarantee == "at_most_once" and len(runs) > 1:
+            yield f"User {user} got {len(runs)}."
 
 
 def missing_mails(history: History) -> Findings:
     """Everybody gets one: under ``at_most_once``, those who met neither fault nor kill."""
     at_most_once = history.plan.guarantee == "at_most_once"
     wanted = history.undisturbed if at_most_once else set(history.flags)
-    for user in sorted(wanted - set(history.mails)):
-        runs = sum(run.user == user for run in history.runs.values())
-        yield f"User {user}: none, in {runs} runs."
+    for user, runs in history.mailed.items():
+        if not runs and user in wanted:
+            yield f"User {user} got none."
 
 
 def unexplained_doubles(history: History) -> Findings:
     """All but one of a user's e-mails have a cause why they did not count."""
-    for user, mails in history.doubles():
-        if sum(cause is None for _, cause in mails) > 1:
-            yield f"User {user}: {describe(mails)}."
-
-
-def describe(mails: list[tuple[Mail, str | None]]) -> str:
-    """Say which runs sent e-mails, and why they did not count."""
-    return "; ".join(f"run {mail.run}, {cause or 'good'}" for mail, cause in mails)
+    for user, runs in history.mailed.items():
+        good = [run.id for run in runs if history.cause(run) is None]
+        if len(good) > 1:
+            yield f"User {user} got e-mails of {', '.join(good)}."
 
 
 def needless_sends(history: History) -> Findings:
@@ -229,24 +212,21 @@ def leftovers(history: History) -> Findings:
 
 def too_little(history: History) -> Findings:
     """Enough has happened for the other checks to mean something."""
-    figures = Counter(count(history))
     wanted = ["users who met no fault", "runs that found it done", "children killed at random"]
     wanted += [f"posts {behaviour}" for behaviour in Behaviour]
     if history.plan.guarantee == "at_most_once":
         wanted.append("users without an e-mail")
     else:
         wanted += [f"doubles: {cause}" for cause in (KILLED_WAITING, KILLED_LATER, DROPPED)]
-    return scarce(figures, dict.fromkeys(wanted, 1))
+    return scarce(count(history), dict.fromkeys(wanted, 1))
 
 
 def count(history: History) -> dict[str, int]:
     """Count what happened."""
     runs = list(history.runs.values())
-    of_users = [len(history.mails.get(user, ())) for user in history.flags]
-    causes: Counter[str] = Counter()
-    for _, mails in history.doubles():
-        found = [cause for _, cause in mails if cause is not None]
-        causes.update([*found, *[UNEXPLAINED] * len(mails)][: len(mails) - 1])
+    doubles = [some for some in history.mailed.values() if len(some) > 1]
+    causes = Counter(history.cause(run) for some in doubles for run in some)
+    of_users = [len(some) for some in history.mailed.values()]
     return {
         "users": len(history.flags),
         "users who met no fault": len(history.undisturbed),
@@ -260,11 +240,8 @@ def count(history: History) -> dict[str, int]:
         "e-mails": sum(of_users),
         "users without an e-mail": of_users.count(0),
         "users with one e-mail": of_users.count(1),
-        "users with several e-mails": sum(number > 1 for number in of_users),
-        **{
-            f"doubles: {cause}": causes[cause]
-            for cause in (KILLED_WAITING, KILLED_LATER, DROPPED, UNEXPLAINED)
-        },
+        "users with several e-mails": len(doubles),
+        **{f"doubles: {cause}": causes[cause] for cause in (KILLED_WAITING, KILLED_LATER, DROPPED)},
     }
 
 

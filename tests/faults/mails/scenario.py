@@ -47,16 +47,14 @@ def record(plan: Plan, lab: Lab) -> History:
 
 
 def send_and_strike(plan: Plan, lab: Lab, broker: RedisBroker, nemesis: WorkerNemesis) -> None:
-    """Send all tasks, and kill children at random until they are done or time is up."""
-    ends_at = time.monotonic() + plan.at_most
+    """Send all tasks, kill children at random meanwhile, and wait until all are done."""
     sending = lab.start(work.send, plan)
-    while sending.running or not broker.is_drained(plan.workers):
+    for _ in range(plan.users // 2):
         time.sleep(nemesis.random.uniform(*plan.between_kills))
         if (child := nemesis.choose_child()) is not None:
             nemesis.kill_child(child, "at random")
-        if time.monotonic() > ends_at:
-            break
-    sending.result(0)
+    sending.result(plan.at_most)
+    wait_for(lambda: broker.is_drained(plan.workers), plan.at_most, "messages are left")
 
 
 def run_now(witness: Witness, workers: list[CeleryWorker]) -> set[str]:

@@ -48,15 +48,14 @@ class Post(BaseEmailBackend):
 
     def send_messages(self, email_messages: Sequence[EmailMessage]) -> int:
         """Take the only e-mail, or not."""
-        (message,), journal = email_messages, find_witness().open("post")
+        (message,), witness = email_messages, find_witness()
         (behaviour,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
-        journal.write("asked", behaviour=behaviour)
+        witness.open("post").write("asked", behaviour=behaviour)
         if behaviour is Behaviour.REFUSE:
             raise SMTPRecipientsRefused({})
         if behaviour is Behaviour.KILL_EARLY:
             die()
-        user = int(message.to[0].partition("@")[0])
-        journal.write("took", user=user, run=message.body, behaviour=behaviour)
+        witness.journal.write("behaviour", run=message.body, behaviour=behaviour)
         # As a slow server would, so that runs meet.
         time.sleep(random.uniform(0, 0.1))
         if behaviour is Behaviour.KILL:
@@ -92,7 +91,7 @@ class Run:
         except BaseException as error:
             self._note("over", error=type(error).__name__)
             raise
-        self._note("over")
+        self._note("over", error=None)
 
     def welcome(self, person: Person) -> None:
         """Send the e-mail, and note what the post said."""
