@@ -251,9 +251,11 @@ def speeds(batches: Batches, notes: Mapping[str, str]) -> list[Figure]:
 def ratio(batches: Batches, name: str, field: str, floor: str = FLOOR) -> float:
     """Return the median over all rounds of candidate / floor within one round."""
     pairs = zip(batches[name], batches[floor], strict=True)
-    return statistics.median(getattr(one, field) / getattr(least, field) for one, least in pairs)
+    return float(
+        statistics.median(getattr(one, field) / getattr(least, field) for one, least in pairs)
+    )
 
 
 def median(batches: Batches, name: str, field: str) -> float:
     """Return the median of a candidate over all rounds."""
-    return statistics.median(getattr(batch, field) for batch in batches[name])
+    return float(statistics.median(getattr(batch, field) for batch in batches[name]))

@@ -157,7 +157,7 @@ AGAIN = stages.Execution(1, 6, 5, 0, 6)
 #: Carried: the only task, which ran in process 7, a child of 2; and a first run of it in 6.
 ID = "task-0"
 ONLY, BEFORE = carried.Run(ID, 7, 10, 0, 2, 20, "done"), carried.Run(ID, 6, 4, 0, 1)
-HARMS = dict.fromkeys(
+HARMS: dict[str, Any] = dict.fromkeys(
     ("child_kills", "worker_kills", "relay_kills", "pauses", "restarts", "flushes"), 0
 )
 DEATH = [carried.Death(ID, 6, 9, -1)]

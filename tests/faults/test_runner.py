@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from django_celery_safe.sending import commit
 from tests.evidence import files
 from tests.faults import __main__ as runner
 from tests.faults import scenarios
@@ -110,7 +111,7 @@ def test_a_point_at_a_name_that_is_gone_is_an_error_at_once(
 ) -> None:
     """A run whose process could never come to its point does not begin."""
     points.check_names()
-    monkeypatch.delattr(points.commit, "keep")
+    monkeypatch.delattr(commit, "keep")
     with pytest.raises(LookupError, match=r"No sender can die before the INSERT.*commit\.keep"):
         points.check_names()
 

@@ -36,7 +36,7 @@ def record(plan: Plan, lab: Lab) -> History:
     workers = lab.start_workers(
         plan.workers, work.__name__, concurrency=plan.concurrency, prefetch=PREFETCH
     )
-    wait_for(lambda: broker.idle_workers() == plan.workers, 10, "the workers take no messages")
+    wait_for(lambda: broker.idle_workers() == plan.workers, 60, "the workers take no messages")
     send_and_strike(plan, lab, broker, WorkerNemesis(plan, workers, witness))
     # On a slow machine a message is redelivered, and another run does its work, while it runs.
     wait_for(lambda: not run_now(witness, workers), 30, "a run does not end")

@@ -22,7 +22,7 @@ from tests.servers import Server
 LIFE = (0.2, 2.0)
 
 #: A process that has not come to its point after so many seconds never will.
-REACHED_WITHIN = 60.0
+REACHED_WITHIN = 90.0
 
 #: How often a process comes to its point, at most, before it dies there: a process with many
 #: steps is to be interrupted at any of them.

@@ -51,7 +51,7 @@ def record(plan: Plan, lab: Lab) -> History:
         concurrency=plan.concurrency,
         prefetch=PREFETCH,
     )
-    wait_for(lambda: broker.idle_workers() == plan.workers, 10, "the workers take no messages")
+    wait_for(lambda: broker.idle_workers() == plan.workers, 60, "the workers take no messages")
     killer = Killer(plan, workers, witness, broker)
     sends = lab.enter_context(ThreadPoolExecutor(1)).submit(
         run_in_processes, send, 2, plan, witness, timeout=plan.at_most
