@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 import pytest
 from celery import Celery
+from django.db import transaction
 
 from django_celery_safe.emitting import LoggedEvent
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
-from tests.kinds import KINDS
+from tests.kinds import kind_of
 from tests.listening import handling
+from tests.processes import dead_port
 from tests.sending.carrying import Carried
 from tests.sending.published import Published, take_published
 from tests.servers import RedisServer
@@ -40,6 +42,24 @@ def connections_of_this_module(redis_server: RedisServer) -> Iterator[None]:
 def sent(redis_server: RedisServer, broker: Celery) -> Callable[[], list[Published]]:
     """Take what waits in the queues of the private Redis, which were empty before the test."""
     return lambda: take_published(redis_server)
+
+
+def ids(messages: list[Published]) -> list[str]:
+    """Return the ids of messages."""
+    return [message.id for message in messages]
+
+
+@contextmanager
+def rolled_back(using: str | None = None) -> Iterator[None]:
+    """Roll the block's transaction back."""
+    with transaction.atomic(using=using):
+        yield
+        transaction.set_rollback(True, using=using)
+
+
+def refusing() -> str:
+    """Return the URL of a Redis that is not there."""
+    return f"redis://127.0.0.1:{dead_port()}/0"
 
 
 class MakeApp(Protocol):
@@ -142,9 +162,9 @@ def mailbox(locks_in_memory: None) -> Iterator[Mailbox]:
         yield mailbox
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def carried(
     request: pytest.FixtureRequest, mailbox: Mailbox, make_database: MakeDatabase
 ) -> Carried:
-    """A carried task, with its rows in one database after the other."""
-    return Carried(mailbox, make_database(request.param))
+    """A carried task, with its rows in the database of the run, or in one that a test names."""
+    return Carried(mailbox, make_database(kind_of(request)))

@@ -1,7 +1,8 @@
 """When a task is sent: at the commit it belongs to, and only then."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,12 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django_celery_safe import SafeTask, WrongTransaction, send_on_commit, single_instance
 from django_celery_safe.delivery.copies import resending
 from django_celery_safe.sending import capture as capture_module
-from tests.app.models import Person
 from tests.app.tasks import add, total
+from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.interruption import Interruption
 from tests.locks.test_fork import in_child
-from tests.processes import run_in_processes
-from tests.sending.conftest import MakeApp
+from tests.sending.conftest import MakeApp, ids, rolled_back
 from tests.sending.published import Published, ids_in
 from tests.servers import RedisServer
 from tests.servers.databases import without_autocommit
@@ -57,23 +57,6 @@ def once(number: int) -> None:
     """Be sent once for each number."""
 
 
-class Rollback(Exception):
-    """Ends a transaction."""
-
-
-@contextmanager
-def rolled_back(using: str | None = None) -> Iterator[None]:
-    """Roll the block's transaction back."""
-    with pytest.raises(Rollback), transaction.atomic(using=using):
-        yield
-        raise Rollback
-
-
-def ids(messages: list[Published]) -> list[str]:
-    """Return the ids of messages."""
-    return [message.id for message in messages]
-
-
 def test_a_rollback_sends_nothing(sent: Sent) -> None:
     """A send that was rolled back is not made, now or with a later commit."""
     with rolled_back():
@@ -98,7 +81,7 @@ def test_a_rollback_leaves_nothing_of_a_chord(sent: Sent, redis_server: RedisSer
 
 
 def test_a_savepoint_takes_only_its_own_sends_back(sent: Sent) -> None:
-    """Rolling a savepoint back drops what was sent in it, at any depth, and nothing else."""
+    """Rolling a savepoint back drops what was sent in it, and the others go out in their order."""
     with transaction.atomic():
         before = add.delay_on_commit(1)
         with rolled_back():
@@ -109,7 +92,8 @@ def test_a_savepoint_takes_only_its_own_sends_back(sent: Sent) -> None:
             inside = add.delay_on_commit(4)
         assert sent() == []
         after = add.delay_on_commit(5)
-    assert ids(sent()) == [before.id, inside.id, after.id]
+        canvas = send_on_commit(group(add.s(6), add.s(7)))
+    assert ids(sent()) == [before.id, inside.id, after.id, *(part.id for part in canvas)]
 
 
 def switched_on() -> list[str]:
@@ -164,23 +148,18 @@ def test_a_child_that_is_forked_during_an_apps_first_send_can_send(make_app: Mak
         assert in_child(send) == "1"
 
 
-def test_autocommit_sends_at_once(sent: Sent) -> None:
-    """Outside a transaction there is nothing to wait for."""
+def test_outside_of_a_transaction_a_send_goes_out_at_once(sent: Sent) -> None:
+    """There is nothing to wait for, as in a callback of a commit."""
     results = [add.delay_on_commit(1), send_on_commit(add.s(2)), deferring.delay()]
     assert ids(sent()) == [result.id for result in results]
     assert [result.send_error for result in results] == [None] * 3
-
-
-def test_a_callback_of_the_commit_sends_at_once(sent: Sent) -> None:
-    """The transaction is over when its callbacks run."""
-    results: list[Any] = []
     with transaction.atomic():
         transaction.on_commit(lambda: results.append(add.delay_on_commit(1)))
         transaction.on_commit(lambda: results.append(ids(sent())))
-    assert results[1] == [results[0].id]
+    assert results[-1] == [results[-2].id]
 
 
-@pytest.mark.parametrize("form", ["task", "canvas", "canvas of deferring tasks"])
+@pytest.mark.parametrize("form", ["task", "canvas of deferring tasks"])
 def test_using_names_the_database_to_wait_for(
     form: str, sent: Sent, make_database: MakeDatabase
 ) -> None:
@@ -190,8 +169,7 @@ def test_using_names_the_database_to_wait_for(
     def send(number: int) -> Any:
         if form == "task":
             return add.apply_async_on_commit((number,), using=other)
-        task = add if form == "canvas" else deferring
-        return send_on_commit(chain(task.s(number), task.s(1)), using=other)
+        return send_on_commit(chain(deferring.s(number), deferring.s(1)), using=other)
 
     with transaction.atomic(using=other):
         with rolled_back(using=DEFAULT_DB_ALIAS):
@@ -203,17 +181,6 @@ def test_using_names_the_database_to_wait_for(
     with transaction.atomic(), rolled_back(using=other):
         send(2)
     assert sent() == []
-
-
-def test_each_database_sends_at_its_own_commit(sent: Sent, make_database: MakeDatabase) -> None:
-    """Two open transactions send what is theirs, one after the other."""
-    other = make_database("sqlite-immediate")
-    with transaction.atomic():
-        with transaction.atomic(using=other):
-            last = add.delay_on_commit(1)
-            first = add.apply_async_on_commit((2,), using=other)
-        assert ids(sent()) == [first.id]
-    assert ids(sent()) == [last.id]
 
 
 def test_waiting_for_the_wrong_database_is_an_error(
@@ -234,13 +201,20 @@ def test_waiting_for_the_wrong_database_is_an_error(
     assert sent() == []
 
 
-def test_a_connection_without_autocommit_is_an_error(sent: Sent) -> None:
+def test_a_connection_without_autocommit_is_an_error(
+    sent: Sent, make_database: MakeDatabase
+) -> None:
     """Django does not know when a transaction ends that it did not begin."""
     with without_autocommit("default"):
         with pytest.raises(WrongTransaction, match="autocommit is off"):
             add.delay_on_commit(1)
         with transaction.atomic():
             add.delay_on_commit(2)
+    # AUTOCOMMIT=False counts before the connection is opened, too.
+    alias = make_database("sqlite")
+    connections[alias].settings_dict["AUTOCOMMIT"] = False
+    with pytest.raises(WrongTransaction, match="autocommit is off"):
+        add.apply_async_on_commit((1,), using=alias)
     assert sent() == []
 
 
@@ -254,23 +228,9 @@ def test_a_send_outside_a_transaction_opens_no_connection(
     assert connections[alias].connection is None
 
 
-def test_a_database_configured_without_autocommit_is_an_error(
-    sent: Sent, make_database: MakeDatabase
-) -> None:
-    """AUTOCOMMIT=False counts before the connection is opened, too."""
-    alias = make_database("sqlite")
-    connections[alias].settings_dict["AUTOCOMMIT"] = False
-    with pytest.raises(WrongTransaction, match="autocommit is off"):
-        add.apply_async_on_commit((1,), using=alias)
-    assert sent() == []
-
-
 #: Ways to send a task plainly, and how many messages each publishes.
 SENDS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "delay": (lambda task: task.delay(1), 1),
-    "apply_async": (lambda task: task.apply_async((1,), {"key": 2}, countdown=5), 1),
-    "positional options": (lambda task: task.apply_async((1,), None, "an-id"), 1),
-    "signature": (lambda task: task.s(1).delay(), 1),
     "group": (lambda task: group(task.s(1), task.s(2)).delay(), 2),
     "chain": (lambda task: chain(task.s(1), task.s(2)).delay(), 1),
     "chord": (lambda task: chord([task.s(1), task.s(2)], task.s()).delay(), 2),
@@ -293,30 +253,23 @@ def test_the_task_option_defers_plain_sends(
     assert set(messages) <= {*ids_in(result), result.id}
 
 
-@pytest.mark.parametrize(("send", "count"), SENDS.values(), ids=SENDS.keys())
-def test_the_setting_defers_plain_sends(
-    send: Callable[[Any], Any], count: int, sent: Sent, settings: "Settings"
-) -> None:
+def test_the_setting_defers_plain_sends(sent: Sent, settings: "Settings") -> None:
     """SEND_ON_COMMIT does it for every SafeTask that does not say otherwise."""
     with transaction.atomic():
-        send(undecided)
-        assert len(sent()) == count
+        undecided.delay(1)
+        assert len(sent()) == 1
     settings.DJANGO_CELERY_SAFE = {"SEND_ON_COMMIT": True}
-    with rolled_back():
-        send(undecided)
     with transaction.atomic():
-        result = send(undecided)
-        immediately = immediate.delay()
-        assert ids(sent()) == [immediately.id]
-    messages = ids(sent())
-    assert len(messages) == count
-    assert set(messages) <= {*ids_in(result), result.id}
+        result = undecided.delay(1)
+        now = immediate.delay()
+        assert ids(sent()) == [now.id]
+        deferred = immediate.apply_async((1,), send_on_commit=True)
+        assert sent() == []
+    assert ids(sent()) == [result.id, deferred.id]
 
 
 #: Sends of a task that the call wants to go out now.
 NOW: dict[str, Callable[[], Any]] = {
-    "task": lambda: deferring.apply_async((1,), send_on_commit=False),
-    "setting": lambda: undecided.apply_async((1,), send_on_commit=False),
     "signature": lambda: deferring.s(1).set(send_on_commit=False).delay(),
     "group": lambda: group(deferring.s(1)).apply_async(send_on_commit=False),
     "outbox": lambda: undecided.apply_async((1,), send_on_commit=False, outbox=False),
@@ -325,10 +278,7 @@ NOW: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("send", NOW.values(), ids=NOW)
 def test_one_call_can_say_now(
-    send: Callable[[], Any],
-    sent: Sent,
-    settings: "Settings",
-    caplog: pytest.LogCaptureFixture,
+    send: Callable[[], Any], sent: Sent, settings: "Settings", caplog: pytest.LogCaptureFixture
 ) -> None:
     """send_on_commit=False sends inside atomic(), whatever the task and settings say."""
     settings.DJANGO_CELERY_SAFE = {
@@ -338,26 +288,55 @@ def test_one_call_can_say_now(
     with rolled_back():
         send()
         assert [one.body[0] for one in sent()] == [[1]]
-    assert sent() == []
-    assert caplog.records == []
+    assert (sent(), caplog.records) == ([], [])
 
 
-def test_one_call_can_say_on_commit(sent: Sent) -> None:
-    """send_on_commit=True is the same as delay_on_commit()."""
-    with transaction.atomic():
-        result = immediate.apply_async((1,), send_on_commit=True)
-        assert sent() == []
-    assert ids(sent()) == [result.id]
-
-
-@pytest.mark.parametrize(
-    "options", [{"outbox": True}, {"outbox": "until_done"}, {"using": "default"}]
-)
-def test_now_and_at_the_commit_is_an_error(options: dict[str, Any], sent: Sent) -> None:
+def test_now_and_at_the_commit_is_an_error(sent: Sent) -> None:
     """The outbox and ``using`` wait for a commit, so nothing is sent that also says now."""
-    with transaction.atomic(), pytest.raises(TypeError, match=r"send_on_commit=False.*now"):
-        undecided.apply_async((1,), send_on_commit=False, **options)
+    for options in ({"outbox": True}, {"outbox": "until_done"}, {"using": "default"}):
+        with transaction.atomic(), pytest.raises(TypeError, match=r"send_on_commit=False.*now"):
+            undecided.apply_async((1,), send_on_commit=False, **options)
     assert sent() == []
+
+
+def retrying(self: Any) -> None:
+    """Ask for another run, inside a transaction."""
+    with transaction.atomic():
+        raise self.retry(countdown=0)
+
+
+def failing(self: Any) -> None:
+    """Be retried by Celery, from inside a transaction."""
+    with transaction.atomic():
+        self.delay()
+        raise ConnectionError
+
+
+def replacing(self: Any) -> Any:
+    """Put a chord in its place, inside a transaction."""
+    with transaction.atomic():
+        return self.replace(chord([self.s()], self.s()))
+
+
+@pytest.mark.parametrize("function", [retrying, failing, replacing])
+def test_a_run_that_goes_on_is_sent_in_spite_of_the_rollback(
+    function: Callable[..., Any],
+    mailbox: Mailbox,
+    settings: "Settings",
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What else it sent is dropped; its retry or replacement goes out, and no warning tells so."""
+    settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "WARN_IN_ATOMIC": True}
+    task = mailbox.task(
+        function, base=SafeTask, bind=True, send_on_commit=True, autoretry_for=(ConnectionError,)
+    )
+    task.delay()
+    message = mailbox.take_one()
+    state = mailbox.deliver(message).state
+    assert state == ("IGNORED" if function is replacing else "RETRY")
+    following = mailbox.take_one()
+    assert (following.id == message.id) is (function is not replacing)
+    assert [record for record in caplog.records if record.name.startswith("django_celery")] == []
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -411,38 +390,13 @@ def test_arguments_are_those_of_the_call(sent: Sent) -> None:
     assert first.body[2]["chain"][0]["kwargs"] == {"options": {"deep": {"er": [1]}}}
 
 
-def test_the_row_is_there_when_the_task_is_sent(sent: Sent) -> None:
-    """The message goes out after the commit, when everyone can see the row."""
-    seen: list[bool] = []
-    with transaction.atomic():
-        person = Person.everyone.create()
-        add.delay_on_commit(person.pk)
-        transaction.on_commit(lambda: seen.append(not connections["default"].in_atomic_block))
-    assert seen == [True]
-    assert sent()[0].body[0] == [person.pk]
-
-
-def test_tasks_go_out_in_the_order_of_their_calls(sent: Sent) -> None:
-    """One transaction's messages keep their order, canvases among them."""
-    with transaction.atomic():
-        first = add.delay_on_commit(1)
-        second = send_on_commit(group(add.s(2), add.s(3)))
-        third = send_on_commit(chain(add.s(4), add.s(5)))
-    assert ids(sent()) == [first.id, second[0].id, second[1].id, third.parent.id]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [None, add, "tests.app.tasks.add", {"task": add.name}, lambda: add.delay(1)],
-    ids=["None", "task", "name", "dict", "function"],
-)
-def test_only_signatures_are_sent(wrong: Any, sent: Sent) -> None:
+def test_only_signatures_are_sent(sent: Sent) -> None:
     """Anything else is a TypeError that says what to write."""
-    for context in (transaction.atomic(), rolled_back()):
-        with context, pytest.raises(TypeError, match=r"Write task\.si\(\.\.\.\)"):
+    for wrong in (None, add, "tests.app.tasks.add", {"task": add.name}, lambda: add.delay(1)):
+        with transaction.atomic(), pytest.raises(TypeError, match=r"Write task\.si\(\.\.\.\)"):
             send_on_commit(wrong)
-    with pytest.raises(TypeError, match="instead of a signature"):
-        send_on_commit(wrong)
+        with pytest.raises(TypeError, match="instead of a signature"):
+            send_on_commit(wrong)
     assert sent() == []
 
 
@@ -458,26 +412,15 @@ def test_tasks_of_two_apps_wait_for_one_commit(
     assert sorted(message.queue for message in sent()) == ["celery", "own"]
 
 
-def send_in_a_thread_of_its_own(alias: str) -> list[str]:
-    """Send from the main thread and another, where one's rollback is not the other's."""
-    from threading import Thread
-
-    results: list[str] = []
-
-    def send() -> None:
-        with transaction.atomic(using=alias):
-            results.append(add.apply_async_on_commit((1,), using=alias).id)
-        connections.close_all()
-
-    thread = Thread(target=send)
-    with rolled_back(using=alias):
-        add.apply_async_on_commit((2,), using=alias)
-        thread.start()
-        thread.join()
-    return results
-
-
 def test_threads_wait_for_their_own_transactions(sent: Sent, make_database: MakeDatabase) -> None:
     """A commit in one thread sends nothing of another thread's transaction."""
-    (found,) = run_in_processes(send_in_a_thread_of_its_own, 1, make_database("sqlite"))
-    assert ids(sent()) == found != []
+    alias = make_database("sqlite")
+
+    def send() -> str:
+        with closing(connections[alias]), transaction.atomic(using=alias):
+            return str(add.apply_async_on_commit((1,), using=alias).id)
+
+    with ThreadPoolExecutor(1) as pool, rolled_back(using=alias):
+        add.apply_async_on_commit((2,), using=alias)
+        committed = pool.submit(send).result()
+    assert ids(sent()) == [committed]

@@ -7,16 +7,15 @@ import pytest
 from celery import chain, chord, group, shared_task
 from celery.canvas import Signature
 from celery.result import AsyncResult, EagerResult, GroupResult
-from django.db import DEFAULT_DB_ALIAS, connections, transaction
+from django.db import transaction
 from django.test import TestCase, TransactionTestCase, override_settings
 
 from django_celery_safe import SafeTask, WrongTransaction, send_on_commit
-from django_celery_safe.testing import on_commit_now, waiting_for_commit
 from tests.app.celery import app
 from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
-from tests.sending.published import take_published
+from tests.sending.published import ids_in, take_published
 from tests.servers import RedisServer
 
 #: Effects of the tasks below, emptied before each test.
@@ -71,22 +70,18 @@ def fail() -> None:
 
 #: A signature, what it returns, and the type of its result.
 CANVASES: dict[str, tuple[Callable[[], Signature[Any]], Any, type]] = {
-    "task": (lambda: add.s(1, 2), 3, EagerResult),
-    "deferring task": (lambda: join_later.s(3), 3, EagerResult),
     "plain task": (lambda: join_plainly.s(3), 3, EagerResult),
     "by name": (lambda: app.signature(add.name, (1, 2)), 3, EagerResult),
     "chain": (lambda: chain(add.s(1, 2), add.s(3), add.s(4)), 10, EagerResult),
-    "group": (lambda: group(add.s(1, 2), join_later.s(4)), [3, 4], GroupResult),
     "group from a generator": (lambda: group(add.s(n) for n in range(3)), [0, 1, 2], GroupResult),
     "empty group": (lambda: group([]), [], GroupResult),
-    "chord": (lambda: chord([add.s(1), add.s(2)], total.s()), 3, EagerResult),
     "chord of chords": (
         lambda: chord([chord([add.s(1), add.s(2)], total.s()), add.s(4)], total.s()),
         7,
         EagerResult,
     ),
     "group, then group, then task": (
-        lambda: chain(group(add.s(1), add.s(2)), group(total.s(), total.s()), total.s()),
+        lambda: chain(group(add.s(1), join_later.s(2)), group(total.s(), total.s()), total.s()),
         6,
         EagerResult,
     ),
@@ -121,47 +116,19 @@ class EagerTests(Eager, TestCase):
         assert (result.state, result.get()) == ("SUCCESS", [1, {"key": 2}])
         assert result.send_error is None
 
-    def test_the_id_announced_is_that_of_the_run(self) -> None:
-        """The EagerResult has its id at once, and the task runs under it."""
-        ids: list[str] = []
-
-        @app.task(base=SafeTask, bind=True, name="tests.sending.eager.tell_id")
-        def tell_id(self: Any) -> str:
-            ids.append(self.request.id)
-            return str(self.request.id)
-
-        with self.captureOnCommitCallbacks(execute=True):
-            made = tell_id.delay_on_commit()
-            given = tell_id.apply_async_on_commit(task_id="an-id")
-            ours = send_on_commit(tell_id.s(), task_id="another-id")
-            assert (given.id, ours.id) == ("an-id", "another-id")
-        assert ids == [made.id, "an-id", "another-id"]
-        assert [made.get(), given.get(), ours.get()] == ids
-
     def test_every_canvas_runs_at_the_commit(self) -> None:
         """Under the ids announced, with the values that a worker would give."""
         for name, (make, value, kind) in CANVASES.items():
-            for user_transaction in (False, True):
-                with self.subTest(name, user_transaction=user_transaction):
-                    self.check_canvas(make, value, kind, user_transaction)
-
-    def check_canvas(
-        self, make: Callable[[], Signature[Any]], value: Any, kind: type, user_transaction: bool
-    ) -> None:
-        """Send one canvas, and run it."""
-        with self.captureOnCommitCallbacks() as callbacks:
-            if user_transaction:
-                with transaction.atomic():
+            with self.subTest(name):
+                with self.captureOnCommitCallbacks() as callbacks, transaction.atomic():
                     result = send_on_commit(make())
-            else:
-                result = send_on_commit(make())
-        announced = result.id, [part.id for part in getattr(result, "results", [])]
-        assert type(result) is kind
-        assert len(callbacks) == 1
-        callbacks[0]()
-        assert result.get() == value
-        assert result.send_error is None
-        assert (result.id, [part.id for part in getattr(result, "results", [])]) == announced
+                announced = ids_in(result)
+                assert type(result) is kind
+                assert len(callbacks) == 1
+                callbacks[0]()
+                assert result.get() == value
+                assert result.send_error is None
+                assert ids_in(result) == announced
 
     def test_a_rolled_back_send_does_not_run(self) -> None:
         """The user's own atomic() counts inside the TestCase's."""
@@ -175,40 +142,16 @@ class EagerTests(Eager, TestCase):
         assert len(callbacks) == 1
         assert effects == [[4, {}]]
 
-    def test_without_captured_callbacks_nothing_runs(self) -> None:
-        """In a TestCase nothing is ever committed; waiting_for_commit counts what waits."""
-        before = waiting_for_commit()
-        with transaction.atomic():
-            result = join.delay_on_commit(1)
-            join_later.delay(2)
-        assert waiting_for_commit() == before + 2
-        assert effects == []
-        assert result.state == "PENDING"
-
-    def test_plain_sends_run_at_once(self) -> None:
-        """A SafeTask without the option changes none of Celery's defaults."""
-        with transaction.atomic():
+    def test_only_what_asks_for_the_commit_waits_for_it(self) -> None:
+        """By the option or the setting, as with a broker; all else is as in Celery."""
+        with self.captureOnCommitCallbacks(execute=True):
             assert join.delay(1).get() == [1, {}]
-            assert add.apply_async((1,), {"y": 2}).get() == 3
-
-    def test_the_option_and_the_setting_defer_plain_sends(self) -> None:
-        """In eager mode as with a broker."""
-        with self.captureOnCommitCallbacks(execute=True):
-            later = join_later.delay(1)
+            later = join_later.delay(2)
             with override_settings(DJANGO_CELERY_SAFE={"SEND_ON_COMMIT": True}):
-                other = join.delay(2)
-            assert effects == []
-        assert effects == [1, [2, {}]]
-        assert (later.get(), other.get()) == (1, [2, {}])
-
-    def test_a_task_that_sends_at_its_own_commit(self) -> None:
-        """A task that a task sends on commit runs when the transaction is over."""
-        with self.captureOnCommitCallbacks(execute=True):
-            person = Person.everyone.create()
-            result = greet.delay(person.pk)
-        assert effects == ["inside", person.pk]
-        assert result.get() == "greeted"
-        assert Person.everyone.get().is_welcome_email_sent
+                other = join.delay(3)
+            assert effects == [[1, {}]]
+        assert effects == [[1, {}], 2, [3, {}]]
+        assert (later.get(), other.get()) == (2, [3, {}])
 
     def test_arguments_are_those_of_the_call(self) -> None:
         """They are copied, and arrive as a worker gets them: a tuple as a list."""
@@ -216,38 +159,14 @@ class EagerTests(Eager, TestCase):
         signature = group(join.s(numbers), join.s(2))
         with self.captureOnCommitCallbacks(execute=True):
             join.delay_on_commit(numbers, (1, 2), deep=deep)
-            canvas = send_on_commit(signature)
+            first, second = send_on_commit(signature), send_on_commit(signature)
             numbers.append(2)
             deep["er"].append(2)
             signature.tasks[1].args = (3,)
-        assert effects == [[[1], [1, 2], {"deep": {"er": [1]}}], [[1], {}], [2, {}]]
-        assert canvas.get() == effects[1:]
-
-    def test_one_signature_runs_twice(self) -> None:
-        """Each send has ids of its own, and leaves the signature as it was."""
-        signature = group(join.s(1), join.s(2))
-        before = repr(dict(signature))
-        with self.captureOnCommitCallbacks(execute=True):
-            first, second = send_on_commit(signature), send_on_commit(signature)
-        assert repr(dict(signature)) == before
-        assert len(effects) == 4
+        assert effects == [[[1], [1, 2], {"deep": {"er": [1]}}], *[[[1], {}], [2, {}]] * 2]
+        assert first.get() == second.get() == effects[1:3]
+        # Each send of a signature has ids of its own.
         assert len({first.id, second.id, *(part.id for part in [*first, *second])}) == 6
-
-    def test_an_empty_chain_is_nothing_to_send(self) -> None:
-        """It has no result, as in a plain send."""
-        with self.captureOnCommitCallbacks(execute=True):
-            assert send_on_commit(chain()) is None
-            app.conf.task_always_eager = False
-            assert send_on_commit(chain()) is None
-
-    def test_options_of_the_call_reach_the_run(self) -> None:
-        """Links run, and partial arguments are prepended."""
-        with self.captureOnCommitCallbacks(execute=True):
-            linked = add.apply_async_on_commit((1,), {"y": 2}, link=join.s())
-            partial = send_on_commit(join.s("last"), args=("first",))
-        assert linked.get() == 3
-        assert partial.get() == ["first", "last", {}]
-        assert effects == [[3, {}], ["first", "last", {}]]
 
     def test_a_retry_runs_at_once(self) -> None:
         """An eager retry waits for no commit, since there will be none."""
@@ -273,45 +192,19 @@ class EagerTests(Eager, TestCase):
                 with pytest.raises(LookupError, match="from the task"):
                     last.get()
 
-    def test_on_commit_now_runs_at_the_end_of_the_block(self) -> None:
-        """The helper of django_celery_safe.testing stands in for the commit."""
-        with on_commit_now():
-            with transaction.atomic():
-                join.delay_on_commit(1)
-                assert effects == []
-            assert effects == [[1, {}]]
-            join.delay_on_commit(2)
-            assert effects == [[1, {}], [2, {}]]
-            with transaction.atomic():
-                join.delay_on_commit(3)
-                transaction.set_rollback(True)
-        assert len(effects) == 2
-
 
 class RealCommitTests(Eager, TransactionTestCase):
     """Eager tasks and transactions that are really committed."""
 
-    def test_the_task_runs_after_the_commit(self) -> None:
-        """At once in autocommit, else when the outermost block ends, outside any transaction."""
-
-        @app.task(base=SafeTask, name="tests.sending.eager.look")
-        def look() -> bool:
-            return connections[DEFAULT_DB_ALIAS].in_atomic_block
-
-        assert look.delay_on_commit().get() is False
-        with transaction.atomic():
-            with transaction.atomic():
-                result = look.delay_on_commit()
-            assert result.state == "PENDING"
-        assert result.get() is False
-
     def test_a_task_that_sends_at_its_own_commit(self) -> None:
-        """A task run by the commit has transactions of its own."""
+        """It runs after the commit, outside any transaction, and has transactions of its own."""
         with transaction.atomic():
             person = Person.everyone.create()
             result = greet.delay(person.pk)
+            assert result.state == "PENDING"
         assert effects == ["inside", person.pk]
         assert result.get() == "greeted"
+        assert join_later.delay(3).get() == 3
 
 
 @pytest.mark.usefixtures("broker")

@@ -1,7 +1,6 @@
 """``current_claim().finish()`` in carried tasks: its commit, and events after it."""
 
-import os
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from contextvars import copy_context
@@ -31,6 +30,7 @@ from tests.app.models import Person
 from tests.kinds import more_for_claim
 from tests.sending.carrying import Carried, leave_dead
 from tests.sending.test_carried import BRACKETS
+from tests.servers.databases import without_autocommit
 
 
 def write(carried: Carried, result: Any = "stored", key: int = 1) -> Claim:
@@ -61,6 +61,7 @@ def finish_and_die(carried: Carried, result: Any = "stored") -> Any:
     return again
 
 
+@pytest.mark.sql
 def test_it_commits_with_the_body(carried: Carried) -> None:
     """One more query; the row stays until the run has ended, and nothing is renewed meanwhile."""
     seen: list[Any] = []
@@ -86,29 +87,28 @@ def test_it_commits_with_the_body(carried: Carried) -> None:
     assert len([sql for sql in ours if not sql.startswith(BRACKETS)]) == wanted
 
 
-@pytest.mark.quarantine("2026-11-26", "waits for a moment of a renewal")
-def test_it_waits_for_a_renewal_that_is_under_way(carried: Carried) -> None:
+def test_it_waits_for_a_renewal_that_is_under_way(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise the renewal could wait for the commit, and all other renewals wait with it."""
-    seen: list[bool] = []
+    waited_for: list[bool] = []
 
     def work(task: Any, number: int) -> None:
         claim = current_claim()
 
-        def renew() -> None:
-            time.sleep(0.2)  # finish() would be through by now
-            with renewer.mutex:
-                seen.append(claim.is_finished)
-                renewer.renewing.clear()
-                renewer.changed.notify_all()
+        def end_renewal(is_over: Callable[[], bool], longest: float) -> None:
+            waited_for.append(claim.is_finished or is_over())
+            renewer.renewing.clear()
+            assert is_over()
 
         renewer.renewing[claim.lease.lane] = [claim.lease]
-        with ThreadPoolExecutor(1) as pool, transaction.atomic(using=carried.alias):
-            pool.submit(renew)
+        with monkeypatch.context() as patch, transaction.atomic(using=carried.alias):
+            patch.setattr(renewer.changed, "wait_for", end_renewal)
             claim.finish()
 
     carried.body = work
     assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
-    assert seen == [False]
+    assert waited_for == [False]
 
 
 def renewer_has_leases() -> bool:
@@ -118,8 +118,9 @@ def renewer_has_leases() -> bool:
 
 @pytest.mark.parametrize("result", ["stored", None])
 def test_what_died_after_it_is_not_done_again(carried: Carried, result: Any) -> None:
-    """The next run returns the result, which followers and the backend get."""
+    """The next run returns the result, however many processes died in the task."""
     again = finish_and_die(carried, result)
+    carried.rows.update(deaths=99)
     assert carried.mailbox.deliver(again) == ("SUCCESS", result)
     assert carried.calls == [1]
     assert (carried.rows.count(), count_written(carried)) == (0, 1)
@@ -139,13 +140,7 @@ def test_its_followers_are_sent_after_a_death(carried: Carried) -> None:
     assert carried.calls == [1, "stored"]
 
 
-def test_poison_after_it_is_no_poison(carried: Carried) -> None:
-    """A task that is finished is not failed, however many processes died in it."""
-    again = finish_and_die(carried)
-    carried.rows.update(deaths=99)
-    assert carried.mailbox.deliver(again) == ("SUCCESS", "stored")
-
-
+@pytest.mark.sql
 def test_an_error_rolls_back_both(carried: Carried) -> None:
     """The task has failed, nothing is written, and a retry does all of it."""
 
@@ -200,38 +195,27 @@ def test_its_own_error_ends_no_renewal(carried: Carried) -> None:
     assert count_written(carried) == 1
 
 
-def test_a_rollback_that_is_hidden_is_an_error(carried: Carried) -> None:
-    """If its error does not leave the task, nobody would know that it counts as not done."""
+@pytest.mark.parametrize("how", ["hidden", "without atomic()"])
+def test_a_rollback_that_would_go_unseen_is_an_error(carried: Carried, how: str) -> None:
+    """Otherwise the work would count as done, and nobody would know that it is not."""
 
-    def work(task: Any, number: int) -> None:
+    def hide(task: Any, number: int) -> None:
         with transaction.atomic(using=carried.alias):
             write(carried)
             transaction.set_rollback(True, using=carried.alias)
 
-    carried.body = work
-    state, error = carried.mailbox.deliver(carried.send(1))
-    assert (state, type(error)) == ("FAILURE", IdempotencyError)
-    assert "rolled back" in str(error)
-    assert (carried.row.state, count_written(carried)) == ("failed", 0)
-
-
-def test_it_refuses_a_transaction_without_atomic(carried: Carried) -> None:
-    """A rollback there would go unseen, so the work would count as done."""
-
-    def work(task: Any, number: int) -> None:
-        transaction.set_autocommit(False, using=carried.alias)
-        try:
+    def without_atomic(task: Any, number: int) -> None:
+        with without_autocommit(carried.alias):
             write(carried)
-        finally:
-            transaction.rollback(using=carried.alias)
-            transaction.set_autocommit(True, using=carried.alias)
 
-    carried.body = work
+    carried.body = hide if how == "hidden" else without_atomic
     state, error = carried.mailbox.deliver(carried.send(1))
-    assert (state, type(error)) == ("FAILURE", WrongTransaction)
+    assert state == "FAILURE"
+    assert type(error) is (IdempotencyError if how == "hidden" else WrongTransaction)
     assert (carried.row.state, carried.row.result, count_written(carried)) == ("failed", "", 0)
 
 
+@pytest.mark.sql
 def test_a_claim_that_was_lost_writes_nothing(carried: Carried) -> None:
     """MessageLost leaves the body's transaction, so the work is done by the other run alone."""
 
@@ -270,87 +254,55 @@ def test_a_claim_that_another_run_has_by_now_writes_nothing(
     assert count_written(carried) == (0 if in_atomic else 1)
 
 
-def test_a_retry_finds_it_done(carried: Carried) -> None:
-    """The retry returns the stored result, and the task does nothing else."""
-
-    def retry(task: Any, number: int) -> None:
-        write(carried)
-        raise task.retry(countdown=1)
-
-    carried.body = retry
-    assert carried.mailbox.deliver(carried.send(1)).state == "RETRY"
-    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", "stored")
-    assert carried.calls == [1]
-
-
-def test_what_replaces_a_finished_task_is_done(carried: Carried) -> None:
+def test_a_retry_finds_it_done_and_a_replacement_does_not(carried: Carried) -> None:
     """The other work has the id and the row of the task, and is not finished by it."""
 
-    def replace(task: Any, number: int) -> Any:
+    def go_on(task: Any, number: int) -> Any:
+        if number == 3:
+            return number
+        write(carried, key=number)
         if number == 1:
-            write(carried)
-            return task.replace(carried.task.s(2).set(using=carried.alias))
-        return number
+            raise task.retry(countdown=1)
+        return task.replace(carried.task.s(3).set(using=carried.alias))
 
-    carried.body = replace
-    assert carried.mailbox.deliver(carried.send(1)).state == "IGNORED"
+    carried.body = go_on
+    assert carried.mailbox.deliver(carried.send(1)).state == "RETRY"
+    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", "stored")
+    assert carried.mailbox.deliver(carried.send(2)).state == "IGNORED"
     assert carried.row.result == ""
-    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", 2)
-    assert carried.calls == [1, 2]
+    assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", 3)
+    assert carried.calls == [1, 2, 3]
 
 
-def test_misuse(carried: Carried) -> None:
-    """JSON has to take the result, and a work is finished once."""
-    errors: list[Exception] = []
-
-    def work(task: Any, number: int) -> None:
-        claim = current_claim()
-        assert claim.key == f"tests.carried[{task.request.id}]"
-        for result in (object(), "first", "second"):
-            try:
-                claim.finish(result)
-            except Exception as error:
-                errors.append(error)
-
-    carried.body = work
-    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
-    assert [type(error) for error in errors] == [ResultNotStored, IdempotencyError]
-
-
-def test_the_innermost_claim_of_the_task_is_the_current_one(carried: Carried) -> None:
-    """Inside a block it is the block's; another task called directly gets a claim of its own."""
+def test_a_task_finishes_its_own_claim(carried: Carried) -> None:
+    """Not that of the block around it, nor that of the task that called it."""
     other = carried.make_task("tests.other")
-    claims: list[Claim] = []
+    keys: list[str] = []
 
     def work(task: Any, number: int) -> None:
-        claims.append(current_claim())
-        if number == 1:
-            with idempotent("invoice:1", using=carried.alias):
-                claims.append(current_claim())
+        if number > 1:
+            claim = current_claim()
+            keys.append(claim.key)
+            claim.finish("inner")
+            with pytest.raises(IdempotencyError, match="finished before"):
+                claim.finish()
+            return
+        with pytest.raises(ResultNotStored):
+            current_claim().finish(object())
+        with pytest.raises(ValueError, match="outer"), idempotent("outer", using=carried.alias):
+            keys.append(current_claim().key)
             other(2)
-            other.apply((3,))
+            other.apply((3,)).get()
+            raise ValueError("outer")
+        keys.append(current_claim().key)
+        assert carried.row.result == ""
 
     carried.body = work
     message = carried.send(1)
     assert carried.mailbox.deliver(message).state == "SUCCESS"
-    keys = [claim.key for claim in claims]
-    assert keys == [f"tests.carried[{message.id}]", "invoice:1", "tests.other", "tests.other"]
-    claims[2].finish()
-    with pytest.raises(IdempotencyError, match="finished before"):
-        claims[2].finish()
-
-
-@pytest.mark.parametrize("how", ["directly", "eagerly"])
-def test_a_task_that_runs_inside_of_a_claim_does_not_finish_it(carried: Carried, how: str) -> None:
-    """The work around it goes on, and is not done if it fails after that."""
-    other = carried.make_task("tests.other")
-    carried.body = lambda task, number: current_claim().finish("inner")
-    with pytest.raises(ValueError, match="outer"), idempotent("outer", using=carried.alias):
-        other(1) if how == "directly" else other.apply((1,)).get()
-        raise ValueError("outer")
+    assert keys == ["outer", "tests.other", "tests.other", f"tests.carried[{message.id}]"]
     record = IdempotencyRecord.objects.using(carried.alias).get()
     assert (record.state, record.result) == ("failed", "")
-    assert carried.calls == [1]
 
 
 def test_a_thread_that_works_for_a_task_finishes_its_claim(carried: Carried) -> None:
@@ -378,22 +330,3 @@ def test_a_message_that_is_not_carried_has_no_claim(carried: Carried) -> None:
     assert "which this message was not sent with" in str(error)
     with pytest.raises(IdempotencyError, match="No claim is being worked on here"):
         current_claim()
-
-
-@pytest.mark.parametrize("carried", ["postgres"], indirect=True)
-def test_a_forked_child_can_not_finish_it(carried: Carried) -> None:
-    """The parent alone knows when its work is done."""
-
-    def fork(task: Any) -> int:
-        child = os.fork()
-        if not child:
-            refused = False
-            try:
-                current_claim().finish()
-            except IdempotencyError:
-                refused = True
-            os._exit(0 if refused else 1)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    carried.body = fork
-    assert carried.mailbox.deliver(carried.send()) == ("SUCCESS", 0)

@@ -1,7 +1,6 @@
 """Sends that count as the running task's own message sent again, and others."""
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -9,13 +8,6 @@ from celery.signals import before_task_publish
 
 from django_celery_safe import SafeTask, find_lock, single_instance
 from tests.concurrency.mailbox import Mailbox
-
-
-@pytest.fixture
-def mailbox(locks_in_memory: None) -> Iterator[Mailbox]:
-    """A mailbox whose locks are in memory."""
-    with closing(Mailbox()) as mailbox:
-        yield mailbox
 
 
 @pytest.fixture
