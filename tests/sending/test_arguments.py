@@ -172,16 +172,6 @@ def test_what_the_serializer_refuses_is_an_error_at_the_call(
     assert sent() == []
 
 
-def test_message_protocol_1_is_looked_at(make_app: MakeApp, sent: Sent) -> None:
-    """Its body has no parts by position; the arguments are found all the same."""
-    task = make_app(task_protocol=1, task_serializer="pickle").tasks[take_plainly.name]
-    for signature in (task.s(1, Person()), task.s(1).set(link=task.s(1, Person()))):
-        with transaction.atomic(), pytest.raises(NotSerializable) as raised:
-            send_on_commit(signature)
-        assert raised.value.argument == "args[1]"
-    assert sent() == []
-
-
 @pytest.mark.usefixtures("mode")
 def test_arguments_that_do_not_fit_are_an_error_at_the_call(sent: Sent) -> None:
     """Celery's own check runs before the commit, on commit too."""
@@ -211,15 +201,6 @@ def test_a_header_that_the_broker_can_not_take_is_an_error_at_the_call(
             with pytest.raises(NotSerializable, match=f"^header 'ours' of task {take.name}"):
                 send()
         transaction.set_rollback(True)
-
-
-def test_a_member_that_can_not_be_sent_keeps_its_group_back(sent: Sent) -> None:
-    """After the error nothing of the canvas is sent, even if the transaction commits."""
-    with transaction.atomic():
-        with pytest.raises(NotSerializable):
-            send_on_commit(group(take.s(1), take.s(Person()), take.s(3)))
-        kept = take.delay_on_commit(4)
-    assert [message.id for message in sent()] == [kept.id]
 
 
 def test_what_looks_alike_can_be_sent(sent: Sent) -> None:

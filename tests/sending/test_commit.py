@@ -159,27 +159,18 @@ def test_outside_of_a_transaction_a_send_goes_out_at_once(sent: Sent) -> None:
     assert results[-1] == [results[-2].id]
 
 
-@pytest.mark.parametrize("form", ["task", "canvas of deferring tasks"])
-def test_using_names_the_database_to_wait_for(
-    form: str, sent: Sent, make_database: MakeDatabase
-) -> None:
+def test_using_names_the_database_to_wait_for(sent: Sent, make_database: MakeDatabase) -> None:
     """With ``using`` the commit of that database counts, whatever happens to the default one."""
     other = make_database("sqlite")
-
-    def send(number: int) -> Any:
-        if form == "task":
-            return add.apply_async_on_commit((number,), using=other)
-        return send_on_commit(chain(deferring.s(number), deferring.s(1)), using=other)
-
+    canvas = chain(deferring.s(1), deferring.s(2))
     with transaction.atomic(using=other):
         with rolled_back(using=DEFAULT_DB_ALIAS):
-            result = send(1)
+            task = add.apply_async_on_commit((1,), using=other)
+            result = send_on_commit(canvas, using=other)
         assert sent() == []
-    messages = ids(sent())
-    assert len(messages) == 1
-    assert set(messages) <= ids_in(result)
+    assert ids(sent()) == [task.id, result.parent.id]
     with transaction.atomic(), rolled_back(using=other):
-        send(2)
+        send_on_commit(canvas, using=other)
     assert sent() == []
 
 
@@ -210,22 +201,15 @@ def test_a_connection_without_autocommit_is_an_error(
             add.delay_on_commit(1)
         with transaction.atomic():
             add.delay_on_commit(2)
-    # AUTOCOMMIT=False counts before the connection is opened, too.
-    alias = make_database("sqlite")
-    connections[alias].settings_dict["AUTOCOMMIT"] = False
-    with pytest.raises(WrongTransaction, match="autocommit is off"):
-        add.apply_async_on_commit((1,), using=alias)
     assert sent() == []
-
-
-def test_a_send_outside_a_transaction_opens_no_connection(
-    sent: Sent, make_database: MakeDatabase
-) -> None:
-    """A process that does not use the database does not connect to it for a send."""
+    # AUTOCOMMIT=False counts before the connection is opened, and no send opens one.
     alias = make_database("sqlite")
     add.apply_async_on_commit((1,), using=alias)
     assert len(sent()) == 1
-    assert connections[alias].connection is None
+    connections[alias].settings_dict["AUTOCOMMIT"] = False
+    with pytest.raises(WrongTransaction, match="autocommit is off"):
+        add.apply_async_on_commit((1,), using=alias)
+    assert (connections[alias].connection, sent()) == (None, [])
 
 
 #: Ways to send a task plainly, and how many messages each publishes.
@@ -288,15 +272,11 @@ def test_one_call_can_say_now(
     with rolled_back():
         send()
         assert [one.body[0] for one in sent()] == [[1]]
+        # The outbox and ``using`` wait for a commit.
+        for options in ({"outbox": True}, {"outbox": "until_done"}, {"using": "default"}):
+            with pytest.raises(TypeError, match=r"send_on_commit=False.*now"):
+                undecided.apply_async((1,), send_on_commit=False, **options)
     assert (sent(), caplog.records) == ([], [])
-
-
-def test_now_and_at_the_commit_is_an_error(sent: Sent) -> None:
-    """The outbox and ``using`` wait for a commit, so nothing is sent that also says now."""
-    for options in ({"outbox": True}, {"outbox": "until_done"}, {"using": "default"}):
-        with transaction.atomic(), pytest.raises(TypeError, match=r"send_on_commit=False.*now"):
-            undecided.apply_async((1,), send_on_commit=False, **options)
-    assert sent() == []
 
 
 def retrying(self: Any) -> None:
@@ -344,31 +324,20 @@ def test_waiting_for_what_was_not_sent_yet_is_an_error(eager: bool, broker: Cele
     """Inside the transaction get() raises at once; after the commit it is Celery's own."""
     broker.conf.task_always_eager = eager
     with transaction.atomic():
-        results = [
-            add.delay_on_commit(1, 2),
-            send_on_commit(group(add.s(1, 2), chain(add.s(1), add.s(2)))),
-            send_on_commit(chain(add.s(1), add.s(2))),
-        ]
+        result: Any = add.delay_on_commit(1, 2)
+        several = send_on_commit(group(add.s(1, 2), chain(add.s(1), add.s(2))))
+        waiting = [result, several, *several.results]
         if not eager:
-            results += [add.apply_async_on_commit((1, 2), outbox=True), results[2].parent]
-        for result in (*results, *results[1].results):
+            last = send_on_commit(chain(add.s(1), add.s(2)))
+            waiting += [add.apply_async_on_commit((1, 2), outbox=True), last, last.parent]
+        for one in waiting:
             with pytest.raises(WrongTransaction, match="after the block"):
-                result.get(timeout=60)
-    for result in results:
-        if eager:
-            assert result.get() in (3, [3, 3])
-        else:
-            with pytest.raises(TimeIsOver):
-                result.get(timeout=0.1)
-
-
-def test_positional_options_are_those_of_celery(sent: Sent) -> None:
-    """Positional parameters of apply_async after the arguments reach a deferred send, too."""
-    with transaction.atomic():
-        deferring.apply_async((1,), None, "an-id", None, add.s(), None, "a shadow")
-    (message,) = sent()
-    assert (message.id, message.headers["shadow"]) == ("an-id", "a shadow")
-    assert message.body[2]["callbacks"][0]["task"] == add.name
+                one.get(timeout=60)
+    if eager:
+        assert (result.get(), several.get()) == (3, [3, 3])
+    else:
+        with pytest.raises(TimeIsOver):
+            result.get(timeout=0.1)
 
 
 def test_arguments_are_those_of_the_call(sent: Sent) -> None:

@@ -1,16 +1,13 @@
 """``current_claim().finish()`` in carried tasks: its commit, and events after it."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
-from contextvars import copy_context
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from celery import chain
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
-from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
 from django_celery_safe import (
@@ -44,21 +41,6 @@ def write(carried: Carried, result: Any = "stored", key: int = 1) -> Claim:
 def count_written(carried: Carried) -> int:
     """Return how many rows of the project there are."""
     return Person.everyone.using(carried.alias).count()
-
-
-def finish_and_die(carried: Carried, result: Any = "stored") -> Any:
-    """Leave a task whose process died after its work was committed; return its new message."""
-
-    def work(task: Any, *args: Any) -> None:
-        with transaction.atomic(using=carried.alias):
-            write(carried, result)
-
-    message = carried.send(1)
-    carried.body = work
-    leave_dead(carried, message, after_body=True)
-    (again,) = carried.relay()
-    assert again.id == message.id
-    return again
 
 
 @pytest.mark.sql
@@ -119,7 +101,14 @@ def renewer_has_leases() -> bool:
 @pytest.mark.parametrize("result", ["stored", None])
 def test_what_died_after_it_is_not_done_again(carried: Carried, result: Any) -> None:
     """The next run returns the result, however many processes died in the task."""
-    again = finish_and_die(carried, result)
+
+    def work(task: Any, *args: Any) -> None:
+        with transaction.atomic(using=carried.alias):
+            write(carried, result)
+
+    carried.body = work
+    leave_dead(carried, carried.send(1), after_body=True)
+    (again,) = carried.relay()
     carried.rows.update(deaths=99)
     assert carried.mailbox.deliver(again) == ("SUCCESS", result)
     assert carried.calls == [1]
@@ -172,11 +161,8 @@ def test_an_error_after_it_fails_the_task_whose_work_is_done(carried: Carried) -
     assert shown["finished"] == "yes: another run returns its result"
     carried.rows.revive()
     (again,) = carried.relay()
-    with override_settings(DJANGO_CELERY_SAFE={"OUTBOX_RETENTION": 60}):
-        assert carried.mailbox.deliver(again) == ("SUCCESS", "stored")
+    assert carried.mailbox.deliver(again) == ("SUCCESS", "stored")
     assert carried.calls == [1]
-    shown = MessageRow(messages_in(carried.alias).get()).texts()
-    assert (shown["state"], shown["finished"]) == ("done", "-")
 
 
 def test_its_own_error_ends_no_renewal(carried: Carried) -> None:
@@ -303,22 +289,6 @@ def test_a_task_finishes_its_own_claim(carried: Carried) -> None:
     assert keys == ["outer", "tests.other", "tests.other", f"tests.carried[{message.id}]"]
     record = IdempotencyRecord.objects.using(carried.alias).get()
     assert (record.state, record.result) == ("failed", "")
-
-
-def test_a_thread_that_works_for_a_task_finishes_its_claim(carried: Carried) -> None:
-    """It has the context of the task, as asgiref and asyncio give it to their threads."""
-
-    def work(task: Any, number: int) -> None:
-        def finish() -> None:
-            with closing(connections[carried.alias]):
-                current_claim().finish("stored")
-
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(copy_context().run, finish).result()
-        assert carried.row.result == '"stored"'
-
-    carried.body = work
-    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
 
 
 def test_a_message_that_is_not_carried_has_no_claim(carried: Carried) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import Celery, chain, chord, group, shared_task
+from celery import Celery, chord, group, shared_task
 from django.db import transaction
 from django.test import TestCase, override_settings
 
@@ -17,7 +17,7 @@ from django_celery_safe.signals import sent_in_atomic
 from django_celery_safe.usage import calling_line
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
-from tests.sending.conftest import hearing, line_above, take_records
+from tests.sending.conftest import hearing, take_records
 from tests.sending.published import Published
 
 if TYPE_CHECKING:
@@ -94,17 +94,6 @@ def test_a_plain_send_in_a_transaction_is_told(
     assert len(sent()) == 3 * count
 
 
-@pytest.mark.usefixtures("switched_on")
-def test_the_place_is_the_line_of_the_call(warned: Warned) -> None:
-    """Not one of this package or Celery's, nor the beginning of the function."""
-    with transaction.atomic():
-        add.delay(1)
-        first = line_above()
-        group(add.s(1)).delay()
-        second = line_above()
-    assert [vars(record)["safe_place"] for record in warned()] == [first, second]
-
-
 @pytest.mark.parametrize(
     ("path", "passed"),
     [
@@ -136,21 +125,6 @@ def test_sends_on_commit_are_not_told(
         add.delay(1)
     assert (warned(), told) == ([], [])
     assert len(sent()) == 7
-
-
-@pytest.mark.usefixtures("switched_on")
-def test_an_eager_run_at_the_commit_is_not_told(
-    broker: Celery, warned: Warned, make_database: MakeDatabase
-) -> None:
-    """An eager run at a commit has waited for it, also while another transaction is open."""
-    broker.conf.task_always_eager = True
-    other = make_database("sqlite")
-    with hearing(sent_in_atomic) as told, transaction.atomic(using=other):
-        with transaction.atomic():
-            result = add.delay_on_commit(1, 2)
-            send_on_commit(chain(add.s(1), add.s(2)))
-        assert result.get() == 3
-    assert (warned(), told) == ([], [])
 
 
 class TestCaseTests(TestCase):

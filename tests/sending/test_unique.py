@@ -1,12 +1,13 @@
 """Tasks with ``unique_until``, sent without a worker: duplicates, and locks that stay."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import Celery, chain, group, shared_task
+from celery.signals import before_task_publish
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
@@ -29,12 +30,12 @@ from tests.app.celery import app
 from tests.app.tasks import add
 from tests.concurrency.holders import remaining
 from tests.concurrency.mailbox import Mailbox
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache, require
+from tests.conftest import REDIS_BACKENDS, MakeRedisCache
 from tests.contract.conftest import use_store
 from tests.processes import meet, run_in_processes, start_in_process
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, refusing, rolled_back
-from tests.sending.published import Published, ids_in, take_published
-from tests.servers import RedisServer, ServerPool
+from tests.sending.published import Published, ids_in
+from tests.servers import RedisServer
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -162,29 +163,28 @@ def test_calls_that_are_no_calls_take_no_lock(sent: Sent) -> None:
     assert once.delay(1).is_duplicate is False
 
 
+def retrying(self: Any, number: int) -> int:
+    """Retry once."""
+    if self.request.retries == 0:
+        raise self.retry(countdown=0)
+    return number
+
+
 @pytest.mark.parametrize("until", ["start", "end"])
-def test_a_retry_is_no_duplicate_of_its_run(until: str, locks_in_memory: None) -> None:
+def test_a_retry_is_no_duplicate_of_its_run(until: str, mailbox: Mailbox) -> None:
     """It carries the token on: others stay out until the "end", and may come in at the "start"."""
-    with closing(Mailbox()) as mailbox:
-
-        @single_instance(key="{number}", unique_until=until)
-        def retried(self: Any, number: int) -> str:
-            if self.request.retries == 0:
-                raise self.retry(countdown=5)
-            return "done"
-
-        task = mailbox.task(retried, base=SafeTask, bind=True)
-        task.delay(1)
-        first = mailbox.take_one()
-        assert mailbox.deliver(first).state == "RETRY"
-        again = mailbox.take_one()
-        assert again.id == first.id
-        assert again.ours["sent"] == first.ours["sent"]
-        other = task.delay(1)
-        assert other.is_duplicate is (until == "end")
-        assert mailbox.deliver(again) == ("SUCCESS", "done")
-        # One that came in meanwhile keeps its lock.
-        assert (lock_of(1, task) is not None) is (until == "start")
+    unique = single_instance(key="{number}", unique_until=until)(retrying)
+    task = mailbox.task(unique, base=SafeTask, bind=True)
+    task.delay(1)
+    first = mailbox.take_one()
+    assert mailbox.deliver(first).state == "RETRY"
+    again = mailbox.take_one()
+    assert again.id == first.id
+    assert again.ours["sent"] == first.ours["sent"]
+    assert task.delay(1).is_duplicate is (until == "end")
+    assert mailbox.deliver(again) == ("SUCCESS", 1)
+    # One that came in meanwhile keeps its lock.
+    assert (lock_of(1, task) is not None) is (until == "start")
 
 
 # On commit.
@@ -392,28 +392,6 @@ def test_the_task_has_its_own_lease_and_cache(sent: Sent) -> None:
 # Costs, and headers.
 
 
-@pytest.fixture
-def own_locks(settings: "Settings") -> Iterator[RedisServer]:
-    """A Redis that has nothing but the locks."""
-    with ServerPool() as servers:
-        server: RedisServer = require(servers, RedisServer)
-        backend = {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": server.url}
-        settings.CACHES = {"default": backend}
-        yield server
-
-
-def test_a_send_asks_the_lock_store_once(own_locks: RedisServer, sent: Sent) -> None:
-    """One round trip for each send, duplicate or not; none without unique_until."""
-    once.delay(0)
-    trips = []
-    for send in (once.delay, once.delay, alone.delay):
-        with own_locks.counting() as count:
-            for number in range(1, 11):
-                send(number)
-        trips.append(count.round_trips)
-    assert trips == [10, 10, 0]
-
-
 def test_the_message_carries_the_token_of_its_lock(sent: Sent) -> None:
     """So that any process that has the message can free exactly that lock."""
     once.apply_async((1,), headers={"ours": 1})
@@ -449,20 +427,6 @@ def test_a_duplicate_is_told(sent: Sent) -> None:
 # The caller's connection, and the pool's.
 
 
-def test_the_callers_connection_publishes(
-    broker: Celery, redis_server: RedisServer, sent: Sent
-) -> None:
-    """``connection=`` publishes as ever; a duplicate is one over any connection."""
-    with broker.connection_for_write(redis_server.database_url(3)) as connection:
-        first = once.apply_async((1,), connection=connection)
-        with transaction.atomic():
-            second = once.apply_async_on_commit((2,), connection=connection)
-        assert once.apply_async((1,), connection=connection).id == first.id
-    assert once.delay(2).id == second.id
-    assert ids(take_published(redis_server, 3)) == [first.id, second.id]
-    assert sent() == []
-
-
 def send_with_one_connection(broker_url: str, result_backend: str) -> list[Any]:
     """Send a group of groups by an app that may connect once; return what is announced."""
     own = Celery("own", broker=broker_url, backend=result_backend, set_as_current=False)
@@ -476,7 +440,7 @@ def test_a_pool_of_one_connection_is_enough(redis_server: RedisServer, sent: Sen
     """A group keeps the pool's connection while its members are sent: none needs a second."""
     urls = [redis_server.database_url(number) for number in (1, 2)]
     with start_in_process(send_with_one_connection, *urls) as sending:
-        announced = sending.result(20)
+        announced = sending.result(60)
     published = ids(sent())
     assert len(published) == 3
     assert set(published) <= set(announced)
@@ -497,37 +461,131 @@ def test_a_duplicate_leaves_no_subscription(broker: Celery, sent: Sent) -> None:
     assert {one.id for one in duplicates} == {first.id}
 
 
-def test_no_child_of_a_task_never_ends(settings: "Settings") -> None:
+@pytest.mark.parametrize("on_duplicate", ["existing", "raise"])
+def test_no_child_of_a_task_never_ends(on_duplicate: Any, mailbox: Mailbox) -> None:
     """In the trail of the task that sends it stands only what was published."""
-    nowhere = {"BACKEND": REDIS_BACKENDS["django-redis"], "LOCATION": refusing()}
-    settings.CACHES = {**settings.CACHES, "gone": nowhere}
-    with closing(Mailbox()) as mailbox:
-        children: list[str] = []
+    unique = single_instance(unique_until="end", on_duplicate=on_duplicate)(retrying)
+    task = mailbox.task(unique, base=SafeTask, bind=True)
+    children: list[str] = []
 
-        def work(number: int) -> None:
-            pass
-
-        def make(name: str, **options: Any) -> Any:
-            decorate = single_instance(unique_until="end", **options)
-            return mailbox.task(decorate(work), base=SafeTask, name=name)
-
-        quiet, raising = make("tests.quiet"), make("tests.raising", on_duplicate="raise")
-        failing = make("tests.failing", cache="gone")
-
-        def parent(self: Any) -> None:
+    def parent(self: Any) -> None:
+        task.delay(1)
+        with suppress(AlreadySent):
+            task.delay(1)
+        if on_duplicate == "existing":
             with transaction.atomic():
-                quiet.delay_on_commit(1)
-                quiet.delay_on_commit(1)
-            quiet.delay(1)
-            raising.delay(1)
-            with pytest.raises(AlreadySent):
-                raising.delay(1)
-            with pytest.raises(LockBackendError):
-                failing.delay(1)
-            children.extend(child.id for child in self.request.children)
+                task.delay_on_commit(1)
+        children.extend(child.id for child in self.request.children)
 
-        mailbox.task(parent, base=SafeTask, bind=True).delay()
-        assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", None)
-        published = [message.id for message in mailbox.take()]
-    assert len(published) == 2
-    assert set(children) == set(published)
+    mailbox.task(parent, base=SafeTask, bind=True).delay()
+    assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", None)
+    assert set(children) == {mailbox.take_one().id}
+
+
+# Re-sends.
+
+
+@pytest.fixture
+def audit(mailbox: Mailbox) -> Iterator[Any]:
+    """A task, sent once for each number, that a receiver sends twice before each retry."""
+
+    @single_instance(key="{number}", unique_until="end")
+    def audited(number: int) -> None:
+        pass
+
+    task = mailbox.task(audited, base=SafeTask)
+    task.results = []
+
+    def send_twice(sender: str, headers: dict[str, Any], **kwargs: Any) -> None:
+        if sender != task.name and headers["retries"]:
+            task.results += [task.delay(1), task.delay(1)]
+
+    before_task_publish.connect(send_twice, weak=False)
+    yield task
+    before_task_publish.disconnect(send_twice)
+
+
+def test_a_receivers_sends_during_a_retry_are_ordinary_sends(mailbox: Mailbox, audit: Any) -> None:
+    """They are sent once, under locks of their own, as from anywhere else."""
+    task = mailbox.task(single_instance(key="{number}")(retrying), base=SafeTask, bind=True)
+    task.delay(7)
+    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert [result.is_duplicate for result in audit.results] == [False, True]
+    sent, again = mailbox.take()
+    assert (sent.headers["task"], sent.ours["canvas"]) == (audit.name, False)
+    assert mailbox.deliver(again) == ("SUCCESS", 7)
+    lock = find_lock(f"sent:{audit.name}:1")
+    assert lock is not None
+    assert (lock.holder.task_id, lock.token) == (sent.id, sent.ours["sent"])
+
+
+def test_one_id_used_twice_is_a_duplicate(mailbox: Mailbox) -> None:
+    """An id of the caller's own makes the second send no message of a run sent again."""
+    task = mailbox.task(
+        single_instance(key="{number}", unique_until="end")(retrying), base=SafeTask, bind=True
+    )
+    results = [task.apply_async((number,), task_id="own") for number in (7, 7, 8)]
+    assert [(result.id, result.is_duplicate) for result in results] == [
+        ("own", False),
+        ("own", True),
+        ("own", False),
+    ]
+    first, other = mailbox.take()
+    assert [first.args, other.args] == [[7], [8]]
+    assert mailbox.deliver(first).state == "RETRY"
+    # The retry, which has the id too, is on its way under the lock of the first.
+    again = mailbox.take_one()
+    assert again.ours["sent"] == first.ours["sent"]
+    assert task.apply_async((7,), task_id="own").is_duplicate is True
+    assert mailbox.take() == []
+    assert mailbox.deliver(again) == ("SUCCESS", 7)
+    assert task.apply_async((7,), task_id="own").is_duplicate is False
+
+
+# Eager tasks.
+
+
+def make_eager(mailbox: Mailbox, runs: list[int], **options: Any) -> Any:
+    """Return a task that sends itself once more while it runs."""
+    mailbox.app.conf.task_always_eager = True
+
+    def work(x: int, sends: bool = False) -> bool | None:
+        runs.append(x)
+        return task.delay(x).is_duplicate if sends else None
+
+    alone = single_instance(key="{x}", on_conflict="skip", **options)
+    task = mailbox.task(alone(work), base=SafeTask, name="tests.eager")
+    return task
+
+
+def test_a_duplicate_is_an_error_for_eager_tasks(mailbox: Mailbox) -> None:
+    """With on_duplicate="raise"."""
+    task = make_eager(mailbox, [], unique_until=600, on_duplicate="raise")
+    task.delay(5)
+    with pytest.raises(AlreadySent):
+        task.delay(5)
+
+
+@pytest.mark.parametrize(("until", "is_duplicate"), [("end", True), ("start", False)])
+def test_an_eager_send_counts_until_its_run_starts_or_ends(
+    until: Any, is_duplicate: bool, mailbox: Mailbox
+) -> None:
+    """A send from its own run is a duplicate, or not; afterwards it is sent again."""
+    task = make_eager(mailbox, [], unique_until=until)
+    for _ in range(2):
+        result = task.delay(5, sends=True)
+        assert (result.is_duplicate, result.get()) == (False, is_duplicate)
+        assert list(iter_locks()) == []
+
+
+def test_the_commit_finds_the_duplicates_of_eager_tasks(mailbox: Mailbox) -> None:
+    """A send that waits for it takes no lock before; a period holds for eager tasks, too."""
+    runs: list[int] = []
+    task = make_eager(mailbox, runs, unique_until=600)
+    with transaction.atomic():
+        first, again, other = (task.delay_on_commit(x) for x in (5, 5, 6))
+        assert [first.is_duplicate, again.is_duplicate, runs] == [None, None, []]
+        assert list(iter_locks()) == []
+    assert [one.is_duplicate for one in (first, again, other)] == [False, True, False]
+    assert (again.id, runs) == (first.id, [5, 6])
+    assert task.delay(5).is_duplicate
