@@ -47,7 +47,6 @@ UNSENDABLE: dict[str, tuple[Callable[[], Any], str]] = {
         "an instance of Person.*Pass the primary key",
     ),
     "QuerySet": (Person.everyone.all, "a QuerySet of Person.*list of primary keys"),
-    "values": (lambda: Person.everyone.values_list("pk"), "a QuerySet of Person"),
     "generator": (lambda: (n for n in [1]), "instance of generator.*only once.*Pass a list"),
     "iterator": (lambda: map(str, [1]), "instance of map.*only once.*Pass a list"),
 }

@@ -63,7 +63,6 @@ def test_it_is_off_by_default(broker: Celery, sent: Sent, warned: Warned) -> Non
 #: Plain ways to send tasks, and of how many tasks each is told.
 SENDS: dict[str, tuple[Callable[[], Any], int]] = {
     "delay": (lambda: add.delay(1), 1),
-    "signature called": (lambda: add.s(1).apply_async(), 1),
     "group": (lambda: group(add.s(1), add.s(2)).delay(), 2),
     "chord": (lambda: chord([add.s(1), add.s(2)], total.s()).delay(), 2),
 }
