@@ -255,7 +255,6 @@ def test_the_setting_defers_plain_sends(sent: Sent, settings: "Settings") -> Non
 #: Sends of a task that the call wants to go out now.
 NOW: dict[str, Callable[[], Any]] = {
     "signature": lambda: deferring.s(1).set(send_on_commit=False).delay(),
-    "group": lambda: group(deferring.s(1)).apply_async(send_on_commit=False),
     "outbox": lambda: undecided.apply_async((1,), send_on_commit=False, outbox=False),
 }
 
@@ -272,8 +271,9 @@ def test_one_call_can_say_now(
     with rolled_back():
         send()
         assert [one.body[0] for one in sent()] == [[1]]
-        # The outbox and ``using`` wait for a commit.
-        for options in ({"outbox": True}, {"outbox": "until_done"}, {"using": "default"}):
+        # The outbox and ``using`` wait for a commit, whoever asks for them.
+        settings.DJANGO_CELERY_SAFE = {"OUTBOX": "until_done"}
+        for options in ({}, {"outbox": True}, {"outbox": "until_done"}, {"using": "default"}):
             with pytest.raises(TypeError, match=r"send_on_commit=False.*now"):
                 undecided.apply_async((1,), send_on_commit=False, **options)
     assert (sent(), caplog.records) == ([], [])
