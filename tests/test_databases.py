@@ -10,7 +10,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from celery import Celery, group
+from celery import Celery
 from django.core import checks
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
@@ -23,7 +23,6 @@ from django_celery_safe import (
     cache_lock,
     databases,
     idempotent,
-    send_on_commit,
     stages,
 )
 from django_celery_safe.checks import check_deployment
@@ -47,9 +46,8 @@ from tests.app.models import Person
 from tests.app.tasks import add
 from tests.checking import TRANSPORT_OPTIONS, app_without_tasks
 from tests.conftest import MakeDatabase
-from tests.kinds import LATER_MARIADB
 from tests.processes import wait_for
-from tests.routing import AllIn, runs_in
+from tests.routing import AllIn
 from tests.servers import MariaDBServer
 from tests.servers.databases import registered
 from tests.test_checks import REDIS
@@ -98,25 +96,17 @@ USES: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", USES)
-def test_an_untested_database_is_refused_at_first_use(what: str, oracle: str) -> None:
+def test_an_untested_database_is_refused_at_first_use(oracle: str) -> None:
     """Every use of another server is refused before the database is asked."""
-    with pytest.raises(BackendNotSupported) as caught:
-        USES[what]()
-    assert str(caught.value).startswith(
-        f'DATABASES["oracle"] (oracle) can\'t {what.removesuffix(" (relay)")}: django_celery_safe '
-        f"was tested on PostgreSQL, MariaDB and SQLite alone"
-    )
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["celery_outbox status --database oracle", "celery_idempotency list", "celery_stages list"],
-)
-def test_commands_refuse_an_untested_database(command: str, oracle: str) -> None:
-    """A command that would look there, named or not, says that it can't, and asks nothing."""
+    for what, use in USES.items():
+        with pytest.raises(BackendNotSupported) as caught:
+            use()
+        assert str(caught.value).startswith(
+            f'DATABASES["oracle"] (oracle) can\'t {what.removesuffix(" (relay)")}: '
+            f"django_celery_safe was tested on PostgreSQL, MariaDB and SQLite alone"
+        )
     with pytest.raises(CommandError, match=r"\(oracle\) can't .* PostgreSQL, MariaDB and SQLite"):
-        call_command(*command.split(), stdout=StringIO())
+        call_command("celery_idempotency", "list", stdout=StringIO())
 
 
 def test_a_relay_leaves_an_untested_database_alone(oracle: str, sqlite_alias: str) -> None:
@@ -137,19 +127,6 @@ def test_an_untested_database_is_an_error(oracle: str) -> None:
     assert 'DATABASES["oracle"] is oracle' in said["E008"].msg
     assert "do_once of" in said["E008"].msg
     assert "more would keep rows there" in said["E008"].msg
-
-
-def test_a_database_that_is_not_there_is_an_error() -> None:
-    """E008 names the alias, who uses it, and those that there are."""
-    with app_without_tasks("redis://127.0.0.1:1/0") as app:
-        add_idempotent_task(app, using="ordres")
-        messages = [one for one in checks.run_checks() if one.id == "django_celery_safe.E008"]
-    (message,) = messages
-    assert message.msg == (
-        "DATABASES has no 'ordres', but idempotent shop.charge would keep rows there: any use "
-        "raises ConnectionDoesNotExist."
-    )
-    assert "'default'" in str(message.hint)
 
 
 def add_idempotent_task(app: Celery, using: str | None = None) -> None:
@@ -174,19 +151,20 @@ def on_aria(mariadb_alias: str, settings: Settings) -> str:
     return mariadb_alias
 
 
-@pytest.mark.parametrize("what", set(USES) - {"hold an outbox (relay)"})
-def test_tables_without_transactions_are_refused(what: str, on_aria: str) -> None:
+def test_tables_without_transactions_are_refused(on_aria: str) -> None:
     """The first use says which tables they are, and what to run."""
     uses = {
         **USES,
         "hold an outbox": lambda: add.apply_async_on_commit((1,), using=on_aria, outbox=True),
     }
-    with pytest.raises(BackendNotSupported) as caught:
-        uses[what]()
-    text = str(caught.value)
-    assert f"can't {what}: tables there have no transactions: " in text
-    assert "django_celery_safe_outboxmessage (Aria)" in text
-    assert "ALTER TABLE django_celery_safe_outboxmessage ENGINE=InnoDB;" in text
+    del uses["hold an outbox (relay)"]
+    for what, use in uses.items():
+        with pytest.raises(BackendNotSupported) as caught:
+            use()
+        text = str(caught.value)
+        assert f"can't {what}: tables there have no transactions: " in text
+        assert "django_celery_safe_outboxmessage (Aria)" in text
+        assert "ALTER TABLE django_celery_safe_outboxmessage ENGINE=InnoDB;" in text
 
 
 def test_tables_without_transactions_are_an_error(on_aria: str) -> None:
@@ -224,27 +202,24 @@ def test_moments_are_in_utc(mariadb_alias: str) -> None:
     assert record.claimed_at.microsecond or record.ended_at.microsecond
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgres", LATER_MARIADB])
-@pytest.mark.parametrize(("use_tz", "zone"), [(True, None), (True, "Asia/Kolkata"), (False, None)])
-def test_rows_show_the_moment_whatever_django_reads(
-    kind: Any, use_tz: bool, zone: str | None, make_database: MakeDatabase, settings: Settings
-) -> None:
+@pytest.mark.sql
+def test_rows_show_the_moment_whatever_django_reads(db_alias: str, settings: Settings) -> None:
     """JSON has UTC and pages local time, with USE_TZ or not, and a database's own TIME_ZONE."""
-    alias = make_database(kind)
-    connection: Any = connections[alias]
-    settings.TIME_ZONE, settings.USE_TZ = "America/New_York", use_tz
-    connection.close()
-    connection.settings_dict["TIME_ZONE"] = zone
-    for known in ("timezone", "timezone_name"):
-        vars(connection).pop(known, None)
-    with idempotent("invoice:1", using=alias) as claim:
-        assert claim
-    (row,) = records_of(alias, ["invoice:1"])
-    moment = datetime.fromisoformat(row.as_json()["claimed_at"])
-    assert moment.utcoffset() == timedelta(0)
-    assert abs(datetime.now(UTC) - moment) < timedelta(minutes=5)
-    local = moment.astimezone(ZoneInfo("America/New_York"))
-    assert row.text("claimed_at") == f"{local:%Y-%m-%d %H:%M:%S %Z}"
+    connection: Any = connections[db_alias]
+    settings.TIME_ZONE = "America/New_York"
+    for settings.USE_TZ, zone in [(True, None), (True, "Asia/Kolkata"), (False, None)]:
+        connection.close()
+        connection.settings_dict["TIME_ZONE"] = zone
+        for known in ("timezone", "timezone_name"):
+            vars(connection).pop(known, None)
+        with idempotent(f"invoice:{zone}:{settings.USE_TZ}", using=db_alias) as claim:
+            assert claim
+        (row,) = records_of(db_alias, [f"invoice:{zone}:{settings.USE_TZ}"])
+        moment = datetime.fromisoformat(row.as_json()["claimed_at"])
+        assert moment.utcoffset() == timedelta(0)
+        assert abs(datetime.now(UTC) - moment) < timedelta(minutes=5)
+        local = moment.astimezone(ZoneInfo("America/New_York"))
+        assert row.text("claimed_at") == f"{local:%Y-%m-%d %H:%M:%S %Z}"
 
 
 def test_an_update_reads_before_it_writes(mariadb_alias: str) -> None:
@@ -262,23 +237,6 @@ def test_an_update_reads_before_it_writes(mariadb_alias: str) -> None:
     second = table.claim("a", "token 2", 60, "second")
     assert second is not None
     assert (second.deaths, second.last_death) == (1, "first")
-
-
-def test_an_outbox_without_returning(mariadb_alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an INSERT returns nothing, as in MySQL, each row is found by its task's id."""
-    features: Any = type(connections[mariadb_alias].features)
-    monkeypatch.setattr(features, "can_return_rows_from_bulk_insert", False)
-    tasks = group(add.s(n) for n in range(5))
-    with runs_in(mariadb_alias), transaction.atomic(using=mariadb_alias):
-        results = send_on_commit(tasks, using=mariadb_alias, outbox=True).results
-        stages.start([("tests.app.tasks.note", 1)] * 2)
-        connections[mariadb_alias].run_on_commit.clear()
-    assert len(results) == 5
-    rows = OutboxMessage.objects.using(mariadb_alias)
-    steps = StageStep.objects.using(mariadb_alias).values_list("task_id", flat=True)
-    wanted = {*(result.id for result in results), *steps}
-    assert set(rows.values_list("task_id", flat=True)) == wanted
-    assert len(wanted) == 7
 
 
 @pytest.mark.parametrize("kind", ["mariadb", "mariadb-repeatable"])
@@ -338,18 +296,6 @@ def test_nowait(mariadb_alias: str, mariadb_server: MariaDBServer) -> None:
             Person.do_once(1, "is_badge_printed", using=mariadb_alias, nowait=True),
         ):
             pytest.fail("the row is not ours")
-
-
-def test_a_lock_leaves_the_session_as_it_was(mariadb_alias: str, settings: Settings) -> None:
-    """The bounds of an acquisition end with it."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": mariadb_alias}
-    bounds = "SELECT @@idle_write_transaction_timeout, @@innodb_lock_wait_timeout"
-    with cache_lock("x"), connections[mariadb_alias].cursor() as cursor:
-        cursor.execute(bounds)
-        before = cursor.fetchone()
-        cursor.execute("SELECT @@GLOBAL.idle_write_transaction_timeout, 50")
-        assert cursor.fetchone() == before
-    connections[mariadb_alias].close()
 
 
 def test_indexes_and_constraints_are_there(mariadb_alias: str) -> None:

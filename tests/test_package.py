@@ -7,7 +7,6 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -41,81 +40,38 @@ def test_an_import_brings_nothing_else_along() -> None:
     assert others.isdisjoint(everything)
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist."""
-    folder = tmp_path_factory.mktemp("dist")
-    build("sdist", folder)
-    build_wheel(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def wheel(built: Path) -> zipfile.ZipFile:
-    """The wheel, to be read."""
-    (path,) = built.glob("*.whl")
-    return zipfile.ZipFile(path)
-
-
-def metadata_of(wheel: zipfile.ZipFile) -> Message:
-    """Return what the package says of itself."""
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    return Parser().parsestr(wheel.read(name).decode())
-
-
 @pytest.mark.nightly
 @pytest.mark.repository
-def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    """It has every file of the package, and of pytest's plugin; tests stay outside."""
+def test_the_wheel_and_the_sdist(tmp_path: Path) -> None:
+    """The wheel has the package alone; the sdist builds the same, and an index can show both."""
+    build("sdist", tmp_path)
+    wheel = build_wheel(tmp_path)
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+        (name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(packed.read(name).decode())
     files = {
         str(path.relative_to(ROOT))
         for path in (ROOT / PACKAGE).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert packed == {*files, "pytest_django_celery_safe.py"}
-    for name in (
-        "py.typed",
-        "migrations/0001_initial.py",
-        "locale/zh_Hans/LC_MESSAGES/django.mo",
-        "static/django_celery_safe/admin.css",
-        "templates/admin/django_celery_safe/change_form.html",
-    ):
-        assert f"{PACKAGE}/{name}" in packed
-
-
-@pytest.mark.nightly
-@pytest.mark.repository
-def test_the_sdist_builds_the_same_wheel(
-    built: Path, wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
-    """Byte for byte."""
-    (sdist,) = built.glob("*.tar.gz")
-    with tarfile.open(sdist) as packed:
-        packed.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
-    again = build_wheel(tmp_path, source)
-    assert again.read_bytes() == Path(str(wheel.filename)).read_bytes()
-
-
-@pytest.mark.nightly
-@pytest.mark.repository
-def test_a_package_index_can_show_it(built: Path, wheel: zipfile.ZipFile) -> None:
-    """twine finds no fault, and the page needs no file of the repository."""
-    packed = [str(path) for path in built.iterdir()]
-    command = [sys.executable, "-m", "twine", "check", "--strict", *packed]
+    ours = {name for name in names if ".dist-info/" not in name}
+    assert ours == {*files, "pytest_django_celery_safe.py"}
+    assert {f"{PACKAGE}/py.typed", f"{PACKAGE}/static/django_celery_safe/admin.css"} <= ours
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "sdist", filter="data")
+    (source,) = (tmp_path / "sdist").iterdir()
+    assert build_wheel(tmp_path / "again", source).read_bytes() == wheel.read_bytes()
+    command = [sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    description = str(metadata_of(wheel).get_payload())
-    assert description.startswith("# django_celery_safe")
-    assert "](docs/" not in description
-
-
-@pytest.mark.nightly
-@pytest.mark.repository
-def test_it_needs_django_and_celery_alone(wheel: zipfile.ZipFile) -> None:
-    """Everything else is an extra."""
-    needed = map(Requirement, metadata_of(wheel).get_all("Requires-Dist", []))
+    # The page needs no file of the repository.
+    description = str(metadata.get_payload())
+    code = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\(([^)]+)\)", code.sub("", description))
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    needed = map(Requirement, metadata.get_all("Requires-Dist", []))
     plain = {requirement.name for requirement in needed if "extra" not in str(requirement.marker)}
     assert plain == {"django", "celery", "kombu"}
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,17 @@ from pytest_django import Settings
 
 import django_celery_safe
 from django_celery_safe import cache_lock, current_claim, idempotent
-from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
-from tests.app.tasks import add
-from tests.commands import listed, refused
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import behind, requiring
-from tests.idempotency import test_records_race as records_race
 from tests.locks.renewals import wait_for_renewals
-from tests.processes import Journal, run_in_processes
 from tests.routing import runs_in
 from tests.sending.carrying import Carried
-from tests.sending.conftest import sent
-from tests.sending.test_relay import Sent, drain, ids, leave, relay_all, table
 from tests.servers import PgBouncerServer, PostgresServer
 from tests.stages.test_messages import STEPS, Staged, count_begun
 
-__all__ = ["mailbox", "sent"]
+__all__ = ["mailbox"]
 
 #: Everything that a session keeps from one transaction to the next, of the session that is asked.
 #: Left out are the settings that PgBouncer restores for each of its clients, and those of a
@@ -95,70 +88,31 @@ def alias(bounced: Bounced) -> str:
     return bounced.alias
 
 
-@pytest.mark.parametrize("statement", LEAVING)
 def test_what_is_left_in_a_session_is_noticed(
-    statement: str, postgres_alias: str, postgres_server: PostgresServer
+    postgres_alias: str, postgres_server: PostgresServer
 ) -> None:
-    """The look at the sessions finds each kind of thing that a client may leave there."""
+    """The looks at the sessions and at the code find each thing that needs a session."""
+    assert all(OF_A_SESSION.search(statement) for statement in LEAVING)
+    assert not OF_A_SESSION.search("SET LOCAL lock_timeout = '15s'")
     with requiring(PgBouncerServer):
         bouncer = PgBouncerServer(postgres_server)
     with bouncer, behind(bouncer, postgres_alias) as alias:
         with connections[alias].cursor() as cursor:
-            cursor.execute(statement)
-        assert Bounced(bouncer, alias).left_in_sessions() == {LEAVING[statement]}
+            for statement in LEAVING:
+                cursor.execute(statement)
+        assert Bounced(bouncer, alias).left_in_sessions() == set(LEAVING.values())
         connections[alias].close()
 
 
 def test_no_code_needs_a_session() -> None:
     """No statement of the package's own has a lock, a listener or a setting of a session."""
-    assert all(OF_A_SESSION.search(statement) for statement in LEAVING)
-    assert not OF_A_SESSION.search("SET LOCAL lock_timeout = '15s'")
     sources = Path(django_celery_safe.__file__).parent.rglob("*.py")
     found = {path.name: OF_A_SESSION.findall(path.read_text()) for path in sources}
     assert {name: matches for name, matches in found.items() if matches} == {}
 
 
-@pytest.mark.parametrize("pool", [{}, {"pool": {"min_size": 0, "max_size": 1, "timeout": 3}}])
-def test_locks(pool: dict[str, Any], alias: str, settings: Settings) -> None:
-    """A lock is renewed and handed on, with psycopg's pool too; tests/contract has the rest."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
-    connection: Any = connections[alias]
-    connection.settings_dict["OPTIONS"] = pool
-    with cache_lock("feed:42", timeout=3) as lock:
-        before = lock.fence
-        wait_for_renewals()
-        lock.ensure()
-        assert not cache_lock("feed:42").acquire()
-    with cache_lock("feed:42") as lock:
-        assert before is not None
-        assert (lock.fence or 0) > before
-    connection.close_pool()
-
-
-def test_a_send_through_the_outbox(alias: str, sent: Sent) -> None:
-    """A message is out right after its commit, its row is gone, and a rollback sends nothing."""
-    with transaction.atomic(using=alias):
-        result = add.apply_async_on_commit((1,), using=alias, outbox=True)
-        assert table(alias).count() == 1
-    with transaction.atomic(using=alias):
-        add.apply_async_on_commit((2,), using=alias, outbox=True)
-        transaction.set_rollback(True, using=alias)
-    assert ids(sent()) == [result.id]
-    assert not table(alias).exists()
-
-
-def test_relays_beside_each_other(alias: str, sent: Sent) -> None:
-    """Three relays send what dead senders left behind, each message once."""
-    wanted = leave(alias, 250)
-    connections[alias].close()
-    counts = run_in_processes(relay_all, 3, alias)
-    assert sum(counts) == 250
-    assert sorted(ids(sent())) == sorted(wanted)
-    assert drain(alias) == 0
-
-
-def test_a_carried_task(alias: str, mailbox: Mailbox) -> None:
-    """A carried task runs, finishes in its own transaction, and leaves no row."""
+def test_everything_else(alias: str, mailbox: Mailbox) -> None:
+    """Outbox, carried tasks, records, flags and stages work, and leave nothing in a session."""
     carried = Carried(mailbox, alias)
 
     def write(task: Any, email: str) -> None:
@@ -170,65 +124,21 @@ def test_a_carried_task(alias: str, mailbox: Mailbox) -> None:
 
     carried.body = write
     message = carried.send("ann@example.org")
-    carried.mailbox.deliver(message)
-    carried.mailbox.deliver(message)
-    assert Person.everyone.using(alias).count() == 1
-    assert not carried.rows.exists()
-
-
-def test_records(alias: str, tmp_path: Path) -> None:
-    """Eight processes get each message three times, and do the work of each key once."""
-    journal = Journal(tmp_path / "journal")
-    run_in_processes(records_race.deliver_all, 8, alias, journal, 8)
-    rows = records_race.ROWS
-    assert journal.tally("number", "effect") == dict.fromkeys(range(rows), 1)
-    assert IdempotencyRecord.objects.using(alias).done().filter(claims=1).count() == rows
-
-
-def test_flags(alias: str) -> None:
-    """A thing is done once for a row, whose lock another session sees."""
-    person = Person.everyone.using(alias).create()
-    done = []
+    with transaction.atomic(using=alias):
+        carried.task.apply_async_on_commit(("bob@example.org",), using=alias)
+        transaction.set_rollback(True, using=alias)
     for _ in range(2):
+        carried.mailbox.deliver(message)
+    assert not mailbox.take()
+    person = Person.everyone.using(alias).get()
+    assert not carried.rows.exists()
+    for is_first in (True, False):
+        with idempotent("invoice:42", using=alias) as claim:
+            assert bool(claim) is is_first
         with Person.do_once(person.pk, "is_welcome_email_sent", using=alias) as row:
-            done.append(row is not None)
-    assert done == [True, False]
-
-
-def test_stages(alias: str, mailbox: Mailbox) -> None:
-    """Ten messages of a stage run at once over four sessions; each stage is begun once."""
+            assert (row is not None) is is_first
     with runs_in(alias):
         assert count_begun(Staged(mailbox, alias), 10) == [(1,) * STEPS] * 10
-
-
-@contextmanager
-def server_side_cursors(alias: str) -> Iterator[None]:
-    """Use a database with Django's default."""
-    connections[alias].settings_dict["DISABLE_SERVER_SIDE_CURSORS"] = False
-    try:
-        yield
-    finally:
-        connections[alias].settings_dict["DISABLE_SERVER_SIDE_CURSORS"] = True
-
-
-def test_listings(alias: str) -> None:
-    """Each command lists its rows without a cursor of the server."""
-    for number in range(3):
-        with idempotent(f"invoice:{number}", using=alias) as claim:
-            assert claim
-    leave(alias, 3)
-    assert len(listed("celery_idempotency", f"--database={alias}")) == 3
-    assert len(listed("celery_outbox", f"--database={alias}")) == 3
-
-
-def test_why_cursors_are_off(pgbouncer_alias: str) -> None:
-    """With Django's default a listing asks another session for its cursor, and fails."""
-    for number in range(3):
-        with idempotent(f"invoice:{number}", using=pgbouncer_alias) as claim:
-            assert claim
-    with server_side_cursors(pgbouncer_alias):
-        said = refused("celery_idempotency", "list", f"--database={pgbouncer_alias}")[1]
-    assert re.search(r"(portal|cursor) \"_django_curs_\w+\" does not exist", said)
 
 
 def test_locks_with_a_pool_of_their_own(

@@ -31,7 +31,6 @@ from django_celery_safe.stages.step_table import StepTable
 from django_celery_safe.tasks import prune_idempotency, prune_stages, relay_outbox
 from tests.app.models import Cover
 from tests.conftest import MakeDatabase
-from tests.kinds import KINDS
 from tests.plans import plan_of
 from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
 from tests.routing import AllIn, routed_by
@@ -45,10 +44,10 @@ YEAR: Final = timedelta(days=366)
 RELAYS: Final = 4
 
 
-@pytest.fixture(params=KINDS)
-def alias(request: pytest.FixtureRequest, make_database: MakeDatabase) -> str:
-    """The alias of a database of each kind."""
-    return make_database(request.param)
+@pytest.fixture
+def alias(db_alias: str) -> str:
+    """The alias of a database of the kind that this run is about."""
+    return db_alias
 
 
 # Rows of each kind
@@ -134,14 +133,15 @@ OLD: Final = {
 MODELS: Final = (OutboxMessage, IdempotencyRecord, StageRun)
 
 
-@pytest.fixture(params=OLD)
-def old(request: pytest.FixtureRequest, settings: "Settings") -> Old:
-    """Rows of each kind in turn, which are kept for a week."""
-    settings.DJANGO_CELERY_SAFE = {
-        "OUTBOX_RETENTION": 7 * 24 * 3600,
-        "OUTBOX_FAILED_RETENTION": 7 * 24 * 3600,
-    }
-    return OLD[request.param]
+#: One kind of each table.
+each_table = pytest.mark.parametrize("name", ["failed", "orphaned", "runs"])
+
+
+@pytest.fixture(autouse=True)
+def _kept_for_a_week(settings: "Settings") -> None:
+    """Keep rows of every kind for a week, unless a test says otherwise."""
+    week = 7 * 24 * 3600
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": week, "OUTBOX_FAILED_RETENTION": week}
 
 
 def make_each(alias: str, age: timedelta, number: int = 2) -> dict[str, set[Any]]:
@@ -173,7 +173,8 @@ def take_turn(alias: str) -> None:
 # Deletion by age
 
 
-def test_a_relay_deletes_what_is_old(alias: str, old: Old, broker: Celery) -> None:
+@pytest.mark.sql
+def test_a_relay_deletes_what_is_old(alias: str, broker: Celery) -> None:
     """A relay deletes rows that are older than their retention, and leaves younger ones."""
     make_each(alias, 6 * DAY)
     young = keys(alias)
@@ -190,20 +191,11 @@ def test_the_task_deletes_what_is_old(
     """relay_outbox deletes old rows in the databases of all outboxes."""
     settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": DAY}
-    aliases = [make_database(kind) for kind in ("postgres", "sqlite-immediate")]
+    aliases = [make_database("sqlite-immediate") for _ in range(2)]
     for alias in aliases:
         make_each(alias, YEAR)
     assert relay_outbox() == 0
     assert [count(alias) for alias in aliases] == [0, 0]
-
-
-def test_a_relay_that_ends_when_nothing_is_due_deletes_too(
-    alias: str, old: Old, broker: Celery
-) -> None:
-    """``relay --once``, which cron starts, takes one turn."""
-    make_each(alias, YEAR)
-    call_command("celery_outbox", "relay", "--once", "--database", alias, verbosity=0)
-    assert count(alias) == 0
 
 
 def test_a_retention_of_none_is_for_ever(alias: str, broker: Celery, settings: "Settings") -> None:
@@ -234,8 +226,10 @@ def test_the_tasks_delete_where_no_relay_is(make_database: MakeDatabase, broker:
 # How much at a time
 
 
-def test_a_batch_is_bounded(alias: str, old: Old) -> None:
+@each_table
+def test_a_batch_is_bounded(alias: str, name: str) -> None:
     """One statement deletes a batch, a turn three batches of the oldest, the next turn the rest."""
+    old = OLD[name]
     youngest = old.make(alias, 2, 8 * DAY)
     for days in (11, 10, 9):
         old.make(alias, 2, days * DAY)
@@ -254,74 +248,19 @@ def is_deletion(sql: str, table: str) -> bool:
     return sql.startswith("DELETE ") and table in sql.partition(" WHERE ")[0]
 
 
-def test_all_are_deleted_in_batches(alias: str, old: Old) -> None:
-    """A command or task deletes all of them, a batch after the other."""
-    old.make(alias, 7, YEAR)
-    with CaptureQueriesContext(connections[alias]) as queries:
-        assert prune_all(old.find(alias), 3) == 7
-    table = old.find(alias).model._meta.db_table
-    assert sum(is_deletion(q["sql"], table) for q in queries) == 3
-    assert prune_all(old.find(alias), 3) == 0
-
-
-def test_a_turn_is_bounded_and_followed_by_another(
-    alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A relay deletes 10,000 records in a turn, and takes the next turn soon, not in a minute."""
-    make_expired(alias, 10_700, YEAR)
-    monkeypatch.setattr(housekeeping, "AGAIN", 0.0)
-    relay = Relay(alias)
-    left = []
-    for _ in range(3):
-        relay.housekeeping.take_turn_if_due()
-        left.append(count(alias))
-    assert left == [700, 0, 0]
-    make_expired(alias, 1, YEAR)
-    relay.housekeeping.take_turn_if_due()
-    assert count(alias) == 1  # the turn that found nothing more is followed by a minute
-
-
-def test_a_turn_with_nothing_to_delete_takes_as_many_queries_whatever_there_is(
-    alias: str, old: Old, broker: Celery
-) -> None:
-    """A turn looks once for each kind, however many rows are young or running."""
-    take_turn(alias)
-    idle = statements(alias)
-    make_each(alias, DAY, 50)
-    assert statements(alias) == idle
-    looks = [sql for sql in idle if sql.startswith("SELECT")]
-    # One for each kind of old rows, and three of the sweep.
-    assert len(looks) == len(OLD) + 3
-    assert sum("FOR UPDATE SKIP LOCKED" in sql for sql in looks) in (0, len(OLD))
-    assert not any(sql.startswith("DELETE") for sql in idle)
-
-
-def statements(alias: str) -> list[str]:
-    """Return the statements of a turn of a new relay, without moments."""
-    with CaptureQueriesContext(connections[alias]) as queries:
-        take_turn(alias)
-    return [query["sql"] for query in queries]
-
-
-@pytest.mark.nightly
-def test_old_rows_are_found_by_an_index(alias: str, old: Old) -> None:
-    """The query uses the index, and sorts nothing, even beside many young rows."""
+@pytest.mark.sql
+def test_old_rows_are_found_by_an_index(alias: str) -> None:
+    """Each query uses its index, and sorts nothing, even beside many young rows."""
     make_each(alias, DAY, 1000)
     make_each(alias, 8 * DAY, 20)
-    plan = plan_of(old.find(alias)[:500])
-    assert old.index in plan
-    assert "Sort" not in plan
-    assert "TEMP B-TREE" not in plan
+    for old in OLD.values():
+        plan = plan_of(old.find(alias)[:500])
+        assert old.index in plan
+        assert "Sort" not in plan
+        assert "TEMP B-TREE" not in plan
 
 
 # Beside others
-
-
-def prune_beside(alias: str, name: str) -> int:
-    """Delete all of a kind, a few at a time, beside others; return how many that were."""
-    kind = OLD[name]
-    meet()
-    return prune_all(kind.find(alias), min(kind.batch, 10))
 
 
 def take_turns(alias: str) -> None:
@@ -331,22 +270,7 @@ def take_turns(alias: str) -> None:
     relay.housekeeping.take_turn_if_due()
 
 
-@pytest.mark.parametrize("name", ["sent", "expired", "runs"])
-def test_relays_side_by_side_delete_each_row_once(
-    alias: str, name: str, settings: "Settings"
-) -> None:
-    """No relay waits long, ends in a deadlock, or counts a row that another deleted."""
-    own = {"DJANGO_CELERY_SAFE": {"OUTBOX_RETENTION": 3600}}
-    settings.DJANGO_CELERY_SAFE = own["DJANGO_CELERY_SAFE"]
-    number = 60 if name == "runs" else 400
-    OLD[name].make(alias, number, YEAR)
-    deleted = run_in_processes(prune_beside, RELAYS, alias, name, settings=own)
-    # A process that met only locked rows has ended early.
-    prune_all(OLD[name].find(alias))
-    assert sum(deleted) <= number
-    assert count(alias) == 0
-
-
+@pytest.mark.sql
 def test_turns_side_by_side(alias: str, caplog: pytest.LogCaptureFixture) -> None:
     """Relays that do their chores at the same moment delete all that is old, without an error."""
     make_each(alias, YEAR, 40)
@@ -365,9 +289,10 @@ def hold(alias: str, model: str, pk: Any) -> None:
         threading.Event().wait()
 
 
-def test_a_locked_row_is_passed_by(postgres_alias: str, old: Old) -> None:
+@each_table
+def test_a_locked_row_is_passed_by(postgres_alias: str, name: str) -> None:
     """A relay does not wait for an old row that is locked; it deletes the row in a later turn."""
-    alias = postgres_alias
+    alias, old = postgres_alias, OLD[name]
     oldest = min(old.make(alias, 1, 2 * YEAR))
     old.make(alias, 3, YEAR)
     with start_in_process(hold, alias, old.find(alias).model.__name__, oldest) as holder:
@@ -453,11 +378,14 @@ def test_a_run_that_a_row_protects_stays(
     cover.delete()
     take_turn(alias)
     assert keys(alias) == {(StageRun, protected)}
+    found = repairs.get_prunable(StepTable(alias))  # those of a command, which tries it at once
+    assert list(found.values_list("pk", flat=True)) == [protected]
     StageRun.objects.using(alias).update(protected_at=Now() - DAY)
     take_turn(alias)
     assert keys(alias) == set()
 
 
+@pytest.mark.sql
 def test_a_run_that_only_its_database_protects_stays(
     alias: str, broker: Celery, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -474,17 +402,6 @@ def test_a_run_that_only_its_database_protects_stays(
     assert keys(alias) == {(StageRun, protected)}
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"Run {protected} is not pruned: ")
-
-
-def test_a_command_tries_a_protected_run_at_once(alias: str, broker: Celery) -> None:
-    """An operator who deletes the protecting row need not wait for a day."""
-    (pk,) = make_runs(alias, 1, YEAR)
-    cover = Cover.objects.using(alias).create(run_id=pk)
-    assert StageRun.objects.using(alias).prune() == 0
-    cover.delete()
-    assert list(repairs.get_prunable(StepTable(alias)).values_list("pk", flat=True)) == [pk]
-    call_command("celery_stages", "prune", "--database", alias, verbosity=0)
-    assert keys(alias) == set()
 
 
 def test_a_soft_time_limit_ends_the_turn(
@@ -505,12 +422,19 @@ def test_a_soft_time_limit_ends_the_turn(
 def test_a_turn_is_taken_once_a_minute(
     sqlite_alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relay does its chores at first, and again when a minute is over."""
+    """A relay does its chores at first, when a minute is over, or soon if they left some rows."""
     done: list[str] = []
-    chore = housekeeping.Chore("", (), lambda alias: bool(done.append(alias)))
-    monkeypatch.setattr(housekeeping, "_chores", {"note": chore})
-    for minute, turns in ((60.0, 1), (0.0, 3)):
+    for has_more, minute, again, turns in [
+        (False, 60.0, 0.0, 1),
+        (False, 0.0, 60.0, 3),
+        (True, 60.0, 0.0, 3),
+    ]:
+        chore = housekeeping.Chore(
+            "", (), lambda alias, more=has_more: bool(done.append(alias)) or more
+        )
+        monkeypatch.setattr(housekeeping, "_chores", {"note": chore})
         monkeypatch.setattr(housekeeping, "MINUTE", minute)
+        monkeypatch.setattr(housekeeping, "AGAIN", again)
         relay = Relay(sqlite_alias)
         done.clear()
         for _ in range(3):

@@ -1,30 +1,22 @@
 """A schema of PostgreSQL for each tenant, with the app's tables in the shared one or in each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
 
 import pytest
 from django.core.management import call_command
-from django.db import OperationalError, connections, transaction
+from django.db import connections, transaction
 from django.test import override_settings
-from pytest_django import Settings
 
-from django_celery_safe import SafeTask, cache_lock, idempotent, single_instance
-from django_celery_safe.signals import claim_lost
+from django_celery_safe import cache_lock, idempotent
 from tests.app.models import Person
 from tests.app.tasks import add
-from tests.concurrency.conftest import mailbox
-from tests.concurrency.mailbox import Mailbox
-from tests.conftest import behind, requiring
 from tests.locks.renewals import wait_for_renewals
-from tests.processes import wait_for
-from tests.sending.conftest import hearing, sent
+from tests.sending.conftest import sent
 from tests.sending.test_relay import Sent, drain, dying_sender, ids, make_due, table
-from tests.servers import PgBouncerServer, PostgresServer
 from tests.servers.databases import registered
 
-__all__ = ["mailbox", "sent"]
+__all__ = ["sent"]
 
 TENANTS = ("acme", "globex")
 
@@ -87,39 +79,17 @@ def both_do_it(key: str) -> bool:
         return bool(claim)
 
 
-@pytest.mark.parametrize("ask", [both_get_it, both_do_it])
-def test_names_with_the_tenant_keep_tenants_apart(ask: Callable[[str], bool], shared: str) -> None:
+def test_names_keep_tenants_apart(shared: str) -> None:
     """In the shared schema, locks and keys meet unless they name the tenant."""
-    assert ask("{tenant}:import:42")
-    assert not ask("import:42")
+    for ask in (both_get_it, both_do_it):
+        assert ask("{tenant}:import:42")
+        assert not ask("import:42")
 
 
-@pytest.mark.parametrize("ask", [both_get_it, both_do_it])
-def test_tables_of_their_own_keep_tenants_apart(ask: Callable[[str], bool], apart: None) -> None:
+def test_tables_of_their_own_keep_tenants_apart(apart: None) -> None:
     """With the tables in each schema, equal names are locks and keys of each tenant's own."""
-    assert ask("import:42")
-
-
-def test_a_task_for_each_tenant(shared: str, mailbox: Mailbox, settings: Settings) -> None:
-    """A task runs for two tenants at once if its key names the tenant, and not otherwise."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": shared}
-    runs: list[tuple[str, str]] = []
-
-    def make(name: str, key: str) -> Any:
-        def work(tenant: str, feed: int) -> None:
-            runs.append((name, tenant))
-            if tenant == "acme":
-                task.delay("globex", feed)
-                mailbox.deliver_elsewhere(mailbox.take_one(), shared)
-
-        task = mailbox.task(single_instance(key=key)(work), name=name, base=SafeTask)
-        return task
-
-    for name, key in {"with": "{tenant}:{feed}", "without": "{feed}"}.items():
-        make(name, key).delay("acme", 42)
-        mailbox.deliver(mailbox.take_one())
-    assert runs == [("with", "acme"), ("with", "globex"), ("without", "acme")]
-    connections[shared].close()
+    assert both_get_it("import:42")
+    assert both_do_it("import:42")
 
 
 def write_and_send(tenant: str) -> str:
@@ -154,52 +124,13 @@ def test_an_outbox_for_each(apart: None, sent: Sent) -> None:
         assert not table(tenant).exists()
 
 
-@contextmanager
-def switched_to(tenant: str, alias: str, path: str) -> Iterator[None]:
-    """Switch this thread's connection to a tenant, as packages for tenants do."""
-    with closing(connections[alias]):
-        with connections[alias].cursor() as cursor:
-            cursor.execute(f"SET search_path TO {path.format(tenant=tenant)}")
-        yield
-
-
 def test_a_connection_that_is_switched(shared: str) -> None:
     """With the tables in the shared schema, the thread that renews need not know the tenant."""
-    with switched_to("acme", shared, "{tenant}, public"):
+    with closing(connections[shared]) as connection:
+        with connection.cursor() as cursor:
+            cursor.execute("SET search_path TO acme, public")
         with idempotent("acme:invoice:1", timeout=3, using=shared) as claim:
             Person.everyone.using(shared).create()
             wait_for_renewals()
             claim.ensure()
-        assert Person.everyone.using("acme").count() == 1
-
-
-def test_why_not_switched_with_tables_apart(apart: None, postgres_alias: str) -> None:
-    """With tables in each schema, the thread that renews looks into another and reports a loss."""
-    with (
-        switched_to("acme", postgres_alias, "{tenant}"),
-        hearing(claim_lost) as heard,
-        idempotent("invoice:1", timeout=1, using=postgres_alias),
-    ):
-        wait_for(lambda: heard, 10, "no loss was reported")
-
-
-def test_behind_pgbouncer(shared: str, postgres_server: PostgresServer, settings: Settings) -> None:
-    """A name in PgBouncer for each tenant chooses the schema, whatever session it gets."""
-    name = connections.settings[shared]["NAME"]
-    with requiring(PgBouncerServer):
-        pools = {
-            tenant: f"dbname={name} connect_query='SET search_path TO {tenant}, public'"
-            for tenant in TENANTS
-        }
-        bouncer = PgBouncerServer(postgres_server, pools)
-    with bouncer, ExitStack() as stack:
-        database = {**connections.settings["acme"], "PORT": str(bouncer.port)}
-        with registered("refused", database), pytest.raises(OperationalError, match="options"):
-            connections["refused"].ensure_connection()
-        aliases = [stack.enter_context(behind(bouncer, shared, tenant)) for tenant in TENANTS]
-        for alias in aliases * bouncer.pool_size:
-            write_and_send(alias)
-        for alias, tenant in zip(aliases, TENANTS, strict=True):
-            assert Person.everyone.using(tenant).count() == bouncer.pool_size
-            connections[alias].close()
-        assert table(shared).count() == 2 * bouncer.pool_size
+    assert Person.everyone.using("acme").count() == 1
