@@ -1,7 +1,7 @@
 """
 Fixtures of the admin: one database with everything in it, who logs in, and what they see.
 
-Commits are commits there, on SQLite and on PostgreSQL, as they are in a project.
+Commits are commits there, as they are in a project.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from pytest_django import Settings
 from django_celery_safe.locks.stores import local
 from tests.admin.pages import Visitor
 from tests.conftest import MakeDatabase
-from tests.kinds import LATER_MARIADB
 from tests.routing import AllIn, routed_by
+from tests.servers.databases import DatabaseKind
 
 
 def serve_from(alias: str) -> Iterator[str]:
@@ -29,15 +29,9 @@ def serve_from(alias: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def lite(make_database: MakeDatabase) -> Iterator[str]:
-    """The database of the whole site: SQLite, where that makes no difference."""
-    yield from serve_from(make_database("sqlite-immediate", "site"))
-
-
-@pytest.fixture(params=["sqlite", "postgres", LATER_MARIADB])
-def site(request: pytest.FixtureRequest, make_database: MakeDatabase) -> Iterator[str]:
-    """The database of the whole site, of each kind in turn."""
-    yield from serve_from(make_database(request.param, "site"))
+def site(db_kind: DatabaseKind, make_database: MakeDatabase) -> Iterator[str]:
+    """The database of the whole site, of the kind that this run is about."""
+    yield from serve_from(make_database(db_kind, "site"))
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +67,8 @@ def make_visitor(*permissions: str, csrf: bool = False, **attributes: Any) -> Vi
 
 
 @pytest.fixture
-def root(lite: str) -> Visitor:
-    """Somebody who may do everything, on SQLite."""
+def root(site: str) -> Visitor:
+    """Somebody who may do everything."""
     return make_visitor(is_superuser=True)
 
 

@@ -6,7 +6,9 @@ import re
 from html.parser import HTMLParser
 from typing import Any, NamedTuple
 
+from django.contrib.admin.utils import quote
 from django.test import Client
+from django.urls import reverse
 
 #: Elements that have no end, of those that the admin has.
 VOID = frozenset({"area", "base", "br", "col", "hr", "img", "input", "link", "meta"})
@@ -60,9 +62,6 @@ class _Parser(HTMLParser):
         if tag not in VOID:
             self.open.append(element)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open[-1].children.append(Element(tag, {n: v or "" for n, v in attrs}))
-
     def handle_endtag(self, tag: str) -> None:
         for index in range(len(self.open) - 1, 0, -1):
             if self.open[index].tag == tag:
@@ -97,8 +96,8 @@ class Page:
     @property
     def messages(self) -> list[str]:
         """Its messages about the last decision."""
-        return [item.text for each in self.root.find("ul", class_="messagelist")
-                for item in each.find("li")]  # fmt: skip
+        lists = self.root.find("ul", class_="messagelist")
+        return [item.text for each in lists for item in each.find("li")]
 
     @property
     def error(self) -> str:
@@ -108,41 +107,35 @@ class Page:
     @property
     def links(self) -> list[str]:
         """Where its links lead."""
-        return [each.attributes["href"] for each in self.root.find("a")
-                if "href" in each.attributes]  # fmt: skip
+        return [each.attributes.get("href", "") for each in self.root.find("a")]
 
     @property
     def columns(self) -> list[str]:
         """The heads of its list."""
-        heads = [head for table in self.root.find("table", id="result_list")
-                 for head in table.find("thead")]  # fmt: skip
-        return [cell.text for head in heads for cell in head.find("th")]
+        lists = self.root.find("table", id="result_list")
+        return [cell.text for each in lists for cell in each.find("thead")[0].find("th")]
 
     @property
     def rows(self) -> list[dict[str, str]]:
         """The rows of its list, by the heads of the columns."""
-        bodies = [body for table in self.root.find("table", id="result_list")
-                  for body in table.find("tbody")]  # fmt: skip
-        rows = [row for body in bodies for row in body.find("tr")]
-        return [
-            dict(zip(self.columns, (cell.text for cell in cells_of(row)), strict=True))
-            for row in rows
-        ]
+        lists = self.root.find("table", id="result_list")
+        rows = [row for each in lists for row in each.find("tbody")[0].find("tr")]
+        texts = [[cell.text for cell in cells_of(row)] for row in rows]
+        return [dict(zip(self.columns, cells, strict=True)) for cells in texts]
 
     @property
     def selections(self) -> list[str]:
         """The form values of the rows that can be selected, or that the page asks about."""
-        return [each.attributes["value"] for each in self.root.find("input")
-                if each.attributes.get("name") == "_selected_action"]  # fmt: skip
+        return [each.attributes["value"] for each in self.root.find(name="_selected_action")]
 
     @property
     def decisions(self) -> list[str]:
         """The names of the decisions that it offers."""
-        options = [option.attributes["value"] for select in self.root.find("select", name="action")
-                   for option in select.find("option")]  # fmt: skip
-        hidden = [each.attributes["value"] for each in self.root.find("input", type="hidden")
-                  if each.attributes.get("name") == "action"]  # fmt: skip
-        return [each for each in options + hidden if each]
+        options = [
+            o for each in self.root.find("select", name="action") for o in each.find("option")
+        ]
+        hidden = self.root.find("input", type="hidden", name="action")
+        return [each.attributes["value"] for each in options + hidden if each.attributes["value"]]
 
     @property
     def fields(self) -> dict[str, str]:
@@ -180,8 +173,8 @@ class Page:
 
 def cells_of(row: Element) -> list[Element]:
     """Return the cells of a row."""
-    return [each for each in row.children
-            if isinstance(each, Element) and each.tag in ("td", "th")]  # fmt: skip
+    inner = (each for each in row.children if isinstance(each, Element))
+    return [each for each in inner if each.tag in ("td", "th")]
 
 
 class Visitor(NamedTuple):
@@ -193,6 +186,11 @@ class Visitor(NamedTuple):
     def get(self, url: str, **query: str) -> Page:
         """Open a page."""
         return Page(self.client.get(url, query or None))
+
+    def open(self, row: Any) -> Page:
+        """Open the page of a row."""
+        name = f"admin:django_celery_safe_{row._meta.model_name}_change"
+        return self.get(reverse(name, args=[quote(row.pk)]))
 
     def post(self, url: str, **data: Any) -> Page:
         """Send a form; where that leads elsewhere, the page there is not opened."""

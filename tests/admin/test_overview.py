@@ -6,25 +6,21 @@ from typing import Any, Final
 from zoneinfo import ZoneInfo
 
 import pytest
-from django.contrib.admin import AdminSite
 from django.db import connections
-from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
-from django.urls import path, reverse
 from django.utils import timezone
 from pytest_django import Settings
 
-from django_celery_safe.admin import LockAdmin, chart, overview
+from django_celery_safe.admin import overview
 from django_celery_safe.databases import Now
 from django_celery_safe.inspection.overview import (
     HOURS,
-    Chart,
     Hour,
     count_failed_runs,
     last_hours,
     outbox_figures,
 )
-from django_celery_safe.models import Lock, OutboxMessage, OutboxRelay, StageRun
+from django_celery_safe.models import OutboxMessage, OutboxRelay, StageRun
 from django_celery_safe.stages import Status
 from tests.admin import rows
 from tests.admin.conftest import make_visitor
@@ -37,10 +33,6 @@ __all__ = ["fragile_redis"]
 
 FIRST: Final = "/admin/django_celery_safe/"
 OUTBOX: Final = f"{FIRST}outboxmessage/"
-#: A site with locks alone.
-operations = AdminSite("operations")
-operations.register(Lock, LockAdmin)
-urlpatterns = [path("ops/", operations.urls)]
 
 
 def cards(page: Page) -> dict[str, dict[str, Any]]:
@@ -119,41 +111,29 @@ def test_every_figure_is_a_link_to_its_rows(root: Visitor) -> None:
     assert "As of 20" in page.content
 
 
-@pytest.mark.parametrize(
-    ("ago", "level", "state"), [(16, "good", "here"), (600, "look", "late"), (9000, "bad", "gone")]
-)
-def test_the_relay(root: Visitor, ago: float, level: str, state: str) -> None:
-    """A relay is late after three minutes and gone after an hour; the list says it, too."""
-    be_seen(ago)
-    card = cards(root.get(FIRST))["Relay last seen"]
-    assert (card["level"], card["state"]) == ([level], state)
-    assert re.search(rf"Relay last seen: \S+ ago {state} ", root.get(OUTBOX).content)
+def test_the_relay(root: Visitor) -> None:
+    """
+    A relay is late after three minutes and gone after an hour; the list says it, too.
 
-
-def test_no_relay(root: Visitor) -> None:
-    """Without a relay the page says what to run; it is bad only where messages wait."""
-    card = cards(root.get(FIRST))["Relay last seen"]
-    assert (card["value"], card["level"]) == ("never", ["look"])
-    assert "celery_outbox relay" in card["note"]
-    rows.leave(due_at=Now())
-    assert cards(root.get(FIRST))["Relay last seen"]["level"] == ["bad"]
-    assert root.get(OUTBOX).root.find("span", class_="safe-bad")
-
-
-def test_nothing_there(root: Visitor) -> None:
-    """An empty page is calm, and says what will be here; so do the empty lists."""
+    Without a relay the page says what to run; it is bad only where messages wait.
+    """
+    for ago, level, state in [(16, "good", "here"), (600, "look", "late"), (9000, "bad", "gone")]:
+        be_seen(ago)
+        card = cards(root.get(FIRST))["Relay last seen"]
+        assert (card["level"], card["state"]) == ([level], state)
+        assert re.search(rf"Relay last seen: \S+ ago {state} ", root.get(OUTBOX).content)
+    OutboxRelay.objects.all().delete()
     page = root.get(FIRST)
     found = cards(page)
     assert {found[label]["value"] for label in ("Pending", "Failed", "Dead")} == {"0"}
     assert found["Oldest pending"]["value"] == "-"
     assert "bad" not in {level for card in found.values() for level in card["level"]}
-    assert "A bar for each hour will be here" in page.content
     assert not page.root.find("svg", role="img")
-    nothing = root.get(OUTBOX).text
-    assert "Messages that wait, failed or are carried until done will be here" in nothing
-    assert "No row is like that." in root.get(OUTBOX, state="dead").text
-    records = root.get(reverse("admin:django_celery_safe_idempotencyrecord_changelist"))
-    assert "No record is here." in records.text
+    card = found["Relay last seen"]
+    assert (card["value"], card["level"]) == ("never", ["look"])
+    assert "celery_outbox relay" in card["note"]
+    rows.leave(due_at=Now())
+    assert cards(root.get(FIRST))["Relay last seen"]["level"] == ["bad"]
 
 
 def test_overdue_locks(root: Visitor, settings: Settings, redis_cache_settings: Any) -> None:
@@ -189,26 +169,10 @@ def test_the_chart(root: Visitor) -> None:
     assert texts[-2:] == ["2 to 1 h ago 1 1", "1 to 0 h ago 1 1"]
 
 
-def test_bars_keep_one_scale_and_stay_in_the_picture() -> None:
-    """The largest two fill the height, and 1 beside a million can be seen."""
-    hours = [Hour(0, 0)] * 22 + [Hour(1_000_000, 1), Hour(0, 250_000)]
-    drawing = chart.draw(Chart(hours, HOURS))
-    first, last = drawing.hours[-2:]
-    assert first.above is not None
-    assert first.below is not None
-    assert last.below is not None
-    assert first.above.y == chart.TOP
-    assert last.below.y + last.below.height == pytest.approx(drawing.bottom, abs=0.2)
-    assert first.above.height == pytest.approx(4 * last.below.height, rel=0.01)
-    assert first.below.height == chart.LEAST
-    assert (drawing.most_done, drawing.most_failed) == ("1,000,000", "250,000")
-    assert drawing.hours[0].above is drawing.hours[0].below is None
-
-
 def test_hours_that_are_not_counted_whole(root: Visitor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the limit the page says which hours show too few, and marks them."""
+    """Beyond the limit the page says which hours show too few; a row of the future is of now."""
     for _ in range(3):
-        ended(0.5)
+        ended(-2)
         ended(5.5)
     found = last_hours("site", "site", 4)
     assert (found.counted, found.hours[-1].done, found.hours[-6].done) == (5, 3, 2)
@@ -219,57 +183,27 @@ def test_hours_that_are_not_counted_whole(root: Visitor, monkeypatch: pytest.Mon
     assert "6 to 5 h ago 2+ 0+" in page.content
 
 
-def test_a_clock_that_was_set_back(root: Visitor) -> None:
-    """A row that ended in the future counts as one of the last hour."""
-    ended(-2)
-    assert last_hours("site", "site", 9).hours[-1].done == 1
-
-
-# Permissions, other sites, languages
+# Permissions, languages, times
 
 
 @pytest.mark.usefixtures("_full")
-@pytest.mark.parametrize(
-    ("permission", "labels", "has_chart"),
-    [
+def test_permissions() -> None:
+    """The page shows the figures of what the user may see, and asks for nothing else."""
+    for permission, labels, has_chart in [
         ("view_lock", ["Locks overdue"], False),
         ("view_stagerun", ["Runs failed today"], True),
         ("view_idempotencyrecord", [], False),
-    ],
-)
-def test_permissions(permission: str, labels: list[str], has_chart: bool) -> None:
-    """The page shows the figures of what the user may see, and asks for nothing else."""
-    page = make_visitor(permission).get(FIRST)
-    assert list(cards(page)) == labels
-    assert bool(page.root.find(class_="safe-chart")) == has_chart
-    if has_chart:
-        assert "1 ended well and 1 failed" in page.content
+    ]:
+        page = make_visitor(permission).get(FIRST)
+        assert list(cards(page)) == labels
+        assert bool(page.root.find(class_="safe-chart")) == has_chart
+        assert ("1 ended well and 1 failed" in page.content) == has_chart
 
 
-@override_settings(ROOT_URLCONF=__name__)
-def test_a_site_of_your_own(root: Visitor) -> None:
-    """A site without some of the pages shows the figures of the others, and links to itself."""
-    page = Page(root.client.get("/ops/django_celery_safe/"))
-    assert {label: card["url"] for label, card in cards(page).items()} == {
-        "Locks overdue": "/ops/django_celery_safe/lock/"
-    }
-
-
-@pytest.mark.parametrize("language", ["de", "ar"])
-def test_numbers_of_other_languages(root: Visitor, settings: Settings, language: str) -> None:
-    """Coordinates keep their points where people write commas."""
-    settings.LANGUAGE_CODE = language
-    settings.USE_THOUSAND_SEPARATOR = True
-    ended(1.5)
-    for bar in root.get(FIRST).root.find("rect"):
-        assert re.fullmatch(r"[\d.]+", bar.attributes["width"])
-        assert re.fullmatch(r"[\d.]+", bar.attributes.get("x", "0"))
-
-
-@pytest.mark.parametrize("zone", ["Asia/Kolkata", "America/New_York"])
-def test_without_time_zones(site: str, settings: Settings, zone: str) -> None:
+@pytest.mark.sql
+def test_without_time_zones(site: str, settings: Settings) -> None:
     """Hours and days are right with USE_TZ = False, where some databases keep UTC all the same."""
-    settings.USE_TZ, settings.TIME_ZONE = False, zone
+    settings.USE_TZ, settings.TIME_ZONE = False, "Asia/Kolkata"
     ended(0.5)
     run = rows.begin(1)
     rows.end(run, Status.FAILED)
@@ -283,18 +217,17 @@ def test_without_time_zones(site: str, settings: Settings, zone: str) -> None:
     assert found == [0, 1]
 
 
-@pytest.mark.parametrize(("day", "hours"), [("03-29", 11), ("03-30", 12), ("10-25", 13)])
-def test_the_day_begins_at_midnight(day: str, hours: int) -> None:
+def test_the_day_begins_at_midnight() -> None:
     """At noon it is as many hours old as it had, also where the clocks were changed."""
     with timezone.override("Europe/Berlin"):
-        noon = datetime.fromisoformat(f"2026-{day}T12:00").replace(tzinfo=ZoneInfo("Europe/Berlin"))
-        assert noon.astimezone(UTC) - overview.last_midnight(noon) == timedelta(hours=hours)
+        for day, hours in [("03-29", 11), ("03-30", 12), ("10-25", 13)]:
+            noon = datetime.fromisoformat(f"2026-{day}T12:00").replace(
+                tzinfo=ZoneInfo("Europe/Berlin")
+            )
+            assert noon.astimezone(UTC) - overview.last_midnight(noon) == timedelta(hours=hours)
 
 
-# Sources that do not answer
-
-
-def test_a_store_that_is_gone(root: Visitor, fragile_redis: RedisServer) -> None:
+def test_sources_that_do_not_answer(root: Visitor, fragile_redis: RedisServer) -> None:
     """A source that can't be asked is "not known", with the reason, and never 0."""
     fragile_redis.stop()
     page = root.get(FIRST)
@@ -303,10 +236,6 @@ def test_a_store_that_is_gone(root: Visitor, fragile_redis: RedisServer) -> None
     assert (found["Locks"]["value"], found["Locks"]["state"]) == ("?", "not known")
     assert found["Pending"]["value"] == "0"
     assert page.error.startswith("Locks: ")
-
-
-def test_tables_that_are_missing(root: Visitor) -> None:
-    """A database that was not migrated leaves the page standing."""
     with connections["site"].schema_editor() as editor:
         editor.delete_model(OutboxRelay)
     page = root.get(FIRST)
@@ -314,33 +243,7 @@ def test_tables_that_are_missing(root: Visitor) -> None:
     assert "outboxrelay" in page.error
 
 
-@override_settings(DJANGO_CELERY_SAFE={"LOCK_DATABASE": "site"})
-def test_locks_in_the_database_of_the_request(root: Visitor) -> None:
-    """Locks that live in the database are shown, also where each request is a transaction."""
-    hold("feed")
-    settings = connections["site"].settings_dict
-    settings["ATOMIC_REQUESTS"] = True
-    try:
-        assert cards(root.get(FIRST))["Locks overdue"]["note"] == "of 1 held"
-    finally:
-        settings["ATOMIC_REQUESTS"] = False
-
-
 # Costs
-
-
-@pytest.mark.usefixtures("_full")
-def test_queries(root: Visitor) -> None:
-    """The page takes eight queries of its own, however many rows there are, each with a limit."""
-    root.get(FIRST)
-    for _ in range(2):
-        with CaptureQueriesContext(connections["site"]) as queries:
-            root.get(FIRST)
-        ours = [each["sql"] for each in queries if "django_celery_safe_" in each["sql"]]
-        assert len(ours) == 8
-        assert all(re.search(r"LIMIT (1|10001)\b", sql) for sql in ours), ours
-        rows.leave()
-        rows.begin(3)
 
 
 #: The indexes that the queries of the page and of a scrape may use.
@@ -350,6 +253,7 @@ INDEXES: Final = (
 )  # fmt: skip
 
 
+@pytest.mark.sql
 def test_indexes(site: str) -> None:
     """
     Each query over a table that grows goes along an index, and sorts nothing.
