@@ -1,6 +1,5 @@
 """
 The example site in a browser: real Chromium, web server, prefork worker, Redis and mail server.
 
-``conftest`` has the fixtures, ``pages`` what is watched on every page, ``staff`` those
-who log in to the admin.
+``conftest`` has the fixtures, ``pages`` what is watched on every page.
 """

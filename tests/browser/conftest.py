@@ -21,9 +21,8 @@ from tests.example.site import EXAMPLE, Site, running_site
 from tests.servers import ProgramNotFound, RedisServer
 from tests.servers.programs import find_programs_folder
 
-# The site's own mail server and web server of feeds, behind all that is ours.
+# The site's own mail server, behind all that is ours.
 sys.path.append(str(EXAMPLE))
-from demo.feed_server import FeedServer
 from demo.mail_server import MailServer
 
 #: Longest wait for something to be seen on a page, ms: a worker may have to find its
@@ -61,20 +60,6 @@ def browser(chromium: Path) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def broker(redis_server: RedisServer) -> Iterator[RedisServer]:
-    """The site's broker, which tests may stop and start."""
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def lock_server(redis_server: RedisServer) -> Iterator[RedisServer]:
-    """Where the site's locks live, which tests may stop and start."""
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def mail() -> Iterator[MailServer]:
     """The mail server."""
     with MailServer().running() as server:
@@ -82,31 +67,23 @@ def mail() -> Iterator[MailServer]:
 
 
 @pytest.fixture(scope="session")
-def feeds() -> Iterator[FeedServer]:
-    """A web server of feeds, which lets the imports of one wait when told to."""
-    with FeedServer().running() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def site(
     chromium: Path,
-    broker: RedisServer,
-    lock_server: RedisServer,
+    redis_server: RedisServer,
     mail: MailServer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Site]:
-    """The example site and its worker."""
-    with running_site(
-        tmp_path_factory.mktemp("site"),
-        CELERY_BROKER_URL=broker.url,
-        REDIS_URL=lock_server.url,
-        EMAIL_HOST="127.0.0.1",
-        EMAIL_PORT=str(mail.port),
-        # Longer than a test holds an e-mail back.
-        EMAIL_TIMEOUT="60",
-        FEEDS_TIMEOUT="60",
-    ) as site:
+    """The example site and its worker, with a Redis that no other test empties."""
+    with (
+        RedisServer() as server,
+        running_site(
+            tmp_path_factory.mktemp("site"),
+            CELERY_BROKER_URL=server.database_url(1),
+            REDIS_URL=server.url,
+            EMAIL_HOST="127.0.0.1",
+            EMAIL_PORT=str(mail.port),
+        ) as site,
+    ):
         yield site
 
 

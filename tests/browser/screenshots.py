@@ -1,8 +1,8 @@
 """
 Makes the screenshots of the docs: ``python -m tests.browser.screenshots``.
 
-The browser tests take pictures of every page that they visit, with real rows on it. This runs
-those tests, and keeps the pictures that the docs show.
+The story in the admin takes pictures of the pages that it visits, with real rows on them. This
+runs it, and keeps the pictures that the docs show.
 """
 
 import os
@@ -15,9 +15,7 @@ from pathlib import Path
 from tests.example.site import EXAMPLE
 
 PICTURES = EXAMPLE.parent / "docs" / "pictures"
-#: Tests that visit the pages, by pytest's ``-k``.
-TESTS = "the_first_page or running_import_is_seen or messages_are_seen or runs_are_seen"
-#: Pictures of the tests, and their names in the docs.
+#: Pictures of the story, and their names in the docs.
 KEPT = {
     "admin-first-desktop-light": "admin-first-page",
     "admin-locks-desktop-light": "admin-locks",
@@ -27,19 +25,11 @@ KEPT = {
 
 
 def main() -> int:
-    """Run the tests, copy the pictures, and return the status of the tests."""
+    """Run the story, copy the pictures, and return the status of the test."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "long",
-            "tests/browser/test_admin.py",
-        ]
+        story = "tests/browser/test_stories.py::test_lock_of_a_killed_process_is_released"
         done = subprocess.run(
-            [*command, "-k", TESTS],
+            [sys.executable, "-m", "pytest", "-q", story],
             cwd=EXAMPLE.parent,
             env={**os.environ, "SAFE_TEST_SCREENSHOTS": folder},
             check=False,

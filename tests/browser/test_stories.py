@@ -1,138 +1,163 @@
-"""The purposes of the site, seen by its visitors."""
+"""What only a browser shows: live pages, scripts, the policy, and decisions in the admin."""
 
-import re
-import time
+import sys
+import uuid
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import FilePayload, Page, expect
+from playwright.sync_api import Page, expect
 
-from albums import samples
-from demo.feed_server import FeedServer
 from demo.mail_server import MailServer
-from tests.browser.conftest import Screenshot
-from tests.example.site import Site
-from tests.processes import wait_for
+from tests.browser.conftest import SCREENS, Screenshot
+from tests.browser.pages import Troubles
+from tests.example.site import EXAMPLE, Site
+from tests.processes import KeptProcess, wait_for
 
 pytestmark = pytest.mark.nightly
 
-FEED = "harbour-notes.rss"
 PASSWORD = "correct horse battery"
-TASK_ID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-
-
-def sign_up(page: Page, name: str) -> None:
-    """Fill in the form, and send it."""
-    page.goto("/accounts/sign-up/")
-    page.get_by_label("Username").fill(name)
-    page.get_by_label("Email").fill(f"{name}@example.com")
-    page.get_by_label("Password:", exact=True).fill(PASSWORD)
-    page.get_by_label("Password confirmation").fill(PASSWORD)
-    page.get_by_role("button", name="Create my account").click()
-    expect(page.get_by_role("status")).to_contain_text(f"Welcome, {name}.")
+#: The lock of a process that is killed.
+LOCK = "backup:nightly"
+APP = "/admin/django_celery_safe"
 
 
 def test_signing_up_sends_one_mail(
-    new_page: Callable[[], Page], mail: MailServer, screenshot: Screenshot
+    new_page: Callable[[], Page],
+    site: Site,
+    mail: MailServer,
+    troubles: Troubles,
+    screenshot: Screenshot,
 ) -> None:
-    """A user who signs up gets one e-mail, and the start page shows the count rise."""
+    """A user who signs up gets one e-mail; the start page counts it, and says if it is stale."""
     watching, visiting = new_page(), new_page()
     watching.goto("/")
     before = int(watching.locator("#welcomed").inner_text())
-    sign_up(visiting, "nora")
-    screenshot(visiting, "signed-up")
+    visiting.goto("/accounts/sign-up/")
+    visiting.get_by_role("button", name="Create my account").click()
+    expect(visiting.get_by_text("This field is required.")).to_have_count(4)
+    visiting.get_by_label("Username").fill("nora")
+    visiting.get_by_label("Email").fill("nora@example.com")
+    visiting.get_by_label("Password:", exact=True).fill(PASSWORD)
+    visiting.get_by_label("Password confirmation").fill(PASSWORD)
+    visiting.get_by_role("button", name="Create my account").click()
+    expect(visiting.get_by_role("status")).to_contain_text("Welcome, nora.")
     expect(watching.locator("#welcomed")).to_have_text(str(before + 1))
     assert mail.accepted["nora@example.com"] == 1
+    screenshot(watching, "home")
+    freshness = watching.locator("[data-freshness]")
+    expect(freshness).to_have_text("Live, every second")
+    troubles.allow("net::ERR_")
+    site.web.kill()
+    try:
+        expect(freshness).to_contain_text("The site does not answer: this is how it was at")
+    finally:
+        site.web.start()
+    site.wait_until_it_answers()
+    expect(freshness).to_have_text("Live, every second")
 
 
-def test_two_clicks_at_once_import_once(
-    new_page: Callable[[], Page], site: Site, feeds: FeedServer, screenshot: Screenshot
+def test_lock_of_a_killed_process_is_released(
+    page: Page, site: Site, troubles: Troubles, screenshot: Screenshot
 ) -> None:
-    """Two users press the button at the same moment: one import starts, and both get its id."""
-    url = feeds.url(FEED)
-    feeds.hold(FEED)
-    first, second, watching = new_page(), new_page(), new_page()
-    for page in (first, second):
-        page.goto("/feeds/")
-        page.get_by_label("Feed URL").fill(url)
-    click_at_once(first, second)
-    told = [page.get_by_role("status").inner_text() for page in (first, second)]
-    told.sort(key=lambda text: "already" in text)
-    (task_id,) = re.findall(TASK_ID, told[0])
-    assert f"The import of {url} was sent, as task {task_id}." in told[0]
-    assert f"The import of {url} is on its way already, as task {task_id}." in told[1]
-
-    watching.goto("/")
-    lock = watching.locator("#locks li", has_text="runs").filter(has_text=url)
-    expect(lock).to_contain_text(re.compile(r"by process [1-9]\d* on \S+ for \d+ s"))
-    screenshot(watching, "home-locked")
-    feeds.release(FEED)
-    expect(watching.locator("#locks li", has_text=url)).to_have_count(0)
-
-    first.reload()
-    expect(first.get_by_role("heading", name="Harbour Notes")).to_be_visible()
-    screenshot(first, "feeds")
-    fetches = feeds.fetches(FEED)
-    assert (fetches.started, fetches.completed) == (1, 1)
-    assert site.worker.log.count(f"Task feeds.tasks.import_feed[{task_id}] received") == 1
-    # Only one import ran. The worker logs its result after the lock is free.
-    wait_for(lambda: f"s: '{url}'" in site.worker.log)
-    assert site.worker.log.count(f"s: '{url}'") == 1
-
-
-def click_at_once(*pages: Page) -> None:
-    """Press the button on all pages in the same moment, and wait for what comes of it."""
-    at = time.time() * 1000 + 500
-    for page in pages:
-        page.evaluate(
-            """([at]) => setTimeout(
-                () => document.querySelector("form.inline button").click(), at - Date.now()
-            )""",
-            [at],
-        )
-    for page in pages:
-        expect(page.get_by_role("status")).to_be_visible()
-
-
-def test_album_reaches_its_end(page: Page, mail: MailServer, screenshot: Screenshot) -> None:
-    """The bar of a new album only grows, up to its end; then its contact sheet is there."""
-    page.goto("/albums/")
-    page.evaluate("sessionStorage.setItem('percents', '[]')")
-    page.add_init_script(NOTE_PERCENTS)
-    page.get_by_label("Title").fill("The whole year")
-    page.get_by_label("Your e-mail address").fill("pia@example.com")
-    # So many that their making is seen on the way.
-    page.get_by_label("Pictures").set_input_files(
-        [
-            FilePayload(name=f"{number}-{name}", mimeType="image/jpeg", buffer=samples.paint(name))
-            for number in range(1, 4)
-            for name in samples.SCENERIES
-        ]
+    """Staff see in the admin what there is, on a phone too, and free what a dead process holds."""
+    site.execute(FILL)
+    holder = KeptProcess(
+        [sys.executable, "-c", HOLD],
+        folder=EXAMPLE,
+        log_path=site.folder / "holder.log",
+        env={**site.env, "DJANGO_SETTINGS_MODULE": "example_project.settings"},
     )
-    page.get_by_role("button", name="Make the album").click()
-    expect(page.locator("progress[data-all]")).to_be_visible()
-    screenshot(page, "album-made")
-    expect(page.locator("[data-status]")).to_have_text("Succeeded")
-    expect(page.locator("[data-percent]")).to_have_text("100")
-    expect(page.get_by_alt_text("All pictures of")).to_have_js_property("complete", True)
-    expect(page.get_by_alt_text("All pictures of")).to_have_js_property("naturalWidth", 1380)
-    percents = page.evaluate("JSON.parse(sessionStorage.getItem('percents'))")
-    assert percents == sorted(percents)
-    assert any(0 < percent < 100 for percent in percents), percents
-    assert mail.accepted["pia@example.com"] == 1
-    screenshot(page, "album-done")
+    with holder:
+        wait_for(lambda: "held" in holder.log, 30, "the lock was not taken")
+        pid = holder.pid
+        holder.kill()
+    names = ("view_outboxmessage", "view_stagerun", "view_lock", "release_lock")
+    login(page, site, *names)
+    for url, picture in {
+        f"{APP}/": "admin-first",
+        f"{APP}/lock/": "admin-locks",
+        f"{APP}/outboxmessage/": "admin-outbox",
+        f"{APP}/stagerun/": "admin-runs",
+    }.items():
+        page.goto(url)
+        screenshot(page, picture)
+        before, (width, height) = page.viewport_size, SCREENS["phone"]
+        page.set_viewport_size({"width": width, "height": height})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert before is not None
+        page.set_viewport_size(before)
+    page.goto(f"{APP}/lock/")
+    page.locator("#action-toggle").check()
+    expect(page.locator(".action-counter")).to_have_text("1 of 1 selected")
+    page.get_by_label("Action:").select_option(label="Release selected locks")
+    page.get_by_role("button", name="Go").click()
+    expect(page.locator(".safe-rows li")).to_contain_text([f"pid {pid} on "])
+    screenshot(page, "admin-confirm")
+    page.locator("#content").get_by_role("button", name="Release").click()
+    expect(page.locator(".messagelist li")).to_contain_text(["1 lock was released."])
+    page.goto(f"{APP}/lock/{LOCK}/change/")
+    expect(page.get_by_text("Nobody holds this lock now.")).to_be_visible()
+    page.get_by_role("link", name="History").click()
+    expect(page.locator("#change-history tbody tr")).to_contain_text(
+        [f"Was released: held by pid {pid} on "]
+    )
+    troubles.allow("403")
+    answer = page.goto(f"{APP}/idempotencyrecord/")
+    assert answer is not None
+    assert answer.status == 403
 
 
-#: Notes what the bar shows, over the reload at its end too.
-NOTE_PERCENTS = """
-const note = () => {
-  const bar = document.querySelector("progress[data-all]");
-  if (!bar) return;
-  const percents = JSON.parse(sessionStorage.getItem("percents"));
-  sessionStorage.setItem("percents", JSON.stringify([...percents, bar.value]));
-};
-document.addEventListener("DOMContentLoaded", () => {
-  note();
-  new MutationObserver(note).observe(document, {attributes: true, subtree: true});
-});
+def login(page: Page, site: Site, *permissions: str) -> None:
+    """Log in as new staff with these permissions of the app's."""
+    name = f"staff-{uuid.uuid4().hex[:8]}"
+    site.execute(f"""
+        from django.contrib.auth.models import Permission
+        from accounts.models import User
+        user = User.objects.create_user({name!r}, password={PASSWORD!r}, is_staff=True)
+        user.user_permissions.set(Permission.objects.filter(codename__in={permissions!r}))
+    """)
+    page.goto("/admin/login/?next=/admin/")
+    page.get_by_label("Username").fill(name)
+    page.get_by_label("Password").fill(PASSWORD)
+    page.get_by_role("button", name="Log in").click()
+    expect(page.locator("#user-tools")).to_contain_text(name)
+
+
+#: Holds a lock until the process is killed.
+HOLD = f"""if True:
+    import signal, django
+    django.setup()
+    from django_celery_safe import cache_lock
+    lock = cache_lock({LOCK!r}, timeout=600, renew=False)
+    assert lock.acquire()
+    print("held", flush=True)
+    signal.pause()
+"""
+#: Leaves messages in each state, and runs that ended in the last hours.
+FILL = """
+    from datetime import timedelta
+    from django.db import connection, transaction
+    from django.db.models.functions import Now
+    from accounts.models import User
+    from accounts.tasks import send_welcome_email
+    from django_celery_safe.models import OutboxMessage, StageRun
+    rows = OutboxMessage.objects.all()
+    for state in ("pending", "dead", "sent"):
+        with transaction.atomic():
+            user = User.objects.create_user(f"user-{state}", f"user-{state}@example.com")
+            send_welcome_email.delay_on_commit(user.pk)
+            connection.run_on_commit.clear()
+        row = rows.latest("pk")
+        if state == "dead":
+            row.fail("OperationalError: [Errno 111] Connection refused to amqp://orders:**"
+                     "@broker-eu-west-1b.internal.example.com:5672/orders-production", attempts=1)
+        elif state == "sent":
+            rows.filter(pk=row.pk).update(due_at=None, sent_at=Now())
+    for hour in range(20):
+        status = "failed" if hour % 7 == 3 else "succeeded"
+        StageRun.objects.bulk_create([
+            StageRun(status=status, stages=1, created_at=Now(), stage_at=Now(),
+                     ended_at=Now() - timedelta(hours=hour + 0.5))
+            for _ in range(1 + hour % 5)
+        ])
 """

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import requests
 
 from tests.example.site import Site, Visitor, running_site
 
@@ -15,6 +16,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture
-def visitor(site: Site) -> Visitor:
+def visitor(site: Site) -> Iterator[Visitor]:
     """Somebody who has not been there yet."""
-    return Visitor(site)
+    with requests.Session() as session:
+        yield Visitor(site, session)

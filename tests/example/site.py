@@ -1,22 +1,20 @@
 """The example site on a port of this machine, and a visitor of it."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 import urllib.error
-import urllib.parse
 import urllib.request
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.cookiejar import CookieJar
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
+
+import requests
 
 from tests.processes import KeptProcess, wait_for
 from tests.processes.waiting import reserve_port
@@ -51,16 +49,6 @@ class Site:
     def wait_until_it_answers(self) -> None:
         """Wait until pages are served."""
         wait_for(self._answers, PATIENCE, "the site did not answer")
-
-    def relay(self) -> KeptProcess:
-        """Return a relay of the outbox, which runs for a block."""
-        command = [*MANAGE, "celery_outbox", "relay"]
-        log_path = self.folder / "relay.log"
-        return KeptProcess(command, folder=EXAMPLE, log_path=log_path, env=self.env)
-
-    def manage(self, *arguments: str) -> str:
-        """Run a command of the site's; return what it printed."""
-        return manage(self.env, *arguments)
 
     def execute(self, code: str) -> str:
         """Execute Python code in a process with the site's Django; return what it printed."""
@@ -132,59 +120,27 @@ def _run(env: Mapping[str, str], *command: str) -> str:
     return done.stdout
 
 
-@dataclass
-class Answer:
-    """The site's answer, redirects followed."""
-
-    status: int
-    path: str
-    body: bytes
-    policy: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The page."""
-        return self.body.decode()
-
-    @property
-    def json(self) -> Any:
-        """The document."""
-        return json.loads(self.body)
-
-
 class Visitor:
     """Somebody with a browser that keeps cookies and has no JavaScript."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, session: requests.Session) -> None:
         self._site = site
-        self._cookies = CookieJar()
-        self._opener = urllib.request.build_opener(
-            urllib.request.HTTPCookieProcessor(self._cookies)
-        )
+        self._session = session
 
-    def get(self, path: str) -> Answer:
+    def get(self, path: str) -> requests.Response:
         """Look at a page."""
-        return self._ask(urllib.request.Request(self._site.url + path))
+        return self._session.get(self._site.url + path)
 
-    def press(self, path: str, **fields: str) -> Answer:
+    def press(self, path: str, **fields: str) -> requests.Response:
         """Press a button, with the token of the page that it is on."""
         return self.send(path, {**fields, "csrfmiddlewaretoken": self.token()})
 
     def send(
         self, path: str, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]] = ()
-    ) -> Answer:
+    ) -> requests.Response:
         """Send a form as it is given, with files for its field ``pictures``."""
-        boundary = uuid.uuid4().hex
-        parts = [(f'name="{name}"', value.encode()) for name, value in fields.items()]
-        parts += [(f'name="pictures"; filename="{name}"', content) for name, content in files]
-        body = b"".join(
-            f"--{boundary}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode()
-            + (content + b"\r\n")
-            for head, content in parts
-        )
-        request = urllib.request.Request(self._site.url + path, body + f"--{boundary}--".encode())
-        request.add_header("Content-Type", f"multipart/form-data; boundary={boundary}")
-        return self._ask(request)
+        pictures = [("pictures", file) for file in files]
+        return self._session.post(self._site.url + path, data=fields, files=pictures)
 
     def token(self) -> str:
         """Return the token of a page with a form."""
@@ -197,18 +153,8 @@ class Visitor:
         told = []
 
         def is_over() -> bool:
-            told.append(self.get(f"{album}progress.json").json)
+            told.append(self.get(f"{album}progress.json").json())
             return bool(told[-1]["is_over"])
 
         wait_for(is_over, PATIENCE, "the album's run did not end")
         return told
-
-    def _ask(self, request: urllib.request.Request) -> Answer:
-        try:
-            response = self._opener.open(request)
-        except urllib.error.HTTPError as error:
-            response = error
-        with response:
-            path = urllib.parse.urlsplit(response.url).path
-            policy = response.headers["Content-Security-Policy"]
-            return Answer(response.status, path, response.read(), policy)
