@@ -429,9 +429,12 @@ def test_a_turn_is_taken_once_a_minute(
         (False, 0.0, 60.0, 3),
         (True, 60.0, 0.0, 3),
     ]:
-        chore = housekeeping.Chore(
-            "", (), lambda alias, more=has_more: bool(done.append(alias)) or more
-        )
+
+        def work(alias: str, has_more: bool = has_more) -> bool:
+            done.append(alias)
+            return has_more
+
+        chore = housekeeping.Chore("", (), work)
         monkeypatch.setattr(housekeeping, "_chores", {"note": chore})
         monkeypatch.setattr(housekeeping, "MINUTE", minute)
         monkeypatch.setattr(housekeeping, "AGAIN", again)

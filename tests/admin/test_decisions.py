@@ -306,8 +306,9 @@ def test_too_many_of_a_table(root: Visitor) -> None:
     copies[-1].delete()
     asked = root.take(RECORDS, "forget", first.pk, **everything)
     (versions,) = asked.root.find("input", type="hidden", name="versions")
-    told = root.confirm(RECORDS, "forget", *asked.selections, versions=versions.attributes["value"])
-    assert told.messages == [f"{MOST_ROWS} idempotency records were forgotten."]
+    shown = versions.attributes["value"]
+    done = root.confirm(RECORDS, "forget", *asked.selections, versions=shown)
+    assert done.messages == [f"{MOST_ROWS} idempotency records were forgotten."]
 
 
 # Stores and logs that fail

@@ -390,12 +390,13 @@ def test_a_page_offers_what_fits(root: Visitor) -> None:
     }.items():
         StageRun.objects.filter(pk=run.pk).update(status=status)
         assert buttons_of(root.open(run)) == offered
-    for leave, offered in [
+    leaving: list[tuple[Any, list[str]]] = [
         (rows.leave, ["Discard"]),
         (rows.leave_failed, ["Retry", "Discard"]),
         (rows.leave_dead, ["Retry", "Discard"]),
         (rows.leave_sent, []),
-    ]:
+    ]
+    for leave, offered in leaving:
         assert buttons_of(root.open(leave())) == offered
 
 

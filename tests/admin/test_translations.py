@@ -59,7 +59,7 @@ def test_every_text_is_translated() -> None:
         assert message.string, f"{message.id!r} has no translation. {HOW_TO}"
         assert not message.fuzzy, f"{message.id!r} has a guessed translation. {HOW_TO}"
         assert fields(message.string) == fields(message.id), message
-        key = f"{message.context}\x04{message.id}" if message.context else message.id
+        key = f"{message.context}\x04{message.id}" if message.context else str(message.id)
         assert compiled.gettext(key) == message.string, f"Run compilemessages. {HOW_TO}"
 
 

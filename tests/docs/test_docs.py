@@ -136,11 +136,12 @@ def is_error(found: Any) -> bool:
 
 def test_columns() -> None:
     """The pages on how things work have every column of their rows."""
-    for name, heading, models in [
+    tables: list[tuple[str, str, list[Any]]] = [
         ("how-sending-works", "Columns of a row", [OutboxMessage]),
         ("how-once-works", "Columns of a record", [IdempotencyRecord]),
         ("how-stages-work", "Columns of the rows", [StageRun, StageStep]),
-    ]:
+    ]
+    for name, heading, models in tables:
         section = page(f"docs/explanation/{name}.md").section(heading)
         cells = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
         listed = {name for cell in cells for name in names_in(cell)}
