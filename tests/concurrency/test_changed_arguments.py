@@ -219,8 +219,16 @@ OURS: Final[dict[str, Any]] = {
     "idempotent key": idempotent(key="{x}"),
 }
 
-every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+
+def pairwise(name: str, values: dict[str, Any]) -> pytest.MarkDecorator:
+    """Play each change above and below; each of the values meets both places, and most changes."""
+    cases = []
+    for row, change in enumerate(CHANGES):
+        for column, place in enumerate(PLACES):
+            value = [*values][(row + 3 * column) % len(values)]
+            ids = f"{change}-{place}-{value}"
+            cases.append(pytest.param(CHANGES[change], PLACES[place], values[value], id=ids))
+    return pytest.mark.parametrize(("change", "place", name), cases)
 
 
 def make(mailbox: Mailbox, change: Change, place: Any, ours: Any) -> Any:
@@ -237,9 +245,7 @@ def accepts(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-@every_change
-@every_place
-@pytest.mark.parametrize("ours", [*OURS.values(), stages.step], ids=[*OURS, "step"])
+@pairwise("ours", {**OURS, "step": stages.step})
 def test_calls_that_fit_the_plain_task_fit_ours(
     change: Change, place: Any, ours: Any, mailbox: Mailbox
 ) -> None:
@@ -252,9 +258,7 @@ def test_calls_that_fit_the_plain_task_fit_ours(
     assert True in fit
 
 
-@every_change
-@every_place
-@pytest.mark.parametrize("ours", OURS.values(), ids=OURS)
+@pairwise("ours", OURS)
 def test_runs_of_equal_calls_are_one(
     change: Change, place: Any, ours: Any, mailbox: Mailbox
 ) -> None:
@@ -274,22 +278,6 @@ def test_runs_of_equal_calls_are_one(
     assert values == [end.value for end in ends]
     assert all(locks)
     assert all((locks[0] == names) is (values[0] == value) for value, names in runs)
-
-
-@every_change
-@every_place
-@pytest.mark.parametrize("key", [{}, {"key": "{x}"}, {"key": ["x"]}], ids=["all", "text", "list"])
-def test_sends_of_equal_calls_are_duplicates(
-    change: Change, place: Any, key: Any, mailbox: Mailbox
-) -> None:
-    """The second equal send is one, until the run has ended; another is not."""
-    task = make(mailbox, change, place, single_instance(unique_until="end", **key))
-    sends = [task.apply_async((x,), change.more) for x in (5, 5, 6)]
-    assert [one.is_duplicate for one in sends] == [False, True, False]
-    for message in mailbox.take():
-        assert mailbox.deliver(message).state == "SUCCESS"
-    assert list(iter_locks()) == []
-    assert task.apply_async((5,), change.more).is_duplicate is False
 
 
 def test_a_key_that_is_not_certain_is_an_error(mailbox: Mailbox) -> None:
@@ -315,8 +303,11 @@ class Client:
         self.name = name
 
 
-@pytest.mark.parametrize("make_value", [lambda pk: Person(pk=pk), Client], ids=["model", "service"])
-@pytest.mark.parametrize("ours", [OURS["unique"], OURS["idempotent"]], ids=["lock", "record"])
+@pytest.mark.parametrize(
+    ("make_value", "ours"),
+    [(lambda pk: Person(pk=pk), OURS["unique"]), (Client, OURS["idempotent"])],
+    ids=["model under a lock", "service with a record"],
+)
 def test_what_a_decorator_makes_of_an_argument_keeps_calls_apart(
     make_value: Any, ours: Any, mailbox: Mailbox
 ) -> None:
@@ -365,18 +356,8 @@ def test_a_value_that_differs_in_each_run_is_no_conflict(mailbox: Mailbox) -> No
     assert len(runs) == 1
 
 
-def test_a_call_with_an_injected_session_is_the_same_by_message(mailbox: Mailbox) -> None:
-    """The record of one under @idempotent(key=...) is no conflict for the other."""
-    ours = idempotent("{x}")
-    task = mailbox.task(with_session(ours(session_last)), base=SafeTask, name="tests.changed")
-    task.delay(5)
-    assert [mailbox.deliver(mailbox.take_one()).value, task(5)] == [5, 5]
-    assert len(runs) == 1
-
-
-@every_change
-@every_place
-def test_a_retry_keeps_the_lock_of_its_send(change: Change, place: Any, mailbox: Mailbox) -> None:
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_retry_keeps_the_lock_of_its_send(change: Change, mailbox: Mailbox) -> None:
     """Until a retried message has ended, the same send is a duplicate."""
     tries = iter(range(9))
 
@@ -386,7 +367,7 @@ def test_a_retry_keeps_the_lock_of_its_send(change: Change, place: Any, mailbox:
         return change.function(*args, **kwargs)
 
     decorated = functools.wraps(change.function)(work)
-    task = make(mailbox, change._replace(function=decorated), place, OURS["unique"])
+    task = make(mailbox, change._replace(function=decorated), PLACES["above"], OURS["unique"])
     task.apply_async((5,), change.more)
     assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
     assert task.apply_async((5,), change.more).is_duplicate is True
@@ -395,19 +376,17 @@ def test_a_retry_keeps_the_lock_of_its_send(change: Change, place: Any, mailbox:
     assert task.apply_async((5,), change.more).is_duplicate is False
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize(
-    ("decorate", "function"),
+    ("decorate", "function", "place"),
     [
-        (with_session_first, "session, params, x"),
-        (with_session, "params, x, session"),
-        (with_session_and_copies, "params, x, session"),
-        (with_session_and_names, "params, x, session"),
+        (with_session_first, "session, params, x", "above"),
+        (with_session, "params, x, session", "below"),
+        (with_session_and_copies, "params, x, session", "above"),
+        (with_session_and_names, "params, x, session", "below"),
     ],
-    ids=["first", "by name", "with copies", "all by name"],
 )
 def test_a_step_gets_what_a_decorator_adds(
-    place: Any, decorate: Any, function: str, mailbox: Mailbox
+    decorate: Any, function: str, place: str, mailbox: Mailbox
 ) -> None:
     """A step's function gets the params, the arguments of the plan's entry, and the session."""
 
@@ -419,7 +398,8 @@ def test_a_step_gets_what_a_decorator_adds(
         first(session, params, x, run)
 
     body = first if function.startswith("session") else last
-    task = mailbox.task(place(decorate, stages.step, body), base=SafeTask, name="tests.changed")
+    made = PLACES[place](decorate, stages.step, body)
+    task = mailbox.task(made, base=SafeTask, name="tests.changed")
     run = stages.start([(task, 1, {"x": 5})], params={"a": 1})
     assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
     assert [value for value, _ in runs] == [({"a": 1}, 5, run.pk)]

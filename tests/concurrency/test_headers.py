@@ -1,9 +1,7 @@
 """Our header: passed on, garbled, or of another release, it harms nothing."""
 
 import logging
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from pytest_django import Settings
 from django_celery_safe import (
     ConfigurationError,
     SafeTask,
-    cache_lock,
     find_lock,
     iter_locks,
     release_lock,
@@ -24,7 +21,6 @@ from django_celery_safe import (
 from django_celery_safe.delivery.header import HEADER
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_options import held_names
-from tests.locks.renewals import wait_for_renewals
 
 NAME = "tests.sending"
 #: Options of one call.
@@ -56,17 +52,15 @@ def send_to(other: Any) -> Callable[..., Any]:
     return sending
 
 
-@pytest.mark.parametrize("call", [{}, {"single_instance": CALL}], ids=["call", "asked"])
 @pytest.mark.parametrize(
-    ("base", "decorate", "key"),
+    ("base", "decorate", "key", "call"),
     [
-        (Task, lambda body: body, None),
-        (SafeTask, lambda body: body, None),
-        (Task, single_instance(key="{number}"), "{number}"),
-        (SafeTask, single_instance(key="{number}"), "{number}"),
-        (SafeTask, single_instance(key="{number}", unique_until="start"), "{number}"),
+        (Task, lambda body: body, None, {}),
+        (SafeTask, lambda body: body, None, {"single_instance": CALL}),
+        (Task, single_instance(key="{number}"), "{number}", {"single_instance": CALL}),
+        (SafeTask, single_instance(key="{number}", unique_until="start"), "{number}", {}),
     ],
-    ids=["plain", "undecorated", "decorated plain", "decorated", "unique"],
+    ids=["plain", "undecorated", "decorated plain", "unique"],
 )
 def test_headers_passed_on_to_another_task_take_nothing_along(
     base: Any,
@@ -161,9 +155,7 @@ def test_a_retry_takes_all_along(passed_on: bool, mailbox: Mailbox, locks_in_mem
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"args": (8,)}, {"kwargs": {"number": 8}, "args": ()}, {"single_instance": {"key": "8"}}],
-    ids=["args", "kwargs", "key"],
+    "change", [{"args": (8,)}, {"single_instance": {"key": "8"}}], ids=["args", "key"]
 )
 def test_a_retry_under_another_key_is_no_duplicate(
     change: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
@@ -213,36 +205,17 @@ def test_each_app_has_its_own_task_that_calls_can_ask(locks_in_memory: None) -> 
 
 FORGED: dict[str, Any] = {
     "a list": ["sent"],
-    "a text": "sent",
-    "a number": 5,
-    "sent 5": {"sent": 5},
-    "sent abc": {"sent": "abc"},
     "sent None": {"sent": None},
-    "sent dict": {"sent": {}},
     "sent of another length": {"sent": "a" * 33},
-    "sent_timeout text": {"sent_timeout": "an hour"},
     "sent_timeout nan": {"sent_timeout": float("nan")},
-    "sent_timeout inf": {"sent_timeout": float("inf")},
-    "sent_timeout None": {"sent_timeout": None},
-    "sent_timeout list": {"sent_timeout": [60]},
     "sent_timeout below 0": {"sent_timeout": -60},
     "period text": {"period": "an hour"},
-    "period nan": {"period": float("nan")},
-    "period below 0": {"period": -60},
     "options.unique_until": {"options": {"unique_until": [5]}},
-    "options list": {"options": [1]},
     "options text": {"options": "skip"},
-    "options.timeout text": {"options": {"timeout": "x"}},
     "options.timeout nan": {"options": {"timeout": float("nan")}},
-    "options.on_conflict": {"options": {"on_conflict": "fight"}},
-    "options.key": {"options": {"key": 7}},
-    "key 5": {"key": 5},
-    "key None": {"key": None},
     "key list": {"key": ["7"]},
-    "duplicate None": {"duplicate": None},
     "duplicate list": {"duplicate": ["x"]},
     "cache 7": {"cache": 7},
-    "cache list": {"cache": ["default"]},
     "copy 3": {"copy": 3},
     "met text": {"copy": "a" * 32, "met": "abc"},
 }
@@ -294,7 +267,7 @@ def test_an_option_of_a_newer_release_is_ignored(mailbox: Mailbox, locks_in_memo
     assert 90 < remaining <= 100
 
 
-@pytest.mark.parametrize("number", [None, 1, 2])
+@pytest.mark.parametrize("number", [None, 2])
 def test_a_header_of_another_format_holds(
     number: int | None,
     mailbox: Mailbox,
@@ -321,36 +294,6 @@ def test_a_header_of_another_format_holds(
     assert bool(warned) is (number == 2)
 
 
-@pytest.mark.quarantine("2026-11-26", "3 s lease among many threads")
-def test_garbled_headers_harm_no_other_lock(
-    mailbox: Mailbox, use_store: Callable[[str], None]
-) -> None:
-    """While runs of all of them go on, another lock of the process is renewed."""
-    use_store("django-redis")
-    inside, gate = threading.Semaphore(0), threading.Event()
-
-    def staying(self: Any, number: int) -> str:
-        inside.release()
-        assert gate.wait(60)
-        return "done"
-
-    task = make_unique(mailbox, staying, timeout=3)
-    messages = []
-    for number, name in enumerate(FORGED):
-        task.delay(number)
-        messages.append(forge(mailbox.take_one(), name))
-    with ThreadPoolExecutor(len(messages), initializer=mailbox.app.set_current) as threads:
-        try:
-            runs = [threads.submit(mailbox.deliver, message) for message in messages]
-            assert all(inside.acquire(timeout=30) for _ in messages)
-            with cache_lock("innocent", timeout=3) as innocent:
-                for _ in range(2):
-                    wait_for_renewals(innocent)
-        finally:
-            gate.set()
-    assert [run.result() for run in runs] == [("SUCCESS", "done")] * len(FORGED)
-
-
 # A cache that the worker knows otherwise.
 
 
@@ -372,13 +315,14 @@ def ending(self: Any, number: int, how: str) -> str:
     return "done"
 
 
-#: How a run may end, and Celery's state for it.
+#: Celery's state for the ends of a run.
 ENDS = {"succeed": "SUCCESS", "fail": "FAILURE", "retry": "RETRY", "reject": "REJECTED"}
 
 
 @pytest.mark.usefixtures("two_caches")
-@pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("until", ["start", "end"])
+@pytest.mark.parametrize(
+    ("until", "how"), [("start", "retry"), ("end", "retry"), ("end", "fail"), ("start", "reject")]
+)
 def test_a_lock_in_another_cache_is_freed_there(until: str, how: str, mailbox: Mailbox) -> None:
     """A message of a release whose locks were elsewhere runs, and leaves nothing in either."""
     tasks = []
@@ -422,8 +366,7 @@ def test_a_lock_in_another_cache_has_the_lease_of_the_run_there(mailbox: Mailbox
 
 
 @pytest.mark.usefixtures("two_caches")
-@pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("until", ["start", "end"])
+@pytest.mark.parametrize(("until", "how"), [("start", "succeed"), ("end", "retry")])
 def test_a_lock_in_an_unknown_cache_harms_no_run(
     until: str, how: str, mailbox: Mailbox, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -448,16 +391,13 @@ def test_a_lock_in_an_unknown_cache_harms_no_run(
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("decorated", [False, True])
 @pytest.mark.parametrize(
-    ("template", "value"),
+    ("template", "value", "decorated"),
     [
-        ("{number:>5}", None),
-        ("{number:d}", "seven"),
-        ("{number.pk}", 7),
-        ("{number[0]}", 7),
-        ("{number[pk]}", {}),
-        ("{number[2]}", [1]),
+        ("{number:d}", "seven", False),
+        ("{number.pk}", 7, True),
+        ("{number[pk]}", {}, False),
+        ("{number[2]}", [1], True),
     ],
 )
 def test_a_key_that_cant_be_made_is_refused_at_the_send(

@@ -260,7 +260,7 @@ def rewritten(value: Any, random: Random, serializer: str = "json", mistakes: fl
 
 
 def test_keys_are_equal_exactly_for_what_arrives_alike() -> None:
-    """Two values have one key if, and only if, JSON delivers the same."""
+    """Two values have one key if, and only if, JSON delivers the same; on arrival, too."""
     seen: Counter[bool] = Counter()
 
     @many
@@ -270,17 +270,10 @@ def test_keys_are_equal_exactly_for_what_arrives_alike() -> None:
         alike = same(travel(one), travel(other))
         seen[alike] += 1
         assert (key_of(one) == key_of(other)) is alike
+        assert key_of(one) == key_of(travel(one)) == key_of(travel(travel(one)))
 
     check()
     assert min(seen[True], seen[False]) > EXAMPLES / 20
-
-
-@pytest.mark.nightly
-@many
-@given(values)
-def test_a_key_survives_every_journey(value: Any) -> None:
-    """A value has the same key when it is sent, when it arrives, and when it is sent on."""
-    assert key_of(value) == key_of(travel(value)) == key_of(travel(travel(value)))
 
 
 def test_everything_that_looks_alike_is_told_apart() -> None:
@@ -309,7 +302,6 @@ picklable = nested(
 )
 
 
-@pytest.mark.nightly
 def test_keys_of_what_pickle_delivers_alike() -> None:
     """With pickle, sets, timedeltas and dict keys of all types count as they are."""
     seen: Counter[bool] = Counter()
@@ -409,33 +401,6 @@ def test_only_what_a_call_says_counts_not_how() -> None:
     assert min(seen[True], seen[False]) > EXAMPLES / 20
 
 
-@pytest.mark.nightly
-@many
-@given(arguments, st.lists(st.sampled_from(PARAMETERS)), seeds)
-def test_a_name_counts_once(call: dict[str, Any], names: list[str], random: Random) -> None:
-    """A list that names an argument again is the list that names it once."""
-    args, kwargs = written(call, random)
-    again = [*names, *random.choices(names, k=3)] if names else []
-    once = list(dict.fromkeys(names))
-    keys = {key_of(*args, function=task, key=key, **kwargs) for key in (names, again, once)}
-    assert len(keys) == 1
-
-
-@pytest.mark.nightly
-@many
-@given(arguments, st.lists(st.tuples(texts, st.sampled_from(PARAMETERS[:-1])), min_size=1), seeds)
-def test_of_a_template_the_text_counts(
-    call: dict[str, Any], fields: list[tuple[str, str]], random: Random
-) -> None:
-    """A format string's key is its text with what arrives filled in, and nothing else."""
-    template = expected = ""
-    for text, name in fields:
-        template += text.replace("{", "{{").replace("}", "}}") + "{" + name + "}"
-        expected += text + str(travel(call[name]))
-    args, kwargs = written(call, random)
-    assert key_of(*args, function=task, key=template, **kwargs) == expected
-
-
 # Secrets in keys.
 
 secrets = st.integers(16**10, 16**40).map("{:x}".format)
@@ -471,15 +436,7 @@ def test_what_can_not_be_sent_has_no_key(value: Any, rule: Any, random: Random) 
 # Careless values.
 
 
-@pytest.mark.parametrize(
-    ("value", "key"),
-    [
-        ("\ud800\udc00", UNSET),
-        (["x", "\ud800\udc00"], UNSET),
-        ({"\ud800\udc00": 1}, ["a"]),
-        ("\ud800\udc00", "{a}"),
-    ],
-)
+@pytest.mark.parametrize(("value", "key"), [({"\ud800\udc00": 1}, ["a"]), ("\ud800\udc00", "{a}")])
 def test_halves_of_a_character_that_stand_together_are_one(value: Any, key: Any) -> None:
     """JSON makes one character of two surrogates, so before and after the key is the same."""
     assert travel("\ud800\udc00") == "\U00010000"
@@ -525,15 +482,10 @@ def test_a_serializer_of_ones_own_decides_on_what_arrives(dated: str) -> None:
 
 
 def test_what_shows_itself_otherwise_is_told_apart_with_pickle() -> None:
-    """Text that pickle delivers counts by its content, not by what its str() says."""
+    """Text and numbers that pickle delivers count by their content, not by what str() says."""
     one, other = Discreet("passw0rd"), Discreet("pa55word")
+    assert key_of({OldGrade.ONE: 1}, serializer="pickle") != key_of({2: 1}, serializer="pickle")
     assert key_of(one, serializer="pickle") != key_of(other, serializer="pickle")
-
-
-@pytest.mark.parametrize("value", [OldGrade.ONE, [OldGrade.ONE], {OldGrade.ONE: 1}])
-def test_a_named_number_has_a_key_with_pickle(value: Any) -> None:
-    """A member of an enum of int, which pickle delivers, has a key, and not that of another."""
-    assert key_of(value, serializer="pickle") != key_of(2, serializer="pickle")
 
 
 def test_times_of_other_zones_are_told_apart_with_pickle() -> None:
@@ -579,32 +531,19 @@ many = {str(n): n for n in range(20)}
 print(key_of(many), key_of(set(many), frozenset(many), serializer="pickle"))
 print(key_of(1, key=lambda a, b: set(many)))
 """
-PRINT_KEY_OF_A_SET = """
-import django
-django.setup()
-from django_celery_safe import ConfigurationError
-from tests.concurrency.test_keys import key_of
-def task(a, b, c, d): ...
-try:
-    print(key_of(1, 2, 3, 4, function=task, key={"a", "b", "c", "d"}))
-except ConfigurationError:
-    print("refused")
-"""
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("script", [PRINT_KEYS, PRINT_KEY_OF_A_SET], ids=["values", "names"])
-def test_processes_agree_whatever_their_hashes(script: str) -> None:
-    """Sets, as values or as names of arguments, have no order that a process decides on."""
+def test_processes_agree_whatever_their_hashes() -> None:
+    """Sets have no order that a process decides on."""
     printed = set()
-    for seed in "123":
+    for seed in "12":
         environment = {
             **os.environ,
             "PYTHONHASHSEED": seed,
             "DJANGO_SETTINGS_MODULE": "tests.settings",
         }
         done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+            [sys.executable, "-c", PRINT_KEYS], env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)

@@ -28,8 +28,9 @@ def bound_work(self: Any, year: int, month: int = 1) -> list[str]:
     return sorted(held_names())
 
 
-@pytest.mark.parametrize("bind", [False, True])
-@pytest.mark.parametrize("key", [{}, {"key": "{year}"}, {"key": ["year"]}, {"lock": "reports"}])
+@pytest.mark.parametrize(
+    ("key", "bind"), [({}, True), ({"key": ["year"]}, False), ({"lock": "reports"}, True)]
+)
 def test_a_task_names_the_lock_of_a_call(key: Any, bind: bool, mailbox: Mailbox) -> None:
     """By the arguments alone, also where the key is hashed, that of its message too."""
     decorated = single_instance(unique_until="end", **key)(bound_work if bind else work)
@@ -86,10 +87,3 @@ def test_a_call_can_name_the_lock(mailbox: Mailbox) -> None:
         assert mailbox.deliver(message).value == ["celery_once:report"]
         with held_by("celery_once:report", "another"):
             assert mailbox.deliver(message).state == "FAILURE"
-
-
-@pytest.mark.parametrize("lock", ["", 7, None, "sent:reports"])
-def test_a_lock_without_a_name_is_refused(lock: Any) -> None:
-    """At import, with the value that was given."""
-    with pytest.raises(ConfigurationError, match=f"lock={lock!r} can't stand before the key"):
-        single_instance(lock=lock)

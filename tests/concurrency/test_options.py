@@ -35,25 +35,17 @@ HERE = r"tests\.concurrency\.test_options\.import_feed"
     ("options", "sentence"),
     [
         ({"on_conflict": "retyr"}, r"'retyr' is not known.*'skip', 'retry'.*mean 'retry'\?"),
-        ({"on_conflict": "wait for it"}, r"'wait for it' is not known"),
-        ({"on_conflict": None}, r"on_conflict=None is not known"),
         ({"retry_delay": 5}, r"retry_delay=5 has no meaning with on_conflict='skip'"),
-        ({"retry_delay": 5, "on_conflict": "raise"}, r"no meaning with on_conflict='raise'"),
         ({"retry_delay": -1, "on_conflict": "retry"}, r"retry_delay=-1 is no"),
         ({"on_conflict": "wait"}, r'"wait" with no blocking_timeout: a run that waits holds'),
-        ({"on_conflict": "wait", "blocking_timeout": None}, r"with blocking_timeout=None"),
-        ({"on_conflict": "wait", "blocking_timeout": 0}, r"with blocking_timeout=0"),
         ({"on_conflict": "wait", "blocking_timeout": -1}, r"-1 is not a valid time to wait"),
         ({"on_conflict": "wait", "blocking_timeout": float("inf")}, r"blocking_timeout=inf"),
         ({"blocking_timeout": 5}, r"blocking_timeout=5 has no meaning with on_conflict='skip'"),
         ({"timeout": None}, r"timeout=None would be a lock that never expires"),
-        ({"timeout": 0}, r"timeout=0 is not a valid lease"),
         ({"timeout": timedelta(seconds=-1)}, r"is not a valid lease"),
-        ({"timeout": "30"}, r"timeout='30' is not a valid lease"),
         ({"key": None}, r"key=None can't say which calls are the same"),
-        ({"key": 7}, r"key=7 can't say"),
+        *(({"lock": lock}, f"lock={lock!r} can't stand before") for lock in ("", 7, "sent:x")),
         ({"key": [7]}, r"key=\[7\] can't say"),
-        ({"key": b"{feed_url}"}, r"can't say"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], sentence: str) -> None:
@@ -66,17 +58,11 @@ def test_options_without_a_meaning_are_refused(options: dict[str, Any], sentence
     ("key", "sentence"),
     [
         ("feed", rf"'feed' of {HERE} names no argument.*key=\[\]"),
-        ("", rf"'' of {HERE} names no argument"),
-        ("{{feed_url}}", rf"of {HERE} names no argument"),
         ("{feed_ulr}", rf"of {HERE} names 'feed_ulr'.*feed_url, limit\. Did you mean 'feed_url'\?"),
         ("{feed_url}-{limits[0]}", rf"of {HERE} names 'limits'.*mean 'limit'\?"),
-        ("{feed_url:{width}}", rf"of {HERE} names 'width'"),
         ("{}", rf"of {HERE} names ''"),
-        ("{0}", rf"of {HERE} names '0'"),
         (["feed_url", "user"], rf"of {HERE} names 'user'"),
         ("{feed_url", rf"'{{feed_url' of {HERE} is not a format string"),
-        ("feed_url}", rf"of {HERE} is not a format string"),
-        ("{feed_url!x}", rf"of {HERE} is not a format string: it has the conversion !x,"),
         ("{feed_url:{limit!x}}", rf"of {HERE} is not a format string: it has the conversion !x,"),
     ],
 )
@@ -86,7 +72,7 @@ def test_a_key_that_names_no_argument_is_refused(key: Any, sentence: str) -> Non
         single_instance(key=key)(import_feed)
 
 
-@pytest.mark.parametrize("key", ["{self}", ["self"], "{self.request.id}"])
+@pytest.mark.parametrize("key", [["self"], "{self.request.id}"])
 def test_the_task_itself_can_not_be_the_key(key: Any) -> None:
     """The self of a bound task tells no two calls apart, so naming it is a mistake."""
 
@@ -96,11 +82,8 @@ def test_the_task_itself_can_not_be_the_key(key: Any) -> None:
         single_instance(key=key)(task)
 
 
-@pytest.mark.parametrize("decorate", [single_instance, single_instance(key="{feed_url}")])
 @pytest.mark.parametrize("kind", ["shared_task", "lazy app task", "finalized app task", "instance"])
-def test_standing_above_the_task_decorator_is_refused(
-    kind: str, decorate: Callable[..., Any], mailbox: Mailbox
-) -> None:
+def test_standing_above_the_task_decorator_is_refused(kind: str, mailbox: Mailbox) -> None:
     """Above ``@shared_task`` or ``@app.task`` it raises a TypeError that shows the right order."""
     app = mailbox.app
     if kind == "finalized app task":
@@ -111,46 +94,35 @@ def test_standing_above_the_task_decorator_is_refused(
         "finalized app task": lambda: mailbox.task(import_feed),
         "instance": SafeTask,
     }[kind]()
-    with pytest.raises(TypeError, match=r"stands above(.|\n)*@shared_task\n +@single_instance"):
-        decorate(task)
+    for decorate in (single_instance, single_instance(key="{feed_url}")):
+        with pytest.raises(TypeError, match=r"stands above(.|\n)*@shared_task\n +@single_instance"):
+            decorate(task)
     assert app.finalized is (kind == "finalized app task")
 
 
-@pytest.mark.parametrize("what", ["{feed_url}", SafeTask, 7])
+@pytest.mark.parametrize("what", ["{feed_url}", SafeTask])
 def test_what_is_no_function_is_refused(what: Any) -> None:
     """A key given by position, or a task class, is a TypeError that says how to write it."""
     with pytest.raises(TypeError, match=r"instead of a function.*key=.*above run"):
         single_instance(what)
 
 
-@pytest.mark.parametrize(
-    "decorate",
-    [single_instance, single_instance(), single_instance(key=["feed_url"], timeout=5)],
-    ids=["bare", "called", "with options"],
-)
-def test_a_decorated_function_looks_as_before(decorate: Callable[..., Any]) -> None:
-    """Name, module, docstring, annotations and signature stay."""
-    decorated: Any = decorate(import_feed)
-    assert decorated.__name__ == "import_feed"
-    assert decorated.__module__ == __name__
-    assert decorated.__doc__ == "Fetch the entries of a feed."
-    assert typing.get_type_hints(decorated) == {"feed_url": str, "limit": int, "return": int}
-    assert inspect.signature(decorated) == inspect.signature(import_feed)
-    assert inspect.getfullargspec(decorated).args == ["feed_url", "limit"]
-
-
-def test_a_decorated_function_makes_the_same_task(mailbox: Mailbox) -> None:
-    """The task keeps the function's name and docstring, and its defaults are Celery's."""
-    task = mailbox.task(single_instance(import_feed))
+def test_a_decorated_function_looks_as_before(mailbox: Mailbox) -> None:
+    """Name, module, docstring, annotations and signature stay, and so does what Celery makes."""
+    for decorate in (single_instance, single_instance(key=["feed_url"], timeout=5)):
+        decorated: Any = decorate(import_feed)
+        assert (decorated.__name__, decorated.__module__) == ("import_feed", __name__)
+        assert typing.get_type_hints(decorated) == {"feed_url": str, "limit": int, "return": int}
+        assert inspect.signature(decorated) == inspect.signature(import_feed)
+        assert inspect.getfullargspec(decorated).args == ["feed_url", "limit"]
+    task = mailbox.task(decorated)
     plain = mailbox.task(import_feed, name="plain")
     assert task.name == f"{__name__}.import_feed"
-    assert task.__doc__ == plain.__doc__
-    assert task.acks_late is plain.acks_late
-    assert task.max_retries == plain.max_retries
+    assert task.__doc__ == plain.__doc__ == "Fetch the entries of a feed."
+    assert (task.acks_late, task.max_retries) == (plain.acks_late, plain.max_retries)
 
 
-@pytest.mark.parametrize("base", [Task, SafeTask])
-@pytest.mark.parametrize("bind", [False, True])
+@pytest.mark.parametrize(("base", "bind"), [(Task, False), (SafeTask, True)])
 def test_arguments_are_checked_at_the_call(base: type, bind: bool, mailbox: Mailbox) -> None:
     """Wrong arity raises at ``.delay()``, as it does without the decorator; nothing is sent."""
     if bind:
@@ -225,13 +197,7 @@ def bound(self: Any, pk: int, limit: int = 10) -> Any:
     return held_names()
 
 
-def with_model(album: Album, limit: int = 10) -> Any:
-    """Return the names of the locks."""
-    assert isinstance(album, Album)
-    return held_names()
-
-
-def with_model_bound(self: Any, album: Album, limit: int = 10) -> Any:
+def with_model(self: Any, album: Album, limit: int = 10) -> Any:
     """Return the names of the locks."""
     assert isinstance(self, Task)
     assert isinstance(album, Album)
@@ -243,29 +209,15 @@ KINDS: dict[str, tuple[Callable[..., Any] | None, str, Any, dict[str, Any]]] = {
     "plain": (plain, "{pk}", 7, {}),
     "bound": (bound, "{pk}", 7, {"bind": True}),
     "class": (None, "{pk}", 7, {}),
-    "autoretry": (plain, "{pk}", 7, {"autoretry_for": (Exception,)}),
     "bound autoretry": (bound, "{pk}", 7, {"autoretry_for": (Exception,), "bind": True}),
-    "pydantic": (with_model, "{album[pk]}", {"pk": 7}, {"pydantic": True}),
-    "bound pydantic": (
-        with_model_bound,
-        "{album[pk]}",
-        {"pk": 7},
-        {"pydantic": True, "bind": True},
-    ),
-    "pydantic autoretry": (
+    "pydantic": (
         with_model,
         "{album[pk]}",
         {"pk": 7},
-        {"pydantic": True, "autoretry_for": (Exception,)},
+        {"pydantic": True, "autoretry_for": (Exception,), "bind": True},
     ),
     "pickle": (plain, "{pk}", 7, {"serializer": "pickle"}),
 }
-
-
-@pytest.fixture(params=[Task, SafeTask], ids=["Task", "SafeTask"])
-def base(request: pytest.FixtureRequest) -> Any:
-    """A task's base class: Celery's own, which sends no header of ours, and ours."""
-    return request.param
 
 
 @pytest.fixture(params=KINDS)
@@ -291,6 +243,7 @@ class ClassBasedPlain(Task):  # type: ignore[type-arg]
     run = ClassBased.run
 
 
+@pytest.mark.parametrize("base", [Task, SafeTask])
 def test_every_kind_of_task_runs_under_its_lock(
     kind: str, base: Any, mailbox: Mailbox, locks_in_memory: None
 ) -> None:

@@ -13,26 +13,21 @@ from tests.app.models import Person
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
-from tests.contract.conftest import COARSE_STORES, SHARED_STORES
 from tests.testcases import run_testcase
 
-#: Stores that can list the locks that are held.
-LISTING = [name for name in SHARED_STORES if name not in COARSE_STORES]
 
-
-@pytest.fixture(params=[*LISTING, "local", "default database"])
+@pytest.fixture(params=["django-redis", "local", "database", "default database"])
 def aliases(
-    request: pytest.FixtureRequest,
-    settings: Settings,
-    use_store: Callable[[str], None],
+    request: pytest.FixtureRequest, settings: Settings, use_store: Callable[[str], None]
 ) -> set[str]:
     """Put the locks into one store after another; the databases that a TestCase then needs."""
-    if request.param == "default database":
-        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "default"}
-    else:
+    if "database" not in request.param:
         use_store(request.param)
-    alias = settings.DJANGO_CELERY_SAFE.get("LOCK_DATABASE")
-    return {"default"} | ({alias} if alias else set())
+        return {"default"}
+    is_default = request.param == "default database"
+    alias: str = "default" if is_default else request.getfixturevalue("db_alias")
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}  # type: ignore[arg-type]
+    return {"default", alias}
 
 
 # Not in a transaction of its own, but with the tables.

@@ -1,17 +1,16 @@
 """Tasks that are carried until done, for the workers of ``test_carried``."""
 
-import asyncio
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from celery import chord, shared_task
+from celery import shared_task
 from celery.signals import after_task_publish, task_failure
 from django.db import transaction
 
-from django_celery_safe import SafeTask, current_claim, single_instance
+from django_celery_safe import SafeTask, current_claim
 from django_celery_safe.models import OutboxMessage
 from tests.app.models import Person
 from tests.processes import wait_for
@@ -57,13 +56,6 @@ def stay_too_long(self: Any, room: str, alias: str) -> None:
     wait(enter(self, room, alias))
 
 
-@shared_task(**CARRIED, max_deaths=2)
-def poison(self: Any, room: str, alias: str) -> None:
-    """Kill its own process."""
-    enter(self, room, alias)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @shared_task(**CARRIED)
 def note(self: Any, room: str, alias: str, *parts: Any) -> str:
     """Note that it ran."""
@@ -76,13 +68,6 @@ def gather(self: Any, results: list[str], room: str, alias: str) -> list[str]:
     """Note that it ran with these results."""
     enter(self, room, alias)
     return results
-
-
-@shared_task(**CARRIED)
-def follow(self: Any, result: str, room: str, alias: str) -> str:
-    """Note that it ran after what gave this result."""
-    enter(self, room, alias)
-    return f"{result} twice"
 
 
 def write_once(task: Any, room: str, alias: str) -> None:
@@ -121,71 +106,8 @@ def try_again(self: Any, room: str, alias: str, retries: int) -> int:
 
 
 @shared_task(**CARRIED)
-@single_instance(key="{room}", on_conflict="retry", retry_delay=0.3, timeout=10)
-def alone(self: Any, room: str, alias: str) -> None:
-    """Be the only one in the room until its gate opens."""
-    place = enter(self, room, alias)
-    with place.gauge.inside():
-        wait(place)
-
-
-@shared_task(**CARRIED)
-@single_instance(key="{room}", unique_until="end", timeout=10)
-def unique(self: Any, room: str, alias: str) -> None:
-    """Stay in the room; no other message is sent meanwhile."""
-    wait(enter(self, room, alias))
-
-
-class InTransaction(SafeTask[Any, Any]):
-    """A project's own class, which runs each task in a transaction and lets in no banned one."""
-
-    abstract = True
-
-    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
-        """Refuse a banned task."""
-        if "banned" in args:
-            raise PermissionError("banned")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task in a transaction."""
-        with transaction.atomic(using=args[1]):
-            return super().__call__(*args, **kwargs)
-
-
-@shared_task(base=InTransaction, bind=True, outbox="until_done")
-def note_in_transaction(self: Any, room: str, alias: str, *parts: Any) -> str:
-    """Note that it ran, in a transaction."""
-    assert transaction.get_connection(alias).in_atomic_block
-    enter(self, room, alias)
-    current_claim().finish("noted")
-    return "noted"
-
-
-@shared_task(**CARRIED)
-def fail(self: Any, room: str, alias: str) -> None:
-    """Fail."""
-    enter(self, room, alias)
-    raise ValueError("no such order")
-
-
-@shared_task(**CARRIED)
-def cancel(self: Any, room: str, alias: str) -> None:
-    """Be cancelled, as a task of asyncio is."""
-    enter(self, room, alias)
-    raise asyncio.CancelledError("no such order")
-
-
-@shared_task(**CARRIED)
-def give_way(self: Any, room: str, alias: str) -> None:
-    """Be replaced by a chord of carried tasks."""
-    enter(self, room, alias)
-    parts = [note.s(room, alias).set(using=alias) for _ in range(2)]
-    raise self.replace(chord(parts, gather.s(room, alias).set(using=alias)))
-
-
-@shared_task(**CARRIED)
-def leave(self: Any, room: str, alias: str, code: int) -> None:
+def leave(self: Any, room: str, alias: str) -> None:
     """End its own process in its first two runs, as a task that calls ``sys.exit()``."""
     enter(self, room, alias)
     if OutboxMessage.objects.using(alias).get(task_id=self.request.id).deaths < 2:
-        sys.exit(code)
+        sys.exit(0)

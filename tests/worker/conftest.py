@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.conf import settings
-from django.test import override_settings
 
-from tests.conftest import REDIS_BACKENDS, RedisCacheKind, app_on_redis
-from tests.processes import CeleryWorker, dead_port
+from tests.conftest import RedisCacheKind, app_on_redis
+from tests.processes import CeleryWorker
 from tests.servers import RedisServer
-from tests.worker.pools import POOLS
 from tests.worker.rooms import Room
 
 StartWorker = Callable[..., AbstractContextManager[CeleryWorker]]
@@ -26,29 +23,13 @@ def start_worker(redis_server: RedisServer) -> StartWorker:
     def start(
         locks: RedisCacheKind, concurrency: int, **transport_options: Any
     ) -> Iterator[CeleryWorker]:
-        gone = {
-            "BACKEND": REDIS_BACKENDS["django"],
-            "LOCATION": f"redis://127.0.0.1:{dead_port()}",
-        }
         with (
             app_on_redis(redis_server, locks, **transport_options),
-            override_settings(CACHES={**settings.CACHES, "gone": gone}),
             CeleryWorker("tests.app", concurrency=concurrency) as worker,
         ):
             yield worker
 
     return start
-
-
-@pytest.fixture
-def rooms(tmp_path: Path) -> Iterator[dict[str, Room]]:
-    """A room for the tasks of each pool, open in the end."""
-    rooms = {pool: Room(tmp_path / pool) for pool in POOLS}
-    for room in rooms.values():
-        room.folder.mkdir()
-    yield rooms
-    for room in rooms.values():
-        room.open()
 
 
 @pytest.fixture

@@ -44,23 +44,11 @@ def poison(self: Any, room: str) -> None:
     die(self, room)
 
 
-@shared_task(**LATE)
-def poison_by_setting(self: Any, room: str) -> None:
-    """Kill its process as often as the setting allows."""
-    die(self, room)
-
-
 @shared_task(**LATE, max_deaths=2)
 def leave(self: Any, room: str) -> None:
     """End its process."""
     if len(enter(self, room).runs(self.request.id)) <= MOST:
         sys.exit(1)
-
-
-@shared_task(**LATE, max_deaths=None)
-def endless(self: Any, room: str) -> None:
-    """Kill its process as often as it likes."""
-    die(self, room)
 
 
 @shared_task(**LATE, max_deaths=2)

@@ -1,5 +1,5 @@
 """
-Tasks of ``test_events``: three of each kind, one for each ``unique_until``.
+Tasks of ``test_events``, each sent once for a room until it ends.
 
 Each run stays in its room until the gate with the run's number opens, and then ends
 as it was told when it was sent.
@@ -7,7 +7,7 @@ as it was told when it was sent.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from celery import shared_task
 from celery.exceptions import Ignore, Reject
@@ -19,12 +19,6 @@ from tests.app.tasks import add
 from tests.processes import wait_for
 from tests.worker.rooms import Room
 
-#: The three columns of each row.
-UNTIL = (None, "start", "end")
-
-#: Hooks of Celery that a task class can have.
-HOOKS = ("before_start", "on_success", "on_retry", "on_failure", "after_return")
-
 #: Countdown of a retry that is not to come while the test looks, s.
 COUNTDOWN = 600
 #: A lease that a test can outwait, s.
@@ -33,65 +27,31 @@ SHORT_LEASE = 4
 TAKEOVER = 8
 
 
-class Kind(NamedTuple):
-    """The tasks of one kind, by their ``unique_until``, and the cache with their locks."""
-
-    tasks: dict[str | None, Any]
-    cache: str | None
-
-
-class Noted(SafeTask):
-    """A task class with each of Celery's hooks, which notes that it was called."""
+class Strict(SafeTask):
+    """A task class whose hook may fail before a run."""
 
     abstract = True
 
     def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
-        """Note it; fail if the run is told to."""
-        _note(self, "before_start", args)
+        """Fail if the run is told to."""
         if args[1] == "fail before the start":
             raise KeyError(args[1])
 
-    def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
-        """Note it."""
-        _note(self, "on_success", args)
 
-    def on_retry(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Note it."""
-        _note(self, "on_retry", args)
-
-    def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Note it."""
-        _note(self, "on_failure", args)
-
-    def after_return(self, status: Any, retval: Any, *more: Any) -> None:
-        """Note it."""
-        _note(self, "after_return", more[1])
-
-
-def _note(task: Any, hook: str, args: Any) -> None:
-    Room(Path(args[0])).note(hook, task)
-
-
-def for_each(
+def make_task(
     lock: dict[str, Any] | None = None, **options: Any
-) -> Callable[[Callable[..., Any]], Kind]:
+) -> Callable[[Callable[..., Any]], Any]:
     """
-    Make a task of a function for each ``unique_until``.
+    Make a task of a function.
 
     Args:
         lock: More options of ``single_instance``.
         options: Options of ``shared_task``.
     """
-    lock = lock or {}
 
-    def make(function: Callable[..., Any]) -> Kind:
-        tasks = {}
-        for until in UNTIL:
-            guarded = single_instance(key="{room}", unique_until=until, **lock)(function)
-            name = f"{function.__module__}.{function.__name__}_{until}"
-            kept: Any = {"name": name, "bind": True, "base": Noted, **options}
-            tasks[until] = shared_task(**kept)(guarded)
-        return Kind(tasks, lock.get("cache"))
+    def make(function: Callable[..., Any]) -> Any:
+        guarded = single_instance(key="{room}", **{"unique_until": "end", **(lock or {})})(function)
+        return shared_task(**{"bind": True, "base": Strict, **options})(guarded)
 
     return make
 
@@ -127,63 +87,75 @@ def act(task: Any, room: str, how: str) -> None:
                 raise task.replace(task.si(room, how))
 
 
-@for_each()
+@make_task()
 def noted(self: Any, room: str, how: str) -> None:
     """Run as most tasks do."""
     act(self, room, how)
 
 
-@for_each(max_retries=1)
+@make_task({"unique_until": "start"})
+def started(self: Any, room: str, how: str) -> None:
+    """Be sent once until it starts."""
+    act(self, room, how)
+
+
+@make_task(max_retries=1)
 def retried_once(self: Any, room: str, how: str) -> None:
     """Run, and be retried once at most."""
     act(self, room, how)
 
 
-@for_each({"timeout": SHORT_LEASE})
+@make_task({"timeout": SHORT_LEASE})
 def leased_briefly(self: Any, room: str, how: str) -> None:
     """Run under a short lease."""
     act(self, room, how)
 
 
-@for_each(acks_late=True)
+@make_task(acks_late=True)
 def late(self: Any, room: str, how: str) -> None:
     """Run, and be acknowledged afterwards."""
     act(self, room, how)
 
 
-@for_each({"timeout": TAKEOVER}, acks_late=True)
+@make_task({"timeout": TAKEOVER}, acks_late=True)
 def taken_over(self: Any, room: str, how: str) -> None:
     """Run again in another worker if its own ends; the lease is long enough to see that."""
     act(self, room, how)
 
 
-@for_each(acks_late=True, acks_on_failure_or_timeout=False)
+@make_task(acks_late=True, acks_on_failure_or_timeout=False)
 def unacknowledged(self: Any, room: str, how: str) -> None:
     """Run, and not be acknowledged if that fails."""
     act(self, room, how)
 
 
-@for_each({"timeout": TAKEOVER}, acks_late=True, reject_on_worker_lost=True)
+@make_task({"timeout": TAKEOVER}, acks_late=True, reject_on_worker_lost=True)
 def surviving(self: Any, room: str, how: str) -> None:
     """Run again if the process dies."""
     act(self, room, how)
 
 
-@for_each(autoretry_for=(KeyError,), default_retry_delay=0, max_retries=1)
+@make_task({"timeout": TAKEOVER}, retry_on_worker_lost=True, default_retry_delay=1)
+def lost(self: Any, room: str, how: str) -> None:
+    """Be sent again by Celery if the process dies."""
+    act(self, room, how)
+
+
+@make_task(retry_on_worker_lost=True, default_retry_delay=COUNTDOWN)
+def lost_later(self: Any, room: str, how: str) -> None:
+    """Be sent again by Celery, later, if the process dies."""
+    act(self, room, how)
+
+
+@make_task(autoretry_for=(KeyError,), default_retry_delay=0, max_retries=1)
 def autoretried(self: Any, room: str, how: str) -> None:
     """Be retried once, at once, by Celery itself."""
     act(self, room, how)
 
 
-@for_each(autoretry_for=(KeyError,), default_retry_delay=COUNTDOWN)
+@make_task(autoretry_for=(KeyError,), default_retry_delay=COUNTDOWN)
 def autoretried_later(self: Any, room: str, how: str) -> None:
     """Be retried later by Celery itself."""
-    act(self, room, how)
-
-
-@for_each({"cache": "frail"})
-def frail(self: Any, room: str, how: str) -> None:
-    """Run under a lock in the cache that a test can stop."""
     act(self, room, how)
 
 
@@ -193,23 +165,22 @@ class Order(BaseModel):
     number: int
 
 
-@for_each(pydantic=True)
+@make_task(pydantic=True)
 def modelled(self: Any, room: str, how: str, order: Order) -> None:
     """Run with a model."""
     assert isinstance(order, Order)
     act(self, room, how)
 
 
-def _make_class_based(until: str | None) -> Any:
-    class ClassBased(Noted):
-        name = f"{__name__}.class_based_{until}"
+class ClassBased(SafeTask):
+    """A task class with a run method."""
 
-        @single_instance(key="{room}", unique_until=until)
-        def run(self, room: str, how: str) -> None:
-            """Run as a method of the task's class."""
-            act(self, room, how)
+    name = f"{__name__}.class_based"
 
-    return app.register_task(ClassBased())
+    @single_instance(key="{room}", unique_until="end")
+    def run(self, room: str, how: str) -> None:
+        """Run as a method of the task's class."""
+        act(self, room, how)
 
 
-class_based = Kind({until: _make_class_based(until) for until in UNTIL}, None)
+class_based = app.register_task(ClassBased())

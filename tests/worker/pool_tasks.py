@@ -1,48 +1,19 @@
-"""
-Tasks for the tests on the pools of a worker.
-
-A worker with ``PARENT_HOLDS`` in its environment takes the lock of that name before
-its pool starts, and keeps it.
-"""
+"""Tasks for the tests on the pools of a worker."""
 
 import contextlib
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from celery import shared_task
-from celery.signals import worker_init
+from celery.exceptions import Ignore, Reject
 
-from django_celery_safe import CacheLock, LockError, SafeTask, cache_lock
-from django_celery_safe.locks.stores import locate
+from django_celery_safe import CacheLock, SafeTask, cache_lock, single_instance
 from tests.processes import wait_for
 from tests.worker.rooms import Room
 
-#: Names the environment variable with the name of the parent's lock.
-PARENT_HOLDS = "SAFE_PARENT_HOLDS"
-
 #: Lease of what is renewed here, s.
-LEASE = 3.0
-
-parents: CacheLock | None = None
-
-
-@worker_init.connect
-def take_before_the_pool_starts(**_: Any) -> None:
-    """Use locks before there are children, and go on holding one."""
-    global parents
-    if name := os.environ.get(PARENT_HOLDS):
-        parents = cache_lock(name, timeout=LEASE)
-        assert parents.acquire()
-        print(f"The parent's connection is {connection_id()}.", flush=True)
-
-
-def connection_id() -> int:
-    """Return the number that Redis gave to this thread's connection for locks."""
-    store: Any = locate().store()
-    return int(store._wire.ask("CLIENT", "ID"))
+LEASE = 10.0
 
 
 def count_renewing_threads(locks: list[CacheLock]) -> int:
@@ -66,7 +37,6 @@ def release_later(self: Any, room: str, name: str) -> None:
     with cache_lock(name, timeout=60) as lock:
         assert lock
         Room(Path(room)).stay(self)
-        Room(Path(room)).note("releases", self)
 
 
 @shared_task(base=SafeTask, bind=True)
@@ -84,49 +54,39 @@ def double(number: int) -> int:
     return number * 2
 
 
-@contextmanager
-def _hanging_on(name: str) -> Iterator[None]:
+@shared_task(base=SafeTask, bind=True, time_limit=1)
+def hang(self: Any, room: str, name: str) -> None:
+    """Hold a lock beyond the time limit, and listen to nothing until the gate opens."""
     with cache_lock(name, timeout=LEASE) as lock:
         assert lock
-        yield
+        gate = Path(room) / "gate"
+        Room(Path(room)).note("hangs", self)
+        while not gate.exists():
+            # The time limit of gevent's pool is no Exception.
+            with contextlib.suppress(BaseException):
+                wait_for(gate.exists, 60)
 
 
-@shared_task(base=SafeTask, bind=True)
-def hang(self: Any, room: str, name: str) -> None:
-    """Hold a lock and listen to nothing until the gate opens."""
-    with _hanging_on(name):
-        _listen_to_nothing(self, room)
-
-
-@shared_task(base=SafeTask, bind=True, time_limit=2 * LEASE)
-def hang_by_its_option(self: Any, room: str, name: str) -> None:
-    """Hold a lock and listen to nothing; the time limit is the task's own."""
-    with _hanging_on(name):
-        _listen_to_nothing(self, room)
-
-
-def _listen_to_nothing(task: Any, room: str) -> None:
-    Room(Path(room)).note("hangs", task)
-    gate = Path(room) / "gate"
-    while not gate.exists():
-        # The time limit of gevent's pool is no Exception.
-        with contextlib.suppress(BaseException):
-            wait_for(gate.exists, 60)
-
-
-@shared_task(base=SafeTask)
-def look_at_the_parents_lock() -> dict[str, Any]:
-    """Return what a child of the pool makes of the lock that its parent holds."""
-    assert parents is not None
-    seen: dict[str, Any] = {
-        "pid": os.getpid(),
-        "held": parents.held,
-        "remaining": parents.remaining,
-        "connection": connection_id(),
-    }
-    for action in (parents.release, parents.ensure, lambda: parents.extend(60)):
-        try:
-            action()
-        except LockError as error:
-            seen.setdefault("refused", []).append(type(error).__name__)
-    return seen
+@shared_task(
+    base=SafeTask,
+    bind=True,
+    autoretry_for=(ConnectionError,),
+    default_retry_delay=0,
+    max_retries=2,
+)
+@single_instance(key="{room}", unique_until="end", on_conflict="retry", retry_delay=0.2)
+def unique(self: Any, room: str, how: str = "stay") -> Any:
+    """Be sent once for each room until it ends, in this way."""
+    if how == "stay":
+        return Room(Path(room)).stay(self)
+    with Room(Path(room)).entered(self):
+        match how:
+            case "exception":
+                raise KeyError(how)
+            case "ignore":
+                raise Ignore(how)
+            case "reject":
+                raise Reject(how, requeue=False)
+            case "one retry too many":
+                raise self.retry()
+        raise ConnectionError(how)

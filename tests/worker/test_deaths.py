@@ -16,7 +16,7 @@ import pytest
 
 from django_celery_safe import TaskPoisoned, find_lock, iter_locks
 from django_celery_safe.leases.holder import HOST
-from tests.processes import CeleryWorker, dead_port, wait_for
+from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer, Server
 from tests.worker import deadly_tasks as tasks
 from tests.worker.brokers import app_on_broker, result_state
@@ -60,7 +60,6 @@ def fail(task: Any, room: Room, worker: CeleryWorker) -> tuple[str, BaseExceptio
     ("task", "most"),
     [
         (tasks.poison, 2),
-        pytest.param(tasks.poison_by_setting, 3, marks=pytest.mark.long),
         (tasks.leave, 2),
     ],
     ids=["killed", "by-setting", "exits"],
@@ -85,15 +84,6 @@ def test_poison_ends_and_harms_no_other_task(
     said = re.findall(rf"ERROR.*{task_id}\] is not run again: TaskPoisoned", worker.log)
     assert len(said) == 1, worker.log
     assert len(room.runs()) == most
-
-
-@pytest.mark.usefixtures("worker")
-def test_a_task_without_a_limit(room: Room) -> None:
-    """It is run as often as it kills its process."""
-    result = tasks.endless.delay(room.path)
-    room.until(lambda: result_state(result.id) == "SUCCESS", "it is not done", PATIENCE)
-    assert len(room.runs()) == tasks.MOST + 1
-    assert not list(iter_locks(f"{tasks.endless.name}:death:"))
 
 
 def test_a_poisoned_task_may_be_sent_again(room: Room, worker: CeleryWorker) -> None:
@@ -122,16 +112,3 @@ def test_a_worker_that_is_told_to_end(room: Room) -> None:
     room.open()
     with make_worker("cold"):
         room.until(lambda: result_state(result.id) == "SUCCESS", "it is not done", PATIENCE)
-
-
-@pytest.mark.usefixtures("broker")
-def test_a_store_that_is_away(room: Room) -> None:
-    """A task runs if its deaths can't be asked; the worker's log says so."""
-    gone = {"BACKEND": "django.core.cache.backends.redis.RedisCache"}
-    caches = {"default": gone | {"LOCATION": f"redis://127.0.0.1:{dead_port()}"}}
-    with make_worker("storeless", CACHES=caches) as worker:
-        result = tasks.poison.apply_async((room.path,), queue="storeless")
-        room.until(lambda: result_state(result.id) == "SUCCESS", "it is not done", PATIENCE)
-        assert len(room.runs()) == tasks.MOST + 1
-        assert f"{result.id}] can't be asked, so it runs" in worker.log
-        assert "The death of a process could not be counted" in worker.log

@@ -1,156 +1,188 @@
 """
-Leases and waiting in each pool of Celery: prefork, threads, solo and gevent.
+Leases, waiting and the lock of a send in each pool of Celery: prefork, threads, solo and gevent.
 
 One worker of each kind serves all tests, each with a queue of its own, and a test has
 all of them do the same at the same time.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from django_celery_safe import cache_lock, find_lock
+from django_celery_safe import find_lock
 from tests.conftest import app_on_redis
-from tests.processes import wait_for
+from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer
 from tests.worker import pool_tasks
-from tests.worker.pool_tasks import LEASE, PARENT_HOLDS
-from tests.worker.pools import POOLS, Workers, workers_of_all_pools
+from tests.worker.pool_tasks import unique
 from tests.worker.rooms import Room
 
 pytestmark = pytest.mark.long
 
+#: Each pool, and how many tasks run in it at once.
+POOLS = {"prefork": 2, "threads": 4, "solo": 1, "gevent": 20}
 TOGETHER = ["prefork", "threads", "gevent"]
-
-PARENTS_LOCK = "the parent's"
-
-#: Seconds until a result must be there.
+#: Seconds until a result must be there; less than any lease that is to be freed.
 SOON = 20
+#: Ways in which a task can end without a result, and after how many runs.
+ENDINGS = {"exception": 1, "ignore": 1, "reject": 1, "one retry too many": 3, "autoretry": 3}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers(redis_server: RedisServer) -> Iterator[Workers]:
-    """A worker of each pool; the parent of the prefork pool holds a lock of its own."""
-    env = {PARENT_HOLDS: PARENTS_LOCK}
-    with (
-        app_on_redis(redis_server),
-        workers_of_all_pools(pool_tasks.__name__, prefork_env=env) as workers,
-    ):
-        yield workers
+def workers(redis_server: RedisServer) -> Iterator[None]:
+    """A worker of each pool, with the queue that is called like its pool."""
+    with app_on_redis(redis_server), ExitStack() as stack:
+        workers = []
+        for pool, size in POOLS.items():
+            arguments = ["--include", pool_tasks.__name__, "--queues", pool]
+            worker = CeleryWorker("tests.app", pool=pool, concurrency=size, arguments=arguments)
+            stack.push(worker)
+            workers.append(worker)
+        with ThreadPoolExecutor(len(workers)) as starters:
+            list(starters.map(CeleryWorker.start, workers))
+        yield
 
 
-def send(task: Any, pool: str, *args: Any, **options: Any) -> Any:
-    """Send a task to the worker with this pool."""
-    return task.apply_async(args, queue=pool, **options)
+@pytest.fixture
+def rooms(tmp_path: Path) -> Iterator[dict[str, Room]]:
+    """A room for the tasks of each pool, open in the end."""
+    rooms = {pool: Room(tmp_path / pool) for pool in POOLS}
+    for room in rooms.values():
+        room.folder.mkdir()
+    yield rooms
+    open_all(rooms)
 
 
-def tokens_of(names: list[str]) -> dict[str, str]:
-    """Return the token of each of these locks that is held."""
-    return {name: lock.token for name in names if (lock := find_lock(name)) is not None}
+def open_all(rooms: dict[str, Room]) -> None:
+    """Let everybody go."""
+    for room in rooms.values():
+        room.open()
 
 
-def stays_true(condition: Callable[[], object], seconds: float) -> None:
-    """Look again and again whether something remains as it is."""
-    ends_at = time.monotonic() + seconds
-    while time.monotonic() < ends_at:
-        assert condition()
-        time.sleep(0.05)
+def until_all(rooms: dict[str, Room], condition: Callable[[str, Room], Any]) -> None:
+    """Wait until something is true of each room."""
+    for pool, room in rooms.items():
+        room.until(lambda: condition(pool, room), f"{pool} does not", SOON)  # noqa: B023
+
+
+def until_renewed(names: list[str]) -> None:
+    """Wait until each of these locks has been renewed; all of them stay with their holders."""
+    before = {name: read_lease(name) for name in names}
+
+    def are_renewed() -> bool:
+        now = {name: read_lease(name) for name in names}
+        assert {name: token for name, (token, _) in now.items()} == {
+            name: token for name, (token, _) in before.items()
+        }
+        return all(now[name][1] > before[name][1] + 1 for name in names)
+
+    wait_for(are_renewed, 60, "not all are renewed")
+
+
+def read_lease(name: str) -> tuple[str, float]:
+    """Return the token of a lock, and when its lease ends."""
+    lock = find_lock(name)
+    assert lock is not None, f"{name} is free"
+    assert lock.remaining is not None
+    return lock.token, time.monotonic() + lock.remaining
 
 
 def test_locks_are_kept_in_every_pool(rooms: dict[str, Room]) -> None:
-    """All tasks of a pool keep ten locks each for several leases, by one thread per process."""
-    results, names = {}, {}
+    """All tasks of a pool keep ten locks each, by one thread per process."""
+    results, names = [], []
     for pool, size in POOLS.items():
         for number in range(size):
             mine = [f"{pool} {number}:{place}" for place in range(10)]
-            results[pool, number] = send(pool_tasks.keep, pool, rooms[pool].path, mine)
-            names[pool, number] = mine
-    for pool, size in POOLS.items():
-        rooms[pool].until(lambda: len(rooms[pool].runs()) == size, f"{pool} did not begin", SOON)  # noqa: B023
-    every = [name for mine in names.values() for name in mine]
-    tokens = tokens_of(every)
-    assert sorted(tokens) == sorted(every)
-    stays_true(lambda: not any(cache_lock(name).acquire() for name in every), 3.5 * LEASE)
-    assert tokens_of(every) == tokens
-    for room in rooms.values():
-        room.open()
-    ended = {task: result.get(timeout=SOON) for task, result in results.items()}
-    assert ended == {task: {"kept": True, "threads": 1} for task in results}
-    assert tokens_of(every) == {}
+            args = (rooms[pool].path, mine)
+            results.append(pool_tasks.keep.apply_async(args, queue=pool))
+            names += mine
+    until_all(rooms, lambda pool, room: len(room.runs()) == POOLS[pool])
+    until_renewed(names)
+    open_all(rooms)
+    for result in results:
+        assert result.get(timeout=SOON) == {"kept": True, "threads": 1}
+    assert not any(map(find_lock, names))
 
 
 def test_a_waiting_task_is_woken_by_another(rooms: dict[str, Room]) -> None:
     """A task that waits gets the lock when another task of its pool frees it, and not before."""
     results = {}
-    for pool in TOGETHER:
-        room = rooms[pool]
-        send(pool_tasks.release_later, pool, room.path, f"wanted in {pool}")
+    together = {pool: rooms[pool] for pool in TOGETHER}
+    for pool, room in together.items():
+        args = (room.path, f"wanted in {pool}")
+        pool_tasks.release_later.apply_async(args, queue=pool)
         room.until(room.runs, f"{pool}: the holder did not begin", SOON)
-        results[pool] = send(pool_tasks.wait_long, pool, room.path, f"wanted in {pool}")
-    for pool in TOGETHER:
-        room = rooms[pool]
-        room.until(lambda: room.journal.entries("waits"), "nobody waits", SOON)  # noqa: B023
+        results[pool] = pool_tasks.wait_long.apply_async(args, queue=pool)
+    until_all(together, lambda pool, room: room.journal.entries("waits"))
     # A waiting task blocks no other task of its pool; prefork has no other child here.
-    doubled = [send(pool_tasks.double, pool, 21) for pool in ("threads", "gevent") * 3]
+    queues = ("threads", "gevent") * 3
+    doubled = [pool_tasks.double.apply_async((21,), queue=queue) for queue in queues]
     assert [result.get(timeout=SOON) for result in doubled] == [42] * 6
-    assert not any(rooms[pool].journal.entries("stopped waiting") for pool in TOGETHER)
-    for pool in TOGETHER:
-        rooms[pool].open()
-    assert {pool: result.get(timeout=SOON) for pool, result in results.items()} == dict.fromkeys(
-        TOGETHER, True
-    )
-    for pool in TOGETHER:
-        (released,) = rooms[pool].journal.entries("releases")
-        (woken,) = rooms[pool].journal.entries("stopped waiting")
-        # The lease is 60 s.
-        assert (woken["at_ns"] - released["at_ns"]) / 1e9 < 5, pool
-
-
-def test_a_waiting_task_in_a_solo_pool_is_woken_from_outside(rooms: dict[str, Room]) -> None:
-    """The only task of a solo pool gets the lock when another process frees it."""
-    room = rooms["solo"]
-    with cache_lock("wanted in solo", timeout=60) as lock:
-        assert lock
-        result = send(pool_tasks.wait_long, "solo", room.path, "wanted in solo")
-        room.until(lambda: room.journal.entries("waits"), "it does not wait", SOON)
-    assert result.get(timeout=SOON) is True
+    assert not any(room.journal.entries("stopped waiting") for room in together.values())
+    open_all(together)
+    # The lease is 60 s.
+    assert [result.get(timeout=SOON) for result in results.values()] == [True] * 3
 
 
 def test_a_task_beyond_its_time_limit_keeps_its_lock_until_it_ends(rooms: dict[str, Room]) -> None:
     """Where the pool does not end it, another run would overlap with it."""
-    limit = 2 * LEASE
-    hung = {}
-    for pool in ("threads", "solo", "gevent"):
-        hung[f"{pool}: by its message"] = (pool, pool_tasks.hang, {"time_limit": limit})
-    hung["threads: by its option"] = ("threads", pool_tasks.hang_by_its_option, {})
-    hung["gevent: by its option"] = ("gevent", pool_tasks.hang_by_its_option, {})
-    for name, (pool, task, options) in hung.items():
-        send(task, pool, rooms[pool].path, name, **options)
-    for pool in ("threads", "solo", "gevent"):
-        number = sum(one == pool for one, _, _ in hung.values())
-        room = rooms[pool]
-        room.until(lambda: len(room.journal.entries("hangs")) == number, "none began", SOON)  # noqa: B023
-    stays_true(lambda: all(map(find_lock, hung)), limit + 2 * LEASE)
-    for room in rooms.values():
-        room.open()
-    wait_for(lambda: not any(map(find_lock, hung)), SOON, "a lock is held still")
+    hung = {pool: room for pool, room in rooms.items() if pool != "prefork"}
+    names = [f"{pool} hangs" for pool in hung]
+    for pool, room in hung.items():
+        pool_tasks.hang.apply_async((room.path, f"{pool} hangs"), queue=pool)
+    until_all(hung, lambda pool, room: room.journal.entries("hangs"))
+    for _ in range(2):  # the second renewal is certainly after the limit of 1 s
+        until_renewed(names)
+    open_all(rooms)
+    wait_for(lambda: not any(map(find_lock, names)), SOON, "a lock is held still")
 
 
-def test_a_child_inherits_nothing_of_its_parent(workers: Workers, rooms: dict[str, Room]) -> None:
-    """Children forked while their parent holds a lock neither have, renew nor touch it."""
-    before = find_lock(PARENTS_LOCK)
-    assert before is not None
-    assert before.holder.pid == workers["prefork"].pid
-    seen = send(pool_tasks.look_at_the_parents_lock, "prefork").get(timeout=SOON)
-    assert seen.pop("pid") in {child.pid for child in workers["prefork"].children()}
-    parents = re.search(r"The parent's connection is (\d+)", workers["prefork"].log)
-    assert parents is not None
-    assert seen.pop("connection") != int(parents[1])
-    assert seen == {"held": False, "remaining": 0.0, "refused": ["LockError"] * 3}
-    stays_true(lambda: not cache_lock(PARENTS_LOCK).acquire(), 1.5 * LEASE)
-    after = find_lock(PARENTS_LOCK)
-    assert after is not None
-    assert after.token == before.token
+def send_to_all(rooms: dict[str, Room], how: str = "stay") -> dict[str, Any]:
+    """Send the unique task to the worker of each pool, for the room of that pool."""
+    return {pool: unique.apply_async((room.path, how), queue=pool) for pool, room in rooms.items()}
+
+
+def senders(rooms: dict[str, Room]) -> dict[str, str | None]:
+    """Return the id of the task that keeps others from being sent, by pool; "" for nobody."""
+    locks = {pool: find_lock(f"sent:{unique.name}:{room.path}") for pool, room in rooms.items()}
+    return {pool: lock.holder.task_id if lock else "" for pool, lock in locks.items()}
+
+
+NOBODY = dict.fromkeys(POOLS, "")
+
+
+def test_the_same_is_sent_again_when_the_run_ends(rooms: dict[str, Room]) -> None:
+    """While it waits and runs, the second send is a duplicate, and then the third is none."""
+    first = send_to_all(rooms)
+    until_all(rooms, lambda pool, room: room.runs(first[pool].id))
+    ids = {pool: result.id for pool, result in first.items()}
+    assert senders(rooms) == ids
+    assert {pool: result.id for pool, result in send_to_all(rooms).items()} == ids
+    open_all(rooms)
+    for _ in range(2):
+        for result in first.values():
+            assert result.get(timeout=SOON) == [result.id, 0]
+        # The run is over once its result is there.
+        assert senders(rooms) == NOBODY
+        first = send_to_all(rooms)
+        assert {result.is_duplicate for result in first.values()} == {False}
+    assert [room.gauge.violations() for room in rooms.values()] == [[]] * len(POOLS)
+
+
+def test_every_end_frees_the_lock(rooms: dict[str, Room]) -> None:
+    """The same can be sent again at once, in whatever way a run ends for good."""
+    parts = {
+        how: {pool: Room(room.folder / how) for pool, room in rooms.items()} for how in ENDINGS
+    }
+    for how, places in parts.items():
+        for room in places.values():
+            room.folder.mkdir()
+        send_to_all(places, how)
+    for how, places in parts.items():
+        until_all(places, lambda _, room: len(room.runs()) == ENDINGS[how])  # noqa: B023
+        wait_for(lambda: senders(places) == NOBODY, SOON, f"{how} left a lock behind")  # noqa: B023
