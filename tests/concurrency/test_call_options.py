@@ -1,6 +1,5 @@
 """Options of one call: ``apply_async(args, single_instance={...})``, whatever the task says."""
 
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -17,11 +16,9 @@ from django_celery_safe import (
     ConfigurationError,
     SafeTask,
     iter_locks,
-    release_lock,
     send_on_commit,
     single_instance,
 )
-from django_celery_safe.concurrency import guard
 from django_celery_safe.concurrency.guard import find_guarded
 from django_celery_safe.delivery.header import FORMAT
 from django_celery_safe.leases.holder import place_names
@@ -180,19 +177,6 @@ def test_a_call_may_come_back(task: Any, mailbox: Mailbox) -> None:
         assert names(mailbox.deliver(again)) == [LOCK]
 
 
-def test_the_own_copy_keeps_the_options(
-    plain: Any, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A message that meets the lock of its own id comes back under the call's key."""
-    monkeypatch.setattr(guard, "OWN_RUN_WAIT", 0.01)
-    first = call(mailbox, plain, **CALL)
-    with held_by(LOCK, first.id):
-        assert mailbox.deliver(first).state == "IGNORED"
-    copy = mailbox.take_one()
-    assert copy.ours["options"] == CALL
-    assert names(mailbox.deliver(copy)) == [LOCK]
-
-
 @pytest.mark.parametrize(
     ("own", "given", "state"),
     [
@@ -210,28 +194,6 @@ def test_what_the_call_does_not_say_the_task_does(
     message = call(mailbox, task, **given)
     with held_by(f"{NAME}:7", "other"):
         assert mailbox.deliver(message).state == state
-
-
-def test_the_counterparts_of_a_task_that_reads_its_callers_wishes(
-    plain: Any, mailbox: Mailbox
-) -> None:
-    """
-    A key, a lease, and whether and how long to wait, for one call of any task.
-
-    Source:
-        Seed 003: ``celery_once_key``, ``celery_once_timeout``,
-        ``celery_once_enable_wait``, ``celery_once_blocking_timeout``.
-    """
-    rejected = call(mailbox, plain, key="once", on_conflict="reject")
-    waiting = call(mailbox, plain, key="once", timeout=60, on_conflict="wait", blocking_timeout=20)
-    with held_by(f"{NAME}:once", "first") as lock:
-        assert mailbox.deliver(rejected).state == "REJECTED"
-        ending = threading.Timer(0.3, release_lock, [lock])
-        ending.start()
-        state, ((name, remaining),) = mailbox.deliver(waiting)
-        ending.join()
-    assert (state, name) == ("SUCCESS", f"{NAME}:once")
-    assert 50 < remaining <= 60
 
 
 def test_a_unique_task_is_sent_once_for_each_key_of_a_call(mailbox: Mailbox) -> None:
@@ -331,27 +293,6 @@ def test_runs_without_a_message_take_options(run: str, plain: Any, mailbox: Mail
     assert 90 < remaining <= 100
 
 
-@pytest.mark.parametrize(
-    ("way", "eager"),
-    [("skip", False), ("retry", True), ("wait", False), ("reject", True), ("raise", False)],
-)
-def test_a_conflict_without_a_message(way: str, eager: bool, plain: Any, mailbox: Mailbox) -> None:
-    """There is nothing to send again or to reject: skipped, or AlreadyRunning."""
-    mailbox.app.conf.task_always_eager = eager
-    options: dict[str, Any] = {"key": "feed-42", "on_conflict": way}
-    if way == "wait":
-        options["blocking_timeout"] = 5
-    run = plain.apply_async if eager else plain.apply
-    with held_by(LOCK, "other"):
-        result = run((7,), single_instance=options)
-    if way == "skip":
-        assert result.get() is None
-        return
-    with pytest.raises(AlreadyRunning) as raised:
-        result.get()
-    assert (raised.value.name, raised.value.task_id) == (LOCK, "other")
-
-
 # Mistakes.
 
 
@@ -430,31 +371,6 @@ def test_every_kind_of_task_can_be_asked(kind: str, mailbox: Mailbox) -> None:
     assert task.apply_async((argument,), **asked).get() == [f"{NAME}:7"]
 
 
-def test_a_task_that_nobody_asks_is_left_alone(plain: Any, mailbox: Mailbox) -> None:
-    """No header, no lock, and Celery's check of the arguments."""
-    plain.delay(7)
-    message = mailbox.take_one()
-    assert message.ours == {}
-    assert mailbox.deliver(message) == ("SUCCESS", [])
-    for options in ({}, {"single_instance": CALL}):
-        with pytest.raises(TypeError, match="missing"):
-            plain.apply_async((), **options)
-        with pytest.raises(TypeError, match="speed"):
-            plain.apply_async((7,), {"speed": 1}, **options)
-    assert mailbox.take() == []
-
-
-@pytest.mark.parametrize(("way", "state"), [("reject", "REJECTED"), ("retry", "RETRY")])
-def test_autoretry_leaves_a_conflict_alone(way: str, state: str, mailbox: Mailbox) -> None:
-    """Celery's own retry is for errors of the body only, as with the decorator."""
-    task = make_undecorated(mailbox, "bound autoretry")
-    message = call(mailbox, task, key="feed-42", on_conflict=way)
-    with held_by(LOCK, "other"):
-        assert mailbox.deliver(message).state == state
-    again = mailbox.take()
-    assert [one.headers["retries"] for one in again] == ([0] if way == "retry" else [])
-
-
 class Parent(SafeTask):
     """A task class with a run method."""
 
@@ -508,22 +424,22 @@ def test_a_call_inside_its_own_run_asks_for_nothing(mailbox: Mailbox) -> None:
 # Retries.
 
 
-@pytest.mark.parametrize(("by", "decorated"), [("retry", False), ("autoretry", True)])
-def test_a_retry_keeps_the_options(by: str, decorated: bool, mailbox: Mailbox) -> None:
+def test_a_retry_keeps_the_options(mailbox: Mailbox) -> None:
     """Each run of one call is under the lock of that call, and ends a conflict as it says."""
 
     def failing(self: Any, number: int) -> Any:
         if self.request.retries == 2:
             return work(number)
         assert held_names() == [LOCK]
-        if by == "retry":
-            raise self.retry(countdown=0)
         raise KeyError(number)
 
-    function = single_instance(key="{number}")(failing) if decorated else failing
-    autoretry: dict[str, Any] = {"autoretry_for": (KeyError,)} if by == "autoretry" else {}
     task = mailbox.task(
-        function, base=SafeTask, bind=True, name=NAME, default_retry_delay=0, **autoretry
+        single_instance(key="{number}")(failing),
+        base=SafeTask,
+        bind=True,
+        name=NAME,
+        default_retry_delay=0,
+        autoretry_for=(KeyError,),
     )
     message = call(mailbox, task, **CALL)
     for retries in (1, 2):

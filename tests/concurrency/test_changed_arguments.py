@@ -1,6 +1,5 @@
 """Decorators and base classes that change arguments between a message and its function."""
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -52,26 +51,6 @@ def with_session_first(function: Function) -> Function:
     @functools.wraps(function)
     def inner(*args: Any, **kwargs: Any) -> Any:
         return function(Session(), *args, **kwargs)
-
-    return inner
-
-
-def with_session_and_copies(function: Function) -> Function:
-    """Pass a session by name, and copies of the arguments."""
-
-    @functools.wraps(function)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        return function(*copy.deepcopy(args), session=Session(), **kwargs)
-
-    return inner
-
-
-def with_session_and_names(function: Function) -> Function:
-    """Pass a session and all arguments by name."""
-
-    @functools.wraps(function)
-    def inner(params: dict[str, Any], **kwargs: Any) -> Any:
-        return function(params=params, session=Session(), **kwargs)
 
     return inner
 
@@ -296,64 +275,26 @@ def test_a_key_that_is_not_certain_is_an_error(mailbox: Mailbox) -> None:
     assert mailbox.deliver(mailbox.take_one()).value == 11
 
 
-class Client:
-    """A service that a decorator makes of the message's name."""
-
-    def __init__(self, name: Any) -> None:
-        self.name = name
-
-
-@pytest.mark.parametrize(
-    ("make_value", "ours"),
-    [(lambda pk: Person(pk=pk), OURS["unique"]), (Client, OURS["idempotent"])],
-    ids=["model under a lock", "service with a record"],
-)
-def test_what_a_decorator_makes_of_an_argument_keeps_calls_apart(
-    make_value: Any, ours: Any, mailbox: Mailbox
-) -> None:
-    """A decorator that reads a row, or makes a service, does not merge the calls of two."""
+def test_what_a_decorator_makes_of_an_argument_keeps_calls_apart(mailbox: Mailbox) -> None:
+    """A decorator that reads a row does not merge the calls of two."""
 
     def reading(function: Function) -> Function:
         @functools.wraps(function)
         def inner(pk: Any) -> Any:
-            return function(make_value(pk))
+            return function(Person(pk=pk))
 
         return inner
 
     def work(made: Any) -> Any:
-        return note(made.pk if isinstance(made, Person) else made.name)
+        return note(made.pk)
 
-    task = mailbox.task(reading(ours(work)), base=SafeTask, name="tests.changed")
-    for pk in (5, 6):
-        task.delay(pk)
-    messages = mailbox.take()
-    for message in (*messages, *messages):
+    task = mailbox.task(reading(OURS["unique"](work)), base=SafeTask, name="tests.changed")
+    assert [task.delay(pk).is_duplicate for pk in (5, 6)] == [False, False]
+    for message in mailbox.take():
         assert mailbox.deliver(message).state == "SUCCESS"
-    once = hasattr(ours, "using")
-    assert [value for value, _ in runs] == ([5, 6] if once else [5, 6, 5, 6])
-    assert [name for name in held_names() if "tests.changed" in name] == []
-    assert runs[0][1] != runs[1][1] or once
-
-
-def test_a_value_that_differs_in_each_run_is_no_conflict(mailbox: Mailbox) -> None:
-    """A decorator may inject the time above @idempotent(key=...): a redelivery is a repeat."""
-    moments = iter(range(9))
-
-    def at_moment(function: Function) -> Function:
-        @functools.wraps(function)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, moment=next(moments), **kwargs)
-
-        return inner
-
-    def work(x: int, moment: int) -> Any:
-        return note(x)
-
-    task = mailbox.task(at_moment(idempotent("{x}")(work)), base=SafeTask, name="tests.changed")
-    task.delay(5)
-    message = mailbox.take_one()
-    assert [mailbox.deliver(message).value for _ in range(2)] == [5, 5]
-    assert len(runs) == 1
+    assert [value for value, _ in runs] == [5, 6]
+    assert runs[0][1] != runs[1][1]
+    assert held_names() == []
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -376,29 +317,15 @@ def test_a_retry_keeps_the_lock_of_its_send(change: Change, mailbox: Mailbox) ->
     assert task.apply_async((5,), change.more).is_duplicate is False
 
 
-@pytest.mark.parametrize(
-    ("decorate", "function", "place"),
-    [
-        (with_session_first, "session, params, x", "above"),
-        (with_session, "params, x, session", "below"),
-        (with_session_and_copies, "params, x, session", "above"),
-        (with_session_and_names, "params, x, session", "below"),
-    ],
-)
-def test_a_step_gets_what_a_decorator_adds(
-    decorate: Any, function: str, place: str, mailbox: Mailbox
-) -> None:
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_step_gets_what_a_decorator_adds(place: Any, mailbox: Mailbox) -> None:
     """A step's function gets the params, the arguments of the plan's entry, and the session."""
 
-    def first(session: Session, params: dict[str, Any], x: int, run: Any) -> None:
+    def body(session: Session, params: dict[str, Any], x: int, run: Any) -> None:
         assert isinstance(session, Session)
         note((params, x, run.pk))
 
-    def last(params: dict[str, Any], x: int, session: Session, run: Any) -> None:
-        first(session, params, x, run)
-
-    body = first if function.startswith("session") else last
-    made = PLACES[place](decorate, stages.step, body)
+    made = place(with_session_first, stages.step, body)
     task = mailbox.task(made, base=SafeTask, name="tests.changed")
     run = stages.start([(task, 1, {"x": 5})], params={"a": 1})
     assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"

@@ -112,24 +112,6 @@ def test_headers_passed_on_to_a_new_send_take_nothing_along(
     assert held_names() == []
 
 
-def test_headers_passed_on_to_a_new_send_ask_for_nothing(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
-    """The options of one call do not apply to the next call that the run makes."""
-
-    def sending(self: Any, number: int) -> list[str]:
-        if number:
-            self.apply_async((0,), headers=self.request.headers)
-        return held_names()
-
-    task = mailbox.task(sending, base=SafeTask, bind=True, name=NAME)
-    task.apply_async((7,), single_instance=CALL)
-    assert mailbox.deliver(mailbox.take_one()).value == [f"{NAME}:feed-42"]
-    second = mailbox.take_one()
-    assert second.ours == {}
-    assert mailbox.deliver(second).value == []
-
-
 @pytest.mark.parametrize("passed_on", [False, True])
 def test_a_retry_takes_all_along(passed_on: bool, mailbox: Mailbox, locks_in_memory: None) -> None:
     """Its own retry has key, options and lock of the message, with or without its headers."""
@@ -250,23 +232,6 @@ def test_a_garbled_header_loses_no_run(
     assert all(NAME in r.getMessage() or "looking" in r.getMessage() for r in said)
 
 
-def test_an_option_of_a_newer_release_is_ignored(mailbox: Mailbox, locks_in_memory: None) -> None:
-    """Options that this release does not know are left out, and the others hold."""
-
-    def lease(number: int) -> Any:
-        (lock,) = iter_locks()
-        return lock.remaining
-
-    task = mailbox.task(lease, base=SafeTask, name=NAME)
-    task.apply_async((7,), single_instance=CALL)
-    message = mailbox.take_one()
-    options = {**CALL, "fairness": 1}
-    newer = message.with_headers(**{HEADER: {**message.ours, "options": options}})
-    state, remaining = mailbox.deliver(newer)
-    assert state == "SUCCESS"
-    assert 90 < remaining <= 100
-
-
 @pytest.mark.parametrize("number", [None, 2])
 def test_a_header_of_another_format_holds(
     number: int | None,
@@ -276,19 +241,20 @@ def test_a_header_of_another_format_holds(
 ) -> None:
     """One without a number, as the first had none, is as good; a newer one gets a warning, too."""
 
-    def working(self: Any, number: int) -> list[str]:
-        return held_names()
+    def working(self: Any, number: int) -> list[Any]:
+        return [(lock.name, lock.remaining) for lock in iter_locks()]
 
-    make_unique(mailbox, working).delay(7)
+    make_unique(mailbox, working).apply_async((7,), single_instance={"timeout": 100})
     message = mailbox.take_one()
     assert message.ours["format"] == 1
     ours = {name: value for name, value in message.ours.items() if name != "format"}
     if number is not None:
-        ours |= {"format": number, "of_a_newer_release": True}
+        ours |= {"format": number, "newer": True, "options": {"timeout": 100, "fairness": 1}}
     (of_send,) = held_names()
     state, held = mailbox.deliver(message.with_headers(**{HEADER: ours}))
     assert state == "SUCCESS"
-    assert of_send in held
+    assert {name for name, _ in held} == {of_send, f"{NAME}:7"}
+    assert all(90 < remaining <= 100 for _, remaining in held)
     assert held_names() == []
     warned = [text for text in caplog.messages if "is of format 2, and this release" in text]
     assert bool(warned) is (number == 2)
@@ -342,27 +308,6 @@ def test_a_lock_in_another_cache_is_freed_there(until: str, how: str, mailbox: M
         assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", "done")
         assert list(iter_locks(cache="old")) == []
     assert mailbox.take() == []
-
-
-@pytest.mark.usefixtures("two_caches")
-def test_a_lock_in_another_cache_has_the_lease_of_the_run_there(mailbox: Mailbox) -> None:
-    """A killed worker would not leave it for longer than the run's own lock."""
-
-    def look(self: Any, number: int) -> float:
-        lock = find_lock(f"sent:{NAME}:{number}", cache="old")
-        assert lock is not None
-        assert lock.remaining is not None
-        return lock.remaining
-
-    for cache in ({"cache": "old"}, {}):
-        decorate = single_instance(key="{number}", unique_until="end", timeout=5, **cache)  # type: ignore[call-overload]
-        task = mailbox.task(decorate(look), base=SafeTask, bind=True, name=NAME)
-        if cache:
-            task.delay(7)
-            del mailbox.app.tasks[NAME]
-    assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", pytest.approx(5, abs=1))
-    assert list(iter_locks(cache="old")) == []
-    assert held_names() == []
 
 
 @pytest.mark.usefixtures("two_caches")

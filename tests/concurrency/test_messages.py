@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from celery import Task, chain
+from celery import Task
 from celery.exceptions import Reject, Retry
 from django.db import connections
 from kombu.exceptions import OperationalError
@@ -184,15 +184,6 @@ def test_a_conflict_ends_in_already_running(
     assert importing.runs == []
 
 
-def test_wait_does_not_wait_for_its_own_message(mailbox: Mailbox, locks_in_memory: None) -> None:
-    """A message that meets the lock of its own id holds no slot: its copy comes back."""
-    importing = Importing(mailbox, on_conflict="wait", blocking_timeout=60)
-    message = importing.message()
-    with held_by(LOCK, message.id):
-        assert mailbox.deliver(message).state == "IGNORED"
-    assert mailbox.take_one().id == message.id
-
-
 @pytest.mark.parametrize(
     ("base", "autoretry"), [(Task, {"autoretry_for": (Exception,)}), (SafeTask, {})]
 )
@@ -267,27 +258,6 @@ def test_a_retry_never_waits_longer_than_the_broker_lets_it(mailbox: Mailbox) ->
     assert mailbox.take_one().delay <= 10
 
 
-def test_a_conflict_is_told(
-    mailbox: Mailbox,
-    locks_in_memory: None,
-    events: list[dict[str, Any]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A signal and a record at INFO name the lock, the task, its holder and what was done."""
-    caplog.set_level(logging.INFO, "django_celery_safe")
-    message = Importing(mailbox, on_conflict="retry").message()
-    with held_by(LOCK, "other") as lock:
-        mailbox.deliver(message)
-    holder = "task other (tests.other) in process 4711 on elsewhere"
-    assert str(lock.holder) == holder
-    told = {"name": LOCK, "task_id": message.id, "holder": holder, "on_conflict": "retry"}
-    assert events == [told]
-    (record,) = [r for r in caplog.records if r.name == "django_celery_safe.task_conflict"]
-    assert record.levelno == logging.INFO
-    assert all(value in record.getMessage() for value in told.values())
-    assert {f"safe_{name}": value for name, value in told.items()}.items() <= vars(record).items()
-
-
 @pytest.mark.usefixtures("locks_in_memory")
 def test_a_lock_shows_what_celery_shows_of_the_call(mailbox: Mailbox, settings: Settings) -> None:
     """Redacted arguments stay so, after a conflict, too; with SHOW_ARGUMENTS off none is shown."""
@@ -311,39 +281,34 @@ def test_a_lock_shows_what_celery_shows_of_the_call(mailbox: Mailbox, settings: 
 # The lock of its own task id.
 
 
-@pytest.mark.parametrize(("base", "on_conflict"), [(Task, "skip"), (SafeTask, "reject")])
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        (Task, {"on_conflict": "skip"}),
+        (SafeTask, {"on_conflict": "reject"}),
+        (SafeTask, {"on_conflict": "wait", "blocking_timeout": 60}),
+    ],
+)
 def test_a_message_that_meets_its_own_lock_comes_back(
-    base: Any, on_conflict: str, mailbox: Mailbox, locks_in_memory: None
+    base: Any, options: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
 ) -> None:
-    """With any on_conflict one copy with the same id and retries comes after the lease."""
-    importing = Importing(mailbox, base, on_conflict=on_conflict, autoretry_for=(Exception,))
-    first = importing.message(retries=2, headers={"x-user": "me", "x-death": [{"count": 1}]})
+    """With any on_conflict one copy with the same id, retries and chain comes after the lease."""
+    importing = Importing(mailbox, base, autoretry_for=(Exception,), **options)
+    headers = {"x-user": "me", "x-death": [{"count": 1}]}
+    first = importing.message(retries=2, headers=headers, link=importing.task.si(8))
     with held_by(LOCK, first.id, seconds=90):
         assert mailbox.deliver(first).state == "IGNORED"
     copy = mailbox.take_one()
     assert copy.id == first.id
     assert copy.headers["retries"] == 2
     assert copy.headers["x-user"] == "me"
+    assert copy.embed == first.embed
     # With it RabbitMQ would see a cycle and drop the message.
     assert "x-death" not in copy.headers
     assert 60 < copy.delay <= 90
     assert importing.runs == []
     assert mailbox.deliver(copy) == ("SUCCESS", "imported")
     assert importing.runs == [first.id]
-
-
-def test_a_copy_keeps_the_rest_of_its_chain(mailbox: Mailbox, locks_in_memory: None) -> None:
-    """The chain behind a message goes on when its copy has run."""
-    importing = Importing(mailbox)
-    chain(importing.task.si(7), importing.task.si(8)).apply_async()
-    first = mailbox.take_one()
-    with held_by(LOCK, first.id):
-        mailbox.deliver(first)
-    copy = mailbox.take_one()
-    mailbox.deliver(copy)
-    last = mailbox.take_one()
-    assert last.args == [8]
-    assert mailbox.deliver(last).state == "SUCCESS"
 
 
 def test_a_copy_is_noted_until_it_runs(mailbox: Mailbox, locks_in_memory: None) -> None:
@@ -468,20 +433,6 @@ def test_dying_before_the_note_loses_nothing(mailbox: Mailbox, locks_in_memory: 
     assert mailbox.deliver(last).value == "imported"
 
 
-def test_a_copy_that_arrives_after_its_note_ended_comes_back(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
-    """The note is a lease too: once it is over a copy is taken for the only one."""
-    importing = Importing(mailbox)
-    message = importing.message()
-    with held_by(LOCK, message.id):
-        mailbox.deliver(message)
-        copy = mailbox.take_one()
-        forget(message)
-        mailbox.deliver(copy)
-        assert len(mailbox.take()) == 1
-
-
 @pytest.mark.parametrize(
     ("lease", "visibility", "longest"), [(30, 8, 4), (4, 30, 4), (30, None, 30)]
 )
@@ -535,31 +486,6 @@ def test_the_retry_of_a_copy_that_ran_is_noted_anew(
     assert mailbox.deliver(again).value == "imported"
 
 
-def test_an_own_copy_is_told(
-    mailbox: Mailbox,
-    locks_in_memory: None,
-    events: list[dict[str, Any]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Signal and record say who holds the lock and when the copy comes; None: it was dropped."""
-    caplog.set_level(logging.INFO, "django_celery_safe")
-    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 4}
-    importing = Importing(mailbox)
-    message = importing.message()
-    with held_by(LOCK, message.id) as lock:
-        mailbox.deliver(message)
-        mailbox.deliver(message)
-    expected = {"name": LOCK, "task": NAME, "task_id": message.id, "holder": str(lock.holder)}
-    assert events == [{**expected, "delay": 2.0}, {**expected, "delay": None}]
-    sent, dropped = (r for r in caplog.records if r.name == "django_celery_safe.task_own_copy")
-    assert sent.levelno == dropped.levelno == logging.INFO
-    assert str(lock.holder) in sent.getMessage()
-    assert "a copy arrives in 2 s" in sent.getMessage()
-    assert "another copy is on its way" in dropped.getMessage()
-    assert vars(sent)["safe_delay"] == 2.0
-    assert vars(dropped)["safe_holder"] == str(lock.holder)
-
-
 def test_one_id_for_two_sends_is_told(
     mailbox: Mailbox, locks_in_memory: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -580,36 +506,30 @@ def test_one_id_for_two_sends_is_told(
 
 
 @pytest.mark.parametrize(
-    ("on_conflict", "autoretry"), [("skip", {}), ("retry", {"autoretry_for": (Exception,)})]
+    ("holder", "options", "expected"),
+    [
+        ("own", {"on_conflict": "skip"}, "REJECTED"),
+        ("other", {"on_conflict": "retry", "autoretry_for": (Exception,)}, "REJECTED"),
+        ("own", {"acks_late": False}, "FAILURE"),
+    ],
 )
 def test_a_message_that_can_not_be_sent_again_stays_with_the_broker(
-    on_conflict: str, autoretry: dict[str, Any], mailbox: Mailbox, locks_in_memory: None
+    holder: str, options: dict[str, Any], expected: str, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
-    """With acks_late the broker gets it back, whatever autoretry_for says; nothing is noted."""
+    """With acks_late the broker gets it back, and nothing is noted; else it fails, to be seen."""
     message = Importing(mailbox).message()
     with closing(Mailbox(broker_url=f"redis://127.0.0.1:{dead_port()}")) as dead:
-        importing = Importing(dead, on_conflict=on_conflict, **autoretry)
-        with held_by(LOCK, message.id if on_conflict == "skip" else "other"):
+        importing = Importing(dead, **options)
+        with held_by(LOCK, message.id if holder == "own" else holder):
             state, error = dead.deliver(message)
-    assert state == "REJECTED"
-    assert isinstance(error, Reject)
-    assert error.requeue is True
-    assert isinstance(error.reason, OperationalError)
+    assert state == expected
+    if state == "REJECTED":
+        assert isinstance(error, Reject)
+        assert error.requeue is True
+        error = error.reason
+    assert isinstance(error, OperationalError)
     assert find_note(message) is None
     assert importing.runs == []
-
-
-def test_a_message_that_was_acknowledged_and_can_not_be_sent_again_fails(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
-    """Without acks_late nobody else has it, so the failure is there to be seen."""
-    message = Importing(mailbox).message()
-    with closing(Mailbox(broker_url=f"redis://127.0.0.1:{dead_port()}")) as dead:
-        Importing(dead, acks_late=False)
-        with held_by(LOCK, message.id):
-            state, error = dead.deliver(message)
-    assert state == "FAILURE"
-    assert isinstance(error, OperationalError)
 
 
 def test_a_cache_that_does_not_answer_keeps_the_task_from_running(

@@ -14,7 +14,6 @@ from celery import Celery, Task, shared_task
 from pydantic import BaseModel
 
 from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_instance
-from django_celery_safe.concurrency.guard import find_guarded
 from django_celery_safe.conf import UNSET
 from django_celery_safe.delivery.copies import resending
 from django_celery_safe.delivery.header import HEADER
@@ -145,22 +144,16 @@ def test_one_configured_decorator_serves_two_functions(
 ) -> None:
     """A decorator kept in a variable keeps no state of the functions it decorates."""
     alone = single_instance(key="{number}")
-    held: dict[str, list[str]] = {}
-
-    def note(name: str) -> None:
-        held[name] = [lock.name.rpartition(".")[2] for lock in iter_locks()]
 
     @alone
-    def first(number: int) -> None:
-        note("first")
-        second(number)
+    def first(number: int) -> list[str]:
+        return second(number) or []
 
     @alone
-    def second(number: int, more: int = 0) -> None:
-        note("second")
+    def second(number: int, more: int = 0) -> list[str]:
+        return [name.rpartition(".")[2] for name in held_names()]
 
-    mailbox.task(first)(7)
-    assert held == {"first": ["first:7"], "second": ["first:7", "second:7"]}
+    assert mailbox.task(first)(7) == ["first:7", "second:7"]
 
 
 class Album(BaseModel):
@@ -284,14 +277,6 @@ def test_models_have_the_key_of_their_dump(mailbox: Mailbox, locks_in_memory: No
     task.delay(Album(pk=8))
     names = [mailbox.deliver(message).value for message in mailbox.take()]
     assert names[0] == names[1] != names[2]
-
-
-def test_a_task_that_is_not_decorated_is_left_alone(mailbox: Mailbox) -> None:
-    """SafeTask without the decorator sends no key."""
-    task = mailbox.task(import_feed, base=SafeTask)
-    assert find_guarded(task) is None
-    task.delay("x")
-    assert mailbox.take_one().ours == {}
 
 
 def test_a_body_that_runs_later_is_refused() -> None:

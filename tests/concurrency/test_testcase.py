@@ -8,7 +8,7 @@ from django.db import transaction
 from django.test import TestCase
 from pytest_django import Settings
 
-from django_celery_safe import AlreadyRunning, SafeTask, single_instance
+from django_celery_safe import SafeTask, single_instance
 from tests.app.models import Person
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
@@ -43,13 +43,7 @@ def test_eager_tasks_run_in_a_testcase(aliases: set[str], mailbox: Mailbox) -> N
             raise ValueError(name)
         return held_names()
 
-    @single_instance(key=lambda: "all", on_conflict="raise")
-    def clean_up() -> int:
-        with transaction.atomic():
-            return Person.everyone.count()
-
     signing_up = mailbox.task(sign_up, base=SafeTask, name="tests.sign_up")
-    cleaning_up = mailbox.task(clean_up, base=SafeTask, name="tests.clean_up")
 
     class Plain(TestCase):
         databases = aliases
@@ -64,11 +58,6 @@ def test_eager_tasks_run_in_a_testcase(aliases: set[str], mailbox: Mailbox) -> N
             with held_by("tests.sign_up:bob", "first"):
                 assert signing_up.delay("bob").get() is None
             assert signing_up.delay("bob").get() == ["tests.sign_up:bob"]
-
-        def test_a_duplicate_raises(self) -> None:
-            with held_by("tests.clean_up:all", "first"), pytest.raises(AlreadyRunning):
-                cleaning_up.delay()
-            assert cleaning_up.delay().get() == 0
 
         def test_a_task_fails(self) -> None:
             with pytest.raises(ValueError, match="nobody"):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from celery import Task, shared_task
 
-from django_celery_safe import AlreadyRunning, SafeTask, cache_lock, find_lock, single_instance
+from django_celery_safe import AlreadyRunning, SafeTask, find_lock, single_instance
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import KINDS, held_names, make_task
@@ -113,16 +113,6 @@ def test_a_conflict_raises_already_running(
     assert raised.value.name == f"{task.name}:7"
     assert "task first" in raised.value.holder
     assert mailbox.take() == []
-
-
-def test_a_holder_without_a_task_has_no_task_id(mailbox: Mailbox) -> None:
-    """AlreadyRunning says None where the holder runs outside tasks."""
-    task = mailbox.task(single_instance(key="{number}", on_conflict="raise")(work))
-    with cache_lock(f"{task.name}:7") as lock:
-        assert lock
-        with pytest.raises(AlreadyRunning) as raised:
-            task(7)
-    assert raised.value.task_id is None
 
 
 def test_a_function_that_no_task_was_made_of_has_a_lock_too() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +62,6 @@ def note(self: Any, room: str, alias: str, *parts: Any) -> str:
     return "noted"
 
 
-@shared_task(**CARRIED)
-def gather(self: Any, results: list[str], room: str, alias: str) -> list[str]:
-    """Note that it ran with these results."""
-    enter(self, room, alias)
-    return results
-
-
 def write_once(task: Any, room: str, alias: str) -> None:
     """Write a row, and finish the task with it."""
     enter(task, room, alias)
@@ -103,11 +95,3 @@ def try_again(self: Any, room: str, alias: str, retries: int) -> int:
     if self.request.retries < retries:
         raise self.retry(countdown=0.5)
     return retries
-
-
-@shared_task(**CARRIED)
-def leave(self: Any, room: str, alias: str) -> None:
-    """End its own process in its first two runs, as a task that calls ``sys.exit()``."""
-    enter(self, room, alias)
-    if OutboxMessage.objects.using(alias).get(task_id=self.request.id).deaths < 2:
-        sys.exit(0)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from celery import shared_task
-from celery.signals import after_task_publish
 
 from django_celery_safe import SafeTask, single_instance
 from tests.processes import wait_for
@@ -71,25 +70,6 @@ def retrying(self: Any, room: str) -> Any:
             wait_for_turn(room)
             raise self.retry(countdown=0)
     return Room(Path(room)).stay(self)
-
-
-@shared_task(**LATE)
-@single_instance(key=["room"], timeout=LEASE)
-def sending_slowly(self: Any, room: str) -> Any:
-    """Stay in the room; a run that sends its first copy stands still right after that."""
-    return Room(Path(room)).stay(self)
-
-
-@after_task_publish.connect(sender=sending_slowly.name)
-def _stand_still(headers: Any, body: Any, **kwargs: Any) -> None:
-    if "copy" not in headers["django_celery_safe"]:
-        return
-    (room,) = body[0]
-    try:
-        (Path(room) / "standing still").touch(exist_ok=False)
-    except FileExistsError:
-        return
-    wait_for_turn(room)
 
 
 @shared_task(base=SafeTask, bind=True, acks_late=True, time_limit=TIME_LIMIT)

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery import shared_task
 
-from django_celery_safe import SafeTask, single_instance
+from django_celery_safe import SafeTask
 from tests.processes import wait_for
 from tests.worker.rooms import Room
 
@@ -49,13 +49,6 @@ def leave(self: Any, room: str) -> None:
     """End its process."""
     if len(enter(self, room).runs(self.request.id)) <= MOST:
         sys.exit(1)
-
-
-@shared_task(**LATE, max_deaths=2)
-@single_instance(key="{room}", unique_until="end", timeout=2)
-def unique(self: Any, room: str) -> None:
-    """Kill its process, while no other message is sent."""
-    die(self, room)
 
 
 @shared_task(**LATE)

@@ -8,7 +8,7 @@ from typing import Any
 from celery import shared_task
 from celery.exceptions import Ignore, Reject
 
-from django_celery_safe import CacheLock, SafeTask, cache_lock, single_instance
+from django_celery_safe import SafeTask, cache_lock, single_instance
 from tests.processes import wait_for
 from tests.worker.rooms import Room
 
@@ -16,19 +16,13 @@ from tests.worker.rooms import Room
 LEASE = 10.0
 
 
-def count_renewing_threads(locks: list[CacheLock]) -> int:
-    """Return how many threads of this process renew these locks."""
-    # Lanes of other tests' locks may still be there, and end soon.
-    return len({lock.lease.lane for lock in locks if lock.lease is not None})
-
-
 @shared_task(base=SafeTask, bind=True)
-def keep(self: Any, room: str, names: list[str]) -> dict[str, Any]:
-    """Hold locks until the gate opens; return whether all were kept, and by how many threads."""
+def keep(self: Any, room: str, names: list[str]) -> bool:
+    """Hold locks until the gate opens; return whether all were kept."""
     with ExitStack() as stack:
         locks = [stack.enter_context(cache_lock(name, timeout=LEASE)) for name in names]
         Room(Path(room)).stay(self)
-        return {"kept": all(lock.held for lock in locks), "threads": count_renewing_threads(locks)}
+        return all(lock.held for lock in locks)
 
 
 @shared_task(base=SafeTask, bind=True)

@@ -19,20 +19,6 @@ class Witnessed(SafeTask):
         Room(Path(args[0])).note("tried", self)
 
 
-@shared_task(base=Witnessed, bind=True)
-@single_instance(key=["room"])
-def skipping(self: Any, room: str) -> Any:
-    """Stay in the room; skip if somebody is there."""
-    return Room(Path(room)).stay(self)
-
-
-@shared_task(base=Witnessed, bind=True, max_retries=0)
-@single_instance(key=["room"], on_conflict="retry", retry_delay=0.2)
-def returning(self: Any, room: str) -> Any:
-    """Stay in the room; come back if somebody is there."""
-    return Room(Path(room)).stay(self)
-
-
 @shared_task(base=Witnessed, bind=True, max_retries=0)
 @single_instance(key=["room"], limit=2, on_conflict="retry", retry_delay=0.2)
 def two_at_once(self: Any, room: str) -> Any:
@@ -41,7 +27,7 @@ def two_at_once(self: Any, room: str) -> Any:
 
 
 @shared_task(base=Witnessed, bind=True, acks_late=True, reject_on_worker_lost=True)
-@single_instance(key=["room"], timeout=6)
+@single_instance(key=["room"], timeout=10)
 def redelivered(self: Any, room: str) -> Any:
     """Stay in the room for longer than the broker waits for an acknowledgement."""
     return Room(Path(room)).stay(self)

