@@ -359,7 +359,10 @@ def run_and_deliver_again(mailbox: Mailbox) -> tuple[Message, list[str]]:
 
     def deliver() -> Outcome:
         mailbox.app.set_current()
-        return mailbox.deliver(message)
+        try:
+            return mailbox.deliver(message)
+        finally:
+            connections.close_all()  # of this thread
 
     decorate = single_instance(key="{number}")
     task = mailbox.task(decorate(running), name=NAME, base=SafeTask, bind=True, acks_late=True)
