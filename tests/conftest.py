@@ -30,6 +30,7 @@ from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.leases.store import LeaseStore
 from django_celery_safe.sending import broker as bounded
 from tests.app.celery import app
+from tests.clock import clock as clock
 from tests.kinds import AXIS, kind_of
 from tests.processes import CeleryWorker
 from tests.servers import (

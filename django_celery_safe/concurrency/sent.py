@@ -39,7 +39,7 @@ from ..delivery.header import (
 )
 from ..events import SENT_LOCK_LOST, SENT_LOCK_NOT_MOVED
 from ..exceptions import CelerySafeError, ConfigurationError, LockBackendError, WrongTransaction
-from ..leases.clock import boottime
+from ..leases.clock import clock
 from ..leases.holder import Holder, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
@@ -178,7 +178,7 @@ class SentLock:
         store = self._store
         if store is not seen and not store.renews():
             return
-        lease = Lease(store, self.name, self.token, seconds, boottime(), _report_lost)
+        lease = Lease(store, self.name, self.token, seconds, clock.now(), _report_lost)
         # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
         renewer.add(lease)

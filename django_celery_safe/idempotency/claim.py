@@ -23,7 +23,7 @@ from ..events import CLAIM_FAILED, CLAIM_FINISHED, CLAIM_LOST, CLAIM_PUT_BACK, C
 from ..exceptions import ClaimLost, IdempotencyConflict, IdempotencyError, ResultNotStored
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
-from ..leases.clock import boottime
+from ..leases.clock import clock
 from ..leases.holder import HeldLock
 from ..locks.stores import Location
 from ..texts import get_logger
@@ -181,7 +181,7 @@ class RecordClaim(Claim):
         }
         asked_at = 0.0
         for _ in range(TRIES):
-            before, asked_at = asked_at, boottime()
+            before, asked_at = asked_at, clock.now()
             try:
                 row: Any = table.find(self.key)
                 if row is not None and row.token == self.token:

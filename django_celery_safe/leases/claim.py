@@ -29,7 +29,7 @@ from ..transactions import (
     retry_on_new_connection,
 )
 from ..values import NotPlain, encode
-from .clock import boottime
+from .clock import clock
 from .holder import HeldLock, describe_holder, encode_holder, holder_text
 from .lease import Lease
 from .lease_table import LeaseTable
@@ -60,7 +60,7 @@ class Claim(ABC):
         result: The result that :meth:`finish` recorded; None while the work is not done.
         is_repeat: Whether the work had already been done before.
         is_finished: Whether :meth:`finish` was called, inside a transaction or not.
-        asked_at: When the statement that wrote the token was sent, by :func:`boottime`.
+        asked_at: When the statement that wrote the token was sent, by :data:`clock`.
         lease: The row's lease, which is renewed; None until :meth:`begin`.
         is_held: Whether this process still holds the row, as far as it knows.
     """
@@ -285,7 +285,7 @@ class Claim(ABC):
         so no other process can start the work, and for at most one lease length. If not
         ``patient``, or before :meth:`begin`, it is retried only once, immediately.
         """
-        alias, lease, begun_at = self.table.alias, self.lease, boottime()
+        alias, lease, begun_at = self.table.alias, self.lease, clock.now()
         try:
             return statement()
         except DISCONNECTED:
@@ -295,7 +295,7 @@ class Claim(ABC):
         def left() -> float:
             if lease is None or not patient:
                 return 0.0
-            return min(lease.remaining, begun_at + lease.seconds - boottime())
+            return min(lease.remaining, begun_at + lease.seconds - clock.now())
 
         return retry_on_new_connection(alias, statement, left, repr(self.key))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from threading import Condition, Timer
 from typing import Final
 
 #: Return the time by a clock that is never set, s; all moments of a lease are by this clock.
@@ -15,3 +17,26 @@ boottime: Final[Callable[[], float]] = (
     if hasattr(time, "CLOCK_BOOTTIME")
     else time.monotonic
 )
+
+
+@dataclass(slots=True)
+class Clock:
+    """
+    The time of leases, and all waiting for it.
+
+    Attributes:
+        now: Return the time, s.
+        wait: Wait for a notification of a condition, for some seconds at most; return whether
+            it came.
+        sleep: Wait for some seconds.
+        timer: Return a thread, not started, that calls a function after some seconds.
+    """
+
+    now: Callable[[], float] = boottime
+    wait: Callable[[Condition, float], bool] = Condition.wait
+    sleep: Callable[[float], None] = time.sleep
+    timer: Callable[..., Timer] = Timer
+
+
+#: The clock of this process. A test may give it other functions, by which it lets time pass.
+clock: Final = Clock()

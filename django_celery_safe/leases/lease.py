@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from .clock import boottime
+from .clock import clock
 from .holder import HeldLock
 from .store import LeaseStore
 
@@ -74,8 +74,8 @@ class Lease(Generic[S]):
         name: The lock's name.
         token: The id of this acquisition.
         seconds: Length of the lease.
-        asked_at: When the last request that started or renewed the lease was sent, by the
-            clock :func:`boottime`. The lease is trusted for ``seconds`` from then on, less the
+        asked_at: When the last request that started or renewed the lease was sent, by
+            :data:`clock`. The lease is trusted for ``seconds`` from then on, less the
             store's ``early``: the store can only have got the request later.
         on_lost: Called with the lease and the new holder's lock, or None, by the
             thread that finds that the lease is no longer ours. It must not refer to
@@ -131,4 +131,4 @@ class Lease(Generic[S]):
         """Seconds for which the lease is trusted; 0: expired, lost or another process's."""
         if self.lost or self.pid != os.getpid():
             return 0.0
-        return max(0.0, self.asked_at + self.seconds - self.store.early - boottime())
+        return max(0.0, self.asked_at + self.seconds - self.store.early - clock.now())

@@ -22,7 +22,7 @@ from ..emitting import emit_in_background
 from ..events import LEASES_NOT_RENEWED, LEASES_NOT_RENEWED_BY_A_BUG
 from ..exceptions import LockBackendError
 from ..texts import get_logger
-from .clock import boottime
+from .clock import clock
 from .lease import Lease
 from .store import LeaseStore, Renewal
 
@@ -110,7 +110,7 @@ class Renewer:
                 self.extending.add(lease)
             overlaps = self._is_renewing(lease)
         try:
-            asked_at = boottime()
+            asked_at = clock.now()
             # If the answer is lost, the lease has the old or the new length: trust the shorter.
             lease.seconds = min(before, seconds)
             try:
@@ -179,7 +179,7 @@ class Lane:
         #: Weak: a lease without an owner is renewed as long as anything refers to it.
         self._unowned: WeakSet[Lease[Any]] = WeakSet()
         self._thread: threading.Thread | None = None
-        #: When the thread wakes up by itself, by :func:`boottime`.
+        #: When the thread wakes up by itself, by :data:`clock`.
         self._wakes_at = math.inf
         #: Whether the thread is waiting, and so takes a turn as soon as it is notified.
         self._waits = False
@@ -267,7 +267,7 @@ class Lane:
         with self._mutex:
             if self._thread is not threading.current_thread():
                 return False  # it was replaced, or a signal handler raised while it was started
-            pause = self._wakes_at - boottime()
+            pause = self._wakes_at - clock.now()
             if pause > 0 and not self._is_idle():
                 return self._wait(pause)
             due, reports, shortest = self._take_due()
@@ -285,7 +285,7 @@ class Lane:
     def _watched(self, longest: float) -> Iterator[None]:
         """Replace this thread if the block takes longer than ``longest`` seconds."""
         self._turn = turn = object()
-        watch = threading.Timer(longest, self._replace, [turn, longest])
+        watch = clock.timer(longest, self._replace, [turn, longest])
         watch.daemon = True
         if self._store.may_hang:
             with suppress(RuntimeError):  # the system has no thread left, or Python shuts down
@@ -309,7 +309,7 @@ class Lane:
             self._thread = None
             self._renewer.renewing.pop(self, None)
             self._renewer.changed.notify_all()
-            leases, now = self._leases, boottime()
+            leases, now = self._leases, clock.now()
             del self._renewer.lanes[self._key]
             if not leases:
                 return
@@ -331,7 +331,8 @@ class Lane:
         """Wait for a notification or a timeout; return False if the thread should end."""
         self._waits = True
         try:
-            woken = self._wake.wait(LINGER if pause == math.inf else min(pause, LONGEST_PAUSE))
+            longest = LINGER if pause == math.inf else min(pause, LONGEST_PAUSE)
+            woken = clock.wait(self._wake, longest)
         finally:
             self._waits = False
         if woken or self._owned or self._unowned or self._wakes_at < math.inf:
@@ -351,7 +352,7 @@ class Lane:
         """
         # A lease that was removed does not change the planned time: a loop that takes and frees
         # locks wakes this thread once in a third of a lease, not for every lock.
-        now, wakes_at, shortest = boottime(), math.inf, math.inf
+        now, wakes_at, shortest = clock.now(), math.inf, math.inf
         due: list[Lease[Any]] = []
         over: list[Lease[Any]] = []
         reports: list[Report] = []
@@ -397,7 +398,7 @@ class Lane:
                 if not extended:
                     self._lost(lease)
         if len(free) < len(leases):
-            later = boottime()
+            later = clock.now()
             for lease in set(leases).difference(free):
                 lease.renew_at = later + max(lease.remaining * RETRY_AFTER, SHORTEST_PAUSE)
         with self._mutex:
@@ -408,7 +409,7 @@ class Lane:
         if self._store.connects_threads:
             with self._mutex:
                 self._is_connected = True
-        asked_at, lengths = boottime(), [lease.seconds for lease in leases]
+        asked_at, lengths = clock.now(), [lease.seconds for lease in leases]
         try:
             self._store.leave_pool()
             outcomes = self._store.extend(leases, within)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from celery._state import get_current_task
 
 from ..exceptions import CelerySafeError, LockBackendError
-from ..leases.clock import boottime
+from ..leases.clock import clock
 from ..leases.holder import HeldLock, Holder, place_name, place_names
 from ..leases.lease import Lease, Owner
 from ..leases.renewer import renewer
@@ -78,7 +78,7 @@ def try_acquire(
     # Read once: reading Celery's ``request`` costs as much as everything done with it below.
     request = None if task is None else task.request
     holder = describe(task, request, renew, seconds)
-    asked_at = boottime()
+    asked_at = clock.now()
     try:
         outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit))
         if not isinstance(outcome, Acquired):
@@ -87,7 +87,7 @@ def try_acquire(
         owner = Owner(weakref.ref(lock), here.thread, run) if renew else None
         name = lock.name if outcome.place == 1 else place_name(lock.name, outcome.place)
         lease = Lease(store, name, token, seconds, asked_at, on_lost, owner)
-        took = boottime() - asked_at
+        took = clock.now() - asked_at
         if took < seconds - store.early:
             return Acquisition(lease, outcome.fence)
     except CelerySafeError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import time
 from asyncio import _get_running_loop as find_event_loop  # without an error if there is none
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
@@ -27,6 +26,7 @@ from ..exceptions import (
     WrongTransaction,
 )
 from ..foreign_errors import ExcInfo
+from ..leases.clock import clock
 from ..leases.holder import HeldLock, describe_lock_holder, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
@@ -360,12 +360,12 @@ class CacheLock(misuse.NotAsync):
         store.check_lease(seconds)
         if limit > 1:
             store.check_limit(limit)
-        started_at = time.monotonic()
+        started_at = clock.now()
         patience = None if longest == 0 else 0.0
         tries = 0
         try:
             while not self._try_acquire(store, seconds, patience):
-                left = math.inf if longest is None else started_at + longest - time.monotonic()
+                left = math.inf if longest is None else started_at + longest - clock.now()
                 if left <= 0:
                     return False
                 if longest is None and limit == 1 and self._waits_for_itself():

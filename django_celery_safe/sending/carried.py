@@ -36,7 +36,7 @@ from ..events import MESSAGE_DONE, MESSAGE_FAILED, MESSAGE_LOST, MESSAGE_NOT_RUN
 from ..exceptions import ConfigurationError, MessageLost, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit, text_of
 from ..leases.claim import Claim, working_claims
-from ..leases.clock import boottime
+from ..leases.clock import clock
 from ..texts import get_logger
 from ..values import decode
 from .capture import Captured, capture
@@ -495,7 +495,7 @@ def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
 
     def ask() -> Any:
         for _ in range(TRIES):
-            claim.asked_at = boottime()
+            claim.asked_at = clock.now()
             try:
                 claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
             except OperationalError as error:

@@ -34,7 +34,7 @@ from ..events import STEP_GONE, STEP_LOST, STEP_SKIPPED, TASK_POISONED
 from ..exceptions import IdempotencyError, InvalidResult, StepLost, TaskPoisoned
 from ..foreign_errors import describe_error
 from ..leases.claim import Claim
-from ..leases.clock import boottime
+from ..leases.clock import clock
 from ..leases.holder import HeldLock, Holder
 from ..leases.lease_table import read_holder
 from ..locks.stores import Location
@@ -234,7 +234,7 @@ def _begin(claim: StepClaim, task: Any, request: Context) -> bool:
     )
 
     def try_begin() -> bool | HeldLock:
-        claim.asked_at = boottime()
+        claim.asked_at = clock.now()
         try:
             return claim.ask(lambda: _try_begin(claim, task, request, holder))
         except DatabaseError as error:

@@ -10,57 +10,31 @@ from django_celery_safe.locks.stores import local
 from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.contract import cases
 
-#: Stores whose cases are nightly: five have the code of another, the last has leases of seconds.
-NIGHTLY_STORES = [
-    "redis-cache",
-    "redis-plain",
-    "cluster",
-    "valkey",
-    "pgbouncer",
-    "portable",
-]
-
-#: Each store that processes share, by the name that its tests carry.
+#: Each store that processes share, by the name that its tests carry; "database" is of ``--db``.
 SHARED_STORES = [
     "django-redis",
+    "memcached",
+    "database",
+    "cluster",
+    "portable",
     "redis-cache",
     "redis-plain",
-    "cluster",
     "valkey",
-    "memcached",
-    "postgres",
     "pgbouncer",
-    "mariadb",
-    "sqlite",
-    "portable",
 ]
 
 #: Stores whose leases are whole seconds.
 COARSE_STORES = ["memcached", "portable"]
 
-#: Stores whose leases can be as short as a test likes.
-FINE_STORES = [name for name in SHARED_STORES if name not in COARSE_STORES]
+#: Stores whose cases are nightly: they have the code of another.
+NIGHTLY_STORES = ["redis-cache", "redis-plain", "valkey", "pgbouncer"]
 
 
-#: Stores in which several may hold a lock.
-LIMITING_STORES = [
-    name for name in FINE_STORES if name not in {"redis-cache", "redis-plain", "valkey"}
-]
-
-
-def _params(stores: list[str]) -> list[Any]:
-    """Return each store, and those that can once more with three holders for each lock."""
-    limited = [f"{name}-of-3" for name in [*LIMITING_STORES, "local"] if name in stores]
-    return [
-        pytest.param(name, marks=_marks(name.partition("-of-")[0])) for name in stores + limited
-    ]
-
-
-def _marks(store: str) -> list[pytest.MarkDecorator]:
-    """Return the tier of a store's cases."""
-    if store == "mariadb":
-        return [pytest.mark.mariadb]
-    return [pytest.mark.nightly] if store in NIGHTLY_STORES else []
+def params(*stores: str) -> list[Any]:
+    """Return stores as parameters; ``<name>-of-3`` has three holders for each lock."""
+    marks = {"database": pytest.mark.sql}
+    marks |= dict.fromkeys(NIGHTLY_STORES, pytest.mark.nightly)
+    return [pytest.param(name, marks=marks.get(name.partition("-of-")[0], ())) for name in stores]
 
 
 @pytest.fixture
@@ -82,10 +56,10 @@ def use_store(
                 }
             }
             local.clear()
-        elif name in {"postgres", "mariadb", "sqlite"}:
+        elif name in {"database", "postgres", "mariadb"}:
             make_database: MakeDatabase = request.getfixturevalue("make_database")
-            kind = "sqlite-immediate" if name == "sqlite" else name
-            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database(kind)}  # type: ignore[arg-type]
+            kind = request.getfixturevalue("db_kind") if name == "database" else name
+            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database(kind)}
         elif name == "pgbouncer":
             alias = request.getfixturevalue("pgbouncer_alias")
             settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
@@ -109,36 +83,8 @@ def use_store(
     return use
 
 
-@pytest.fixture(params=_params([*SHARED_STORES, "local"]))
+@pytest.fixture(params=params(*SHARED_STORES, "local"))
 def any_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
     """Every store in turn."""
-    use_store(request.param)
-    return str(request.param)
-
-
-@pytest.fixture(params=_params([*FINE_STORES, "local"]))
-def fine_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
-    """Every store in turn with short leases."""
-    use_store(request.param)
-    return str(request.param)
-
-
-@pytest.fixture(params=_params(FINE_STORES))
-def fine_shared_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
-    """Every store in turn with short leases that processes share."""
-    use_store(request.param)
-    return str(request.param)
-
-
-@pytest.fixture(params=_params(COARSE_STORES))
-def coarse_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
-    """Every store in turn whose leases are of seconds."""
-    use_store(request.param)
-    return str(request.param)
-
-
-@pytest.fixture(params=_params(SHARED_STORES))
-def shared_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
-    """Every store in turn that processes share."""
     use_store(request.param)
     return str(request.param)

@@ -11,16 +11,13 @@ from tests.servers import RedisServer
 
 #: Each fault, and the cases that must fail on it.
 FAULTS: list[tuple[str, cases.Case]] = [
-    ("NoOwnerCheckCache", cases.late_release_spares_the_new_holder),
+    ("NoOwnerCheckCache", cases.late_holder_spares_the_new_one),
     ("NoOwnerCheckCache", cases.operator_frees_only_what_was_seen),
-    ("NoExpiryCache", cases.late_release_spares_the_new_holder),
-    ("NoExpiryCache", cases.killed_holders_lock_ends_with_its_lease_by_processes),
+    ("NoExpiryCache", cases.holder_is_shown),
+    ("NoExpiryCache", cases.killed_and_paused_holders_lose_their_locks_by_processes),
     ("FencePerProcessCache", cases.fences_grow_by_processes),
     ("ReadThenWriteCache", partial(cases.one_winner_for_each_new_key_by_processes, keys=20)),
-    (
-        "ReadThenWriteCache",
-        partial(cases.one_winner_for_each_expired_key_by_processes, keys=20),
-    ),
+    ("ReadThenWriteCache", partial(cases.one_winner_for_each_expired_key_by_processes, keys=20)),
 ]
 
 

@@ -2,85 +2,100 @@
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from django.db import connections, transaction
 
 from django_celery_safe import cache_lock
+from tests.app.models import Person
+from tests.clock import HeldClock
 from tests.conftest import MakeDatabase
 from tests.contract import cases
-from tests.kinds import KINDS
+from tests.contract.conftest import SHARED_STORES, params
 from tests.processes import run_in_processes
+from tests.servers.databases import DatabaseKind
 
-#: Cases in quarantine.
-HURRIED = [
-    pytest.param(case, marks=pytest.mark.quarantine("2026-11-26", reason), id=case.__name__)
-    for case, reason in cases.HURRIED
-]
+UseStore = Callable[[str], None]
 
-
-@pytest.mark.parametrize("case", [*cases.QUICK, *HURRIED], ids=lambda case: case.__name__)
-def test_every_store(any_store: str, case: cases.Case, tmp_path: Path) -> None:
-    """Every store does what the case says."""
-    case(tmp_path)
+#: Each kind of store in which several may hold a lock.
+LIMITED = ["django-redis-of-3", "database-of-3"]
 
 
-@pytest.mark.parametrize("case", cases.PATIENT, ids=lambda case: case.__name__)
-def test_every_lease(fine_store: str, case: cases.Case, tmp_path: Path) -> None:
-    """A store with short leases does what the case says."""
-    case(tmp_path)
+@pytest.mark.parametrize("name", params(*SHARED_STORES, *LIMITED))
+def test_every_store(name: str, use_store: UseStore, tmp_path: Path) -> None:
+    """Every store does what each case says."""
+    use_store(name)
+    for case in cases.QUICK:
+        case(tmp_path)
 
 
-@pytest.mark.nightly
-def test_every_lease_of_seconds(coarse_store: str, tmp_path: Path) -> None:
-    """A store with leases of seconds does what the same cases say, all at the same time."""
-    with ThreadPoolExecutor(len(cases.PATIENT)) as threads:
-        outcomes = [threads.submit(case, tmp_path) for case in cases.PATIENT]
+@pytest.mark.long
+@pytest.mark.parametrize("name", params(*SHARED_STORES, *LIMITED))
+def test_every_store_in_real_time(name: str, use_store: UseStore, tmp_path: Path) -> None:
+    """The same with leases of ten seconds that end, and with other processes."""
+    use_store(name)
+
+    def play(*played: cases.Case) -> None:
+        try:
+            for case in played:
+                case(tmp_path)
+        finally:
+            connections.close_all()
+
+    # All at once, because they wait.
+    stories = [cases.BY_PROCESSES, *[[case] for case in cases.PATIENT]]
+    with ThreadPoolExecutor(len(stories)) as threads:
+        outcomes = [threads.submit(play, *story) for story in stories]
     for outcome in outcomes:
         outcome.result()
 
 
-@pytest.mark.parametrize("case", cases.SHARED, ids=lambda case: case.__name__)
-def test_shared_store(shared_store: str, case: cases.Case, tmp_path: Path) -> None:
-    """Every store that processes share does what the case says."""
-    case(tmp_path)
+@pytest.mark.parametrize("name", ["local", "local-of-3"])
+def test_local_store(name: str, use_store: UseStore, clock: HeldClock, tmp_path: Path) -> None:
+    """The store in this process's memory does what each case says, as time passes."""
+    use_store(name)
+    for case in [*cases.QUICK, *cases.PATIENT]:
+        case(tmp_path)
 
 
-@pytest.mark.quarantine("2026-11-26", "2 s lease, 6.2 s of sleep")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sql
 def test_renewal_goes_on_beside_an_open_transaction(
-    fine_shared_store: str, kind: str, make_database: MakeDatabase, tmp_path: Path
+    use_store: UseStore, clock: HeldClock, db_kind: DatabaseKind, make_database: MakeDatabase
 ) -> None:
     """A lease is renewed while the body has a transaction open on the data's database."""
-    data = make_database(kind)  # type: ignore[arg-type]
-    cases.renewed_lock_outlives_three_leases_in_a_transaction(tmp_path, data)
+    use_store("database")
+    data = make_database(db_kind)
+    with cache_lock("renewed", timeout=30) as lock, transaction.atomic(using=data):
+        Person.everyone.using(data).create(email="written, and not committed")
+        clock.advance(100)
+        assert lock.held
+        lock.ensure()
 
 
-def test_local_store_excludes_threads(use_store: object, tmp_path: Path) -> None:
+def test_local_store_excludes_threads(use_store: UseStore) -> None:
     """Exactly one of 8 threads that race for a key in local memory gets it."""
-    use_store("local")  # type: ignore[operator]
+    use_store("local")
     names = [f"threads:{number}" for number in range(150)]
     barrier = threading.Barrier(8)
     won: list[str] = []
 
-    def race() -> None:
+    def race(_: int) -> None:
         for name in names:
             barrier.wait()
             if cache_lock(name, renew=False).acquire():
                 won.append(name)
 
-    threads = [threading.Thread(target=race) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(race, range(8)))
     assert Counter(won) == dict.fromkeys(names, 1)
 
 
-def test_local_store_is_each_process_its_own(use_store: object) -> None:
+def test_local_store_is_each_process_its_own(use_store: UseStore) -> None:
     """Local memory can't keep processes apart: both get the lock."""
-    use_store("local")  # type: ignore[operator]
+    use_store("local")
     assert run_in_processes(take_for_ever, 2) == [True, True]
 
 

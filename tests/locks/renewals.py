@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from django_celery_safe import find_lock
-from django_celery_safe.leases.clock import boottime
+from django_celery_safe.leases.clock import clock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
 from tests.processes import wait_for
@@ -32,7 +32,7 @@ def wait_for_renewal(name: str, **options: Any) -> None:
 
 def wait_for_renewals(*locks: CacheLock) -> None:
     """Wait until each lock's lease, or each lease of this process, has begun anew; still held."""
-    since = boottime()
+    since = clock.now()
     leases = [lock.lease for lock in locks]
     if not locks:
         leases = [lease for lane in renewer.lanes.values() for lease in lane._leases]

@@ -5,10 +5,8 @@ import gc
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,10 +18,9 @@ from pytest_django import Settings
 from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, idempotent
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
-from tests.app.models import Account
+from tests.clock import HeldClock, held_clock
 from tests.conftest import MakeRedisCache
-from tests.locks.renewals import wait_for_renewal
-from tests.processes import run_in_processes, start_in_process, tell, wait_for
+from tests.processes import run_in_processes
 
 #: Calls that only the owner of a lock may make.
 OWNERS: dict[str, Callable[[CacheLock], object]] = {
@@ -53,41 +50,44 @@ def refusals(lock: CacheLock) -> list[str]:
 REFUSED = [f"{name}: LockError" for name in OWNERS]
 
 
-def test_a_child_that_ends_leaves_its_parents_lock_alone(in_redis: None) -> None:
-    """A child is refused its parent's lock; the lock is renewed, and its connection stays open."""
+def test_a_child_leaves_its_parents_lock_alone(in_redis: None) -> None:
+    """A child renews its own lock, is refused its parent's, and closes nothing of the parent's."""
     (seen,) = run_in_processes(fork_and_go_on, 1)
     assert seen == {
-        "child": [False, 0.0, *REFUSED],
+        "child": [False, 0.0, *REFUSED, "renewed its own", "left its parent's to its end"],
         "same token": True,
         "connection open": True,
-        "held": True,
+        "renewed": True,
         "released": True,
     }
 
 
 def fork_and_go_on() -> dict[str, Any]:
     """Hold a lock beside a child that closes all it can reach; return what is left."""
-    lock = cache_lock("parent's", timeout=4)
-    assert lock.acquire()
-    connection = connection_id()
-    seen: dict[str, Any] = {"child": in_child(lambda: use_and_close(lock))}
-    # Longer than a lease.
-    time.sleep(4.5)
-    found = find_lock("parent's")
-    seen["same token"] = found is not None and found.token == lock.token
-    # Not the one that is used next: a renewal under way may have it just then.
-    clients = locate().store()._wire.ask("CLIENT", "LIST")  # type: ignore[attr-defined]
-    seen["connection open"] = f"id={connection} ".encode() in clients
-    seen["held"] = lock.held
-    seen["released"] = lock.release()
+    with held_clock() as clock:
+        lock = cache_lock("parent's", timeout=30)
+        assert lock.acquire()
+        connection = connection_id()
+        seen: dict[str, Any] = {"child": in_child(lambda: use_and_close(lock))}
+        clock.advance(100)
+        found = find_lock("parent's")
+        seen["same token"] = found is not None and found.token == lock.token
+        # Not the one that is used next: a renewal under way may have it just then.
+        clients = locate().store()._wire.ask("CLIENT", "LIST")  # type: ignore[attr-defined]
+        seen["connection open"] = f"id={connection} ".encode() in clients
+        seen["renewed"] = lock.held
+        seen["released"] = lock.release()
     return seen
 
 
 def use_and_close(lock: CacheLock) -> list[Any]:
     """In a child: try what its parent's lock does here, and end like a process that cleans up."""
     seen = [lock.held, lock.remaining, *refusals(lock)]
-    with cache_lock("child's") as own:
-        assert own
+    before = left("parent's")
+    with held_clock() as clock, cache_lock("child's", timeout=30) as own:
+        clock.advance(100)
+        seen.append("renewed its own" if own.held else "lost its own")
+    seen.append("left its parent's to its end" if left("parent's") <= before else "renewed it")
     del lock
     caches.close_all()
     connections.close_all()
@@ -95,37 +95,11 @@ def use_and_close(lock: CacheLock) -> list[Any]:
     return seen
 
 
-def test_a_child_does_not_keep_its_parents_lock_alive(in_redis: None) -> None:
-    """When the parent dies, its lock ends with the lease, though a child lives and locks on."""
-    with start_in_process(fork_and_wait_to_be_killed) as parent:
-        child = parent.receive()
-        try:
-            assert find_lock("orphan's") is not None
-            parent.kill()
-            wait_for(lambda: find_lock("orphan's") is None, 30, "the child renews it")
-            os.kill(child, 0)
-            assert find_lock("child's") is not None
-        finally:
-            # The child waits for this.
-            lock = find_lock("child's")
-            if lock is not None:
-                os.kill(child, 9)
-
-
-def fork_and_wait_to_be_killed() -> None:
-    """Hold a lock, and have a child that holds one as well."""
-    lock = cache_lock("orphan's", timeout=3)
-    assert lock.acquire()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        own = cache_lock("child's", timeout=3)
-        os.write(writer, b"1" if own.acquire() else b"0")
-        time.sleep(120)
-        os._exit(0)
-    assert os.read(reader, 1) == b"1"
-    tell(child)
-    time.sleep(120)
+def left(name: str) -> float:
+    """Return how long the store will keep a lock, if nobody renews it."""
+    found = find_lock(name)
+    assert found is not None
+    return found.remaining or 0.0
 
 
 def test_a_child_forked_at_any_moment_can_lock(in_redis: None) -> None:
@@ -178,15 +152,7 @@ def claim_in(alias: str, number: int) -> None:
         assert claim
 
 
-def once_in(alias: str, number: int) -> None:
-    """Ask whether something is to be done for a row."""
-    with suppress(Account.DoesNotExist), Account.do_once(1, "is_welcome_email_sent", using=alias):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("work", "pooled"), [(lock_in, False), (lock_in, True), (claim_in, False), (once_in, False)]
-)
+@pytest.mark.parametrize(("work", "pooled"), [(lock_in, True), (claim_in, False)])
 def test_children_do_not_use_the_database_connection_of_their_parent(
     work: Callable[[str, int], None], pooled: bool, settings: Settings, postgres_alias: str
 ) -> None:
@@ -257,40 +223,21 @@ def connection_id() -> int:
     return int(store._wire.ask("CLIENT", "ID"))
 
 
-@pytest.fixture
-def other_thread() -> Iterator[ThreadPoolExecutor]:
-    """A thread beside the test's own."""
-    with ThreadPoolExecutor(1) as thread:
-        yield thread
-
-
-def test_a_lock_belongs_to_the_thread_that_took_it(
-    locks_in_memory: None, other_thread: ThreadPoolExecutor
-) -> None:
+def test_a_lock_belongs_to_the_thread_that_took_it(locks_in_memory: None, clock: HeldClock) -> None:
     """In another thread a lock is not held and is refused; in its own nothing has changed."""
-    with cache_lock("threads", timeout=2) as lock:
+    with ThreadPoolExecutor(1) as other, cache_lock("threads", timeout=30) as lock:
         token = lock.token
-        assert other_thread.submit(lambda: (lock.held, lock.remaining)).result() == (False, 0.0)
-        assert other_thread.submit(refusals, lock).result() == REFUSED
+        assert other.submit(lambda: (lock.held, lock.remaining)).result() == (False, 0.0)
+        assert other.submit(refusals, lock).result() == REFUSED
         with pytest.raises(LockError, match="not reentrant"):
-            other_thread.submit(lock.acquire).result()
-        wait_for_renewal("threads")
+            other.submit(lock.acquire).result()
+        with pytest.raises(LockError, match=r"by another thread.*Make another cache_lock here"):
+            other.submit(lock.release).result()
+        clock.advance(100)
         assert lock.held
         assert lock.token == token
         lock.ensure()
     assert find_lock("threads") is None
-
-
-def test_the_error_says_which_thread(
-    locks_in_memory: None, other_thread: ThreadPoolExecutor
-) -> None:
-    """The use of a lock in the wrong thread is an error that says what to do."""
-    with cache_lock("threads"):
-        pass
-    lock = other_thread.submit(_acquire, "threads").result()
-    with pytest.raises(LockError, match=r"by another thread.*Make another cache_lock here"):
-        lock.release()
-    assert other_thread.submit(lock.release).result() is True
 
 
 def _acquire(name: str) -> CacheLock:

@@ -1,14 +1,14 @@
 """CacheLock on its own: its texts, errors and warnings."""
 
 import logging
+import math
 import os
-import pickle
 import time
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import pytest
-from django.test import TestCase
 from pytest_django import Settings
 
 from django_celery_safe import (
@@ -20,11 +20,11 @@ from django_celery_safe import (
     find_lock,
     release_lock,
 )
-from django_celery_safe.leases import lease as leases
+from django_celery_safe.leases.clock import boottime
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.signals import lock_acquired, lock_contended, lock_lost, lock_released
-from django_celery_safe.testing import locks_in_memory
-from tests.processes import wait_for
+from tests.clock import HeldClock
+from tests.listening import receiving
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
@@ -112,45 +112,47 @@ def test_a_lock_is_not_reentrant() -> None:
     lock.release()
 
 
-def test_waiting_ends_in_time() -> None:
+def test_waiting_ends_in_time(clock: HeldClock) -> None:
     """A wait for a held lock ends with False after blocking_timeout."""
     with cache_lock("busy"):
-        started = time.monotonic()
-        assert cache_lock("busy").acquire(blocking_timeout=timedelta(seconds=0.2)) is False
-        assert 0.2 <= time.monotonic() - started < 10
+        started_at = clock.now()
+        assert cache_lock("busy").acquire(blocking_timeout=timedelta(seconds=200)) is False
+        assert 200 <= clock.now() - started_at < 200.1
 
 
-def test_a_waiter_gets_what_becomes_free() -> None:
-    """A waiter without a limit gets the lock when the lease of a silent holder ends."""
-    assert cache_lock("soon", timeout=1, renew=False).acquire()
-    waiter = cache_lock("soon", blocking_timeout=None)
-    assert waiter.acquire()
-    waiter.release()
+def test_a_waiter_gets_what_becomes_free(clock: HeldClock) -> None:
+    """A waiter without a limit gets the lock as soon as the lease of a silent holder ends."""
+    assert cache_lock("soon", timeout=30, renew=False).acquire()
+    started_at = clock.now()
+    with cache_lock("soon", blocking_timeout=None) as waiter:
+        assert waiter
+        assert 30 <= clock.now() - started_at < 30.1
 
 
-@pytest.mark.parametrize(
-    "timeout", [None, 0, -1, 0.0001, "30", True, float("nan"), float("inf"), timedelta(0), []]
-)
-def test_what_is_no_lease_is_refused(timeout: object) -> None:
+def test_what_is_no_lease_is_refused() -> None:
     """A timeout of None, zero, negative, infinite or no number is refused with what to do."""
-    with pytest.raises(ConfigurationError, match="timeout="):
-        cache_lock("lease", timeout=timeout)  # type: ignore[arg-type]
+    nothing: list[Any] = [None, 0, -1, 0.0001, "30", True, math.nan, math.inf, timedelta(0), []]
+    for timeout in nothing:
+        with pytest.raises(ConfigurationError, match="timeout="):
+            cache_lock("lease", timeout=timeout)
 
 
-@pytest.mark.parametrize("waiting", [-1, "1", float("nan"), float("inf"), False])
-def test_what_is_no_time_to_wait_is_refused(waiting: object) -> None:
+def test_what_is_no_time_to_wait_is_refused() -> None:
     """A blocking_timeout that is negative, infinite or no number is refused, with what to do."""
-    with pytest.raises(ConfigurationError, match=r"blocking_timeout=.* None to wait for ever"):
-        cache_lock("wait", blocking_timeout=waiting)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="blocking_timeout="):
-        cache_lock("wait").acquire(waiting)  # type: ignore[arg-type]
+    nothing: list[Any] = [-1, "1", math.nan, math.inf, False]
+    for waiting in nothing:
+        with pytest.raises(ConfigurationError, match=r"blocking_timeout=.* None to wait for ever"):
+            cache_lock("wait", blocking_timeout=waiting)
+        with pytest.raises(ConfigurationError, match="blocking_timeout="):
+            cache_lock("wait").acquire(waiting)
 
 
-@pytest.mark.parametrize("name", ["", None, 42, b"bytes"])
-def test_what_is_no_name_is_refused(name: object) -> None:
+def test_what_is_no_name_is_refused() -> None:
     """A lock needs a name that is a non-empty str."""
-    with pytest.raises(ConfigurationError, match="is not a valid name for a lock"):
-        cache_lock(name)  # type: ignore[arg-type]
+    nothing: list[Any] = ["", None, 42, b"bytes"]
+    for name in nothing:
+        with pytest.raises(ConfigurationError, match="is not a valid name for a lock"):
+            cache_lock(name)
 
 
 def test_an_unknown_cache_is_named() -> None:
@@ -170,42 +172,37 @@ def test_the_lease_is_the_settings(settings: Settings) -> None:
         assert 6 < lock.remaining <= 7
 
 
-def test_the_trusted_time_ends_without_an_answer() -> None:
+def test_the_trusted_time_ends_without_an_answer(clock: HeldClock) -> None:
     """A lock that is not renewed stops being held when its time is over, without asking."""
-    with cache_lock("short", timeout=2, renew=False) as lock:
+    with cache_lock("short", timeout=30, renew=False) as lock:
+        clock.advance(29)
         assert lock.held
-        wait_for(lambda: not lock.held, 30, "the trusted time did not end")
-        assert lock.remaining == 0
+        clock.advance(1.1)
+        assert (lock.held, lock.remaining) == (False, 0.0)
         with pytest.raises(LockLost):
             lock.ensure()
 
 
-@pytest.mark.quarantine("2026-11-26", "0.5 s lease; exactly one record")
-def test_a_lost_lock_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_lock_is_told(clock: HeldClock, caplog: pytest.LogCaptureFixture) -> None:
     """A release that comes too late is False, logged at ERROR and signalled with the new holder."""
     told: list[dict[str, object]] = []
-
-    def listen(**fields: object) -> None:
-        told.append(fields)
-
-    lock_lost.connect(listen)
-    try:
-        with caplog.at_level(logging.ERROR, "django_celery_safe"):
-            late = cache_lock("told", timeout=0.5, renew=False)
-            assert late.acquire()
-            new = cache_lock("told", blocking_timeout=30)
-            assert new.acquire()
-            assert late.release() is False
-    finally:
-        lock_lost.disconnect(listen)
-    assert [(one["name"], str(os.getpid()) in str(one["holder"])) for one in told] == [
-        ("told", True)
-    ]
+    late = cache_lock("told", timeout=30, renew=False)
+    assert late.acquire()
+    clock.advance(30)
+    with (
+        receiving(lock_lost, lambda **fields: told.append(fields)),
+        caplog.at_level(logging.ERROR, "django_celery_safe"),
+        cache_lock("told") as new,
+    ):
+        assert new
+        assert late.release() is False
+    ((name, holder),) = [(one["name"], str(one["holder"])) for one in told]
+    assert name == "told"
+    assert str(os.getpid()) in holder
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "'told' was lost" in record.getMessage()
     assert record.safe_name == "told"  # type: ignore[attr-defined]
-    new.release()
 
 
 def test_every_step_is_signalled() -> None:
@@ -237,38 +234,10 @@ def test_nothing_starts_before_the_first_renewed_lock() -> None:
         assert set(renewer.lanes) <= before
 
 
-def test_errors_survive_pickling() -> None:
-    """An error that went through pickle says the same."""
-    for error in (
-        LockNotAcquired("name", "somebody", 1.5),
-        LockLost("name", "somebody"),
-    ):
-        assert str(pickle.loads(pickle.dumps(error))) == str(error)
-        assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
-
-
-class InPlainTestCase(TestCase):
-    """The context manager of testing.py serves unittest projects."""
-
-    def test_locks_in_memory(self) -> None:
-        """Locks in memory begin with none held."""
-        with locks_in_memory():
-            assert find_lock("left over") is None
-            assert cache_lock("left over").acquire()
-        with locks_in_memory():
-            assert find_lock("left over") is None
-
-
-@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="Only Linux has that clock.")
-def test_a_lock_is_not_held_after_its_machine_was_suspended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The lease is over by the clock that counts on, though the other stood still."""
-
-    def after_an_hour() -> float:
-        return time.clock_gettime(time.CLOCK_BOOTTIME) + 3600
-
+def test_a_lock_is_not_held_after_its_machine_was_suspended(clock: HeldClock) -> None:
+    """A lease is over by a clock that counts on meanwhile, where the system has one."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        assert boottime.args == (time.CLOCK_BOOTTIME,)  # type: ignore[attr-defined]
     with cache_lock("suspended", timeout=60, renew=False) as lock:
-        assert lock.held
-        monkeypatch.setattr(leases, "boottime", after_an_hour)
+        clock.jump(3600)
         assert (lock.held, lock.remaining) == (False, 0.0)

@@ -5,7 +5,6 @@ import gc
 import logging
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,11 +12,11 @@ import pytest
 from celery import Celery
 
 from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, release_lock
-from django_celery_safe.locks.stores.base import LockRequest
-from django_celery_safe.locks.stores.local import LocalStore
+from tests.clock import HeldClock
+from tests.locks.hanging import hanging
 from tests.processes import wait_for
 
-pytestmark = pytest.mark.usefixtures("locks_in_memory")
+pytestmark = pytest.mark.usefixtures("locks_in_memory", "clock")
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -27,21 +26,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
         for record in caplog.records
         if record.levelno == logging.WARNING and record.name.endswith("leases.renewer")
     ]
-
-
-def ends_at(name: str) -> float:
-    """Return when the lease ends, by this process's clock."""
-    lock = find_lock(name)
-    assert lock is not None, f"{name} is free"
-    assert lock.remaining is not None
-    return time.monotonic() + lock.remaining
-
-
-def wait_for_renewal(name: str) -> None:
-    """Wait until the lease ends later than now."""
-    before = ends_at(name)
-    # More than the clock may differ between two looks.
-    wait_for(lambda: ends_at(name) > before + 0.05, 10, f"{name} is not renewed")
 
 
 # One object
@@ -69,24 +53,15 @@ def test_a_block_that_is_refused_leaves_the_outer_block_alone() -> None:
     assert find_lock("nested") is None
 
 
-def test_threads_that_race_for_one_object_get_one_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_race_for_one_object_get_one_lock() -> None:
     """If two threads acquire with one object at once, one is refused and no lock is lost."""
-    take = LocalStore.take
-    asked, may_go_on = threading.Event(), threading.Event()
-
-    def late(self: LocalStore, request: LockRequest) -> object:
-        asked.set()
-        assert may_go_on.wait(10)
-        return take(self, request)
-
-    monkeypatch.setattr(LocalStore, "take", late)
     lock = cache_lock("raced")
     with ThreadPoolExecutor(1) as other:
-        first = other.submit(lock.acquire)
-        assert asked.wait(10)
-        with pytest.raises(LockError, match="another thread"):
-            lock.acquire()
-        may_go_on.set()
+        with hanging("take") as take:
+            first = other.submit(lock.acquire)
+            assert take.began.wait(10)
+            with pytest.raises(LockError, match="another thread"):
+                lock.acquire()
         assert first.result() is True
         assert other.submit(lambda: lock.held).result()
         assert other.submit(lock.release).result() is True
@@ -94,14 +69,12 @@ def test_threads_that_race_for_one_object_get_one_lock(monkeypatch: pytest.Monke
     assert lock.release()
 
 
-def test_a_block_that_fails_after_its_lease_leaves_the_next_thread_alone() -> None:
+def test_a_block_that_fails_after_its_lease_leaves_the_next_thread_alone(clock: HeldClock) -> None:
     """The object is another thread's by then, which goes on to hold and to release its lock."""
-    lock = cache_lock("shared", timeout=1, renew=False)
+    lock = cache_lock("shared", timeout=30, renew=False)
     with ThreadPoolExecutor(1) as other:
         with pytest.raises(KeyError), lock:
-            wait_for(lambda: not lock.held, 30)
-            wait_for(lambda: find_lock("shared") is None, 30)
-            lock._options = lock._options._replace(timeout=30.0)
+            clock.advance(30)
             assert other.submit(lock.acquire).result()
             raise KeyError
         assert cache_lock("shared").acquire() is False
@@ -138,11 +111,14 @@ def test_a_copy_is_not_held(make: Callable[[CacheLock], CacheLock]) -> None:
 # Renewal
 
 
-def test_a_lock_whose_object_is_gone_is_renewed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lock_whose_object_is_gone_is_renewed(
+    clock: HeldClock, caplog: pytest.LogCaptureFixture
+) -> None:
     """A lock that nobody keeps has one leader still, and one WARNING names it and what to do."""
-    assert cache_lock("leader", timeout=6).acquire()
+    assert cache_lock("leader", timeout=30).acquire()
     gc.collect()
-    wait_for_renewal("leader")
+    clock.advance(100)
+    assert find_lock("leader") is not None
     wait_for(lambda: warnings_of(caplog), 30, "nobody was warned")
     (warned,) = warnings_of(caplog)
     assert "'leader' is held, but the object that acquired it is gone" in warned
@@ -150,59 +126,64 @@ def test_a_lock_whose_object_is_gone_is_renewed(caplog: pytest.LogCaptureFixture
     assert "with cache_lock(...) as lock:" in warned
 
 
-def test_renewal_ends_with_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_renewal_ends_with_the_thread(clock: HeldClock, caplog: pytest.LogCaptureFixture) -> None:
     """A thread that ends without releasing holds for one lease and no longer; a WARNING tells."""
-    locks = []
-
-    def work() -> None:
-        locks.append(cache_lock("left behind", timeout=1))
-        assert locks[0].acquire()
-
-    thread = threading.Thread(target=work)
+    lock = cache_lock("left behind", timeout=30)
+    thread = threading.Thread(target=lock.acquire)
     thread.start()
     thread.join()
-    wait_for(lambda: find_lock("left behind") is None, 30, "it is renewed still")
+    clock.advance(29)
+    assert find_lock("left behind") is not None
+    clock.advance(1.1)
+    assert find_lock("left behind") is None
     wait_for(lambda: warnings_of(caplog), 30, "nobody was warned")
     (warned,) = warnings_of(caplog)
     assert "Stopped renewing 'left behind'" in warned
     assert "the thread that took it ended without releasing it" in warned
-    assert locks[0].acquire()
-    assert locks[0].release()
+    assert lock.acquire()
+    assert lock.release()
 
 
-def test_renewal_of_a_forgotten_lock_ends_with_its_task(caplog: pytest.LogCaptureFixture) -> None:
+def test_renewal_of_a_forgotten_lock_ends_with_its_task(
+    clock: HeldClock, caplog: pytest.LogCaptureFixture
+) -> None:
     """A lock that a task takes and forgets is renewed while the task runs, and then ends."""
     app = Celery(set_as_current=False)
 
     @app.task(shared=False)
     def forget() -> None:
-        assert cache_lock("forgotten", timeout=3).acquire()
-        wait_for_renewal("forgotten")
+        assert cache_lock("forgotten", timeout=30).acquire()
+        clock.advance(100)
+        assert find_lock("forgotten") is not None
 
     forget.apply(throw=True)
-    wait_for(lambda: find_lock("forgotten") is None, 30, "it is renewed after its task")
+    clock.advance(30)
+    assert find_lock("forgotten") is None
     wait_for(lambda: len(warnings_of(caplog)) == 2, 30, "nobody was warned")
     assert "the task that took it ended without releasing it" in warnings_of(caplog)[1]
 
 
-def test_a_lock_is_renewed_beyond_a_time_limit_that_nobody_enforces() -> None:
+def test_a_lock_is_renewed_beyond_a_time_limit_that_nobody_enforces(clock: HeldClock) -> None:
     """A run that goes on, as in a direct call or a thread, keeps others out until it ends."""
     app = Celery(set_as_current=False)
 
     @app.task(shared=False, time_limit=0.5)
     def work() -> None:
-        with cache_lock("long work", timeout=3) as lock:
-            wait_for_renewal("long work")
+        with cache_lock("long work", timeout=30) as lock:
+            clock.advance(100)
             assert lock.held
 
     work()
     work.apply(throw=True)
 
 
-def test_a_lock_without_renewal_may_be_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lock_without_renewal_may_be_forgotten(
+    clock: HeldClock, caplog: pytest.LogCaptureFixture
+) -> None:
     """A lock that is to end by itself warns of nothing when its object is gone."""
-    assert cache_lock("debounce", timeout=1, renew=False).acquire()
-    wait_for(lambda: find_lock("debounce") is None, 30, "it is renewed")
+    assert cache_lock("debounce", timeout=30, renew=False).acquire()
+    clock.advance(30)
+    assert find_lock("debounce") is None
     assert not warnings_of(caplog)
 
 
@@ -211,7 +192,7 @@ def test_a_thread_that_would_wait_for_ever_for_its_own_lock_gets_an_error() -> N
     with cache_lock("mine"):
         with pytest.raises(LockError, match=r"held by this very thread.*would never end"):
             cache_lock("mine", blocking_timeout=None).acquire()
-        assert cache_lock("mine").acquire(blocking_timeout=0.01) is False
+        assert cache_lock("mine").acquire(blocking_timeout=100) is False
         with ThreadPoolExecutor(1) as other:
             waiting = cache_lock("mine")
             waiter = other.submit(waiting.acquire, None)
@@ -225,7 +206,7 @@ def test_a_thread_that_would_wait_for_ever_for_its_own_lock_gets_an_error() -> N
 
 def test_a_thread_may_wait_for_ever_for_the_end_of_a_lease_of_its_own() -> None:
     """A lock that is not renewed ends by itself, and one of several places may become free."""
-    assert cache_lock("debounce", timeout=1, renew=False).acquire()
+    assert cache_lock("debounce", timeout=30, renew=False).acquire()
     assert cache_lock("debounce", blocking_timeout=None).acquire()
     with ThreadPoolExecutor(1) as other, cache_lock("places", limit=2):
         theirs = cache_lock("places", limit=2)

@@ -3,7 +3,7 @@ Random schedules of holders that take, keep, extend, lose and free a few locks.
 
 Each holder is a thread with connections of its own, and leases are so short that
 they end everywhere in a schedule. ``SAFE_SCHEDULES=2000`` runs that many schedules on
-each store, PostgreSQL and memcached included; fewer where leases take seconds.
+each store.
 """
 
 import itertools
@@ -11,7 +11,6 @@ import math
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -37,10 +36,10 @@ from pytest_django import Settings
 
 from django_celery_safe import CacheLock, HeldLock, cache_lock, find_lock, release_lock
 from django_celery_safe.exceptions import LockBackendError, LockError, LockLost, LockNotAcquired
+from django_celery_safe.leases.clock import clock
 from django_celery_safe.leases.renewer import renewer
-from tests.conftest import CacheSettings, MakeDatabase, MakeRedisCache
+from tests.conftest import MakeRedisCache
 from tests.contract import broken
-from tests.processes import wait_for
 from tests.servers import RedisServer
 
 T = TypeVar("T")
@@ -151,7 +150,7 @@ class Claim:
 
     def look(self) -> bool:
         """In the holder's thread: note and tell whether the holder trusts the lock."""
-        asked_at, remaining = time.monotonic(), self.lock.remaining
+        asked_at, remaining = clock.now(), self.lock.remaining
         self.trusted_until = asked_at + remaining
         return remaining > 0
 
@@ -205,7 +204,7 @@ class Schedule(RuleBasedStateMachine):
         if claim.acquired is before:
             _abandon(claim)
         if before is not None and not before.deceived:
-            late = time.monotonic() >= claim.trusted_until
+            late = clock.now() >= claim.trusted_until
             self.require(late, f"{before} was held, but could be taken again")
 
     @rule(name=names, lease=choices, renew=st.booleans(), wait=st.booleans())
@@ -291,7 +290,7 @@ class Schedule(RuleBasedStateMachine):
     @rule(pause=choices)
     def let_time_pass(self, pause: int) -> None:
         """Nothing happens for a while."""
-        time.sleep(self.around.pauses[pause])
+        clock.sleep(self.around.pauses[pause])
 
     # Invariants.
 
@@ -307,9 +306,9 @@ class Schedule(RuleBasedStateMachine):
         """The store has the lock that is trusted, and none that was freed or has ended."""
         for name, last in self.last.items():
             trusted = self._trusted(name)
-            asked_at = time.monotonic()
+            asked_at = clock.now()
             found = find_lock(name)
-            answered_at = time.monotonic()
+            answered_at = clock.now()
             for claim in self.alive:
                 # A lease that ended before the answer may have been renewed after it.
                 if claim.acquired in trusted and claim.trusted_until > answered_at:
@@ -323,13 +322,11 @@ class Schedule(RuleBasedStateMachine):
                 self.require(found.fence == last.fence, f"{last} has another fence in {found}")
             self.require(asked_at <= last.ends_by + self.around.late, f"{last} does not end")
             longest = last.lease + self.around.late
-            if not _lasts_at_most(longest, found) and last.ends_by == math.inf:
+            ends = _lasts_at_most(longest, found)
+            if not ends and last.ends_by == math.inf:
                 # A renewal that was under way while its holder asked for a shorter lease may have
                 # come to the store after it; the next one brings the new length.
-                with suppress(TimeoutError):
-                    wait_for(partial(_lasts_at_most_now, longest, name), 5)
-                    continue
-            ends = _lasts_at_most(longest, found)
+                ends = _comes_true(partial(_lasts_at_most_now, longest, name), 5)
             self.require(ends, f"{last} was to last {longest} s, but the store has {found}")
 
     def teardown(self) -> None:
@@ -341,10 +338,8 @@ class Schedule(RuleBasedStateMachine):
         if self.around.faults:
             return
         for name, last in self.last.items():
-            try:
-                wait_for(partial(_is_free, name), 5 + self.around.late)
-            except TimeoutError:
-                self.require(False, f"{last} does not end, though nobody holds it")
+            ends = _comes_true(partial(_is_free, name), 5 + self.around.late)
+            self.require(ends, f"{last} does not end, though nobody holds it")
 
     # How it is done, and what each step must lead to.
 
@@ -363,7 +358,7 @@ class Schedule(RuleBasedStateMachine):
         return claim
 
     def _take(self, claim: Claim, acquire: Callable[[float], bool], wait: float) -> None:
-        last, asked_at = self.last.get(claim.lock.name), time.monotonic()
+        last, asked_at = self.last.get(claim.lock.name), clock.now()
         before = self._trusted(claim.lock.name)
         acquired, at = claim.holder.do(_timed, acquire, wait)
         if acquired is None:
@@ -399,7 +394,7 @@ class Schedule(RuleBasedStateMachine):
 
     def _note_late(self, claim: Claim) -> None:
         """Note an acquisition that was given back, since its lease was over by then."""
-        name, now = claim.lock.name, time.monotonic()
+        name, now = claim.lock.name, clock.now()
         self.last[name] = Acquisition(name, claim.holder, "", None, 0.0, now, freed=True)
 
     def _note(self, claim: Claim) -> None:
@@ -408,7 +403,7 @@ class Schedule(RuleBasedStateMachine):
         assert isinstance(lease, float)
         token = claim.holder.do(lambda: claim.lock.token)
         assert token is not None
-        ends_by = math.inf if claim.renew else time.monotonic() + lease
+        ends_by = math.inf if claim.renew else clock.now() + lease
         acquired = Acquisition(name, claim.holder, token, fence, lease, ends_by)
         claim.acquired = self.last[name] = acquired
         if self.around.fences:
@@ -424,7 +419,7 @@ class Schedule(RuleBasedStateMachine):
         released = claim.lock.release()
         self._judge(claim, released, ours, "released")
         acquired.freed |= released
-        acquired.ends_by = time.monotonic()
+        acquired.ends_by = clock.now()
         claim.acquired = None
 
     def _extend(self, claim: Claim, lease: float) -> None:
@@ -438,7 +433,7 @@ class Schedule(RuleBasedStateMachine):
         self._judge(claim, extended, ours, "extended")
         if extended:
             acquired.lease = lease
-            acquired.ends_by = math.inf if claim.renew else time.monotonic() + lease
+            acquired.ends_by = math.inf if claim.renew else clock.now() + lease
 
     def _ensure(self, claim: Claim) -> None:
         acquired, ours = self._before(claim)
@@ -461,7 +456,7 @@ class Schedule(RuleBasedStateMachine):
         if done:
             self.require(may_be_ours, f"{acquired} was {what}, but is not the last")
         elif not acquired.deceived:
-            late = time.monotonic() >= claim.trusted_until
+            late = clock.now() >= claim.trusted_until
             self.require(late, f"{acquired} was not {what}, but is trusted")
 
     def _must_refuse(self, claim: Claim, method: Callable[..., object], *args: Any) -> None:
@@ -492,7 +487,7 @@ def _abandon(claim: Claim) -> None:
     if acquired is not None:
         # A renewal may be on its way at this moment.
         slack = 1.0 if claim.renew else 0.0
-        acquired.ends_by = min(acquired.ends_by, time.monotonic() + acquired.lease + slack)
+        acquired.ends_by = min(acquired.ends_by, clock.now() + acquired.lease + slack)
 
 
 def _after(barrier: threading.Barrier, function: Callable[..., T], *args: Any) -> T:
@@ -511,14 +506,24 @@ def _in_time(acquire: Callable[[float], bool], wait: float) -> bool | None:
 
 
 def _timed(acquire: Callable[[float], bool], wait: float) -> tuple[bool | None, float]:
-    return _in_time(acquire, wait), time.monotonic()
+    return _in_time(acquire, wait), clock.now()
 
 
 def _spin(lock: CacheLock, longest: float) -> bool:
-    ends_at = time.monotonic() + longest
+    ends_at = clock.now() + longest
     while not lock.acquire(0):
-        if time.monotonic() > ends_at:
+        if clock.now() > ends_at:
             return False
+        clock.sleep(0.0005)
+    return True
+
+
+def _comes_true(condition: Callable[[], bool], longest: float) -> bool:
+    ends_at = clock.now() + longest
+    while not condition():
+        if clock.now() > ends_at:
+            return False
+        clock.sleep(0.01)
     return True
 
 
@@ -569,68 +574,34 @@ def run(around: Surroundings, schedules: int, *, steps: int = 60) -> None:
     )
 
 
-def test_in_memory(locks_in_memory: None, surroundings: Surroundings) -> None:
+@pytest.mark.usefixtures("locks_in_memory", "clock")
+def test_in_memory(surroundings: Surroundings) -> None:
     """No schedule in local memory lets two holders trust one lock."""
-    run(surroundings, SCHEDULES)
+    run(surroundings, SCHEDULES, steps=40)
 
 
+@pytest.mark.parametrize("is_woken", [False, True], ids=["polling", "woken"])
 def test_in_redis(
+    is_woken: bool,
     settings: Settings,
     redis_cache_settings: MakeRedisCache,
     redis_server: RedisServer,
     surroundings: Surroundings,
 ) -> None:
-    """No schedule in Redis lets two holders trust one lock, also when scripts are forgotten."""
+    """Nor does one in Redis, also when scripts are forgotten, and when waiters are woken."""
     settings.CACHES = redis_cache_settings("django-redis")
+    if is_woken:  # which those with short leases are not
+        surroundings.leases, surroundings.wait = (0.05, 1.0, 1.1), 0.3
     with redis_server.client() as client:
         surroundings.forget_scripts = client.script_flush
-        run(surroundings, SCHEDULES)
-
-
-def test_in_redis_with_woken_waiters(
-    settings: Settings,
-    redis_cache_settings: MakeRedisCache,
-    redis_server: RedisServer,
-    surroundings: Surroundings,
-) -> None:
-    """Nor does one in which waiters are woken, which those with short leases are not."""
-    settings.CACHES = redis_cache_settings("django")
-    surroundings.leases, surroundings.wait = (0.05, 1.0, 1.1), 0.3
-    with redis_server.client() as client:
-        surroundings.forget_scripts = client.script_flush
-        run(surroundings, SCHEDULES // 3, steps=30)
+        run(surroundings, SCHEDULES // (4 if is_woken else 2), steps=25)
 
 
 @pytest.mark.nightly
-def test_in_sqlite(
-    settings: Settings, make_database: MakeDatabase, surroundings: Surroundings
-) -> None:
-    """No schedule in a SQLite file lets two holders trust one lock."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database("sqlite-immediate")}
+def test_in_a_database(settings: Settings, db_alias: str, surroundings: Surroundings) -> None:
+    """Nor does one in a database."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
     run(surroundings, SCHEDULES)
-
-
-if ASKED_FOR:
-
-    def test_in_postgres(
-        settings: Settings, make_database: MakeDatabase, surroundings: Surroundings
-    ) -> None:
-        """No schedule in PostgreSQL lets two holders trust one lock."""
-        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database("postgres")}
-        run(surroundings, SCHEDULES)
-
-    def test_in_memcached(
-        settings: Settings,
-        memcached_cache_settings: Callable[..., CacheSettings],
-        surroundings: Surroundings,
-    ) -> None:
-        """No schedule in memcached lets two holders trust one lock."""
-        settings.CACHES = memcached_cache_settings()
-        surroundings.fences = False
-        surroundings.leases, surroundings.pauses = (2, 2.5, 3), (0.3, 1.1, 3)
-        # Its clock ticks once a second.
-        surroundings.wait, surroundings.late = 1.5, 1.2
-        run(surroundings, SCHEDULES // 20, steps=30)
 
 
 #: Each broken store, and what is wrong on it.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import ClassVar, Final, NamedTuple
 from ... import conf
 from ...exceptions import BackendNotSupported, CelerySafeError, ConfigurationError, LockBackendError
 from ...foreign_errors import describe_error
+from ...leases.clock import clock
 from ...leases.holder import HeldLock, Holder
 from ...leases.store import LeaseStore
 
@@ -176,7 +176,7 @@ class Store(LeaseStore):
             otherwise 0.
         """
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 1.5 ** min(tries, 20))
-        time.sleep(min(left, held_for, pause * random.uniform(0.5, 1.0)))  # noqa: S311
+        clock.sleep(min(left, held_for, pause * random.uniform(0.5, 1.0)))  # noqa: S311
         return 0.0
 
     def release_and_peek(

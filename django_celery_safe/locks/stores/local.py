@@ -16,6 +16,7 @@ from typing import ClassVar
 from django.conf import settings
 
 from ...exceptions import BackendNotSupported
+from ...leases.clock import clock
 from ...leases.holder import HeldLock, place_names
 from ...leases.store import Renewable
 from .base import Acquired, LockRequest, Store, choose_place
@@ -30,12 +31,12 @@ class _Memory:
         self.fence = 0
 
     def put(self, lock: HeldLock, seconds: float) -> None:
-        self.locks[lock.name] = lock, time.monotonic() + seconds
+        self.locks[lock.name] = lock, clock.now() + seconds
 
     def find(self, name: str, token: str | None = None) -> HeldLock | None:
         """Return the lock if it is held (if a token is passed: by that token); otherwise None."""
         lock, ends_at = self.locks.get(name, (None, 0.0))
-        left = ends_at - time.monotonic()
+        left = ends_at - clock.now()
         if left <= 0:
             self.locks.pop(name, None)
         if lock is None or left <= 0 or token not in (None, lock.token):

@@ -1,0 +1,154 @@
+"""A clock of leases that the test advances by hand."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from django_celery_safe.leases.clock import boottime
+from django_celery_safe.leases.clock import clock as clock_of_leases
+from django_celery_safe.leases.renewer import Lane, renewer
+from django_celery_safe.leases.store import LeaseStore
+
+#: Threads wake up that much later than planned, s: sums of moments are rounded.
+LATE = 1e-6
+
+
+@dataclass(eq=False)
+class _Wait:
+    """A thread that waits for a condition until a moment."""
+
+    condition: threading.Condition
+    ends_at: float
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class _Timer:
+    """A function that is to be called at a moment."""
+
+    timers: list["_Timer"]
+    ends_at: float
+    function: Callable[..., object]
+    args: Sequence[Any]
+    daemon: bool = False
+
+    def start(self) -> None:
+        """Begin to wait."""
+        self.timers.append(self)
+
+    def cancel(self) -> None:
+        """Wait no more."""
+        if self in self.timers:
+            self.timers.remove(self)
+
+
+class HeldClock:
+    """
+    A clock that stands still, until the test advances it or a thread sleeps by it.
+
+    The threads that renew leases wake up at their time, and act while the clock stands still.
+    """
+
+    def __init__(self) -> None:
+        self._time = float(math.ceil(boottime()))
+        self._waits: list[_Wait] = []
+        self._timers: list[_Timer] = []
+        self._advancing = threading.RLock()
+
+    def now(self) -> float:
+        """Return the time."""
+        return self._time
+
+    def wait(self, condition: threading.Condition, seconds: float) -> bool:
+        """Wait for a notification, or until the time is advanced by so many seconds."""
+        wait = _Wait(condition, self._time + seconds)
+        self._waits.append(wait)
+        condition.wait()
+        self._waits.remove(wait)
+        return not wait.is_over
+
+    def sleep(self, seconds: float) -> None:
+        """Advance the time instead; let other threads do something now and then."""
+        self.advance(seconds)
+        time.sleep(0)
+
+    def timer(self, seconds: float, function: Callable[..., object], args: Sequence[Any]) -> _Timer:
+        """Return what calls a function when the time has been advanced by so many seconds."""
+        return _Timer(self._timers, self._time + seconds, function, args)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass: all threads act in between as soon as it is time for that."""
+        with self._advancing:
+            until = self._time + seconds
+            self._settle()
+            while (moment := self._find_next()) < until:
+                self.jump(moment + LATE - self._time)
+            self.jump(max(0.0, until - self._time))
+
+    def jump(self, seconds: float, *, settle: bool = True) -> None:
+        """Let time pass at once, as for a process that was stopped meanwhile."""
+        # The mutex is held by threads from their look at the clock until they wait.
+        with renewer.mutex:
+            self._time += seconds
+            for wait in self._waits:
+                if wait.ends_at <= self._time:
+                    wait.is_over = True
+                    wait.condition.notify_all()
+        for timer in [timer for timer in self._timers if timer.ends_at <= self._time]:
+            timer.cancel()
+            timer.function(*timer.args)
+        if settle:
+            self._settle()
+
+    def _find_next(self) -> float:
+        """Return the next moment at which something is to happen."""
+        with renewer.mutex:
+            return min([each.ends_at for each in (*self._waits, *self._timers)], default=math.inf)
+
+    def _settle(self) -> None:
+        """Wait until all threads that have leases wait for the next renewal."""
+        give_up_at = time.monotonic() + 30
+        while not self._is_settled():
+            assert time.monotonic() < give_up_at, "a renewal hangs: jump() without settle"
+            time.sleep(0.0002)
+
+    def _is_settled(self) -> bool:
+        with renewer.mutex:
+            return all(self._is_waiting(lane) for lane in renewer.lanes.values() if lane._leases)
+
+    def _is_waiting(self, lane: Lane) -> bool:
+        waits = [wait for wait in self._waits if wait.condition is lane._wake]
+        return any(not wait.is_over and wait.ends_at <= lane._wakes_at + 2 * LATE for wait in waits)
+
+    def look_again(self) -> None:
+        """Let all threads that wait look at the time, because another clock is held or let go."""
+        renewer.forget(LeaseStore)
+        with renewer.mutex:
+            for lane in renewer.lanes.values():
+                lane._wakes_at = 0.0
+                lane._wake.notify_all()
+
+
+@contextmanager
+def held_clock() -> Iterator[HeldClock]:
+    """Hold the clock of this process during the block."""
+    held = HeldClock()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("now", "wait", "sleep", "timer"):
+            patch.setattr(clock_of_leases, name, getattr(held, name))
+        held.look_again()
+        yield held
+    held.look_again()
+
+
+@pytest.fixture
+def clock() -> Iterator[HeldClock]:
+    """Time passes only as this test lets it: for leases in this process, and in its memory."""
+    with held_clock() as clock:
+        yield clock
