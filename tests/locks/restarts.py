@@ -5,23 +5,25 @@ import logging
 import pytest
 
 from django_celery_safe import LockLost, cache_lock
+from tests.clock import HeldClock
 from tests.processes import wait_for
 from tests.servers import Server
 
 
 def restart_and_lose(
-    server: Server, lease: float, losses: list[str], caplog: pytest.LogCaptureFixture
+    server: Server, clock: HeldClock, losses: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Restart the server, and assert that ensure() and the renewing thread notice the loss."""
     with (
         cache_lock("asked", renew=False) as asked,
-        cache_lock("renewed", timeout=lease) as renewed,
+        cache_lock("renewed", timeout=30) as renewed,
     ):
         server.restart()
         with pytest.raises(LockLost):
             asked.ensure()
         assert not asked.held
-        wait_for(lambda: "renewed" in losses, 5, "the loss was not told")
+        clock.advance(11)
+        wait_for(lambda: "renewed" in losses, 30, "the loss was not told")
         assert not renewed.held
         with pytest.raises(LockLost):
             renewed.ensure()
