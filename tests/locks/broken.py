@@ -60,25 +60,6 @@ class BaffledStore(RedisStore):
         raise ZeroDivisionError("division by zero")
 
 
-class DistantStore(RedisStore):
-    """Is far away."""
-
-    def take(self, request: LockRequest) -> Acquired | HeldLock:
-        """Acquire, but not at once."""
-        time.sleep(0.3)
-        return super().take(request)
-
-    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        """Release, but not at once."""
-        time.sleep(0.3)
-        return super().release(name, token, remaining)
-
-    def peek(self, name: str) -> HeldLock | None:
-        """Tell who holds it, but not at once."""
-        time.sleep(0.3)
-        return super().peek(name)
-
-
 class GenerousCache(RedisCache):
     """Chooses GenerousStore."""
 
@@ -97,10 +78,6 @@ class LateCache(RedisCache):
 
 class BaffledCache(RedisCache):
     """Chooses BaffledStore."""
-
-
-class DistantCache(RedisCache):
-    """Chooses DistantStore."""
 
 
 class OverwritingCache(RedisCache):
@@ -126,6 +103,5 @@ let_choose(
         SecretiveCache: SecretiveStore,
         LateCache: LateStore,
         BaffledCache: BaffledStore,
-        DistantCache: DistantStore,
     }
 )

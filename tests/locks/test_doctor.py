@@ -1,11 +1,8 @@
 """The doctor, on stores that are well and on stores that are not."""
 
-import re
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from django_celery_safe import cache_lock, conf, iter_locks
 from django_celery_safe.inspection import doctor, race
 from django_celery_safe.inspection.doctor import examine
 from django_celery_safe.inspection.findings import Finding, Verdict
-from tests import checking
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache
 from tests.processes.settings import settings_environment
 from tests.servers import RedisServer
@@ -116,21 +112,6 @@ def left_behind(server: RedisServer) -> list[bytes]:
 
 
 @pytest.mark.nightly
-def test_memcached_is_safe(
-    find: Examine, memcached_cache_settings: Callable[[], Any], settings: Settings
-) -> None:
-    """memcached excludes, forgets, numbers nothing, and has leases of whole seconds."""
-    settings.CACHES = memcached_cache_settings()
-    found = find()
-    assert verdicts(found) == {**WITHOUT_SERVER, "weakness": "warning", "listing": "warning"}
-    assert "forgets items when it is full" in found["weakness"].said
-    assert found["fencing"].values == {"acquisitions": 0}
-    assert found["waking"].values["promised"] is False
-    assert found["lease"].values["free_after_s"] >= 1
-    assert abs(found["clock"].values["offset_s"]) < 5
-
-
-@pytest.mark.nightly
 def test_a_database_is_safe(find: Examine, db_alias: str, settings: Settings) -> None:
     """Locks in a database are all well, nothing clears them, and no row is left."""
     from django_celery_safe.models import DatabaseLock
@@ -142,24 +123,6 @@ def test_a_database_is_safe(find: Examine, db_alias: str, settings: Settings) ->
     assert not DatabaseLock.objects.using(db_alias).exists()
 
 
-@pytest.mark.nightly
-def test_a_cache_of_which_nothing_is_known(
-    find: Examine, settings: Settings, tmp_path: Path
-) -> None:
-    """A cache that is no more than Django's API gets warnings, and what it does is measured."""
-    cache = {"BACKEND": "diskcache.DjangoCache", "LOCATION": str(tmp_path), "TIMEOUT": None}
-    settings.CACHES = {**settings.CACHES, "locks": cache}
-    found = find("locks")
-    assert verdicts(found) == {
-        **WITHOUT_SERVER,
-        "weakness": "warning",
-        "clearing": "ok",
-        "listing": "warning",
-    }
-    assert found["clock"].values == {"offset_s": None}
-    assert found["store"].values["alias"] == "locks"
-
-
 def test_a_refused_cache_is_unsafe(find: Examine, settings: Settings, tmp_path: Path) -> None:
     """On a cache where no lock excludes, the examination ends with why."""
     backend = "django.core.cache.backends.filebased.FileBasedCache"
@@ -168,17 +131,6 @@ def test_a_refused_cache_is_unsafe(find: Examine, settings: Settings, tmp_path: 
     assert verdicts(found) == {"store": "unsafe"}
     assert "several processes get the same lock" in found["store"].said
     assert found["store"].values["kind"] == "cache"
-
-
-@pytest.mark.nightly
-def test_local_memory_is_unsafe(find: Examine) -> None:
-    """Processes are seen to hold one lock in LocMemCache."""
-    found = find(processes=3, seconds=5)
-    unsafe = {**WITHOUT_SERVER, "store": "warning", "clearing": "ok", "exclusion": "unsafe"}
-    assert verdicts(found) == unsafe
-    values = found["exclusion"].values
-    assert values["processes"] == 3
-    assert values["overlaps"] > 0
 
 
 @pytest.mark.parametrize(
@@ -203,19 +155,6 @@ def test_eviction(policy: str, verdict: str, max_memory: int, fragile_redis: Red
     assert ("maxmemory is 0" in finding.said) == (verdict == "unsafe" and not max_memory)
 
 
-def test_check_and_doctor_say_the_same(fragile_redis: RedisServer) -> None:
-    """A fault that both find has one text and one hint, in `check --deploy` and in the doctor."""
-    with fragile_redis.client() as admin:
-        admin.config_set("maxmemory", 50_000_000)
-        admin.config_set("maxmemory-policy", "allkeys-lru")
-    with closing(examine()) as findings:
-        found = {finding.check: finding for finding in islice(findings, 4)}
-    messages = checking.find_messages(deploy=True)
-    said = {message.id: f"{message.msg} {message.hint}" for message in messages}
-    assert said["django_celery_safe.W005"] == found["clearing"].said
-    assert said["django_celery_safe.W006"] == found["eviction"].said
-
-
 def test_a_server_that_refuses_locks(redis_server: RedisServer, settings: Settings) -> None:
     """A replica is named as such, with what to do, and its locks are not tried out further."""
     options = ("--replicaof", redis_server.host, str(redis_server.port))
@@ -225,29 +164,6 @@ def test_a_server_that_refuses_locks(redis_server: RedisServer, settings: Settin
     assert found["store"].verdict == "unknown"
     assert "is a replica" in found["store"].said
     assert set(found) <= {"store", "permissions"}
-
-
-@pytest.mark.parametrize(("command", "verdict"), [("config", "ok"), ("info", "unknown")])
-def test_a_server_that_refuses_to_tell(
-    command: str, verdict: str, fragile_redis: RedisServer, settings: Settings
-) -> None:
-    """Without CONFIG, as on managed servers, eviction is known; without INFO it is unknown."""
-    with fragile_redis.client() as admin:
-        admin.execute_command(
-            "ACL", "SETUSER", "doctor", "on", ">secret", "~*", "&*", "+@all", f"-{command}"
-        )
-    use_redis(settings, fragile_redis, name="doctor", password="secret")
-    finding = find_until("eviction")
-    assert finding.verdict == verdict
-    assert ("refused to tell how it evicts keys" in finding.said) == (verdict == "unknown")
-
-
-def test_a_server_that_is_down(fragile_redis: RedisServer) -> None:
-    """A server that does not answer is neither safe nor unsafe."""
-    fragile_redis.stop()
-    (finding,) = examine()
-    assert (finding.check, finding.verdict) == ("store", "unknown")
-    assert "refused" in finding.said
 
 
 def test_a_server_that_goes_down(
@@ -296,49 +212,6 @@ def test_a_broken_store_is_caught(
     assert set(left_behind(redis_server)) <= {b":1:celery_safe:fence"}
 
 
-@pytest.mark.nightly
-def test_a_store_that_is_far_away(redis_server: RedisServer, settings: Settings) -> None:
-    """Where answers are slow fewer locks are tried, and too few of them show nothing."""
-    redis_server.flush()
-    backend = "tests.locks.broken.DistantCache"
-    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": redis_server.url}}
-    with pytest.MonkeyPatch.context() as patch:
-        share_settings(patch)
-        finding = find_until("exclusion")
-    assert finding.verdict == "unknown"
-    assert "so slow that there were fewer than 10 tries, so nothing is known" in finding.said
-    assert 5 <= finding.values["expired_tries"] <= 8
-    assert finding.values["overlaps"] == finding.values["expired_overlaps"] == 0
-
-
-@pytest.mark.nightly
-def test_a_store_that_loses_its_memory(fragile_redis: RedisServer) -> None:
-    """A lock that is gone before its release is unsafe; the hint blames what deletes locks."""
-    stop = threading.Event()
-
-    def empty_it() -> None:
-        with fragile_redis.client() as client:
-            while not stop.wait(0.05):
-                client.flushdb()
-
-    emptying = threading.Thread(target=empty_it)
-    emptying.start()
-    try:
-        findings = examine()
-        found = {finding.check: finding for finding in findings}
-    finally:
-        stop.set()
-        emptying.join()
-    assert (found["waking"].verdict, found["lease"].verdict) == ("unsafe", "unsafe")
-    assert re.search(
-        r"A lock with a lease of 10 s was gone when its holder released it after 0\.\d+ s: two "
-        r"processes can hold one lock\. Find out what deletes locks there",
-        found["waking"].said,
-    )
-    assert "two processes hold one lock. Find out what deletes locks there" in found["lease"].said
-    assert not [one for one in found.values() if "Use Redis" in one.said]
-
-
 def test_a_slow_store_for_its_leases(
     settings: Settings, redis_cache_settings: MakeRedisCache
 ) -> None:
@@ -349,19 +222,6 @@ def test_a_slow_store_for_its_leases(
     finding = find_until("round_trip")
     assert finding.verdict == "warning"
     assert "more than a tenth of LOCK_TIMEOUT (0.001 s)" in finding.said
-
-
-def test_settings_that_no_lock_can_have(
-    memcached_cache_settings: Callable[[], Any], settings: Settings
-) -> None:
-    """A lease that the store can't keep, or a cache that is not there, ends the examination."""
-    settings.CACHES = memcached_cache_settings()
-    (missing,) = examine("nowhere")
-    settings.DJANGO_CELERY_SAFE = {"LOCK_TIMEOUT": 1}
-    (short,) = examine()
-    assert (missing.check, missing.verdict) == (short.check, short.verdict) == ("store", "unknown")
-    assert "'nowhere'" in missing.said
-    assert "has to be from 2 s" in short.said
 
 
 def test_locks_on_an_alias_of_their_own(
@@ -401,16 +261,6 @@ def test_processes_with_other_settings(
     finding = find_until("exclusion")
     assert finding.verdict == "unknown"
     assert "keep their locks in another place than this one, whose settings differ" in finding.said
-
-
-@pytest.mark.nightly
-def test_processes_without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no other process can have the settings, nothing is known of exclusion."""
-    monkeypatch.setenv("DJANGO_SETTINGS_MODULE", "tests.nowhere")
-    finding = find_until("exclusion")
-    assert finding.verdict == "unknown"
-    assert finding.said.startswith("Processes could not race for a lock: ")
-    assert "ModuleNotFoundError: No module named 'tests.nowhere'" in finding.said
 
 
 @pytest.mark.nightly

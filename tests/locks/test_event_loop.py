@@ -73,16 +73,6 @@ def test_a_lock_in_a_database_is_not_released_in_an_event_loop(
     assert lock.release() is True
 
 
-def test_the_way_that_works(locks_in_memory: None) -> None:
-    """The whole block in one function, called by sync_to_async, holds the lock."""
-
-    async def work() -> bool:
-        return await sync_to_async(hold)("async")
-
-    assert asyncio.run(work()) is True
-    assert find_lock("async") is None
-
-
 def test_async_with_is_refused_by_name(locks_in_memory: None) -> None:
     """`async with` says that there is none yet, and the way that works."""
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-from django.core.cache import cache
 from pymemcache.client.base import Client
 from pytest_django import Settings
 
@@ -24,7 +23,6 @@ from django_celery_safe import (
     cache_lock,
     find_lock,
 )
-from django_celery_safe.leases.clock import clock as clock_of_leases
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
@@ -132,34 +130,6 @@ def test_a_killed_server_is_not_a_held_lock(
             request()
 
 
-def test_a_server_that_django_takes_for_dead_is_asked(
-    fragile: MemcachedServer, settings: Settings
-) -> None:
-    """When Django's client has given the server up and says False, locks say what is true."""
-    use(settings, fragile, ignore_exc=True, retry_timeout=0.05)
-    with cache_lock("before") as lock:
-        assert lock
-    fragile.kill()
-
-    def is_given_up() -> bool:
-        cache.get("traffic")
-        return bool(cache._cache._dead_clients)  # type: ignore[attr-defined]
-
-    wait_for(is_given_up, 10, "Django did not give up")
-    assert cache.add("traffic", 1) is False
-    for _ in range(2):
-        with pytest.raises(LockBackendError, match="acquire"):
-            cache_lock("dead").acquire()
-    with pytest.raises(LockBackendError, match="peek"):
-        find_lock("dead")
-    fragile.start()
-    assert cache.add("traffic", 1) is False
-    with cache_lock("alive") as lock:
-        assert lock
-        assert find_lock("alive") is not None
-        assert not cache_lock("alive").acquire()
-
-
 def test_a_restart_is_noticed_by_holders(
     fragile: MemcachedServer,
     losses: list[str],
@@ -183,22 +153,6 @@ def test_the_first_command_after_a_restart_costs_no_error(fragile: MemcachedServ
         fragile.restart()
         request()
         fragile.flush()
-
-
-def test_a_restart_costs_no_error_after_many_threads(fragile: MemcachedServer) -> None:
-    """The same holds when several connections were in use before."""
-    meeting = threading.Barrier(6)
-
-    def ask(number: int) -> None:
-        meeting.wait()
-        for _ in range(50):
-            find_lock(f"thread:{number}")
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(ask, range(6)))
-    fragile.restart()
-    with cache_lock("restarted") as lock:
-        assert lock
 
 
 def test_a_silent_server_is_an_error(
@@ -260,21 +214,6 @@ def test_a_renewal_waits_as_told(fragile: MemcachedServer, settings: Settings) -
         assert waiting.result(10) == [True]
     assert patient.extend(renewal, within=10) == [True]
     assert connections_to(fragile) == 1
-
-
-def test_an_interrupted_connection_is_closed(fragile: MemcachedServer) -> None:
-    """A request that SystemExit or the like interrupts leaves no connection open, nor in use."""
-    assert find_lock("x") is None
-    store: Any = locate().store()
-    pool = store._client._client.client_pool
-    for error in (SystemExit, KeyboardInterrupt, ValueError):
-        with pytest.raises(error), pool.get_and_release() as client:
-            client.version()
-            assert connections_to(fragile) == 1
-            raise error
-        assert connections_to(fragile) == 0
-        assert not pool.used
-        assert find_lock("x") is None
 
 
 def connections_to(server: MemcachedServer) -> int:
@@ -370,20 +309,6 @@ def test_a_server_that_can_not_tell_the_rest_of_a_lease(
 # Leases
 
 
-def test_leases_of_whole_seconds(memcached: MemcachedServer) -> None:
-    """A lease is kept for whole seconds, and trusted for one less than asked."""
-    for seconds, kept in ((20, 20), (20.5, 21)):
-        lock = cache_lock(f"{seconds} s", timeout=seconds, renew=False)
-        asked_at = clock_of_leases.now()
-        assert lock.acquire()
-        trusted, found = lock.remaining, find_lock(lock.name)
-        took = clock_of_leases.now() - asked_at
-        assert seconds - 1 - took <= trusted <= seconds - 1
-        assert found is not None
-        assert found.remaining is not None
-        assert kept - 1 - took <= found.remaining <= kept
-
-
 @pytest.mark.parametrize("seconds", [2, 2.5, THIRTY_DAYS])
 def test_an_item_outlives_its_lease_by_a_tick(seconds: float, memcached: MemcachedServer) -> None:
     """
@@ -423,16 +348,6 @@ def test_a_lease_that_can_not_be_kept_is_refused(
     with pytest.raises(ConfigurationError, match="from 2 s to 2591999 s"):
         cache_lock("refused").acquire()
     assert find_lock("refused") is None
-
-
-def test_the_longest_lease_is_no_moment(memcached: MemcachedServer) -> None:
-    """A lease of almost 30 days is kept as a duration, with which it is shown."""
-    with cache_lock("long", timeout=THIRTY_DAYS) as lock:
-        lock.ensure()
-        found = find_lock("long")
-        assert found is not None
-        assert found.remaining is not None
-        assert THIRTY_DAYS - 5 < found.remaining <= THIRTY_DAYS + 1
 
 
 def test_a_release_wins_against_a_renewal(
@@ -486,15 +401,6 @@ def test_a_garbled_value_is_someone_unknown(memcached: MemcachedServer) -> None:
         assert store.release(lock.name, "b" * 32) is False
         with closing(memcached.client()) as client:
             assert client.get(PREFIX + lock.name) == value
-
-
-def test_a_value_of_django_is_someone_unknown(memcached: MemcachedServer) -> None:
-    """A pickled value that a project wrote under a lock's key causes no crash either."""
-    cache.set("celery_safe:lock:pickled", {"not": ["ours"]})
-    assert not cache_lock("pickled").acquire()
-    found = find_lock("pickled")
-    assert found is not None
-    assert str(found.holder) == ""
 
 
 # Keys and options
@@ -553,12 +459,6 @@ def test_the_options_of_the_client_do_no_harm(
 ) -> None:
     """Locks exclude whatever the cache's client was told to do."""
     settings.CACHES = memcached_cache_settings(OPTIONS=options)
-    use_lock_from_threads()
-
-
-def test_a_unix_socket_is_a_server(start: Any) -> None:
-    """Locks live in a memcached that listens on a unix socket."""
-    start(unix_socket=True)
     use_lock_from_threads()
 
 

@@ -7,28 +7,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pymemcache
 import pytest
 from django.core.cache import cache
 from django.core.cache.backends.base import DEFAULT_TIMEOUT, BaseCache
-from django.core.cache.backends.memcached import BaseMemcachedCache
 from pytest_django import Settings
 
-from django_celery_safe import cache_lock, find_lock, iter_locks
+from django_celery_safe import cache_lock, find_lock
 from django_celery_safe.exceptions import (
-    BackendNotSupported,
     LockBackendError,
     LockLost,
-    LockNotAcquired,
 )
 from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
-from django_celery_safe.locks.stores.portable import PortableStore
 from tests.clock import HeldClock
-from tests.conftest import require
-from tests.servers import MemcachedServer, ServerPool
 
 
 class DictCache(BaseCache):
@@ -132,20 +125,6 @@ class OverwritingCache(DictCache):
         return True
 
 
-class OtherMemcachedCache(BaseMemcachedCache):
-    """A memcached backend that is not PyMemcacheCache, as PyLibMCCache is none."""
-
-    def __init__(self, server: str, params: dict[str, Any]) -> None:
-        super().__init__(server, params, pymemcache, KeyError)
-        self._class = pymemcache.HashClient
-        self._options = {
-            "default_noreply": False,
-            "ignore_exc": True,
-            "retry_attempts": 0,
-            "serde": pymemcache.serde.pickle_serde,
-        }
-
-
 UseCache = Callable[[type[BaseCache]], None]
 
 
@@ -171,23 +150,6 @@ def diskcache(settings: Settings, tmp_path: Path) -> None:
 
 
 # Promises
-
-
-def test_other_caches_are_portable(diskcache: None) -> None:
-    """A shared cache that is not known gets the portable store: no fence, no list, one holder."""
-    assert isinstance(locate().store(), PortableStore)
-    with cache_lock("x") as lock:
-        assert lock
-        assert lock.fence is None
-        other = cache_lock("x")
-        assert not other.acquire()
-        assert other.contender is not None
-        assert other.contender.token == lock.token
-        with pytest.raises(BackendNotSupported, match=r"can't list its locks: .*find_lock\(\)"):
-            list(iter_locks())
-    assert find_lock("x") is None
-    with pytest.raises(LockNotAcquired):
-        lock.release()
 
 
 @pytest.mark.parametrize(("seconds", "trusted"), [(5.5, 4.5), (60, 59.0)])
@@ -321,22 +283,3 @@ def test_a_foreign_value_is_someone_unknown(use: UseCache) -> None:
         assert store.extend([Renewal("x", "b" * 32, 10)]) == [False]
         assert store.release("x", "b" * 32) is False
         assert cache.get("celery_safe:lock:x") == value
-
-
-def test_another_memcached_backend_is_portable(settings: Settings) -> None:
-    """A memcached backend that is not known works, and a server that is gone is an error."""
-    with ServerPool() as servers:
-        server: MemcachedServer = require(servers, MemcachedServer)
-        backend = f"{__name__}.{OtherMemcachedCache.__name__}"
-        settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": server.url}}
-        assert isinstance(locate().store(), PortableStore)
-        with cache_lock("x") as lock:
-            lock.ensure()
-            assert not cache_lock("x").acquire()
-        kept = cache_lock("kept", renew=False)
-        assert kept.acquire()
-        server.kill()
-        # Its client says False and None from now on.
-        for _ in range(3):
-            with pytest.raises(LockBackendError, match="acquire"):
-                cache_lock("x").acquire()

@@ -12,7 +12,6 @@ from django.core.cache import caches
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock
-from tests.conftest import MakeRedisCache
 from tests.docs.pages import names_in, page
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
@@ -94,31 +93,6 @@ def test_locks_without_django_redis(run_without: Run, locks_alone: None) -> None
     """With redis alone every module can be imported, and locks do all that they can."""
     done = run_without(["django_redis", "hiredis"], "-W", "error", "-c", USES)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-
-
-def test_checks_without_django_redis(
-    run_without: Run, locks_alone: None, settings: Settings
-) -> None:
-    """``manage.py check --deploy`` has nothing to say of locks in Django's RedisCache."""
-    settings.SILENCED_SYSTEM_CHECKS = ["django_celery_safe.W003"]  # the tests' own SQLite
-    command = ("-m", "django", "check", "--deploy", "--tag", "django_celery_safe")
-    done = run_without(["django_redis"], *command)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "System check identified no issues (1 silenced).\n"
-
-
-def test_the_missing_client_is_named(
-    run_without: Run, redis_cache_settings: MakeRedisCache, settings: Settings
-) -> None:
-    """A cache whose client is not installed is E003, with what to install for each client."""
-    settings.CACHES = redis_cache_settings("django-redis")
-    command = ("-m", "django", "check", "--tag", "django_celery_safe")
-    done = run_without(["django_redis"], *command)
-    assert done.returncode == 1
-    assert (
-        "(django_celery_safe.E003) The cache 'default' for locks can't be imported (No module "
-        "named 'django_redis'). Its client: pip install 'django-celery-safe[redis]', or with "
-    ) in done.stderr
 
 
 @pytest.mark.parametrize("kind", COLUMNS)

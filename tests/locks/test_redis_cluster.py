@@ -27,12 +27,10 @@ from django_celery_safe.inspection import lock_store
 from django_celery_safe.inspection.findings import OK, UNSAFE
 from django_celery_safe.leases.holder import place_names
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import emptied_with_locks, locate
 from django_celery_safe.locks.stores.redis_cluster import BUCKETS, ClusterStore
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, caches_of_cluster, require
-from tests.locks.test_redis_refusals import documented_acl
 from tests.processes import wait_for
 from tests.processes.worker import ROOT
 from tests.servers import RedisClusterServer, RedisServer, ServerPool
@@ -207,23 +205,6 @@ def test_what_a_script_needs_is_in_one_slot(cluster: RedisClusterServer) -> None
     assert min(nodes.count(node) for node in cluster.nodes) > BUCKETS / 6
 
 
-def test_a_slot_that_has_moved(movable: RedisClusterServer, clock: HeldClock) -> None:
-    """A held lock goes along: it is renewed, listed, waited for and freed at the new node."""
-    lock = cache_lock("moved", timeout=30)
-    assert lock.acquire()
-    move = movable.move(listing_of("moved"))
-    assert not cache_lock("moved").acquire()
-    clock.advance(11)
-    if lock.remaining < 25:  # the first renewal may have met the old node
-        clock.advance(4)
-    assert lock.remaining > 25
-    assert [held.name for held in iter_locks()] == ["moved"]
-    with move.new.client() as client:
-        assert client.exists(listing_of("moved"))
-    with waiting_for("moved"):
-        assert lock.release()
-
-
 def test_a_slot_that_is_moving(movable: RedisClusterServer) -> None:
     """A lock stays held before and after its keys have moved; a new lock is an error."""
     lock = cache_lock("moving", timeout=60)
@@ -244,18 +225,6 @@ def test_a_slot_that_is_moving(movable: RedisClusterServer) -> None:
     with cache_lock(new) as other:
         assert other
     assert lock.release()
-
-
-def test_a_lock_is_freed_while_its_slot_moves(movable: RedisClusterServer) -> None:
-    """A release finds its lock at the old node as at the new one, and says that it was ours."""
-    for name, is_sent in (("first", False), ("second", True)):
-        lock = cache_lock(name, timeout=60)
-        assert lock.acquire()
-        with movable.moving(listing_of(name)) as move:
-            if is_sent:
-                move.send_keys()
-            assert lock.release() is True
-        assert find_lock(name) is None
 
 
 def test_a_waiter_outlives_a_move(movable: RedisClusterServer) -> None:
@@ -330,31 +299,6 @@ def test_a_replica_that_takes_over(fragile: RedisClusterServer) -> None:
         assert lock.release()
 
 
-def test_a_node_that_was_removed(cluster: RedisClusterServer) -> None:
-    """A node that runs on without slots, after it left the cluster, is not asked twice."""
-    removed = RedisServer(cluster=True)
-    removed.slots = range(0)
-    wire = locate().store()._wire  # type: ignore[attr-defined]
-
-    def answer(ask: Callable[[], object]) -> object:
-        """Ask when the last thing that this process heard is that the node has the slot."""
-        wire._routes[listing_of("kept").partition("}")[0]] = (removed.host, removed.port)
-        return ask()
-
-    lock = cache_lock("kept")
-    with removed, ThreadPoolExecutor(1) as pool:
-        assert answer(lock.acquire)
-        assert answer(cache_lock("kept").acquire) is False
-        answer(lock.ensure)
-        waiter = cache_lock("kept")
-        waiting = pool.submit(answer, lambda: wait_and_release(waiter))
-        wait_for(lambda: waiter.contender is not None, 30, "nobody waits")
-        assert answer(lock.release)
-        assert waiting.result(30)
-        # With its last wire closed, nothing is left open to the node when it ends.
-        wire.close()
-
-
 def knows(node: RedisServer, other: RedisServer) -> bool:
     """Return whether a node of a cluster has heard of another one."""
     with node.client() as client:
@@ -389,40 +333,6 @@ def test_a_silent_node_costs_no_lease_in_others(
         clock.jump(101, settle=False)
         wait_for(lambda: all(lock.remaining > 290 for lock in others), 30, "not renewed")
     assert all(lock.release() for lock in others)
-
-
-def test_a_silent_node_that_gets_a_slot(fragile: RedisClusterServer, settings: Settings) -> None:
-    """A renewal gives it up in time for another try, however long the client would wait."""
-    settings.CACHES = caches_of_cluster(fragile, socket_timeout=60, socket_connect_timeout=60)
-    lock = cache_lock("moving", timeout=60)
-    assert lock.acquire()
-    assert lock.token
-    renewal = Renewal(lock.name, lock.token, 60)
-    with fragile.moving(listing_of(lock.name)) as move:
-        move.send_keys()
-        assert locate().store().extend([renewal], 0.2) == [True]
-        with move.new.silence():
-            began = time.monotonic()
-            with pytest.raises(LockBackendError):
-                locate().store().extend([renewal], 0.2)
-            assert time.monotonic() - began < 30
-    assert lock.release()
-
-
-def test_no_node_at_all(fragile: RedisClusterServer) -> None:
-    """A cluster that nobody can reach is an error of each lock, and works when it is there."""
-    for node in fragile.nodes:
-        node.kill()
-    for _ in range(2):
-        with pytest.raises(LockBackendError, match="connect to the cluster"):
-            cache_lock("x").acquire()
-    finding = lock_store.find_place()
-    assert finding.verdict == "unknown"
-    assert "connect to the cluster" in finding.said
-    for node in reversed(fragile.nodes):
-        node.start()
-    with cache_lock("x") as lock:
-        assert lock
 
 
 def test_many_are_renewed(cluster: RedisClusterServer, clock: HeldClock) -> None:
@@ -467,24 +377,3 @@ def test_an_alias_in_the_same_cluster_is_emptied_too(
     settings.CACHES = {"default": {**own, "KEY_PREFIX": "a"}, "locks": own, "more": other}
     settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
     assert emptied_with_locks(locate()) == ['CACHES["default"]', 'CACHES["more"]']
-
-
-def test_a_restricted_user(movable: RedisClusterServer, settings: Settings) -> None:
-    """The ACL of the docs is enough for a user of a cluster, also while a slot moves."""
-    also = re.search(r"client of a cluster needs `([^`]+)`", (ROOT / HOW_TO).read_text())
-    assert also is not None
-    for node in movable.nodes:
-        with node.client() as admin:
-            admin.execute_command(*documented_acl(), *also[1].split())
-    settings.CACHES = caches_of_cluster(movable, username="locks", password="secret")
-    permissions = lock_store.find_permissions(locate().store())
-    assert permissions is not None
-    assert permissions.verdict == OK, permissions.said
-    locks = [cache_lock(f"restricted:{number}", timeout=60) for number in range(20)]
-    assert all(lock.acquire() for lock in locks)
-    with movable.moving(listing_of(locks[0].name)) as move:
-        move.send_keys()
-        locks[0].ensure()
-        assert locks[0].release()
-    assert len(list(iter_locks())) == 19
-    assert all(lock.release() for lock in locks[1:])

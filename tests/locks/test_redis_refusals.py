@@ -13,7 +13,6 @@ from django_celery_safe import (
     BackendNotSupported,
     LockBackendError,
     cache_lock,
-    find_lock,
 )
 from django_celery_safe.inspection.doctor import examine
 from django_celery_safe.inspection.findings import Finding
@@ -116,17 +115,6 @@ def test_a_refused_command_leaves_no_lock_of_nobody(restricted: Restricted) -> N
             [command],
         )
         restricted.admin.execute_command("ACL", "SETUSER", "locks", f"+{command}")
-
-
-def test_a_full_list_of_another_type_costs_no_lease(restricted: Restricted) -> None:
-    """A key of another program in the place of the list makes no holder lose its lock."""
-    with cache_lock("kept") as lock:
-        restricted.admin.set(":1:celery_safe:locks", "something")
-        lock.ensure()
-        with pytest.raises(LockBackendError, match=r"did not write.*WRONGTYPE"):
-            cache_lock("other").acquire()
-        assert find_lock("other") is None
-        restricted.admin.delete(":1:celery_safe:locks")
 
 
 def refuse_writes(server: RedisServer) -> None:

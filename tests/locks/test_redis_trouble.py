@@ -1,6 +1,5 @@
 """Redis in trouble while locks are held and waited for: errors are clear, nothing is mixed up."""
 
-import contextlib
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from django.core.cache import cache, caches
+from django.core.cache import cache
 from pytest_django import Settings
 
 from django_celery_safe import (
@@ -20,7 +19,6 @@ from django_celery_safe import (
     iter_locks,
     release_lock,
 )
-from django_celery_safe.locks.stores import locate
 from django_celery_safe.signals import lock_backend_failed
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
@@ -117,18 +115,6 @@ def test_forgotten_scripts_are_sent_again(
         assert waiting.result(10) is True
 
 
-def test_a_waiter_outlives_its_connection(own_keys: None, redis_server: RedisServer) -> None:
-    """A waiter whose connection is cut goes on waiting, and gets the lock."""
-    with ThreadPoolExecutor(1) as pool, redis_server.client() as admin:
-        lock = cache_lock("cut")
-        assert lock.acquire()
-        waiting = start_waiting(pool, redis_server, "cut")
-        admin.client_kill_filter(_type="normal", skipme=True)
-        wait_for_waiters(redis_server, 1)
-        assert lock.release()
-        assert waiting.result(10) is True
-
-
 # Restarts
 
 
@@ -140,19 +126,6 @@ def test_a_restart_is_noticed_by_holders(
 ) -> None:
     """A server that lost its memory is a loss: for ensure(), and for the renewing thread."""
     restart_and_lose(fragile_redis, clock, losses, caplog)
-
-
-def test_a_restart_is_outlived_by_waiters(fragile_redis: RedisServer) -> None:
-    """A waiter gets the lock that a restart freed, or an error; never that someone has it."""
-    with ThreadPoolExecutor(1) as pool:
-        lock = cache_lock("restarted", timeout=3600)
-        assert lock.acquire()
-        waiting = start_waiting(pool, fragile_redis, "restarted")
-        fragile_redis.restart()
-        with contextlib.suppress(LockBackendError):
-            assert waiting.result(60) is True
-        with pytest.raises(LockLost):
-            lock.ensure()
 
 
 @pytest.mark.parametrize("impatient", ["django-redis", "django"], indirect=True)
@@ -179,20 +152,6 @@ def test_ignored_exceptions_are_not_ignored_by_locks(settings: Settings) -> None
     for ask in (cache_lock("x").acquire, lambda: find_lock("x"), lambda: list(iter_locks())):
         with pytest.raises(LockBackendError):
             ask()
-
-
-def test_a_restart_leaves_no_connection_behind(fragile_redis: RedisServer) -> None:
-    """Connections made after a restart are closed with their store, like earlier ones."""
-    store = locate().store()
-    with cache_lock("before"):
-        pass
-    fragile_redis.restart()
-    with cache_lock("after"):
-        pass
-    assert connections_to(fragile_redis) > 0
-    store.close()
-    caches["default"].client.get_client(write=True).connection_pool.disconnect()
-    assert connections_to(fragile_redis) == 0
 
 
 # Silence
@@ -369,19 +328,6 @@ def test_a_garbled_list_is_a_clear_error(own_keys: None, redis_server: RedisServ
         admin.delete(b"\xff\xfe")
 
 
-def test_a_garbled_wake_list_costs_no_connections(
-    own_keys: None, redis_server: RedisServer
-) -> None:
-    """A waiter that can't be woken gets an error or waits; it piles up no connections."""
-    with redis_server.client() as admin, cache_lock("x"):
-        spoil(admin, f"{key_of('x')} wake", b"text")
-        before = connections_to(redis_server)
-        waiter = cache_lock("x")
-        assert or_error(lambda: waiter.acquire(blocking_timeout=1)) in (False, "error")
-        assert or_error(lambda: waiter.acquire(blocking_timeout=0.3)) in (False, "error")
-        assert connections_to(redis_server) <= before + 1
-
-
 def test_nobodys_token_frees_nothing(own_keys: None) -> None:
     """A lock that was seen without its token is not freed by it, whoever holds it now."""
     with cache_lock("x") as lock:
@@ -435,28 +381,3 @@ def set_and_get(number: int) -> int:
 
 
 # A failover that nobody tells
-
-
-def test_locks_follow_an_address_to_another_server(settings: Settings) -> None:
-    """When the master is demoted and its address leads to the next one, locks get there soon."""
-    with RedisServer(unix_socket=True) as new, RedisServer(unix_socket=True) as old:
-        address = old.folder / "address"
-        address.symlink_to(old.socket_path)
-        settings.CACHES = {
-            "default": {
-                "BACKEND": REDIS_BACKENDS["django-redis"],
-                "LOCATION": f"unix://{address}?db=0",
-            }
-        }
-        with cache_lock("warm"):
-            pass
-        with old.client() as admin:
-            admin.replicaof(new.host, new.port)
-        address.unlink()
-        address.symlink_to(new.socket_path)
-        lock = cache_lock("moved")
-        # The first request may be refused by the old master.
-        assert or_error(lock.acquire) is True or lock.acquire()
-        with new.client() as admin:
-            assert admin.exists(key_of("moved"))
-        assert lock.release()

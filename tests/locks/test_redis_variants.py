@@ -129,39 +129,6 @@ def test_locks_work_over_a_unix_socket(
         check_exclusion()
 
 
-@pytest.mark.parametrize("kind", ["django-redis", "django"])
-def test_locks_work_for_a_restricted_user(
-    kind: RedisCacheKind,
-    settings: Settings,
-    redis_cache_settings: MakeRedisCache,
-    redis_server: RedisServer,
-    cut: Cut,
-    clock: HeldClock,
-) -> None:
-    """A user with a password, for our keys and no dangerous command, is enough for locks."""
-    given = {"username": "locker", "password": "se:cr@t"}
-    options: dict[str, Any] = given
-    if kind == "django-redis":  # which has USERNAME and PASSWORD since 7.0
-        options = {"CONNECTION_POOL_KWARGS": given}
-    location = cut.url(redis_server.url)
-    settings.CACHES = redis_cache_settings(kind, LOCATION=location, OPTIONS=options)
-    cut.admin.acl_setuser(
-        "locker",
-        enabled=True,
-        reset=True,
-        passwords=["+se:cr@t"],
-        keys=["*celery_safe:*"],
-        categories=["+@all", "-@dangerous"],
-        # For the client_name in the URL; before Redis 7 it was dangerous.
-        commands=["+client|setname"],
-    )
-    try:
-        check_exclusion()
-        check_life(cut, clock)
-    finally:
-        cut.admin.acl_deluser("locker")
-
-
 def check_exclusion() -> None:
     """Take locks, and see that they exclude and that they are shown as they are."""
     locks = [cache_lock(name) for name in NAMES]
@@ -328,16 +295,3 @@ def test_the_list_holds_still_for_what_stays(index: Index) -> None:
             assert all(renew([Renewal(staying[one], f"{one:032}", 90) for one in some]))
     assert set(staying) <= set(listed)
     assert len(index) > 2500
-
-
-def test_the_list_tells_the_same_time_as_the_lock(index: Index) -> None:
-    """The list shows the same time left of a lease as the lock's own key."""
-    with cache_lock("timed", timeout=60):
-        before, (listed,), after = find_lock("timed"), iter_locks(), find_lock("timed")
-        assert before is not None
-        assert after is not None
-        assert before.remaining is not None
-        assert listed.remaining is not None
-        assert after.remaining is not None
-        # The list asks for the time, and a key ends by that of the last event loop.
-        assert after.remaining - 0.1 <= listed.remaining <= before.remaining + 0.1

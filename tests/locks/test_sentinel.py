@@ -9,7 +9,7 @@ import pytest
 from django.core.cache import cache
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, LockBackendError, cache_lock, find_lock, iter_locks
+from django_celery_safe import CacheLock, LockBackendError, cache_lock, iter_locks
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, require
 from tests.processes import wait_for
@@ -67,23 +67,6 @@ def connections_to(server: RedisServer) -> int:
     """Return how many connections this process has to the server."""
     found = psutil.Process().net_connections("tcp")
     return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
-
-
-def test_locks_work_through_sentinel(sentinel: SentinelServer, clock: HeldClock) -> None:
-    """Locks are taken, renewed, listed and freed in the master that Sentinel names."""
-    with cache_lock("feed:42", timeout=30) as lock:
-        assert lock
-        assert holds(sentinel.first, "feed:42")
-        assert not cache_lock("feed:42").acquire()
-        clock.advance(11)
-        assert lock.remaining > 25
-        lock.ensure()
-        lock.extend(30)
-        found = find_lock("feed:42")
-        assert found is not None
-        assert (found.token, found.fence) == (lock.token, lock.fence)
-        assert [one.name for one in iter_locks()] == ["feed:42"]
-    assert not holds(sentinel.first, "feed:42")
 
 
 def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer, clock: HeldClock) -> None:

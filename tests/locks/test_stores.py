@@ -272,25 +272,6 @@ def test_a_client_that_decodes_is_fine(
         assert [(one.name, one.token) for one in iter_locks()] == [("decoded", lock.token)]
 
 
-def test_threads_share_one_store(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
-    """Threads that use one store's connection at once get each their own answers."""
-    settings.CACHES = redis_cache_settings("django-redis")
-    store = locate().store()
-
-    def peek(number: int) -> bool:
-        name, token = f"thread:{number}", f"{number:032}"
-        for _ in range(50):
-            assert isinstance(store.acquire(name, token, 10, Holder("here", number)), Acquired)
-            found = store.peek(name)
-            assert found is not None
-            assert found.token == token
-            assert store.release(name, token)
-        return True
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(peek, range(8)))
-
-
 def test_a_long_list_is_complete(
     settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
 ) -> None:

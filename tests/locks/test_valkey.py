@@ -8,15 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from django.core.cache import caches
 from pytest_django import Settings
 
 from django_celery_safe import BackendNotSupported, LockBackendError, cache_lock, find_lock
 from django_celery_safe.inspection import lock_store
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.client_library import library_of
 from django_celery_safe.locks.stores.redis import RedisStore
-from tests.conftest import CacheSettings, MakeRedisCache
+from tests.conftest import CacheSettings
 from tests.locks.test_redis_clients import USES, Run, run_without
 from tests.processes import dead_port
 from tests.servers import RedisServer
@@ -54,18 +52,6 @@ def test_it_is_a_redis_store(
         lock.ensure()
 
 
-def test_its_locks_exclude_those_of_redis_py(
-    valkey_cache_settings: MakeCache, redis_cache_settings: MakeRedisCache, settings: Settings
-) -> None:
-    """On one server, number and prefix, both libraries see the same locks."""
-    settings.CACHES = {**valkey_cache_settings(), **redis_cache_settings("django", "other")}
-    with cache_lock("x") as lock:
-        assert lock
-        assert not cache_lock("x", cache="other").acquire()
-    with cache_lock("x", cache="other"):
-        assert not cache_lock("x").acquire()
-
-
 def test_its_errors_are_ours(valkey_cache_settings: MakeCache, settings: Settings) -> None:
     """A server that is gone, or refuses, is a LockBackendError as with redis-py."""
     with RedisServer() as server:
@@ -79,17 +65,6 @@ def test_its_errors_are_ours(valkey_cache_settings: MakeCache, settings: Setting
         server.stop()
         with pytest.raises(LockBackendError, match="did not answer"):
             cache_lock("x").acquire()
-
-
-def test_the_library_is_that_of_the_client(
-    valkey_cache_settings: MakeCache, redis_cache_settings: MakeRedisCache, settings: Settings
-) -> None:
-    """It is known by the class of the client, a class of the project's own too."""
-    settings.CACHES = {**valkey_cache_settings(), **redis_cache_settings("django-redis", "other")}
-    valkey, redis = (caches[alias].client.get_client() for alias in ("default", "other"))
-    own = type("Own", (type(valkey),), {"__module__": "shop.caches"})
-    assert library_of(valkey).name == library_of(object.__new__(own)).name == "valkey"
-    assert library_of(redis).name == "redis"
 
 
 def test_without_redis_py(

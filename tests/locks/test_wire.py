@@ -13,7 +13,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from django_celery_safe.locks.stores.wire import Wire, _Connection
+from django_celery_safe.locks.stores.wire import Wire
 from tests.processes import run_in_processes, wait_for
 from tests.servers import RedisServer
 
@@ -71,24 +71,6 @@ def test_an_error_of_the_server_is_an_answer(redis_server: RedisServer) -> None:
         assert wire.ask("PING") == b"PONG"
         assert wire._idle == before
         wire.close()
-
-
-def test_a_connection_that_nobody_has_is_closed(redis_server: RedisServer) -> None:
-    """A connection that is dropped closes its socket, in a cycle too, and Python does not warn."""
-    gc.collect()  # what other tests left
-    before = connections_to(redis_server)
-    with warnings.catch_warnings(record=True) as warned, redis_server.client() as client:
-        warnings.simplefilter("always")
-        connections = [_Connection(client.connection_pool) for _ in range(10)]
-        for connection in connections:
-            assert connection.ask(("PING",)) == b"PONG"
-            connection.itself = connection  # type: ignore[attr-defined]
-        assert connections_to(redis_server) == before + 10
-        del connection, connections
-        gc.collect()
-        assert connections_to(redis_server) == before
-    # Others are of what another test has left.
-    assert [one for one in warned if str(redis_server.port) in str(one.message)] == []
 
 
 def test_an_interrupted_connection_is_closed(redis_server: RedisServer) -> None:
