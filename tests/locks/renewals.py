@@ -1,13 +1,27 @@
-"""Renewals of leases, as a test sees them in the store."""
+"""Leases and their renewals, as a test sees them in the store."""
 
 import math
 from typing import Any
 
-from django_celery_safe import find_lock
+from django_celery_safe import HeldLock, find_lock
 from django_celery_safe.leases.clock import clock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
 from tests.processes import wait_for
+
+
+def get_lock(name: str, **options: Any) -> HeldLock:
+    """Return the lock of this name, which has to be held."""
+    found = find_lock(name, **options)
+    assert found is not None, f"{name} is free"
+    return found
+
+
+def get_remaining(name: str) -> float:
+    """Return how long the store will keep a lock that nobody renews any more."""
+    remaining = get_lock(name).remaining
+    assert remaining is not None
+    return remaining
 
 
 def wait_for_renewal(name: str, **options: Any) -> None:
@@ -21,10 +35,7 @@ def wait_for_renewal(name: str, **options: Any) -> None:
 
     def grows() -> bool:
         nonlocal last
-        found = find_lock(name, **options)
-        assert found is not None
-        assert found.remaining is not None
-        before, last = last, found.remaining
+        before, last = last, get_lock(name, **options).remaining or 0.0
         return last > before
 
     wait_for(grows, 30, "it is not renewed")

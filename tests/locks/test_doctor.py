@@ -3,14 +3,13 @@
 import signal
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from pytest_django import Settings
 
-from django_celery_safe import cache_lock, conf, iter_locks
+from django_celery_safe import conf, iter_locks
 from django_celery_safe.inspection import doctor, race
 from django_celery_safe.inspection.doctor import examine
 from django_celery_safe.inspection.findings import Finding, Verdict
@@ -80,16 +79,11 @@ def use_redis(settings: Settings, server: RedisServer, **user: str) -> None:
 
 @pytest.mark.nightly
 def test_redis_is_safe(
-    find: Examine,
-    redis_cache_settings: MakeRedisCache,
-    redis_server: RedisServer,
-    settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
+    in_redis: None, find: Examine, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis without eviction is all well, and the counter of the fences is all that is left."""
     for name in ("WOKEN_WITHIN", "LATE"):
         monkeypatch.setattr(doctor, name, 30.0)  # a busy machine is no fault of Redis
-    settings.CACHES = redis_cache_settings("django-redis")
     found = find(seconds=5)
     assert verdicts(found) == ALL_WELL
     assert found["store"].values == {
@@ -121,16 +115,6 @@ def test_a_database_is_safe(find: Examine, db_alias: str, settings: Settings) ->
     assert verdicts(found) == {**WITHOUT_SERVER, "clearing": "ok"}, found["exclusion"].said
     assert found["store"].values["kind"] == "database"
     assert not DatabaseLock.objects.using(db_alias).exists()
-
-
-def test_a_refused_cache_is_unsafe(find: Examine, settings: Settings, tmp_path: Path) -> None:
-    """On a cache where no lock excludes, the examination ends with why."""
-    backend = "django.core.cache.backends.filebased.FileBasedCache"
-    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": str(tmp_path)}}
-    found = find()
-    assert verdicts(found) == {"store": "unsafe"}
-    assert "several processes get the same lock" in found["store"].said
-    assert found["store"].values["kind"] == "cache"
 
 
 @pytest.mark.parametrize(
@@ -212,18 +196,6 @@ def test_a_broken_store_is_caught(
     assert set(left_behind(redis_server)) <= {b":1:celery_safe:fence"}
 
 
-def test_a_slow_store_for_its_leases(
-    settings: Settings, redis_cache_settings: MakeRedisCache
-) -> None:
-    """A round trip that is long beside LOCK_TIMEOUT is a warning."""
-    settings.CACHES = redis_cache_settings("django-redis")
-    assert find_until("round_trip").verdict == "ok"
-    settings.DJANGO_CELERY_SAFE = {"LOCK_TIMEOUT": 0.001}
-    finding = find_until("round_trip")
-    assert finding.verdict == "warning"
-    assert "more than a tenth of LOCK_TIMEOUT (0.001 s)" in finding.said
-
-
 def test_locks_on_an_alias_of_their_own(
     settings: Settings, redis_server: RedisServer, redis_cache_settings: MakeRedisCache
 ) -> None:
@@ -238,42 +210,15 @@ def test_locks_on_an_alias_of_their_own(
     assert finding.values == {"emptied_with": ['CACHES["pages"]']}
 
 
-def test_an_examination_that_is_left_leaves_nothing(
-    redis_cache_settings: MakeRedisCache, redis_server: RedisServer, settings: Settings
-) -> None:
-    """A caller that stops reading the findings finds the store as it was."""
-    settings.CACHES = redis_cache_settings("django-redis")
-    with cache_lock("first"):
-        pass
-    before = left_behind(redis_server)
-    for check in ("round_trip", "listing", "waking"):
-        find_until(check)
-        assert left_behind(redis_server) == before
-
-
-@pytest.mark.nightly
-def test_processes_with_other_settings(
-    redis_cache_settings: MakeRedisCache, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where other processes keep their locks elsewhere, it is not said that all is well."""
-    share_settings(monkeypatch)
-    settings.CACHES = redis_cache_settings("django")
-    finding = find_until("exclusion")
-    assert finding.verdict == "unknown"
-    assert "keep their locks in another place than this one, whose settings differ" in finding.said
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_dies_or_hangs(
     number: signal.Signals,
-    redis_cache_settings: MakeRedisCache,
+    in_redis: None,
     redis_server: RedisServer,
-    settings: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A process that dies or hangs makes exclusion unknown; it is ended, and its locks freed."""
-    settings.CACHES = redis_cache_settings("django-redis")
     share_settings(monkeypatch)
     monkeypatch.setattr(race, "ANSWER", 2)
     hit: list[int] = []

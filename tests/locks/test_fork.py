@@ -19,7 +19,7 @@ from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, idem
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
 from tests.clock import HeldClock, held_clock
-from tests.conftest import MakeRedisCache
+from tests.locks.renewals import get_remaining
 from tests.processes import run_in_processes
 
 #: Calls that only the owner of a lock may make.
@@ -28,12 +28,6 @@ OWNERS: dict[str, Callable[[CacheLock], object]] = {
     "ensure": CacheLock.ensure,
     "extend": lambda lock: lock.extend(60),
 }
-
-
-@pytest.fixture
-def in_redis(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
-    """Locks live in Redis."""
-    settings.CACHES = redis_cache_settings("django-redis")
 
 
 def refusals(lock: CacheLock) -> list[str]:
@@ -83,23 +77,18 @@ def fork_and_go_on() -> dict[str, Any]:
 def use_and_close(lock: CacheLock) -> list[Any]:
     """In a child: try what its parent's lock does here, and end like a process that cleans up."""
     seen = [lock.held, lock.remaining, *refusals(lock)]
-    before = left("parent's")
+    before = get_remaining("parent's")
     with held_clock() as clock, cache_lock("child's", timeout=30) as own:
         clock.advance(100)
         seen.append("renewed its own" if own.held else "lost its own")
-    seen.append("left its parent's to its end" if left("parent's") <= before else "renewed it")
+    seen.append(
+        "left its parent's to its end" if get_remaining("parent's") <= before else "renewed it"
+    )
     del lock
     caches.close_all()
     connections.close_all()
     gc.collect()
     return seen
-
-
-def left(name: str) -> float:
-    """Return how long the store will keep a lock, if nobody renews it."""
-    found = find_lock(name)
-    assert found is not None
-    return found.remaining or 0.0
 
 
 def test_a_child_forked_at_any_moment_can_lock(in_redis: None) -> None:

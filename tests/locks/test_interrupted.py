@@ -21,6 +21,7 @@ from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_acquired
 from tests.clock import HeldClock
+from tests.locks.renewals import get_lock
 from tests.servers import RedisServer
 
 
@@ -183,8 +184,7 @@ def test_a_lock_stays_where_it_was_taken(fragile_redis: RedisServer) -> None:
         assert find_lock("moved") is None
         lock.ensure()
         lock.extend(60)
-    found = find_lock("moved")
-    assert found is not None
+    found = get_lock("moved")
     assert found.token == lock.token
     assert found.remaining is not None
     assert found.remaining > 30

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import LockBackendError, cache_lock, find_lock, release_lock
@@ -20,9 +19,10 @@ from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_backend_failed, lock_lost
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.conftest import MakeDatabase
 from tests.listening import receiving
 from tests.locks.hanging import hanging, in_background
+from tests.locks.renewals import get_lock, get_remaining
 from tests.processes import wait_for
 from tests.servers import PostgresServer, RedisServer
 
@@ -31,9 +31,7 @@ LEASE = 30
 
 def free(name: str) -> None:
     """Free a lock as an operator does."""
-    seen = find_lock(name)
-    assert seen is not None
-    assert release_lock(seen)
+    assert release_lock(get_lock(name))
 
 
 def thread_of(lock: CacheLock) -> threading.Thread:
@@ -43,14 +41,6 @@ def thread_of(lock: CacheLock) -> threading.Thread:
     thread = lock.lease.lane._thread
     assert thread is not None
     return thread
-
-
-def left(name: str) -> float:
-    """Return how long the store will keep a lock, if nobody renews it."""
-    found = find_lock(name)
-    assert found is not None
-    assert found.remaining is not None
-    return found.remaining
 
 
 def test_one_thread_renews_all(
@@ -73,7 +63,7 @@ def test_one_thread_renews_all(
     assert asked == [(50, 10)]
     clock.advance(60)
     assert len(asked) == 7
-    assert all(lock.held and left(lock.name) > 19 for lock in locks)
+    assert all(lock.held and get_remaining(lock.name) > 19 for lock in locks)
     assert all(lock.release() for lock in locks)
     clock.advance(60)
     assert len(asked) == 7
@@ -92,13 +82,12 @@ def test_a_thread_that_renews_nothing_ends(locks_in_memory: None, clock: HeldClo
 def test_a_connection_closes_though_other_locks_are_held(
     clock: HeldClock,
     settings: Settings,
+    in_redis: None,
     make_database: MakeDatabase,
     postgres_server: PostgresServer,
-    redis_cache_settings: MakeRedisCache,
 ) -> None:
     """With the last lock in one store the thread's connection there closes; others go on."""
     alias = make_database("postgres")
-    settings.CACHES = redis_cache_settings("django-redis")
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
     with cache_lock("in Redis", cache="default", timeout=LEASE) as other:
         with cache_lock("in PostgreSQL", timeout=LEASE) as lock:
@@ -132,28 +121,6 @@ def test_a_store_that_is_gone_for_a_while_costs_no_lock(
         assert lock.remaining > 25
         lock.ensure()
     assert "did not answer to extend" in told[0]
-
-
-def test_a_broken_connection_of_the_thread_is_replaced(
-    clock: HeldClock,
-    settings: Settings,
-    make_database: MakeDatabase,
-    postgres_server: PostgresServer,
-) -> None:
-    """A renewing thread whose database connection was cut goes on with another."""
-    alias = make_database("postgres")
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
-    with cache_lock("cut", timeout=LEASE) as lock:
-        clock.advance(11)
-        with postgres_server.connect("postgres") as connection:
-            connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
-                [settings.DATABASES[alias]["NAME"]],
-            )
-        clock.advance(13)
-        assert lock.remaining > 25
-        connections[alias].close()
-        lock.ensure()
 
 
 def test_a_shorter_lease_is_renewed_in_time(locks_in_memory: None, clock: HeldClock) -> None:
@@ -216,7 +183,7 @@ def test_a_renewal_under_way_does_not_undo_an_extension(
         late.set()
         clock.advance(3)
         assert lock.remaining > 20
-        assert left("moved") > 20
+        assert get_remaining("moved") > 20
 
 
 def test_an_answer_counts_though_its_thread_was_replaced(

@@ -13,16 +13,13 @@ from pytest_django import Settings
 
 from django_celery_safe import (
     ConfigurationError,
-    LockError,
     LockLost,
     LockNotAcquired,
     cache_lock,
-    find_lock,
-    release_lock,
 )
 from django_celery_safe.leases.clock import boottime
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.signals import lock_acquired, lock_contended, lock_lost, lock_released
+from django_celery_safe.signals import lock_lost
 from tests.clock import HeldClock
 from tests.listening import receiving
 
@@ -66,50 +63,6 @@ def test_ensure_needs_the_lock() -> None:
     wanted = pytest.raises(LockNotAcquired, match=f"process {os.getpid()}")
     with cache_lock("wanted"), cache_lock("wanted") as lock, wanted:
         lock.ensure()
-
-
-@pytest.mark.parametrize("renew", [True, False])
-def test_ensure_sees_a_lock_freed_by_an_operator(renew: bool) -> None:
-    """ensure() asks the store, so it learns of a release by someone else at once."""
-    with cache_lock("freed", renew=renew) as lock:
-        lock.ensure()
-        seen = find_lock("freed")
-        assert seen is not None
-        assert release_lock(seen)
-        assert lock.held
-        with pytest.raises(LockLost):
-            lock.ensure()
-        assert not lock.held
-
-
-def test_each_call_of_a_decorated_function_takes_a_lock() -> None:
-    """A decorator takes the lock for each call, and a call without it is refused."""
-
-    @cache_lock("decorated")
-    def work(value: int) -> int:
-        """Work."""
-        assert find_lock("decorated") is not None
-        return value + 1
-
-    assert work(1) == 2
-    assert work(2) == 3
-    assert work.__doc__ == "Work."
-    with cache_lock("decorated"), pytest.raises(LockNotAcquired, match="'decorated' is held"):
-        work(3)
-    assert work(4) == 5
-
-
-def test_a_lock_is_not_reentrant() -> None:
-    """The object that holds a lock can't take it again; after a release it can."""
-    lock = cache_lock("again")
-    assert lock.acquire()
-    with pytest.raises(LockError, match="not reentrant"):
-        lock.acquire()
-    assert lock.release() is True
-    with pytest.raises(LockNotAcquired):
-        lock.release()
-    assert lock.acquire()
-    lock.release()
 
 
 def test_waiting_ends_in_time(clock: HeldClock) -> None:
@@ -203,28 +156,6 @@ def test_a_lost_lock_is_told(clock: HeldClock, caplog: pytest.LogCaptureFixture)
     assert record.levelno == logging.ERROR
     assert "'told' was lost" in record.getMessage()
     assert record.safe_name == "told"  # type: ignore[attr-defined]
-
-
-def test_every_step_is_signalled() -> None:
-    """Acquired, contended and released are sent once each; a receiver that raises harms nothing."""
-    told: list[str] = []
-
-    def listen(signal: object, name: str, **fields: object) -> None:
-        told.append(
-            {lock_acquired: "acquired", lock_contended: "contended"}.get(signal, "released")
-        )  # type: ignore[call-overload]
-        raise RuntimeError("a bad receiver")
-
-    signals = (lock_acquired, lock_contended, lock_released)
-    for signal in signals:
-        signal.connect(listen)
-    try:
-        with cache_lock("signals"), cache_lock("signals") as second:
-            assert not second
-    finally:
-        for signal in signals:
-            signal.disconnect(listen)
-    assert told == ["acquired", "contended", "released"]
 
 
 def test_nothing_starts_before_the_first_renewed_lock() -> None:

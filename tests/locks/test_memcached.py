@@ -19,7 +19,6 @@ from django_celery_safe import (
     BackendNotSupported,
     ConfigurationError,
     LockBackendError,
-    LockLost,
     cache_lock,
     find_lock,
 )
@@ -29,6 +28,7 @@ from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, require
+from tests.locks.renewals import get_lock
 from tests.locks.restarts import restart_and_lose
 from tests.processes import run_in_processes, wait_for
 from tests.sending.test_relay_trouble import Proxy
@@ -90,14 +90,6 @@ def write(server: MemcachedServer, key: str, value: bytes, expire: int = 1000) -
     """Write an item past all caches."""
     with closing(server.client()) as client:
         client.set(key, value, expire=expire, noreply=False)
-
-
-def write_others(server: MemcachedServer, number: int, size: int = 10, run: int = 0) -> None:
-    """Write so many items that are no locks."""
-    with closing(server.client()) as client:
-        items = {f":1:other:{run}:{one:06}": b"x" * size for one in range(number)}
-        client.set_many(items, expire=1000, noreply=True)
-        client.version()  # answered when all of them are written
 
 
 # The server gone, restarted, silent, full
@@ -182,8 +174,7 @@ def test_a_silent_server_is_an_error(
                 fragile.resume()
         # A late answer of the server is not taken for another request's.
         kept.ensure()
-        found = find_lock("kept")
-        assert found is not None
+        found = get_lock("kept")
         assert (found.name, found.token) == ("kept", token)
     assert find_lock("kept") is None
 
@@ -220,22 +211,6 @@ def connections_to(server: MemcachedServer) -> int:
     """Return how many connections this process has to the server."""
     found = psutil.Process().net_connections("tcp")
     return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
-
-
-def test_an_evicted_lock_is_noticed(start: Any) -> None:
-    """A server that is full forgets a lock; its holder learns that, the next one gets it."""
-    server = start(arguments=("-m", "1", "-I", "512k"))
-    lock = cache_lock("evicted", renew=False)
-    assert lock.acquire()
-    for run in range(20):
-        write_others(server, 2000, size=90, run=run)
-    assert server.count("evictions") > 0
-    assert lock.held
-    with pytest.raises(LockLost):
-        lock.ensure()
-    assert not lock.held
-    with cache_lock("evicted") as new:
-        assert new
 
 
 def test_a_full_server_that_does_not_evict_is_an_error(start: Any) -> None:
@@ -297,8 +272,7 @@ def test_a_server_that_can_not_tell_the_rest_of_a_lease(
         lock = cache_lock("old", timeout=60)
         assert lock.acquire()
         assert cache_lock("old").acquire() is False
-        found = find_lock("old")
-        assert found is not None
+        found = get_lock("old")
         assert (found.token, found.remaining) == (lock.token, None)
         waiting = pool.submit(cache_lock("old").acquire, 30)
         lock.ensure()
@@ -394,8 +368,7 @@ def test_a_garbled_value_is_someone_unknown(memcached: MemcachedServer) -> None:
         write(memcached, f"{PREFIX}{name.replace(' ', '_')}", value)
         lock = cache_lock(name.replace(" ", "_"))
         assert lock.acquire() is False
-        found = find_lock(lock.name)
-        assert found is not None
+        found = get_lock(lock.name)
         assert str(found.holder) == ""
         assert store.extend([Renewal(lock.name, "b" * 32, 10)]) == [False]
         assert store.release(lock.name, "b" * 32) is False
@@ -436,45 +409,11 @@ def test_caches_with_other_keys_do_not_meet(
     locks = [cache_lock("same", cache=alias, renew=False) for alias in APART]
     assert all(lock.acquire() for lock in locks)
     for alias, lock in zip(APART, locks, strict=True):
-        found = find_lock("same", cache=alias)
-        assert found is not None
+        found = get_lock("same", cache=alias)
         assert (found.name, found.token) == ("same", lock.token)
         assert not cache_lock("same", cache=alias).acquire()
         # Gone, it can't be taken for the next one.
         assert lock.release()
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "pooled": {"use_pooling": True, "max_pool_size": 2, "pool_idle_timeout": 60},
-    "ignoring": {"ignore_exc": True, "default_noreply": True, "no_delay": True},
-    "timeouts": {"timeout": 5, "connect_timeout": 5, "allow_unicode_keys": False},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_options_of_the_client_do_no_harm(
-    options: dict[str, Any],
-    settings: Settings,
-    memcached_cache_settings: MakeMemcachedCache,
-) -> None:
-    """Locks exclude whatever the cache's client was told to do."""
-    settings.CACHES = memcached_cache_settings(OPTIONS=options)
-    use_lock_from_threads()
-
-
-def use_lock_from_threads() -> None:
-    """Take, ensure and free a lock that four threads want."""
-
-    def take(_: int) -> bool:
-        with cache_lock("wanted", blocking_timeout=20) as lock:
-            assert lock
-            lock.ensure()
-            assert not cache_lock("wanted").acquire()
-            return True
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(take, range(4))) == [True] * 4
-    assert find_lock("wanted") is None
 
 
 # Threads and forks

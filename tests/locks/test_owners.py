@@ -14,6 +14,7 @@ from celery import Celery
 from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, release_lock
 from tests.clock import HeldClock
 from tests.locks.hanging import hanging
+from tests.locks.renewals import get_lock
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory", "clock")
@@ -163,30 +164,6 @@ def test_renewal_of_a_forgotten_lock_ends_with_its_task(
     assert "the task that took it ended without releasing it" in warnings_of(caplog)[1]
 
 
-def test_a_lock_is_renewed_beyond_a_time_limit_that_nobody_enforces(clock: HeldClock) -> None:
-    """A run that goes on, as in a direct call or a thread, keeps others out until it ends."""
-    app = Celery(set_as_current=False)
-
-    @app.task(shared=False, time_limit=0.5)
-    def work() -> None:
-        with cache_lock("long work", timeout=30) as lock:
-            clock.advance(100)
-            assert lock.held
-
-    work()
-    work.apply(throw=True)
-
-
-def test_a_lock_without_renewal_may_be_forgotten(
-    clock: HeldClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A lock that is to end by itself warns of nothing when its object is gone."""
-    assert cache_lock("debounce", timeout=30, renew=False).acquire()
-    clock.advance(30)
-    assert find_lock("debounce") is None
-    assert not warnings_of(caplog)
-
-
 def test_a_thread_that_would_wait_for_ever_for_its_own_lock_gets_an_error() -> None:
     """At once, and only that thread: others wait, as do those that wait for a limited time."""
     with cache_lock("mine"):
@@ -198,8 +175,7 @@ def test_a_thread_that_would_wait_for_ever_for_its_own_lock_gets_an_error() -> N
             waiter = other.submit(waiting.acquire, None)
             wait_for(lambda: waiting.contender is not None, 30, "nobody waits")
             assert not waiter.done()
-            found = find_lock("mine")
-            assert found is not None
+            found = get_lock("mine")
             assert release_lock(found)
             assert waiter.result(30)
 

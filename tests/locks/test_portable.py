@@ -22,6 +22,7 @@ from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from tests.clock import HeldClock
+from tests.locks.renewals import get_lock
 
 
 class DictCache(BaseCache):
@@ -163,8 +164,7 @@ def test_a_lease_is_trusted_for_a_second_less(
         assert lock.remaining == trusted - 1
         lock.ensure()
         assert lock.remaining == trusted
-        found = find_lock("trusted")
-        assert found is not None
+        found = get_lock("trusted")
         assert found.remaining is None
 
 
@@ -251,8 +251,7 @@ def test_an_extension_never_makes_two_trust(use: UseCache) -> None:
             lock.ensure()
         assert not lock.held
         assert lock.release() is False
-    found = find_lock("x")
-    assert found is not None
+    found = get_lock("x")
     assert found.token == "b" * 32
 
 

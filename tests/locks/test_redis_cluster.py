@@ -3,7 +3,6 @@
 import contextlib
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,21 +12,17 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 from redis.crc import key_slot
-from redis.exceptions import ResponseError
 
 from django_celery_safe import (
     CacheLock,
-    HeldLock,
     LockBackendError,
     cache_lock,
     find_lock,
     iter_locks,
 )
-from django_celery_safe.inspection import lock_store
-from django_celery_safe.inspection.findings import OK, UNSAFE
 from django_celery_safe.leases.holder import place_names
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.locks.stores import emptied_with_locks, locate
+from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.redis_cluster import BUCKETS, ClusterStore
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, caches_of_cluster, require
@@ -273,52 +268,6 @@ def test_a_node_that_is_gone(fragile: RedisClusterServer, clock: HeldClock) -> N
     assert lock.release()
 
 
-def test_a_replica_that_takes_over(fragile: RedisClusterServer) -> None:
-    """After an error or two, the locks of a node that is gone are those of its replica."""
-    gone = fragile.nodes[1]
-    name = name_at(fragile, gone)
-    lock = cache_lock(name, timeout=60)
-    options = ("--cluster-require-full-coverage", "no", "--cluster-replica-no-failover", "yes")
-    replica = RedisServer(cluster=True, options=options)
-    replica.slots = range(0)
-    with replica, replica.client() as new:
-        with gone.client() as old:
-            primary = old.execute_command("CLUSTER", "MYID").decode()
-            new.execute_command("CLUSTER", "MEET", gone.host, gone.port)
-            wait_for(lambda: replicates(new, primary), 20, "it replicates nothing")
-            assert lock.acquire()
-            assert old.execute_command("WAIT", 1, 5000) == 1
-        # They hear of it by gossip, of which the one that is gone is a part.
-        wait_for(lambda: all(knows(node, replica) for node in fragile.nodes), 20, "it is unknown")
-        gone.kill()
-        with pytest.raises(LockBackendError):
-            lock.ensure()
-        new.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
-        wait_for(lambda: find_or_none(name), 20, "the replica was not found")
-        assert not cache_lock(name).acquire()
-        assert lock.release()
-
-
-def knows(node: RedisServer, other: RedisServer) -> bool:
-    """Return whether a node of a cluster has heard of another one."""
-    with node.client() as client:
-        return f":{other.port}@".encode() in client.execute_command("CLUSTER", "NODES")
-
-
-def replicates(client: Any, primary: str) -> bool:
-    """Let a node be the replica of a primary that it knows; return whether it is in step."""
-    with contextlib.suppress(ResponseError):
-        client.execute_command("CLUSTER", "REPLICATE", primary)
-    return bool(client.info("replication").get("master_link_status") == "up")
-
-
-def find_or_none(name: str) -> HeldLock | None:
-    """Return a lock that is held; None: its node does not answer, or it is free."""
-    with contextlib.suppress(LockBackendError):
-        return find_lock(name)
-    return None
-
-
 def test_a_silent_node_costs_no_lease_in_others(
     fragile: RedisClusterServer, clock: HeldClock
 ) -> None:
@@ -346,34 +295,3 @@ def test_many_are_renewed(cluster: RedisClusterServer, clock: HeldClock) -> None
     clock.advance(21)
     assert [lock.name for lock in locks if lock.remaining < 55] == ["many:7"]
     assert [lock.name for lock in locks if not lock.release()] == ["many:7"]
-
-
-def test_what_the_doctor_asks(cluster: RedisClusterServer) -> None:
-    """It tries each command, and one node that evicts locks is enough to make them unsafe."""
-    store = locate().store()
-    permissions = lock_store.find_permissions(store)
-    assert permissions is not None
-    assert permissions.verdict == OK
-    assert abs((store.ask_time() or 0) - time.time()) < 5
-    found = lock_store.find_eviction(store)
-    assert found is not None
-    assert found.verdict == OK
-    with cluster.nodes[2].client() as admin:
-        admin.config_set("maxmemory-policy", "allkeys-lru")
-        try:
-            found = lock_store.find_eviction(store)
-        finally:
-            admin.config_set("maxmemory-policy", "noeviction")
-    assert found is not None
-    assert (found.verdict, found.values["policy"]) == (UNSAFE, "allkeys-lru")
-
-
-def test_an_alias_in_the_same_cluster_is_emptied_too(
-    cluster: RedisClusterServer, caches_by: Callable[[str], CacheSettings], settings: Settings
-) -> None:
-    """A cluster has one number, so a second alias in it takes the locks along, by any client."""
-    (own,) = settings.CACHES.values()
-    (other,) = caches_by("django").values()
-    settings.CACHES = {"default": {**own, "KEY_PREFIX": "a"}, "locks": own, "more": other}
-    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
-    assert emptied_with_locks(locate()) == ['CACHES["default"]', 'CACHES["more"]']

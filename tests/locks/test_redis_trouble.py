@@ -21,7 +21,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.signals import lock_backend_failed
 from tests.clock import HeldClock
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
+from tests.conftest import REDIS_BACKENDS, RedisCacheKind
 from tests.listening import receiving
 from tests.locks.restarts import restart_and_lose
 from tests.processes import dead_port, wait_for
@@ -47,12 +47,6 @@ def impatient(
         }
     }
     return fragile_redis
-
-
-@pytest.fixture
-def own_keys(settings: Settings, redis_cache_settings: MakeRedisCache) -> None:
-    """Locks live in the private Redis that tests share, emptied."""
-    settings.CACHES = redis_cache_settings("django-redis")
 
 
 def key_of(name: str) -> str:
@@ -91,7 +85,7 @@ def connections_to(server: RedisServer) -> int:
 
 
 def test_forgotten_scripts_are_sent_again(
-    own_keys: None, redis_server: RedisServer, clock: HeldClock
+    in_redis: None, redis_server: RedisServer, clock: HeldClock
 ) -> None:
     """SCRIPT FLUSH harms no holder, no renewal, no waiter and no listing."""
     lock, other = cache_lock("flushed", timeout=30), cache_lock("flushed")
@@ -251,7 +245,7 @@ def spoil(admin: Any, key: str, value: Any) -> None:
 
 
 def test_a_garbled_value_is_a_lock_of_someone_unknown(
-    own_keys: None, redis_server: RedisServer
+    in_redis: None, redis_server: RedisServer
 ) -> None:
     """A foreign value under a lock's key is an unknown holder or a clear error."""
     for value in GARBLED.values():
@@ -297,7 +291,7 @@ def check_is_text(lock: HeldLock) -> None:
 
 
 def test_a_lock_of_another_type_disturbs_no_other(
-    own_keys: None, redis_server: RedisServer, losses: list[str], clock: HeldClock
+    in_redis: None, redis_server: RedisServer, losses: list[str], clock: HeldClock
 ) -> None:
     """When a lock's key is overwritten by another type, the other leases are renewed still."""
     locks = [cache_lock(f"sound:{number}", timeout=30) for number in range(2)]
@@ -312,7 +306,7 @@ def test_a_lock_of_another_type_disturbs_no_other(
         assert set(losses) <= {"spoiled"}
 
 
-def test_a_garbled_list_is_a_clear_error(own_keys: None, redis_server: RedisServer) -> None:
+def test_a_garbled_list_is_a_clear_error(in_redis: None, redis_server: RedisServer) -> None:
     """An entry of the list that is no text hides no lock; a list of another type is an error."""
     with redis_server.client() as admin, cache_lock("sound"):
         index = cache.make_key("celery_safe:locks")
@@ -328,7 +322,7 @@ def test_a_garbled_list_is_a_clear_error(own_keys: None, redis_server: RedisServ
         admin.delete(b"\xff\xfe")
 
 
-def test_nobodys_token_frees_nothing(own_keys: None) -> None:
+def test_nobodys_token_frees_nothing(in_redis: None) -> None:
     """A lock that was seen without its token is not freed by it, whoever holds it now."""
     with cache_lock("x") as lock:
         assert lock.token is not None

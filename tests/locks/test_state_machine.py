@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -37,7 +36,6 @@ from django_celery_safe import CacheLock, HeldLock, cache_lock, find_lock, relea
 from django_celery_safe.exceptions import LockBackendError, LockLost, LockNotAcquired
 from django_celery_safe.leases.clock import clock
 from django_celery_safe.leases.renewer import renewer
-from tests.conftest import MakeRedisCache
 from tests.contract import broken
 from tests.servers import RedisServer
 
@@ -95,8 +93,6 @@ class Surroundings:
     wait: float = 0.02
     #: How much longer than asked for the store may keep a lease, s.
     late: float = 0.003
-    #: Whether fences are to be looked at.
-    fences: bool = True
     holders: list[Holder] = field(default_factory=lambda: [*map(Holder, range(HOLDERS))])
     #: Faults that were found; a schedule that depends on time may not show them twice.
     faults: list[str] = field(default_factory=list)
@@ -187,27 +183,6 @@ class Schedule(RuleBasedStateMachine):
         claim = self._new_claim(self.around.holders[number], name, lease, renew)
         self._take(claim, claim.lock.acquire, self.around.wait if wait else 0)
 
-    @rule(name=names, lease=choices, renew=st.booleans(), wait=st.booleans())
-    def race(self, name: str, lease: int, renew: bool, wait: bool) -> None:
-        """All holders try to take a lock at the same moment."""
-        claims = [self._new_claim(one, name, lease, renew) for one in self.around.holders]
-        self._race(claims, threading.Barrier(HOLDERS), wait)
-
-    @rule(pick=picks, lease=choices, renew=st.booleans(), extend=st.booleans(), wait=st.booleans())
-    def race_with_the_holder(
-        self, pick: int, lease: int, renew: bool, extend: bool, wait: bool
-    ) -> None:
-        """All others try to take a lock at the moment at which its holder frees or extends it."""
-        claim = self._pick(pick)
-        others = [holder for holder in self.around.holders if holder is not claim.holder]
-        name = claim.lock.name.removeprefix(self.prefix)
-        claims = [self._new_claim(one, name, lease, renew) for one in others]
-        barrier = threading.Barrier(HOLDERS)
-        act = partial(self._extend, lease=self.around.leases[lease]) if extend else self._release
-        acting = claim.holder.begin(_after, barrier, act, claim)
-        self._race(claims, barrier, wait)
-        acting.result(60)
-
     @rule(pick=picks)
     def release(self, pick: int) -> None:
         """A holder releases, in time, too late, or once more."""
@@ -285,8 +260,7 @@ class Schedule(RuleBasedStateMachine):
                 continue
             self.require(found.token == last.token, f"The store has {found}, but {last} was last")
             self.require(not last.freed, f"{last} was freed, but the store has it")
-            if self.around.fences:
-                self.require(found.fence == last.fence, f"{last} has another fence in {found}")
+            self.require(found.fence == last.fence, f"{last} has another fence in {found}")
             self.require(asked_at <= last.ends_by + self.around.late, f"{last} does not end")
             longest = last.lease + self.around.late
             ends = _lasts_at_most(longest, found)
@@ -345,20 +319,6 @@ class Schedule(RuleBasedStateMachine):
         taken = last is not None and not last.freed and asked_at <= last.ends_by + self.around.late
         self.require(taken, f"{claim.lock.name!r} was refused, but is free: {last}")
 
-    def _race(self, claims: list[Claim], barrier: threading.Barrier, wait: bool) -> None:
-        longest = self.around.wait if wait else 0
-        begun = [
-            claim.holder.begin(_after, barrier, _in_time, claim.lock.acquire, longest)
-            for claim in claims
-        ]
-        won = [future.result(60) for future in begun]
-        winners = [claim for claim, ours in zip(claims, won, strict=True) if ours]
-        for claim in [claim for claim, ours in zip(claims, won, strict=True) if ours is None]:
-            self._note_late(claim)
-        # More than one if the first lease ended meanwhile; then the fences tell the order.
-        for claim in sorted(winners, key=lambda claim: claim.lock.fence or 0):
-            self._note(claim)
-
     def _note_late(self, claim: Claim) -> None:
         """Note an acquisition that was given back, since its lease was over by then."""
         name, now = claim.lock.name, clock.now()
@@ -373,10 +333,9 @@ class Schedule(RuleBasedStateMachine):
         ends_by = math.inf if claim.renew else clock.now() + lease
         acquired = Acquisition(name, claim.holder, token, fence, lease, ends_by)
         claim.acquired = self.last[name] = acquired
-        if self.around.fences:
-            above = fence is not None and fence > self.highest_fence
-            self.require(above, f"{acquired} is not above {self.highest_fence}")
-            self.highest_fence = fence or 0
+        above = fence is not None and fence > self.highest_fence
+        self.require(above, f"{acquired} is not above {self.highest_fence}")
+        self.highest_fence = fence or 0
 
     def _release(self, claim: Claim) -> None:
         acquired, ours = self._before(claim)
@@ -457,11 +416,6 @@ def _abandon(claim: Claim) -> None:
         acquired.ends_by = min(acquired.ends_by, clock.now() + acquired.lease + slack)
 
 
-def _after(barrier: threading.Barrier, function: Callable[..., T], *args: Any) -> T:
-    barrier.wait(60)
-    return function(*args)
-
-
 def _in_time(acquire: Callable[[float], bool], wait: float) -> bool | None:
     """Return what came of it; None: acquired too late for its lease, and given back."""
     try:
@@ -538,11 +492,8 @@ def test_in_memory(surroundings: Surroundings) -> None:
     run(surroundings, SCHEDULES, steps=40)
 
 
-def test_in_redis(
-    settings: Settings, redis_cache_settings: MakeRedisCache, surroundings: Surroundings
-) -> None:
+def test_in_redis(in_redis: None, surroundings: Surroundings) -> None:
     """Nor does one in Redis."""
-    settings.CACHES = redis_cache_settings("django-redis")
     run(surroundings, SCHEDULES, steps=25)
 
 
@@ -555,19 +506,15 @@ def test_in_a_database(settings: Settings, db_alias: str, surroundings: Surround
 
 #: Each broken store, and what is wrong on it.
 FAULTS = [
-    ("NoOwnerCheckCache", True, "trusted, but the store has|is not the last|was last|Two are"),
-    ("NoExpiryCache", True, "does not end|but is free|was to last"),
-    ("FencePerProcessCache", True, "has another fence"),
-    ("ReadThenWriteCache", False, "Two are trusted|is trusted, but the store has|was last"),
+    ("NoOwnerCheckCache", "trusted, but the store has|is not the last|was last|Two are"),
+    ("NoExpiryCache", "does not end|but is free|was to last"),
+    ("FencePerProcessCache", "has another fence"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("fault", "fences", "expected"), FAULTS, ids=[fault for fault, _, _ in FAULTS]
-)
+@pytest.mark.parametrize(("fault", "expected"), FAULTS)
 def test_a_broken_store_is_found_out(
     fault: str,
-    fences: bool,
     expected: str,
     settings: Settings,
     redis_server: RedisServer,
@@ -578,7 +525,6 @@ def test_a_broken_store_is_found_out(
     settings.CACHES = {
         "default": {"BACKEND": f"{broken.__name__}.{fault}", "LOCATION": redis_server.url}
     }
-    surroundings.fences = fences
     # A fault that depends on time may not show again at once.
     with pytest.raises((AssertionError, Flaky)):
         run(surroundings, 200)

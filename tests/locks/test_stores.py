@@ -3,7 +3,10 @@
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +27,11 @@ from django_celery_safe import (
     WrongTransaction,
     cache_lock,
     find_lock,
+    idempotent,
     iter_locks,
 )
 from django_celery_safe.leases.holder import Holder
+from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired, LockRequest, Store
 from django_celery_safe.locks.stores.database import DatabaseStore
@@ -36,6 +41,7 @@ from django_celery_safe.locks.stores.portable import PortableStore
 from django_celery_safe.locks.stores.redis import RedisStore
 from tests.clock import HeldClock
 from tests.conftest import MakeDatabase, MakeRedisCache, require
+from tests.locks.renewals import get_lock
 from tests.processes import start_in_process, tell, wait_for
 from tests.servers import PostgresServer, RedisServer, ServerPool
 from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
@@ -204,29 +210,9 @@ class InPlainTestCase(TestCase):
             with cache_lock("x", timeout=30) as lock:
                 assert lock
                 assert not cache_lock("x").acquire()
-                found = find_lock("x")
-                assert found is not None
+                found = get_lock("x")
                 assert found.holder.renewed is False
             assert find_lock("x") is None
-
-
-def test_a_gone_redis_is_not_a_held_lock(fragile_redis: RedisServer) -> None:
-    """With Redis gone each request is a LockBackendError; once it is back, locks work again."""
-    held = cache_lock("held", timeout=30)
-    assert held.acquire()
-    fragile_redis.stop()
-    try:
-        with pytest.raises(LockBackendError, match=r"redis.*did not answer to acquire"):
-            cache_lock("x").acquire()
-        with pytest.raises(LockBackendError, match="extend"):
-            held.ensure()
-        with pytest.raises(LockBackendError, match="release"):
-            held.release()
-    finally:
-        fragile_redis.start()
-    # The server came back with an empty memory: the lock is lost, and that is known.
-    with cache_lock("held") as lock:
-        assert lock
 
 
 @pytest.mark.parametrize("kind", ["django-redis", "django"])
@@ -260,23 +246,8 @@ def test_django_redis_and_rediscache_share_a_lock(
         assert not cache_lock("x", cache="other").acquire()
 
 
-def test_a_client_that_decodes_is_fine(
-    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
-) -> None:
-    """Locks work on a connection with decode_responses, over which bytes may be no text."""
-    options = {"decode_responses": True}
-    settings.CACHES = redis_cache_settings("django", OPTIONS=options)
-    with cache_lock("decoded") as lock, redis_server.client() as client:
-        client.set(":1:celery_safe:lock:garbled", b"\xff\x00not ours")
-        assert not cache_lock("garbled").acquire()
-        assert [(one.name, one.token) for one in iter_locks()] == [("decoded", lock.token)]
-
-
-def test_a_long_list_is_complete(
-    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
-) -> None:
+def test_a_long_list_is_complete(in_redis: None, redis_server: RedisServer) -> None:
     """Locks of several pages are listed once each, those whose leases end together too."""
-    settings.CACHES = redis_cache_settings("django-redis")
     store = locate().store()
     names = [f"many:{number}" for number in range(2500)]
     for number, name in enumerate(names):
@@ -389,3 +360,53 @@ def test_a_read_only_database_is_not_called_silent(settings: Settings, postgres_
     connections[postgres_alias].settings_dict["OPTIONS"] = read_only
     with pytest.raises(LockBackendError, match=r"refused to acquire.*replica.*on the primary"):
         cache_lock("x").acquire()
+
+
+# psycopg's pool
+
+
+@pytest.fixture
+def pooled(postgres_alias: str, settings: Settings) -> Iterator[str]:
+    """The locks' database gives this process one connection at a time, and errors soon."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": postgres_alias}
+    connection: Any = connections[postgres_alias]
+    pool = {"min_size": 0, "max_size": 1, "timeout": 3}
+    connection.settings_dict["OPTIONS"] = {"pool": pool}
+    yield postgres_alias
+    connection.close_pool()
+
+
+def lock(alias: str) -> AbstractContextManager[Any]:
+    """Return a lock that has to be renewed soon."""
+    return cache_lock("pooled", timeout=30)
+
+
+def claim(alias: str) -> AbstractContextManager[Any]:
+    """Return a claim whose lease has to be renewed soon."""
+    return idempotent("pooled", timeout=30, using=alias)
+
+
+@pytest.mark.parametrize("hold", [lock, claim])
+def test_renewal_does_not_wait_for_the_pool(
+    hold: Callable[[str], AbstractContextManager[Any]], pooled: str, clock: HeldClock
+) -> None:
+    """A lease is renewed while its holder, or anyone else, has all connections of the pool."""
+    with hold(pooled):
+        connections[pooled].ensure_connection()
+        (lease,) = [lease for lane in renewer.lanes.values() for lease in lane._leases]
+        clock.advance(11)
+        assert lease.remaining > 25
+        connections[pooled].close()
+
+
+def test_holders_leave_the_pool_to_others(pooled: str) -> None:
+    """More threads hold locks at once than the pool has connections."""
+    together = threading.Barrier(3)
+
+    def hold(number: int) -> bool:
+        with cache_lock(f"lock {number}") as lock:
+            together.wait(20)
+            return lock.held
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(hold, range(3)))

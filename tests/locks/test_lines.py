@@ -1,23 +1,34 @@
-"""Locks on lines that are slow, and on those that lose an answer."""
+"""Locks on lines that are slow, lose an answer, or fall silent."""
 
 import select
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from django.db import connections, transaction
 from pytest_django import Settings
 
-from django_celery_safe import LockBackendError, cache_lock, find_lock, iter_locks, release_lock
+from django_celery_safe import (
+    LockBackendError,
+    cache_lock,
+    conf,
+    find_lock,
+    idempotent,
+    iter_locks,
+    release_lock,
+)
 from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.locks.stores.local import LocalStore
 from tests.clock import HeldClock
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache
+from tests.conftest import REDIS_BACKENDS, MakeDatabase
 from tests.locks.hanging import hanging
 from tests.locks.lines import Line, line_to
+from tests.locks.renewals import get_lock
 from tests.processes import wait_for
 from tests.servers import MemcachedServer, RedisServer
+from tests.servers.databases import DatabaseKind
 
 
 @pytest.fixture
@@ -100,8 +111,7 @@ def test_a_lock_freed_by_an_operator_is_lost_though_the_connection_broke(
     """A release on a connection that had broken before it tells of a lock that was freed."""
     lock = cache_lock("freed", renew=False)
     assert lock.acquire()
-    seen = find_lock("freed")
-    assert seen is not None
+    seen = get_lock("freed")
     assert release_lock(seen)
     connection = locate().store()._wire._idle[-1]  # type: ignore[attr-defined]
     redis_line.drop()
@@ -152,10 +162,9 @@ def test_the_last_release_waits_for_no_renewal(
 
 
 def test_a_lock_that_was_handed_on_leaves_the_list(
-    settings: Settings, redis_cache_settings: MakeRedisCache, redis_server: RedisServer
+    in_redis: None, redis_server: RedisServer
 ) -> None:
     """A lock that was freed for a waiter who is gone stands on the list no more."""
-    settings.CACHES = redis_cache_settings("django-redis")
     store = locate().store()
     with cache_lock("handed on"):
         # A waiter leaves its mark, and gives up.
@@ -163,3 +172,87 @@ def test_a_lock_that_was_handed_on_leaves_the_list(
     assert list(iter_locks()) == []
     with redis_server.client() as admin:
         assert admin.zcard(store._keys[""].listing) == 0  # type: ignore[attr-defined]
+
+
+# Silent lines
+
+LEASE = 30
+
+
+@pytest.fixture
+def line(db_kind: DatabaseKind, make_database: MakeDatabase, settings: Settings) -> Iterator[Line]:
+    """The line to the database where locks and records live; a file has none."""
+    alias = make_database("mariadb" if db_kind == "mariadb" else "postgres")
+    database: dict[str, Any] = connections.settings[alias]
+    with line_to(int(database["PORT"])) as line:
+        database["PORT"] = str(line.port)
+        settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
+        yield line
+        connections[alias].close()
+
+
+@pytest.fixture
+def alias(line: Line) -> str:
+    """The database behind the line."""
+    return str(conf.get("LOCK_DATABASE"))
+
+
+def silence_renewal(line: Line, clock: HeldClock) -> None:
+    """Let the renewing thread's connection fall silent, and wait until a renewal is sent on it."""
+    own = line.count
+    clock.advance(11)
+    assert line.count > own
+    line.silence()
+    clock.jump(11, settle=False)
+    assert line.swallowed.wait(30), "nothing is renewed"
+
+
+@pytest.mark.sql
+def test_a_lock_outlives_the_silence_of_the_connection_that_renews_it(
+    line: Line, losses: list[str], clock: HeldClock
+) -> None:
+    """While the database answers elsewhere, this and later locks of that length are renewed."""
+    with cache_lock("held", timeout=LEASE) as lock:
+        silence_renewal(line, clock)
+        lock.ensure()
+        lock.extend(LEASE + 1)
+        with cache_lock("later", timeout=LEASE) as later:
+            # The thread that hangs is replaced after two fifths of its lease.
+            clock.jump(13, settle=False)
+            wait_for(lambda: later.remaining > 25 and lock.remaining > 25, 30, "not renewed")
+    assert not losses
+
+
+@pytest.mark.sql
+def test_finish_does_not_wait_for_a_renewal_that_hangs(
+    line: Line, alias: str, clock: HeldClock
+) -> None:
+    """Inside atomic(), finish() returns and the transaction commits, as others can see."""
+    with idempotent("work", timeout=LEASE, using=alias) as claim:
+        silence_renewal(line, clock)
+        with transaction.atomic(using=alias):
+            claim.finish("done")
+    with idempotent("work", using=alias) as repeat:
+        assert (bool(repeat), repeat.result) == (False, "done")
+
+
+def test_a_holder_that_asks_a_silent_server_gets_an_error_while_it_is_silent(
+    clock: HeldClock, settings: Settings
+) -> None:
+    """As soon as the client's own timeout is over, although a renewal is under way."""
+    with RedisServer() as server:
+        settings.CACHES = {
+            "default": {
+                "BACKEND": REDIS_BACKENDS["django-redis"],
+                "LOCATION": server.url,
+                "OPTIONS": {"CONNECTION_POOL_KWARGS": {"socket_timeout": 0.5}},
+            }
+        }
+        with cache_lock("silent", timeout=LEASE) as lock:
+            clock.advance(11)
+            with server.silence():
+                clock.jump(11, settle=False)
+                with pytest.raises(LockBackendError):
+                    lock.ensure()
+                with pytest.raises(LockBackendError):
+                    lock.extend(60)
