@@ -17,14 +17,14 @@ from django_celery_safe.leases.store import Renewable
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.local import LocalStore
-from django_celery_safe.signals import lock_backend_failed, lock_lost
+from django_celery_safe.signals import lock_lost
 from tests.clock import HeldClock
 from tests.conftest import MakeDatabase
 from tests.listening import receiving
 from tests.locks.hanging import hanging, in_background
 from tests.locks.renewals import get_lock, get_remaining
 from tests.processes import wait_for
-from tests.servers import PostgresServer, RedisServer
+from tests.servers import PostgresServer
 
 LEASE = 30
 
@@ -99,38 +99,6 @@ def test_a_connection_closes_though_other_locks_are_held(
         wait_for(lambda: len(postgres_server.sessions(name)) == 1)
         clock.advance(11)
         assert other.remaining > 25
-
-
-def test_a_store_that_is_gone_for_a_while_costs_no_lock(
-    fragile_redis: RedisServer, clock: HeldClock
-) -> None:
-    """A renewal that fails is told, and tried again after a tenth of the lease."""
-    told: list[str] = []
-    with (
-        receiving(lock_backend_failed, lambda reason, **fields: told.append(reason)),
-        cache_lock("paused", timeout=LEASE) as lock,
-        fragile_redis.client() as admin,
-    ):
-        admin.config_set("maxclients", "1")
-        admin.client_kill_filter(_type="normal", skipme=True)
-        clock.advance(11)
-        wait_for(lambda: told, 30, "no renewal failed")
-        admin.config_set("maxclients", "100")
-        assert 18 < lock.remaining < 20
-        clock.advance(3)
-        assert lock.remaining > 25
-        lock.ensure()
-    assert "did not answer to extend" in told[0]
-
-
-def test_a_shorter_lease_is_renewed_in_time(locks_in_memory: None, clock: HeldClock) -> None:
-    """A lease that extend() made shorter is renewed by its new length."""
-    with cache_lock("shorter", timeout=600) as lock:
-        lock.extend(LEASE)
-        clock.advance(10.1)
-        assert lock.remaining > 29
-        clock.advance(600)
-        lock.ensure()
 
 
 @pytest.mark.parametrize("begins", [False, True], ids=["before", "after"])

@@ -5,15 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import (
     LockBackendError,
     cache_lock,
-    conf,
     find_lock,
-    idempotent,
     iter_locks,
     release_lock,
 )
@@ -191,12 +189,6 @@ def line(db_kind: DatabaseKind, make_database: MakeDatabase, settings: Settings)
         connections[alias].close()
 
 
-@pytest.fixture
-def alias(line: Line) -> str:
-    """The database behind the line."""
-    return str(conf.get("LOCK_DATABASE"))
-
-
 def silence_renewal(line: Line, clock: HeldClock) -> None:
     """Let the renewing thread's connection fall silent, and wait until a renewal is sent on it."""
     own = line.count
@@ -221,19 +213,6 @@ def test_a_lock_outlives_the_silence_of_the_connection_that_renews_it(
             clock.jump(13, settle=False)
             wait_for(lambda: later.remaining > 25 and lock.remaining > 25, 30, "not renewed")
     assert not losses
-
-
-@pytest.mark.sql
-def test_finish_does_not_wait_for_a_renewal_that_hangs(
-    line: Line, alias: str, clock: HeldClock
-) -> None:
-    """Inside atomic(), finish() returns and the transaction commits, as others can see."""
-    with idempotent("work", timeout=LEASE, using=alias) as claim:
-        silence_renewal(line, clock)
-        with transaction.atomic(using=alias):
-            claim.finish("done")
-    with idempotent("work", using=alias) as repeat:
-        assert (bool(repeat), repeat.result) == (False, "done")
 
 
 def test_a_holder_that_asks_a_silent_server_gets_an_error_while_it_is_silent(

@@ -13,7 +13,6 @@ from pytest_django import Settings
 
 from django_celery_safe import (
     ConfigurationError,
-    LockLost,
     LockNotAcquired,
     cache_lock,
 )
@@ -65,23 +64,6 @@ def test_ensure_needs_the_lock() -> None:
         lock.ensure()
 
 
-def test_waiting_ends_in_time(clock: HeldClock) -> None:
-    """A wait for a held lock ends with False after blocking_timeout."""
-    with cache_lock("busy"):
-        started_at = clock.now()
-        assert cache_lock("busy").acquire(blocking_timeout=timedelta(seconds=200)) is False
-        assert 200 <= clock.now() - started_at < 200.1
-
-
-def test_a_waiter_gets_what_becomes_free(clock: HeldClock) -> None:
-    """A waiter without a limit gets the lock as soon as the lease of a silent holder ends."""
-    assert cache_lock("soon", timeout=30, renew=False).acquire()
-    started_at = clock.now()
-    with cache_lock("soon", blocking_timeout=None) as waiter:
-        assert waiter
-        assert 30 <= clock.now() - started_at < 30.1
-
-
 def test_what_is_no_lease_is_refused() -> None:
     """A timeout of None, zero, negative, infinite or no number is refused with what to do."""
     nothing: list[Any] = [None, 0, -1, 0.0001, "30", True, math.nan, math.inf, timedelta(0), []]
@@ -123,17 +105,6 @@ def test_the_lease_is_the_settings(settings: Settings) -> None:
     }
     with lock:
         assert 6 < lock.remaining <= 7
-
-
-def test_the_trusted_time_ends_without_an_answer(clock: HeldClock) -> None:
-    """A lock that is not renewed stops being held when its time is over, without asking."""
-    with cache_lock("short", timeout=30, renew=False) as lock:
-        clock.advance(29)
-        assert lock.held
-        clock.advance(1.1)
-        assert (lock.held, lock.remaining) == (False, 0.0)
-        with pytest.raises(LockLost):
-            lock.ensure()
 
 
 def test_a_lost_lock_is_told(clock: HeldClock, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,10 +1,10 @@
 """Redis servers that answer, and refuse: the errors' texts, and no lock left behind."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from pytest_django import Settings
@@ -18,30 +18,21 @@ from django_celery_safe.inspection.doctor import examine
 from django_celery_safe.inspection.findings import Finding
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores import redis as redis_store
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache, RedisCacheKind
+from tests.conftest import REDIS_BACKENDS, MakeRedisCache
 from tests.processes import dead_port
 from tests.servers import RedisServer
 
 
-class Restricted(NamedTuple):
-    """A server, and how to take commands from the user that has the locks."""
-
-    admin: Any
-    refuse: Callable[[str], object]
-
-
 @pytest.fixture
-def restricted(
+def admin(
     redis_server: RedisServer, redis_cache_settings: MakeRedisCache, settings: Settings
-) -> Iterator[Restricted]:
-    """Locks live in Redis, as the user of the docs, who may do just what locks need."""
+) -> Iterator[Any]:
+    """Restricts the user of the docs, who has the locks and may do just what locks need."""
     url = f"redis://locks:secret@{redis_server.host}:{redis_server.port}/0"
     settings.CACHES = redis_cache_settings("django", LOCATION=url)
     with redis_server.client() as admin:
         admin.execute_command(*documented_acl())
-        yield Restricted(
-            admin, lambda name: admin.execute_command("ACL", "SETUSER", "locks", f"-{name}")
-        )
+        yield admin
         locate().store().close()
         admin.acl_deluser("locks")
 
@@ -60,7 +51,7 @@ def find_permissions() -> Finding:
         return next(finding for finding in findings if finding.check == "permissions")
 
 
-def test_the_commands_that_are_listed_are_enough(restricted: Restricted) -> None:
+def test_the_commands_that_are_listed_are_enough(admin: Any) -> None:
     """A user that may run the listed commands alone can lock, wait, renew, list and release."""
     with cache_lock("listed", timeout=60) as lock:
         assert not cache_lock("listed", blocking_timeout=0.4).acquire()
@@ -95,62 +86,44 @@ def refusing_by_acl() -> Iterator[None]:
     assert error is None or re.search("ACL does not let.*celery_locks doctor", str(error))
 
 
-def test_a_refused_command_leaves_no_lock_of_nobody(restricted: Restricted) -> None:
+def test_a_refused_command_leaves_no_lock_of_nobody(admin: Any) -> None:
     """An acquisition that the ACL refuses holds nothing; the doctor names the command."""
     for command in redis_store.COMMANDS:
-        restricted.refuse(command)
+        admin.execute_command("ACL", "SETUSER", "locks", f"-{command}")
         for _ in range(150 if command == "zremrangebyscore" else 1):
             lock = cache_lock("refused", renew=False)
             acquired = False
             with refusing_by_acl():
                 acquired = lock.acquire()
-            assert restricted.admin.exists(":1:celery_safe:lock:refused") == acquired
+            assert admin.exists(":1:celery_safe:lock:refused") == acquired
             if acquired:
                 with refusing_by_acl():
                     lock.release()
-            restricted.admin.delete(":1:celery_safe:lock:refused")
+            admin.delete(":1:celery_safe:lock:refused")
         finding = find_permissions()
         assert (finding.verdict, [one.split()[0] for one in finding.values["refused"]]) == (
             "warning",
             [command],
         )
-        restricted.admin.execute_command("ACL", "SETUSER", "locks", f"+{command}")
-
-
-def refuse_writes(server: RedisServer) -> None:
-    with server.client() as admin:
-        admin.replicaof("127.0.0.1", dead_port())
-
-
-def refuse_memory(server: RedisServer) -> None:
-    with server.client() as admin:
-        admin.config_set("maxmemory", "1")
-
-
-def refuse_unreplicated(server: RedisServer) -> None:
-    with server.client() as admin:
-        admin.config_set("min-replicas-to-write", "1")
-
-
-def refuse_strangers(server: RedisServer) -> None:
-    with server.client() as admin:
-        admin.config_set("requirepass", "secret")
+        admin.execute_command("ACL", "SETUSER", "locks", f"+{command}")
 
 
 @pytest.mark.parametrize(
-    ("refuse", "said"),
+    ("command", "said"),
     [
-        (refuse_writes, "is a replica.*read.only replica.*name the primary"),
-        (refuse_memory, "memory is full.*used memory.*maxmemory"),
-        (refuse_unreplicated, "takes no writes while.*NOREPLICAS.*replicas"),
-        (refuse_strangers, "user and password.*settings"),
+        (("REPLICAOF", "127.0.0.1", dead_port()), "is a replica.*read.only replica.*the primary"),
+        (("CONFIG", "SET", "maxmemory", 1), "memory is full.*used memory.*maxmemory"),
+        (("CONFIG", "SET", "min-replicas-to-write", 1), "takes no writes while.*NOREPLICAS"),
+        (("CONFIG", "SET", "requirepass", "secret"), "user and password.*settings"),
     ],
+    ids=["replica", "memory", "replicas", "password"],
 )
 def test_a_refusal_is_not_called_silence(
-    refuse: Callable[[RedisServer], None], said: str, fragile_redis: RedisServer
+    command: tuple[Any, ...], said: str, fragile_redis: RedisServer
 ) -> None:
     """A server that refuses is told apart from one that does not answer, with what to do."""
-    refuse(fragile_redis)
+    with fragile_redis.client() as admin:
+        admin.execute_command(*command)
     with pytest.raises(LockBackendError, match=f"refused to acquire.*{said}") as caught:
         cache_lock("refused").acquire()
     assert "is up" not in str(caught.value)
@@ -163,12 +136,9 @@ def node() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.mark.parametrize("kind", ["django-redis", "django"])
-def test_a_plain_client_of_a_cluster_is_refused(
-    kind: RedisCacheKind, node: RedisServer, settings: Settings
-) -> None:
+def test_a_plain_client_of_a_cluster_is_refused(node: RedisServer, settings: Settings) -> None:
     """With a client for one server, the first lock and the doctor say that it needs another."""
-    settings.CACHES = {"default": {"BACKEND": REDIS_BACKENDS[kind], "LOCATION": node.url}}
+    settings.CACHES = {"default": {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": node.url}}
     with pytest.raises(BackendNotSupported, match=r"node of Redis Cluster.*a client for Redis Clu"):
         cache_lock("x").acquire()
     with closing(examine()) as findings:

@@ -32,7 +32,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import locate, redis
 from django_celery_safe.locks.stores.base import Acquired, LockRequest, Store
 from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
@@ -199,6 +199,18 @@ def test_a_lock_inside_atomic_on_its_own_database_is_refused(
     assert lock.held
     assert lock.release() is True
     assert find_lock("x") is None
+
+
+def test_leases_and_fences_in_redis_are_rounded_up(
+    in_redis: None, redis_server: RedisServer
+) -> None:
+    """A lease ends no earlier than its holder thinks; a fence grows, though a clock is set back."""
+    assert redis._milliseconds(20.0004) == "20001"
+    last = 9_000_000_000_000_000
+    with redis_server.client() as client:
+        client.set(":1:celery_safe:fence", last)
+    with cache_lock("x") as lock:
+        assert lock.fence == last + 1
 
 
 class InPlainTestCase(TestCase):
