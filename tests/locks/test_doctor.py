@@ -13,7 +13,6 @@ from django_celery_safe import conf, iter_locks
 from django_celery_safe.inspection import doctor, race
 from django_celery_safe.inspection.doctor import examine
 from django_celery_safe.inspection.findings import Finding, Verdict
-from tests.conftest import REDIS_BACKENDS, MakeRedisCache
 from tests.processes.settings import settings_environment
 from tests.servers import RedisServer
 
@@ -67,14 +66,6 @@ def find_until(check: str) -> Finding:
 def verdicts(found: dict[str, Finding]) -> dict[str, str]:
     """Return the verdict of each check."""
     return {check: str(finding.verdict) for check, finding in found.items()}
-
-
-def use_redis(settings: Settings, server: RedisServer, **user: str) -> None:
-    """Put the locks into this server, as this user."""
-    url = f"redis://{user['name']}:{user['password']}@{server.host}:{server.port}/0" if user else ""
-    settings.CACHES = {
-        "default": {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": url or server.url}
-    }
 
 
 @pytest.mark.nightly
@@ -139,17 +130,6 @@ def test_eviction(policy: str, verdict: str, max_memory: int, fragile_redis: Red
     assert ("maxmemory is 0" in finding.said) == (verdict == "unsafe" and not max_memory)
 
 
-def test_a_server_that_refuses_locks(redis_server: RedisServer, settings: Settings) -> None:
-    """A replica is named as such, with what to do, and its locks are not tried out further."""
-    options = ("--replicaof", redis_server.host, str(redis_server.port))
-    with RedisServer(options=options) as replica:
-        use_redis(settings, replica)
-        found = {finding.check: finding for finding in examine()}
-    assert found["store"].verdict == "unknown"
-    assert "is a replica" in found["store"].said
-    assert set(found) <= {"store", "permissions"}
-
-
 def test_a_server_that_goes_down(
     fragile_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,20 +174,6 @@ def test_a_broken_store_is_caught(
     found = find()
     assert {check: found[check].verdict for check in expected} == expected, found
     assert set(left_behind(redis_server)) <= {b":1:celery_safe:fence"}
-
-
-def test_locks_on_an_alias_of_their_own(
-    settings: Settings, redis_server: RedisServer, redis_cache_settings: MakeRedisCache
-) -> None:
-    """A database of the locks' own is not cleared; one that another alias has too is."""
-    locks = {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": redis_server.database_url(5)}
-    settings.CACHES = {**redis_cache_settings("django-redis"), "locks": locks}
-    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}
-    assert find_until("clearing").values == {"emptied_with": []}
-    settings.CACHES = {**settings.CACHES, "pages": {**locks, "KEY_PREFIX": "pages"}}
-    finding = find_until("clearing")
-    assert finding.verdict == "warning"
-    assert finding.values == {"emptied_with": ['CACHES["pages"]']}
 
 
 @pytest.mark.nightly

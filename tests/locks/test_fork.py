@@ -15,7 +15,7 @@ from django.core.cache import caches
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, idempotent
+from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
 from tests.clock import HeldClock, held_clock
@@ -129,34 +129,22 @@ def fork_amid_leases() -> list[str]:
             thread.join()
 
 
-def lock_in(alias: str, number: int) -> None:
-    """Take a lock and give it back."""
-    with cache_lock(f"lock {number}") as lock:
-        lock.ensure()
-
-
-def claim_in(alias: str, number: int) -> None:
-    """Do something that is to be done once."""
-    with idempotent(f"claim {number}", using=alias) as claim:
-        assert claim
-
-
-@pytest.mark.parametrize(("work", "pooled"), [(lock_in, True), (claim_in, False)])
+@pytest.mark.parametrize("pooled", [False, True])
 def test_children_do_not_use_the_database_connection_of_their_parent(
-    work: Callable[[str, int], None], pooled: bool, settings: Settings, postgres_alias: str
+    pooled: bool, settings: Settings, postgres_alias: str
 ) -> None:
-    """Children of a process that is connected to PostgreSQL work beside it, and leave it be."""
+    """Children of a process that is connected to PostgreSQL lock beside it, and leave it be."""
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": postgres_alias}
-    answers = run_in_processes(fork_connected, 1, postgres_alias, work, pooled)
-    assert answers == [["fine"] * 3]
+    assert run_in_processes(fork_connected, 1, postgres_alias, pooled) == [["fine"] * 3]
 
 
-def fork_connected(alias: str, work: Callable[[str, int], None], pooled: bool) -> list[Any]:
-    """Work in a connected parent and its children at once; return what the children say."""
+def fork_connected(alias: str, pooled: bool) -> list[Any]:
+    """Lock in a connected parent and its children at once; return what the children say."""
 
     def repeat(first: int) -> str:
         for number in range(first, first + 10):
-            work(alias, number)
+            with cache_lock(f"lock {number}") as lock:
+                lock.ensure()
         return "fine"
 
     connection: Any = connections[alias]

@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from django.core.cache.backends.locmem import LocMemCache
 from django.test import override_settings
 from pytest_django import Settings
 
-from django_celery_safe import LockBackendError, LockError, cache_lock, find_lock
+from django_celery_safe import LockBackendError, cache_lock, find_lock
 from django_celery_safe.leases import renewer
 from django_celery_safe.locks import lock as lock_module
 from django_celery_safe.locks import stores
@@ -158,21 +157,6 @@ def test_the_thread_outlives_a_log_filter_that_raises(
             assert lock.held
     finally:
         renewer.logger.removeFilter(refuse)
-
-
-def test_the_bodys_error_outlives_a_release_by_the_wrong_thread(
-    store: type[InterruptedStore],
-) -> None:
-    """A block that ends in another thread shows its own error, if it has one."""
-    with ThreadPoolExecutor(1) as other, cache_lock("elsewhere") as lock:
-        error = ValueError("the body's own")
-        assert other.submit(lock.__exit__, ValueError, error, None).result() is None
-    with (
-        ThreadPoolExecutor(1) as other,
-        cache_lock("elsewhere, no error") as lock,
-        pytest.raises(LockError, match="by another thread"),
-    ):
-        other.submit(lock.__exit__, None, None, None).result()
 
 
 def test_a_lock_stays_where_it_was_taken(fragile_redis: RedisServer) -> None:

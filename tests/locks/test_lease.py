@@ -17,14 +17,10 @@ from django_celery_safe.leases.store import Renewable
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.local import LocalStore
-from django_celery_safe.signals import lock_lost
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase
-from tests.listening import receiving
 from tests.locks.hanging import hanging, in_background
 from tests.locks.renewals import get_lock, get_remaining
 from tests.processes import wait_for
-from tests.servers import PostgresServer
 
 LEASE = 30
 
@@ -77,28 +73,6 @@ def test_a_thread_that_renews_nothing_ends(locks_in_memory: None, clock: HeldClo
             threads.append(thread_of(lock))
         wait_for(lambda: clock.advance(LEASE) or not threads[-1].is_alive(), 30, "it goes on")
     assert threads[0] is not threads[1]
-
-
-def test_a_connection_closes_though_other_locks_are_held(
-    clock: HeldClock,
-    settings: Settings,
-    in_redis: None,
-    make_database: MakeDatabase,
-    postgres_server: PostgresServer,
-) -> None:
-    """With the last lock in one store the thread's connection there closes; others go on."""
-    alias = make_database("postgres")
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}
-    with cache_lock("in Redis", cache="default", timeout=LEASE) as other:
-        with cache_lock("in PostgreSQL", timeout=LEASE) as lock:
-            clock.advance(11)
-            assert lock.remaining > 25
-            name = settings.DATABASES[alias]["NAME"]
-            assert len(postgres_server.sessions(name)) == 2
-        # A server's session ends a moment after its connection.
-        wait_for(lambda: len(postgres_server.sessions(name)) == 1)
-        clock.advance(11)
-        assert other.remaining > 25
 
 
 @pytest.mark.parametrize("begins", [False, True], ids=["before", "after"])
@@ -188,28 +162,6 @@ def test_a_lost_lease_is_lost_at_once(locks_in_memory: None, clock: HeldClock) -
             clock.jump(11, settle=False)
             assert peek.began.wait(30)
             assert not lock.held
-
-
-def test_the_thread_outlives_what_its_receivers_do(locks_in_memory: None, clock: HeldClock) -> None:
-    """A receiver of lock_lost that exits takes neither the thread nor other locks along."""
-    left_by = threading.Event()
-
-    def leave(**fields: object) -> None:
-        left_by.set()
-        raise SystemExit
-
-    # Of one length, so that one thread renews both.
-    with (
-        receiving(lock_lost, leave),
-        cache_lock("other", timeout=LEASE) as other,
-        cache_lock("lost", timeout=LEASE) as lost,
-    ):
-        free("lost")
-        clock.advance(11)
-        assert not lost.held
-        assert left_by.wait(30)
-        clock.advance(11)
-        assert other.remaining > 25
 
 
 def test_the_thread_outlives_leases_that_vanish(locks_in_memory: None, clock: HeldClock) -> None:

@@ -1,6 +1,5 @@
 """CacheLock on its own: its texts, errors and warnings."""
 
-import logging
 import math
 import os
 import time
@@ -18,9 +17,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.leases.clock import boottime
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.signals import lock_lost
 from tests.clock import HeldClock
-from tests.listening import receiving
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
@@ -105,28 +102,6 @@ def test_the_lease_is_the_settings(settings: Settings) -> None:
     }
     with lock:
         assert 6 < lock.remaining <= 7
-
-
-def test_a_lost_lock_is_told(clock: HeldClock, caplog: pytest.LogCaptureFixture) -> None:
-    """A release that comes too late is False, logged at ERROR and signalled with the new holder."""
-    told: list[dict[str, object]] = []
-    late = cache_lock("told", timeout=30, renew=False)
-    assert late.acquire()
-    clock.advance(30)
-    with (
-        receiving(lock_lost, lambda **fields: told.append(fields)),
-        caplog.at_level(logging.ERROR, "django_celery_safe"),
-        cache_lock("told") as new,
-    ):
-        assert new
-        assert late.release() is False
-    ((name, holder),) = [(one["name"], str(one["holder"])) for one in told]
-    assert name == "told"
-    assert str(os.getpid()) in holder
-    (record,) = caplog.records
-    assert record.levelno == logging.ERROR
-    assert "'told' was lost" in record.getMessage()
-    assert record.safe_name == "told"  # type: ignore[attr-defined]
 
 
 def test_nothing_starts_before_the_first_renewed_lock() -> None:

@@ -29,7 +29,6 @@ from django_celery_safe.locks.stores.base import Acquired
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, require
 from tests.locks.renewals import get_lock
-from tests.locks.restarts import restart_and_lose
 from tests.processes import run_in_processes, wait_for
 from tests.sending.test_relay_trouble import Proxy
 from tests.servers import MemcachedServer, ServerPool
@@ -120,16 +119,6 @@ def test_a_killed_server_is_not_a_held_lock(
     for action, request in requests.items():
         with pytest.raises(LockBackendError, match=rf"memcached\) did not answer to {action} "):
             request()
-
-
-def test_a_restart_is_noticed_by_holders(
-    fragile: MemcachedServer,
-    losses: list[str],
-    caplog: pytest.LogCaptureFixture,
-    clock: HeldClock,
-) -> None:
-    """A server that lost its memory is a loss: for ensure(), and for the renewing thread."""
-    restart_and_lose(fragile, clock, losses, caplog)
 
 
 def test_the_first_command_after_a_restart_costs_no_error(fragile: MemcachedServer) -> None:

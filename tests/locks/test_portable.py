@@ -115,17 +115,6 @@ class LateTouchCache(DictCache):
         return super().touch(key, timeout, version)
 
 
-class OverwritingCache(DictCache):
-    """Its add() does not exclude: the last one wins."""
-
-    def add(
-        self, key: str, value: Any, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None
-    ) -> bool:
-        """Write whatever is there."""
-        self.set(key, value, timeout, version)
-        return True
-
-
 UseCache = Callable[[type[BaseCache]], None]
 
 
@@ -253,19 +242,6 @@ def test_an_extension_never_makes_two_trust(use: UseCache) -> None:
         assert lock.release() is False
     found = get_lock("x")
     assert found.token == "b" * 32
-
-
-def test_of_two_that_added_one_learns_of_it(use: UseCache) -> None:
-    """On a cache whose add() lets two in, the first is told at its next step."""
-    use(OverwritingCache)
-    first, second = cache_lock("x", renew=False), cache_lock("x", renew=False)
-    assert first.acquire()
-    assert second.acquire()
-    with pytest.raises(LockLost):
-        first.ensure()
-    assert first.release() is False
-    second.ensure()
-    assert second.release() is True
 
 
 def test_a_foreign_value_is_someone_unknown(use: UseCache) -> None:

@@ -132,9 +132,8 @@ def test_the_settings_of_the_docs(kind: str, redis_server: RedisServer, settings
         {},
         {"CLIENT_CLASS": "django_valkey.client.HerdClient"},
         {"CONNECTION_POOL_KWARGS": {"decode_responses": True}},
-        {"PARSER_CLASS": "valkey._parsers.resp2._RESP2Parser"},
     ],
-    ids=["plain", "herd", "decoded", "python parser"],
+    ids=["plain", "herd", "decoded"],
 )
 def test_it_is_a_redis_store(
     options: dict[str, Any], valkey_cache_settings: Callable[..., CacheSettings], settings: Settings

@@ -1,6 +1,7 @@
 """Redis in trouble while locks are held and waited for: errors are clear, nothing is mixed up."""
 
 import json
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -23,7 +24,6 @@ from django_celery_safe.signals import lock_backend_failed
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, RedisCacheKind
 from tests.listening import receiving
-from tests.locks.restarts import restart_and_lose
 from tests.processes import dead_port, wait_for
 from tests.servers import RedisServer
 
@@ -119,7 +119,22 @@ def test_a_restart_is_noticed_by_holders(
     clock: HeldClock,
 ) -> None:
     """A server that lost its memory is a loss: for ensure(), and for the renewing thread."""
-    restart_and_lose(fragile_redis, clock, losses, caplog)
+    with cache_lock("asked", renew=False) as asked, cache_lock("renewed", timeout=30) as renewed:
+        fragile_redis.restart()
+        with pytest.raises(LockLost):
+            asked.ensure()
+        assert not asked.held
+        clock.advance(11)
+        assert not renewed.held
+        wait_for(lambda: "renewed" in losses, 30, "the loss was not told")
+        with pytest.raises(LockLost):
+            renewed.ensure()
+        assert asked.release() is False
+        assert renewed.release() is False
+    assert sorted(losses) == ["asked", "renewed"]
+    errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    for name in losses:
+        assert sum(f"The lock '{name}' was lost" in error for error in errors) == 1
 
 
 @pytest.mark.parametrize("impatient", ["django-redis", "django"], indirect=True)

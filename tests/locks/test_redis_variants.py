@@ -118,17 +118,6 @@ def test_locks_work(
     check_life(cut, clock)
 
 
-def test_locks_work_over_a_unix_socket(
-    settings: Settings, redis_cache_settings: MakeRedisCache
-) -> None:
-    """Locks work over a unix socket, which a restart of the server replaces."""
-    with RedisServer(unix_socket=True) as server:
-        settings.CACHES = redis_cache_settings("django", LOCATION=server.socket_url)
-        check_exclusion()
-        server.restart()
-        check_exclusion()
-
-
 def check_exclusion() -> None:
     """Take locks, and see that they exclude and that they are shown as they are."""
     locks = [cache_lock(name) for name in NAMES]

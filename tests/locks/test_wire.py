@@ -46,19 +46,6 @@ def test_it_closes_with_its_owner(redis_server: RedisServer) -> None:
         assert connections_to(redis_server) == before
 
 
-def test_it_closes_when_told(redis_server: RedisServer) -> None:
-    """close() closes the connection, and the next command opens another."""
-    before = connections_to(redis_server)
-    with redis_server.client() as client:
-        wire = Wire(client)
-        assert wire.ask("ECHO", "one") == b"one"
-        assert connections_to(redis_server) == before + 1
-        wire.close()
-        assert connections_to(redis_server) == before
-        assert wire.ask("ECHO", "two") == b"two"
-        wire.close()
-
-
 def test_an_interrupted_connection_is_closed(redis_server: RedisServer) -> None:
     """A connection that a signal interrupted before the answer came serves no other command."""
 
