@@ -368,11 +368,6 @@ def test_a_garbled_value_is_someone_unknown(memcached: MemcachedServer) -> None:
 # Keys and options
 
 
-def keep_name(key: str, key_prefix: str, version: int) -> str:
-    """Make keys that end in the name, as Django's own function does."""
-    return f"{key_prefix}/{version}/{key}"
-
-
 def hash_name(key: str, key_prefix: str, version: int) -> str:
     """Make keys that do not show the name."""
     return hashlib.sha256(f"{key_prefix}{version}{key}".encode()).hexdigest()
@@ -382,8 +377,7 @@ APART: dict[str, dict[str, Any]] = {
     "default": {},
     "prefix": {"KEY_PREFIX": "shop"},
     "version": {"KEY_PREFIX": "shop", "VERSION": 2},
-    "function": {"KEY_PREFIX": "shop", "KEY_FUNCTION": f"{__name__}.keep_name"},
-    "hashed": {"KEY_PREFIX": "shop", "KEY_FUNCTION": f"{__name__}.hash_name"},
+    "function": {"KEY_PREFIX": "shop", "KEY_FUNCTION": f"{__name__}.hash_name"},
     "option": {"OPTIONS": {"key_prefix": b"site:"}},
 }
 
