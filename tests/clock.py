@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class _Timer:
 
     def cancel(self) -> None:
         """Wait no more."""
-        if self in self.timers:
+        with suppress(ValueError):
             self.timers.remove(self)
 
 
@@ -109,11 +109,12 @@ class HeldClock:
     def _find_next(self) -> float:
         """Return the next moment at which something is to happen."""
         with renewer.mutex:
-            return min([each.ends_at for each in (*self._waits, *self._timers)], default=math.inf)
+            waits = [wait for wait in self._waits if not wait.is_over]
+            return min([each.ends_at for each in (*waits, *self._timers)], default=math.inf)
 
     def _settle(self) -> None:
         """Wait until all threads that have leases wait for the next renewal."""
-        give_up_at = time.monotonic() + 30
+        give_up_at = time.monotonic() + 100
         while not self._is_settled():
             assert time.monotonic() < give_up_at, "a renewal hangs: jump() without settle"
             time.sleep(0.0002)

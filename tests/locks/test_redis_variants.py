@@ -259,8 +259,8 @@ def test_the_list_holds_still_for_what_stays(index: Index) -> None:
     """Locks that stay are all listed, and the list ends, while others come and go between pages."""
     store, renew = locate().store(), locate().store().extend
     staying, going = ([f"{kind}:{number}" for number in range(2500)] for kind in ("stays", "goes"))
-    abandon(going[:2000], 60)
-    abandon(staying, 60)
+    abandon(going[:2000], 3600)
+    abandon(staying, 3600)
     listed: list[str] = []
     for lock in iter_locks():
         listed.append(lock.name)
@@ -268,10 +268,10 @@ def test_the_list_holds_still_for_what_stays(index: Index) -> None:
         if len(listed) % 200 == 0:
             assert len(listed) < 20_000
             came = [f"came:{len(listed)}:{number}" for number in range(250)]
-            abandon(came, 60)
+            abandon(came, 3600)
             for number in range(len(listed) - 200, min(len(listed), 2000)):
                 assert store.release(going[number], f"{number:032}")
             some = range(len(listed) % 2500, 2500, 3)
-            assert all(renew([Renewal(staying[one], f"{one:032}", 90) for one in some]))
+            assert all(renew([Renewal(staying[one], f"{one:032}", 3600) for one in some]))
     assert set(staying) <= set(listed)
     assert len(index) > 2500
