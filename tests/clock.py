@@ -109,8 +109,8 @@ class HeldClock:
     def _find_next(self) -> float:
         """Return the next moment at which something is to happen."""
         with renewer.mutex:
-            waits = [wait for wait in self._waits if not wait.is_over]
-            return min([each.ends_at for each in (*waits, *self._timers)], default=math.inf)
+            ends = [wait.ends_at for wait in self._waits if not wait.is_over]
+            return min([*ends, *[timer.ends_at for timer in self._timers]], default=math.inf)
 
     def _settle(self) -> None:
         """Wait until all threads that have leases wait for the next renewal."""
@@ -129,7 +129,7 @@ class HeldClock:
 
     def look_again(self) -> None:
         """Let all threads that wait look at the time, because another clock is held or let go."""
-        renewer.forget(LeaseStore)
+        renewer.forget(LeaseStore)  # type: ignore[type-abstract] # of any store
         with renewer.mutex:
             for lane in renewer.lanes.values():
                 lane._wakes_at = 0.0

@@ -59,7 +59,7 @@ def use_store(
         elif name in {"database", "postgres", "mariadb"}:
             make_database: MakeDatabase = request.getfixturevalue("make_database")
             kind = request.getfixturevalue("db_kind") if name == "database" else name
-            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database(kind)}
+            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database(kind)}  # type: ignore[arg-type]
         elif name == "pgbouncer":
             alias = request.getfixturevalue("pgbouncer_alias")
             settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": alias}

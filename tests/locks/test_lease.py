@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from django_celery_safe import LockBackendError, cache_lock, find_lock, release_
 from django_celery_safe.leases import renewer as renewing
 from django_celery_safe.leases.lease import Lease
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.leases.store import Renewable
+from django_celery_safe.leases.store import Renewable, Renewal
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.local import LocalStore
@@ -37,6 +38,12 @@ def thread_of(lock: CacheLock) -> threading.Thread:
     thread = lock.lease.lane._thread
     assert thread is not None
     return thread
+
+
+def has_ended(thread: threading.Thread, clock: HeldClock) -> bool:
+    """Let time pass; return whether a thread that renews nothing any more has ended."""
+    clock.advance(LEASE)
+    return not thread.is_alive()
 
 
 def test_one_thread_renews_all(
@@ -71,7 +78,7 @@ def test_a_thread_that_renews_nothing_ends(locks_in_memory: None, clock: HeldClo
     for _ in range(2):
         with cache_lock("short work", timeout=LEASE) as lock:
             threads.append(thread_of(lock))
-        wait_for(lambda: clock.advance(LEASE) or not threads[-1].is_alive(), 30, "it goes on")
+        wait_for(partial(has_ended, threads[-1], clock), 30, "it goes on")
     assert threads[0] is not threads[1]
 
 
@@ -112,7 +119,7 @@ def test_a_renewal_under_way_does_not_undo_an_extension(
         if not in_background() or sent:
             return extend(store, renewals)
         # The length of the lease that it had when the request was sent.
-        sent.extend(renewing.Renewal(each.name, each.token, each.seconds) for each in renewals)
+        sent.extend(Renewal(each.name, each.token, each.seconds) for each in renewals)
         assert late.wait(30)
         return extend(store, sent, within)
 
@@ -207,7 +214,7 @@ def test_a_lease_that_is_removed_while_it_is_renewed_is_not_lost(
         lease.seconds = 3600.0
         renewer.finish_renewal(lease)
         assert renewer.renewing
-    wait_for(lambda: clock.advance(LEASE) or not thread.is_alive())
+    wait_for(partial(has_ended, thread, clock), 30, "it goes on")
     assert (lease.lost, told) == (False, [])
 
 

@@ -144,7 +144,7 @@ class Schedule(RuleBasedStateMachine):
         for name in self.last:
             found, holder = find_lock(name), self._holder(name)
             if found is None or holder is None:
-                assert found is holder is None
+                assert (found, holder) == (None, None)
                 continue
             assert (found.token, found.fence) == (holder.token, holder.lock.fence)
             assert found.remaining is not None
