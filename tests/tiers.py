@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 #: Marks whose tests only run if they are asked for.
-LEFT_OUT = ("quarantine", "nightly", "mariadb")
+LEFT_OUT = ("quarantine", "nightly")
 
 _LEFT_OUT = pytest.StashKey[Counter[str]]()
 
