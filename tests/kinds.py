@@ -1,6 +1,6 @@
 """The database that a run of the tests is about, ``--db``, and what differs between them."""
 
-from typing import Any, Final
+from typing import Final
 
 import pytest
 from django.db import connections
@@ -14,11 +14,6 @@ AXIS: Final[dict[str, DatabaseKind]] = {
     "postgres": "postgres",
     "mariadb": "mariadb",
 }
-
-#: MariaDB, where the tests of PostgreSQL and SQLite are run once more, in a tier of their own.
-LATER_MARIADB: Final = pytest.param("mariadb", marks=pytest.mark.mariadb)
-#: Each kind of server, and SQLite as a project should have it.
-KINDS: Final[list[Any]] = ["postgres", "sqlite-immediate", LATER_MARIADB]
 
 
 def kind_of(request: pytest.FixtureRequest) -> DatabaseKind:
