@@ -27,8 +27,7 @@ from django_celery_safe import (
 from django_celery_safe.concurrency import guard
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.events import TASK_CONFLICT, TASK_OWN_COPY
-from django_celery_safe.leases import lease as leases
-from django_celery_safe.leases.clock import boottime
+from django_celery_safe.leases.clock import boottime, clock
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.signals import lock_acquired
 from tests.concurrency.holders import held_by
@@ -123,12 +122,12 @@ def test_a_lease_that_ends_before_the_body_begins(
     message = importing.message()
 
     def stall(**fields: object) -> None:
-        monkeypatch.setattr(leases, "boottime", lambda: boottime() + 31)
+        monkeypatch.setattr(clock, "now", lambda: boottime() + 31)
 
     lock_acquired.connect(stall)
     try:
         for run in (lambda: mailbox.deliver(message).value, lambda: importing.task(7)):
-            monkeypatch.setattr(leases, "boottime", boottime)
+            monkeypatch.setattr(clock, "now", boottime)
             assert run() == "imported"
     finally:
         lock_acquired.disconnect(stall)
