@@ -19,7 +19,7 @@ MUTATIONS = {
         M(
             "leases.lease:Lease.began",
             "self.asked_at = asked_at",
-            "self.asked_at = boottime()",
+            "self.asked_at = clock.now()",
             "a lease is trusted from the answer on, not from the request",
         ),
         M(
