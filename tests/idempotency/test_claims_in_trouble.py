@@ -1,9 +1,10 @@
 """Claims whose holder dies or stands still, and whose database is slow, gone and back."""
 
 import os
+import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
@@ -11,19 +12,28 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 from django.db import DatabaseError, connections, transaction
+from psycopg import sql
 
 from django_celery_safe import AlreadyClaimed, ClaimLost, IdempotencyError, idempotent
 from django_celery_safe.databases import Now
 from django_celery_safe.models import IdempotencyRecord
-from django_celery_safe.signals import claim_failed, claim_finished, claim_lost
+from django_celery_safe.signals import claim_failed, claim_finished, claim_lost, message_lost
 from tests.app.models import Person
+from tests.concurrency.conftest import mailbox
+from tests.concurrency.mailbox import Mailbox
+from tests.conftest import MakeDatabase
 from tests.idempotency.gateway import Gateway
-from tests.idempotency.test_flags_race import end_sessions
+from tests.idempotency.test_claims import LONG, add, add_and_finish, add_first, follow
+from tests.idempotency.test_flags_race import end_sessions, isolate
 from tests.processes import FunctionProcess, start_in_process, tell, wait_for
+from tests.sending.carrying import Carried
 from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
-from tests.servers.databases import registered, waits_for_a_lock
+from tests.servers.databases import DatabaseKind, registered, waits_for_a_lock
+
+__all__ = ["mailbox"]
 
 KEY: Final = "invoice:1"
 
@@ -195,6 +205,101 @@ def test_who_comes_after_finish_waits_for_the_end_of_the_transaction(
     assert result_of_repeat(postgres_alias) == f"of the {is_done_by}"
 
 
+@pytest.mark.sql
+@pytest.mark.parametrize(
+    ("step", "ending", "level"),
+    [
+        (add_first, None, "SERIALIZABLE"),
+        (add_and_finish, "stored", "REPEATABLE_READ"),
+        (follow, None, "REPEATABLE_READ"),
+    ],
+)
+def test_stricter_isolation_makes_no_other_errors(
+    step: Callable[[Any], None],
+    ending: str | None,
+    level: str,
+    make_database: MakeDatabase,
+    db_kind: DatabaseKind,
+) -> None:
+    """The second of two claims at one moment reports the other's claim or result."""
+    is_mariadb = db_kind == "mariadb"
+    alias = make_database("mariadb-repeatable" if is_mariadb else "postgres")
+    if not is_mariadb:
+        isolate(alias, level)
+    records = IdempotencyRecord.objects.using(alias)
+    if step is follow:
+        add(records, -LONG)
+    with coming_first(alias, lambda: step(records)):
+        if ending is None:
+            with pytest.raises(AlreadyClaimed), idempotent(KEY, using=alias):
+                pytest.fail("the block ran")
+        else:
+            assert result_of_repeat(alias) == ending
+
+
+WAITERS: Final = {
+    "postgresql": "SELECT count(*) FROM pg_locks WHERE NOT granted",
+    "mysql": "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'",
+}
+
+
+@contextmanager
+def coming_first(
+    alias: str, *steps: Callable[[], object], waited: Callable[[], object] = bool
+) -> Iterator[None]:
+    """Have taken steps in another transaction, which ends when somebody waits for it."""
+    inside = threading.Event()
+
+    def come_first() -> None:
+        with closing(connections[alias]), transaction.atomic(using=alias):
+            for step in steps:
+                step()
+            inside.set()
+            wait_for(somebody_waits, 30, "nobody waits")
+            waited()
+
+    def somebody_waits() -> bool:
+        with connections[alias].cursor() as cursor:
+            cursor.execute(WAITERS[connections[alias].vendor])
+            return bool(cursor.fetchone()[0])
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(come_first)
+        assert inside.wait(30)
+        yield
+        first.result()
+
+
+def test_a_time_limit_during_the_claim_leaves_as_one(postgres_alias: str) -> None:
+    """Not as the error of the connection that it cut off, which can be used afterwards."""
+    records = IdempotencyRecord.objects.using(postgres_alias)
+    has_left = threading.Event()
+
+    def end(number: int, frame: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    def limit() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert has_left.wait(30)
+        transaction.set_rollback(True, using=postgres_alias)
+
+    def follow_it() -> bool:
+        # The server may have gone on with the claim; then a dead one is there for its lease.
+        records.update(ends_at=Now() - LONG)
+        return try_once(postgres_alias, "of the second")
+
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        with coming_first(postgres_alias, lambda: add_first(records), waited=limit):
+            with pytest.raises(SoftTimeLimitExceeded), idempotent(KEY, using=postgres_alias):
+                pytest.fail("the block ran")
+            has_left.set()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    wait_for(follow_it, 30, "it can't be done")
+    assert result_of_repeat(postgres_alias) == "of the second"
+
+
 @pytest.mark.parametrize("way", ["end", "raise", "exit", "finish"])
 def test_a_forked_child_leaves_the_claim_to_its_parent(way: str, postgres_alias: str) -> None:
     """However a child leaves the block that it was forked in, only its parent ends the claim."""
@@ -270,6 +375,38 @@ def test_what_was_committed_is_done_though_the_connection_breaks(
         end_sessions(postgres_server, postgres_alias)
     assert [event["signal"] for event in told] == [claim_finished]
     connections[postgres_alias].close()  # it broke under the caller, and nobody has asked since
+    assert result_of_repeat(postgres_alias) == "stored"
+    assert record_of(postgres_alias).claims == 1
+
+
+def test_a_database_that_can_only_be_read_for_a_while_is_asked_again(
+    postgres_alias: str, postgres_server: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The statement is repeated, as after a failover to a server that will soon take writes."""
+
+    def let_write(allowed: bool) -> None:
+        name = sql.Identifier(str(connections.settings[postgres_alias]["NAME"]))
+        change = "ALTER DATABASE {} SET default_transaction_read_only = {}"
+        with postgres_server.connect() as connection:
+            connection.execute(sql.SQL(change).format(name, sql.Literal(not allowed)))
+
+    def let_write_later() -> None:
+        wait_for(lambda: "retrying" in caplog.text, 30, "it was not tried again")
+        let_write(True)
+        # Else it keeps to a session that can only read.
+        assert finished.wait(30)
+
+    finished = threading.Event()
+    # The session that can only read is not given up because of its age.
+    connections.settings[postgres_alias]["CONN_MAX_AGE"] = None
+    with ThreadPoolExecutor(1) as pool, idempotent(KEY, using=postgres_alias, timeout=60) as claim:
+        let_write(False)
+        connections[postgres_alias].close()  # so that the next one begins so
+        writing = pool.submit(let_write_later)
+        claim.finish("stored")
+        finished.set()
+        writing.result()
+    assert "read-only transaction" in caplog.text
     assert result_of_repeat(postgres_alias) == "stored"
     assert record_of(postgres_alias).claims == 1
 
@@ -397,6 +534,26 @@ def test_a_failure_whose_answer_gets_lost_is_a_failure(gateway: tuple[str, str, 
     assert way.has_lost_it
     assert [event["signal"] for event in told] == [claim_failed]
     assert record_of(direct).state == IdempotencyRecord.State.FAILED
+
+
+def test_a_message_that_is_put_back_is_not_lost_with_the_answer(
+    gateway: tuple[str, str, Gateway], mailbox: Mailbox
+) -> None:
+    """A carried task whose message is to be redelivered is not reported as lost."""
+    direct, through, way = gateway
+    carried = Carried(mailbox, through)
+
+    def requeue(task: Any, *args: object) -> None:
+        way.lose_next_answer()
+        raise Reject("again", requeue=True)
+
+    carried.body = requeue
+    message = carried.send()
+    with hearing(message_lost) as told:
+        assert mailbox.deliver(message).state == "REJECTED"
+    assert (way.has_lost_it, told) == (True, [])
+    carried.alias = direct
+    assert (carried.row.token, carried.row.error.partition(":")[0]) == ("", "Reject")
 
 
 def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(

@@ -77,6 +77,26 @@ def do_all(alias: str, guarantee: str, journal: Journal, pks: Sequence[int]) -> 
                 journal.write("effect", pk=pk)
 
 
+@pytest.mark.sql
+@pytest.mark.parametrize("flag", ["is_welcome_email_sent", "is_invoiced"])
+def test_one_effect_for_each_row_of_two_tables(flag: str, raced: str, tmp_path: Path) -> None:
+    """With multi-table inheritance a flag of the parent, or the child, excludes as well."""
+    for pk in range(1, ROWS + 1):
+        Customer.objects.using(raced).create(pk=pk)
+    journal = Journal(tmp_path / "effects.jsonl")
+    run_in_processes(serve_all, 4, raced, flag, journal)
+    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, ROWS + 1), 1)
+    assert Customer.objects.using(raced).filter(**{flag: True}).count() == ROWS
+
+
+def serve_all(alias: str, flag: str, journal: Journal) -> None:
+    """Have the effect for every customer for whom it was not had."""
+    for pk in range(1, ROWS + 1):
+        with Customer.do_once(pk, flag, using=alias) as customer:
+            if customer:
+                journal.write("effect", pk=pk)
+
+
 def test_rows_that_refer_to_the_row_are_added_while_the_block_runs(postgres_alias: str) -> None:
     """On PostgreSQL an order of a customer waits for no block that mails the customer."""
     account = Account.objects.using(postgres_alias).create()

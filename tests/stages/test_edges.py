@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from django_celery_safe import SafeTask, StepLost, TaskPoisoned, WrongTransactio
 from django_celery_safe.models import StageRun
 from django_celery_safe.signals import task_poisoned
 from django_celery_safe.stages.step_table import StepTable
-from tests.background import settle
+from tests.background import before_its_update, settle
 from tests.concurrency.mailbox import Message
 from tests.conftest import MakeDatabase
 from tests.routing import AllIn, routed_by
@@ -88,17 +89,56 @@ def test_a_message_that_is_refused_fails_the_step_that_waits(
     assert says in staged.step("a").error
 
 
-def test_a_run_that_is_terminated_fails_its_step(staged: Staged) -> None:
-    """The process that runs it is killed, so that the running step fails."""
+@pytest.mark.parametrize("gives_back", [False, True])
+def test_a_run_that_is_terminated_fails_its_step(gives_back: bool, staged: Staged) -> None:
+    """The process that runs it is killed, so that the step fails, even as it is given back."""
+    table = StepTable(staged.alias)
+
+    def give_back() -> None:
+        (step,) = table.steps().filter(status="running")
+        assert table.at(str(step.pk)).put_back(step.token, "waiting", "SystemExit", "-241")
 
     def meet(task: Any) -> None:
-        revoke(staged, message, terminated=True, expired=False)
+        with before_its_update(give_back) if gives_back else nullcontext():
+            revoke(staged, message, terminated=True, expired=False)
 
     staged.bodies["a"] = meet
     run = staged.start("a", "b")
     message = staged.take_one()
     assert type(staged.deliver(message).value) is StepLost
     assert statuses(run) == ("failed", "fa")
+    assert staged.step("a").error == "The task was revoked."
+
+
+class Fussy(SafeTask):
+    """Fails before its function when it is told to."""
+
+    abstract = True
+    fails = False
+
+    def before_start(self, *args: Any) -> None:
+        """Fail, if it is to."""
+        if self.fails:
+            raise OSError("before the function")
+
+
+def test_a_duplicate_that_fails_before_its_claim_fails_nothing_that_runs(staged: Staged) -> None:
+    """An error of a delivery that never had the step is none of the one that has it."""
+    fussy = staged.make_task(Fussy, "tests.fussy")
+
+    def meet(task: Any) -> None:
+        task.fails = True
+        assert staged.deliver_elsewhere(message).state == "FAILURE"
+
+    staged.bodies["a"] = meet
+    run = staged.start("a", "b", task=fussy)
+    message = staged.take_one()
+    assert staged.deliver(message) == ("SUCCESS", None)
+    assert statuses(run) == ("running", "sw")
+    # The only delivery of a step that waits fails it.
+    assert staged.deliver(staged.take_one()).state == "FAILURE"
+    assert statuses(run) == ("failed", "sf")
+    assert staged.step("b").error == "before the function"
 
 
 # Processes that died.

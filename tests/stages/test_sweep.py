@@ -3,8 +3,8 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import pytest
 from celery import Celery, current_app, shared_task
 from django.db import connections, router, transaction
 from django.db.models import F
+from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, TaskPoisoned, stages
@@ -43,6 +44,8 @@ LEASE: Final = 600
 OVER: Final = -1
 #: A little more than the patience with a step that nobody begins.
 LONG: Final = UNSTARTED_AFTER + timedelta(seconds=30)
+#: Most queries of a sweep that sends again a hundred steps of one run.
+MOST_QUERIES: Final = 30
 #: How many sweep at once.
 SWEEPERS: Final = 5
 
@@ -304,6 +307,20 @@ def test_a_run_that_can_not_be_repaired(
     assert said.startswith(f"Run {broken.pk} can't be repaired: TypeError: ")
 
 
+def test_sending_many_again_takes_few_queries(
+    shop: str, queue: Queue, settings: Settings
+) -> None:
+    """Overdue steps of a run are recorded and sent together, whatever their number."""
+    settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "OUTBOX_SEND_TIMEOUT": 30}
+    run = begin(100)
+    wait_since(run, LONG)
+    with CaptureQueriesContext(connections[shop]) as queries:
+        (reason,) = {repair.reason for repair in sweep(StepTable(shop))}
+    assert len(queries) < MOST_QUERIES
+    assert set(run.steps.values_list("note", "resent")) == {(reason, 1)}
+    assert len(queue()) == 2 * 100
+
+
 # Several at once
 
 
@@ -500,6 +517,50 @@ def test_a_step_that_ends_waits_for_a_deletion(
         ending.result(30)
     assert ids(shop) == set()
     assert len(queue()) == 1
+
+
+@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
+def test_a_deletion_waits_for_a_stage_that_begins(shop: str, queue: Queue, broker: Celery) -> None:
+    """While a step begins the next stage, a deletion waits for the run, and holds no step."""
+    run, is_ending = begin(1, 1), threading.Event()
+
+    def until_somebody_waits() -> None:
+        is_ending.set()
+        wait_for(lambda: somebody_waits(shop), 30)
+
+    def end() -> None:
+        broker.set_current()
+        with closing(connections[shop]), before(shop, "INSERT INTO", until_somebody_waits):
+            deliver(run.steps[0])
+
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end)
+        assert is_ending.wait(30)
+        run.delete()
+        ending.result(30)
+    assert ids(shop) == set()
+
+
+@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
+def test_a_step_that_begins_waits_for_its_repair(shop: str, queue: Queue) -> None:
+    """A worker can't begin a step after the sweep's look and before its repair."""
+    step = leave_unbegun(begin(1))
+
+    def begin_elsewhere() -> None:
+        with closing(connections[shop]):
+            claim(step)
+
+    def until_it_waits() -> None:
+        beginning.append(pool.submit(begin_elsewhere))
+        wait_for(lambda: somebody_waits(shop), 30)
+
+    beginning: list[Future[None]] = []
+    repair = f'UPDATE "{StageStep._meta.db_table}"'
+    with ThreadPoolExecutor(1) as pool, before(shop, repair, until_it_waits):
+        assert len(swept(shop)) == 1
+    beginning[0].result(30)
+    row = at(step).get()
+    assert (row.status, row.resent) == (Status.RUNNING, 1)
 
 
 # Beside the outbox
