@@ -138,6 +138,15 @@ def add_idempotent_task(app: Celery, using: str | None = None) -> None:
         """Do nothing."""
 
 
+def test_a_database_that_is_not_there_is_an_error() -> None:
+    """E008 names the alias, who uses it, and those that there are."""
+    with app_without_tasks("redis://127.0.0.1:1/0") as app:
+        add_idempotent_task(app, using="ordres")
+        (message,) = [one for one in checks.run_checks() if str(one.id).endswith("E008")]
+    assert "DATABASES has no 'ordres', but idempotent shop.charge would" in message.msg
+    assert "'default'" in str(message.hint)
+
+
 @pytest.fixture
 def on_aria(mariadb_alias: str, settings: Settings) -> str:
     """A MariaDB whose tables of this app, and of a model, have no transactions."""

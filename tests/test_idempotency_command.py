@@ -26,7 +26,7 @@ from django_celery_safe.models import IdempotencyRecord
 from tests import commands
 from tests.conftest import MakeDatabase
 from tests.processes import wait_for
-from tests.servers.databases import DatabaseKind
+from tests.servers.databases import DatabaseKind, registered
 from tests.terminal import answer
 
 #: A result that must show in ``show`` alone.
@@ -472,3 +472,20 @@ def test_a_missing_table_hints_at_migrate(shop: str) -> None:
         assert why.startswith("The database 'shop' has no table for the records (")
         assert "django_celery_safe_idempotencyrecord" in why
         assert why.endswith("). Run manage.py migrate --database=shop.")
+
+
+def test_who_may_not_read_the_table(shop: str, postgres_alias: str) -> None:
+    """A table that may not be read is there: the error says so, and does not hint at migrate."""
+    server = {**connections.settings[postgres_alias], "USER": "stranger"}
+    with connections[postgres_alias].cursor() as cursor:
+        cursor.execute("CREATE ROLE stranger LOGIN")
+        try:
+            with registered("strange", server):
+                for action in ("list", "show mail:1", "forget mail:1", "prune"):
+                    out, why = refused(*action.split(), "--database", "strange")
+                    assert out == ""
+                    assert why.startswith("The database can't be asked, of strange: ")
+                    assert "permission denied for table django_celery_safe_idempot" in why
+                    assert "migrate" not in why
+        finally:
+            cursor.execute("DROP ROLE stranger")

@@ -1,5 +1,6 @@
 """Every event that is declared happens, and its signal and its record say the same of it."""
 
+import gc
 import logging
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 from django.db import ConnectionHandler, OperationalError, connection, connections, transaction
 from django.dispatch import Signal
+from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from django_celery_safe import (
@@ -532,6 +534,32 @@ def test_each_event_is_as_declared(get: Get) -> None:
 
 
 # Receivers that raise or send.
+
+
+def cost(act: Callable[[], None], server: RedisServer) -> tuple[dict[str, int], int]:
+    """Return the commands of Redis and the number of queries that it takes."""
+    gc.collect()  # results of other tests unsubscribe when they go
+    with server.client() as client:
+        client.config_resetstat()
+        with CaptureQueriesContext(connection) as queries:
+            act()
+        stats = client.info("commandstats")
+    # What comes now and then: connections, a script that forgets old locks, results that go.
+    by_chance = ("hello", "client|setinfo", "zremrangebyscore", "unsubscribe")
+    sent = {name: stat["calls"] for name, stat in stats.items() if not name.endswith(by_chance)}
+    return sent, len(queries)
+
+
+@pytest.mark.parametrize("act", [acquire_and_release, relay, do_once, begin_run])
+def test_listening_costs_no_round_trip(act: Provoke, redis_server: RedisServer, get: Get) -> None:
+    """Receivers and logs of all events cost no command and no query more."""
+    do = partial(act, get)
+    do()  # what comes once: connections, scripts, queues
+    alone = cost(do, redis_server)
+    with listening() as listener:
+        observed = cost(do, redis_server)
+    assert listener.emitted()
+    assert observed == alone
 
 
 class Exploding(logging.Handler):

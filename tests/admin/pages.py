@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any, NamedTuple
 
 from django.contrib.admin.utils import quote
+from django.contrib.contenttypes.models import ContentType
+from django.db import connections
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
+
+from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 
 #: Elements that have no end, of those that the admin has.
 VOID = frozenset({"area", "base", "br", "col", "hr", "img", "input", "link", "meta"})
@@ -205,3 +211,17 @@ class Visitor(NamedTuple):
         """Take a decision and confirm it; return the page that tells what came of it."""
         page = self.take(url, decision, *selected, confirmed="1", **more)
         return self.get(page.response["Location"]) if page.status == 302 else page
+
+
+def count_queries(ask: Callable[[], Page]) -> int:
+    """Return how many queries a page needs, the session's and the user's included."""
+    for model in (
+        IdempotencyRecord,
+        OutboxMessage,
+        StageRun,
+        StageStep,
+    ):  # Django asks for these once in each process
+        ContentType.objects.get_for_model(model, for_concrete_model=False)
+    with CaptureQueriesContext(connections["site"]) as queries:
+        assert ask().status == 200
+    return len(queries)

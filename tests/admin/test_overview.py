@@ -246,6 +246,20 @@ def test_sources_that_do_not_answer(root: Visitor, fragile_redis: RedisServer) -
 # Costs
 
 
+@pytest.mark.usefixtures("_full")
+def test_queries(root: Visitor) -> None:
+    """The page takes eight queries of its own, however many rows there are, each with a limit."""
+    root.get(FIRST)
+    for _ in range(2):
+        with CaptureQueriesContext(connections["site"]) as queries:
+            root.get(FIRST)
+        ours = [each["sql"] for each in queries if "django_celery_safe_" in each["sql"]]
+        assert len(ours) == 8
+        assert all(re.search(r"LIMIT (1|10001)\b", sql) for sql in ours), ours
+        rows.leave()
+        rows.begin(3)
+
+
 #: The indexes that the queries of the page and of a scrape may use.
 INDEXES: Final = (
     "safe_outbox_due", "safe_outbox_failed", "safe_outbox_dead", "safe_outbox_done",

@@ -8,7 +8,6 @@ from typing import Any, Final
 import pytest
 from django.contrib.admin import site
 from django.contrib.admin.utils import quote
-from django.contrib.contenttypes.models import ContentType
 from django.db import connections
 from django.db.models import Model
 from django.test.utils import CaptureQueriesContext
@@ -19,7 +18,7 @@ from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun
 from django_celery_safe.stages import Status
 from tests.admin import rows
 from tests.admin.conftest import every_page
-from tests.admin.pages import Page, Visitor
+from tests.admin.pages import Visitor, count_queries
 from tests.admin.test_lock_pages import NAMES, key_of
 from tests.checking import app_without_tasks
 
@@ -302,15 +301,6 @@ def test_no_such_row(root: Visitor) -> None:
         url = "/admin/django_celery_safe/lock/" + "".join(f"%{byte:02X}" for byte in typed)
         for page_name in ("change", "history"):
             assert root.get(f"{url}/{page_name}/").status in (200, 302, 404), name
-
-
-def count_queries(ask: Callable[[], Page]) -> int:
-    """Return how many queries a page needs, the session's and the user's included."""
-    for model in MAKERS:  # Django asks for these once in each process
-        ContentType.objects.get_for_model(model, for_concrete_model=False)
-    with CaptureQueriesContext(connections["site"]) as queries:
-        assert ask().status == 200
-    return len(queries)
 
 
 @every_table

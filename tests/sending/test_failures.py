@@ -15,6 +15,7 @@ from django_celery_safe import send_on_commit
 from django_celery_safe.signals import task_send_failed, task_sent
 from tests.app.models import Person
 from tests.app.tasks import add, total
+from tests.listening import receiving
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, refusing
 from tests.sending.published import Published, ids_in
 from tests.servers import RedisServer
@@ -88,6 +89,25 @@ def test_a_failed_send_is_told_and_harms_nothing(
         failure["task_id"] for failure in failures
     ]
     assert {record.exc_info[1] for record in records if record.exc_info} == {result.send_error}
+
+
+def test_a_receiver_that_raises_stops_nothing(
+    make_app: MakeApp, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error in a receiver of the failure is logged, the commit ends well, and others hear."""
+    task = make_app(broker_url=refusing(), task_publish_retry_policy=ONE_TRY).tasks[add.name]
+
+    def fail(**said: Any) -> None:
+        raise RuntimeError("a receiver's own error")
+
+    with (
+        receiving(task_send_failed, fail),
+        hearing(task_send_failed) as failures,
+        transaction.atomic(),
+    ):
+        sent = [task.delay_on_commit(number).id for number in range(2)]
+    assert [failure["task_id"] for failure in failures] == sent
+    assert "a receiver's own error" in caplog.text
 
 
 def test_a_broker_that_is_gone_is_tried_once_for_a_canvas(

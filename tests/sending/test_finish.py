@@ -1,7 +1,9 @@
 """``current_claim().finish()`` in carried tasks: its commit, and events after it."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -289,6 +291,22 @@ def test_a_task_finishes_its_own_claim(carried: Carried) -> None:
     assert keys == ["outer", "tests.other", "tests.other", f"tests.carried[{message.id}]"]
     record = IdempotencyRecord.objects.using(carried.alias).get()
     assert (record.state, record.result) == ("failed", "")
+
+
+def test_a_thread_that_works_for_a_task_finishes_its_claim(carried: Carried) -> None:
+    """It has the context of the task, as asgiref and asyncio give it to their threads."""
+
+    def finish() -> None:
+        with closing(connections[carried.alias]):
+            current_claim().finish("stored")
+
+    def work(task: Any, number: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(copy_context().run, finish).result()
+        assert carried.row.result == '"stored"'
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
 
 
 def test_a_message_that_is_not_carried_has_no_claim(carried: Carried) -> None:

@@ -1,6 +1,6 @@
 """A send on commit publishes the same messages as a plain send, under the announced ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from typing import Any
@@ -11,6 +11,7 @@ from celery.canvas import Signature, StampingVisitor
 from django.db import transaction
 from django.utils import timezone
 from kombu import Connection, Exchange, Queue
+from kombu.serialization import register, unregister
 
 from django_celery_safe import send_on_commit
 from tests.app.celery import app
@@ -92,10 +93,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "headers": {"trace": {"span": [1, 2]}}, "time_limit": 30, "soft_time_limit": 20,
         "ignore_result": True, "app_id": "shop",
     },
+    "serializer": {"serializer": "reversing"},
     "not retried": {"retry": False, "retry_policy": {"max_retries": 1}},
 }  # fmt: skip
 
 
+@pytest.fixture
+def reversing() -> Iterator[None]:
+    """A serializer of the project's own, whose bytes are no text."""
+    register(
+        "reversing",
+        lambda value: repr(value).encode()[::-1],
+        lambda data: eval(data[::-1].decode()),
+        content_type="application/x-reversing",
+        content_encoding="binary",
+    )
+    yield
+    unregister("reversing")
+
+
+@pytest.mark.usefixtures("reversing")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_options_reach_the_message(options: dict[str, Any], sent: Sent) -> None:
     """Each option of apply_async ends up in the message as in a plain send."""

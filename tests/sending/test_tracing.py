@@ -29,6 +29,7 @@ from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, StageRun
 from django_celery_safe.sending.relay import Relay
 from tests.concurrency.conftest import mailbox
+from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.routing import AllIn, routed_by
@@ -269,6 +270,20 @@ def test_a_unique_send_may_be_repeated_after_its_run(tracer: Any, mailbox: Mailb
     assert sorted(held) == ["sent:tests.unique:7", "tests.unique:7"]
     assert locked() == []
     assert not task.delay(7).is_duplicate
+
+
+@pytest.mark.usefixtures("locks_in_memory")
+def test_a_copy(tracer: Any, mailbox: Mailbox) -> None:
+    """The copy of a message that met its own lock has the trace of the message."""
+    alone = single_instance(key="{number}")(nothing)
+    task = mailbox.task(alone, name="tests.traced", base=SafeTask, acks_late=True)
+    with tracer.request() as trace:
+        task.delay(7)
+    message = mailbox.take_one()
+    with held_by(f"{task.name}:7", message.id):
+        assert mailbox.deliver(message).state == "IGNORED"
+    copy = mailbox.take_one()
+    assert (copy.id, tracer.trace_of(copy.headers)) == (message.id, trace)
 
 
 @pytest.mark.parametrize("outbox", [True, False])

@@ -307,9 +307,7 @@ def test_a_run_that_can_not_be_repaired(
     assert said.startswith(f"Run {broken.pk} can't be repaired: TypeError: ")
 
 
-def test_sending_many_again_takes_few_queries(
-    shop: str, queue: Queue, settings: Settings
-) -> None:
+def test_sending_many_again_takes_few_queries(shop: str, queue: Queue, settings: Settings) -> None:
     """Overdue steps of a run are recorded and sent together, whatever their number."""
     settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "OUTBOX_SEND_TIMEOUT": 30}
     run = begin(100)

@@ -8,6 +8,7 @@ from celery import Celery
 from pytest_django import Settings
 
 from django_celery_safe import (
+    AlreadyRunning,
     ConfigurationError,
     HeldLock,
     LockNotAcquired,
@@ -19,6 +20,7 @@ from django_celery_safe.testing import hold_lock, lock_name, locks_in_memory
 from tests.app.tasks import add
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
+from tests.conftest import MakeRedisCache
 from tests.testing.tasks import effects, import_feed
 
 __all__ = ["mailbox"]
@@ -89,6 +91,25 @@ def test_a_worker_meets_it(mailbox: Mailbox, locks_in_memory: None) -> None:
     with hold_lock(task, (1, "x"), task_id="mine"):
         assert mailbox.deliver(message).state == "IGNORED"
     assert mailbox.take_one().id == "mine"
+
+
+def test_the_lock_of_a_task_in_a_cache_of_its_own(
+    mailbox: Mailbox, redis_cache_settings: MakeRedisCache, settings: Settings
+) -> None:
+    """A lock is held in the cache that the task's decorator, or the call, names."""
+    settings.CACHES = {**settings.CACHES, **redis_cache_settings("django", "locks")}
+
+    @single_instance(cache="locks", on_conflict="raise")
+    def work(number: int) -> int:
+        return number
+
+    task = mailbox.task(work, name="tests.work")
+    with hold_lock(task, 7), pytest.raises(AlreadyRunning):
+        task(7)
+    with hold_lock(lock_name(task, 7), cache="locks"), pytest.raises(AlreadyRunning):
+        task(7)
+    with hold_lock(lock_name(task, 7)):
+        assert task(7) == 7
 
 
 @pytest.mark.parametrize(
