@@ -245,7 +245,9 @@ def test_runs_of_equal_calls_are_one(
     task = make(mailbox, change, place, ours)
     results = [task.apply_async((x,), change.more) for x in (5, 5, 6)]
     messages = mailbox.take()
-    unique = hasattr(results[0], "is_duplicate") and results[1].is_duplicate
+    unique = ours in (OURS["unique"], OURS["unique key"])
+    duplicates = [getattr(result, "is_duplicate", False) for result in results]
+    assert duplicates == [False, unique, False]
     ends = [mailbox.deliver(message) for message in messages]
     assert {end.state for end in ends} == {"SUCCESS"}, ends
     assert [end.value for end in ends] == ([5, 6] if unique else [5, 5, 6])

@@ -12,7 +12,7 @@ from celery.app.task import Context
 from celery.worker import state
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, TaskPoisoned, idempotent, iter_locks
+from django_celery_safe import SafeTask, TaskPoisoned, idempotent, iter_locks, single_instance
 from django_celery_safe.conf import UNSET
 from django_celery_safe.delivery import deaths
 from django_celery_safe.delivery.deaths import most_deaths, record_death
@@ -193,6 +193,18 @@ def test_work_of_a_poisoned_task_is_not_done(deadly: Deadly) -> None:
     assert deadly.mailbox.deliver(redelivered(message)).state == "FAILURE"
     assert deadly.mailbox.take() == []
     assert deadly.mailbox.deliver(deadly.send()).state == "SUCCESS"
+    assert deadly.runs == [7]
+
+
+def test_a_poisoned_task_may_be_sent_again(deadly: Deadly) -> None:
+    """The lock of its message is freed, as for any failure."""
+    task = deadly.make_task(single_instance(key="{number}", unique_until="end"))
+    message = deadly.send()
+    assert task.delay(7).is_duplicate
+    deadly.die(message, 3)
+    assert deadly.mailbox.deliver(redelivered(message)).state == "FAILURE"
+    assert not task.delay(7).is_duplicate
+    assert deadly.mailbox.deliver(deadly.mailbox.take_one()).state == "SUCCESS"
     assert deadly.runs == [7]
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pytest
 from django.db import connections, transaction
+from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from django_celery_safe import (
@@ -252,6 +253,22 @@ def test_a_record_expires_its_ttl_after_its_end(ttl: timedelta | None, alias: st
     record = record_of(alias)
     expected = None if ttl is None else record.ended_at + ttl
     assert (record.state, record.expires_at) == (IdempotencyRecord.State.DONE, expected)
+
+
+def test_queries_are_few(alias: str) -> None:
+    """The work takes a look, a claim and an end, with no BEGIN, also after a failure."""
+    counts = []
+    connections[alias].ensure_connection()
+    for number in range(2):
+        with (
+            suppress(ValueError),
+            CaptureQueriesContext(connections[alias]) as queries,
+            idempotent(KEY, using=alias),
+        ):
+            raise ValueError(number)
+        asked = [query["sql"].split()[0] for query in queries.captured_queries]
+        counts.append([word for word in asked if word != "PRAGMA"])
+    assert counts == [["SELECT", "INSERT", "UPDATE"], ["SELECT", "UPDATE", "UPDATE"]]
 
 
 # Changes between the look at the record and the claim.

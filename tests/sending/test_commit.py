@@ -15,6 +15,7 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django_celery_safe import SafeTask, WrongTransaction, send_on_commit, single_instance
 from django_celery_safe.delivery.copies import resending
 from django_celery_safe.sending import capture as capture_module
+from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
@@ -64,6 +65,18 @@ def test_a_rollback_sends_nothing(sent: Sent) -> None:
         send_on_commit(group(add.s(1), add.s(2)))
     with transaction.atomic():
         kept = add.delay_on_commit(2)
+    assert ids(sent()) == [kept.id]
+
+
+def test_a_block_of_do_once_sends_with_its_flag(sent: Sent) -> None:
+    """What a block sends on commit is sent only if the flag is committed."""
+    person = Person.everyone.create()
+    for error in (ValueError("no"), None):
+        with suppress(ValueError), Person.do_once(person.pk, "is_badge_printed"):
+            kept = add.delay_on_commit(1)
+            assert sent() == []
+            if error:
+                raise error
     assert ids(sent()) == [kept.id]
 
 

@@ -13,10 +13,13 @@ import pytest
 from celery import Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from django.db import OperationalError, connections, transaction
+from django.test.utils import CaptureQueriesContext
+from pytest_django import Settings
 
 from django_celery_safe import SafeTask, StepLost, WrongTransaction, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.models import DatabaseLock, OutboxMessage, StageRun, StageStep
+from django_celery_safe.sending import departure
 from django_celery_safe.signals import (
     run_ended,
     stage_started,
@@ -26,8 +29,9 @@ from django_celery_safe.signals import (
 )
 from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
-from tests.kinds import quoted
+from tests.kinds import more_for_claim, quoted
 from tests.sending.conftest import hearing
+from tests.sending.test_carried import BRACKETS
 from tests.stages import broken
 
 NAME: Final = "tests.staged"
@@ -123,6 +127,30 @@ class Staged:
 def shown(run: StageRun) -> str:
     """Return the first letter of the status of each step, in order."""
     return "".join(status[0] for status in run.steps.values_list("status", flat=True))
+
+
+def test_queries_are_few(
+    staged: Staged, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 3 queries, and the one that ends its stage 9, however many steps there are."""
+    # Otherwise a slow commit would claim its rows, or leave them to a relay.
+    settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "OUTBOX_SEND_TIMEOUT": 30}
+    monkeypatch.setattr(departure, "GRACE", 60.0)
+    more = more_for_claim(staged.alias)
+    for plan in [("abc", "de"), ("abcdefghijkl", "mnopqrst")]:
+        run, counts = staged.start(*plan), []
+        waiting = staged.take()
+        while waiting:
+            with CaptureQueriesContext(connections[staged.alias]) as queries:
+                assert staged.deliver(waiting.pop(0)).state == "SUCCESS"
+            counts.append(sum(not query["sql"].startswith(BRACKETS) for query in queries))
+            waiting += staged.take()
+        size = len(plan[0])
+        assert set(counts[1 : size - 1]) == {3 + more}
+        # The claim of the step, and the lock of the run.
+        assert max(counts) <= 9 + 2 * more
+        run.refresh_from_db()
+        assert (run.status, len(counts)) == ("succeeded", sum(map(len, plan)))
 
 
 # Delivered again.
