@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -537,28 +537,6 @@ def test_a_deletion_waits_for_a_stage_that_begins(shop: str, queue: Queue, broke
         run.delete()
         ending.result(30)
     assert ids(shop) == set()
-
-
-@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
-def test_a_step_that_begins_waits_for_its_repair(shop: str, queue: Queue) -> None:
-    """A worker can't begin a step after the sweep's look and before its repair."""
-    step = leave_unbegun(begin(1))
-
-    def begin_elsewhere() -> None:
-        with closing(connections[shop]):
-            claim(step)
-
-    def until_it_waits() -> None:
-        beginning.append(pool.submit(begin_elsewhere))
-        wait_for(lambda: somebody_waits(shop), 30)
-
-    beginning: list[Future[None]] = []
-    repair = f'UPDATE "{StageStep._meta.db_table}"'
-    with ThreadPoolExecutor(1) as pool, before(shop, repair, until_it_waits):
-        assert len(swept(shop)) == 1
-    beginning[0].result(30)
-    row = at(step).get()
-    assert (row.status, row.resent) == (Status.RUNNING, 1)
 
 
 # Beside the outbox
