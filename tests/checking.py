@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from celery import Celery, _state, current_app
@@ -40,11 +41,13 @@ def found(*, deploy: bool = False) -> dict[str, checks.CheckMessage]:
 
 
 @contextmanager
-def app_without_tasks(broker: str) -> Iterator[Celery]:
+def app_without_tasks(
+    broker: str, task_cls: str | type | None = None, **conf: Any
+) -> Iterator[Celery]:
     """Have an app of our own, which no other test gave a faulty task, as all threads' current."""
     before, default = current_app._get_current_object(), _state.default_app
-    app = Celery("shop", broker=broker, set_as_current=False)
-    app.conf.broker_transport_options = TRANSPORT_OPTIONS
+    app = Celery("shop", broker=broker, task_cls=task_cls, set_as_current=False)
+    app.conf.update({"broker_transport_options": TRANSPORT_OPTIONS, **conf})
     app.finalize()
     # The shared tasks of other tests are in every app.
     app.tasks.clear()

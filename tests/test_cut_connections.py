@@ -109,19 +109,6 @@ def test_a_session_that_the_server_has_ended_is_replaced(alias: str) -> None:
         use(alias)
 
 
-def test_a_beat_that_was_idle_sends_each_tick_once(alias: str, mailbox: Mailbox) -> None:
-    """The server ends the session between two ticks, and each is sent, as one message."""
-    carried = Carried(mailbox, alias)
-    for number in range(3):
-        end_own_session(alias)
-        message = carried.send(number)
-        assert message.args == [number]
-        end_own_session(alias)
-        mailbox.deliver(message)
-    assert carried.calls == [0, 1, 2]
-    assert not carried.rows.filter(due_at__isnull=False).exists()
-
-
 def test_the_other_sessions_of_a_pool_are_replaced_too(
     postgres_alias: str, postgres_server: PostgresServer, mailbox: Mailbox
 ) -> None:

@@ -10,23 +10,19 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from celery import Celery
 from django.core import checks
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
-from django.utils import timezone
 from pytest_django import Settings
 
 from django_celery_safe import (
     BackendNotSupported,
-    LockNotAcquired,
     cache_lock,
     databases,
     idempotent,
     stages,
 )
 from django_celery_safe.checks import check_deployment
-from django_celery_safe.databases import Now
 from django_celery_safe.inspection.records import records_of
 from django_celery_safe.models import (
     DatabaseLock,
@@ -37,16 +33,13 @@ from django_celery_safe.models import (
 )
 from django_celery_safe.sending.capture import Captured
 from django_celery_safe.sending.departure import Departure
-from django_celery_safe.sending.message_table import message_table
 from django_celery_safe.sending.outbox import keep, outbox_aliases
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.transactions import attempts
 from tests import checking
 from tests.app.models import Person
-from tests.app.tasks import add
-from tests.checking import TRANSPORT_OPTIONS, app_without_tasks
+from tests.checking import app_without_tasks
 from tests.conftest import MakeDatabase
-from tests.processes import wait_for
 from tests.routing import AllIn
 from tests.servers import MariaDBServer
 from tests.servers.databases import registered
@@ -96,8 +89,13 @@ USES: dict[str, Callable[[], object]] = {
 }
 
 
-def test_an_untested_database_is_refused_at_first_use(oracle: str) -> None:
-    """Every use of another server is refused before the database is asked."""
+def test_an_untested_database_is_refused(oracle: str, sqlite_alias: str) -> None:
+    """
+    Every use of another server is refused before the database is asked.
+
+    E008 names the database and what would use it; E002 says it of locks. A relay of all databases
+    goes by those that can have an outbox.
+    """
     for what, use in USES.items():
         with pytest.raises(BackendNotSupported) as caught:
             use()
@@ -107,22 +105,11 @@ def test_an_untested_database_is_refused_at_first_use(oracle: str) -> None:
         )
     with pytest.raises(CommandError, match=r"\(oracle\) can't .* PostgreSQL, MariaDB and SQLite"):
         call_command("celery_idempotency", "list", stdout=StringIO())
-
-
-def test_a_relay_leaves_an_untested_database_alone(oracle: str, sqlite_alias: str) -> None:
-    """A relay of all databases goes by those that can have an outbox."""
-    found = outbox_aliases()
-    assert sqlite_alias in found
-    assert oracle not in found
-
-
-def test_an_untested_database_is_an_error(oracle: str) -> None:
-    """E008 names the database and what would use it; E002 says it of locks."""
+    assert oracle not in outbox_aliases()
+    assert sqlite_alias in outbox_aliases()
     with app_without_tasks("redis://127.0.0.1:1/0") as app:
-        app.conf.broker_transport_options = TRANSPORT_OPTIONS
-        add_idempotent_task(app)
-        messages = checking.find_messages()
-    said = {str(one.id).removeprefix("django_celery_safe."): one for one in messages}
+        app.task(name="shop.charge", acks_late=True, reject_on_worker_lost=True)(idempotent(claim))
+        said = checking.found()
     assert 'DATABASES["oracle"] (oracle) can\'t hold locks' in said["E002"].msg
     assert 'DATABASES["oracle"] is oracle' in said["E008"].msg
     assert "do_once of" in said["E008"].msg
@@ -161,11 +148,12 @@ def on_aria(mariadb_alias: str, settings: Settings) -> str:
 
 
 def test_tables_without_transactions_are_refused(on_aria: str) -> None:
-    """The first use says which tables they are, and what to run."""
-    uses = {
-        **USES,
-        "hold an outbox": lambda: add.apply_async_on_commit((1,), using=on_aria, outbox=True),
-    }
+    """
+    The first use says which tables they are, and what to run.
+
+    E011 names them where databases may be asked; other checks ask no server.
+    """
+    uses = {**USES, "hold an outbox": lambda: keep(Captured(), Departure(on_aria))}
     del uses["hold an outbox (relay)"]
     for what, use in uses.items():
         with pytest.raises(BackendNotSupported) as caught:
@@ -174,21 +162,11 @@ def test_tables_without_transactions_are_refused(on_aria: str) -> None:
         assert f"can't {what}: tables there have no transactions: " in text
         assert "django_celery_safe_outboxmessage (Aria)" in text
         assert "ALTER TABLE django_celery_safe_outboxmessage ENGINE=InnoDB;" in text
-
-
-def test_tables_without_transactions_are_an_error(on_aria: str) -> None:
-    """E011 names them where databases may be asked; other checks ask no server."""
     with app_without_tasks("redis://127.0.0.1:1/0"):
         assert not [one for one in checks.run_checks() if str(one.id).endswith("E011")]
         (found,) = [one for one in check_deployment() if str(one.id).endswith("E011")]
     assert "django_celery_safe_databaselock (Aria)" in found.msg
     assert "ENGINE=InnoDB" in str(found.hint)
-    with connections[on_aria].cursor() as cursor:
-        for model in (DatabaseLock, IdempotencyRecord, OutboxMessage):
-            cursor.execute(f"ALTER TABLE {model._meta.db_table} ENGINE=InnoDB")
-    with app_without_tasks("redis://127.0.0.1:1/0"):
-        (found,) = [one for one in check_deployment() if str(one.id).endswith("E011")]
-    assert "app_person (Aria)" in found.msg
 
 
 def test_an_old_server_is_refused(
@@ -200,15 +178,6 @@ def test_an_old_server_is_refused(
     databases._fit.clear()
     with pytest.raises(BackendNotSupported, match=r"MariaDB before 99\.1, .* Run MariaDB 99\.1"):
         cache_lock("x").acquire()
-
-
-def test_moments_are_in_utc(mariadb_alias: str) -> None:
-    """Whatever the time zone of the server, here three hours off, leases go by UTC."""
-    with idempotent("some", using=mariadb_alias) as claim:
-        assert claim
-    record = IdempotencyRecord.objects.using(mariadb_alias).get()
-    assert abs(timezone.now() - record.claimed_at) < timedelta(minutes=5)
-    assert record.claimed_at.microsecond or record.ended_at.microsecond
 
 
 @pytest.mark.sql
@@ -229,23 +198,6 @@ def test_rows_show_the_moment_whatever_django_reads(db_alias: str, settings: Set
         assert abs(datetime.now(UTC) - moment) < timedelta(minutes=5)
         local = moment.astimezone(ZoneInfo("America/New_York"))
         assert row.text("claimed_at") == f"{local:%Y-%m-%d %H:%M:%S %Z}"
-
-
-def test_an_update_reads_before_it_writes(mariadb_alias: str) -> None:
-    """MySQL assigns from left to right; a claim counts a death by what the row was before."""
-    rows = OutboxMessage.objects.using(mariadb_alias)
-    with transaction.atomic(using=mariadb_alias):
-        add.apply_async_on_commit((1,), using=mariadb_alias, outbox=True)
-        connections[mariadb_alias].run_on_commit.clear()
-    rows.update(attempt="a", due_at=Now() + timedelta(minutes=1))
-    table = message_table(mariadb_alias)
-    first = table.claim("a", "token 1", 0.001, "first")
-    assert first is not None
-    assert first.deaths == 0
-    wait_for(lambda: rows.filter(due_at__lt=Now()).exists(), 20)
-    second = table.claim("a", "token 2", 60, "second")
-    assert second is not None
-    assert (second.deaths, second.last_death) == (1, "first")
 
 
 @pytest.mark.parametrize("kind", ["mariadb", "mariadb-repeatable"])
@@ -291,20 +243,6 @@ def test_a_statement_that_waits_too_long_is_repeated(
         timer.start()
         assert record.update(error="changed") == 1
         timer.join()
-
-
-def test_nowait(mariadb_alias: str, mariadb_server: MariaDBServer) -> None:
-    """A row that somebody else has raises LockNotAcquired at once, and not a timeout later."""
-    Person.everyone.using(mariadb_alias).create(pk=1)
-    held = mariadb_server.connect(connections.settings[mariadb_alias]["NAME"])
-    with closing(held):
-        held.autocommit(False)
-        held.cursor().execute(f"SELECT * FROM {Person._meta.db_table} FOR UPDATE")
-        with (
-            pytest.raises(LockNotAcquired),
-            Person.do_once(1, "is_badge_printed", using=mariadb_alias, nowait=True),
-        ):
-            pytest.fail("the row is not ours")
 
 
 def test_indexes_and_constraints_are_there(mariadb_alias: str) -> None:

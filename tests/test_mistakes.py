@@ -52,17 +52,17 @@ def fallback_app(monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
     app.close()
 
 
-def test_a_missing_app_is_an_error(fallback_app: Celery) -> None:
-    """E010 reports that no Celery app of the project is loaded, and W015 does not mislead."""
+def test_a_missing_app_is_an_error(fallback_app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    E010 reports that no Celery app of the project is loaded, and W015 does not mislead.
+
+    It is silent without tasks of the project; a broker from the environment is meant.
+    """
     messages = found()
     assert "No Celery app of the project is loaded" in messages["E010"].msg
     assert "amqp://localhost" in messages["E010"].msg
     assert "from .celery import app" in (messages["E010"].hint or "")
     assert "W015" not in messages
-
-
-def test_what_needs_no_app(fallback_app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E010 is silent without tasks of the project; a broker from the environment is meant."""
     monkeypatch.setattr(apps, "get_app_configs", list)
     for name in [name for name in fallback_app.tasks if not name.startswith("celery.")]:
         del fallback_app.tasks[name]
@@ -111,16 +111,6 @@ def test_a_misspelt_task_option(app: Celery) -> None:
             f"Task {NAME} has the option {name!r}, which does nothing.": f"Did you mean {meant!r}?"
             for name, meant in misspelt.items()
         }
-
-
-def test_an_option_without_a_safe_task(app: Celery) -> None:
-    """E005 names an option of a SafeTask on a task that is none, and what to write."""
-    for option, value in (("outbox", True), ("send_on_commit", True), ("max_deaths", 3)):
-        app.tasks.clear()
-        add_task(app, base=Task, **{option: value})
-        message = found()["E005"]
-        assert f"Task {NAME} has {option}={value!r}, but it is not a SafeTask" in message.msg
-        assert 'task_cls="django_celery_safe:SafeTask"' in (message.hint or "")
 
 
 def test_a_misspelt_option_of_a_send(app: Celery) -> None:

@@ -1,16 +1,11 @@
 """All that is kept in PostgreSQL works behind PgBouncer in transaction pooling."""
 
-import re
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import pytest
 from django.db import connections, transaction
 from pytest_django import Settings
 
-import django_celery_safe
 from django_celery_safe import cache_lock, current_claim, idempotent
 from tests.app.models import Person
 from tests.concurrency.conftest import mailbox
@@ -51,68 +46,33 @@ LEAVING = {
     "CREATE TEMPORARY TABLE rows ()": "temporary table",
 }
 
-#: Matches the statements of SQL that need a session.
-OF_A_SESSION = re.compile(
-    r"pg_(try_)?advisory_(?!xact)|pg_notify|\b(LISTEN|NOTIFY|PREPARE) \w|\bDECLARE \w+ |"
-    r"\bCREATE TEMP|\bSET SESSION|\bSET (?!LOCAL|TRANSACTION)\w+ *(=|TO\b)|set_config\("
-)
+
+def left_in_sessions(bouncer: PgBouncerServer, alias: str) -> set[str]:
+    """Return what clients left in any session of the pool."""
+    with bouncer.all_sessions(connections.settings[alias]["NAME"]) as clients:
+        return {str(row[0]) for client in clients for row in client.execute(STATE)}
 
 
-class Bounced:
-    """A database of a test, and PgBouncer before it."""
-
-    def __init__(self, bouncer: PgBouncerServer, alias: str) -> None:
-        self.bouncer, self.alias = bouncer, alias
-
-    def left_in_sessions(self) -> set[str]:
-        """Return what clients left in any session of the pool."""
-        with self.bouncer.all_sessions(connections.settings[self.alias]["NAME"]) as clients:
-            return {str(row[0]) for client in clients for row in client.execute(STATE)}
-
-
-@pytest.fixture
-def bounced(postgres_alias: str, postgres_server: PostgresServer) -> Iterator[Bounced]:
-    """A database behind PgBouncer; after the test nothing may be left in its sessions."""
-    with requiring(PgBouncerServer):
-        bouncer = PgBouncerServer(postgres_server)
-    with bouncer, behind(bouncer, postgres_alias) as alias:
-        bounced = Bounced(bouncer, alias)
-        yield bounced
-        connections[alias].close()
-        assert bounced.left_in_sessions() == set()
-
-
-@pytest.fixture
-def alias(bounced: Bounced) -> str:
-    """The alias of a database behind PgBouncer, whose sessions are looked at in the end."""
-    return bounced.alias
-
-
-def test_what_is_left_in_a_session_is_noticed(
-    postgres_alias: str, postgres_server: PostgresServer
+def test_everything_else(
+    postgres_alias: str, postgres_server: PostgresServer, mailbox: Mailbox
 ) -> None:
-    """The looks at the sessions and at the code find each thing that needs a session."""
-    assert all(OF_A_SESSION.search(statement) for statement in LEAVING)
-    assert not OF_A_SESSION.search("SET LOCAL lock_timeout = '15s'")
+    """Outbox, carried tasks, records, flags and stages work, and leave nothing in a session."""
     with requiring(PgBouncerServer):
         bouncer = PgBouncerServer(postgres_server)
     with bouncer, behind(bouncer, postgres_alias) as alias:
+        use_everything(alias, mailbox)
+        connections[alias].close()
+        assert left_in_sessions(bouncer, alias) == set()
+        # The look at the sessions finds each thing that needs a session.
         with connections[alias].cursor() as cursor:
             for statement in LEAVING:
                 cursor.execute(statement)
-        assert Bounced(bouncer, alias).left_in_sessions() == set(LEAVING.values())
+        assert left_in_sessions(bouncer, alias) == set(LEAVING.values())
         connections[alias].close()
 
 
-def test_no_code_needs_a_session() -> None:
-    """No statement of the package's own has a lock, a listener or a setting of a session."""
-    sources = Path(django_celery_safe.__file__).parent.rglob("*.py")
-    found = {path.name: OF_A_SESSION.findall(path.read_text()) for path in sources}
-    assert {name: matches for name, matches in found.items() if matches} == {}
-
-
-def test_everything_else(alias: str, mailbox: Mailbox) -> None:
-    """Outbox, carried tasks, records, flags and stages work, and leave nothing in a session."""
+def use_everything(alias: str, mailbox: Mailbox) -> None:
+    """Send, carry, record, flag and run stages."""
     carried = Carried(mailbox, alias)
 
     def write(task: Any, email: str) -> None:

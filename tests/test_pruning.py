@@ -2,13 +2,14 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from django.core.management import call_command
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
@@ -38,6 +39,9 @@ from tests.routing import AllIn, routed_by
 if TYPE_CHECKING:
     from pytest_django import Settings
 
+#: Makes so many rows of an age in a database, and returns their keys.
+Make = Callable[[str, int, timedelta], set[Any]]
+
 DAY: Final = timedelta(days=1)
 YEAR: Final = timedelta(days=366)
 #: How many relays delete at once.
@@ -63,32 +67,14 @@ def make(
     return {row.pk for row in made}
 
 
-def make_sent(alias: str, number: int, age: timedelta) -> set[Any]:
-    """Make messages that were sent."""
-    return make(OutboxMessage, alias, number, age, "sent_at", due_at=None)
+def maker(model: Any, moments: str, before: timedelta = 0 * DAY, **values: Any) -> Make:
+    """Return what makes rows of one kind, given alias, number and age."""
+    return lambda alias, number, age: make(model, alias, number, age - before, moments, **values)
 
 
-def make_done(alias: str, number: int, age: timedelta) -> set[Any]:
-    """Make messages whose task is done."""
-    return make(OutboxMessage, alias, number, age, "sent_at ended_at", due_at=None)
-
-
-def make_failed(alias: str, number: int, age: timedelta) -> set[Any]:
-    """Make messages whose task failed."""
-    moments = "sent_at ended_at"
-    return make(OutboxMessage, alias, number, age, moments, due_at=None, error_type="ValueError")
-
-
-def make_expired(alias: str, number: int, age: timedelta) -> set[Any]:
-    """Make records of this age, which expire after 7 days."""
-    done = IdempotencyRecord.State.DONE
-    return make(IdempotencyRecord, alias, number, age - 7 * DAY, "expires_at", state=done)
-
-
-def make_orphaned(alias: str, number: int, age: timedelta) -> set[Any]:
-    """Make records whose holder died."""
-    running = IdempotencyRecord.State.RUNNING
-    return make(IdempotencyRecord, alias, number, age, "ends_at", state=running)
+SENT: Final[dict[str, Any]] = {"moments": "sent_at ended_at", "due_at": None}
+make_expired = maker(IdempotencyRecord, "expires_at", 7 * DAY, state="done")
+make_orphaned = maker(IdempotencyRecord, "ends_at", state="running")
 
 
 def make_runs(alias: str, number: int, age: timedelta) -> set[Any]:
@@ -105,7 +91,7 @@ def make_runs(alias: str, number: int, age: timedelta) -> set[Any]:
 class Old(NamedTuple):
     """Rows of one kind that are deleted by their age."""
 
-    make: Callable[[str, int, timedelta], set[Any]]
+    make: Make
     #: Returns the rows that a relay deletes.
     find: Callable[[str], Any]
     index: str
@@ -117,18 +103,25 @@ def found_by(find: Callable[[str], Any], number: int) -> Callable[[str], Any]:
     return lambda alias: find(alias)[number]
 
 
-RUNS: Final = Old(make_runs, found_by(repairs._prunable_by_index, 0), "safe_run_ended", batch=1)
 OLD: Final = {
-    "sent": Old(make_sent, found_by(housekeeping.get_prunable, 0), "safe_outbox_sent"),
-    "done": Old(make_done, found_by(housekeeping.get_prunable, 1), "safe_outbox_done"),
-    "failed": Old(make_failed, found_by(housekeeping.get_prunable, 2), "safe_outbox_failed"),
+    "sent": Old(
+        maker(OutboxMessage, "sent_at", due_at=None),
+        *(found_by(housekeeping.get_prunable, 0), "safe_outbox_sent"),
+    ),
+    "done": Old(
+        maker(OutboxMessage, **SENT), found_by(housekeeping.get_prunable, 1), "safe_outbox_done"
+    ),
+    "failed": Old(
+        maker(OutboxMessage, **SENT, error_type="ValueError"),
+        *(found_by(housekeeping.get_prunable, 2), "safe_outbox_failed"),
+    ),
     "expired": Old(
         make_expired, found_by(record_table._prunable_by_index, 0), "safe_record_expires"
     ),
     "orphaned": Old(
         make_orphaned, found_by(record_table._prunable_by_index, 1), "safe_record_running"
     ),
-    "runs": RUNS,
+    "runs": Old(make_runs, found_by(repairs._prunable_by_index, 0), "safe_run_ended", batch=1),
 }
 MODELS: Final = (OutboxMessage, IdempotencyRecord, StageRun)
 
@@ -185,10 +178,14 @@ def test_a_relay_deletes_what_is_old(alias: str, broker: Celery) -> None:
     assert keys(alias) == young
 
 
-def test_the_task_deletes_what_is_old(
+def test_the_tasks_delete_what_is_old(
     make_database: MakeDatabase, settings: "Settings", broker: Celery
 ) -> None:
-    """relay_outbox deletes old rows in the databases of all outboxes."""
+    """
+    relay_outbox deletes old rows in the databases of all outboxes.
+
+    prune_idempotency and prune_stages delete all old rows, even more than one batch.
+    """
     settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": DAY}
     aliases = [make_database("sqlite-immediate") for _ in range(2)]
@@ -196,6 +193,11 @@ def test_the_task_deletes_what_is_old(
         make_each(alias, YEAR)
     assert relay_outbox() == 0
     assert [count(alias) for alias in aliases] == [0, 0]
+    make_expired(alias, 1001, YEAR)
+    make_runs(alias, 3, YEAR)
+    with routed_by(AllIn(alias)):
+        assert (prune_idempotency(), prune_stages()) == (1001, 3)
+    assert count(alias) == 0
 
 
 def test_a_retention_of_none_is_for_ever(alias: str, broker: Celery, settings: "Settings") -> None:
@@ -211,16 +213,6 @@ def test_a_retention_of_none_is_for_ever(alias: str, broker: Celery, settings: "
     for command in ("celery_outbox", "celery_idempotency", "celery_stages"):
         call_command(command, "prune", "--database", alias, verbosity=0)
     assert keys(alias) == before
-
-
-def test_the_tasks_delete_where_no_relay_is(make_database: MakeDatabase, broker: Celery) -> None:
-    """prune_idempotency and prune_stages delete all old rows, even more than one batch."""
-    alias = make_database("sqlite-immediate")
-    make_expired(alias, 1001, YEAR)
-    make_runs(alias, 3, YEAR)
-    with routed_by(AllIn(alias)):
-        assert (prune_idempotency(), prune_stages()) == (1001, 3)
-    assert count(alias) == 0
 
 
 # How much at a time
@@ -327,23 +319,16 @@ def test_what_is_used_again_meanwhile_stays(alias: str) -> None:
 # Errors and protected rows
 
 
-@contextmanager
-def without(alias: str, *models: Any) -> Iterator[None]:
-    """Take tables away from a database."""
-    with connections[alias].schema_editor() as editor:
-        for model in models:
-            editor.delete_model(model)
-    yield
-
-
 @pytest.mark.parametrize("missing", [(IdempotencyRecord,), (StageStep, StageRun)])
 def test_a_database_without_a_table_is_left_alone(
     alias: str, missing: Any, broker: Celery, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A relay deletes the rows of the other tables, and logs nothing about the missing one."""
     make_each(alias, YEAR)
-    with without(alias, *missing):
-        take_turn(alias)
+    with connections[alias].schema_editor() as editor:
+        for model in missing:
+            editor.delete_model(model)
+    take_turn(alias)
     left = [model for model in MODELS if model not in missing]
     assert sum(model._default_manager.using(alias).count() for model in left) == 0
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -404,42 +389,28 @@ def test_a_run_that_only_its_database_protects_stays(
     assert said.startswith(f"Run {protected} is not pruned: ")
 
 
-def test_a_soft_time_limit_ends_the_turn(
-    sqlite_alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """relay_outbox ends at Celery's soft time limit, which does not count as a failed chore."""
-    from celery.exceptions import SoftTimeLimitExceeded
-
-    def end(alias: str) -> bool:
-        raise SoftTimeLimitExceeded
-
-    chore = housekeeping.Chore("", (), end)
-    monkeypatch.setattr(housekeeping, "_chores", {"end": chore})
-    with pytest.raises(SoftTimeLimitExceeded):
-        take_turn(sqlite_alias)
-
-
 def test_a_turn_is_taken_once_a_minute(
     sqlite_alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relay does its chores at first, when a minute is over, or soon if they left some rows."""
-    done: list[str] = []
+    """
+    A relay does its chores at first, when a minute is over, or soon if they left some rows.
+
+    Celery's soft time limit ends a turn, and does not count as a failed chore.
+    """
     for has_more, minute, again, turns in [
         (False, 60.0, 0.0, 1),
         (False, 0.0, 60.0, 3),
         (True, 60.0, 0.0, 3),
     ]:
-
-        def work(alias: str, has_more: bool = has_more) -> bool:
-            done.append(alias)
-            return has_more
-
-        chore = housekeeping.Chore("", (), work)
-        monkeypatch.setattr(housekeeping, "_chores", {"note": chore})
+        chore = Mock(return_value=has_more)
+        chores = {"note": housekeeping.Chore("", (), chore)}
+        monkeypatch.setattr(housekeeping, "_chores", chores)
         monkeypatch.setattr(housekeeping, "MINUTE", minute)
         monkeypatch.setattr(housekeeping, "AGAIN", again)
         relay = Relay(sqlite_alias)
-        done.clear()
         for _ in range(3):
             relay.housekeeping.take_turn_if_due()
-        assert done == [sqlite_alias] * turns
+        assert chore.call_count == turns
+    chore.side_effect = SoftTimeLimitExceeded
+    with pytest.raises(SoftTimeLimitExceeded):
+        take_turn(sqlite_alias)

@@ -10,7 +10,6 @@ from typing import Any, Final
 import pytest
 from celery import Celery, Task, schedules
 from celery.beat import ScheduleEntry
-from celery.contrib.django.task import DjangoTask
 from django.contrib import admin
 from django.core import checks
 
@@ -66,7 +65,7 @@ def by_task() -> dict[str, tuple[str, str]]:
     return told
 
 
-def patient(timeout: float) -> dict[str, Any]:
+def patient(timeout: object) -> dict[str, Any]:
     """Return the configuration of a broker that waits so long for an acknowledgement."""
     return {"broker_transport_options": {**TRANSPORT_OPTIONS, "visibility_timeout": timeout}}
 
@@ -125,16 +124,6 @@ class WelcomeTask(SafeTask):
         Person.do_once(pk, "is_welcome_email_sent")
 
 
-class ChargeTask(DjangoTask):  # type: ignore[type-arg]
-    """A task as a class of Celery's, decorated."""
-
-    name = f"{NAME}_decorated"
-
-    @idempotent(key="{pk}")
-    def run(self, pk: int) -> None:
-        """Charge."""
-
-
 # W018, W019: whose worker dies.
 
 
@@ -142,13 +131,11 @@ class ChargeTask(DjangoTask):  # type: ignore[type-arg]
 NeverDone = tuple[dict[str, Any], type | None, dict[str, Any], str | None]
 NEVER_DONE: Final[list[NeverDone]] = [
     ({}, SafeTask, {}, "W018"),
-    ({}, Task, {"reject_on_worker_lost": True}, "W018"),
     ({}, None, {"acks_late": True}, "W019"),
     ({}, SafeTask, SURE, None),
     ({"task_acks_late": True}, Task, {}, "W019"),
     ({"task_acks_late": True}, SafeTask, {"acks_late": False}, "W018"),
     ({"task_acks_late": True, "task_reject_on_worker_lost": True}, SafeTask, {}, None),
-    ({"task_reject_on_worker_lost": True}, SafeTask, {"acks_late": True}, None),
     ({"task_annotations": {NAME: SURE}}, SafeTask, {}, None),
     ({"task_annotations": {"*": {"acks_late": True}}}, SafeTask, {}, "W019"),
 ]
@@ -172,9 +159,7 @@ ONCE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "with_idempotent": (charge, {}),
     "idempotent": (idempotent(reindex), {}),
     "in_single_instance": (single_instance(idempotent(reindex)), {}),
-    "single_instance": (single_instance(welcome), {}),
     "decorated": (logged(logged(welcome)), {}),
-    "decorated_idempotent": (logged(idempotent("{pk}")(reindex)), {}),
     "decorated_barely": (logged(idempotent(reindex), updated=()), {}),
     "autoretry": (welcome, RETRIED),
 }
@@ -185,11 +170,10 @@ def test_what_is_done_once(make_app: MakeApp) -> None:
     app = make_app()
     for name, (function, options) in ONCE.items():
         add_task(app, function, name=name, **options)
-    for cls in (WelcomeTask, ChargeTask):
-        app.register_task(cls())
+    app.register_task(WelcomeTask())
     for place, function in enumerate((reindex, single_instance(reindex), logged(reindex))):
         add_task(app, function, name=f"other_{place}")
-    wanted = {*ONCE, WelcomeTask.name, ChargeTask.name}
+    wanted = {*ONCE, WelcomeTask.name}
     assert {name: number for name, (number, _) in by_task().items()} == dict.fromkeys(
         wanted, "W018"
     )
@@ -202,23 +186,19 @@ def test_what_is_done_once(make_app: MakeApp) -> None:
 DELIVERED_AGAIN: Final[list[tuple[dict[str, Any], str | None]]] = [
     ({"time_limit": 60, "soft_time_limit": 90}, None),
     ({"time_limit": 61}, "a time_limit of 61"),
-    ({"time_limit": timedelta(seconds=90)}, "a time_limit of 90"),
-    ({"time_limit": 1234567}, "a time_limit of 1234567"),
+    ({"time_limit": timedelta(seconds=1234567)}, "a time_limit of 1234567"),
     ({"time_limit": 90, "acks_late": False}, None),
     (RETRIED, "a default_retry_delay of 180"),
     ({**RETRIED, "default_retry_delay": 60}, None),
     # A backoff doubles from one retry to the next, up to retry_backoff_max; the first is single.
     ({**RETRIED, "retry_backoff": 400, "retry_backoff_max": 50}, None),
-    ({**RETRIED, "retry_backoff": 60, "max_retries": 1}, None),
     ({**RETRIED, "retry_backoff": 40.9, "max_retries": 3}, "a longest retry_backoff of 160"),
     ({**RETRIED, "retry_backoff": 1, "max_retries": None}, "a longest retry_backoff of 600"),
     ({**RETRIED, "retry_backoff": 10, "retry_kwargs": {"countdown": 90, "max_retries": 3}}, None),
     # Without it each retry waits the same.
     ({**RETRIED, "retry_kwargs": {"countdown": 90}}, "in retry_kwargs a countdown of 90"),
-    ({**RETRIED, "retry_kwargs": {"max_retries": 9}}, "a default_retry_delay of 180"),
     # A task that is never retried waits for nothing.
     ({**RETRIED, "retry_kwargs": {"max_retries": 0, "countdown": 90}}, None),
-    ({"retry_backoff": 400, "retry_kwargs": {"countdown": 90}}, None),
 ]
 
 
@@ -247,12 +227,10 @@ def test_whose_business_it_is(make_app: MakeApp) -> None:
     app = make_app(REDIS_BROKER, **conf, **patient(60))
     for name, function, options in (
         ("long", reindex, {}),
-        ("short", reindex, {"time_limit": 30}),
         ("early", reindex, {"acks_late": False}),
         ("celerys", reindex, {"base": Task}),
         # Without autoretry_for a delay counts where the function names retry.
         ("retried", reindex_later, {"time_limit": 30, "default_retry_delay": 90}),
-        ("retried_soon", reindex_later, {"time_limit": 30, "default_retry_delay": 60}),
         ("as_it_always_is", reindex_later, {"time_limit": 30, "default_retry_delay": 180}),
         ("not_named", reindex, {"time_limit": 30, "default_retry_delay": 90}),
     ):
@@ -266,11 +244,7 @@ def test_whose_business_it_is(make_app: MakeApp) -> None:
 def test_the_limit_of_a_single_instance_task_is_told_once(make_app: MakeApp) -> None:
     """W011 tells it, and W020 what else is too long."""
     app = make_app(REDIS_BROKER, **patient(60), **SOFT)
-    function = single_instance(idempotent(reindex))
-    add_task(app, function, time_limit=90, **SURE)
-    assert numbers() == ["W011"]
-    app.tasks.clear()
-    add_task(app, function, time_limit=90, **RETRIED, **SURE)
+    add_task(app, single_instance(idempotent(reindex)), time_limit=90, **RETRIED, **SURE)
     assert numbers() == ["W011", "W020"]
     app.tasks.clear()
     add_task(app, time_limit=90, **RETRIED, **SURE)
@@ -283,43 +257,32 @@ def test_a_countdown_of_beat(make_app: MakeApp) -> None:
     add_task(app, reindex)
     every, late = schedules.schedule(60), {"countdown": 90.5}
     app.conf.beat_schedule = {
-        "nightly": {"task": NAME, "schedule": 60, "options": {"countdown": 61}},
         "soon": {"task": NAME, "schedule": 60, "options": {"countdown": 60}},
-        "plain": {"task": NAME, "schedule": 60},
         "nothing": {"task": NAME, "schedule": 60, "options": None},
-        "other": {"task": "shop.tasks.other", "schedule": 60, "options": {"countdown": 10**6}},
+        "other": {"task": "shop.tasks.other", "schedule": 60, "options": late},
         "late": ScheduleEntry("late", NAME, schedule=every, options=late, app=app),
         7: {"task": NAME, "schedule": 60, "options": late},
     }
-    messages = said()
-    assert [number for number, _, _ in messages] == ["W020"] * 3
-    for (_, text, _), entry in zip(messages, ("nightly", "late", "7"), strict=True):
-        seconds = "61" if entry == "nightly" else "90.5"
-        assert f"in beat's entry {entry!r} a countdown of {seconds} s" in text
-    nothing: list[Any] = [None, ["nightly"], "shop.schedule", 60]
-    for schedule in nothing:
+    for (number, text, _), entry in zip(said(), ("late", "7"), strict=True):
+        assert number == "W020"
+        assert f"in beat's entry {entry!r} a countdown of 90.5 s" in text
+    for schedule in (None, ["nightly"], "shop.schedule"):
         app.conf.beat_schedule = schedule
         assert (schedule, said()) == (schedule, [])
 
 
 def test_brokers_that_wait(make_app: MakeApp) -> None:
     """W020 and W021 are about brokers that deliver again by time, W018 about all brokers."""
-    app = make_app("sqs://key:secret@")
-    assert visibility_timeout(app) == 3600 / 2
-    for broker, options, patience in (
-        (REDIS_BROKER, TRANSPORT_OPTIONS, "3600"),
-        (RABBITMQ_BROKER, TRANSPORT_OPTIONS, None),
-        ("memory://", {}, None),
-        ("no-such-broker://", {}, None),
-        (REDIS_BROKER, {**TRANSPORT_OPTIONS, "visibility_timeout": "an hour"}, None),
+    assert visibility_timeout(make_app("sqs://key:secret@")) == 3600 / 2
+    for broker, conf in (
+        (RABBITMQ_BROKER, {}),
+        ("memory://", {}),
+        ("no-such-broker://", {}),
+        (REDIS_BROKER, patient("an hour")),
     ):
-        app.conf.update(broker_url=broker, broker_transport_options=options)
-        app.tasks.clear()
+        app = make_app(broker, **conf)
         add_task(app, reindex, time_limit=2 * HOUR, **SURE)
-        told = [text.split("visibility_timeout of ")[1] for _, text, _ in said()]
-        assert (broker, [text.split()[0] for text in told]) == (
-            broker, [patience] if patience else [],
-        )  # fmt: skip
+        assert (broker, said()) == (broker, [])
         add_task(app, name="early", time_limit=2 * HOUR)
         assert "W018" in numbers()
 
@@ -333,12 +296,9 @@ def test_a_worker_that_is_stopped(make_app: MakeApp) -> None:
     for number in range(3):
         add_task(app, name=f"{NAME}_{number}", **SURE)
     add_task(app, reindex, name=f"{NAME}_other", **SURE)
-    for conf in ({}, {"worker_soft_shutdown_timeout": 0.0}):
-        app.conf.update(conf)
-        ((number, text, hint),) = said()
-        assert number == "W021"
-        assert NAME in text
-        assert "a visibility_timeout of 7200 s" in text
+    ((number, text, hint),) = said()
+    assert (number, NAME in text) == ("W021", True)
+    assert "a visibility_timeout of 7200 s" in text
     app.conf.update(dict.fromkeys(re.findall(r"Set (worker_\w+) ", hint), 10.0))
     assert said() == []
 
@@ -362,46 +322,36 @@ def reset(pk: int) -> None:
     print(pk, "is_welcome_email_sent")
 
 
-class ByUser(admin.ModelAdmin):  # type: ignore[type-arg] # not generic at run time
-    """What it shows depends on who asks."""
-
-    def get_readonly_fields(self, request: Any, obj: Any = None) -> tuple[str, ...]:
-        """Let superusers alone write the flag."""
-        return () if request.user.is_superuser else ("is_welcome_email_sent",)
+def by_user(request: Any, obj: Any = None) -> tuple[str, ...]:
+    """Let superusers alone write the flag."""
+    return () if request.user.is_superuser else ("is_welcome_email_sent",)
 
 
-class OfItsOwn(admin.ModelAdmin):  # type: ignore[type-arg] # not generic at run time
-    """It needs more of a request than a check has."""
-
-    def get_fields(self, request: Any, obj: Any = None) -> list[str]:
-        """Ask for what is not there."""
-        return [str(request.tenant)]
+def ask_for_what_is_not_there(request: Any, obj: Any = None) -> tuple[str, ...]:
+    """Need a request of a middleware."""
+    return (str(request.tenant),)
 
 
-@pytest.mark.parametrize(
-    ("base", "attributes", "writes"),
-    [
-        (admin.ModelAdmin, {}, True),
-        (ByUser, {}, True),
-        (admin.ModelAdmin, {"readonly_fields": ["is_welcome_email_sent"]}, False),
-        (OfItsOwn, {}, False),
-    ],
-)
-def test_a_page_that_writes_the_flag(
-    base: type, attributes: dict[str, Any], writes: bool, make_app: MakeApp
-) -> None:
+def test_a_page_that_writes_the_flag(make_app: MakeApp) -> None:
     """W023 names the page, the flag and the task, if the page's form has the flag."""
     app = make_app()
     app.task(reset, name="shop.reset", base=SafeTask, shared=False)
-    admin.site.register(Person, type("Page", (base,), attributes))
+    admin.site.register(Person, type("Page", (admin.ModelAdmin,), {}))
+    page: Any = admin.site.get_model_admin(Person)
     try:
         assert said() == []  # no task does anything by a flag
         app.task(welcome, name="shop.welcome", base=SafeTask, shared=False, **SURE)
-        messages = said()
+        ((number, text, hint),) = said()
+        # What a page shows may depend on who asks, or need more of a request than a check has.
+        for fields, is_told in ((by_user, True), (ask_for_what_is_not_there, False)):
+            page.get_readonly_fields = fields
+            assert bool(said()) is is_told
+        del page.get_readonly_fields
+        page.readonly_fields = ["is_welcome_email_sent"]
+        assert said() == []
     finally:
         admin.site.unregister(Person)
-    assert [number for number, _, _ in messages] == (["W023"] if writes else [])
-    for _, text, hint in messages:
-        assert "Page lets users edit app.Person.is_welcome_email_sent" in text
-        assert "task shop.welcome" in text
-        assert 'Add "is_welcome_email_sent" to its readonly_fields' in hint
+    assert number == "W023"
+    assert "Page lets users edit app.Person.is_welcome_email_sent" in text
+    assert "task shop.welcome" in text
+    assert 'Add "is_welcome_email_sent" to its readonly_fields' in hint

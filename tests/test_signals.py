@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -407,22 +406,11 @@ def play_flags(get: Get) -> None:
         raise ValueError("no")
 
 
-def claim(get: Get) -> None:
-    """Do what a key stands for."""
-    with idempotent("order:42") as ours:
-        assert ours
-
-
-def claim_twice(get: Get) -> None:
-    """Do it again."""
-    claim(get)
-    with idempotent("order:42") as ours:
-        assert not ours
-
-
 def play_claims(get: Get) -> None:
     """Do what a key stands for, again, forget it, fail, put it back, and lose it."""
-    claim_twice(get)
+    for is_first in (True, False):
+        with idempotent("order:42") as ours:
+            assert bool(ours) is is_first
     assert IdempotencyRecord.objects.done().forget() == 1
     for error in (ValueError("no"), Retry()):
         with suppress(type(error)), idempotent("order:42"):
@@ -444,26 +432,16 @@ def staged(get: Get, **bodies: Callable[[Any], Any]) -> Staged:
     return found
 
 
-def fail(get: Get) -> StageRun:
-    """Fail in a step."""
-    runs = staged(get, a=refuse)
-    run = runs.start("ab", "c")
-    runs.deliver_all()
-    run.refresh_from_db()
-    return run
-
-
-def begin_run(get: Get) -> None:
-    """Start, and do no more."""
-    staged(get).start("a")
-
-
 def play_runs(get: Get) -> None:
     """Run to the end, fail, and go on."""
     runs = staged(get)
     runs.start("a", "b")
     runs.deliver_all()
-    fail(get).resume()
+    runs = staged(get, a=refuse)
+    run = runs.start("ab", "c")
+    runs.deliver_all()
+    run.refresh_from_db()
+    run.resume()
 
 
 def play_messages_of_steps(get: Get) -> None:
@@ -590,21 +568,6 @@ def test_listeners_that_fail_harm_nothing(
     assert "RuntimeError: a handler" in capsys.readouterr().err
 
 
-def test_the_error_of_a_receiver_is_logged(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Once, by Django, with its traceback; printed where Django has no name to log."""
-    with receiving(signals.lock_acquired, Exploding().hear):
-        acquire_and_release(lambda name: None)
-    (record,) = caplog.records
-    assert (record.name, record.levelname) == ("django.dispatch", "ERROR")
-    assert "Exploding.hear" in record.getMessage()
-    assert record.exc_info is not None
-    with receiving(signals.lock_acquired, partial(Exploding().hear)):
-        acquire_and_release(lambda name: None)
-    assert "RuntimeError: a receiver" in capsys.readouterr().err
-
-
 def interrupt(**event: Any) -> None:
     """Be interrupted by the task's time limit."""
     raise SoftTimeLimitExceeded
@@ -721,26 +684,18 @@ HANGING: Final = """
 import threading
 from django_celery_safe import emitting
 
-emitting.emit_in_background(print, 1)
 begun = threading.Event()
 emitting.emit_in_background(lambda: (begun.set(), threading.Event().wait(50)))
 begun.wait()
 """
+TOLD: Final = "from django_celery_safe import emitting; emitting.emit_in_background(print, 1)"
 
 
-def test_a_receiver_that_hangs_keeps_no_process() -> None:
-    """A process ends soon after its last event, whatever a receiver still does."""
-    ended = subprocess.run(
-        [sys.executable, "-c", HANGING], timeout=40, check=True, capture_output=True
-    )
-    assert ended.stdout == b"1\n"
-
-
-def test_what_is_told_last_is_told() -> None:
-    """A process that ends at once tells of what was found just before."""
-    code = "from django_celery_safe import emitting; emitting.emit_in_background(print, 1)"
-    ask = [sys.executable, "-c", code]
-    assert subprocess.run(ask, timeout=60, check=True, capture_output=True).stdout == b"1\n"
+def test_the_end_of_a_process() -> None:
+    """It tells of what was found right before, and waits for no receiver that hangs."""
+    for code, printed in ((TOLD, b"1\n"), (HANGING, b"")):
+        ask = [sys.executable, "-c", code]
+        assert subprocess.run(ask, timeout=40, check=True, capture_output=True).stdout == printed
 
 
 def test_who_writes_aside_leaves_no_connection(postgres_alias: str) -> None:
@@ -770,32 +725,6 @@ def test_what_was_rolled_back_was_not_done_once(listener: Listener) -> None:
             assert not listener.has("done_once")
             transaction.set_rollback(rolls_back)
     assert [name for name, _ in listener.heard] == ["done_once"]
-
-
-DECISIONS: Final[dict[str, tuple[Provoke, Callable[[], Any]]]] = {
-    "message_retried": (
-        partial(relay_what_is_damaged, attempts=2),
-        lambda: OutboxMessage.objects.all().revive(),
-    ),
-    "message_discarded": (leave_in_the_outbox, lambda: OutboxMessage.objects.all().discard()),
-    "record_forgotten": (claim, lambda: IdempotencyRecord.objects.all().forget()),
-    "run_resumed": (fail, lambda: StageRun.objects.get().resume()),
-    "run_ended": (begin_run, lambda: StageRun.objects.get().abort()),
-}
-
-
-@pytest.mark.parametrize("name", DECISIONS)
-def test_a_decision_is_told_when_it_is_committed(name: str, get: Get) -> None:
-    """Not inside the transaction of whoever decides, nor after its rollback; then once."""
-    before, decide = DECISIONS[name]
-    before(get)
-    with listening() as listener:
-        for rolls_back in (True, False):
-            with transaction.atomic():
-                decide()
-                transaction.set_rollback(rolls_back)
-                assert not listener.has(name)
-    assert [one for one, _ in listener.heard].count(name) == 1
 
 
 @pytest.mark.sql

@@ -88,18 +88,14 @@ def record(
 ) -> IdempotencyRecord:
     """Let a record be there; with a lease above 0 and "running" somebody works on it."""
     rows = IdempotencyRecord.objects.using(write_alias())
-    rows.bulk_create(
-        [
-            IdempotencyRecord(
-                key=plain_name(key),
-                state=state,
-                token=os.urandom(16).hex(),
-                ends_at=Now() + timedelta(seconds=lease),
-                holder=encode_holder(key, holder),
-                claimed_at=Now() - timedelta(seconds=90),
-                **changes,
-            )
-        ]
+    rows.create(
+        key=plain_name(key),
+        state=state,
+        token=os.urandom(16).hex(),
+        ends_at=Now() + timedelta(seconds=lease),
+        holder=encode_holder(key, holder),
+        claimed_at=Now() - timedelta(seconds=90),
+        **changes,
     )
     return rows.get(pk=plain_name(key))
 

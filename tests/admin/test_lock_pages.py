@@ -1,5 +1,6 @@
 """The pages of locks, on every store, with any names."""
 
+import re
 import time
 from pathlib import Path
 from typing import Final
@@ -29,20 +30,16 @@ STORES: Final = ("redis", "database", "local")
 
 #: Names that something might not take: HTML, terminals, databases, URLs, keys.
 NAMES: Final = {
-    "html": "<script>alert(1)</script>",
-    "attribute": "\"'><img src=x onerror=alert(1)>",
+    "markup": "\"'><script>alert(1)</script><img src=x onerror=alert(1)>",
     "control": "a\x00b\x1b[31m\r\n\x7f",
     "bidi": "feed\u202egpj.exe\u2066",
     "half": "mail:\ud800",
     "long": "x" * 5000,
     "wide": "\N{PILE OF POO}é漢" * 60,
     "url": "https://example.com/a%20b/?q=1&r=%2F#top",
-    "slashes": "/a//b/../c/",
-    "quoted": "_2F_ %5F __",
-    "page": "add",
-    "pages": "x/history",
-    "template": "{{ name }}{% url 'x' %}",
-    "spaces": "  two  words  ",
+    "slashes": "/a//b/../_2F_/",
+    "page": "x/history",
+    "template": " {{ name }}{% url 'x' %}  ",
     "json": '["\\"]',
 }
 
@@ -101,40 +98,9 @@ def test_a_lock_of_a_task(store: Visitor) -> None:
         "Task": "shop.tasks.sell (7,) id-1",
     }
     fields = store.get(change_url("feed:1")).fields
-    assert fields.pop("Held since").endswith("s ago")
-    assert fields.pop("Lease left").startswith("10min left of 10min, renewed ")
-    assert fields.pop("Holder").startswith("lives, or died in the last ")
-    fields.pop("Fence")
-    assert fields == {
-        "Kind": "run",
-        "Task": "shop.tasks.sell",
-        "Arguments": "(7,)",
-        "Task id": "id-1",
-        "Process": "pid 42 on web1",
-        "Free": "in 10min if the holder is dead, or when it is done",
-        "Place": "1 of 1",
-    }
-
-
-def test_arguments_hidden(
-    root: Visitor, settings: Settings, redis_cache_settings: MakeRedisCache
-) -> None:
-    """Without SHOW_ARGUMENTS no page shows arguments, of locks taken before either."""
-    store, settings.CACHES = root, redis_cache_settings("django-redis")
-    hold("feed", HOLDER._replace(arguments="('secret',)", renewed=False))
-    assert "secret" in store.get(LIST).text
-    selection = store.get(LIST).selections
-    settings.DJANGO_CELERY_SAFE = {"SHOW_ARGUMENTS": False}
-    pages = [
-        store.get(LIST),
-        store.get(change_url("feed")),
-        store.take(LIST, "release", *selection),
-        store.confirm(LIST, "release", *selection),
-        store.get(change_url("feed").replace("change", "history")),
-    ]
-    assert find_lock("feed") is None
-    assert all("secret" not in page.html for page in pages)
-    assert "secret" not in LogEntry.objects.get().change_message
+    assert fields["Held since"].endswith("s ago")
+    assert fields["Holder"].startswith("lives, or died in the last ")
+    assert (fields["Task"], fields["Arguments"]) == ("shop.tasks.sell", "(7,)")
 
 
 def test_markers(root: Visitor) -> None:
@@ -201,12 +167,10 @@ def test_filters(root: Visitor) -> None:
     def names(**query: str) -> list[str]:
         return sorted(row["Lock"] for row in root.get(LIST, **query).rows)
 
-    assert names() == ["feed:0", "feed:1", "feed:2", "mail:1"]
     assert names(q="feed:") == ["feed:0", "feed:1", "feed:2"]
     assert names(task="shop.tasks.sell") == ["mail:1"]
-    assert names(task="shop.tasks") == []
+    assert names(task="shop.tasks") == names(q="ail") == []
     assert names(q="feed:", task="shop.tasks.t2") == ["feed:2"]
-    assert names(q="ail") == []
     for odd in ("0", "-1", "x", "", "²", "٣", "9" * 30, "9" * 9999):
         assert root.get(LIST, p=odd).status == 200
 
@@ -230,7 +194,6 @@ def test_paging(store: Visitor) -> None:
         url = LIST + onward[0]
     assert sizes == [100, 100, 50]
     assert sorted(seen) == sorted(f"feed:{number}" for number in range(250))
-    assert any("p=2" in link and "q=feed" in link for link in page.links)
     assert "There are no more." in store.get(LIST, p="9").content
 
 
@@ -258,17 +221,14 @@ def test_store_down(root: Visitor, fragile_redis: RedisServer) -> None:
     selection = root.get(LIST).selections
     fragile_redis.stop()
     for page in (root.get(LIST), root.get(LIST, q="x"), root.get(change_url("feed"))):
-        assert page.status == 503
+        assert (page.status, page.decisions) == (503, [])
         assert "did not answer" in page.error or "default" in page.error
-        assert "No lock" not in page.content
-        assert "Nobody" not in page.content
-        assert page.decisions == []
-    told = root.confirm(LIST, "release", *selection)
-    assert "released" not in " ".join(told.messages)
-    assert len(told.messages) == 1
+        assert not re.search("No lock|Nobody", page.content)
+    (told,) = root.confirm(LIST, "release", *selection).messages
+    assert "released" not in told
     assert LogEntry.objects.count() == 0
-    assert root.get(reverse("admin:index")).status == 200
-    assert root.get(change_url("feed").replace("change", "history")).status == 200
+    for url in (reverse("admin:index"), change_url("feed").replace("change", "history")):
+        assert root.get(url).status == 200
 
 
 def test_where_no_lock_can_be(
@@ -288,5 +248,4 @@ def test_where_no_lock_can_be(
         settings.DJANGO_CELERY_SAFE = chosen
         for page in (root.get(LIST), root.get(change_url("feed"))):
             assert said in page.error
-            assert "No lock" not in page.content
-            assert "Nobody" not in page.content
+            assert not re.search("No lock|Nobody", page.content)

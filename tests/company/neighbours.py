@@ -42,6 +42,9 @@ class Neighbour:
     #: alone neither: by a relay, or by a worker after the run; a task of Django has no class.
     fresh: tuple[str, ...] = ()
 
+    def __init__(self, **more: Any) -> None:
+        self.__dict__.update(more)
+
     def switch_on(self) -> None:
         """Do what a project does in its settings."""
 
@@ -113,13 +116,6 @@ class Sentry(Tracer):
 
         span = sentry_sdk.get_current_span()
         return span and span.trace_id
-
-
-class OldSentry(Sentry):
-    """The oldest sentry-sdk that the tests know."""
-
-    target = "sentry-sdk==2.20.0"
-    landing = False
 
 
 class OpenTelemetry(Tracer):
@@ -316,27 +312,6 @@ def wanting(function: Function) -> Function:
     return wants
 
 
-class InjectsBelow(Neighbour):
-    """A decorator below ours that injects an argument."""
-
-    landing = True
-
-    def below(self, function: Function) -> Function:
-        return inject(wanting(function))
-
-
-class InjectsAbove(Neighbour):
-    """A decorator above ours that injects an argument."""
-
-    landing = True
-
-    def above(self, function: Function) -> Function:
-        return inject(function)
-
-    def below(self, function: Function) -> Function:
-        return wanting(function)
-
-
 class ClassOfApp(Neighbour):
     """An app whose every task is a SafeTask, in a project that sends pickles."""
 
@@ -354,59 +329,18 @@ class ClassOfApp(Neighbour):
         return None
 
 
-class Gevent(Neighbour):
-    """A worker with greenlets; the kill ends it whole."""
-
-    packages = ("gevent",)
-    landing = True
-    pool = "gevent"
-
-
-class PgBouncer(Neighbour):
-    """PgBouncer with transaction pooling."""
-
-    landing = True
-    kind = "pgbouncer"
-
-
-class Results(Neighbour):
-    """django-celery-results."""
-
-    packages = ("django-celery-results",)
-    apps = ("django_celery_results",)
-    settings = {"CELERY_RESULT_BACKEND": "django-db", "CELERY_RESULT_EXTENDED": True}
-
-
-class RedBeat(Neighbour):
-    """celery-redbeat, whose connection to PostgreSQL idles from tick to tick."""
-
-    packages = ("celery-redbeat",)
-    beside = (("beat", "--scheduler", "redbeat.RedBeatScheduler"),)
-    settings = {
+BEAT: dict[str, Any] = {
+    "settings": {
         "CELERY_BEAT_SCHEDULE": {
             "tick": {"task": "tests.company.tasks.carried", "schedule": 3.0, "args": ("beat",)}
         },
         "CELERY_BEAT_MAX_LOOP_INTERVAL": 1,
-    }
-    more = ("beat",)
-
-
-class DatabaseBeat(RedBeat):
-    """django-celery-beat."""
-
-    packages = ("django-celery-beat",)
-    apps = ("django_celery_beat",)
-    beside = (("beat", "--scheduler", "django_celery_beat.schedulers:DatabaseScheduler"),)
-
-
-class Flower(Neighbour):
-    """flower, and the events that it wants."""
-
-    packages = ("flower",)
-    settings = {"CELERY_WORKER_SEND_TASK_EVENTS": True, "CELERY_TASK_SEND_SENT_EVENT": True}
-    env = {"FLOWER_UNAUTHENTICATED_API": "true"}
-    beside = (("flower", "--address=127.0.0.1", "--port={port}"),)
-    more = ("flower",)
+    },
+    "more": ("beat",),
+}
+DATABASE_SCHEDULER = "django_celery_beat.schedulers:DatabaseScheduler"
+EVENTS = {"CELERY_WORKER_SEND_TASK_EVENTS": True, "CELERY_TASK_SEND_SENT_EVENT": True}
+RESULTS = {"CELERY_RESULT_BACKEND": "django-db", "CELERY_RESULT_EXTENDED": True}
 
 
 class DebugToolbar(Neighbour):
@@ -489,22 +423,43 @@ class Tenants(Neighbour):
 NEIGHBOURS: dict[str, Neighbour] = {
     "nobody": Neighbour(),
     "sentry-sdk": Sentry(),
-    "sentry-sdk, oldest": OldSentry(),
+    "sentry-sdk, oldest": Sentry(target="sentry-sdk==2.20.0", landing=False),
     "OpenTelemetry": OpenTelemetry(),
     "ddtrace": DataDog(),
     "newrelic": NewRelic(),
     "custom headers": OwnHeaders(),
     "a task class of your own": OwnClass(),
     "a task class with atomic()": AtomicClass(),
-    "a decorator that injects, below ours": InjectsBelow(),
-    "a decorator that injects, above ours": InjectsAbove(),
+    "a decorator that injects, below ours": Neighbour(
+        landing=True, below=lambda function: inject(wanting(function))
+    ),
+    "a decorator that injects, above ours": Neighbour(landing=True, above=inject, below=wanting),
     "task_cls, with pickle": ClassOfApp(),
-    "gevent": Gevent(),
-    "PgBouncer": PgBouncer(),
-    "django-celery-results": Results(),
-    "django-celery-beat": DatabaseBeat(),
-    "celery-redbeat": RedBeat(),
-    "flower": Flower(),
+    # The kill ends the worker whole.
+    "gevent": Neighbour(packages=("gevent",), landing=True, pool="gevent"),
+    "PgBouncer": Neighbour(landing=True, kind="pgbouncer"),
+    "django-celery-results": Neighbour(
+        packages=("django-celery-results",), apps=("django_celery_results",), settings=RESULTS
+    ),
+    # Its connection to PostgreSQL idles from tick to tick.
+    "django-celery-beat": Neighbour(
+        packages=("django-celery-beat",),
+        apps=("django_celery_beat",),
+        beside=(("beat", "--scheduler", DATABASE_SCHEDULER),),
+        **BEAT,
+    ),
+    "celery-redbeat": Neighbour(
+        packages=("celery-redbeat",),
+        beside=(("beat", "--scheduler", "redbeat.RedBeatScheduler"),),
+        **BEAT,
+    ),
+    "flower": Neighbour(
+        packages=("flower",),
+        settings=EVENTS,
+        env={"FLOWER_UNAUTHENTICATED_API": "true"},
+        beside=(("flower", "--address=127.0.0.1", "--port={port}"),),
+        more=("flower",),
+    ),
     "django-debug-toolbar": DebugToolbar(),
     "tenant-schemas-celery": Tenants(),
 }

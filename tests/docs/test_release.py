@@ -8,17 +8,11 @@ from release import find_faults, find_notes
 from tests.docs.pages import ROOT
 
 CHANGELOG = """# Changelog
-
 ## [1.1.0] - unreleased
-
 - Soon.
-
 ## [1.0.1] - 2026-12-01
-
 ### Fixed
-
 - A lock.
-
 ## [1.0.0] - 2026-11-01
 """
 URLS = {"Source": "https://example.com/repository"}
@@ -39,7 +33,7 @@ def test_faults() -> None:
 
 def test_notes() -> None:
     """The notes are what the changelog says of that version, and nothing of others."""
-    assert find_notes(CHANGELOG, "1.0.1") == "### Fixed\n\n- A lock.\n"
+    assert find_notes(CHANGELOG, "1.0.1") == "### Fixed\n- A lock.\n"
 
 
 def test_forms_can_be_read() -> None:

@@ -9,9 +9,12 @@ from django.test import modify_settings, override_settings
 from kombu import Queue
 
 from tests import checking
+from tests.checking import app
 from tests.tasks_backend.scenes import BACKEND, tasks_setting
-from tests.test_checks import app_without_tasks
-from tests.test_task_checks import REDIS_BROKER
+
+__all__ = ["app"]
+
+pytestmark = pytest.mark.usefixtures("app")
 
 KEEPING = {"OUTBOX_RETENTION": 60}
 
@@ -38,13 +41,6 @@ def ids(messages: list[checks.CheckMessage]) -> list[str]:
         assert one.hint
         assert len(one.msg) <= checking.TWO_LINES, one.msg
     return [str(one.id).removeprefix(f"{checking.PREFIX}.") for one in messages]
-
-
-@pytest.fixture(autouse=True)
-def app() -> Any:
-    """An app of its own, on a Redis that nobody is asked for."""
-    with app_without_tasks(REDIS_BROKER) as app:
-        yield app
 
 
 def test_w027_results_are_not_kept() -> None:

@@ -17,20 +17,6 @@ from tests.tasks_backend.scenes import ByHand
 IMMEDIATE = {"default": {"BACKEND": "django.tasks.backends.immediate.ImmediateBackend"}}
 
 
-def celery_task(by_hand: ByHand, of: Any) -> Any:
-    """Return the Celery task of a task that was enqueued."""
-    return by_hand.mailbox.app.tasks[of.module_path]
-
-
-def test_a_lock_has_the_name_of_the_task(by_hand: ByHand, tmp_path: Path) -> None:
-    """The context is no argument of the key."""
-    (tmp_path / "gate").touch()
-    result = by_hand.enqueue_and_run(work.alone, str(tmp_path), name="first")
-    assert result.return_value == 1
-    name = celery_task(by_hand, work.alone).lock_name(str(tmp_path), name="second")
-    assert name == f"tests.tasks_backend.work.alone:{tmp_path}"
-
-
 def test_a_run_that_meets_a_held_lock_comes_back(by_hand: ByHand, tmp_path: Path) -> None:
     """The result is ready again meanwhile, and no attempt of the task's own is used up."""
     (tmp_path / "gate").touch()
@@ -41,8 +27,11 @@ def test_a_run_that_meets_a_held_lock_comes_back(by_hand: ByHand, tmp_path: Path
     def note(task_result: Any, **kwargs: Any) -> None:
         finished.append(task_result.id)
 
+    # The context is no argument of the key.
+    key = by_hand.mailbox.app.tasks[work.alone.module_path].lock_name(str(tmp_path), name="")
+    assert key == f"tests.tasks_backend.work.alone:{tmp_path}"
     with receiving(signals.task_finished, note):
-        with cache_lock(celery_task(by_hand, work.alone).lock_name(str(tmp_path), name="")) as lock:
+        with cache_lock(key) as lock:
             assert lock
             assert by_hand.mailbox.deliver(message).state == "RETRY"
         result.refresh()

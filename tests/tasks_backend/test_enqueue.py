@@ -21,7 +21,7 @@ from tests.tasks_backend import work
 from tests.tasks_backend.scenes import BACKEND, ByHand, tasks_setting
 
 if TYPE_CHECKING:
-    from pytest_django import Settings
+    pass
 
 #: Django's signals, in the order in which a task sends them.
 SIGNALS = ("task_enqueued", "task_started", "task_finished")
@@ -66,12 +66,16 @@ def test_signals_say_what_happens(by_hand: ByHand) -> None:
     with hearing_all() as heard:
         with transaction.atomic(using=by_hand.alias):
             lost = work.add.enqueue(1)
+            assert work.add.get_result(lost.id).status == TaskResultStatus.READY
             transaction.set_rollback(True, using=by_hand.alias)
         assert lost.enqueued_at is None
+        with pytest.raises(TaskResultDoesNotExist):
+            work.add.get_result(lost.id)
         with transaction.atomic(using=by_hand.alias):
             result = work.add.enqueue(1)
-            assert heard == []
+            assert (heard, result.enqueued_at, by_hand.mailbox.take()) == ([], None, [])
         assert [one[0] for one in heard] == ["task_enqueued"]
+        assert result.enqueued_at is not None
         by_hand.deliver()
     expected = [
         ("task_enqueued", "SafeCeleryBackend", result.id, "READY"),
@@ -114,26 +118,22 @@ def test_a_task_need_not_be_carried(by_hand: ByHand) -> None:
                 ask()
 
 
-def test_a_lost_message_is_not_enqueued(by_hand: ByHand, settings: "Settings") -> None:
-    """Without an outbox, a broker that is gone after the commit leaves ``enqueued_at`` empty."""
-    app = by_hand.mailbox.app
-    app.conf.broker_url = f"redis://127.0.0.1:{dead_port()}"
-    with (
-        override_settings(TASKS=tasks_setting(by_hand.alias, outbox=False)),
-        hearing_all() as heard,
-        transaction.atomic(using=by_hand.alias),
-    ):
-        result = work.add.enqueue(1)
-    assert (heard, result.enqueued_at) == ([], None)
+def test_a_broker_that_is_gone(by_hand: ByHand) -> None:
+    """
+    The row has the task, which counts as enqueued, and a relay sends it.
 
-
-def test_a_broker_that_is_gone_loses_nothing(by_hand: ByHand) -> None:
-    """The row has the task, which counts as enqueued, and a relay sends it."""
+    Without an outbox the message is lost, and ``enqueued_at`` stays empty.
+    """
     by_hand.mailbox.app.conf.broker_url = f"redis://127.0.0.1:{dead_port()}"
     result = work.add.enqueue(1)
     assert result.enqueued_at is not None
     assert work.add.get_result(result.id).status == TaskResultStatus.READY
     assert by_hand.rows.pending().count() == 1
+    setting = tasks_setting(by_hand.alias, outbox=False)
+    with override_settings(TASKS=setting), hearing_all() as heard:
+        with transaction.atomic(using=by_hand.alias):
+            result = work.add.enqueue(1)
+        assert (heard, result.enqueued_at) == ([], None)
 
 
 def test_without_retention_there_are_no_results(by_hand: ByHand) -> None:
@@ -191,8 +191,8 @@ def test_a_function_of_a_script_is_refused(
         replace(work.add, func=script)
 
 
-def test_run_after_is_the_eta(by_hand: ByHand) -> None:
-    """Without USE_TZ a moment is one of the project's own zone."""
+def test_without_use_tz_all_moments_are_naive(by_hand: ByHand) -> None:
+    """A result's are local, as with Django's own backends; run_after, the ETA, is so too."""
     moment = datetime(2040, 1, 1, 12)
     with override_settings(USE_TZ=False, TIME_ZONE="UTC"):
         task = work.add.using(run_after=moment)
@@ -200,10 +200,6 @@ def test_run_after_is_the_eta(by_hand: ByHand) -> None:
         eta = datetime.fromisoformat(by_hand.take().headers["eta"])
         assert eta == moment.replace(tzinfo=UTC)
         assert work.add.get_result(result.id).task == task
-
-
-def test_without_use_tz_all_moments_are_naive(by_hand: ByHand) -> None:
-    """Without time zones a result's moments are local and naive, as with Django's own backends."""
     with override_settings(USE_TZ=False, TIME_ZONE="Asia/Kolkata"):
         result = by_hand.enqueue_and_run(work.add, 1)
         assert result.started_at.tzinfo is None

@@ -12,7 +12,7 @@ from django.test import override_settings
 
 from django_celery_safe.databases import Now
 from django_celery_safe.exceptions import ResultNotStored, SendError, TaskPoisoned
-from tests.concurrency.mailbox import Message
+from django_celery_safe.leases.holder import Holder, encode_holder
 from tests.listening import receiving
 from tests.tasks_backend import work
 from tests.tasks_backend.scenes import ByHand, tasks_setting
@@ -24,27 +24,6 @@ def the_error(result: Any) -> Any:
     assert result.status == TaskResultStatus.FAILED
     (error,) = result.errors
     return error
-
-
-def die_in(by_hand: ByHand, message: Message) -> None:
-    """Begin ``act`` for a message as a process that dies in it, and whose lease is over."""
-
-    class Death(BaseException):
-        """The end of a process, after which nothing of it is done."""
-
-    before: dict[str, str] = {}
-
-    def die() -> None:
-        row = by_hand.rows.get()
-        before.update(token=row.token, holder=row.holder)
-        raise Death
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "body", die)
-        with pytest.raises(Death):
-            by_hand.mailbox.deliver(message)
-    past = Now() - timedelta(seconds=1)
-    by_hand.rows.update(sent_at=Now(), due_at=past, error="", **before)
 
 
 @pytest.mark.sql
@@ -82,24 +61,19 @@ def test_the_class_of_an_error_is_the_one_that_was_raised(by_hand: ByHand, text:
 
 
 def test_an_error_without_a_traceback_has_its_class(by_hand: ByHand) -> None:
-    """As of a process that was killed at its time limit, or a task that was revoked."""
+    """As of a process that was killed at its time limit, or a message that can't be sent."""
     result = work.add.enqueue(1)
     for name, error in (
         ("TimeLimitExceeded", TimeLimitExceeded),
         ("RuntimeError", RuntimeError),
-        ("TaskPoisoned", TaskPoisoned),
         ("SomethingOfNobody", Exception),
     ):
         by_hand.rows.update(ended_at=Now(), due_at=None, error_type=name, error="it ended")
         found = the_error(result)
         assert found.exception_class is error
         assert found.traceback.endswith(": it ended")
-
-
-def test_a_message_that_can_not_be_sent_is_failed(by_hand: ByHand) -> None:
-    """Its row is dead, until an operator lets it be tried again."""
-    result = work.add.enqueue(1)
-    by_hand.rows.update(dead_at=Now(), due_at=None, sent_at=None, error="no such exchange")
+    dead = {"ended_at": None, "dead_at": Now(), "sent_at": None, "error_type": ""}
+    by_hand.rows.update(**dead, error="no such exchange")
     error = the_error(result)
     assert error.exception_class is SendError
     assert error.traceback.endswith("SendError: no such exchange")
@@ -141,10 +115,9 @@ def test_a_poisoned_task_is_finished_once(by_hand: ByHand) -> None:
     def note(task_result: Any, **kwargs: Any) -> None:
         finished.append((task_result.id, task_result.args, str(task_result.status)))
 
-    result = work.act.enqueue(7)
+    result = work.add.enqueue(7)
     message = by_hand.take()
-    for _ in range(3):
-        die_in(by_hand, message)
+    by_hand.rows.update(deaths=3, last_death=encode_holder("task", Holder("web1", 42, 1.0, True)))
     with receiving(signals.task_finished, note):
         by_hand.mailbox.deliver(message)
         by_hand.mailbox.deliver(message)  # it does nothing

@@ -1,8 +1,6 @@
 """Tasks of Django, for the tests and their workers."""
 
 import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +61,6 @@ def describe_context(context: Context, room: str) -> list[Any]:
         context.attempt,
         result.id,
         result.status,
-        result.args,
-        result.kwargs,
-        result.task.priority,
         result.task.queue_name,
         result.worker_ids,
         result.enqueued_at is not None and result.started_at is not None,
@@ -99,22 +94,6 @@ def try_again(context: Context, times: int) -> list[int]:
     if current_task.request.retries < times:
         raise current_task.retry(countdown=1)
     return attempts
-
-
-#: The body of ``act``, for tests in this process.
-body: Callable[[], Any] = int
-
-
-@task
-def act(x: int) -> Any:
-    """Do what a test says."""
-    return body()
-
-
-@task
-def die() -> None:
-    """Kill its own process."""
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @task(takes_context=True)

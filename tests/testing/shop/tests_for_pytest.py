@@ -7,7 +7,6 @@ from unittest.mock import ANY
 import pytest
 from django.db import connection
 from shop import tasks
-from shop.models import Customer
 
 from django_celery_safe import stages
 
@@ -26,46 +25,30 @@ def _as_said(commits: bool) -> None:
     assert connection.in_atomic_block is not commits
 
 
-def test_sign_up_sends_on_commit(assert_sent_on_commit: Callable[..., Any]) -> None:
-    """The message leaves at the commit."""
+def test_each_fixture(
+    assert_sent_on_commit: Callable[..., Any],
+    deliver_twice: Callable[..., Any],
+    drain_outbox: Callable[..., Any],
+    hold_lock: Callable[..., Any],
+    lock_name: Callable[..., str],
+    locks_in_memory: None,
+    run_stages: Callable[..., Any],
+) -> None:
+    """Each is the helper of its name."""
     with assert_sent_on_commit(tasks.welcome, ANY):
-        tasks.sign_up()
-
-
-def test_welcome_is_sent_once(deliver_twice: Callable[..., Any]) -> None:
-    """A message that is delivered twice sends one e-mail."""
-    customer = Customer.objects.create()
+        customer = tasks.sign_up()
     deliver_twice(tasks.welcome, customer.pk)
-    customer.refresh_from_db()
-    assert customer.mails == 1
-
-
-def test_outbox_is_run(drain_outbox: Callable[..., Any]) -> None:
-    """The messages in the outbox are run."""
-    customer = tasks.buy()
+    bought = tasks.buy()
     assert [one.state for one in drain_outbox()] == ["SUCCESS"]
-    customer.refresh_from_db()
-    assert customer.mails == 1
-
-
-def test_full_import_waits(hold_lock: Callable[..., Any], lock_name: Callable[..., str]) -> None:
-    """Two imports of one feed exclude each other."""
+    for each in (customer, bought):
+        each.refresh_from_db()
+        assert each.mails == 1
     tasks.imported.clear()
-    with hold_lock(lock_name(tasks.import_feed, "here", full=True)):
+    with hold_lock(lock_name(tasks.import_feed, "here", full=True)), hold_lock("report"):
         tasks.import_feed("here")
-    assert tasks.imported == []
-
-
-def test_report_in_memory(locks_in_memory: None, hold_lock: Callable[..., Any]) -> None:
-    """A lock of the project's own is held."""
-    with hold_lock("report"):
         assert not tasks.report()
-
-
-def test_album_gets_ready(run_stages: Callable[..., Any]) -> None:
-    """A plan is run to its end."""
-    run = run_stages([(tasks.fetch, 2), (tasks.resize, 1)])
-    assert run.status == stages.Status.SUCCEEDED
+    assert tasks.imported == []
+    assert run_stages([(tasks.fetch, 2), (tasks.resize, 1)]).status == stages.Status.SUCCEEDED
 
 
 def test_what_waits_is_run(
@@ -76,4 +59,3 @@ def test_what_waits_is_run(
     customer = tasks.sign_up()
     customer.refresh_from_db()
     assert (customer.mails, waiting_for_commit()) == (1, 0)
-    assert not tasks.WRONG
