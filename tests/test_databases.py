@@ -116,19 +116,10 @@ def test_an_untested_database_is_refused(oracle: str, sqlite_alias: str) -> None
     assert "more would keep rows there" in said["E008"].msg
 
 
-def add_idempotent_task(app: Celery, using: str | None = None) -> None:
-    """Give the app a task that records what it does."""
-
-    @app.task(name="shop.charge", acks_late=True, reject_on_worker_lost=True)
-    @idempotent(using=using)
-    def charge(order: int) -> None:
-        """Do nothing."""
-
-
 def test_a_database_that_is_not_there_is_an_error() -> None:
     """E008 names the alias, who uses it, and those that there are."""
     with app_without_tasks("redis://127.0.0.1:1/0") as app:
-        add_idempotent_task(app, using="ordres")
+        app.task(name="shop.charge")(idempotent(using="ordres")(len))
         (message,) = [one for one in checks.run_checks() if str(one.id).endswith("E008")]
     assert "DATABASES has no 'ordres', but idempotent shop.charge would" in message.msg
     assert "'default'" in str(message.hint)

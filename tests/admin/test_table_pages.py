@@ -18,7 +18,7 @@ from django_celery_safe.models import IdempotencyRecord, Lock, OutboxMessage, St
 from django_celery_safe.stages import Status
 from tests.admin import rows
 from tests.admin.conftest import every_page
-from tests.admin.pages import Page, Visitor, count_queries
+from tests.admin.pages import Visitor, count_queries
 from tests.admin.test_lock_pages import LIST as LOCKS
 from tests.admin.test_lock_pages import NAMES, key_of
 from tests.checking import app_without_tasks
