@@ -13,7 +13,6 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "locks --operations 10000 --limit 3 --nemesis restart",
         "tasks --tasks 200 --worker-kills 1",
         "outbox --transactions 60 --rounds 1 --random-kills 2",
-        "mails --users 60",
         "stages --runs 20 --child-kills 40",
         "carried --tasks 200 --child-kills 8 --worker-kills 1 --pauses 2 --restarts 1 --flushes 1",
         "poison --tasks 100 --poison 2",
@@ -27,8 +26,6 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "tasks",
         "outbox",
         "outbox --broker rabbitmq",
-        "mails",
-        "mails --guarantee at_most_once",
         "stages",
         "carried --tasks 5000 --child-kills 100 --worker-kills 10 --relay-kills 4 --restarts 6",
         "carried --broker rabbitmq",
@@ -43,7 +40,6 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
 SMALL: Final[dict[str, str]] = {
     "locks": "--operations 4000 --processes 4",
     "outbox": "--transactions 80 --rounds 2 --random-kills 2",
-    "mails": "--users 24 --copies 6",
     "stages": "--runs 10 --steps 6 --child-kills 20",
     "carried": (
         "--tasks 200 --child-kills 8 --worker-kills 0 --relay-kills 0 --pauses 4 --restarts 0 "

@@ -9,7 +9,6 @@ SUMMARIES = {
     "locks": "locks whose holders are paused, in stores that may lose their memory",
     "tasks": "single-instance tasks, sent twice at once, while workers are killed",
     "outbox": "transactions that send while senders, relays and the broker die",
-    "mails": "e-mails sent once, by a server that misbehaves, while children die",
     "stages": "runs of stages, messages twice, workers killed, the broker restarted",
     "carried": "tasks until they are done, while workers, relay and broker lose them",
     "poison": "tasks that kill each process that runs them, among a thousand others",

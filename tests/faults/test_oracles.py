@@ -12,7 +12,6 @@ from tests.faults.carried import history as carried
 from tests.faults.carried.plan import Plan as CarriedPlan
 from tests.faults.locks import history as locks
 from tests.faults.locks.records import NO, YES, MemoryLoss, Pause, Record
-from tests.faults.mails import oracle as mails
 from tests.faults.outbox import oracle as outbox
 from tests.faults.outbox.plan import Plan as OutboxPlan
 from tests.faults.poison import oracle as poison
@@ -88,28 +87,6 @@ TWICE: dict[str, Any] = {
     "runs": [tasks.Run("a", 11, 20, "done"), tasks.Run("b", 26, 30, "done")],
 }
 LATE = [sent("a", 0, "start"), sent("b", 12, "start", duplicate_of="a")]
-
-#: Mails.
-
-
-def mail_run(name: str = "a", pid: int = 1, begun: int = 11, **changes: Any) -> mails.Run:
-    """Return a run of user 1 whose e-mail was taken, with changes."""
-    run = mails.Run(name, 1, pid, begun - 1, begun, "accepted", begun + 2, over=begun + 4)
-    return replace(run, **changes)
-
-
-def mailed(*runs: mails.Run, guarantee: str = "at_least_once", **more: Any) -> Any:
-    """Return the history of user 1."""
-    history = mails.History(mails.Plan(users=1, guarantee=guarantee), flags={1: True})
-    history.runs = {run.id: run for run in runs}
-    return replace(history, **more)
-
-
-KILLED = mail_run("k", 2, begun=1, answered=None, over=None)
-DROPPED = mail_run("d", begun=2, answered=None, failed=3, error="Gone", raised="Gone")
-DROPPED.behaviour = mails.Behaviour.DROP_ANSWER
-REFUSED_MAIL = replace(DROPPED, behaviour=None)
-UNSENT = mails.Run("u", 1, 1, 20, over=21)
 
 #: The outbox.
 
@@ -221,13 +198,6 @@ GOOD: dict[str, list[Any]] = {
         task(**TWICE, killed={1: "child"}),
         task(sends=[sent("a", 0, "end"), sent("b", 12, "end", duplicate_of="a")]),
     ],
-    "mails": [
-        mailed(mail_run()),
-        mailed(KILLED, mail_run(), killed={2: 5}),
-        mailed(replace(KILLED, answered=4), mail_run(), killed={2: 5}),
-        mailed(DROPPED, mail_run()),
-        mailed(replace(KILLED, behaviour=None), guarantee="at_most_once", killed={2: 5}),
-    ],
     "outbox": [
         outboxed(),
         outboxed(arrived=Counter(["0.0"]), followed=Counter(["0.1"])),
@@ -280,16 +250,6 @@ BAD: dict[str, dict[str, Any]] = {
         "ghosts": task(tries=[tasks.Try("a", 10, pid=1), tasks.Try("b", 30, pid=1)]),
         "leftovers": task(locks=[HeldLock("sent:task:key", "token", 3599.0)]),
     },
-    "mails": {
-        "second mails": mailed(DROPPED, mail_run(), guarantee="at_most_once"),
-        "missing mails": mailed(UNSENT, guarantee="at_most_once"),
-        # Killed, but before that run.
-        "unexplained doubles": mailed(mail_run(), mail_run("b", 2, 10), killed={1: 9}),
-        "needless sends": mailed(mail_run(), replace(REFUSED_MAIL, begun=12)),
-        "unset flags": mailed(mail_run(), flags={1: False}),
-        "errors": mailed(mail_run(), replace(UNSENT, over=None)),
-        "leftovers": mailed(mail_run(), messages=["an-id"]),
-    },
     "outbox": {
         "lost tasks": outboxed(arrived=Counter(["0.0"])),
         "ghosts": outboxed(arrived=Counter(["0.0", "0.1", "1.0"])),
@@ -340,7 +300,6 @@ BAD: dict[str, dict[str, Any]] = {
 #: Violations that come along with another one.
 WITH_OTHERS = {
     ("tasks", "undone work"): {"swallowed sends", "lost tasks"},
-    ("mails", "unexplained doubles"): {"needless sends"},
     ("carried", "runs after the end"): {"needless runs"},
     ("carried", "needless runs"): {"two at once"},
     ("poison", "too little"): {"lost tasks", "wrong deaths", "wrong failures", "wrong rows"},
@@ -376,14 +335,12 @@ def test_little_is_found_where_nothing_happened() -> None:
     empty = {
         "locks": locks.History([], 2, nemesis="restart"),
         "tasks": tasks.History(),
-        "mails": mails.History(mails.Plan()),
         "stages": stages.History(StagesPlan()),
         "carried": carried.History(CarriedPlan()),
     }
     wanted = {
         "locks": ("process 1", "contended", "outlived pauses", "restarts"),
         "tasks": ("published", "runs retried", "children killed", "stepped aside"),
-        "mails": ("doubles: killed before the commit", "posts refused", "children killed"),
         "stages": ("steps", "children killed", "workers killed", "broker restarted"),
         "carried": ("tasks", "children paused", "broker flushed", "runs again"),
     }
