@@ -6,39 +6,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from celery import Celery
-from django.conf import settings as django_settings
 
-from tests.processes import CeleryWorker, Gauge, Journal, wait_for
+from tests.processes import Gauge, Journal, wait_for
 from tests.processes.functions import FunctionFailed, meet, run_in_processes, start_in_process, tell
 from tests.servers import PostgresServer, RedisServer
-
-if TYPE_CHECKING:
-    from pytest_django import Settings
 
 pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def look_around() -> tuple[int, Any, Any]:
-    """Return this process, and a setting that the test changed."""
-    return os.getpid(), django_settings.DJANGO_CELERY_SAFE, django_settings.CACHES["other"]
-
-
-def test_processes_get_the_settings_of_the_test(settings: "Settings") -> None:
-    """Each process is another one, and reads the settings that the test changed."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_TIMEOUT": 5}
-    settings.CACHES = {**settings.CACHES, "other": {"BACKEND": "somewhere"}}
-    results = run_in_processes(look_around, 3)
-    assert len({pid for pid, *_ in results} | {os.getpid()}) == 4
-    assert {pid: rest for pid, *rest in results} == {
-        pid: [{"LOCK_TIMEOUT": 5}, {"BACKEND": "somewhere"}] for pid, *_ in results
-    }
 
 
 def fail_in_one(journal: Journal) -> None:
@@ -119,15 +97,6 @@ def test_a_journal_loses_no_line(tmp_path: Path) -> None:
     with journal.path.open("a") as file:
         file.write('{"effect": "line", "numb')  # another process is writing it just now
     assert journal.count("line") == 400
-
-
-def test_a_killed_worker_leaves_no_child(broker: Celery) -> None:
-    """Killing a worker kills its children, too."""
-    with CeleryWorker("tests.app", concurrency=2) as worker:
-        pids = [worker.pid, *(child.pid for child in worker.children())]
-        worker.kill()
-        assert len(pids) == 3
-        assert not any(map(psutil.pid_exists, pids))
 
 
 SURVIVOR = """

@@ -1,53 +1,20 @@
 """The servers of the harness: private, interruptible, and never left behind."""
 
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from django.db import connections
 
-from tests.processes import dead_port
-from tests.processes.waiting import port_is_free, reserve_port
-from tests.servers import (
-    MemcachedServer,
-    PostgresServer,
-    RedisServer,
-    ServerPool,
-)
+from tests.servers import MemcachedServer, PostgresServer, RedisServer, ServerPool
 from tests.servers.databases import Databases
 
 pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def own_redis(redis_server: RedisServer) -> Iterator[RedisServer]:
-    """A Redis that a test may stop and pause; needs what the shared one needs."""
-    with RedisServer() as server:
-        yield server
-
-
-def test_a_port_is_kept_while_nobody_listens(
-    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dead port and a stopped server's port refuse clients, and no other server gets them."""
-    dead = dead_port()
-    own_redis.stop()
-    for port in (dead, own_redis.port):
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
-        monkeypatch.setattr("tests.processes.waiting.PORTS", [port])
-        with pytest.raises(RuntimeError, match="No free port"):
-            reserve_port()
-    assert not port_is_free(dead)
-    own_redis.start()
 
 
 def test_memcached_can_be_flushed(memcached_server: MemcachedServer) -> None:
@@ -96,17 +63,18 @@ def test_a_missing_server_is_not_silent(
     assert (run.returncode, expected in run.stdout) == (status, True), run.stdout
 
 
-def test_round_trips_are_counted_at_the_server(own_redis: RedisServer) -> None:
+def test_round_trips_are_counted_at_the_server(redis_server: RedisServer) -> None:
     """
     The count holds one round trip for each request, and the commands inside scripts.
 
     The end of another connection in that time is not counted.
     """
-    with own_redis.client() as client, own_redis.client() as other:
+    # Nobody else may use it: another test's connection may end at any moment.
+    with RedisServer() as server, server.client() as client, server.client() as other:
         other.ping()
         script = client.register_script("redis.call('SET', KEYS[1], 1); redis.call('GET', KEYS[1])")
         script(keys=["a"])
-        with own_redis.counting() as count:
+        with server.counting() as count:
             other.close()
             script(keys=["a"])
             client.get("a")
@@ -115,20 +83,6 @@ def test_round_trips_are_counted_at_the_server(own_redis: RedisServer) -> None:
     assert count.round_trips == 3
     # The pipeline is a transaction: MULTI, two GET, EXEC in one request.
     assert count.commands == {"evalsha": 1, "set": 1, "get": 4, "multi": 1, "exec": 1}
-
-
-def test_a_database_still_in_use_names_the_user(
-    postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A database that somebody is still connected to is removed, but not silently."""
-    monkeypatch.setattr("tests.servers.database_server.DROP_PATIENCE", 0.1)
-    postgres_server.create_database("used")
-    with postgres_server.connect("used") as connection:
-        connection.execute("SELECT 'the last query'")
-        with pytest.raises(RuntimeError, match="the last query"):
-            postgres_server.wait_until_unused("used")
-        with pytest.raises(psycopg.OperationalError):
-            connection.execute("SELECT 1")
 
 
 def test_the_next_test_gets_a_database_as_it_was_migrated(

@@ -10,15 +10,14 @@ Beside ours stand the locks that a Django project would use else.
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
 import redis
 import redis_lock
 from django.core.cache import caches
-from django.core.cache.backends.base import BaseCache
 from redis.lock import Lock
 
 from django_celery_safe import cache_lock
@@ -184,28 +183,7 @@ def peers(client: "redis.Redis") -> dict[str, Candidate]:
         "redis-py Lock": use(lambda: Lock(client, "redis-py", timeout=LEASE)),
         "django-redis cache.lock": use(lambda: django_redis.lock("django-redis", timeout=LEASE)),
         "python-redis-lock": use(lambda: redis_lock.Lock(client, "python-redis", expire=LEASE)),
-        **{f"cookbook, {alias}": cookbook_on(caches[alias]) for alias in BACKENDS},
     }
-
-
-def cookbook_on(cache: BaseCache) -> Candidate:
-    """Return the recipe of Celery's task cookbook, as written there."""
-
-    @contextmanager
-    def memcache_lock(lock_id: str, oid: str) -> Iterator[bool]:
-        timeout_at = time.monotonic() + LEASE - 3
-        status = cache.add(lock_id, oid, LEASE)
-        try:
-            yield status
-        finally:
-            if time.monotonic() < timeout_at and status:
-                cache.delete(lock_id)
-
-    def acquire_and_release() -> None:
-        with memcache_lock("cookbook", "oid") as acquired:
-            assert acquired
-
-    return acquire_and_release
 
 
 def trips_of(server: RedisServer, number: int, call: Candidate) -> float:

@@ -6,8 +6,6 @@ ORM. That of the first run of an idempotent task is the INSERT and the UPDATE of
 blocks and tasks do nothing, so all that is measured is what is around them.
 """
 
-import gc
-import random
 import statistics
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +20,7 @@ from django.utils import timezone
 from django_celery_safe import idempotent
 from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
-from tests.benchmarks.report import Figure, ratio, seconds_of, take_turns
+from tests.benchmarks.report import Figure, medians_of, ratio, take_turns
 from tests.benchmarks.tools import analyze, count_queries, databases, deliver
 from tests.processes import start_in_process
 from tests.servers import ServerPool
@@ -115,14 +113,11 @@ def measure_firsts(
         For each candidate the median µs of a call in each round.
     """
 
-    def call_all() -> dict[str, float]:
-        times: dict[str, list[float]] = {name: [] for name in candidates}
-        gc.disable()
-        for _ in range(CALLS):
-            for name in random.sample(list(candidates), len(candidates)):
-                times[name].append(seconds_of(partial(candidates[name], next(numbers))))
-        gc.enable()
-        return {name: statistics.median(values) * 1e6 for name, values in times.items()}
-
-    rounds = take_turns({"all": call_all}, ROUNDS)["all"]
+    calls = {name: partial(call_next, call, numbers) for name, call in candidates.items()}
+    rounds = take_turns({"all": partial(medians_of, calls, CALLS)}, ROUNDS)["all"]
     return {name: [one[name] for one in rounds] for name in candidates}
+
+
+def call_next(call: Callable[[Any], object], numbers: Iterator[Any]) -> None:
+    """Do it for one more number."""
+    call(next(numbers))

@@ -7,7 +7,6 @@ transaction. The relays' rows are copies, made by SQL, of a row that was really 
 """
 
 import gc
-import random
 import statistics
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from django_celery_safe.inspection.messages import status_of
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import BATCH, LEASE, Relay
 from tests.app.models import Person
-from tests.benchmarks.report import Figure, interleaved, ratio, seconds_of, take_turns
+from tests.benchmarks.report import Figure, interleaved, medians_of, ratio, seconds_of, take_turns
 from tests.benchmarks.tools import analyze, count_queries, databases
 from tests.processes import meet, run_in_processes, start_in_process
 from tests.servers import RedisServer, ServerPool
@@ -190,11 +189,9 @@ def a_row(alias: str) -> Row:
 
 def send_and_look(alias: str) -> Row:
     """Send through an empty outbox, return its row, and roll that back."""
-    with transaction.atomic(using=alias):
+    with rolled_back(alias):
         send_on_commit(plain.s(7), using=alias, outbox=True)
-        row = read_row(alias)
-        transaction.set_rollback(True, using=alias)
-    return row
+        return read_row(alias)
 
 
 def read_row(alias: str) -> Row:
@@ -213,12 +210,8 @@ def measure_sends(alias: str) -> list[Figure]:
     }
 
     def send() -> dict[str, float]:
-        times: dict[str, list[float]] = {name: [] for name in candidates}
         with rolled_back(alias):
-            for _ in range(SENDS):
-                for name in random.sample(list(candidates), len(candidates)):
-                    times[name].append(seconds_of(candidates[name]))
-        return {name: statistics.median(values) * 1e6 for name, values in times.items()}
+            return medians_of(candidates, SENDS)
 
     sends = take_turns({"sends": send}, TRANSACTIONS)["sends"]
     with rolled_back(alias):
@@ -243,14 +236,10 @@ def measure_sends(alias: str) -> list[Figure]:
 
 @contextmanager
 def rolled_back(alias: str) -> Iterator[None]:
-    """Have a transaction of which nothing is left, without collections of garbage."""
-    gc.disable()
-    try:
-        with transaction.atomic(using=alias):
-            yield
-            transaction.set_rollback(True, using=alias)
-    finally:
-        gc.enable()
+    """Have a transaction of which nothing is left."""
+    with transaction.atomic(using=alias):
+        yield
+        transaction.set_rollback(True, using=alias)
 
 
 def measure_looks(name: str, few: str, many: str, *, due: int = BATCH) -> list[Figure]:
@@ -265,10 +254,8 @@ def measure_looks(name: str, few: str, many: str, *, due: int = BATCH) -> list[F
         return list(OutboxMessage.objects.using(alias).due()[:BATCH])
 
     def claim(alias: str) -> list[OutboxMessage]:
-        with transaction.atomic(using=alias):
-            rows = OutboxMessage.objects.using(alias).claim(BATCH, LEASE + timedelta(days=2))
-            transaction.set_rollback(True, using=alias)
-        return rows
+        with rolled_back(alias):
+            return OutboxMessage.objects.using(alias).claim(BATCH, LEASE + timedelta(days=2))
 
     figures = []
     for look, call in (("due()", find), ("claim", claim)):

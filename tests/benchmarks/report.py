@@ -118,6 +118,17 @@ def take_turns(
     return samples
 
 
+def medians_of(candidates: Mapping[str, Callable[[], object]], calls: int) -> dict[str, float]:
+    """Call each candidate so often, one after the other by chance; return the median µs of each."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    gc.disable()
+    for _ in range(calls):
+        for name in random.sample(list(candidates), len(candidates)):
+            times[name].append(seconds_of(candidates[name]))
+    gc.enable()
+    return {name: statistics.median(values) * 1e6 for name, values in times.items()}
+
+
 def seconds_of(call: Callable[[], object]) -> float:
     """Return how long a call takes, s."""
     began = time.perf_counter()

@@ -15,8 +15,6 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import redis
-import redis_lock
-from django.core.cache import caches
 from redis.lock import Lock
 
 from django_celery_safe import cache_lock
@@ -45,10 +43,9 @@ PROCESSES, SECONDS, HOLD = 8, 5.0, 0.001
 
 FLOOR = "BLPOP"
 REDIS_PY = "redis-py Lock"
-PYTHON_REDIS_LOCK = "python-redis-lock"
 
 #: Candidates that poll, instead of blocking at the server.
-SLOW = (REDIS_PY, "django-redis cache.lock")
+SLOW = (REDIS_PY,)
 
 #: Ours with several holders, and how many.
 OURS = next(iter(BACKENDS))
@@ -90,15 +87,12 @@ def run(servers: ServerPool) -> list[Figure]:
 
 @contextmanager
 def batons_on(url: str) -> Iterator[tuple["redis.Redis", dict[str, Baton]]]:
-    """Give this process's client and what it takes and gives: the floor, ours and the peers."""
-    django_redis: Any = caches["django-redis"]
+    """Give this process's client and what it takes and gives: the floor, ours and the peer."""
     with redis.Redis.from_url(url) as client:
         locks: dict[str, Any] = {
             **{alias: cache_lock("ours", blocking_timeout=None, cache=alias) for alias in BACKENDS},
             PLACES: cache_lock("several", blocking_timeout=None, cache=OURS, limit=LIMIT),
             REDIS_PY: Lock(client, "redis-py", timeout=LEASE),
-            "django-redis cache.lock": django_redis.lock("django-redis", timeout=LEASE),
-            PYTHON_REDIS_LOCK: redis_lock.Lock(client, "python-redis-lock", expire=LEASE),
         }
         floor = Baton(lambda: client.blpop(["baton"]), lambda: client.lpush("baton", "1"))
         yield client, {FLOOR: floor, **{name: _baton(lock) for name, lock in locks.items()}}

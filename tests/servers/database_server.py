@@ -26,6 +26,26 @@ class DatabaseServer(Server):
         super().stop()
 
     @abstractmethod
+    def create_database(self, name: str, source: Any = None) -> None:
+        """Make a database, as a copy from a ``source`` unless that is None."""
+
+    @abstractmethod
+    def source(self, database: str) -> Any:
+        """Return what copies of a migrated database, which nobody uses, are made from."""
+
+    @abstractmethod
+    def shape(self, database: str) -> object:
+        """Return what a migrated database is beside the rows of its tables."""
+
+    @abstractmethod
+    def try_empty_database(self, name: str, shape: Any) -> bool:
+        """Remove what a test wrote into a migrated database; False if its shape is another."""
+
+    @abstractmethod
+    def drop_database(self, name: str) -> None:
+        """Remove a database that nobody uses now."""
+
+    @abstractmethod
     def sessions(self, database: str) -> list[Any]:
         """Return who is connected to a database, with the state and the last query."""
 

@@ -9,16 +9,18 @@ emptied.
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from tests.mysql_driver import load_driver
 from tests.processes.waiting import dead_port, wait_for
+from tests.servers.database_server import DatabaseServer
 from tests.servers.mariadb import MariaDBServer
 from tests.servers.pgbouncer import PgBouncerServer
 from tests.servers.pool import ServerPool
@@ -99,6 +101,21 @@ def waits_for_a_lock(server: PostgresServer, alias: str) -> int:
         return len(found.fetchall())
 
 
+class Template(NamedTuple):
+    """
+    A migrated database of a server.
+
+    Attributes:
+        source: What the server copies it from.
+        shape: What it is beside the rows of its tables.
+        unused: Copies that tests have used and that are as they were migrated.
+    """
+
+    source: Any
+    shape: object
+    unused: list[str]
+
+
 class Databases:
     """
     Makes databases for Django, each under an alias of its own.
@@ -111,15 +128,7 @@ class Databases:
     def __init__(self, servers: ServerPool, folder: Path) -> None:
         self.servers = servers
         self.folder = folder
-        self.postgres_template = f"template_{uuid.uuid4().hex}"
-        #: The shape of the migrated template; empty: the template does not exist yet.
-        self._shape = ""
-        #: PostgreSQL's databases that tests have used and that are as they were migrated.
-        self._unused: list[str] = []
-        #: The same of MariaDB, and the statements that make one.
-        self._unused_mariadb: list[str] = []
-        self._mariadb_dump: list[str] = []
-        self._mariadb_shape: object = None
+        self._templates: dict[DatabaseServer, Template] = {}
 
     @contextmanager
     def alias(self, kind: DatabaseKind, folder: Path, alias: str | None = None) -> Iterator[str]:
@@ -136,17 +145,18 @@ class Databases:
         """
         alias = alias or f"{kind}-{uuid.uuid4().hex[:8]}"
         if kind == "postgres":
-            with self._postgres(self.servers.postgres, alias):
+            with self._copy_on(self.servers.postgres, alias, postgres_settings):
                 yield alias
         elif kind == "pgbouncer":
             with (
-                self._postgres(self.servers.postgres, f"behind-{alias}") as name,
+                self._copy_on(self.servers.postgres, f"behind-{alias}", postgres_settings) as name,
                 PgBouncerServer(self.servers.postgres) as bouncer,
                 registered(alias, pgbouncer_settings(bouncer, name)),
             ):
                 yield alias
         elif kind.startswith("mariadb"):
-            with self._mariadb(self.servers.get(MariaDBServer), alias, kind):
+            settings = partial(mariadb_settings, kind=kind)
+            with self._copy_on(self.servers.get(MariaDBServer), alias, settings):
                 yield alias
         else:
             path = self._copy_sqlite(kind, folder / f"{alias}.sqlite3")
@@ -154,52 +164,30 @@ class Databases:
                 yield alias
 
     @contextmanager
-    def _postgres(self, server: PostgresServer, alias: str) -> Iterator[str]:
-        name = self._unused.pop() if self._unused else self._copy_postgres(server)
+    def _copy_on(
+        self, server: DatabaseServer, alias: str, settings: Callable[[Any, str], dict[str, Any]]
+    ) -> Iterator[str]:
+        template = self._templates.get(server)
+        if template is None:
+            original = f"template_{uuid.uuid4().hex}"
+            server.create_database(original)
+            migrate(settings(server, original))
+            template = Template(server.source(original), server.shape(original), [])
+            self._templates[server] = template
+        if template.unused:
+            name = template.unused.pop()
+        else:
+            name = f"test_{uuid.uuid4().hex}"
+            server.create_database(name, template.source)
         try:
-            with registered(alias, postgres_settings(server, name)):
+            with registered(alias, settings(server, name)):
                 yield name
         finally:
             server.wait_until_unused(name)
-            if server.try_empty_database(name, self._shape):
-                self._unused.append(name)
+            if server.try_empty_database(name, template.shape):
+                template.unused.append(name)
             else:  # The test changed a table, an index or a setting.
                 server.drop_database(name)
-
-    def _copy_postgres(self, server: PostgresServer) -> str:
-        template = self.postgres_template
-        if not self._shape:
-            server.create_database(template)
-            migrate(postgres_settings(server, template))
-            self._shape = server.shape(template)
-        name = f"test_{uuid.uuid4().hex}"
-        server.create_database(name, template=template)
-        return name
-
-    @contextmanager
-    def _mariadb(self, server: MariaDBServer, alias: str, kind: DatabaseKind) -> Iterator[None]:
-        unused = self._unused_mariadb
-        name = unused.pop() if unused else self._copy_mariadb(server)
-        try:
-            with registered(alias, mariadb_settings(server, name, kind)):
-                yield
-        finally:
-            server.wait_until_unused(name)
-            if server.try_empty_database(name, self._mariadb_shape):
-                unused.append(name)
-            else:  # The test changed a table or an index.
-                server.drop_database(name)
-
-    def _copy_mariadb(self, server: MariaDBServer) -> str:
-        if not self._mariadb_dump:
-            template = f"template_{uuid.uuid4().hex}"
-            server.create_database(template)
-            migrate(mariadb_settings(server, template))
-            self._mariadb_dump = server.dump(template)
-            self._mariadb_shape = server.shape(template)
-        name = f"test_{uuid.uuid4().hex}"
-        server.create_database(name, self._mariadb_dump)
-        return name
 
     def _copy_sqlite(self, kind: DatabaseKind, path: Path) -> Path:
         # Migrated with the settings it is used with, as a project's is. A file that

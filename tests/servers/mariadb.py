@@ -69,19 +69,19 @@ class MariaDBServer(DatabaseServer):
             charset="utf8mb4", connect_timeout=5,
         )  # fmt: skip
 
-    def create_database(self, name: str, statements: Sequence[str] = ()) -> None:
+    def create_database(self, name: str, source: Sequence[str] | None = None) -> None:
         """Make a database, and its tables by these statements."""
         self.ask(f"CREATE DATABASE `{name}` CHARACTER SET utf8mb4")
-        if statements:
+        if source:
             with closing(self.connect(name)) as connection, closing(connection.cursor()) as cursor:
-                for statement in ("SET foreign_key_checks = 0", *statements):
+                for statement in ("SET foreign_key_checks = 0", *source):
                     cursor.execute(statement)
 
     def drop_database(self, name: str) -> None:
         """Remove a database that nobody uses now."""
         self.ask(f"DROP DATABASE `{name}`")
 
-    def dump(self, database: str) -> list[str]:
+    def source(self, database: str) -> list[str]:
         """Return the statements that make the tables of a migrated database, with their rows."""
         tables = self._tables(database)
         made = [self.ask(f"SHOW CREATE TABLE `{database}`.`{name}`")[0][1] for name in tables]

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from pymemcache.client.base import Client
@@ -54,11 +55,8 @@ class MemcachedServer(Server):
 
     def is_ready(self) -> bool:
         """Whether it says its version."""
-        client = self.client()
-        try:
+        with closing(self.client()) as client:
             return bool(client.version())
-        finally:
-            client.close()
 
     def client(self) -> Client:
         """Return a plain client, to be closed by the caller."""
@@ -66,16 +64,10 @@ class MemcachedServer(Server):
 
     def flush(self) -> None:
         """Remove everything."""
-        client = self.client()
-        try:
+        with closing(self.client()) as client:
             client.flush_all(noreply=False)
-        finally:
-            client.close()
 
     def count(self, statistic: str) -> int:
         """Return a number that it keeps, such as ``cmd_set``."""
-        client = self.client()
-        try:
+        with closing(self.client()) as client:
             return int(client.stats()[statistic.encode()])
-        finally:
-            client.close()

@@ -130,9 +130,13 @@ class PostgresServer(DatabaseServer):
             autocommit=True, connect_timeout=5,
         )  # fmt: skip
 
-    def create_database(self, name: str, template: str = "template1") -> None:
+    def create_database(self, name: str, source: str | None = None) -> None:
         """Make a database as a copy of another that nobody uses now."""
-        self._execute("CREATE DATABASE {} TEMPLATE {}", name, template)
+        self._execute("CREATE DATABASE {} TEMPLATE {}", name, source or "template1")
+
+    def source(self, database: str) -> str:
+        """Return the database itself."""
+        return database
 
     def drop_database(self, name: str) -> None:
         """Remove a database that nobody uses now."""

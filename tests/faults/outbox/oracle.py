@@ -176,7 +176,6 @@ def count(history: History) -> dict[str, float]:
         "tasks arrived": len(history.committed - history.lost),
         "tasks lost": len(history.lost),
         "messages that came again": history.duplicates,
-        "the same for each kill": round(history.duplicates / max(1, history.kills.total()), 2),
         "effects": history.effects.total(),
         "left in the outbox": len(history.left),
     }

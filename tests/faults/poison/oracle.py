@@ -24,7 +24,7 @@ class Plan(AnyPlan):
         concurrency: Children of the worker.
         quiet: When all tasks have ended and nothing has moved for so long, s, nothing will.
         patience: The same while there are tasks that have not ended.
-        at_most: All must have been sent after this time, s.
+        at_most: All must have been sent after this time, s, and ended after it once more.
     """
 
     broker: str = option("redis", "what carries the messages", get_args(BrokerName))
@@ -66,7 +66,7 @@ class History:
     seconds: float = 0.0
 
     @classmethod
-    def read(cls, plan: Plan, witness: Witness, alias: str, seconds: float) -> Self:
+    def read(cls, plan: Plan, witness: Witness, alias: str, seconds: float = 0.0) -> Self:
         """Put together what the witness wrote, and the rows."""
         history = cls(plan, seconds=seconds)
         history.begun = witness.journal.tally("task", "begun")
@@ -81,11 +81,6 @@ class History:
     def healthy(self) -> set[int]:
         """The tasks that kill nobody."""
         return set(range(self.plan.tasks)) - self.plan.poisonous
-
-    @property
-    def movement(self) -> int:
-        """How much has happened."""
-        return self.begun.total() + self.done.total() + len(self.failed)
 
     def is_over(self, seconds: float) -> bool:
         """Return whether there is nothing to wait for when nothing has moved for so long."""

@@ -7,7 +7,7 @@ from tests.faults.carried.scenario import Relaying
 from tests.faults.lab import Lab
 from tests.faults.poison.oracle import History, Plan
 from tests.faults.poison.work import send
-from tests.faults.scenario import Witness
+from tests.faults.scenario import Stillness, Witness
 from tests.servers import RedisServer
 
 #: Pause between two looks, s.
@@ -39,14 +39,10 @@ def record(plan: Plan, lab: Lab) -> History:
     began = time.monotonic()
     relaying = None if is_plain else Relaying(plan, lab)
     lab.start(send, plan.tasks, plan.poisonous).result(plan.at_most)
-    history, moved = History(plan), time.monotonic()
-    while not history.is_over(time.monotonic() - moved):
+    still = Stillness(witness.journal, plan.at_most)
+    while not History.read(plan, witness, alias).is_over(still.seconds()):
         time.sleep(LOOK)
         if relaying is not None:
             relaying.check()
-        before = history.movement
-        history = History.read(plan, witness, alias, moved - began)
-        if history.movement != before:
-            moved = time.monotonic()
     lab.close()
-    return History.read(plan, witness, alias, moved - began)
+    return History.read(plan, witness, alias, still.since - began)

@@ -268,10 +268,6 @@ def too_little(history: History) -> Findings:
 def count(history: History) -> dict[str, float]:
     """Count what happened."""
     executions = list(history.all_executions())
-    reasons = Counter(
-        "died" if "died" in repair.reason else "never begun" if repair.task_id else "complete"
-        for repair in history.repairs
-    )
     return {
         "runs": len(history.runs),
         "steps": len(history.steps),
@@ -285,9 +281,7 @@ def count(history: History) -> dict[str, float]:
         "steps run again": len(executions) - len(history.executions),
         "steps lost": len(history.lost),
         "runs that a sweep repaired": len({repair.run for repair in history.repairs}),
-        "steps whose process had died": reasons["died"],
-        "steps that nobody had begun": reasons["never begun"],
-        "complete stages that had not gone on": reasons["complete"],
+        "repairs": len(history.repairs),
         **{f"seconds {when}": round(number, 1) for when, number in history.seconds.items()},
     }
 

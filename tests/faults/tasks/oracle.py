@@ -148,10 +148,6 @@ class History:
         return ((until, key, of_one) for (until, key), of_one in sends.items())
 
 
-#: A figure that may be zero: runs of a task that had ended, by a redelivered message.
-REPEATED = "runs repeated"
-
-
 def two_at_once(history: History) -> Findings:
     """At most one run of a task and key goes on at a time."""
     for entry in history.overlaps:
@@ -245,7 +241,7 @@ def leftovers(history: History) -> Findings:
 def too_little(history: History) -> Findings:
     """Enough has happened for the other checks to mean something."""
     counts = count(history)
-    return scarce(counts, dict.fromkeys(counts.keys() - {REPEATED}, 1))
+    return scarce(counts, dict.fromkeys(counts, 1))
 
 
 def count(history: History) -> dict[str, int]:
@@ -262,10 +258,6 @@ def count(history: History) -> dict[str, int]:
         "runs": history.entries,
         "runs killed inside": history.entries - len(history.runs),
         **{f"runs {way}": ways.count(way) for way in ("done", "failed", *sorted(AGAIN))},
-        REPEATED: sum(
-            sum(run.since > (history.ended(run.id) or run.since) for run in runs)
-            for runs in history.runs_of.values()
-        ),
         "children killed": kills.count("child"),
         "processes killed with a worker": kills.count("worker"),
     }
