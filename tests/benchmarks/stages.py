@@ -18,7 +18,14 @@ from django_celery_safe import stages
 from django_celery_safe.delivery.header import HEADER, Header
 from django_celery_safe.models import StageStep
 from tests.benchmarks.report import Figure, ratio, seconds_of, take_turns
-from tests.benchmarks.tools import count_queries, databases, deliver, use_app, worker_settings
+from tests.benchmarks.tools import (
+    PATIENT,
+    count_queries,
+    databases,
+    deliver,
+    use_app,
+    worker_settings,
+)
 from tests.processes import CeleryWorker, start_in_process, wait_for
 from tests.routing import runs_in
 from tests.servers import RedisServer, ServerPool
@@ -52,7 +59,9 @@ def run(servers: ServerPool) -> list[Figure]:
         settings = worker_settings(alias, redis)
         with (
             CeleryWorker("tests.stages.worker_app", concurrency=CONCURRENCY, settings=settings),
-            start_in_process(measure, alias, settings) as measuring,
+            start_in_process(
+                measure, alias, settings, settings={"DJANGO_CELERY_SAFE": PATIENT}
+            ) as measuring,
         ):
             figures: list[Figure] = measuring.result(LONGEST)
             return figures
