@@ -3,9 +3,7 @@
 from contextlib import ExitStack
 from typing import Any, Self, TypeVar
 
-from tests.servers.memcached import MemcachedServer
 from tests.servers.postgres import PostgresServer
-from tests.servers.rabbitmq import RabbitMQServer
 from tests.servers.redis import RedisServer
 from tests.servers.server import Server
 
@@ -44,19 +42,9 @@ class ServerPool:
         return self.get(RedisServer)
 
     @property
-    def memcached(self) -> MemcachedServer:
-        """The memcached server."""
-        return self.get(MemcachedServer)
-
-    @property
     def postgres(self) -> PostgresServer:
         """The PostgreSQL server."""
         return self.get(PostgresServer)
-
-    @property
-    def rabbitmq(self) -> RabbitMQServer:
-        """The RabbitMQ server."""
-        return self.get(RabbitMQServer)
 
     def __enter__(self) -> Self:
         return self

@@ -43,14 +43,6 @@ UNPRIVILEGED_USER = "nobody"
 class ProgramNotFound(Exception):
     """No place holds this server; the message says which were searched."""
 
-    def __init__(self, program: str, places: tuple[str, ...]) -> None:
-        super().__init__(program, places)
-        self.program = program
-        self.places = places
-
-    def __str__(self) -> str:
-        return f"{self.program} is in none of these places: {', '.join(self.places)}"
-
 
 def find_programs_folder(
     program: str, *companions: str, places: tuple[str, ...] | None = None
@@ -68,7 +60,7 @@ def find_programs_folder(
     for folder in _iter_folders(program, places):
         if all(os.access(folder / name, os.X_OK) for name in (program, *companions)):
             return folder
-    raise ProgramNotFound(program, places)
+    raise ProgramNotFound(f"{program} is in none of these places: {', '.join(places)}")
 
 
 def default_places() -> tuple[str, ...]:
