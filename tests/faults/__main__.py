@@ -150,7 +150,7 @@ def run(number: int, chosen: Chosen, common: argparse.Namespace) -> tuple[int, d
     seconds = round(time.monotonic() - began, 1)
     violations = scenario.oracle.check(history)
     result = {**planned, **scenario.oracle.count(history), "seconds": seconds}
-    if to_be_found:
+    if plan.broken:
         checks = {each.check for each in violations}
         result["found"] = bool(checks & set(scenario.variants[plan.broken]))
     print_verdict(result, violations, as_json=common.json)
