@@ -44,9 +44,6 @@ PROCESSES, SECONDS, HOLD = 8, 5.0, 0.001
 FLOOR = "BLPOP"
 REDIS_PY = "redis-py Lock"
 
-#: Candidates that poll, instead of blocking at the server.
-SLOW = (REDIS_PY,)
-
 #: Ours with several holders, and how many.
 OURS = next(iter(BACKENDS))
 PLACES, LIMIT = f"{OURS}, limit=3", 3
@@ -117,7 +114,7 @@ def hand_offs(server: RedisServer) -> dict[str, list[float]]:
         samples: dict[str, list[float]] = {name: [] for name in batons if name != PLACES}
         # The first round connects, and is not counted.
         for number in range(ROUNDS + 1):
-            names = [name for name in samples if name not in SLOW or number <= SLOW_ROUNDS]
+            names = [name for name in samples if name != REDIS_PY or number <= SLOW_ROUNDS]
             random.shuffle(names)
             for name in names:
                 taken = hand_off(client, name, batons[name], waiter)
@@ -132,9 +129,9 @@ def hand_off(client: "redis.Redis", name: str, baton: Baton, waiter: FunctionPro
     baton.take()
     client.rpush(NEXT, name)
     waiter.receive()
-    if name not in SLOW:
+    if name != REDIS_PY:
         wait_for(lambda: client.info("clients")["blocked_clients"], 5, f"{name} did not block")
-    time.sleep(random.uniform(*(SLOW_PAUSE if name in SLOW else PAUSE)))
+    time.sleep(random.uniform(*(SLOW_PAUSE if name == REDIS_PY else PAUSE)))
     given_at = time.monotonic()
     baton.give()
     taken_at: float = waiter.receive()

@@ -67,11 +67,11 @@ class WorkerNemesis:
         with suppress(psutil.NoSuchProcess):
             child.resume()
 
-    def kill_child(self, child: psutil.Process, what: str = "child") -> None:
+    def kill_child(self, child: psutil.Process) -> None:
         """Kill a child."""
         with suppress(psutil.NoSuchProcess):
             child.kill()
-            self.record_kill(child.pid, what)
+            self.record_kill(child.pid, "child")
 
     def kill_worker(self) -> bool:
         """Kill a worker with its children and start it again; return whether that was done."""
