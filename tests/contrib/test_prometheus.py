@@ -220,7 +220,8 @@ def test_prefork_workers_count_together(
 ) -> None:
     """The children of a worker, and those that followed them, share one counter by files."""
     given = connections.settings[site]
-    database = {name: given[name] for name in ("ENGINE", "NAME", "OPTIONS")}
+    names = ("ENGINE", "NAME", "USER", "PASSWORD", "HOST", "PORT", "OPTIONS")
+    database = {name: given[name] for name in names}
     settings = {
         "CELERY_BROKER_URL": redis_server.database_url(1),
         "CELERY_RESULT_BACKEND": redis_server.database_url(2),
