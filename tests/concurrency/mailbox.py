@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from billiard.einfo import ExceptionInfo
@@ -41,10 +41,14 @@ class Message:
         return dict(self.headers.get(HEADER, {}))
 
     @property
+    def eta(self) -> datetime:
+        """When it is to be run."""
+        return datetime.fromisoformat(self.headers["eta"])
+
+    @property
     def delay(self) -> float:
         """Seconds from now until it is to be run."""
-        eta = datetime.fromisoformat(self.headers["eta"])
-        return (eta - datetime.now(eta.tzinfo)).total_seconds()
+        return (self.eta - datetime.now(UTC)).total_seconds()
 
     def with_headers(self, **headers: Any) -> "Message":
         """Return the message with more headers."""

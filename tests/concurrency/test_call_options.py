@@ -9,6 +9,7 @@ import pytest
 from celery import chain, chord
 from celery.exceptions import Reject
 from django.db import transaction
+from django.utils import timezone
 
 from django_celery_safe import (
     AlreadyRunning,
@@ -169,10 +170,12 @@ def test_a_call_may_come_back(task: Any, mailbox: Mailbox) -> None:
     own = 9 if find_guarded(task) else 5
     for options, expected in (({}, own), ({"retry_delay": 60}, 60)):
         first = call(mailbox, task, key="feed-42", on_conflict="retry", **options)
+        began = timezone.now()
         with held_by(LOCK, "other"):
             mailbox.deliver(first)
         again = mailbox.take_one()
-        assert expected * 0.8 < again.delay <= expected * 1.25
+        assert began + timedelta(seconds=expected * 0.75) <= again.eta
+        assert again.delay <= expected * 1.25
         assert (again.id, again.ours) == (first.id, first.ours)
         assert names(mailbox.deliver(again)) == [LOCK]
 

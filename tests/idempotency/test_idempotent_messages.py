@@ -11,6 +11,7 @@ import pytest
 from celery import Task
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
 from pytest_django import Settings
 
 from django_celery_safe import (
@@ -168,6 +169,7 @@ def test_a_message_comes_back_after_the_lease(
     """While somebody else does it, one copy with the same id and retries is sent for later."""
     ordering = Ordering(mailbox, **autoretry)
     message = ordering.message(retries=2)
+    began = timezone.now()
     ordering.is_done_elsewhere(task_id)
     with hearing(TASK_OWN_COPY) as told:
         assert mailbox.deliver(message).state == "IGNORED"
@@ -175,7 +177,8 @@ def test_a_message_comes_back_after_the_lease(
     copy = mailbox.take_one()
     assert (copy.id, copy.headers["retries"]) == (message.id, 2)
     assert (copy.args, copy.kwargs) == (message.args, message.kwargs)
-    assert LEASE - 5 < copy.delay <= LEASE
+    assert began + timedelta(seconds=LEASE - 1) <= copy.eta
+    assert copy.delay <= LEASE
     ordering.ends_elsewhere()
     assert mailbox.deliver(copy) == ("SUCCESS", "by the other")
     assert ordering.runs == []
