@@ -491,13 +491,14 @@ def test_a_message_comes_back_when_the_database_is_away(
 ) -> None:
     """At the begin nothing was done yet: the step is not failed, and its message comes again."""
     run = staged.start("a")
-    message = staged.take_one()
+    message, began = staged.take_one(), datetime.now(UTC)
     with trouble(staged.alias, begins, model, 2) as refused:
         assert staged.deliver(message).state == "RETRY"
     assert (len(refused), staged.calls) == (2, [])
     again = staged.take_one()
     assert (again.id, again.headers["retries"]) == (message.id, 0)
-    assert 0 < again.delay <= 5
+    assert began < again.eta
+    assert again.delay <= 5
     # A claim whose answer got lost is one until its lease is over.
     if staged.step("a").status == "running":
         staged.end_lease("a")
