@@ -130,6 +130,7 @@ def test_a_renewal_under_way_does_not_undo_an_extension(
         lock.extend(seconds)
         assert lock.remaining <= 20
         late.set()
+        wait_for(lambda: not renewer.renewing, message="the late renewal has no end")
         clock.advance(3)
         assert lock.remaining > 20
         assert get_remaining("moved") > 20
