@@ -19,6 +19,10 @@ boottime: Final[Callable[[], float]] = (
 )
 
 
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)  # looked up at each call: gevent may replace it after this import
+
+
 @dataclass(slots=True)
 class Clock:
     """
@@ -34,7 +38,7 @@ class Clock:
 
     now: Callable[[], float] = boottime
     wait: Callable[[Condition, float], bool] = Condition.wait
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], None] = _sleep
     timer: Callable[..., Timer] = Timer
 
 
