@@ -206,7 +206,7 @@ DELIVERED_AGAIN: Final[list[tuple[dict[str, Any], str | None]]] = [
 def test_a_message_that_is_delivered_again(
     make_app: MakeApp, options: dict[str, Any], told: str | None
 ) -> None:
-    """W020 tells what lasts longer than a Redis waits, of a task that is done once, of any base."""
+    """W020: an idempotent task of any base may run longer than the visibility timeout."""
     app = make_app(REDIS_BROKER, **SOFT, **patient(60))
     for base in (SafeTask, Task):
         add_task(app, base=base, name=base.__name__, **{**SURE, **options})

@@ -1,5 +1,5 @@
 """
-What it costs to do something once, on PostgreSQL and on SQLite.
+The cost of `do_once`, on PostgreSQL and on SQLite.
 
 The floor of ``do_once`` is the same done by hand: SELECT … FOR UPDATE, UPDATE, COMMIT, with the
 ORM. That of the first run of an idempotent task is the INSERT and the UPDATE of one record. The

@@ -19,7 +19,7 @@ UUID_1 = UUID("00000000-0000-0000-0000-000000000001")
 
 
 class Shade(Enum):
-    """Nothing that a message can hold."""
+    """A value that no message can carry."""
 
     DARK = 1
 

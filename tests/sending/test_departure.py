@@ -439,7 +439,7 @@ def test_a_silent_result_backend_is_given_up_in_time(
     redis_server: RedisServer,
     sqlite_immediate_alias: str,
 ) -> None:
-    """A chord that it can't be told of stays in the outbox; other tasks need no result backend."""
+    """If its result backend does not answer, a chord stays in the outbox; a task is sent."""
     url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
     urls = {"silent": url, "redis": redis_server.database_url(1)}
     arguments = (form, sqlite_immediate_alias, urls.get(backend, backend), urls[broker])

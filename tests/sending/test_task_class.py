@@ -142,7 +142,7 @@ def test_no_statement_of_ours_is_inside_the_class(owned: Owned) -> None:
 
     owned.block = lambda: connections[owned.alias].execute_wrapper(refuse)
     message = owned.send(7)
-    # What is done already passes none of its hooks.
+    # A message that is done already runs none of the hooks.
     assert [owned.mailbox.deliver(message).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
     assert (seen, owned.states(), owned.calls) == ([], [], [7])
     assert owned.passed == list(PLACES)
