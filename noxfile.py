@@ -183,12 +183,18 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """Run all quick tests, and fail below the floor of [tool.coverage.report]."""
+    """Run all quick tests, those about SQL on PostgreSQL too; fail below the floor of coverage."""
     session.install("-q", "-e", ".[test]", "coverage>=7.10", "pytest-cov>=7")
+    pytest = ["python", "-m", "pytest", "--cov"]
+    if session.posargs:
+        session.run(*pytest, "--cov-report=term:skip-covered", *session.posargs)
+        return
     # A process that coverage watches can't be forked at any moment: its own lock may be taken.
     forks = "tests/locks/test_fork.py::test_a_child_forked_at_any_moment_can_lock"
-    options = session.posargs or ["-m", "not long", *SIDE_BY_SIDE, f"--deselect={forks}"]
-    session.run("python", "-m", "pytest", "--cov", "--cov-report=term:skip-covered", *options)
+    first = ["-m", "not long", f"--deselect={forks}", "--cov-fail-under=0", "--cov-report="]
+    session.run(*pytest, *SIDE_BY_SIDE, *first)
+    second = ["-m", "sql and not long", "--db", "postgres", "--cov-append"]
+    session.run(*pytest, *SIDE_BY_SIDE, *second, "--cov-report=term:skip-covered")
 
 
 @nox.session(python=FOUND.get(NEWEST, NEWEST))

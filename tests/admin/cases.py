@@ -71,6 +71,7 @@ def take_each(visitor: Visitor) -> None:
         pk, selection = case.make()
         pages = every_page(case.model, pk)
         assert all(visitor.get(url).status == 200 for url in pages.values())
-        assert visitor.take(pages["list"], case.decision, selection).decisions == [case.decision]
+        asked = visitor.take(pages["list"], case.decision, selection)
+        assert asked.decisions == [case.decision], (asked.status, asked.text)
         (told,) = visitor.confirm(pages["list"], case.decision, selection).messages
         assert told.startswith("1 ")

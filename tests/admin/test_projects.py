@@ -40,7 +40,6 @@ IDLE: Final = HOLDER._replace(renewed=False)
 
 
 @pytest.mark.sql
-@pytest.mark.quarantine("2026-11-26", "offered other decisions once, at a load of 30")
 def test_atomic_requests(root: Visitor, settings: Settings) -> None:
     """With ATOMIC_REQUESTS all decisions work, each by itself, and locks in that database too."""
     # The test's clients read the setting at each request; the alias ends with the test.
