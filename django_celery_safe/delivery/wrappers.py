@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from celery.app.task import Context
 
 from .call import Args, Function, Kwargs, find_request
-from .deaths import refuse_redelivered
 from .header import find_ours, get_header
 
 #: Called with a task, its request, the function to run, and its arguments; may run it or not.
@@ -41,13 +40,8 @@ def wrap_run(task: Any) -> Function:
         request = task.request  # read once, because it costs more than the rest
         found = find_ours(request)
         asks = isinstance(found, Mapping) and any(field in found for field, _ in _wrappers)
-        is_redelivered = (request.delivery_info or {}).get("redelivered")
-        if not asks and not is_redelivered:
+        if not asks or (request := find_request(task, run)) is None:
             return run(*args, **kwargs)
-        if (request := find_request(task, run)) is None:
-            return run(*args, **kwargs)
-        if is_redelivered:
-            refuse_redelivered(task, request)
         header, inner = get_header(request), run
         for field, wrapper in reversed(_wrappers):
             if field in header:

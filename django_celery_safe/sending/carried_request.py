@@ -1,9 +1,4 @@
-"""
-A worker's request for a task, which handles the death of the process that runs the task.
-
-If the broker redelivers the task, the death is counted. If an outbox row makes the task run
-again, the death is not a failure.
-"""
+"""A worker's request: the death of a task's process is no failure if a row runs it again."""
 
 from __future__ import annotations
 
@@ -19,7 +14,6 @@ from celery.worker.state import task_ready
 from django.db import DEFAULT_DB_ALIAS
 
 from ..compat import as_exception, fail_rejected, retries_after_death, send_task_failure
-from ..delivery.deaths import record_death
 from ..delivery.header import get_header
 from ..delivery.worker import in_background
 from ..foreign_errors import describe_error
@@ -28,18 +22,15 @@ from .message_table import message_table
 
 logger = get_logger(__name__)
 
-#: How a worker's main process learns that a child process ended; the task raised the last two.
-_ENDS: Final = (WorkerLostError, SystemExit, KeyboardInterrupt)
-
 FAILURE: Final = "Whether a task whose process died had ended could not be found out."
 
 
 class SafeRequest(Request):
     """
-    A Celery request that counts process deaths in a task that the broker redelivers.
+    A Celery request that stores no result if the process of a carried task dies.
 
-    If the process of a carried task dies, no result is stored, because the task is run again.
-    Celery's own request would store a failure, run the errbacks, and fail the task's chord.
+    The task is run again. Celery's own request would store a failure, run the errbacks, and fail
+    the task's chord.
     """
 
     #: The request as the task sees it.
@@ -52,11 +43,9 @@ class SafeRequest(Request):
         error = exc_info.exception
         error = getattr(error, "exc", error)  # a child process wraps it
         exc_info = as_exception(exc_info, error)
-        if self._is_death(error):
-            # First, because the broker may redeliver the message as soon as it is put back.
-            record_death(self.task, self._context, self.worker_pid)
-            if not isinstance(error, WorkerLostError):
-                error = WorkerLostError(f"Its task ended it ({describe_error(error)}).")
+        was_told = self._already_cancelled or self._already_revoked or state.should_terminate
+        if isinstance(error, SystemExit | KeyboardInterrupt) and not was_told:
+            error = WorkerLostError(f"Its task ended it ({describe_error(error)}).")
         if not isinstance(error, WorkerLostError) or not self._comes_by_row():
             fail_rejected(self, exc_info, error)
             return super().on_failure(exc_info, *args, **options)
@@ -72,11 +61,6 @@ class SafeRequest(Request):
             describe_error(error),
         )
         return None
-
-    def _is_death(self, error: BaseException | None) -> bool:
-        """Return whether the task ended its process, and neither a revoke nor a shutdown did."""
-        was_ended = self._already_cancelled or self._already_revoked or state.should_terminate
-        return isinstance(error, _ENDS) and not was_ended
 
     def _comes_by_row(self) -> bool:
         """Return whether the task is run again only because of its outbox row."""

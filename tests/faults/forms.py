@@ -30,7 +30,6 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "carried --tasks 5000 --child-kills 100 --worker-kills 10 --relay-kills 4 --restarts 6",
         "carried --broker rabbitmq",
         "poison",
-        "poison --tasks-kind plain",
     ),
     # All faults and nothing else.
     "faults": (),

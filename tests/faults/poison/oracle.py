@@ -29,9 +29,6 @@ class Plan(AnyPlan):
 
     broker: str = option("redis", "what carries the messages", get_args(BrokerName))
     database: str = option("postgres", "what has the outbox", SERVERS)
-    tasks_kind: str = option(
-        "until-done", "carried until done, or acknowledged late", ("until-done", "plain")
-    )
     tasks: int = option(1_000, "how many there are")
     poison: int = option(5, "how many of them kill their process each time")
     max_deaths: int = 3
@@ -104,15 +101,9 @@ def needless_runs(history: History) -> Findings:
 
 
 def wrong_deaths(history: History) -> Findings:
-    """
-    A task that kills its process is begun as often as processes may die in it.
-
-    A plain one may run once more where the store of the locks takes long to count a death, as
-    the docs say; a busy machine makes it slow.
-    """
-    more = int(history.plan.tasks_kind == "plain")
+    """A task that kills its process is begun as often as processes may die in it."""
     for number in sorted(history.plan.poisonous):
-        if not 0 <= history.begun[number] - history.plan.max_deaths <= more:
+        if history.begun[number] != history.plan.max_deaths:
             yield f"Task {number}, which kills, was begun {history.begun[number]} times."
 
 
@@ -126,8 +117,7 @@ def wrong_failures(history: History) -> Findings:
 
 def wrong_rows(history: History) -> Findings:
     """The rows that are left are those of carried tasks that were given up."""
-    is_carried = history.plan.tasks_kind == "until-done"
-    wanted = Counter({("failed", "TaskPoisoned"): history.plan.poison if is_carried else 0})
+    wanted = Counter({("failed", "TaskPoisoned"): history.plan.poison})
     if history.rows != wanted:
         yield f"There are rows: {dict(history.rows)}."
 

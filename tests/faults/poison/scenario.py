@@ -20,29 +20,21 @@ VARIANTS = {"no-limit": ("wrong deaths",)}
 def record(plan: Plan, lab: Lab) -> History:
     """Let a worker do tasks of which some kill its processes; return what happened."""
     witness, alias = Witness(lab.folder), lab.database(plan.database)
-    is_plain = plan.tasks_kind == "plain"
     ours = {
         "LOCK_TIMEOUT": LEASE,
-        "OUTBOX": False if is_plain else "until_done",
+        "OUTBOX": "until_done",
         "OUTBOX_RESEND_AFTER": RESEND_AFTER,
         "MAX_DEATHS": None if plan.broken == "no-limit" else plan.max_deaths,
     }
-    lab.configure(
-        alias,
-        lab.make_broker(plan.broker),
-        ours,
-        CELERY_TASK_ACKS_LATE=is_plain,
-        CELERY_TASK_REJECT_ON_WORKER_LOST=is_plain,
-    )
+    lab.configure(alias, lab.make_broker(plan.broker), ours)
     lab.use_store(lab.server(RedisServer))
     lab.start_workers(1, "tests.faults.poison.work", concurrency=plan.concurrency)
     began = time.monotonic()
-    relaying = None if is_plain else Relaying(plan, lab)
+    relaying = Relaying(plan, lab)
     lab.start(send, plan.tasks, plan.poisonous).result(plan.at_most)
     still = Stillness(witness.journal, plan.at_most)
     while not History.read(plan, witness, alias).is_over(still.seconds()):
         time.sleep(LOOK)
-        if relaying is not None:
-            relaying.check()
+        relaying.check()
     lab.close()
     return History.read(plan, witness, alias, still.since - began)
