@@ -7,24 +7,16 @@ Each docstring says which version's end of support lets the older code go.
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Final
 
 import celery
 import django
 from billiard.exceptions import WorkerLostError
-from celery._state import get_current_task
 
-#: Whether Celery sends the body of a chord without the id of its group: before 5.6.
-BODIES_LOSE_THEIR_GROUP: Final = celery.VERSION[:2] < (5, 6)
-#: Celery 5.7 distinguishes more ways in which a task can end than 5.5 and 5.6.
+#: Celery 5.7 distinguishes more ways in which a task can end than 5.6.
 _IS_CELERY_57: Final = celery.VERSION[:2] >= (5, 7)
-
-
-#: Headers that RabbitMQ adds to a dead-lettered message.
-_DEATH: Final = re.compile("x-(first-|last-)?death")
 
 
 # Django.
@@ -53,27 +45,7 @@ def is_of_form(action_location: Any) -> bool:
     return action_location is not None and action_location.name == "CHANGE_FORM"
 
 
-# Celery. The first two functions can go with Celery 5.5, the others with 5.6.
-
-
-def without_deaths(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return the headers for re-sending a message, without the headers that RabbitMQ added.
-
-    RabbitMQ drops a message that carries them. Celery removes them since 5.6.
-    """
-    return {name: value for name, value in headers.items() if not _DEATH.match(name)}
-
-
-def is_chord_body(task_id: str | None) -> bool:
-    """Return whether the running task, the last of a chord, sends the chord's body."""
-    if (task := get_current_task()) is None:
-        return False
-    request: Any = task.request
-    if request.task == "celery.chord_unlock":
-        return True
-    body = request.chord
-    return bool(body and task_id and body["options"].get("task_id") == task_id)
+# Celery. These functions can go with Celery 5.6.
 
 
 def has_models(task: Any, layers: Iterable[Any]) -> bool:

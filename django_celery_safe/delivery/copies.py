@@ -20,7 +20,6 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 
 from .. import conf
-from ..compat import without_deaths
 from ..events import (
     COPY_DROPPED,
     TASK_OWN_COPY,
@@ -198,8 +197,7 @@ def requeue_self(
     holder = Holder(since=time.time(), task=task.name, task_id=request.id, arguments=arguments)
     if not of_claim and contender.token:
         again["met"] = contender.token
-    options = {**signature.options, "headers": without_deaths(signature.options["headers"] or {})}
-    signature.options.update(with_header(options, again))
+    signature.options.update(with_header(signature.options, again))
     _send(task, request, signature)
     _set_marker(store, marker, token, lasts, holder, carried)
     first = carried is None and _attempt(request) == "0.0"

@@ -18,7 +18,7 @@ from kombu.exceptions import EncodeError
 from kombu.utils.uuid import uuid
 
 from .. import conf
-from ..compat import BODIES_LOSE_THEIR_GROUP, dump_models, is_chord_body
+from ..compat import dump_models
 from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for
 from ..concurrency.keys import call_key
 from ..concurrency.message_endings import watch
@@ -487,11 +487,7 @@ class SafeTaskMixin(Task[P, R]):
                 header = {**old, **header}
         elif own.unique_until is not None:
             header["sent"] = os.urandom(16).hex()
-            header["canvas"] = (
-                is_resent
-                or any(map(options.get, _CANVAS))
-                or (BODIES_LOSE_THEIR_GROUP and is_chord_body(options.get("task_id")))
-            )
+            header["canvas"] = is_resent or any(map(options.get, _CANVAS))
             if isinstance(own.unique_until, float):
                 header["period"] = own.unique_until
             if not isinstance(own.sent_timeout, conf.Unset):
