@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 GRID = PROJECT["tool"]["grid"]
 #: Extras that users install, whose lower bounds are promises.
-EXTRAS = ("memcached", "mysql", "prometheus", "redis", "valkey")
+EXTRAS = ("memcached", "mysql", "prometheus", "redis")
 #: Most of the time the tests wait.
 SIDE_BY_SIDE = ["-n", "6", "--dist", "worksteal"]
 QUICK = ["-m", "not long and not repository", *SIDE_BY_SIDE]

@@ -1,5 +1,5 @@
 """
-Differences between the supported versions of Django, Celery and the Redis clients.
+Differences between the supported versions of Django and Celery.
 
 Each docstring says which version's end of support lets the older code go.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any, Final
 
 import celery
@@ -140,23 +139,3 @@ def send_task_failure(request: Any, exc_info: Any, error: BaseException) -> None
         traceback=exc_info.traceback,
         einfo=exc_info,
     )
-
-
-# Redis clients.
-
-
-@cache
-def _wants_a_name(pool: Any) -> bool:
-    _self, name, *_more = inspect.signature(pool.get_connection).parameters.values()
-    return name.default is inspect.Parameter.empty
-
-
-def take_connection(pool: Any) -> Any:
-    """
-    Return a connection from a pool of redis-py or valkey-py.
-
-    valkey-py, and redis-py before 5.3, require a command's name but do not use it; later
-    versions warn about it. The name can go with redis-py 5.2 and valkey-py 6.
-    """
-    kind: Any = type(pool)
-    return pool.get_connection("_") if _wants_a_name(kind) else pool.get_connection()

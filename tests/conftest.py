@@ -232,18 +232,6 @@ def caches_of_cluster(server: RedisClusterServer, **options: Any) -> CacheSettin
 
 
 @pytest.fixture
-def valkey_cache_settings(redis_server: RedisServer) -> Callable[..., CacheSettings]:
-    """Make CACHES for django-valkey, whose client here speaks to the private Redis, emptied."""
-    redis_server.flush()
-    url = redis_server.url.replace("redis://", "valkey://")
-
-    def make(alias: str = "default", **options: Any) -> CacheSettings:
-        return {alias: {"BACKEND": "django_valkey.cache.ValkeyCache", "LOCATION": url, **options}}
-
-    return make
-
-
-@pytest.fixture
 def memcached_cache_settings(memcached_server: MemcachedServer) -> Callable[..., CacheSettings]:
     """Make CACHES for the private memcached, which is emptied before the test."""
     memcached_server.flush()

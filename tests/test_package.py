@@ -36,7 +36,7 @@ def test_an_import_brings_nothing_else_along() -> None:
     assert foreign <= {"django.db.backends.signals"}
     for name in ("admin", "checks", "contrib", "inspection", "management", "models", "testing"):
         assert f"{PACKAGE}.{name}" not in new
-    others = {"_pytest", "pymemcache", "pytest", "redis", "valkey", "prometheus_client"}
+    others = {"_pytest", "pymemcache", "pytest", "redis", "prometheus_client"}
     assert others.isdisjoint(everything)
 
 

@@ -19,7 +19,6 @@ SHARED_STORES = [
     "portable",
     "redis-cache",
     "redis-plain",
-    "valkey",
     "pgbouncer",
 ]
 
@@ -27,7 +26,7 @@ SHARED_STORES = [
 COARSE_STORES = ["memcached", "portable"]
 
 #: Stores whose cases are nightly: they have the code of another.
-NIGHTLY_STORES = ["redis-cache", "redis-plain", "valkey", "pgbouncer"]
+NIGHTLY_STORES = ["redis-cache", "redis-plain", "pgbouncer"]
 
 
 def params(*stores: str) -> list[Any]:
@@ -67,8 +66,6 @@ def use_store(
             settings.CACHES = request.getfixturevalue("memcached_cache_settings")()
         elif name == "cluster":
             settings.CACHES = request.getfixturevalue("cluster_cache_settings")()
-        elif name == "valkey":
-            settings.CACHES = request.getfixturevalue("valkey_cache_settings")()
         elif name == "portable":
             folder = str(request.getfixturevalue("tmp_path") / "diskcache")
             settings.CACHES = {

@@ -1,4 +1,4 @@
-"""Locks by each client of Redis: Django's RedisCache alone, django-redis, and django-valkey."""
+"""Locks by each client of Redis: Django's RedisCache alone, and django-redis."""
 
 import os
 import subprocess
@@ -11,14 +11,8 @@ import pytest
 from django.core.cache import caches
 from pytest_django import Settings
 
-from django_celery_safe import BackendNotSupported, LockBackendError, cache_lock
-from django_celery_safe.inspection import lock_store
-from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.redis import RedisStore
-from tests.conftest import CacheSettings
+from django_celery_safe import cache_lock
 from tests.docs.pages import names_in, page
-from tests.locks.renewals import get_lock
-from tests.processes import dead_port
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
 from tests.servers import RedisServer
@@ -121,84 +115,3 @@ def test_the_settings_of_the_docs(kind: str, redis_server: RedisServer, settings
     client = own.client.get_client() if kind == "django-redis" else own._cache.get_client()
     chosen = client.connection_pool.connection_kwargs
     assert (chosen["socket_connect_timeout"], chosen["socket_timeout"]) == (2, 2)
-
-
-# valkey-py and django-valkey: no Valkey server is at hand, so they speak to a private Redis.
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"CLIENT_CLASS": "django_valkey.client.HerdClient"},
-        {"CONNECTION_POOL_KWARGS": {"decode_responses": True}},
-    ],
-    ids=["plain", "herd", "decoded"],
-)
-def test_it_is_a_redis_store(
-    options: dict[str, Any], valkey_cache_settings: Callable[..., CacheSettings], settings: Settings
-) -> None:
-    """Whatever its options are, locks exclude and are found; what they say names Valkey."""
-    settings.CACHES = valkey_cache_settings(OPTIONS=options)
-    # Pools are kept by URL.
-    settings.CACHES["default"]["LOCATION"] += f"?client_name=v{abs(hash(str(options)))}"
-    store = locate().store()
-    assert type(store) is RedisStore
-    assert store.where == 'CACHES["default"] (valkey)'
-    with cache_lock("x") as lock:
-        found = get_lock("x")
-        assert found.token == lock.token
-        assert not cache_lock("x").acquire()
-        lock.ensure()
-
-
-def test_its_errors_are_ours(
-    valkey_cache_settings: Callable[..., CacheSettings], settings: Settings
-) -> None:
-    """A server that is gone, or refuses, is a LockBackendError as with redis-py."""
-    with RedisServer() as server:
-        url = server.url.replace("redis", "valkey")
-        settings.CACHES = valkey_cache_settings(LOCATION=url)
-        assert cache_lock("x", renew=False).acquire()
-        with server.client() as admin:
-            admin.replicaof("127.0.0.1", dead_port())
-        with pytest.raises(LockBackendError, match="is a replica"):
-            cache_lock("y").acquire()
-        server.stop()
-        with pytest.raises(LockBackendError, match="did not answer"):
-            cache_lock("x").acquire()
-
-
-def test_without_redis_py(
-    run_without: Run, valkey_cache_settings: Callable[..., CacheSettings], settings: Settings
-) -> None:
-    """With valkey-py alone every module can be imported, and locks do all that they can."""
-    settings.CACHES = valkey_cache_settings()
-    done = run_without(["redis", "django_redis", "libvalkey"], "-W", "error", "-c", USES)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-
-
-# Django closes each cache at the end of a test, and awaits nothing.
-@pytest.mark.filterwarnings("ignore:.*AsyncBackendCommands.close")
-@pytest.mark.filterwarnings("ignore:coroutine 'AsyncBackendCommands.close'")
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"OPTIONS": {"CLIENT_CLASS": "django_valkey.client.ShardClient"}}, "several servers"),
-        ({"BACKEND": "django_valkey.async_cache.cache.AsyncValkeyCache"}, "coroutine"),
-    ],
-    ids=["sharded", "asynchronous"],
-)
-def test_what_is_refused(
-    change: dict[str, Any],
-    said: str,
-    valkey_cache_settings: Callable[..., CacheSettings],
-    settings: Settings,
-) -> None:
-    """Clients of several servers, and asynchronous ones, are refused, by the check too."""
-    settings.CACHES = valkey_cache_settings(**change)
-    with pytest.raises(BackendNotSupported, match=said):
-        cache_lock("x").acquire()
-    finding = lock_store.find_place()
-    assert said in finding.said
-    assert "Redis" in finding.hint

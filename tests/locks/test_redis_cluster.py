@@ -60,10 +60,6 @@ def caches_by(
                 "REDIS_CLIENT_KWARGS": timeouts,
             },
         ),
-        "valkey": (
-            "django_valkey.cluster_cache.cache.ClusterValkeyCache",
-            {"BASE_CLIENT_KWARGS": timeouts},
-        ),
     }
 
     def make(client: str) -> CacheSettings:
@@ -138,7 +134,7 @@ def name_at(server: RedisClusterServer, node: RedisServer) -> str:
     return next(name for name in names if server.node_of(listing_of(name)) is node)
 
 
-@pytest.mark.parametrize("client", ["django-redis", "django", "valkey"])
+@pytest.mark.parametrize("client", ["django-redis", "django"])
 def test_each_client(
     client: str,
     caches_by: Callable[[str], CacheSettings],
@@ -149,7 +145,7 @@ def test_each_client(
     """By each client for clusters locks exclude, wait, are listed, renewed and freed."""
     redis_cluster.flush()
     settings.CACHES = caches_by(client)
-    assert ("valkey" if client == "valkey" else "redis") + " cluster" in locate().store().where
+    assert "redis cluster" in locate().store().where
     locks = [cache_lock(f"lock:{number}", timeout=30) for number in range(10)]
     for lock in locks:
         assert lock.acquire()

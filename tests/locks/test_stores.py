@@ -125,7 +125,6 @@ def test_each_cache_has_its_store(settings: Settings, tmp_path: Path) -> None:
     stores: dict[str, type[Store]] = {
         "django_redis.cache.RedisCache": RedisStore,
         "django.core.cache.backends.redis.RedisCache": RedisStore,
-        "django_valkey.cache.ValkeyCache": RedisStore,
         "django.core.cache.backends.memcached.PyMemcacheCache": MemcachedStore,
         "django.core.cache.backends.locmem.LocMemCache": LocalStore,
         "diskcache.DjangoCache": PortableStore,

@@ -27,16 +27,14 @@ from ...leases.holder import HeldLock
 from .base import Store
 
 USE_INSTEAD: Final = (
-    "Use Redis (django-redis or Django's RedisCache) or Valkey (django-valkey), or set "
-    "LOCK_DATABASE to a database alias."
+    "Use Redis or Valkey, by django-redis or Django's RedisCache, or set LOCK_DATABASE to a "
+    "database alias."
 )
 
 INSTALL: Final = (
-    "Its client: pip install 'django-celery-safe[redis]', or with [valkey] or [memcached]; for "
+    "Its client: pip install 'django-celery-safe[redis]', or or with [memcached]; for "
     "Django's RedisCache redis."
 )
-
-SHARDED: Final = "it spreads keys over several servers, and a lost server moves them"
 
 #: Caches in which two processes could hold one lock, and why (measured in
 #: docs/explanation/stores.md).
@@ -50,15 +48,13 @@ REFUSED: Final = {
         "entries when it is full"
     ),
     "django.core.cache.backends.dummy.DummyCache": "it stores nothing, so every add() succeeds",
-    "django_redis.client.sharded.ShardClient": SHARDED,
-    "django_valkey.client.sharded.ShardClient": SHARDED,
-    "django_valkey.async_cache.cache.AsyncValkeyCache": (
-        "each of its methods returns a coroutine, which locks do not await"
+    "django_redis.client.sharded.ShardClient": (
+        "it spreads keys over several servers, and a lost server moves them"
     ),
 }
 
-#: Caches whose ``client`` is an object of a configurable class.
-WITH_CLIENT: Final = {"django_redis.cache.RedisCache", "django_valkey.cache.ValkeyCache"}
+#: The cache whose ``client`` is an object of a configurable class.
+WITH_CLIENT: Final = "django_redis.cache.RedisCache"
 
 #: Key functions that depend on the current tenant.
 OF_TENANT: Final = {"django_tenants.cache.make_key", "tenant_schemas.cache.make_key"}
@@ -227,7 +223,7 @@ def _not_imported(alias: str, error: ImportError) -> ConfigurationError:
 
 def _make_cache_store(alias: str, cache: Any) -> Store:
     classes = [_path(cls) for cls in type(cache).__mro__]
-    client: Any = cache.client if WITH_CLIENT.intersection(classes) else None
+    client: Any = cache.client if WITH_CLIENT in classes else None
     classes += [_path(cls) for cls in type(client).__mro__] if client is not None else []
     where = f'CACHES["{alias}"] ({type(cache).__name__})'
     for path, reason in REFUSED.items():
@@ -281,8 +277,6 @@ _REDIS: Final = _lazily("redis_cluster.make_redis_store")
 _MAKERS: Final[dict[str, Callable[[str, BaseCache], Store]]] = {
     "django_redis.cache.RedisCache": _REDIS,
     "django.core.cache.backends.redis.RedisCache": _REDIS,
-    "django_valkey.cache.ValkeyCache": _REDIS,
-    "django_valkey.cluster_cache.cache.ClusterValkeyCache": _REDIS,
     "django.core.cache.backends.memcached.PyMemcacheCache": _lazily("memcached.MemcachedStore"),
     "django.core.cache.backends.locmem.LocMemCache": _lazily("local.LocalStore"),
 }

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from .client_library import library_of
-from .wire import Wire
+from redis import ConnectionPool, Redis, exceptions
 
+from .wire import CLIENT_ERRORS, Wire
+
+#: Errors for a slot that is moving; the command was not run.
+MOVING: Final = (exceptions.MovedError, exceptions.AskError, exceptions.TryAgainError)
 #: Pauses, s, between tries of a command that a cluster refuses because it is moving the slot.
 #: Moving the few keys of a slot takes some milliseconds; the sum is less than a waiter's pop.
 PAUSES: Final = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
@@ -39,9 +42,6 @@ class ClusterWire:
 
     def __init__(self, client: Any) -> None:
         self.client = client
-        self._library = library = library_of(client)
-        #: Errors for a slot that is moving; the command was not run.
-        self._moving = (library.moved, library.ask, library.try_again)
         #: The wire of each node, by host and port, and the node that has each hash tag's slot.
         self._wires: dict[tuple[str, int], Wire] = {}
         self._routes: dict[str, tuple[str, int]] = {}
@@ -79,13 +79,13 @@ class ClusterWire:
         for pause in PAUSES:
             try:
                 return self._at_node(command, lambda wire: wire.ask(*command, within=within))
-            except self._library.moved as error:
+            except exceptions.MovedError as error:
                 self._follow(command, error)
-            except self._library.ask as error:
-                with suppress(*self._moving):
+            except exceptions.AskError as error:
+                with suppress(*MOVING):
                     importer = self._wire_at(self._named(command, error))
                     return importer.ask_importer(*command, within=within)
-            except self._library.response_error as error:
+            except exceptions.ResponseError as error:
                 if not self._is_moving(error):
                     raise
             if ends_at is not None and time.monotonic() + pause > ends_at:
@@ -97,7 +97,7 @@ class ClusterWire:
         """Do what :meth:`Wire.ask_counted` does."""
         try:
             answer: tuple[Any, bool] = self._at_node(command, lambda at: at.ask_counted(*command))
-        except self._library.response_error as error:
+        except exceptions.ResponseError as error:
             # The node did not run the command, so the next try counts as the first.
             if not self._is_moving(error):
                 raise
@@ -108,7 +108,7 @@ class ClusterWire:
         """Do what :meth:`Wire.ask_after_pop` does."""
         try:
             return self._at_node(command, lambda wire: wire.ask_after_pop(key, seconds, *command))
-        except self._library.response_error as error:
+        except exceptions.ResponseError as error:
             if not self._is_moving(error):
                 raise
             return self.ask(*command)
@@ -121,14 +121,14 @@ class ClusterWire:
     def _at_node(self, command: tuple[str, ...], ask: Callable[[Wire], Any]) -> Any:
         try:
             return ask(self._wire_at(self._node_for(command)))
-        except self._library.cluster_down:
+        except exceptions.ClusterDownError:
             # The node did not run the command. It may have been removed from the cluster, or be
             # cut off from it, while another node has the slot.
             self._look_again()
             return ask(self._wire_at(self._node_for(command)))
-        except self._library.response_error:
+        except exceptions.ResponseError:
             raise
-        except self._library.any_error:
+        except CLIENT_ERRORS:
             self._look_again()
             raise
 
@@ -142,17 +142,15 @@ class ClusterWire:
             # The client may not know this node yet: use the settings of a known node, with
             # this node's host and port.
             known = self.client.get_primaries()[0]
-            pool = getattr(self.client, f"get_{self._library.name}_connection")(
-                known
-            ).connection_pool
+            pool = self.client.get_redis_connection(known).connection_pool
             options = {**pool.connection_kwargs, "host": node[0], "port": node[1]}
-            own = self._library.pool(pool.connection_class, **options)
-            wire = self._wires.setdefault(node, Wire(self._library.client(connection_pool=own)))
+            own = ConnectionPool(pool.connection_class, **options)
+            wire = self._wires.setdefault(node, Wire(Redis(connection_pool=own)))
         return wire
 
     def _is_moving(self, error: Exception) -> bool:
         # A script may fail on a waiter's mark that has been moved to the other node already.
-        return isinstance(error, self._moving) or "non local key" in str(error)
+        return isinstance(error, MOVING) or "non local key" in str(error)
 
     def _follow(self, command: tuple[str, ...], error: Any) -> None:
         key = _key_of(command)
@@ -167,7 +165,7 @@ class ClusterWire:
 
     def _look_again(self) -> None:
         """Have the client ask the nodes that it can reach where the slots are now."""
-        with suppress(*self._library.any_error):
+        with suppress(*CLIENT_ERRORS):
             self.client.nodes_manager.initialize()
         self.close()
         self._wires.clear()

@@ -1,5 +1,5 @@
 """
-Locks in Redis or Valkey, through the connection of the cache's client.
+Locks in Redis, through the connection of the cache's client.
 
 A lock is one key: ``<token><fence><holder>``, with PX as its lease. All locks share one
 counter for fences and one sorted set that lists the keys, scored by the end of each lease
@@ -25,6 +25,8 @@ from functools import lru_cache, partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
+from redis.exceptions import NoScriptError
+
 from ...exceptions import BackendNotSupported, CelerySafeError, LockBackendError
 from ...foreign_errors import describe_error
 from ...leases.holder import (
@@ -42,9 +44,8 @@ from ...leases.holder import (
 )
 from ...leases.store import Renewable
 from .base import Acquired, Eviction, LockRequest, Store
-from .client_library import library_of
 from .redis_scripts import ACQUIRE, ACQUIRE_PLACE, EXTEND, PAGE_OF_LOCKS, PEEK, RELEASE, Script
-from .wire import PlainWire, Wire
+from .wire import CLIENT_ERRORS, PlainWire, Wire
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -166,13 +167,11 @@ class RedisStore(Store):
     #: Sends the commands; PlainWire, unlike Wire, leaves its connections to a redis-py pool.
     wire_class: ClassVar[type[PlainWire]] = Wire
     refusals = REFUSALS
+    client_errors = CLIENT_ERRORS
 
     def __init__(self, alias: str, cache: BaseCache, client: Any = None) -> None:
         client = client_of(cache) if client is None else client
-        library = library_of(client)
-        self.where = f'CACHES["{alias}"] ({library.name})'
-        self.client_errors = library.any_error
-        self._no_script = library.no_script
+        self.where = f'CACHES["{alias}"] (redis)'
         self._wire = self.wire_class(client)
         timeout = self._wire.options.get("socket_timeout")
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
@@ -326,7 +325,7 @@ class RedisStore(Store):
             words = [word.format(**keys) for word in command.split()]
             try:
                 self._wire.ask(*words)
-            except self._no_script:
+            except NoScriptError:
                 continue  # not refused: the server just does not have this script
             except self.client_errors as error:
                 explained = self.explain("try commands", error)
@@ -363,16 +362,16 @@ class RedisStore(Store):
         try:
             try:
                 return ask("EVALSHA", script.sha, str(len(keys)), *keys, *args)
-            except self._no_script:  # first use on this server, a SCRIPT FLUSH or a restart
+            except NoScriptError:  # first use on this server, a SCRIPT FLUSH or a restart
                 return ask("EVAL", script.source, str(len(keys)), *keys, *args)
         except self.client_errors as error:
             raise self.explain(action, error) from error
 
 
 def client_of(cache: BaseCache) -> Any:
-    """Return the client, of redis-py or valkey-py, that writes for ``cache``."""
+    """Return redis-py's client that writes for ``cache``."""
     own: Any = cache
-    if hasattr(own, "client"):  # django-redis, django-valkey
+    if hasattr(own, "client"):  # django-redis
         return own.client.get_client(write=True)
     # Django makes a new client for each call; the store keeps one, as they share a pool.
     return own._cache.get_client(None, write=True)

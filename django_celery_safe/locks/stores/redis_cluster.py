@@ -1,5 +1,5 @@
 """
-Locks in a Redis or Valkey cluster, with the scripts of :mod:`.redis`.
+Locks in a Redis Cluster, with the scripts of :mod:`.redis`.
 
 A script may only use keys of one slot. So each lock belongs to one of 64 buckets, and a bucket is
 like a separate Redis: the keys of its locks, fence counter and list start with the same hash tag.
@@ -21,7 +21,6 @@ from ...foreign_errors import describe_error
 from ...leases.holder import HeldLock, plain_name, split_place
 from ...leases.store import Renewable
 from .base import Eviction, Store
-from .client_library import library_of
 from .cluster_wire import ClusterWire, is_cluster
 from .redis import LISTING, REFUSALS, Keys, MakeKey, RedisStore, client_of
 
@@ -47,7 +46,7 @@ CLUSTER_REFUSALS: Final = {
 
 def make_redis_store(alias: str, cache: BaseCache) -> RedisStore:
     """
-    Return the store for a cache in Redis or Valkey.
+    Return the store for a cache in Redis.
 
     Raises:
         LockBackendError: The cache is in a cluster, and none of its nodes answered the client.
@@ -55,7 +54,7 @@ def make_redis_store(alias: str, cache: BaseCache) -> RedisStore:
     try:
         client = client_of(cache)
     except Exception as error:
-        # Only a cluster client, of either library, connects here; other clients connect later.
+        # Only a cluster client connects here; other clients connect later.
         if not isinstance(error, OSError) and "Cluster" not in type(error).__name__:
             raise
         where = f'CACHES["{alias}"] ({type(cache).__name__})'
@@ -74,7 +73,7 @@ class ClusterStore(RedisStore):
     def __init__(self, alias: str, cache: BaseCache, client: Any = None) -> None:
         super().__init__(alias, cache, client)
         self._cluster = cast(ClusterWire, self._wire)
-        self.where = f'CACHES["{alias}"] ({library_of(self._cluster.client).name} cluster)'
+        self.where = f'CACHES["{alias}"] (redis cluster)'
         self._listings = [_tag(number) + str(cache.make_key(LISTING)) for number in range(BUCKETS)]
 
     @staticmethod

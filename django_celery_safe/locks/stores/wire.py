@@ -13,8 +13,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from ...compat import take_connection
-from .client_library import Library, library_of
+from redis import ConnectionPool, Redis, exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from redis.utils import HIREDIS_AVAILABLE
 
 #: How long after its time, s, a pop that the server has not ended is given up.
 POP_MARGIN: Final = 0.5
@@ -24,13 +26,22 @@ MOST_IDLE: Final = 20
 PAUSE: Final = 0.05
 
 
+#: All errors of redis-py, and of the operating system. Errors that a cluster client itself raises
+#: have another base class.
+CLIENT_ERRORS: Final = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
+
+#: Packs a command that has only texts; None: the connection's own method is the fastest.
+pack_text: Callable[[tuple[Any, ...]], bytes] | None = None
+if HIREDIS_AVAILABLE:
+    from hiredis import pack_command as pack_text
+
 #: Types that hiredis packs without a call that a signal handler could interrupt.
 TEXT: Final = frozenset({str, bytes})
 
 
 class _TextPacker:
     """
-    Converts every number to text before hiredis, or libvalkey, packs it.
+    Converts every number to text before hiredis packs it.
 
     hiredis 3.5 crashes if a signal handler (a soft time limit) raises while it packs an
     int, and redis-py sends some ints when it connects.
@@ -54,10 +65,9 @@ class PlainWire:
 
     def __init__(self, client: Any) -> None:
         self._pool = client.connection_pool
-        self._library = library_of(client)
-        options = _connection_options(self._pool, self._library)
-        self._own_pool = self._library.pool(self._pool.connection_class, **options)
-        self._client: Any = self._library.client(connection_pool=self._own_pool)
+        options = _connection_options(self._pool)
+        self._own_pool = ConnectionPool(self._pool.connection_class, **options)
+        self._client: Any = Redis(connection_pool=self._own_pool)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -92,11 +102,11 @@ class PlainWire:
             The answer, and whether it may be a repeat's: the command was sent a second time,
             and the server may have run the first one, whose answer was lost.
         """
-        connection: Any = take_connection(self._own_pool)
+        connection: Any = self._own_pool.get_connection()
         try:
             connection.send_command(*command)
             return connection.read_response(disable_decoding=True), False
-        except self._library.connection_error:
+        except exceptions.ConnectionError:
             return PlainWire.ask(self, *command), True
         except BaseException:
             connection.disconnect()  # an unread answer would be read as the next command's
@@ -119,11 +129,11 @@ class PlainWire:
         both.execute_command(*command, NEVER_DECODE=True)
         try:
             popped, answer = both.execute(raise_on_error=False)
-        except (self._library.connection_error, self._library.timeout_error):
+        except (exceptions.ConnectionError, exceptions.TimeoutError):
             return self._ask_after_pause(*command)
-        answer = _answer_after_pop(popped, answer, self._library)
-        if isinstance(answer, self._library.response_error):
-            if _is_of_replica(answer, self._library):
+        answer = _answer_after_pop(popped, answer)
+        if isinstance(answer, exceptions.ResponseError):
+            if _is_of_replica(answer):
                 self.close()
             raise answer
         return answer
@@ -165,7 +175,7 @@ class Wire(PlainWire):
         if connection is not None:
             try:
                 return self._use(connection, command, within)
-            except self._library.connection_error:
+            except exceptions.ConnectionError:
                 # The connection broke since its last command, most likely in a restart, and so
                 # did the other connections.
                 self.close()
@@ -183,14 +193,14 @@ class Wire(PlainWire):
             return self._use(self._connect(), command), False
         try:
             return self._use(connection, command), False
-        except self._library.connection_error:
+        except exceptions.ConnectionError:
             self.close()
             return super().ask(*command), True
 
     def ask_after_pop(self, key: str, seconds: float, *command: str) -> Any:
         try:
             return self._use(self._take_idle() or self._connect(), command, pop=(key, seconds))
-        except (self._library.connection_error, self._library.timeout_error, TimeoutError):
+        except (exceptions.ConnectionError, exceptions.TimeoutError, TimeoutError):
             return self._ask_after_pause(*command)
 
     def close(self) -> None:
@@ -259,9 +269,7 @@ class _Connection:
         self.impatient = within is not None
         #: Whether its server reported that it is a replica.
         self.demoted = False
-        self._library = library_of(pool)
-        self._pack_text = self._library.pack
-        self._connection = pool.connection_class(**_connection_options(pool, self._library))
+        self._connection = pool.connection_class(**_connection_options(pool))
         if within is not None:
             self._bound(within)
         # Otherwise the socket may be collected before the connection that would close it,
@@ -280,7 +288,7 @@ class _Connection:
         for timeout in ("socket_timeout", "socket_connect_timeout"):
             own = getattr(self._connection, timeout, None)
             setattr(self._connection, timeout, within if own is None else min(own, within))
-        self._connection.retry = self._library.never_retry()
+        self._connection.retry = Retry(NoBackoff(), 0)
 
     def ask(self, command: tuple[Any, ...], within: float | None = None) -> Any:
         try:
@@ -289,7 +297,7 @@ class _Connection:
             if within is not None and not self._connection.can_read(within):
                 raise TimeoutError(f"no answer within {within:.3g} s")
             return self._connection.read_response(disable_decoding=True)
-        except self._library.response_error as error:
+        except exceptions.ResponseError as error:
             self._leave_replica(error)
             raise
         except BaseException:
@@ -302,7 +310,7 @@ class _Connection:
         try:
             # A healthy idle connection has nothing to read.
             broken = self._connection.can_read(0)
-        except self._library.any_error:
+        except CLIENT_ERRORS:
             broken = True
         if broken:
             self.close()
@@ -319,8 +327,8 @@ class _Connection:
         except BaseException:
             self.close()
             raise
-        answer = _answer_after_pop(popped, answer, self._library)
-        if isinstance(answer, self._library.response_error):
+        answer = _answer_after_pop(popped, answer)
+        if isinstance(answer, exceptions.ResponseError):
             self._leave_replica(answer)
             raise answer
         return answer
@@ -328,39 +336,39 @@ class _Connection:
     def _read(self) -> Any:
         try:
             return self._connection.read_response(disable_decoding=True)
-        except self._library.response_error as error:
+        except exceptions.ResponseError as error:
             return error
 
     def _leave_replica(self, error: Exception) -> None:
-        if _is_of_replica(error, self._library):
+        if _is_of_replica(error):
             self.demoted = True
             self.close()
 
     def _pack(self, command: tuple[Any, ...]) -> list[bytes]:
-        if self._pack_text is None:
+        if pack_text is None:
             return list(self._connection.pack_command(*command))
         if not TEXT.issuperset(map(type, command)):
-            return _TextPacker(self._pack_text).pack(*command)
+            return _TextPacker(pack_text).pack(*command)
         # Packed directly, since a command of texts only needs no _TextPacker, which would take
         # three times as long.
-        return [self._pack_text(command)]
+        return [pack_text(command)]
 
 
-def _connection_options(pool: Any, library: Library) -> dict[str, Any]:
+def _connection_options(pool: Any) -> dict[str, Any]:
     options = dict(pool.connection_kwargs)
-    if library.pack is not None:
-        options.setdefault("command_packer", _TextPacker(library.pack))
+    if pack_text is not None:
+        options.setdefault("command_packer", _TextPacker(pack_text))
     return options
 
 
-def _answer_after_pop(popped: Any, answer: Any, library: Library) -> Any:
+def _answer_after_pop(popped: Any, answer: Any) -> Any:
     # Report the pop's error: otherwise a waiter whose pops are refused would be told "held"
     # again and again, without a pause.
     is_held = isinstance(answer, list)
-    return popped if isinstance(popped, library.response_error) and is_held else answer
+    return popped if isinstance(popped, exceptions.ResponseError) and is_held else answer
 
 
-def _is_of_replica(error: Exception, library: Library) -> bool:
+def _is_of_replica(error: Exception) -> bool:
     # The server is no longer a primary; the next connection finds the new one. For a script,
     # Redis 6.2 reports this in the middle of another error text.
-    return isinstance(error, library.read_only) or "READONLY" in str(error)
+    return isinstance(error, exceptions.ReadOnlyError) or "READONLY" in str(error)
