@@ -88,32 +88,16 @@ TASK_CONFLICT = Event(
 #: ended.
 #: `name` is that lock, key or step.
 #: The message is sent again as a copy, and `delay` is the number of seconds until that copy
-#: arrives.
-#: `delay` is `None` if the message was dropped instead, because another copy is already waiting.
-#: See [its own copy](../explanation/its-own-copy.md).
-#:
-#: Redis and RabbitMQ mark redelivered messages; the WARNING is for a message without that mark:
-#: your code has given the same id to two sends, which count as one, so the second does not run.
+#: arrives; see [its own copy](../explanation/its-own-copy.md).
 TASK_OWN_COPY = LoggedEvent(
     "task_own_copy",
     INFO,
     "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy "
     "arrives in %(delay).3g s.",
 )
-TASK_OWN_COPY_DROPPED = TASK_OWN_COPY.also(
-    "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: another copy "
-    "is on its way."
-)
-TASK_OWN_COPY_OR_SECOND_SEND = TASK_OWN_COPY.also(
-    "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy arrives "
-    "in %(delay).3g s. The broker did not mark the message as redelivered. If your code gave this "
-    "id to two sends, they count as one message, and the second does not run: let Celery "
-    "generate the ids, or give each send its own.",
-    level=WARNING,
-)
 
-#: The copy of a message arrived and did nothing, because the run that it waited for has ended
-#: in the meantime, with or without an error.
+#: A copy, or a redelivered message, did nothing, because an earlier run of its message has ended,
+#: with or without an error.
 COPY_DROPPED = LoggedEvent(
     "copy_dropped",
     INFO,

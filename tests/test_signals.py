@@ -490,7 +490,7 @@ PLAYS: Final[list[Provoke]] = [
 ]
 #: Events that other tests make happen: by Celery's default app (test_mistakes.py), and by a broker
 #: that does not mark what it redelivers (worker/test_copies.py).
-ELSEWHERE: Final = {events.SENT_WITHOUT_APP, events.TASK_OWN_COPY_OR_SECOND_SEND}
+ELSEWHERE: Final = {events.SENT_WITHOUT_APP}
 
 
 def test_each_event_is_as_declared(get: Get) -> None:

@@ -30,10 +30,8 @@ from ..delivery.call import (
 from ..delivery.copies import (
     OWN_RUN_WAIT,
     Rejected,
-    copy_marker,
-    delete_markers,
     drop_if_run_ended,
-    mark_if_done,
+    marking_end,
     requeue_self,
     resend_later,
 )
@@ -109,8 +107,7 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     call = functools.partial(run_for, request, guarded.function, args, kwargs)
     if message is None:
         return _run_without_message(lock, options, call)
-    if "copy" in header:
-        drop_if_run_ended(task, message, locate(options.cache))
+    drop_if_run_ended(task, message, locate(options.cache).store())
     return MessageRun(task, message, header, options, lock, call).run()
 
 
@@ -133,16 +130,15 @@ class MessageRun:
 
     def run(self) -> Any:
         """Call the function under the lock, or step aside; then settle the lock of the send."""
-        if self.task.acks_late:
-            # The request that releases the lock also reads whether a copy of the message waits.
-            self.lock.look_at = copy_marker(self.task, self.message)
         sent = find_sent(self.message, self.header) if "sent" in self.header else None
+        if sent is None:
+            return self._run_or_step_aside(None)
         try:
             result = self._run_or_step_aside(sent)
         except BaseException as error:
-            self._end(sent, error)
+            sent.end_run(self.task, error)
             raise
-        self._end(sent, None)
+        sent.end_run(self.task, None)
         return result
 
     def _run_or_step_aside(self, sent: SentLock | None) -> Any:
@@ -150,26 +146,15 @@ class MessageRun:
             if lock.lease is None:
                 self._wait(lock.contender)
             if (lease := lock.lease) is not None:
-                if "copy" in self.header:
-                    delete_markers(self.task, self.message, locate(self.options.cache))
-                return self.call() if sent is None else sent.hold(lease, self.options, self.call)
+                with marking_end(self.task, self.message, lease):
+                    return (
+                        self.call() if sent is None else sent.hold(lease, self.options, self.call)
+                    )
         contender = lock.contender
         assert contender is not None  # the lock was not acquired
         if self._is_held_by_own(contender):
-            requeue_self(self.task, self.message, contender, locate(self.options.cache))
+            requeue_self(self.task, self.message, contender)
         return self._step_aside(contender)
-
-    def _end(self, sent: SentLock | None, error: BaseException | None) -> None:
-        """Do what follows the release of the lock; ``error`` has ended the run, None: none has."""
-        try:
-            if (lease := self.lock.lease_when_seen) is not None:
-                mark_if_done(self.task, self.message, lease, error)
-        except BaseException as failure:
-            error = failure  # Celery gets this error, and may retry the task because of it
-            raise
-        finally:
-            if sent is not None:
-                sent.end_run(self.task, error)
 
     def _is_held_by_own(self, contender: HeldLock | None) -> bool:
         """Return whether the lock is held under this message's own task id."""

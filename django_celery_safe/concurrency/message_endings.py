@@ -9,6 +9,7 @@ message and its run once the process of the run has really ended.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
 from .. import conf
-from ..delivery.copies import MessageGoesOn, copy_marker, mark_ended
+from ..delivery.copies import MessageGoesOn, mark_end
 from ..delivery.header import Header, find_ours, read_header
 from ..delivery.worker import (
     connect_receivers,
@@ -156,18 +157,10 @@ def _free_after_death(
         if not is_ours and sent is None:
             return
 
-        def mark() -> bool:
-            # As a run does at its own end: mark for its copy that nothing is left to do.
-            if held is None or not (is_ours and ended):
-                return False
-            if store.peek(copy_marker(task, request)) is None:
-                return False
-            mark_ended(task, request, store, held.token)
-            return True
-
-        # Once before the process has ended, because its lease may expire right after that; and
-        # once again afterwards, because the message may be redelivered in between.
-        done = mark()
+        # As a run does at its own end; first, because its lease may expire right after its death.
+        done = False
+        if held is not None and is_ours and ended:
+            done = mark_end(task, request, store, time.time() - held.holder.since)
         if not is_dead_soon(pid):
             logger.info(
                 "Process %d of task %s[%s] does not end; its locks end by their leases.",
@@ -176,7 +169,6 @@ def _free_after_death(
                 request.id,
             )
             return
-        done = mark() or done
         if held is not None and is_ours:
             store.release(held.name, held.token, held.remaining)
         if sent is not None and delay is not None and (alone or done):

@@ -4,7 +4,8 @@ Re-sending the running task's message.
 There are two cases. With ``on_conflict="retry"``, a message that finds the lock held is re-sent
 to arrive later. A message that finds the lock held under its own task id (redelivered by the
 broker, or its own retry) is re-sent to arrive when the lease has expired, because the holder may
-be dead. Such copies must not multiply: at most one of each task id is on its way.
+be dead. If that run was alive, and longer than the broker's redelivery time, it leaves a marker
+at its end, and the copy finds nothing left to do.
 """
 
 from __future__ import annotations
@@ -14,27 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 
 from .. import conf
-from ..events import (
-    COPY_DROPPED,
-    TASK_OWN_COPY,
-    TASK_OWN_COPY_DROPPED,
-    TASK_OWN_COPY_OR_SECOND_SEND,
-)
-from ..exceptions import LockBackendError
-from ..leases.holder import Holder, arguments_of
+from ..events import COPY_DROPPED, TASK_OWN_COPY
+from ..exceptions import LockBackendError, LockLost
+from ..leases.clock import clock
+from ..leases.holder import Holder
 from ..leases.lease import Lease
-from ..leases.store import Renewal
 from ..locks import HeldLock
-from ..locks.stores import Location
-from ..locks.stores.base import Acquired, Store
+from ..locks.stores.base import Store
 from ..texts import get_logger
-from .header import declare_field, get_header, is_token, with_header
+from .header import declare_field, get_header, is_flag, with_header
 
 T = TypeVar("T")
 
@@ -44,28 +39,19 @@ logger = get_logger(__name__)
 #: transport/redis.py, transport/SQS).
 VISIBILITY_TIMEOUT: Final = 3600.0
 SQS_VISIBILITY_TIMEOUT: Final = 1800.0
-#: Brokers that mark redelivered messages; SQS, for example, does not (kombu 5.7).
-MARKING: Final = ("redis", "rediss", "sentinel", "amqp", "amqps", "pyamqp")
 #: Seconds that a message waits for the run of its own task id before it is re-sent: a retry
 #: without delay may arrive before the run that sent it has ended.
 OWN_RUN_WAIT: Final = 0.5
 #: Pause before the next try, s.
 PAUSE: Final = 0.05
+#: How long the end of a long run is marked, s: a redelivered message may wait in its queue.
+MARK_LASTS: Final = 24 * 3600.0
 #: Shortest delay of a copy, s: the lease's end is known only to the millisecond.
 SHORTEST_DELAY: Final = 0.05
 
 
-#: The header field with the token of a copy's marker, and a part of the marker's name.
-CopyName: TypeAlias = Literal["copy", "claim_copy"]
-
-
-#: Token of the marker for this copy of a message: the copy is on its way.
-declare_field("copy", is_token)
-#: Token of the run whose lock this copy waits for.
-declare_field("met", is_token)
-#: Like ``copy``, for a copy that waits for the end of a claim.
-declare_field("claim_copy", is_token)
-COPY_FIELDS: Final = ("copy", "met", "claim_copy")
+#: Whether this message is a copy that waited for the end of another run or claim.
+declare_field("copy", is_flag)
 
 
 class Rejected(Reject, Ignore):
@@ -148,94 +134,60 @@ def resend_later(
     raise Retry(why, when=delay, sig=signature)  # type: ignore[arg-type]
 
 
-def requeue_self(
-    task: Any, request: Context, contender: HeldLock, markers: Location, *, of_claim: bool = False
-) -> NoReturn:
+def requeue_self(task: Any, request: Context, contender: HeldLock) -> NoReturn:
     """
-    Make sure that one copy of the message arrives after the lease, and end this run.
+    Send a copy of the message that arrives after the contender's lease, and end this run.
 
-    1. The marker ``<task>:copy:<id>:<attempt>`` is read. It names the attempt, because a retry
-       has the same id. If the marker belongs to another copy, that copy is on its way, and
-       this message is dropped.
-    2. The copy is sent, with the token of its marker and the token of the run that holds the
-       lock.
-    3. The marker is set. It is set last so that nothing is lost if this process dies or hangs
-       before: at worst two copies travel until the first of them arrives.
-    4. A run that ends normally, and sees the marker when it frees its lock, sets another marker,
-       ``<task>:ended:<token of the run>``. A copy that finds this marker has nothing to do. If
-       the run ends between 2 and 3, or dies before it sets the marker, the work is done again.
-
-    A message that finds a claim of ``idempotent`` uses a marker with another name, because the
-    same message may also find a lock. It needs no ``ended`` marker: the record shows the result.
+    The delay is at most half the time after which the broker redelivers a message, so a waiting
+    copy is not redelivered itself.
 
     Args:
         contender: The holder that the message found.
-        markers: Where to keep the markers of copies.
-        of_claim: Whether the contender holds a claim, not a lock.
 
     Raises:
-        WillBeRedelivered: Always, if a copy is on its way.
+        WillBeRedelivered: The copy is on its way.
     """
-    name: CopyName = "claim_copy" if of_claim else "copy"
-    marker = copy_marker(task, request, name)
-    header = get_header(request)
-    carried = header.get(name)
-    store = markers.store()
-    known = store.peek(marker)
-    if known is not None and known.token != carried:
-        _emit_own_copy(task, request, contender, None)
-        raise WillBeRedelivered("Another copy of this message is on its way")
     left = contender.remaining
     if left is None:  # the store does not report it
         left = conf.lock_timeout()
     delay = min(max(left, SHORTEST_DELAY), _longest_delay(task))
-    lasts = delay + visibility_timeout(task.app)
-    token = os.urandom(16).hex()
     signature = task.signature_from_request(request, countdown=delay)
-    again: Any = {**header, "task": task.name, name: token}
-    arguments = arguments_of(request)
-    holder = Holder(since=time.time(), task=task.name, task_id=request.id, arguments=arguments)
-    if not of_claim and contender.token:
-        again["met"] = contender.token
-    signature.options.update(with_header(signature.options, again))
+    header: Any = {**get_header(request), "task": task.name, "copy": True}
+    signature.options.update(with_header(signature.options, header))
     _send(task, request, signature)
-    _set_marker(store, marker, token, lasts, holder, carried)
-    first = carried is None and _attempt(request) == "0.0"
-    marked = _is_redelivered(request) or _broker_scheme(task.app) not in MARKING
-    twice = first and not of_claim and not marked
-    _emit_own_copy(task, request, contender, delay, twice=twice)
+    TASK_OWN_COPY.emit(
+        requeue_self,
+        name=contender.name,
+        task=task.name,
+        task_id=request.id,
+        holder=str(contender.holder),
+        delay=delay,
+    )
     raise WillBeRedelivered(
         f"Met {contender.name!r}, which is held; a copy of the message comes back"
     )
 
 
-def drop_if_run_ended(task: Any, request: Context, markers: Location) -> None:
+def drop_if_run_ended(task: Any, request: Context, store: Store) -> None:
     """
-    End a copy at once if the run whose lock it waited for has ended normally.
+    End the run of a redelivered message, or of a copy, if an earlier run has done its work.
 
     Otherwise every run that is longer than the broker's redelivery time would be followed
     by another run, without end.
 
     Raises:
-        MessageGoesOn: The other run has ended, and did the work of this message.
+        MessageGoesOn: An earlier run of the message has ended.
     """
-    run_token = get_header(request).get("met")
-    store = markers.store()
-    ended = None if run_token is None else store.peek(_end_marker(task, run_token))
-    if ended is None:
+    redelivered = (request.delivery_info or {}).get("redelivered")
+    if not redelivered and "copy" not in get_header(request):
         return
-    delete_markers(task, request, markers)
-    _delete_marker(store, ended.name, ended.token)
-    COPY_DROPPED.emit(requeue_self, task=task.name, task_id=request.id)
-    raise MessageGoesOn("The run that this copy waited for has ended")
+    if store.peek(_end_marker(task, request)) is not None:
+        COPY_DROPPED.emit(requeue_self, task=task.name, task_id=request.id)
+        raise MessageGoesOn("An earlier run of this message has ended")
 
 
 def begin_or_requeue(
-    met: HeldLock,
-    try_begin: Callable[[], T | HeldLock],
-    task: Any,
-    request: Context,
-    markers: Location,
+    met: HeldLock, try_begin: Callable[[], T | HeldLock], task: Any, request: Context
 ) -> T:
     """
     Re-send the message of a claim that another run holds, unless that run ends at once.
@@ -243,7 +195,6 @@ def begin_or_requeue(
     Args:
         met: The lock of the run that the message has met.
         try_begin: Starts the work and returns it, or the lock of the run that is doing it.
-        markers: Where to keep the markers of copies.
 
     Raises:
         WillBeRedelivered: A copy of the message is on its way.
@@ -253,100 +204,49 @@ def begin_or_requeue(
     while isinstance(begun, HeldLock):
         # A retry without delay may arrive before the run that sent it has ended.
         if begun.holder.task_id != request.id or time.monotonic() > waits_until:
-            requeue_self(task, request, begun, markers, of_claim=True)
+            requeue_self(task, request, begun)
         time.sleep(PAUSE)
         begun = try_begin()
     return begun
 
 
-def delete_markers(
-    task: Any, request: Context, markers: Location, *, of_claim: bool = False
-) -> None:
-    """Delete the marker of this re-sent copy, which is running now; other messages have none."""
-    header = get_header(request)
-    name: CopyName = "claim_copy" if of_claim else "copy"
-    if (token := header.get(name)) is not None:
-        _delete_marker(markers.store(), copy_marker(task, request, name), token)
-
-
-def _delete_marker(store: Store, name: str, token: str) -> None:
+@contextmanager
+def marking_end(task: Any, request: Context, lease: Lease[Store]) -> Iterator[None]:
+    """Mark the end of the run in the block, for deliveries of its message that may still come."""
+    began_at = clock.now()
     try:
-        store.release(name, token)
-    except LockBackendError as error:
-        logger.warning(
-            "The marker of a task's copy could not be deleted; it ends by itself: %s", error
-        )
+        yield
+    except Exception as error:
+        # If its message was put back, or its work given up, another run has to do it.
+        if not isinstance(error, WillBeRedelivered | LockLost) and not is_requeued(error):
+            mark_end(task, request, lease.store, clock.now() - began_at)
+        raise
+    mark_end(task, request, lease.store, clock.now() - began_at)
 
 
-def mark_if_done(
-    task: Any, request: Context, lease: Lease[Store], error: BaseException | None
-) -> None:
+def mark_end(task: Any, request: Context, store: Store, seconds: float) -> bool:
     """
-    Mark the end of a run, whose lock had this lease, for the copy of its message that waits for it.
+    Mark that a run of ``seconds`` has ended, if the broker may have redelivered its message.
 
-    If the process is killed before this, the work is done again.
-
-    Args:
-        error: The error that ended the run; None: no error.
+    Returns:
+        Whether a later delivery of the message is dropped.
     """
-    # If the run was killed or its message put back, the message or its copy must run again.
-    killed = error is not None and not isinstance(error, Exception)
-    if not (killed or isinstance(error, WillBeRedelivered) or is_requeued(error)):
-        mark_ended(task, request, lease.store, lease.token)
-
-
-def mark_ended(task: Any, request: Context, store: Store, run_token: str) -> None:
-    """Set the marker that tells a copy of the message that the run it waits for has ended."""
+    if not task.acks_late or seconds < _longest_delay(task):
+        return False
     holder = Holder(since=time.time(), task=task.name, task_id=request.id)
-    _set_marker(
-        store,
-        _end_marker(task, run_token),
-        os.urandom(16).hex(),
-        _longest_marker(task),
-        holder,
-        None,
-    )
-
-
-def copy_marker(task: Any, request: Context, name: CopyName = "copy") -> str:
-    """Return the name of the marker for a copy of this very message that is on its way."""
-    return f"{task.name}:{name}:{request.id}:{_attempt(request)}"
-
-
-def _end_marker(task: Any, run_token: str) -> str:
-    return f"{task.name}:ended:{run_token}"
-
-
-def _longest_marker(task: Any) -> float:
-    return _longest_delay(task) + visibility_timeout(task.app)
-
-
-def _attempt(request: Context) -> str:
-    # A retry, or the replacement of a run, is another message with the same id.
-    return f"{request.retries or 0}.{request.replaced_task_nesting or 0}"
-
-
-def _set_marker(
-    store: Store, name: str, token: str, seconds: float, holder: Holder, old: str | None
-) -> None:
-    """
-    Set a marker that lasts ``seconds``.
-
-    Args:
-        old: Token of the marker to replace; a marker with any other token is newer, and stays.
-    """
+    lasts = store.nearest_lease(MARK_LASTS)
     try:
-        seconds = store.nearest_lease(seconds)
-        outcome = store.acquire(name, token, seconds, holder)
-        if isinstance(outcome, Acquired):
-            # The marker may have existed before, with less time left.
-            store.extend([Renewal(name, token, seconds)])
-        elif outcome.token == old:
-            store.release(name, outcome.token)
-            store.acquire(name, token, seconds, holder)
+        store.acquire(_end_marker(task, request), os.urandom(16).hex(), lasts, holder)
     except LockBackendError as error:
-        # Without the marker another delivery may send one more copy, or a copy runs in vain.
-        logger.warning("The marker of a task's copy could not be set: %s", error)
+        logger.warning("The end of %s[%s] could not be marked: %s", task.name, request.id, error)
+        return False
+    return True
+
+
+def _end_marker(task: Any, request: Context) -> str:
+    # A retry, or the replacement of a run, is another message with the same id.
+    attempt = f"{request.retries or 0}.{request.replaced_task_nesting or 0}"
+    return f"{task.name}:ended:{request.id}:{attempt}"
 
 
 def _send(task: Any, request: Context, signature: Any) -> None:
@@ -381,27 +281,6 @@ def visibility_timeout(app: Any) -> float:
     return float(options.get("visibility_timeout", default))
 
 
-def _is_redelivered(request: Context) -> bool:
-    info: Any = request.delivery_info or {}
-    return bool(info.get("redelivered"))
-
-
 def _broker_scheme(app: Any) -> str:
     urls = app.conf.broker_write_url or app.conf.broker_url or ""
     return str(urls if isinstance(urls, str) else urls[0]).partition(":")[0]
-
-
-def _emit_own_copy(
-    task: Any, request: Context, contender: HeldLock, delay: float | None, *, twice: bool = False
-) -> None:
-    event = TASK_OWN_COPY_OR_SECOND_SEND if twice else TASK_OWN_COPY
-    if delay is None:
-        event = TASK_OWN_COPY_DROPPED
-    event.emit(
-        requeue_self,
-        name=contender.name,
-        task=task.name,
-        task_id=request.id,
-        holder=str(contender.holder),
-        delay=delay,
-    )

@@ -25,7 +25,6 @@ from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
 from ..leases.clock import clock
 from ..leases.holder import HeldLock
-from ..locks.stores import Location
 from ..texts import get_logger
 from ..transactions import reconnect
 from ..values import decode
@@ -62,8 +61,6 @@ class RecordClaim(Claim):
         super().__init__(table, key, key, seconds)
         self.asked = False
         self._keep, self._digest = keep, digest
-        #: Where the markers of a message's copies are: in the records' database, not in a cache.
-        self.markers = Location("database", table.alias)
         #: Why the result can't be stored; "": it can.
         self._error = ""
 

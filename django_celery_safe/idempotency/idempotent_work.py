@@ -28,8 +28,7 @@ from ..delivery.call import (
     sent_arguments,
     show_signature,
 )
-from ..delivery.copies import begin_or_requeue, delete_markers
-from ..delivery.header import get_header
+from ..delivery.copies import begin_or_requeue
 from ..exceptions import AlreadyClaimed, ConfigurationError, IdempotencyError
 from ..foreign_errors import ExcInfo
 from ..leases.claim import Claim
@@ -96,7 +95,6 @@ class Idempotent:
         self._begin(claim, task, message)
         with ExitStack() as stack:
             stack.enter_context(_recording(claim))
-            _delete_markers(claim, task, message)
             self._stack = stack.pop_all()
         self._claim = claim
         return claim
@@ -132,10 +130,8 @@ class Idempotent:
         claim = self._claim_of_call(function, task, message, args[bound:], kwargs, bound=bound)
         self._begin(claim, task, message)
         if claim.is_repeat:
-            _delete_markers(claim, task, message)
             return claim.result
         with claim.holding(claim.fail):
-            _delete_markers(claim, task, message)
             result = run_for(request, function, args, kwargs)
             claim.succeed(result)
         return result
@@ -149,7 +145,7 @@ class Idempotent:
             raise AlreadyClaimed(
                 claim.key, str(held.holder), held.holder.task_id, held.remaining or 0.0
             )
-        begin_or_requeue(held, claim.try_begin, task, message, claim.markers)
+        begin_or_requeue(held, claim.try_begin, task, message)
 
     def _claim_of_call(
         self,
@@ -199,11 +195,6 @@ def _recording(claim: RecordClaim) -> Iterator[None]:
         yield
         if not claim.is_of_parent():
             claim.succeed()
-
-
-def _delete_markers(claim: RecordClaim, task: Any, message: Context | None) -> None:
-    if message is not None and "claim_copy" in get_header(message):
-        delete_markers(task, message, claim.markers, of_claim=True)
 
 
 def _message_of(request: Context | None) -> Context | None:

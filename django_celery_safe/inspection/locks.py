@@ -18,10 +18,6 @@ from ..locks import find_lock, iter_locks, release_lock
 from .decision import Decision
 from .row import LeasedRow, ago, duration
 
-#: The word between a task's name and an id in a marker's name; see delivery/copies, and
-#: delivery/deaths for DEATH.
-MARKERS: Final = ("copy", "claim_copy", "ended")
-DEATH: Final = "death"
 #: The holder of a message's lock: the store does not record which of these cases applies.
 NO_PROCESS: Final = gettext_noop("no process: a message waits or runs, or its period lasts")
 
@@ -140,12 +136,9 @@ class LockRow(LeasedRow):
 def kind_of(lock: HeldLock) -> str:
     """Return ``run`` if a process holds the lock, ``message`` for a message, or ``marker``."""
     holder = lock.holder
-    # The holder of a death marker is the process that died.
-    if lock.name.startswith(f"{holder.task}:{DEATH}:{holder.task_id}:"):
-        return "marker"
     if holder.host or not holder.task_id:
         return "run"
-    is_marker = lock.name.startswith(tuple(f"{holder.task}:{each}:" for each in MARKERS))
+    is_marker = lock.name.startswith(f"{holder.task}:ended:")  # see delivery/copies
     return "marker" if is_marker else "message"
 
 

@@ -89,11 +89,6 @@ class CacheLock(misuse.NotAsync):
         self._asked = False
         #: The decorated function that the lock guards; None: a block.
         self.function: Callable[..., Any] | None = None
-        #: Name of another lock in the same store that the release of this lock also checks;
-        #: "": none.
-        self.look_at = ""
-        #: The lease that was released while the ``look_at`` lock was held.
-        self.lease_when_seen: Lease[Store] | None = None
 
     def acquire(self, blocking_timeout: conf.Duration | conf.Unset | None = conf.UNSET) -> bool:
         """
@@ -154,7 +149,7 @@ class CacheLock(misuse.NotAsync):
         try:
             self.lease = None
             renewer.remove(lease)
-            released = self._ask_to_release(lease)
+            released = lease.store.release(lease.name, lease.token, lease.remaining)
         except (WrongTransaction, SynchronousOnlyOperation):
             # No request was sent to the store, so the lock can still be released: after the
             # transaction, or outside the event loop.
@@ -419,16 +414,6 @@ class CacheLock(misuse.NotAsync):
         if LOCK_ACQUIRED.is_observed():
             LOCK_ACQUIRED.emit(CacheLock, name=self.name, fence=acquired.fence)
         return True
-
-    def _ask_to_release(self, lease: Lease[Store]) -> bool:
-        if not self.look_at:
-            return lease.store.release(lease.name, lease.token, lease.remaining)
-        released, is_held = lease.store.release_and_peek(
-            lease.name, lease.token, self.look_at, lease.remaining
-        )
-        if is_held:
-            self.lease_when_seen = lease
-        return released
 
     def _held_for(self) -> float:
         """Return the seconds until the holder's lease can expire, plus a margin."""

@@ -25,7 +25,7 @@ from ..concurrency.message_endings import watch
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
 from ..concurrency.sent import SentLock, find_lock_of, find_sent
 from ..delivery.call import is_as_sent
-from ..delivery.copies import COPY_FIELDS, Resent, find_resent, resending
+from ..delivery.copies import Resent, find_resent, resending
 from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
 from ..exceptions import AlreadySent, NotSerializable, TaskPoisoned
@@ -483,7 +483,7 @@ class SafeTaskMixin(Task[P, R]):
             # A retry takes no new lock, which could be held by another message. With the same
             # key it keeps the old lock.
             if (carried.get("lock"), carried.get("key")) == (header.get("lock"), key):
-                old = {name: carried[name] for name in carried if name not in COPY_FIELDS}
+                old = {name: carried[name] for name in carried if name != "copy"}
                 header = {**old, **header}
         elif own.unique_until is not None:
             header["sent"] = os.urandom(16).hex()

@@ -25,7 +25,6 @@ from ..databases import is_lost_race
 from ..delivery.copies import (
     WillBeRedelivered,
     begin_or_requeue,
-    delete_markers,
     resend_later,
 )
 from ..delivery.deaths import ends_process, refuse_after_deaths
@@ -37,7 +36,6 @@ from ..leases.claim import Claim
 from ..leases.clock import clock
 from ..leases.holder import HeldLock, Holder
 from ..leases.lease_table import read_holder
-from ..locks.stores import Location
 from ..texts import get_logger
 from ..values import NotPlain, encode
 from . import engine
@@ -193,8 +191,6 @@ def run_step(task: Any, request: Context, header: Header, do: Callable[[Work], O
             return None
         if step.deaths:
             refuse_after_deaths(task, request.id, step.deaths, step.last_death)
-        if "claim_copy" in header:
-            delete_markers(task, request, _markers(claim.table), of_claim=True)
         outcome = _do(claim, task, request, do)
         # After a bare os.fork() the child also gets here, and must not end the claim.
         if not claim.is_of_parent():
@@ -246,7 +242,7 @@ def _begin(claim: StepClaim, task: Any, request: Context) -> bool:
 
     begun = try_begin()
     if isinstance(begun, HeldLock):
-        return begin_or_requeue(begun, try_begin, task, request, _markers(claim.table))
+        return begin_or_requeue(begun, try_begin, task, request)
     return begun
 
 
@@ -342,8 +338,3 @@ def comes_again(task: Any, error: BaseException) -> bool:
             return hasattr(task, "_orig_run")  # what Celery's autoretry wraps
         case _:
             return True  # a signal ends the process
-
-
-def _markers(store: StepTable) -> Location:
-    """Return where the markers of copies are: in the database of the steps, not in a cache."""
-    return Location("database", store.alias)

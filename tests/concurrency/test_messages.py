@@ -1,10 +1,10 @@
 """Messages of single-instance tasks that meet a lock, without a worker."""
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,6 @@ from pytest_django import Settings
 
 from django_celery_safe import (
     AlreadyRunning,
-    HeldLock,
     LockBackendError,
     SafeTask,
     find_lock,
@@ -88,11 +87,6 @@ class Importing:
         """Return a message for the lock of number 7."""
         self.task.apply_async((7,), **options)
         return self.mailbox.take_one()
-
-
-def find_note(message: Message) -> HeldLock | None:
-    """Return the note that says which copy of the message is on its way."""
-    return find_lock(f"{NAME}:copy:{message.id}:0.0")
 
 
 @pytest.fixture
@@ -314,44 +308,27 @@ def test_a_message_that_meets_its_own_lock_comes_back(
     assert importing.runs == [first.id]
 
 
-def test_a_copy_is_noted_until_it_runs(mailbox: Mailbox, locks_in_memory: None) -> None:
-    """The note names the copy for as long as the broker may take, and is struck at its run."""
-    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 100}
-    importing = Importing(mailbox)
-    message = importing.message()
-    with held_by(LOCK, message.id, seconds=20):
-        mailbox.deliver(message)
-        copy = mailbox.take_one()
-        note = find_note(message)
-        assert note is not None
-        assert note.token == copy.ours["copy"]
-        assert note.remaining is not None
-        assert 110 < note.remaining <= 120
-    assert mailbox.deliver(copy).value == "imported"
-    assert find_note(message) is None
-
-
 def test_a_copy_that_meets_the_lock_again_is_replaced(
     mailbox: Mailbox, locks_in_memory: None
 ) -> None:
-    """Under a holder that lives long one copy follows the other, and redeliveries add none."""
+    """Under a holder that lives long one copy follows the other."""
     importing = Importing(mailbox)
-    message = importing.message()
+    copy = message = importing.message()
     with held_by(LOCK, message.id):
-        assert {mailbox.deliver(message).state for _ in range(3)} == {"IGNORED"}
-        copies = [mailbox.take_one()]
         for _ in range(4):
-            mailbox.deliver(copies[-1])
-            mailbox.deliver(message)
-            copies.append(mailbox.take_one())
-    assert len({copy.ours["copy"] for copy in copies}) == 5
-    mailbox.deliver(copies[-1])
+            assert mailbox.deliver(copy).state == "IGNORED"
+            copy = mailbox.take_one()
+    mailbox.deliver(copy)
     assert importing.runs == [message.id]
-    assert find_note(message) is None
 
 
 def run_and_deliver_again(mailbox: Mailbox) -> tuple[Message, list[str]]:
-    """Deliver a message again while it runs; return its copy, and the runs so far and later."""
+    """
+    Deliver a message again while it runs; return its copy, and the runs so far and later.
+
+    The copy is sent after ``OWN_RUN_WAIT``, later than half of the visibility timeout.
+    """
+    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 0.01}
     runs: list[str] = []
 
     def running(task: Any, number: int) -> None:
@@ -375,68 +352,33 @@ def run_and_deliver_again(mailbox: Mailbox) -> tuple[Message, list[str]]:
     return mailbox.take_one(), runs
 
 
-def test_the_copy_of_a_run_that_has_ended_is_dropped(store: None, mailbox: Mailbox) -> None:
-    """A run that was delivered again while it went on is not followed by another, on any store."""
+def test_what_comes_after_a_long_run_is_dropped(store: None, mailbox: Mailbox) -> None:
+    """Neither a copy nor a late redelivery of its message follows a long run, on any store."""
     copy, runs = run_and_deliver_again(mailbox)
-    assert mailbox.deliver(copy).state == "IGNORED"
+    late = replace(copy, delivery_info={**copy.delivery_info, "redelivered": True})
+    for message in (copy, late.with_headers(**{HEADER: {"task": NAME}})):
+        assert mailbox.deliver(message).state == "IGNORED"
     assert (runs, mailbox.take()) == ([copy.id], [])
-    assert (find_lock(LOCK), find_note(copy)) == (None, None)
+    assert find_lock(LOCK) is None
+    # A retry is another message with the same id.
+    assert mailbox.deliver(copy.with_headers(retries=1)).state == "SUCCESS"
 
 
-def test_a_copy_is_dropped_though_its_markers_can_not_be_deleted(
+def test_the_end_of_a_long_run_can_not_be_marked(
     mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that fails then does not turn the work that is done into a failure."""
+    acquire = LocalStore.acquire
+
+    def refuse(store: LocalStore, name: str, *args: Any) -> Any:
+        if ":ended:" in name:
+            raise LockBackendError("nowhere", "acquire", "it is gone")
+        return acquire(store, name, *args)
+
+    monkeypatch.setattr(LocalStore, "acquire", refuse)
     copy, runs = run_and_deliver_again(mailbox)
-
-    def refuse(*args: Any, **options: Any) -> bool:
-        raise LockBackendError("nowhere", "release", "it is gone")
-
-    monkeypatch.setattr(LocalStore, "release", refuse)
-    assert mailbox.deliver(copy).state == "IGNORED"
-    assert runs == [copy.id]
-
-
-def test_a_copy_that_is_not_the_noted_one_is_dropped(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
-    """Only the recorded one of two copies goes on, so they don't multiply."""
-    importing = Importing(mailbox)
-    message = importing.message()
-    with held_by(LOCK, message.id):
-        mailbox.deliver(message)
-        old = mailbox.take_one()
-        mailbox.deliver(old)
-        noted = mailbox.take_one()
-        assert mailbox.deliver(old).state == "IGNORED"
-        assert mailbox.take() == []
-        note = find_note(message)
-        assert note is not None
-        assert note.token == noted.ours["copy"]
-
-
-def forget(message: Message) -> None:
-    """Do as if the process had died after it published a copy, before it noted it."""
-    note = find_note(message)
-    assert note is not None
-    assert release_lock(note)
-
-
-def test_dying_before_the_note_loses_nothing(mailbox: Mailbox, locks_in_memory: None) -> None:
-    """A copy that was never noted is at worst one more, until the first of them arrives."""
-    importing = Importing(mailbox)
-    message = importing.message()
-    with held_by(LOCK, message.id):
-        mailbox.deliver(message)
-        forget(message)
-        # The broker still has the message of the process that died.
-        mailbox.deliver(message)
-        unnoted, noted = mailbox.take()
-        assert mailbox.deliver(unnoted).state == "IGNORED"
-        assert mailbox.take() == []
-        mailbox.deliver(noted)
-        last = mailbox.take_one()
-    assert mailbox.deliver(last).value == "imported"
+    assert mailbox.deliver(copy).state == "SUCCESS"
+    assert runs == [copy.id, copy.id]
 
 
 @pytest.mark.parametrize(
@@ -476,40 +418,6 @@ def test_a_lock_that_is_free_in_a_moment_is_waited_for(
     assert mailbox.take() == []
 
 
-def test_the_retry_of_a_copy_that_ran_is_noted_anew(
-    mailbox: Mailbox, locks_in_memory: None
-) -> None:
-    """A retry carries the token of the copy that it was, and is not dropped for that."""
-    importing = Importing(mailbox)
-    message = importing.message()
-    with held_by(LOCK, message.id):
-        mailbox.deliver(message)
-        copy = mailbox.take_one()
-    mailbox.deliver(copy)
-    retry = copy.with_headers(retries=1)
-    with held_by(LOCK, message.id):
-        mailbox.deliver(retry)
-        again = mailbox.take_one()
-    assert again.headers["retries"] == 1
-    assert mailbox.deliver(again).value == "imported"
-
-
-def test_one_id_for_two_sends_is_told(
-    mailbox: Mailbox, locks_in_memory: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A second message that its broker did not deliver before is a WARNING that says what to do."""
-    importing = Importing(mailbox, on_conflict="retry")
-    first, second = (importing.message(task_id="my own id") for _ in range(2))
-    # One that marks what it delivers again; the app goes on to publish by the one before.
-    mailbox.app.conf.broker_write_url = "redis://"
-    with held_by(LOCK, first.id):
-        mailbox.deliver(second)
-    (record,) = (r for r in caplog.records if r.name == "django_celery_safe.task_own_copy")
-    assert record.levelno == logging.WARNING
-    assert "gave this id to two sends, they count as one message" in record.getMessage()
-    assert "give each send its own" in record.getMessage()
-
-
 # Something does not answer.
 
 
@@ -536,7 +444,6 @@ def test_a_message_that_can_not_be_sent_again_stays_with_the_broker(
         assert error.requeue is True
         error = error.reason
     assert isinstance(error, OperationalError)
-    assert find_note(message) is None
     assert importing.runs == []
 
 

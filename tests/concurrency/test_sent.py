@@ -21,7 +21,6 @@ from django_celery_safe import (
     HeldLock,
     LockBackendError,
     SafeTask,
-    conf,
     find_lock,
     release_lock,
     single_instance,
@@ -31,7 +30,6 @@ from django_celery_safe.delivery import copies
 from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
-from django_celery_safe.locks.lock import LockOptions
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.signals import lock_released
 from tests.concurrency.holders import held_by
@@ -170,16 +168,12 @@ def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
 ) -> None:
     """The limit ends the run, and Celery retries the task, so the message keeps its lock."""
 
-    def meet_a_copy(self: Any, number: int) -> None:
-        marker = copies.copy_marker(task, self.request)
-        assert CacheLock(marker, LockOptions(60.0, 0.0, False, conf.UNSET)).acquire()
-
     def mark(*args: object) -> None:
         raise SoftTimeLimitExceeded
 
     retried = {"acks_late": True, "autoretry_for": (SoftTimeLimitExceeded,)}
-    task = unique(mailbox, meet_a_copy, {"sent_timeout": 60}, **retried)
-    monkeypatch.setattr(copies, "mark_ended", mark)
+    task = unique(mailbox, work, {"sent_timeout": 60}, **retried)
+    monkeypatch.setattr(copies, "mark_end", mark)
     task.delay(7)
     message = mailbox.take_one()
     assert mailbox.deliver(message).state == "RETRY"

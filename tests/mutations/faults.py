@@ -335,16 +335,16 @@ MUTATIONS = {
             "a message that waits beyond the visibility timeout multiplies",
         ),
         M(
-            "delivery.copies:requeue_self",
-            "if known is not None and known.token != carried:",
-            "if False:",
-            "copies of a redelivered message multiply",
+            "delivery.copies:drop_if_run_ended",
+            'if not redelivered and "copy" not in get_header(request):',
+            "if True:",
+            "a run longer than the visibility timeout is followed by another, for ever",
         ),
         M(
-            "delivery.copies:mark_if_done",
-            "if not (killed or isinstance(error, WillBeRedelivered) or is_requeued(error)):",
+            "delivery.copies:marking_end",
+            "if not isinstance(error, WillBeRedelivered | LockLost) and not is_requeued(error):",
             "if True:",
-            "a copy that is to replace a killed run is dropped, and the work is lost",
+            "a copy that is to replace a run that gave up is dropped, and the work is lost",
         ),
         M(
             "delivery.copies:_send",

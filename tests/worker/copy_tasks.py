@@ -16,8 +16,8 @@ from tests.worker.rooms import Room
 
 #: A lease that a test can outwait, s.
 LEASE = 3
-#: The hard time limit of a run that lasts for longer, s.
-TIME_LIMIT = 5
+#: The hard time limit of a run, s: more than half of the visibility timeout.
+TIME_LIMIT = 12
 
 #: A message of a killed run is delivered again.
 LATE: Any = {"base": SafeTask, "bind": True, "acks_late": True, "reject_on_worker_lost": True}
@@ -59,17 +59,6 @@ def replacing_slowly(self: Any, room: str, page: int = 0) -> int:
             finally:
                 wait_for_turn(room)
     return page
-
-
-@shared_task(**LATE)
-@single_instance(key=["room"], timeout=2 * LEASE)
-def retrying(self: Any, room: str) -> Any:
-    """Retry when it is told to; the retry stays in the room."""
-    if self.request.retries == 0:
-        with Room(Path(room)).entered(self):
-            wait_for_turn(room)
-            raise self.retry(countdown=0)
-    return Room(Path(room)).stay(self)
 
 
 @shared_task(base=SafeTask, bind=True, acks_late=True, time_limit=TIME_LIMIT)

@@ -179,17 +179,6 @@ class Store(LeaseStore):
         clock.sleep(min(left, held_for, pause * random.uniform(0.5, 1.0)))  # noqa: S311
         return 0.0
 
-    def release_and_peek(
-        self, name: str, token: str, other: str, remaining: float | None = None
-    ) -> tuple[bool, bool]:
-        """
-        Release a lock and check another lock, in one request where possible.
-
-        Returns:
-            The result of :meth:`release`, and whether the lock ``other`` is held.
-        """
-        return self.release(name, token, remaining), self.peek(other) is not None
-
     def iter_locks(self) -> Iterator[HeldLock]:
         """
         Yield every lock held in this store, a page at a time, in no particular order.

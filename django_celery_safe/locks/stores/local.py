@@ -118,13 +118,6 @@ class LocalStore(Store):
         with memory.mutex:
             return memory.free(name, token)
 
-    def release_and_peek(
-        self, name: str, token: str, other: str, remaining: float | None = None
-    ) -> tuple[bool, bool]:
-        memory = self._memory()
-        with memory.mutex:
-            return memory.free(name, token), memory.find(other) is not None
-
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         memory = self._memory()
         with memory.mutex:

@@ -224,25 +224,14 @@ class RedisStore(Store):
         return Acquired(lock.fence, place) if lock.token == token else lock
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        return self._release(name, [], token, remaining)[0]
-
-    def release_and_peek(
-        self, name: str, token: str, other: str, remaining: float | None = None
-    ) -> tuple[bool, bool]:
-        return self._release(name, [self._keys[other].lock], token, remaining)
-
-    def _release(
-        self, name: str, more: list[str], token: str, remaining: float | None
-    ) -> tuple[bool, bool]:
         own, args = self._keys[name], [token]
-        keys = (own.lock, own.listing, *more)
+        keys = (own.lock, own.listing)
         if PLACE in name:
             args.append(self._keys[split_place(name)[0]].lock)
         answer, is_repeated = self._run("release", RELEASE, keys, args, self._wire.ask_counted)
-        released, other = map(bool, answer)
         # The lease was certain when the first try was sent, so that try freed the lock,
         # although its answer was lost.
-        return released or (is_repeated and remaining is not None and remaining > 0), other
+        return bool(answer) or (is_repeated and remaining is not None and remaining > 0)
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         if left <= 2 * LATE or seconds < SHORTEST_WOKEN:

@@ -86,12 +86,6 @@ class ClusterStore(RedisStore):
         keys = RedisStore.make_keys(make_key, name)
         return Keys(*[tag + key for key in keys])
 
-    def release_and_peek(
-        self, name: str, token: str, other: str, remaining: float | None = None
-    ) -> tuple[bool, bool]:
-        # The other lock may be in another slot.
-        return Store.release_and_peek(self, name, token, other, remaining)
-
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         ends_at = None if within is None else time.monotonic() + within
         buckets: dict[str, list[int]] = defaultdict(list)

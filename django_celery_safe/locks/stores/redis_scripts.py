@@ -97,13 +97,12 @@ return {free, fence}
 """
 )
 
-# KEYS: the lock, the list, and optionally another lock to check. ARGV[2]: the key of the lock
+# KEYS: the lock and the list. ARGV[2]: the key of the lock
 # that this lock, judging by its name, may be a place of; both may have waiters, because the name
 # may also be a separate lock's. Names contain no space, so no lock's key is a mark or wake list.
 RELEASE = Script("""
-local other = KEYS[3] and redis.pcall('EXISTS', KEYS[3]) == 1 and 1 or 0
 local value = redis.call('GET', KEYS[1])
-if not value or string.sub(value, 1, 32) ~= ARGV[1] then return {0, other} end
+if not value or string.sub(value, 1, 32) ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
 -- Also when it is handed on: the waiter may be gone.
 redis.pcall('ZREM', KEYS[2], KEYS[1])
@@ -116,7 +115,7 @@ for _, line in ipairs({KEYS[1], ARGV[2]}) do
         redis.pcall('PEXPIRE', wake, 1000)
     end
 end
-return {1, other}
+return 1
 """)
 
 # KEYS: the list, then the locks. ARGV: all tokens joined without a separator, and all leases
