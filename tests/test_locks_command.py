@@ -149,27 +149,6 @@ def test_json() -> None:
     assert 0 < row["remaining_s"] <= 600
 
 
-def test_markers_are_shown_if_asked_for() -> None:
-    """Markers of copies and deaths are listed, and released by task or prefix, only with --all."""
-    message = {"host": "", "pid": 0, "task": "feeds.import", "task_id": "1-2"}
-    take("feeds.import:ended:1-2:0.0", 600, **message)
-    take("sent:feeds.import:1", 600, **message)
-    # A death has the process that died for a holder, and a run may have such a key.
-    take("feeds.import:death:1-2:1", 600, task="feeds.import", task_id="1-2")
-    take("feeds.import:copy:1", 600, task="feeds.import", task_id="1-2")
-    kinds = {row["name"]: row["kind"] for row in listed("--all")}
-    assert kinds == {
-        "sent:feeds.import:1": "message",
-        "feeds.import:copy:1": "run",
-        "feeds.import:ended:1-2:0.0": "marker",
-        "feeds.import:death:1-2:1": "marker",
-    }
-    run("release", "--task", "feeds.import", "--no-input")
-    assert (names(), len(names("--all"))) == ([], 2)
-    run("release", "--task", "feeds.import", "--all", "--no-input")
-    assert names("--all") == []
-
-
 def test_places() -> None:
     """Each holder of a lock of several has a line and a name of its own; the last line counts."""
     holder, there = Holder("web1", 4711, time.time()), locate().store()

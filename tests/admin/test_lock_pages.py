@@ -103,20 +103,6 @@ def test_a_lock_of_a_task(store: Visitor) -> None:
     assert (fields["Task"], fields["Arguments"]) == ("shop.tasks.sell", "(7,)")
 
 
-def test_markers(root: Visitor) -> None:
-    """Markers of copies are listed only if the box says so, and with what the rest asks for."""
-    message = HOLDER._replace(host="", pid=0, renewed=False)
-    task = message.task
-    names = [f"{task}:copy:id-1:0.0", f"{task}:claim_copy:id-1:0.0", f"{task}:ended:{'0' * 32}"]
-    for name in (*names, f"sent:{task}:7", "feed:copy:1"):
-        hold(name, HOLDER if name == "feed:copy:1" else message)
-    shown = {row["Lock"]: row["Kind"] for row in root.get(LIST).rows}
-    assert shown == {f"sent:{task}:7": "message", "feed:copy:1": "run"}
-    shown = {row["Lock"]: row["Kind"] for row in root.get(LIST, all="1", q="shop.").rows}
-    assert shown == dict.fromkeys(names, "marker")
-    assert root.get(LIST, all="1").root.find("input", name="all", checked="")
-
-
 # Names
 
 
