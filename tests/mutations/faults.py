@@ -121,7 +121,7 @@ MUTATIONS = {
             "a message that is delivered twice takes two places of a limit",
         ),
         M(
-            "locks.stores.redis:RedisStore._release",
+            "locks.stores.redis:RedisStore.release",
             "or (is_repeated and remaining is not None and remaining > 0)",
             "",
             "a release whose answer was lost is reported as a lost lock",
