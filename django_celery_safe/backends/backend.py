@@ -170,10 +170,9 @@ class SafeCeleryBackend(BaseTaskBackend):
     def check(self, **kwargs: Any) -> list[CheckMessage]:
         """Return the faults that prevent sending tasks or keeping their results."""
         # Imported here, because a task may be defined in a module that models import.
-        from ..checks import as_message
         from .checks import find_backend_faults
 
-        return [as_message(each) for each in find_backend_faults(self)]
+        return list(find_backend_faults(self))
 
     def prepare_worker(self, app: Any) -> None:
         """Let a worker find tasks in modules that it has not imported."""

@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from celery import current_app
 from django.apps import apps
+from django.core.checks import CheckMessage
 from django.db import router
 from django.tasks import DEFAULT_TASK_QUEUE_NAME
 
 from .. import conf
 from ..exceptions import ConfigurationError
-from ..inspection.findings import Finding, fault
+from ..inspection.findings import fault
 from ..sending.outbox import UNTIL_DONE
 
 if TYPE_CHECKING:
     from .backend import SafeCeleryBackend
 
 
-def find_backend_faults(backend: SafeCeleryBackend) -> Iterator[Finding]:
+def find_backend_faults(backend: SafeCeleryBackend) -> Iterator[CheckMessage]:
     """E012: a backend can't send tasks. W027: their results are not kept."""
     where = f'TASKS["{backend.alias}"]'
     if not apps.is_installed("django_celery_safe"):
@@ -33,7 +34,7 @@ def find_backend_faults(backend: SafeCeleryBackend) -> Iterator[Finding]:
     yield from _find_result_faults(backend, where)
 
 
-def _find_send_faults(backend: SafeCeleryBackend, where: str) -> Iterator[Finding]:
+def _find_send_faults(backend: SafeCeleryBackend, where: str) -> Iterator[CheckMessage]:
     from ..models.outbox import OutboxMessage  # needs the app registry
 
     app: Any = current_app._get_current_object()  # type: ignore[attr-defined]
@@ -62,7 +63,7 @@ def _find_send_faults(backend: SafeCeleryBackend, where: str) -> Iterator[Findin
         )
 
 
-def _find_result_faults(backend: SafeCeleryBackend, where: str) -> Iterator[Finding]:
+def _find_result_faults(backend: SafeCeleryBackend, where: str) -> Iterator[CheckMessage]:
     try:
         forgets = backend.outbox == UNTIL_DONE and not conf.keeps_sent()
     except ConfigurationError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 from celery import signals
 from django.core import checks
@@ -19,9 +19,9 @@ from django.db import connections
 
 from .. import conf
 from ..exceptions import ConfigurationError
-from ..inspection.findings import Finding, fault
+from ..inspection.findings import PREFIX, fault
 from ..locks.stores.local import set_pool_processes
-from ..texts import get_logger, printable
+from ..texts import get_logger
 from .databases import find_database_faults, find_sqlite_faults, find_unfit_databases
 from .flags import find_flag_faults
 from .plain_sends import find_plain_sends
@@ -33,8 +33,6 @@ from .settings import find_setting_faults, find_store_faults, find_store_trouble
 from .tasks import find_task_faults
 
 logger = get_logger(__name__)
-
-PREFIX: Final = "django_celery_safe"
 
 
 def connect() -> None:
@@ -52,7 +50,7 @@ def check_all(**kwargs: Any) -> list[CheckMessage]:
     try:
         conf.given()
     except ConfigurationError as error:
-        return [as_message(fault("E001", str(error), f"Write {conf.NAME} = {{...}}."))]
+        return [fault("E001", str(error), f"Write {conf.NAME} = {{...}}.")]
     return _find(
         lambda project: find_setting_faults(),
         find_store_faults,
@@ -77,20 +75,14 @@ def check_deployment(**kwargs: Any) -> list[CheckMessage]:
     return _find(lambda project: find_store_trouble(), find_unfit_databases, find_relay_faults)
 
 
-def _find(*ways: Callable[[Project], Iterable[Finding]]) -> list[CheckMessage]:
+def _find(*ways: Callable[[Project], Iterable[CheckMessage]]) -> list[CheckMessage]:
     """Return the findings in the project; none if the settings can't be read at all."""
     try:
         conf.given()
     except ConfigurationError:
         return []  # check_all reports it
     project = load_project()
-    return [as_message(each) for find in ways for each in find(project) if each.id]
-
-
-def as_message(finding: Finding) -> CheckMessage:
-    """Return a finding as Django shows it."""
-    kind = checks.Error if finding.id.startswith("E") else checks.Warning
-    return kind(printable(finding.text), hint=finding.hint, id=f"{PREFIX}.{finding.id}")
+    return [each for find in ways for each in find(project)]
 
 
 def _on_worker_setup(instance: Any, **kwargs: Any) -> None:

@@ -9,18 +9,19 @@ from typing import Any
 
 from django.apps import apps
 from django.conf import settings
+from django.core.checks import CheckMessage
 from django.db import DEFAULT_DB_ALIAS, Error, connections, router
 
 from .. import conf
 from ..databases import NO_DATABASE, find_unfit, is_tested
 from ..delivery.call import layers
 from ..idempotency import Idempotent, IdempotentMixin
-from ..inspection.findings import Finding, fault
+from ..inspection.findings import fault
 from ..sending.outbox import task_wants_outbox
 from .project import Project
 
 
-def find_sqlite_faults() -> Iterator[Finding]:
+def find_sqlite_faults() -> Iterator[CheckMessage]:
     """W003: SQLite without IMMEDIATE. E004: locks in the file of the data, or in memory."""
     files = {}
     databases: dict[str, dict[str, Any]] = settings.DATABASES
@@ -56,7 +57,7 @@ def find_sqlite_faults() -> Iterator[Finding]:
         )
 
 
-def find_database_faults(project: Project) -> Iterator[Finding]:
+def find_database_faults(project: Project) -> Iterator[CheckMessage]:
     """E008: a database for our rows does not exist, or is of an untested kind."""
     users: dict[str, list[str]] = {}
     for alias, user in _find_users(project):
@@ -78,7 +79,7 @@ def find_database_faults(project: Project) -> Iterator[Finding]:
             )
 
 
-def find_unfit_databases(project: Project) -> Iterator[Finding]:
+def find_unfit_databases(project: Project) -> Iterator[CheckMessage]:
     """E011: a MySQL or MariaDB is too old, or tables lack transactions. Queries the servers."""
     aliases = dict.fromkeys(alias for alias, _ in _find_users(project))
     if isinstance(locks := conf.get("LOCK_DATABASE"), str):

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from django.apps import apps
+from django.core.checks import CheckMessage
 from django.http import HttpRequest
 
 from ..idempotency import IdempotentMixin
 from ..idempotency.flags import flag_names
-from ..inspection.findings import Finding, fault
+from ..inspection.findings import fault
 from .project import Project, innermost_code
 
 #: A user with all permissions, for forms that check them.
@@ -20,7 +21,7 @@ _ANYBODY: Final = SimpleNamespace(
 )
 
 
-def find_flag_faults(project: Project) -> Iterator[Finding]:
+def find_flag_faults(project: Project) -> Iterator[CheckMessage]:
     """W023: an admin form saves a flag with the value from when its page was opened."""
     if not apps.is_installed("django.contrib.admin"):
         return

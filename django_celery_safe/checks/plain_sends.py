@@ -12,9 +12,10 @@ from typing import Any, Final
 from celery import Task
 from celery.contrib.django.task import DjangoTask
 from celery.local import Proxy
+from django.core.checks import CheckMessage
 
 from ..delivery.call import layers
-from ..inspection.findings import Finding, fault
+from ..inspection.findings import fault
 from ..sending import SafeTaskMixin
 from ..usage import PASSED
 from .project import Project
@@ -23,7 +24,7 @@ from .tasks import BE_SAFE
 METHODS: Final = ("delay_on_commit", "apply_async_on_commit")
 
 
-def find_plain_sends(project: Project) -> Iterator[Finding]:
+def find_plain_sends(project: Project) -> Iterator[CheckMessage]:
     """W026: code of the project sends a task of Celery's plain Django task on commit."""
     plain = [one for one in project.tasks if isinstance(one, DjangoTask)]
     if all(isinstance(task, SafeTaskMixin) for task in plain):

@@ -7,12 +7,13 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 from celery import current_app
+from django.core.checks import CheckMessage
 from django.utils.module_loading import autodiscover_modules
 
 from ..delivery.call import layers, load_tasks
 from ..delivery.copies import visibility_timeout
 from ..foreign_errors import describe_error
-from ..inspection.findings import Finding, fault
+from ..inspection.findings import fault
 from ..sending import SafeTaskMixin
 from ..sending.beyond_visibility import redelivers
 from ..sending.first_send import is_fallback
@@ -29,7 +30,7 @@ class Project(NamedTuple):
 
     app: Any
     tasks: list[Any]
-    faults: tuple[Finding, ...] = ()
+    faults: tuple[CheckMessage, ...] = ()
 
     @property
     def safe_tasks(self) -> list[Any]:
@@ -86,7 +87,7 @@ def load_project() -> Project:
     return Project(app, tasks, faults)
 
 
-def _no_app(tasks: list[Any]) -> Finding:
+def _no_app(tasks: list[Any]) -> CheckMessage:
     return fault(
         "E010",
         f"No Celery app of the project is loaded in this process: {count(tasks)} sent to Celery's "

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from celery import Task
+from django.core.checks import CheckMessage
 
 from ..concurrency.guard import find_guarded
 from ..delivery.call import layers
 from ..idempotency import Idempotent
-from ..inspection.findings import Finding, fault
+from ..inspection.findings import fault
 from ..sending import SafeTaskMixin
 from .project import Project, innermost_code, lengthen_visibility, seconds_of
 
@@ -22,7 +23,7 @@ LIMITED: Final = " (and max_deaths, if MAX_DEATHS is not the right limit for thi
 EVER: Final = 32
 
 
-def find_redelivery_faults(project: Project) -> Iterator[Finding]:
+def find_redelivery_faults(project: Project) -> Iterator[CheckMessage]:
     """W018, W019: a message is lost with its worker. W020: it is redelivered too early."""
     once = [task for task in project.tasks if _is_done_once(task)]
     for task in once:
@@ -58,7 +59,7 @@ def find_redelivery_faults(project: Project) -> Iterator[Finding]:
                     )
 
 
-def find_stop_faults(project: Project) -> Iterator[Finding]:
+def find_stop_faults(project: Project) -> Iterator[CheckMessage]:
     """W021: the messages of a worker that is killed while it stops are redelivered late."""
     timeout = project.visibility_timeout
     if timeout is None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from django.core.checks import CheckMessage
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from .. import conf
 from ..databases import is_tested
 from ..exceptions import BackendNotSupported
 from ..foreign_errors import describe_error
-from ..inspection.findings import Finding, fault
+from ..inspection.findings import fault
 from ..sending.outbox import outbox_aliases, task_wants_outbox
 from ..stages.step_table import step_table
 from .project import RELAY_TASK, Project, count
@@ -24,7 +25,7 @@ RUN_RELAY: Final = (
 )
 
 
-def find_relay_faults(project: Project) -> Iterator[Finding]:
+def find_relay_faults(project: Project) -> Iterator[CheckMessage]:
     """E006, E007: tables are missing. W016: an outbox has no relay. W022: no relay sweeps runs."""
     senders = [task for task in project.safe_tasks if task_wants_outbox(task)]
     swept = _find_runs(project)
@@ -48,7 +49,7 @@ def _find_runs(project: Project) -> str | None:
         return None
 
 
-def _asking(id_: str, question: str, faults: Iterator[Finding]) -> Iterator[Finding]:
+def _asking(id_: str, question: str, faults: Iterator[CheckMessage]) -> Iterator[CheckMessage]:
     """Yield a database's findings, or that the query failed: a check must not raise."""
     try:
         yield from faults
@@ -59,7 +60,7 @@ def _asking(id_: str, question: str, faults: Iterator[Finding]) -> Iterator[Find
 
 def _find_outbox_faults(
     project: Project, users: str, swept: str | None, relayless: set[str]
-) -> Iterator[Finding]:
+) -> Iterator[CheckMessage]:
     """Yield E006 and W016, and add the databases that W016 reports to ``relayless``."""
     outboxes = outbox_aliases()
     if not outboxes:
@@ -74,7 +75,7 @@ def _find_outbox_faults(
             yield finding
 
 
-def _find_absent_relay(alias: str, users: str, swept: str | None) -> Iterator[Finding]:
+def _find_absent_relay(alias: str, users: str, swept: str | None) -> Iterator[CheckMessage]:
     runs = ", and stages may stall" if alias == swept else ""
     if absent := _find_absence(alias):
         yield fault(
@@ -87,7 +88,7 @@ def _find_absent_relay(alias: str, users: str, swept: str | None) -> Iterator[Fi
 
 def _find_stage_faults(
     project: Project, alias: str, users: str, *, is_relayless: bool
-) -> Iterator[Finding]:
+) -> Iterator[CheckMessage]:
     from ..models.outbox import OutboxMessage  # needs the app registry
     from ..models.stages import StageRun, StageStep
 

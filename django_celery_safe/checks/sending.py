@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ..inspection.findings import Finding, fault
+from django.core.checks import CheckMessage
+
+from ..inspection.findings import fault
 from ..sending.first_send import is_fallback
 from ..sending.outbox import task_wants_outbox
 from .project import Project, count
@@ -14,7 +16,7 @@ from .project import Project, count
 TIMEOUTS: Final = ("socket_timeout", "socket_connect_timeout")
 
 
-def find_pickle(project: Project) -> Iterator[Finding]:
+def find_pickle(project: Project) -> Iterator[CheckMessage]:
     """W017: messages in the outbox are pickled."""
     pickled = [
         task
@@ -32,7 +34,7 @@ def find_pickle(project: Project) -> Iterator[Finding]:
         )
 
 
-def find_broker_faults(project: Project) -> Iterator[Finding]:
+def find_broker_faults(project: Project) -> Iterator[CheckMessage]:
     """W014: the broker may block for ever. W015: it does not confirm."""
     if not project.safe_tasks or is_fallback(project.app):
         return  # E010 reports the fallback app

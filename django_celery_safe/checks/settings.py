@@ -7,11 +7,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
+from django.core.checks import CheckMessage
+
 from .. import conf
 from ..exceptions import ConfigurationError
 from ..inspection import lock_store
-from ..inspection.findings import Finding, fault
-from ..locks.stores import locate
+from ..inspection.findings import fault
 from ..sending.outbox import checked_outbox
 from .project import Project
 
@@ -36,7 +37,7 @@ OTHERS: Final[dict[str, Callable[[Any, str], object]]] = {
 }
 
 
-def find_setting_faults() -> Iterator[Finding]:
+def find_setting_faults() -> Iterator[CheckMessage]:
     """W001: a setting that does not exist. E001: a setting whose value is not valid."""
     for name in conf.misnamed():
         text = f"The setting {name} has settings of this app; it does nothing."
@@ -60,30 +61,14 @@ def _default_of(name: str) -> str:
     return f"{default} seconds" if name in DURATIONS else str(default)
 
 
-def find_store_faults(project: Project) -> Iterator[Finding]:
-    """E002, E003: it can't hold locks. W002: locks aren't shared. W004: locks can be lost."""
-    place = lock_store.find_place()
+def find_store_faults(project: Project) -> Iterator[CheckMessage]:
+    """E002: it can't hold locks. W002: locks aren't shared, or can be lost."""
     # A project whose tasks run eagerly has no workers that would have to share its locks.
-    if place.id != "W002" or not project.app.conf.task_always_eager:
-        yield place
-    if not place.id:
-        yield from filter(None, [lock_store.find_weakness(locate().store())])
+    eager = project.app.conf.task_always_eager
+    return (one for one in lock_store.check_place() if one.is_serious() or not eager)
 
 
-def find_store_trouble() -> Iterator[Finding]:
-    """W005: cache.clear() frees locks. E009: the server refuses. W006: evicted, or no answer."""
-    if lock_store.find_place().id:
-        return  # find_store_faults reports it
-    location = locate()
-    store = location.store()
-    yield lock_store.find_clearing(location)
-    try:
-        lock_store.try_lock(store)
-    except Exception as error:  # noqa: BLE001 - a check must say what it is, whatever it is
-        finding = lock_store.explain(error)
-        yield finding if finding.id == "W006" else finding._replace(id="E009")
-        return
-    try:
-        yield from filter(None, [lock_store.find_eviction(store)])
-    except Exception as error:  # noqa: BLE001 - as above
-        yield lock_store.explain(error)._replace(id="W006")
+def find_store_trouble() -> Iterator[CheckMessage]:
+    """E002: the server refuses. W002: cache.clear() or an eviction frees locks. W010: no answer."""
+    if not any(one.is_serious() for one in lock_store.check_place()):
+        yield from lock_store.check_server()

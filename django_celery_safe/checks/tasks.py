@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from django.core.checks import CheckMessage
+
 from ..concurrency.guard import find_guarded, find_hidden
 from ..concurrency.options import Options
 from ..exceptions import ConfigurationError
-from ..inspection.findings import Finding, fault
+from ..inspection.findings import fault
 from ..sending import SafeTask, SafeTaskMixin
 from ..sending.option_names import find_misspelt
 from .project import Project, lengthen_visibility, seconds_of
@@ -22,7 +24,7 @@ BE_SAFE: Final = (
 )
 
 
-def find_task_faults(project: Project) -> Iterator[Finding]:
+def find_task_faults(project: Project) -> Iterator[CheckMessage]:
     """E005, W008 to W013, W024, W025: faults of the tasks of the current Celery app."""
     for task in project.tasks:
         yield from _find_option_faults(task)
@@ -41,7 +43,7 @@ def find_task_faults(project: Project) -> Iterator[Finding]:
     yield from _find_bypassed(project)
 
 
-def _find_option_faults(task: Any) -> Iterator[Finding]:
+def _find_option_faults(task: Any) -> Iterator[CheckMessage]:
     """E005: SafeTask options on a task that is not a SafeTask. W025: misspelt options."""
     without = not isinstance(task, SafeTaskMixin)
     for option in OPTIONS if without else ():
@@ -57,7 +59,7 @@ def _find_option_faults(task: Any) -> Iterator[Finding]:
         yield fault("W025", text, f"Did you mean {meant!r}?")
 
 
-def _find_send_faults(project: Project, task: Any, options: Options) -> Iterator[Finding]:
+def _find_send_faults(project: Project, task: Any, options: Options) -> Iterator[CheckMessage]:
     """E005, W008: the send does not take the lock. W013: a message is skipped."""
     until = options.unique_until
     if until is None:
@@ -81,7 +83,7 @@ def _find_send_faults(project: Project, task: Any, options: Options) -> Iterator
         )
 
 
-def _find_run_faults(project: Project, task: Any, options: Options) -> Iterator[Finding]:
+def _find_run_faults(project: Project, task: Any, options: Options) -> Iterator[CheckMessage]:
     """W009: a run outlives its lock. W010: it is ended while it waits. W011: redelivered early."""
     limit, waits = project.time_limit(task), options.blocking_timeout
     lease = _lease_of(options)
@@ -122,7 +124,7 @@ def _lease_of(options: Options) -> float | None:
         return None
 
 
-def _find_bypassed(project: Project) -> Iterator[Finding]:
+def _find_bypassed(project: Project) -> Iterator[CheckMessage]:
     """W012: ``base=SafeTask`` bypasses the project's own task class."""
     # Celery derives the app's Task class from the project's task class.
     base = project.app.Task.__mro__[1]

@@ -8,6 +8,7 @@ prints the findings.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 import uuid
@@ -19,12 +20,17 @@ from itertools import pairwise
 from typing import Any, Final
 
 from .. import conf
-from ..exceptions import BackendNotSupported, LockBackendError, WrongTransaction
-from ..leases.holder import Holder, place_names
+from ..exceptions import (
+    BackendNotSupported,
+    CelerySafeError,
+    LockBackendError,
+    WrongTransaction,
+)
+from ..foreign_errors import describe_error
+from ..leases.holder import Holder, describe_holder, place_names
 from ..locks import CacheLock, cache_lock
-from ..locks.stores import USE_INSTEAD, locate
+from ..locks.stores import USE_INSTEAD, Location, emptied_with_locks, locate
 from ..locks.stores.base import Acquired, Store
-from . import lock_store
 from .findings import OK, UNKNOWN, UNSAFE, WARNING, Finding
 from .race import INTERVAL, RaceFailed, RaceOutcome, Racers, find_doubt
 
@@ -63,6 +69,121 @@ WOKEN_WITHIN: Final = 0.5
 #: How long a store may keep a wake-up for a waiter, s.
 WAKE_UP_LASTS: Final = 2.1
 
+#: Lease of the test lock, s: if the process is killed, the lock stays held for this time.
+TRIED_LEASE: Final = 10.0
+
+
+def find_place(cache: str | conf.Unset = conf.UNSET) -> Finding:
+    """Find out where locks live, and whether processes share that place; query no server."""
+    values: dict[str, Any] = {}
+    try:
+        location = locate(cache)
+        values |= location._asdict()
+        store = location.store()
+    except Exception as error:  # noqa: BLE001 - it must be said, whatever it is
+        if isinstance(error, BackendNotSupported):
+            values["where"] = error.where
+        return explain(error)._replace(values=values)
+    values["where"] = store.where
+    text = f"Locks live in {store.where}"
+    if store.shared:
+        return Finding(OK, f"{text}.", values=values)
+    text += (
+        ", which every process has for itself: two worker processes, or a worker and a web "
+        "server, get the same lock."
+    )
+    return Finding(WARNING, text, USE_INSTEAD, values=values)
+
+
+def try_lock(store: Store) -> None:
+    """Acquire a lock and release it; raise the store's error if that fails."""
+    name, token = f"check:{uuid.uuid4().hex}", os.urandom(16).hex()
+    holder = describe_holder(None, None, renewed=False)
+    store.acquire(name, token, store.nearest_lease(TRIED_LEASE), holder)
+    store.release(name, token)
+
+
+def find_permissions(store: Store) -> Finding | None:
+    """Find out whether the server allows this user all commands that locks need; doctor only."""
+    refused = store.ask_refused()
+    if not refused:
+        text = "The server lets this user run every command that locks need."
+        return None if refused is None else Finding(OK, text, values={"refused": []})
+    text = (
+        f"The server refuses to this user what locks need: {'; '.join(refused)}. Locks fail with "
+        f"LockBackendError, at once or now and then."
+    )
+    hint = "Allow it in the user's ACL."
+    return Finding(WARNING, text, hint, values={"refused": refused})
+
+
+def find_weakness(store: Store) -> Finding | None:
+    """Report a weakness of the store that can lose locks."""
+    if not store.weakness:
+        return None
+    text = f"Locks live in {store.where}: {store.weakness}."
+    return Finding(WARNING, text, USE_INSTEAD)
+
+
+def find_clearing(location: Location) -> Finding:
+    """Find out whether ``cache.clear()`` frees the locks along with other things."""
+    shared = emptied_with_locks(location)
+    values = {"emptied_with": shared}
+    if not shared:
+        text = "Nothing else that the project clears takes the locks along."
+        return Finding(OK, text, values=values)
+    text = (
+        f"Locks live in {location.store().where}, which is emptied along with "
+        f"{', '.join(shared)}: one cache.clear() frees every lock while its holder works."
+    )
+    hint = (
+        "Name in LOCK_CACHE an alias with a database number (memcached: a server; Redis "
+        "Cluster: a cluster) of its own: "
+        'DJANGO_CELERY_SAFE = {"LOCK_CACHE": "locks"}. If other projects share that, give it a '
+        "KEY_PREFIX too: locks of the same name would exclude each other."
+    )
+    return Finding(WARNING, text, hint, values=values)
+
+
+def find_eviction(store: Store) -> Finding | None:
+    """Find out whether the server deletes locks when it runs short of memory."""
+    eviction = store.ask_eviction()
+    if eviction is None:
+        return None
+    values = {"policy": eviction.policy, "max_memory_bytes": eviction.max_memory}
+    text = f"Locks live in {store.where}: its maxmemory-policy is {eviction.policy}, which deletes "
+    if eviction.spares_locks:
+        text += "no lock when its memory is short."
+        return Finding(OK, text, values=values)
+    text += "locks when its memory is short, and then two processes hold one lock."
+    if not eviction.max_memory:
+        text += " (maxmemory is 0: the server deletes nothing before somebody sets it.)"
+    hint = (
+        "Set maxmemory-policy to noeviction, give the locks a server of their own, set "
+        "LOCK_DATABASE, or protect what the locks guard by their fence."
+    )
+    return Finding(UNSAFE, text, hint, values=values)
+
+
+def explain(error: Exception) -> Finding:
+    """Return the finding for an error that the store raised."""
+    if isinstance(error, BackendNotSupported):
+        text = f"{error.where} can't {error.what}: {error.reason}."
+        return Finding(UNSAFE, text, error.hint)
+    if isinstance(error, LockBackendError) and error.hint:
+        text = f"Locks live in {error.where}, which refused to {error.action}: {error.reason}."
+        return Finding(UNKNOWN, text, error.hint)
+    if isinstance(error, LockBackendError):
+        asked = f"could not be asked to {error.action} ({error.reason})"
+        text = f"Locks live in {error.where}, which {asked}."
+        hint = "Check that the server is up and reachable, and lets this user ask it."
+        return Finding(UNKNOWN, text, hint)
+    hint = "See LOCK_CACHE and LOCK_DATABASE"
+    if isinstance(error, CelerySafeError):
+        return Finding(UNKNOWN, str(error), f"{hint}.")
+    text = f"The store of the locks failed: {describe_error(error)}."
+    return Finding(UNKNOWN, text, f"{hint}, and that alias in CACHES.")
+
 
 def examine(
     cache: str | conf.Unset = conf.UNSET, *, processes: int = 2, seconds: float = 1.0
@@ -83,22 +204,22 @@ def examine(
     Raises:
         WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
     """
-    place = lock_store.find_place(cache)._replace(check="store")
+    place = find_place(cache)._replace(check="store")
     if place.verdict in (UNSAFE, UNKNOWN):
         yield place
         return
     store = locate(cache).store()
     try:
         store.check_lease(conf.lock_timeout())
-        lock_store.try_lock(store)
+        try_lock(store)
     except WrongTransaction:
         raise
     except Exception as error:  # noqa: BLE001 - a doctor must say what it is, whatever it is
-        yield lock_store.explain(error)._replace(values=place.values, check="store")
+        yield explain(error)._replace(values=place.values, check="store")
         # A server that refuses a command still answers, and may explain more.
         if isinstance(error, LockBackendError) and error.hint:
             with suppress(LockBackendError):
-                if permissions := lock_store.find_permissions(store):
+                if permissions := find_permissions(store):
                     yield permissions._replace(check="permissions")
         return
     yield place
@@ -129,10 +250,10 @@ class _Examination:
     def findings(self) -> Iterator[Finding]:
         """Yield the finding of each check; a check that fails does not stop the others."""
         checks: dict[str, Callable[[], Finding | None]] = {
-            "permissions": lambda: lock_store.find_permissions(self._store),
-            "weakness": lambda: lock_store.find_weakness(self._store),
-            "eviction": lambda: lock_store.find_eviction(self._store),
-            "clearing": lambda: lock_store.find_clearing(locate(self._cache)),
+            "permissions": lambda: find_permissions(self._store),
+            "weakness": lambda: find_weakness(self._store),
+            "eviction": lambda: find_eviction(self._store),
+            "clearing": lambda: find_clearing(locate(self._cache)),
             "clock": self.clock,
             "round_trip": self.round_trip,
             "listing": self.listing,
@@ -147,7 +268,7 @@ class _Examination:
             except _Ended as end:
                 finding = Finding(*end.args)
             except Exception as error:  # noqa: BLE001 - as in examine()
-                finding = lock_store.explain(error)
+                finding = explain(error)
             if finding is not None:
                 yield finding._replace(check=name)
 

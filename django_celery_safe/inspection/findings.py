@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from django.core import checks
+from django.core.checks import CheckMessage
+
+from ..texts import printable
+
+#: Stands before the id of a message, and is the tag of the checks.
+PREFIX: Final = "django_celery_safe"
 
 
 class Verdict(StrEnum):
@@ -37,15 +45,13 @@ class Finding(NamedTuple):
         verdict: The severity.
         text: The fault and its meaning, in sentences.
         hint: The remedy, in sentences; "": there is none.
-        id: The id of the system check, such as ``W005``; "": no system check shows it.
         values: The measurements, each with its unit in the name, such as ``median_ms``.
-        check: The doctor's check that finds it, such as ``clock``; "": a system check found it.
+        check: The doctor's check that finds it, such as ``clock``.
     """
 
     verdict: Verdict
     text: str
     hint: str = ""
-    id: str = ""
     values: Mapping[str, Any] = MappingProxyType({})
     check: str = ""
 
@@ -60,6 +66,7 @@ class Finding(NamedTuple):
         return {"check": self.check, "verdict": self.verdict, "said": self.said, "values": values}
 
 
-def fault(id_: str, text: str, hint: str) -> Finding:
-    """Return a finding of a system check that the doctor does not have."""
-    return Finding(WARNING if id_.startswith("W") else UNSAFE, text, hint, id_)
+def fault(id_: str, text: str, hint: str) -> CheckMessage:
+    """Return the message of a system check: an error or, if the id begins with W, a warning."""
+    kind = checks.Error if id_.startswith("E") else checks.Warning
+    return kind(printable(text), hint=hint, id=f"{PREFIX}.{id_}")
