@@ -4,7 +4,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 
 import celery
 import pytest
@@ -25,11 +24,10 @@ from django_celery_safe import (
 from django_celery_safe.sending.first_send import is_fallback
 from tests.app.models import Person
 from tests.app.tasks import add
-from tests.checking import REDIS, app, find_messages, found, no_faults
+from tests.checking import NAME, REDIS, add_task, app, find_messages, found, no_faults
 from tests.conftest import MakeDatabase
 from tests.routing import runs_in
 from tests.test_checks import LOCMEM
-from tests.test_task_checks import NAME, add_task
 
 __all__ = ["app", "no_faults"]
 
@@ -54,19 +52,19 @@ def fallback_app(monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
 
 def test_a_missing_app_is_an_error(fallback_app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     """
-    E010 reports that no Celery app of the project is loaded, and W015 does not mislead.
+    E004 reports that no Celery app of the project is loaded, and W006 does not mislead.
 
     It is silent without tasks of the project; a broker from the environment is meant.
     """
     messages = found()
-    assert "No Celery app of the project is loaded" in messages["E010"].msg
-    assert "amqp://localhost" in messages["E010"].msg
-    assert "from .celery import app" in (messages["E010"].hint or "")
-    assert "W015" not in messages
+    assert "No Celery app of the project is loaded" in messages["E004"].msg
+    assert "amqp://localhost" in messages["E004"].msg
+    assert "from .celery import app" in (messages["E004"].hint or "")
+    assert "W006" not in found(deploy=True)
     monkeypatch.setattr(apps, "get_app_configs", list)
     for name in [name for name in fallback_app.tasks if not name.startswith("celery.")]:
         del fallback_app.tasks[name]
-    assert "E010" not in found()
+    assert "E004" not in found()
     monkeypatch.setenv("CELERY_BROKER_URL", "memory://")
     assert not is_fallback(fallback_app)
 
@@ -97,16 +95,16 @@ def test_a_wrong_value_of_a_task_option(app: Celery) -> None:
 
 
 def test_a_misspelt_task_option(app: Celery) -> None:
-    """W025 names an option that does nothing, and the one that was meant; other names are fine."""
+    """W001 names an option that does nothing, and the one that was meant; other names are fine."""
     misspelt = {"outbx": "outbox", "timelimit": "time_limit", "autoretry": "autoretry_for"}
     known = {"shop_id": 7, "retry_backoff_max": 60, "autoretry_for": (KeyError,)}
     for base in (SafeTask, Task):
         app.tasks.clear()
         add_task(app, base=base, **known)
-        assert "W025" not in found()
+        assert "W001" not in found()
         app.tasks.clear()
         add_task(app, base=base, **known, **dict.fromkeys(misspelt, True))
-        messages = [one for one in find_messages() if str(one.id).endswith("W025")]
+        messages = [one for one in find_messages() if str(one.id).endswith("W001")]
         assert {one.msg: one.hint for one in messages} == {
             f"Task {NAME} has the option {name!r}, which does nothing.": f"Did you mean {meant!r}?"
             for name, meant in misspelt.items()
@@ -120,40 +118,6 @@ def test_a_misspelt_option_of_a_send(app: Celery) -> None:
         task.apply_async((), contdown=1)
     with pytest.raises(ConfigurationError, match=r"usin=.* Did you mean 'using'"):
         task.apply_async_on_commit((), usin="default")
-
-
-#: A project's tasks, of Celery's own class for Django and of ours.
-TASKS = """
-from celery import current_app
-from celery.contrib.django.task import DjangoTask
-from django_celery_safe import SafeTask
-
-@current_app.task(base=DjangoTask, shared=False)
-def plain(): ...
-
-@current_app.task(base=SafeTask, shared=False)
-def safe(): ...
-"""
-
-
-def test_a_plain_task_sent_on_commit(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    """W026 names a plain Django task that is sent on commit, and the function that sends it."""
-    tasks, views = ModuleType("shop.tasks"), ModuleType("shop.views")
-    monkeypatch.setitem(sys.modules, "shop.tasks", tasks)
-    monkeypatch.setitem(sys.modules, "shop.views", views)
-    exec(TASKS, vars(tasks))
-    vars(views).update(vars(tasks), tasks=tasks, __name__="shop.views")
-    exec("def sign_up(): plain.delay(); safe.delay_on_commit()", vars(views))
-    assert "W026" not in found()
-    for code, place in (
-        ("def sign_up(): tasks.plain.apply_async_on_commit(())", "sign_up"),
-        ("class View:\n    def post(self): plain.delay_on_commit()", "View.post"),
-        ("@current_app.task(shared=False)\ndef other(): plain.delay_on_commit()", "other"),
-    ):
-        exec(f"sign_up = View = None\n{code}", vars(views))
-        message = found()["W026"]
-        assert f"Task shop.tasks.plain is sent on commit in shop.views.{place}, but" in message.msg
-        assert 'task_cls="django_celery_safe:SafeTask"' in (message.hint or "")
 
 
 def _key_of_attribute() -> None:
@@ -245,7 +209,7 @@ def test_do_once_without_with() -> None:
 
 
 def test_a_missing_relay_is_one_message(app: Celery, make_database: MakeDatabase) -> None:
-    """W016 names messages and runs of stages, and W022 does not come as well."""
+    """W009 names a database once, whether messages or runs of stages wait for its relay."""
     alias = make_database("sqlite")
     add_task(app, outbox=True)
 
@@ -260,18 +224,18 @@ def test_a_missing_relay_is_one_message(app: Celery, make_database: MakeDatabase
             if "relay" in message.msg and repr(alias) in message.msg
         ]
     (message,) = messages
-    assert message.id == "django_celery_safe.W016"
+    assert message.id == "django_celery_safe.W009"
     assert "waits for ever, and stages may stall" in message.msg
 
 
 def test_the_settings_by_another_name(settings: Settings) -> None:
-    """W001 names a setting that holds settings of this app; other apps' are left alone."""
+    """E001 names a setting that holds settings of this app; other apps' are left alone."""
     settings.DJANGO_CELERY_BEAT = {"LOCK": 1}
     settings.CELERY_SAFE = "OUTBOX"
-    assert "W001" not in found()
+    assert "E001" not in found()
     for name in ("DJANGO_CELERY_SAVE", "CELERY_SAFE"):
         setattr(settings, name, {"LOCK_CACHE": "locks"})
-        message = found()["W001"]
+        message = found()["E001"]
         assert message.msg == f"The setting {name} has settings of this app; it does nothing."
         assert message.hint == "Did you mean DJANGO_CELERY_SAFE?"
         delattr(settings, name)
@@ -279,11 +243,11 @@ def test_the_settings_by_another_name(settings: Settings) -> None:
 
 @pytest.mark.parametrize(("setting", "known"), [("LOCK_CACHE", "locks"), ("LOCK_DATABASE", "data")])
 def test_a_misspelt_alias(settings: Settings, setting: str, known: str) -> None:
-    """E003 names the alias that was meant."""
+    """E002 names the alias that was meant."""
     settings.CACHES = {"default": REDIS, "locks": REDIS}
     settings.DATABASES = {**settings.DATABASES, "data": settings.DATABASES["default"]}
     settings.DJANGO_CELERY_SAFE = {setting: known + "s"}
-    assert f"Did you mean {known!r}?" in found()["E003"].msg
+    assert f"Did you mean {known!r}?" in found()["E002"].msg
 
 
 def test_models_of_an_app_that_is_not_installed() -> None:

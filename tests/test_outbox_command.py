@@ -32,7 +32,7 @@ from django_celery_safe.signals import task_sent
 from tests import commands
 from tests.app.celery import app as app_of_tests
 from tests.app.tasks import add, note
-from tests.checking import app_without_tasks
+from tests.checking import add_task, app_without_tasks
 from tests.conftest import MakeDatabase, UseBroker
 from tests.listening import receiving
 from tests.processes import FunctionFailed, KeptProcess, start_in_process, tell, wait_for
@@ -40,7 +40,6 @@ from tests.processes.settings import settings_environment
 from tests.servers import RedisServer
 from tests.servers.databases import DatabaseKind, gone_settings, registered, sqlite_settings
 from tests.terminal import answer
-from tests.test_task_checks import add_task
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 from celery import _state, current_app
-from django.core.checks import CheckMessage
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django.tasks import DEFAULT_TASK_QUEUE_NAME, Task, TaskResult
 from django.tasks.backends.base import BaseTaskBackend
@@ -166,13 +165,6 @@ class SafeCeleryBackend(BaseTaskBackend):
             return read_row(task, row)
         except ContentDisallowed as error:
             raise TaskResultDoesNotExist(result_id) from error
-
-    def check(self, **kwargs: Any) -> list[CheckMessage]:
-        """Return the faults that prevent sending tasks or keeping their results."""
-        # Imported here, because a task may be defined in a module that models import.
-        from .checks import find_backend_faults
-
-        return list(find_backend_faults(self))
 
     def prepare_worker(self, app: Any) -> None:
         """Let a worker find tasks in modules that it has not imported."""

@@ -1,11 +1,10 @@
-"""Faults of databases: SQLite's transactions and files, and databases unfit for our tables."""
+"""Databases that can't hold rows of this app, lack its tables, or have no relay."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from django.apps import apps
 from django.conf import settings
@@ -13,23 +12,26 @@ from django.core.checks import CheckMessage
 from django.db import DEFAULT_DB_ALIAS, Error, connections, router
 
 from .. import conf
-from ..databases import NO_DATABASE, find_unfit, is_tested
+from ..databases import find_unfit, is_tested, refuse_untested
 from ..delivery.call import layers
+from ..exceptions import ConfigurationError
+from ..foreign_errors import describe_error
 from ..idempotency import Idempotent, IdempotentMixin
 from ..inspection.findings import fault
-from ..sending.outbox import task_wants_outbox
-from .project import Project
+from ..sending.outbox import outbox_aliases
+from ..transactions import lacks_table
+from .project import RELAY_TASK, Project, count
+
+#: How long a relay may be unseen without a warning, s.
+GONE: Final = 3600.0
 
 
-def find_sqlite_faults() -> Iterator[CheckMessage]:
-    """W003: SQLite without IMMEDIATE. E004: locks in the file of the data, or in memory."""
-    files = {}
+def check_databases(project: Project) -> Iterator[CheckMessage]:
+    """E002: a database can't hold this app's rows. W003: SQLite without IMMEDIATE."""
     databases: dict[str, dict[str, Any]] = settings.DATABASES
     for alias, database in databases.items():
-        if not database.get("ENGINE", "").endswith(".sqlite3"):
-            continue
-        files[alias] = os.path.realpath(str(database.get("NAME")))
-        if database.get("OPTIONS", {}).get("transaction_mode") != "IMMEDIATE":
+        is_sqlite = database.get("ENGINE", "").endswith(".sqlite3")
+        if is_sqlite and database.get("OPTIONS", {}).get("transaction_mode") != "IMMEDIATE":
             yield fault(
                 "W003",
                 f'DATABASES["{alias}"] is SQLite in its default transaction mode: two transactions '
@@ -37,87 +39,115 @@ def find_sqlite_faults() -> Iterator[CheckMessage]:
                 'Set "OPTIONS": {"transaction_mode": "IMMEDIATE"}, and WAL mode by "init_command": '
                 '"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;".',
             )
-    locks = conf.get("LOCK_DATABASE")
-    if not isinstance(locks, str) or locks not in files:
+    for alias, user in _find_users(project).items():
+        if alias not in connections.settings:
+            text = f"DATABASES has no {alias!r}, but {user} would keep rows there."
+            known = ", ".join(map(repr, connections.settings))
+            yield fault("E002", text, f"Use an alias that exists: {known}.")
+            continue
+        try:
+            refuse_untested(alias, f"keep the rows of {user}")
+        except ConfigurationError as error:
+            yield fault("E002", str(error), "Write a database router that names such an alias.")
+
+
+def check_database_servers(project: Project) -> Iterator[CheckMessage]:
+    """E002: a server is too old. E003: tables are missing. W009: no relay. W010: no answer."""
+    used = [*_find_users(project), conf.get("LOCK_DATABASE")]
+    for alias in connections.settings:
+        if alias in used:
+            with suppress(Error):  # other checks report that it does not answer
+                yield from _find_unfit(alias)
+    relayed: list[str] = []
+    yield from _find_missing_tables(project, relayed)
+    if project.beat_relays():
         return
-    if "memory" in str(databases[locks].get("NAME")):
-        yield fault(
-            "E004",
-            f"LOCK_DATABASE is {locks!r}, a SQLite database in memory: each thread has one of its "
-            f"own, so two get the same lock.",
-            "Give LOCK_DATABASE an alias with a SQLite file of its own.",
-        )
-    elif locks == DEFAULT_DB_ALIAS or list(files.values()).count(files[locks]) > 1:
-        yield fault(
-            "E004",
-            f"LOCK_DATABASE is {locks!r}, a SQLite file that also holds the project's data: while "
-            f"a task writes there, its lock can't be renewed and is lost.",
-            "Give LOCK_DATABASE an alias with a SQLite file of its own, and run "
-            "manage.py migrate django_celery_safe --database=<alias>.",
-        )
-
-
-def find_database_faults(project: Project) -> Iterator[CheckMessage]:
-    """E008: a database for our rows does not exist, or is of an untested kind."""
-    users: dict[str, list[str]] = {}
-    for alias, user in _find_users(project):
-        users.setdefault(alias, []).append(user)
-    for alias, names in users.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        keep = f"{names[0]}{more} would keep rows there"
-        if alias not in connections.databases:
-            known = ", ".join(repr(name) for name in connections.databases)
-            text = f"DATABASES has no {alias!r}, but {keep}: any use raises ConnectionDoesNotExist."
-            yield fault("E008", text, f"Use an alias that exists: {known}.")
-        elif (vendor := connections[alias].vendor) != NO_DATABASE and not is_tested(alias):
+    for alias in dict.fromkeys(relayed):
+        try:
+            absent = _find_absence(alias)
+        except Exception as error:  # noqa: BLE001 - whatever a database or its driver raises
+            text = f"The database {alias!r} could not be asked for a relay"
+            hint = "Check that it is up and reachable, and run manage.py migrate."
+            yield fault("W010", f"{text} ({describe_error(error)}).", hint)
+            continue
+        if absent:
+            users = count([*project.senders, *project.steps], "needs", "need")
             yield fault(
-                "E008",
-                f'DATABASES["{alias}"] is {vendor}, on which this app was never tested, and '
-                f"{keep}: each use is refused with BackendNotSupported.",
-                "Let an alias on PostgreSQL, MariaDB, MySQL or SQLite hold them, by a database "
-                "router, or do without.",
+                "W009",
+                f"{users} a relay, but none has been seen in {alias!r} {absent}, and beat runs "
+                f"none: a message that is lost, or can't be sent at its commit, waits for ever, "
+                f"and stages may stall.",
+                f"Run manage.py celery_outbox relay beside the workers, or add "
+                f'{{"task": "{RELAY_TASK}", "schedule": 10}} to beat\'s schedule.',
             )
 
 
-def find_unfit_databases(project: Project) -> Iterator[CheckMessage]:
-    """E011: a MySQL or MariaDB is too old, or tables lack transactions. Queries the servers."""
-    aliases = dict.fromkeys(alias for alias, _ in _find_users(project))
-    if isinstance(locks := conf.get("LOCK_DATABASE"), str):
-        aliases[locks] = None
-    for alias in aliases:
-        if alias not in connections.databases:
-            continue  # E008 reports it
-        with suppress(Error):  # other checks report that it does not answer
-            for table in ["", *_flag_tables(alias)]:
-                if unfit := find_unfit(alias, table):
-                    yield fault(
-                        "E011", f'DATABASES["{alias}"] can\'t be used: {unfit[0]}.', unfit[1]
-                    )
-                    break
+def _find_unfit(alias: str) -> Iterator[CheckMessage]:
+    """Yield E002 for a MySQL or MariaDB that lacks what our tables, or those of flags, need."""
+    flagged = [model for model in _flagged_models() if router.db_for_write(model) == alias]
+    for table in ["", *(model._meta.db_table for model in flagged)]:
+        if unfit := find_unfit(alias, table):
+            yield fault("E002", f'DATABASES["{alias}"] can\'t be used: {unfit[0]}.', unfit[1])
+            return
 
 
-def _flag_tables(alias: str) -> list[str]:
-    """Return the tables of a database whose models have ``do_once``."""
-    models = [one for one in apps.get_models() if issubclass(one, IdempotentMixin)]
-    return [one._meta.db_table for one in models if router.db_for_write(one) == alias]
+def _find_missing_tables(project: Project, relayed: list[str]) -> Iterator[CheckMessage]:
+    """Yield E003, and add the databases that need a relay to ``relayed``."""
+    from ..models.outbox import OutboxMessage  # needs the app registry
+    from ..models.stages import StageRun, StageStep
+
+    if senders := project.senders:
+        outboxes = outbox_aliases()
+        # The database for locks also has the table, but it stays empty.
+        used = [alias for alias in outboxes if alias != conf.get("LOCK_DATABASE")]
+        relayed += used or outboxes
+        if not outboxes:
+            users = count(senders, "is", "are")
+            text = f"{users} sent through the outbox, and no database has its table."
+            yield fault("E003", text, "Run manage.py migrate.")
+    runs = router.db_for_write(StageRun)
+    if (steps := project.steps) and runs in connections.settings and is_tested(runs):
+        if not lacks_table(runs, StageRun, StageStep, OutboxMessage):
+            relayed.append(runs)
+            return
+        users = count(steps, "is a step", "are steps")
+        text = (
+            f"{users} of stages, and {runs!r}, where their runs are to be, has no table for them."
+        )
+        yield fault("E003", text, f"Run manage.py migrate --database={runs}.")
 
 
-def _find_users(project: Project) -> Iterator[tuple[str, str]]:
-    """Yield the alias of each database that will hold our rows, and their purpose."""
+def _find_absence(alias: str) -> str | None:
+    """Return since when a database has had no relay, as a clause; None: a relay was seen."""
+    from ..inspection.overview import find_relay  # needs the app registry
+
+    relay = find_relay(alias)
+    if relay is None:
+        return "yet"
+    return None if relay.ago_s < GONE else f"since {relay.at:%Y-%m-%d %H:%M} ({relay.name})"
+
+
+def _find_users(project: Project) -> dict[str, str]:
+    """Return the aliases of the databases that will hold our rows, each with a purpose."""
     from ..models.idempotency import IdempotencyRecord  # needs the app registry
     from ..models.stages import StageRun
 
-    for model in apps.get_models():
-        if issubclass(model, IdempotentMixin):
-            yield router.db_for_write(model), f"do_once of {model._meta.label}"
-    for task in project.steps:
-        yield router.db_for_write(StageRun), f"the stages of {task.name}"
+    users: dict[str, str] = {}
+    for task in project.senders[:1]:
+        # Other databases are known only from a call's using=.
+        users.setdefault(DEFAULT_DB_ALIAS, f"the outbox of {task.name}")
+    for task in project.steps[:1]:
+        users.setdefault(router.db_for_write(StageRun), f"the stages of {task.name}")
+    for model in _flagged_models():
+        users.setdefault(router.db_for_write(model), f"do_once of {model._meta.label}")
     for task in project.tasks:
-        if task_wants_outbox(task):
-            # Other databases are known only from a call's using=.
-            yield DEFAULT_DB_ALIAS, f"the outbox of {task.name}"
         for layer in layers(task.run):
             own: Any = getattr(layer, "idempotent", None)
             if isinstance(own, Idempotent):
                 alias = own.using or router.db_for_write(IdempotencyRecord)
-                yield alias, f"idempotent {task.name}"
+                users.setdefault(alias, f"idempotent {task.name}")
+    return users
+
+
+def _flagged_models() -> list[Any]:
+    return [model for model in apps.get_models() if issubclass(model, IdempotentMixin)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -37,15 +37,20 @@ OTHERS: Final[dict[str, Callable[[Any, str], object]]] = {
 }
 
 
-def find_setting_faults() -> Iterator[CheckMessage]:
-    """W001: a setting that does not exist. E001: a setting whose value is not valid."""
+def check_settings(project: Project) -> Iterator[CheckMessage]:
+    """E001: a setting that does not exist, or whose value is not valid."""
+    try:
+        given = conf.given()
+    except ConfigurationError as error:
+        yield fault("E001", str(error), f"Write {conf.NAME} = {{...}}.")
+        return
     for name in conf.misnamed():
         text = f"The setting {name} has settings of this app; it does nothing."
-        yield fault("W001", text, f"Did you mean {conf.NAME}?")
-    for name in [each for each in conf.given() if each not in conf.DEFAULTS]:
+        yield fault("E001", text, f"Did you mean {conf.NAME}?")
+    for name in [each for each in given if each not in conf.DEFAULTS]:
         text = f"{conf.NAME} has no setting {name!r}; it does nothing."
         known = f"It knows: {', '.join(conf.DEFAULTS)}."
-        yield fault("W001", text, conf.did_you_mean(name, conf.DEFAULTS).lstrip() or known)
+        yield fault("E001", text, conf.did_you_mean(name, conf.DEFAULTS).lstrip() or known)
     others = {name: partial(check, conf.get(name), name) for name, check in OTHERS.items()}
     for name, read in (DURATIONS | others).items():
         try:
@@ -61,14 +66,15 @@ def _default_of(name: str) -> str:
     return f"{default} seconds" if name in DURATIONS else str(default)
 
 
-def find_store_faults(project: Project) -> Iterator[CheckMessage]:
-    """E002: it can't hold locks. W002: locks aren't shared, or can be lost."""
+def check_lock_place(project: Project) -> Iterable[CheckMessage]:
+    """E002: locks can't live in the place of the settings. W002: they may get lost there."""
     # A project whose tasks run eagerly has no workers that would have to share its locks.
     eager = project.app.conf.task_always_eager
     return (one for one in lock_store.check_place() if one.is_serious() or not eager)
 
 
-def find_store_trouble() -> Iterator[CheckMessage]:
-    """E002: the server refuses. W002: cache.clear() or an eviction frees locks. W010: no answer."""
-    if not any(one.is_serious() for one in lock_store.check_place()):
-        yield from lock_store.check_server()
+def check_lock_server(project: Project) -> Iterable[CheckMessage]:
+    """E002: the server refuses locks. W002: it may lose them. W010: it does not answer."""
+    if any(one.is_serious() for one in lock_store.check_place()):
+        return []  # check_lock_place reports it
+    return lock_store.check_server()

@@ -6,7 +6,6 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -302,28 +301,6 @@ def find_guarded(task: Any) -> Guarded | None:
     # does not show it.
     bound = any(map(inspect.ismethod, found[: marked[-1]]))
     return Guarded(decorated.__wrapped__, decorated.single_instance, bound)
-
-
-def find_hidden(task: Any) -> Function | None:
-    """
-    Return a function that ``@single_instance`` decorated but the task can't find, or None.
-
-    The function is hidden by a wrapper without ``functools.wraps``, which has it in its closure.
-    A function that calls a decorated function for another reason looks the same.
-    """
-    seen: set[int] = set()
-    waiting: list[Function] = layers(task.run) if find_guarded(task) is None else []
-    while waiting:
-        function = waiting.pop()
-        if _options_of(function) is not None:
-            return function
-        for cell in getattr(function, "__closure__", None) or ():
-            with suppress(ValueError):  # an empty cell
-                inner = cell.cell_contents
-                if inspect.isfunction(inner) and id(inner) not in seen:
-                    seen.add(id(inner))
-                    waiting.append(inner)
-    return None
 
 
 def find_guarded_as_asked(task: Any, request: Context) -> tuple[Guarded, Options, Header] | None:

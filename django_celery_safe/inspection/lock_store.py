@@ -30,11 +30,13 @@ TRIED_LEASE: Final = 10.0
 
 def check_place() -> list[CheckMessage]:
     """Return E002 if locks can't live there, W002 if the store may lose them; query no server."""
+    location = locate()
+    if found := list(_find_sqlite(conf.get("LOCK_DATABASE"))):
+        return found
     try:
-        store = locate().store()
+        store = location.store()
     except Exception as error:  # noqa: BLE001 - a check must say what it is, whatever it is
         return [explain(error)]
-    found = list(_find_sqlite(conf.get("LOCK_DATABASE")))
     if not store.shared:
         text = (
             f"Locks live in {store.where}, which every process has for itself: two worker "
@@ -42,7 +44,8 @@ def check_place() -> list[CheckMessage]:
         )
         found.append(fault("W002", text, USE_INSTEAD))
     if store.weakness:
-        found.append(fault("W002", f"Locks live in {store.where}: {store.weakness}.", USE_INSTEAD))
+        text = f"Locks live in {store.where}: {store.weakness}."
+        found.append(fault("W002", text, USE_INSTEAD))
     return found
 
 
@@ -81,7 +84,7 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, LockBackendError) and bool(error.hint)
 
 
-def _find_sqlite(alias: str | None) -> Iterator[CheckMessage]:
+def _find_sqlite(alias: object) -> Iterator[CheckMessage]:
     """Yield E002 for locks in a SQLite file that also holds data, or in memory."""
     databases = settings.DATABASES
     files = {
@@ -89,7 +92,7 @@ def _find_sqlite(alias: str | None) -> Iterator[CheckMessage]:
         for name, database in databases.items()
         if database.get("ENGINE", "").endswith(".sqlite3")
     }
-    if alias not in files:
+    if not isinstance(alias, str) or alias not in files:
         return
     if "memory" in str(databases[alias].get("NAME")):
         why = "in memory: each thread has one of its own, so two get the same lock."

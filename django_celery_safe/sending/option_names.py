@@ -7,6 +7,7 @@ Names that resemble no option are left alone, because projects have attributes o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from inspect import signature
 from typing import Any, Final
 
@@ -75,11 +76,20 @@ def find_misspelt(task: Any, ours: type) -> Iterator[tuple[str, str]]:
         ours: The class with this app's options; the task's own class may not have them.
     """
     own, *bases = type(task).__mro__
-    known = {name for cls in (*bases, ours) for name in dir(cls)}
-    known.update(CALL_OPTIONS, _READ_BY_CELERY)
+    known = _known_options(ours, *bases)
     # Celery turns the options of @app.task into attributes of a class.
     for name, value in vars(own).items():
         if name not in known and name[:1] != "_" and not callable(value):
-            meant = conf.closest(name, known, SLIP)
+            meant = _find_meant(name, known)
             if meant is not None:
                 yield name, meant
+
+
+@lru_cache(maxsize=64)
+def _known_options(*classes: type) -> frozenset[str]:
+    return CALL_OPTIONS.union(_READ_BY_CELERY, *map(dir, classes))
+
+
+@lru_cache(maxsize=1024)
+def _find_meant(name: str, known: frozenset[str]) -> str | None:
+    return conf.closest(name, known, SLIP)

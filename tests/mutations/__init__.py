@@ -22,7 +22,7 @@ TESTS = {
     "idempotency": "tests/idempotency",
     "stages": "tests/stages",
     "models": "tests/sending tests/stages tests/idempotency",
-    "outer": "tests/test_checks.py tests/test_task_checks.py tests/test_locks_command.py "
+    "outer": "tests/test_checks.py tests/test_locks_command.py "
     "tests/test_outbox_command.py tests/test_stages_command.py tests/admin tests/testing",
 }
 
