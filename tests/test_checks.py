@@ -59,7 +59,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Overriding setting DATABASES")
 
 
 @pytest.fixture(autouse=True)
-def _in_order(no_faults: None, settings: Settings) -> Iterator[None]:
+def _in_order(no_faults: None, app: Celery, settings: Settings) -> Iterator[None]:
     """Let only databases of the test have an outbox; wait for what a worker asks at its start."""
     settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
     settings.CACHES = {"default": redis(0), "locks": redis(1)}
@@ -150,7 +150,7 @@ SETTINGS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings(case: Any, settings: Settings, app: Celery) -> None:
+def test_settings(case: Any, settings: Settings) -> None:
     """A setting, cache or database that can't be used gives one message, without any query."""
     number, said, faulty, mended = case
     for name, value in faulty.items():
@@ -173,7 +173,7 @@ def test_eager_tasks_share_no_locks(settings: Settings, app: Celery) -> None:
     assert set(found(deploy=False)) == {"E002"}
 
 
-def test_locks_that_are_cleared_with_a_cache(settings: Settings, app: Celery) -> None:
+def test_locks_that_are_cleared_with_a_cache(settings: Settings) -> None:
     """W002 names, with ``--deploy``, the caches whose clear() frees the locks."""
     for caches, shared in (
         ({"default": redis(0)}, "the project's default cache"),
@@ -188,7 +188,7 @@ def test_locks_that_are_cleared_with_a_cache(settings: Settings, app: Celery) ->
         assert not shared or re.search(shared, found()["W002"].msg)
 
 
-def test_the_server_of_the_locks(settings: Settings, app: Celery) -> None:
+def test_the_server_of_the_locks(settings: Settings) -> None:
     """With --deploy: a server that is silent, may evict locks, or refuses what locks need."""
     assert checking.found() == {}
     assert "could not be asked" in checking.found(deploy=True)["W010"].msg
@@ -216,9 +216,7 @@ def test_the_server_of_the_locks(settings: Settings, app: Celery) -> None:
             assert any("refuses to this user what locks need: zremr" in text for text in errors)
 
 
-def test_a_database_that_refuses_locks(
-    settings: Settings, make_database: MakeDatabase, app: Celery
-) -> None:
+def test_a_database_that_refuses_locks(settings: Settings, make_database: MakeDatabase) -> None:
     """E002, with --deploy: autocommit is off in LOCK_DATABASE, or it lacks tables."""
     alias = make_database("sqlite-immediate")
     given = connections.settings[alias]
@@ -527,7 +525,7 @@ def _set_up(pool: str, concurrency: int, most: int | None = None) -> None:
             receiver(instance=worker)
 
 
-def test_the_size_of_the_pool_is_noted(settings: Settings, app: Celery) -> None:
+def test_the_size_of_the_pool_is_noted(settings: Settings) -> None:
     """When a worker of several processes is set up, locks in local memory are refused."""
     settings.CACHES = locks_in(LOCMEM)["CACHES"]
     try:
@@ -542,7 +540,7 @@ def test_the_size_of_the_pool_is_noted(settings: Settings, app: Celery) -> None:
 
 
 def test_a_worker_logs_no_silenced_check(
-    settings: Settings, app: Celery, caplog: pytest.LogCaptureFixture
+    settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Checks in SILENCED_SYSTEM_CHECKS are not logged; the others are, with their hints."""
     settings.SILENCED_SYSTEM_CHECKS = ["django_celery_safe.W002"]

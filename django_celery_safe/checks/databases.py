@@ -58,11 +58,9 @@ def check_database_servers(project: Project) -> Iterator[CheckMessage]:
         if alias in used:
             with suppress(Error):  # other checks report that it does not answer
                 yield from _find_unfit(alias)
-    relayed: list[str] = []
-    yield from _find_missing_tables(project, relayed)
-    if project.beat_relays():
-        return
-    for alias in dict.fromkeys(relayed):
+    aliases, missing = _find_outboxes(project)
+    yield from missing
+    for alias in () if project.beat_relays() else dict.fromkeys(aliases):
         try:
             absent = _find_absence(alias)
         except Exception as error:  # noqa: BLE001 - whatever a database or its driver raises
@@ -71,12 +69,12 @@ def check_database_servers(project: Project) -> Iterator[CheckMessage]:
             yield fault("W010", f"{text} ({describe_error(error)}).", hint)
             continue
         if absent:
-            users = count([*project.senders, *project.steps], "needs", "need")
+            users = list(dict.fromkeys([*project.senders, *project.steps]))
             yield fault(
                 "W009",
-                f"{users} a relay, but none has been seen in {alias!r} {absent}, and beat runs "
-                f"none: a message that is lost, or can't be sent at its commit, waits for ever, "
-                f"and stages may stall.",
+                f"{count(users, 'needs', 'need')} a relay, but none has been seen in {alias!r} "
+                f"{absent}, and beat runs none: a message that can't be sent at its commit, or "
+                f"gets lost, waits for ever, and stages may stall.",
                 f"Run manage.py celery_outbox relay beside the workers, or add "
                 f'{{"task": "{RELAY_TASK}", "schedule": 10}} to beat\'s schedule.',
             )
@@ -91,30 +89,29 @@ def _find_unfit(alias: str) -> Iterator[CheckMessage]:
             return
 
 
-def _find_missing_tables(project: Project, relayed: list[str]) -> Iterator[CheckMessage]:
-    """Yield E003, and add the databases that need a relay to ``relayed``."""
+def _find_outboxes(project: Project) -> tuple[list[str], list[CheckMessage]]:
+    """Return the databases that need a relay, and E003 for tables that are missing."""
     from ..models.outbox import OutboxMessage  # needs the app registry
     from ..models.stages import StageRun, StageStep
 
+    aliases, missing = [], []
     if senders := project.senders:
         outboxes = outbox_aliases()
         # The database for locks also has the table, but it stays empty.
         used = [alias for alias in outboxes if alias != conf.get("LOCK_DATABASE")]
-        relayed += used or outboxes
+        aliases += used or outboxes
         if not outboxes:
-            users = count(senders, "is", "are")
-            text = f"{users} sent through the outbox, and no database has its table."
-            yield fault("E003", text, "Run manage.py migrate.")
+            text = f"{count(senders, 'is', 'are')} sent through the outbox, and no database has "
+            missing.append(fault("E003", f"{text}its table.", "Run manage.py migrate."))
     runs = router.db_for_write(StageRun)
     if (steps := project.steps) and runs in connections.settings and is_tested(runs):
-        if not lacks_table(runs, StageRun, StageStep, OutboxMessage):
-            relayed.append(runs)
-            return
-        users = count(steps, "is a step", "are steps")
-        text = (
-            f"{users} of stages, and {runs!r}, where their runs are to be, has no table for them."
-        )
-        yield fault("E003", text, f"Run manage.py migrate --database={runs}.")
+        if lacks_table(runs, StageRun, StageStep, OutboxMessage):
+            text = f"{count(steps, 'is a step', 'are steps')} of stages, and {runs!r}, the "
+            hint = f"Run manage.py migrate --database={runs}."
+            missing.append(fault("E003", f"{text}database of their runs, lacks its tables.", hint))
+        else:
+            aliases.append(runs)
+    return aliases, missing
 
 
 def _find_absence(alias: str) -> str | None:
