@@ -63,9 +63,10 @@ def check_lost_tasks(project: Project) -> Iterator[CheckMessage]:
             f'Set outbox="until_done" (for all tasks: {conf.NAME} = {{"OUTBOX": "until_done"}}): a '
             f"relay sends the task again, and counts its deaths. Or set acks_late=True and "
             f"reject_on_worker_lost=True (for all: CELERY_TASK_ACKS_LATE and "
-            f"CELERY_TASK_REJECT_ON_WORKER_LOST), and with it CELERY_WORKER_PREFETCH_MULTIPLIER = "
-            f"1, with Redis and Celery 5.6 or later also CELERY_WORKER_DISABLE_PREFETCH = True, or "
-            f"a worker holds messages that others could run; nothing then counts deaths.",
+            f"CELERY_TASK_REJECT_ON_WORKER_LOST), and for the workers "
+            f"CELERY_WORKER_PREFETCH_MULTIPLIER = 1, with Redis also "
+            f"CELERY_WORKER_DISABLE_PREFETCH = True: otherwise one holds messages that others "
+            f"could run. Nothing counts deaths then.",
         )
 
 
