@@ -6,7 +6,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
+    """Run the command that the arguments name; ``demo`` has settings and a folder of its own."""
+    if sys.argv[1:2] == ["demo"]:
+        os.environ["DJANGO_SETTINGS_MODULE"] = "demo.settings"
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "example_project.settings")
 
     from django.core.management import execute_from_command_line

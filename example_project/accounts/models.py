@@ -1,7 +1,5 @@
 """The site's user."""
 
-from __future__ import annotations
-
 from django.contrib.auth.models import AbstractUser
 from django.db import models
 

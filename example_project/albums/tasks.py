@@ -1,25 +1,23 @@
 """
-The steps that make an album; :mod:`albums.making` puts them in order.
+How an album is made: steps in four stages, and the plan that puts them in order.
 
-Each may be done again: when its process died in it, and when a failed run is resumed. So
-they write files under names that stay, and the e-mail goes out once.
+A step may run again: when its process died in it, and when a failed run is resumed. So
+the steps write files under names that stay, and the e-mail goes out once.
 """
 
-from __future__ import annotations
-
-from contextlib import ExitStack
+from collections.abc import Sequence
 from smtplib import SMTPException
 from typing import Any
 
 from celery import shared_task
 from django.conf import settings
 from django.core.mail import send_mail
-from django.db import OperationalError
+from django.db import OperationalError, transaction
 
-from django_celery_safe import SafeTask, stages
+from django_celery_safe import stages
 
 from . import imaging
-from .models import Album, Picture
+from .models import SHEET, Album
 
 READY = """\
 The album "{title}" is ready: {pictures} picture(s), and a contact sheet of them.
@@ -27,56 +25,42 @@ This e-mail comes once, whatever became of the processes that made it.
 """
 
 
-@shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)
+class UnreadablePicture(Exception):
+    """A file is not a whole picture."""
+
+
+@shared_task(acks_late=True, reject_on_worker_lost=True)
 @stages.step
-def fetch(params: dict[str, Any], picture: int) -> None:
-    """Read an upload to its end, and keep it upright and without the camera's notes."""
-    found = Picture.objects.filter(pk=picture).first()
-    if found:  # None: taken out of the album, before the run was resumed
-        with found.upload.open() as file:
-            found.save_image(imaging.straighten(found.name, file))
+def paint(params: dict[str, Any], name: str) -> None:
+    """Paint a picture."""
+    Album.objects.get(pk=params["album"]).write(name, imaging.paint(name))
 
 
-@shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)
+@shared_task(acks_late=True, reject_on_worker_lost=True)
 @stages.step
-def make_thumbnail(params: dict[str, Any], picture: int) -> None:
-    """Make the small one of a picture."""
-    found = Picture.objects.filter(pk=picture).first()
-    if found:
-        with found.image.open() as file:
-            found.save_thumbnail(imaging.make_thumbnail(found.name, file))
+def make_thumbnail(params: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Make a picture small; return how bright it is, for the next stage."""
+    album = Album.objects.get(pk=params["album"])
+    if name not in album.pictures:
+        return None  # it was taken out before the run was resumed
+    try:
+        small, brightness = imaging.make_thumbnail(album.read(name))
+    except OSError as error:
+        raise UnreadablePicture(f"{name} is not a whole picture ({error})") from error
+    album.write(f"{name}-small", small)
+    return {name: brightness}
 
 
-@shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)
-@stages.step
-def index(params: dict[str, Any]) -> dict[str, Any]:
-    """Note each picture's colour; return their order from dark to light, for the next stage."""
-    brightness = {}
-    for picture in Picture.objects.filter(album=params["album"]):
-        with picture.image.open() as file:
-            red, green, blue = imaging.find_colour(picture.name, file)
-        picture.colour = f"#{red:02x}{green:02x}{blue:02x}"
-        picture.save(update_fields=["colour"])
-        brightness[picture.pk] = 0.3 * red + 0.6 * green + 0.1 * blue
-    return {"order": sorted(brightness, key=brightness.__getitem__)}
-
-
-@shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)
+@shared_task(acks_late=True, reject_on_worker_lost=True)
 @stages.step
 def make_contact_sheet(params: dict[str, Any]) -> None:
-    """Put all thumbnails on one sheet, in the order that the index found."""
+    """Put all thumbnails on one sheet, from dark to light."""
     album = Album.objects.get(pk=params["album"])
-    pictures = album.pictures.in_bulk(params["order"])
-    with ExitStack() as opened:
-        files = [
-            (picture.name, opened.enter_context(picture.thumbnail.open()))
-            for picture in (pictures[pk] for pk in params["order"] if pk in pictures)
-        ]
-        album.save_sheet(imaging.make_sheet(album.title, files))
+    names = sorted(album.pictures, key=params.__getitem__)
+    album.write(SHEET, imaging.make_sheet(album.title, [album.read(f"{n}-small") for n in names]))
 
 
 @shared_task(
-    base=SafeTask,
     autoretry_for=(SMTPException, OSError, OperationalError),
     default_retry_delay=settings.MAIL_RETRY_DELAY,
     max_retries=120,
@@ -85,8 +69,29 @@ def make_contact_sheet(params: dict[str, Any]) -> None:
 )
 @stages.step
 def notify(params: dict[str, Any]) -> None:
-    """Mail whoever made the album that it is ready, if they don't know yet."""
+    """Write to whoever made the album that it is ready, unless they know."""
     with Album.do_once(params["album"], "is_announced") as album:
-        if album:  # None: mailed already
-            text = READY.format(title=album.title, pictures=album.pictures.count())
+        if album:  # None: they know
+            text = READY.format(title=album.title, pictures=len(album.pictures))
             send_mail(f"Your album {album.title}", text, None, [album.email])
+
+
+@transaction.atomic
+def create_album(title: str, email: str, pictures: Sequence[str]) -> Album:
+    """Save an album, and begin to make it: the run begins when both are committed."""
+    album = Album.objects.create(title=title, email=email, pictures=list(pictures))
+    run = stages.start(
+        [
+            *((paint, 4, {"name": name}) for name in pictures),
+            *((make_thumbnail, 3, {"name": name}) for name in pictures),
+            (make_contact_sheet, 2),
+            (notify, 1),
+        ],
+        {"album": album.pk},
+        key=f"album:{album.pk}",
+        name=f"make {album}",
+        url=album,
+    )
+    album.run_id = run.pk
+    album.save(update_fields=["run_id"])
+    return album

@@ -1,7 +1,10 @@
-"""The app's entry in INSTALLED_APPS; in the demo's own worker it starts the journal."""
+"""The app's entry in INSTALLED_APPS; in the demo's worker it keeps the journal."""
 
+import os
+from typing import Any
+
+from celery import signals
 from django.apps import AppConfig
-from django.conf import settings
 
 
 class DemoConfig(AppConfig):
@@ -10,8 +13,16 @@ class DemoConfig(AppConfig):
     name = "demo"
 
     def ready(self) -> None:
-        folder = getattr(settings, "DEMO_FOLDER", None)
-        if folder is not None:
-            from .journal import Journal
+        """Write down each run that begins and ends in this process and the children it forks."""
+        from .models import Run
 
-            Journal(folder).connect()
+        def begin(task: Any, task_id: str, **_: Any) -> None:
+            Run.objects.create(task=task.name, task_id=task_id, pid=os.getpid())
+
+        def end(task_id: str, state: str | None, retval: Any, **_: Any) -> None:
+            run = Run.objects.filter(task_id=task_id, pid=os.getpid()).latest("pk")
+            run.state, run.returned = state or "", retval if state == "SUCCESS" else None
+            run.save()
+
+        signals.task_prerun.connect(begin, weak=False)
+        signals.task_postrun.connect(end, weak=False)

@@ -1,84 +1,56 @@
-"""The page of feeds, its import buttons, and the sample feeds themselves."""
-
-from __future__ import annotations
+"""The page of feeds with its import buttons, and sample feeds to try them on."""
 
 import time
+from pathlib import Path
+from typing import Final
 
+from django import forms
 from django.contrib import messages
-from django.db.models import Count, Prefetch, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
 from django.urls import reverse
-from django.views.decorators.http import require_GET, require_POST
+from django.views.decorators.http import require_GET, require_http_methods
 
-from . import bundled
-from .forms import ImportForm
-from .models import Entry, Feed
+from .fetching import MAX_LENGTH
+from .models import Feed
 from .tasks import import_feed
 
-#: Entries shown of each feed.
-NEWEST = 3
-#: How long a slow feed takes, s: shorter than FEEDS_TIMEOUT, and long enough to watch.
-PAUSE = 6
+FOLDER: Final = Path(__file__).parent / "samples"
+#: The sample feeds, which come with the site, so that there is something to import offline.
+SAMPLES: Final = sorted(path.name for path in FOLDER.iterdir())
+#: How long a sample feed takes, s: long enough to press a button again meanwhile.
+PAUSE: Final = 6
 
 
-@require_GET
+class ImportForm(forms.Form):
+    """The URL of a feed."""
+
+    url = forms.URLField(label="Feed URL", max_length=MAX_LENGTH, assume_scheme="https")
+
+
+@require_http_methods(["GET", "POST"])
 def feed_list(request: HttpRequest) -> HttpResponse:
-    """Show the feeds, the newest entries of each, and what else could be imported."""
-    return render(request, "feeds/feed_list.html", _page(request, ImportForm()))
-
-
-@require_POST
-def start_import(request: HttpRequest) -> HttpResponse:
-    """Hand a feed's import to a worker, unless it is on its way to one."""
-    form = ImportForm(request.POST)
+    """Show the feeds; send the import of one, unless its import waits or runs already."""
+    form = ImportForm(request.POST or None)
     if not form.is_valid():
-        return render(request, "feeds/feed_list.html", _page(request, form), status=400)
+        samples = [reverse("feeds:sample", args=[name]) for name in SAMPLES]
+        page = {
+            "form": form,
+            "feeds": Feed.objects.prefetch_related("entries"),
+            "samples": [request.build_absolute_uri(path) for path in samples],
+        }
+        return render(request, "feeds/feed_list.html", page, status=400 if form.errors else 200)
     url = form.cleaned_data["url"]
     sent = import_feed.delay(url)
-    if sent.is_duplicate:
-        messages.info(request, f"The import of {url} is on its way already, as task {sent.id}.")
-    else:
-        messages.success(
-            request,
-            f"The import of {url} was sent, as task {sent.id}. "
-            f"Reload the page of feeds once a worker has done it.",
-        )
-    return redirect("home" if "from_home" in request.POST else "feeds:list")
+    outcome = "is on its way already" if sent.is_duplicate else "was sent"
+    messages.info(request, f"The import of {url} {outcome}, as task {sent.id}.")
+    return redirect("feeds:list")
 
 
 @require_GET
 def sample(request: HttpRequest, name: str) -> HttpResponse:
-    """Serve one of the sample feeds."""
-    try:
-        content = bundled.read(name)
-    except KeyError:
-        raise Http404(f"There is no sample feed {name!r}.") from None
-    return HttpResponse(content, content_type=bundled.CONTENT_TYPES[name])
-
-
-@require_GET
-def slow_sample(request: HttpRequest, name: str) -> HttpResponse:
-    """Serve one of the sample feeds after a pause, so that its import can be watched."""
-    response = sample(request, name)
+    """Serve a sample feed, slowly, so that its import can be watched."""
+    if name not in SAMPLES:
+        raise Http404(f"There is no sample feed {name!r}.")
     time.sleep(PAUSE)
-    return response
-
-
-def _page(request: HttpRequest, form: ImportForm) -> dict[str, object]:
-    feeds = _feeds()
-    known = {feed.url for feed in feeds}
-    samples = [
-        request.build_absolute_uri(reverse("feeds:sample", args=[name]))
-        for name in bundled.CONTENT_TYPES
-    ]
-    return {
-        "form": form,
-        "feeds": feeds,
-        "samples": [url for url in samples if url not in known],
-    }
-
-
-def _feeds() -> QuerySet[Feed]:
-    newest = Prefetch("entries", queryset=Entry.objects.all()[:NEWEST], to_attr="newest")
-    return Feed.objects.annotate(entry_count=Count("entries")).prefetch_related(newest)
+    return HttpResponse((FOLDER / name).read_bytes(), content_type="application/xml")

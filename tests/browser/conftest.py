@@ -62,7 +62,7 @@ def browser(chromium: Path) -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def mail() -> Iterator[MailServer]:
     """The mail server."""
-    with MailServer().running() as server:
+    with MailServer() as server:
         yield server
 
 

@@ -6,13 +6,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import requests
 
@@ -31,7 +30,7 @@ POLICY = (
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 #: Variables of ours that would reach into the site.
-FOREIGN = ("CELERY", "REDIS_URL", "DATABASE_URL", "EMAIL_", "DJANGO_SETTINGS_MODULE", "DEBUG")
+FOREIGN = ("CELERY", "REDIS_URL", "EMAIL_", "DJANGO_SETTINGS_MODULE")
 #: Longest start of a process, and longest run of an album, seconds.
 PATIENCE = 60
 
@@ -121,7 +120,7 @@ def _run(env: Mapping[str, str], *command: str) -> str:
 
 
 class Visitor:
-    """Somebody with a browser that keeps cookies and has no JavaScript."""
+    """Somebody with a browser that keeps cookies."""
 
     def __init__(self, site: Site, session: requests.Session) -> None:
         self._site = site
@@ -132,29 +131,25 @@ class Visitor:
         return self._session.get(self._site.url + path)
 
     def press(self, path: str, **fields: str) -> requests.Response:
-        """Press a button, with the token of the page that it is on."""
-        return self.send(path, {**fields, "csrfmiddlewaretoken": self.token()})
-
-    def send(
-        self, path: str, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]] = ()
-    ) -> requests.Response:
-        """Send a form as it is given, with files for its field ``pictures``."""
-        pictures = [("pictures", file) for file in files]
-        return self._session.post(self._site.url + path, data=fields, files=pictures)
-
-    def token(self) -> str:
-        """Return the token of a page with a form."""
+        """Press a button, with the token of a page that has a form."""
         found = re.search(r'csrfmiddlewaretoken" value="(\w+)"', self.get("/albums/").text)
         assert found
-        return found[1]
+        return self.send(path, {**fields, "csrfmiddlewaretoken": found[1]})
 
-    def wait_for_the_end(self, album: str) -> list[Any]:
-        """Wait until an album's run has ended; return all that was told meanwhile."""
-        told = []
+    def send(self, path: str, fields: Mapping[str, str]) -> requests.Response:
+        """Send a form as it is given."""
+        return self._session.post(self._site.url + path, data=fields)
+
+    def wait_for_the_end(self, album: str) -> list[tuple[str, int]]:
+        """Wait until an album's run has ended; return each status and percentage until then."""
+        told: list[tuple[str, int]] = []
 
         def is_over() -> bool:
-            told.append(self.get(f"{album}progress.json").json())
-            return bool(told[-1]["is_over"])
+            page = self.get(album).text
+            found = re.search(r'class="panel run (\w+)".*?"percent">(\d+) %', page, re.DOTALL)
+            assert found
+            told.append((found[1], int(found[2])))
+            return 'http-equiv="refresh"' not in page
 
         wait_for(is_over, PATIENCE, "the album's run did not end")
         return told

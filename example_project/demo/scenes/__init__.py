@@ -1,1 +1,1 @@
-"""The scenes of the demo. Each plays, waits for the end, and yields what it promised."""
+"""The scenes of the demo. Each plays, kills something, and yields what it promised."""

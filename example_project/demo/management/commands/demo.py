@@ -1,61 +1,72 @@
 """``manage.py demo``: the site at work, with everything going wrong that can."""
 
-from __future__ import annotations
-
-import json
+import signal
 import sys
+import time
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management import call_command
+from django.core.management.base import BaseCommand
+from rich.console import Console
 
-from demo import sandbox
-from demo.display import Display, make_console, make_display
-from demo.promises import Report
-from demo.show import perform
+from demo.feed_server import FeedServer
+from demo.mail_server import MailServer
+from demo.scenes import in_stages, kept, on_commit, once, one_at_a_time
+from demo.show import DemoError, Promise, Show
+
+SCENES = (one_at_a_time.play, on_commit.play, kept.play, once.play, in_stages.play)
+#: Widest line that is printed, columns.
+WIDTH = 80
 
 
 class Command(BaseCommand):
     """Show what django_celery_safe promises, on a real worker, and check it."""
 
     help = (
-        "Show imports that overlap, buttons pressed at once, sign-ups that roll back, digests "
-        "asked for again and again, senders and a worker that are killed, an album in stages that "
-        "goes on all the same, on a real worker with real servers in a temporary folder. Needs "
-        "nothing that runs already, and leaves nothing behind. Exit status 1 if a promise is "
-        "broken."
+        "Show each tool on a real worker, kill a process in the middle, and check that it comes "
+        "out right. Needs nothing that runs already, and leaves nothing behind. Exit status 1 if "
+        "a promise is broken."
     )
-    # They run on the ordinary site; the demo has settings of its own.
-    requires_system_checks: list[str] = []
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument(
-            "--json", action="store_true", dest="as_json", help="Print one JSON object, no more."
+    def handle(self, **options: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # The exception takes everything down on its way out.
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        began = time.monotonic()
+        console = Console(highlight=False)
+        console.width = min(console.width, WIDTH)
+        promises: list[Promise] = []
+        with MailServer() as mail, FeedServer() as feeds:
+            show = Show(console, mail, feeds)
+            try:
+                self.perform(show, promises)
+            except DemoError as error:
+                console.print(f"[bold red]{error}")
+                promises.append(Promise("The demo gets to its end", "yes", "no", kept=False))
+        broken = sum(not promise.kept for promise in promises)
+        if broken:
+            console.print(
+                f"\nEnd of the worker's log:\n{show.log[-5000:]}", markup=False, soft_wrap=True
+            )
+            console.print(f"[bold red]{broken} of {len(promises)} promises broken.")
+            sys.exit(1)
+        seconds = time.monotonic() - began
+        console.print(
+            f"\n[bold green]All {len(promises)} promises kept[/bold green] in {seconds:.0f} s. "
+            "The same in your own project: docs/start.md"
         )
 
-    def handle(self, *, as_json: bool, **options: Any) -> None:
-        if not sandbox.is_inside():
-            sandbox.enter(["--json"] if as_json else [])
-        console = make_console()
-        try:
-            with sandbox.opened() as folder:
-                report = perform(folder, Display() if as_json else make_display(console))
-        except sandbox.Interrupted as interrupted:
-            self.stderr.write("Interrupted; everything is cleaned up.")
-            sys.exit(128 + interrupted.number)
-        if as_json:
-            self.stdout.write(json.dumps(report.as_json(), indent=2))
-        else:
-            console.print(report.as_table())
-            console.print(f"{_verdict(report)} ({report.seconds:.0f} s)")
-        if not report.kept:
-            self.stderr.write(f"{report.error or ''}\n\nEnd of the worker's log:\n{report.log}")
-            sys.exit(1)
-
-
-def _verdict(report: Report) -> str:
-    if report.error is not None:
-        return "[bold red]The demo did not get to its end."
-    broken = sum(not promise.kept for promise in report.promises)
-    if broken:
-        return f"[bold red]{broken} of {len(report.promises)} promises broken."
-    return f"[bold green]All {len(report.promises)} promises kept."
+    def perform(self, show: Show, promises: list[Promise]) -> None:
+        """Play every scene, from an empty folder on."""
+        show.begin(
+            "django_celery_safe: one site, five small apps, one for each tool",
+            "Each meets its trouble here: double clicks, crashes, a broker that forgets.",
+        )
+        call_command("migrate", run_syncdb=True, verbosity=0)
+        call_command("migrate", "django_celery_safe", database="locks", verbosity=0)
+        show.say("two SQLite files, a folder as broker, a mail server, a web server")
+        with show.worker():
+            for play in SCENES:
+                seen = list(play(show))
+                promises += seen
+                show.print_table(seen)
