@@ -11,7 +11,7 @@ from django.urls import reverse
 from albums.imaging import SCENERIES, TORN
 from albums.models import Album
 from albums.tasks import create_album
-from demo.show import DemoError, Promise, Show, count, soon
+from demo.backstage import DemoError, Promise, Show, count, soon
 from django_celery_safe import stages
 from django_celery_safe.models import StageRun
 
@@ -31,7 +31,8 @@ def play(show: Show) -> Iterator[Promise]:
     show.wait("all steps of two stages but one are done", lambda: run.progress.done == 15)
     show.kill_named("celery_stages", "show", str(run.pk))
     hold.unlink()
-    pause = show.wait("its step begins again, and succeeds", lambda: run.progress.done > 15)
+    show.wait("its step begins again, and succeeds", lambda: run.progress.done > 15)
+    pause = show.since_kill()
     wait_for_the_end(show, album, "the album is ready")
     starts = Counter(run.steps.values_list("starts", flat=True))
     yield count("Steps that succeeded", 18, run.progress.done)

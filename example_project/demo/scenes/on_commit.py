@@ -7,8 +7,8 @@ from django.db import transaction
 from accounts.models import User
 from accounts.tasks import send_welcome_email
 from accounts.views import SignUpForm, register
+from demo.backstage import DemoError, Promise, Show, count
 from demo.models import Run
-from demo.show import DemoError, Promise, Show, count
 
 SIGN_UPS = 20
 #: Every fifth sign-up rolls back.

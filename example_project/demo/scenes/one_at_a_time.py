@@ -10,8 +10,8 @@ from django.db import connections
 from django.test import Client
 from django.urls import reverse
 
+from demo.backstage import Promise, Show, count, soon
 from demo.models import Run
-from demo.show import Promise, Show, count, soon
 from feeds.models import Entry
 from feeds.tasks import import_feed
 
@@ -43,9 +43,8 @@ def play(show: Show) -> Iterator[Promise]:
     )
     show.kill_named("celery_locks", "list")
     feeds.is_open.set()
-    pause = show.wait(
-        "the dead process's lease ends; the import begins again", lambda: feeds.started > 1
-    )
+    show.wait("the dead process's lease ends; the import begins again", lambda: feeds.started > 1)
+    pause = show.since_kill()
     show.wait("the import is done", lambda: ended.filter(returned=feeds.url).exists())
     told = [page for page in pages if "is on its way already" in page]
     ids = {found[1] for page in pages if (found := re.search(r"as task ([\w-]+)", page))}

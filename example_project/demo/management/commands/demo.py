@@ -9,12 +9,12 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand
 from rich.console import Console
 
+from demo.backstage import DemoError, Promise, Show
 from demo.feed_server import FeedServer
 from demo.mail_server import MailServer
-from demo.scenes import in_stages, kept, on_commit, once, one_at_a_time
-from demo.show import DemoError, Promise, Show
+from demo.scenes import in_stages, on_commit, once, one_at_a_time, until_done
 
-SCENES = (one_at_a_time.play, on_commit.play, kept.play, once.play, in_stages.play)
+SCENES = (one_at_a_time.play, on_commit.play, until_done.play, once.play, in_stages.play)
 #: Widest line that is printed, columns.
 WIDTH = 80
 
@@ -41,7 +41,7 @@ class Command(BaseCommand):
             try:
                 self.perform(show, promises)
             except DemoError as error:
-                console.print(f"[bold red]{error}")
+                console.print(str(error), style="bold red", markup=False)
                 promises.append(Promise("The demo gets to its end", "yes", "no", kept=False))
         broken = sum(not promise.kept for promise in promises)
         if broken:

@@ -1,4 +1,4 @@
-"""The stage of the demo: its processes and servers, what it prints, and how it waits."""
+"""What stands behind each scene: servers and processes, waiting and killing, and printing."""
 
 import os
 import re
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -22,21 +22,13 @@ from rich.table import Table
 
 from .feed_server import FeedServer
 from .mail_server import MailServer
+from .processes import RELAY, WORKER, running
 
 #: Longest wait for anything, s: some twenty times what it takes on a quiet machine.
 PATIENCE: Final = 60
 #: How much later than its lease's end killed work may begin again, s: a worker or a relay has to
 #: notice, and the worker to start another process.
 GRACE: Final = 5
-#: How long a process may take to finish its work at the end, s.
-ENDS_WITHIN: Final = 5
-WORKER: Final = (
-    *(sys.executable, "-m", "celery", "-A", "example_project", "worker"),
-    *("--concurrency=4", "--loglevel=INFO", "--hostname=demo@%h"),
-    # It has no other workers to talk to.
-    *("--without-gossip", "--without-mingle", "--without-heartbeat"),
-)
-RELAY: Final = (sys.executable, "manage.py", "celery_outbox", "relay")
 
 
 class DemoError(Exception):
@@ -71,9 +63,10 @@ class Show:
         self.console = console
         self.mail = mail
         self.feeds = feeds
-        self.folder = Path(os.environ["DEMO_FOLDER"])
+        self._log = Path(os.environ["DEMO_FOLDER"], "log")
         self.broker = Path(str(settings.CELERY_BROKER_TRANSPORT_OPTIONS["data_folder_in"]))
         self._worker: subprocess.Popen[bytes] | None = None
+        self._killed_at = 0.0
 
     def begin(self, title: str, problem: str) -> None:
         """Begin a scene."""
@@ -83,9 +76,9 @@ class Show:
         """Print what happened."""
         self.console.print(f" {mark} {text}")
 
-    def wait(self, what: str, condition: Callable[[], Any]) -> float:
+    def wait(self, what: str, condition: Callable[[], Any]) -> None:
         """
-        Wait until the condition is true; return how many seconds that took.
+        Wait until the condition is true, and print that.
 
         Raises:
             DemoError: It did not become true in time, or the worker ended.
@@ -100,7 +93,6 @@ class Show:
                 time.sleep(0.05)
         seconds = time.monotonic() - began
         self.say(f"{what} [dim]({seconds:.1f} s)[/dim]" if seconds > 1 else what)
-        return seconds
 
     def run(self, *command: str) -> str:
         """Run a command of ``manage.py`` and print what it prints; return that."""
@@ -115,7 +107,12 @@ class Show:
     def kill(self, pid: int, which: str) -> None:
         """Kill a process of the worker's."""
         os.kill(pid, signal.SIGKILL)
+        self._killed_at = time.monotonic()
         self.say_killed([pid], which)
+
+    def since_kill(self) -> float:
+        """Return how many seconds ago the last process of the worker's was killed."""
+        return time.monotonic() - self._killed_at
 
     def say_killed(self, pids: list[int], which: str) -> None:
         """Print that processes were killed."""
@@ -145,14 +142,14 @@ class Show:
     def worker(self) -> Iterator[None]:
         """Run a worker with four processes for the block."""
         mail = {"EMAIL_HOST": "127.0.0.1", "EMAIL_PORT": str(self.mail.port)}
-        with self._running(WORKER, mail) as self._worker:
+        with running(WORKER, self._log, **mail) as self._worker:
             self.wait("a worker with four processes is ready", lambda: " ready." in self.log)
             yield
 
     @contextmanager
     def relay(self) -> Iterator[None]:
         """Run a relay of the outbox for the block."""
-        with self._running(RELAY, {}):
+        with running(RELAY, self._log):
             yield
 
     @contextmanager
@@ -168,33 +165,7 @@ class Show:
     @property
     def log(self) -> str:
         """What the worker and the relay logged."""
-        return (self.folder / "log").read_text(errors="replace")
-
-    @contextmanager
-    def _running(
-        self, command: tuple[str, ...], environment: dict[str, str]
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        with (self.folder / "log").open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=settings.BASE_DIR,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C is meant for the demo, which then ends the process.
-                start_new_session=True,
-            )
-        try:
-            yield process
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(ENDS_WITHIN)
-        finally:
-            # The session was made for the process: all that is left in it are its children.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        return self._log.read_text(errors="replace")
 
     def print_table(self, promises: list[Promise]) -> None:
         """Print what a scene promised."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from demo.show import Promise, Show, count, soon
+from demo.backstage import Promise, Show, count, soon
 from django_celery_safe.models import OutboxMessage
 from orders.models import Order, Product
 from orders.tasks import place_order
@@ -42,10 +42,11 @@ def play(show: Show) -> Iterator[Promise]:
     show.kill_named("celery_outbox", "list", "--state", "running")
     show.wait("its connection to the mail server is cut", lambda: not show.mail.waiting[KILLED])
     with show.relay():
-        pause = show.wait(
+        show.wait(
             "a relay is started; the killed order is shipped again",
             lambda: show.mail.waiting[KILLED],
         )
+        pause = show.since_kill()
         show.mail.held.clear()
         show.wait("the outbox is empty", lambda: not OutboxMessage.objects.exists())
     yield count("Messages of killed senders that the outbox keeps", len(UNSENT), kept)
