@@ -32,6 +32,8 @@ class Command(BaseCommand):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # The exception takes everything down on its way out.
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        # A terminal that has no ✓ shows a question mark.
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         began = time.monotonic()
         console = Console(highlight=False)
         console.width = min(console.width, WIDTH)
