@@ -32,7 +32,7 @@ class FeedServer(ThreadingHTTPServer):
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
-        super().__exit__(*exc_info)
+        self.server_close()
 
 
 class _Handler(SimpleHTTPRequestHandler):

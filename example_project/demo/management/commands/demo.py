@@ -32,7 +32,7 @@ class Command(BaseCommand):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # The exception takes everything down on its way out.
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
-        # A terminal that has no ✓ shows a question mark.
+        # A terminal without ✓ shows something else in its place.
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         began = time.monotonic()
         console = Console(highlight=False)
