@@ -2,7 +2,7 @@
 The table of records, for claims and for the thread that renews their leases.
 
 Every decision is one guarded statement in its own transaction, and every time is read from
-the database server's clock; :class:`~django_celery_safe.models.IdempotencyRecords`
+the database server's clock; :class:`~django_celery_safe.models.idempotency.IdempotencyRecords`
 has these statements.
 """
 

@@ -1,5 +1,5 @@
 """
-The app's tables, one file for each subpackage that has tables.
+The app's tables, one file for each subpackage that has tables. Querysets belong to their models.
 
 Nothing here is imported by the package's ``__init__``: a model there would keep
 ``django.setup()`` from working.
@@ -17,25 +17,19 @@ if apps.apps_ready and not apps.is_installed("django_celery_safe"):
         "run manage.py migrate."
     )
 
-from .idempotency import IdempotencyRecord, IdempotencyRecords
+from .idempotency import IdempotencyRecord
 from .locks import DatabaseLock, Fence, Lock
-from .message_states import OutboxMessages
 from .outbox import OutboxMessage
 from .outbox_relay import OutboxRelay
-from .stages import StageRun, StageRuns, StageStep
-from .step_states import StageSteps
+from .stages import StageRun, StageStep
 
 __all__ = [
     "DatabaseLock",
     "Fence",
     "IdempotencyRecord",
-    "IdempotencyRecords",
     "Lock",
     "OutboxMessage",
-    "OutboxMessages",
     "OutboxRelay",
     "StageRun",
-    "StageRuns",
     "StageStep",
-    "StageSteps",
 ]

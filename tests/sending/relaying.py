@@ -4,7 +4,8 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from django_celery_safe.models import OutboxMessage, OutboxMessages
+from django_celery_safe.models import OutboxMessage
+from django_celery_safe.models.message_states import OutboxMessages
 from tests.processes import meet
 
 

@@ -21,7 +21,8 @@ from kombu.exceptions import OperationalError
 
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
-from django_celery_safe.models import OutboxMessage, OutboxMessages
+from django_celery_safe.models import OutboxMessage
+from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import broker as broker_module
 from django_celery_safe.sending import departure as departure_module
 from django_celery_safe.sending.relay import Relay

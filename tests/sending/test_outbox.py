@@ -25,7 +25,8 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.databases import Now
-from django_celery_safe.models import OutboxMessage, OutboxMessages
+from django_celery_safe.models import OutboxMessage
+from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import outbox
 from django_celery_safe.sending import publisher as publisher_module
 from django_celery_safe.sending.relay import Relay

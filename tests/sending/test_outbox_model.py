@@ -10,7 +10,8 @@ from model_bakery import baker
 
 from django_celery_safe import batches
 from django_celery_safe.databases import Now
-from django_celery_safe.models import OutboxMessage, OutboxMessages, OutboxRelay
+from django_celery_safe.models import OutboxMessage, OutboxRelay
+from django_celery_safe.models.message_states import OutboxMessages
 from tests.plans import plan_of
 from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
 

@@ -24,12 +24,8 @@ from kombu.exceptions import OperationalError
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.databases import Now
-from django_celery_safe.models import (
-    OutboxMessage,
-    OutboxMessages,
-    OutboxRelay,
-    message_states,
-)
+from django_celery_safe.models import OutboxMessage, OutboxRelay, message_states
+from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending import publisher as publisher_module
 from django_celery_safe.sending import relay as relay_module

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
-from django_celery_safe.models import OutboxMessages, message_states
+from django_celery_safe.models import message_states
+from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import commit, departure, publisher
 from django_celery_safe.sending.publisher import Publisher
 from tests.faults.outbox.plan import CUT_OFF, RELAY, SENDER
