@@ -39,10 +39,10 @@ LIMITS: Final = {
     "signals": 35,
     "checks": 39,
     "metrics": 31,
-    "testing": 20,
+    "testing": 8,
     "pages": 6,
     "tasks": 4,
-    "in all": 343,
+    "in all": 331,
 }
 
 

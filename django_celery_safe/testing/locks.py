@@ -1,8 +1,7 @@
-"""Keeping locks in memory, and holding locks as another task would."""
+"""Keeping locks in memory, and holding the lock of a task as another run would."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -12,12 +11,10 @@ from django.test import override_settings
 
 from .. import conf
 from ..concurrency.guard import find_guarded, name_lock
-from ..leases.holder import Holder
 from ..leases.renewer import renewer
-from ..locks import CacheLock
-from ..locks.lock import LockOptions
+from ..locks import CacheLock, cache_lock
 from ..locks.stores import local
-from .messages import check_task, shown
+from .messages import check_task
 
 #: Alias of the cache that :func:`locks_in_memory` adds.
 MEMORY: Final = "django_celery_safe_testing"
@@ -47,92 +44,33 @@ def _clear() -> None:
     local.clear()
 
 
-def lock_name(task: Any, /, *args: Any, **kwargs: Any) -> str:
-    """
-    Return the name of the lock under which a single-instance task runs with these arguments.
-
-    Raises:
-        ConfigurationError: The task has no ``@single_instance``, so it has no lock.
-        TypeError: The arguments don't fit the task.
-    """
-    check_task(task, "lock_name")
-    try:
-        return name_lock(_resolved(task), args, kwargs)
-    except TypeError as error:
-        raise TypeError(f"{shown(task.name, args, kwargs)} has no lock: {error}.") from None
-
-
 @contextmanager
-def hold_lock(
-    of: Any, /, *args: Any, task_id: str | None = None, **kwargs: Any
-) -> Iterator[CacheLock]:
+def hold_lock(task: Any, /, *args: Any, **kwargs: Any) -> Iterator[CacheLock]:
     """
-    Hold a lock during the block, as another task or process would.
+    Hold the lock of a single-instance task during the block, as another run of it would.
 
-    The lock is held in the store where the tested code looks for it, under a separate token,
-    and is renewed. If the lock has a ``limit``, all of its places are held, so the tested code
-    always finds it taken.
-
-    Args:
-        of: The name of the lock; or a single-instance task, to hold its lock for the arguments
-            that follow.
-        args, kwargs: The task's arguments. After a name, only ``cache`` (the alias of the cache
-            that holds the lock, if the lock has its own) and ``limit`` (if several may hold the
-            lock) are allowed.
-        task_id: Id of the task that holds the lock. A message with this id is not skipped,
-            because it may be the holder's own message: it is re-sent for later. None: for a
-            task's lock, a made-up id of another run; for a name, no task.
+    The lock is the one that the task takes when it runs with these arguments. If the task has a
+    ``limit``, all of its places are held. A lock that is known by its name can be held by
+    :func:`~django_celery_safe.cache_lock` itself.
 
     Returns:
         The lock. Its ``release()`` frees the lock, or its first place, before the block ends.
 
     Raises:
         LockNotAcquired: The lock, or one of its places, is already held.
-        ConfigurationError: The task has no ``@single_instance``.
+        ConfigurationError: The task has no ``@single_instance``, so it has no lock.
+        TypeError: It is not a task, or the arguments don't fit it.
     """
+    check_task(task, "hold_lock")
+    name, guarded = name_lock(task, args, kwargs), find_guarded(task)
+    assert guarded is not None  # name_lock has found it
+    options = guarded.options
     with ExitStack() as stack:
-        locks = [stack.enter_context(lock) for lock in _make_locks(of, args, kwargs, task_id)]
-        for lock in locks:
+        places = [
+            stack.enter_context(cache_lock(name, cache=options.cache, limit=options.limit))
+            for _ in range(options.limit)
+        ]
+        for lock in places:
             if not lock:
                 raise lock.not_acquired()
-        yield locks[0]
-
-
-class _SomeoneElses(CacheLock):
-    """A lock that names another task as its holder."""
-
-    def __init__(
-        self, name: str, cache: str | conf.Unset, limit: int, task: str | None, task_id: str | None
-    ) -> None:
-        super().__init__(name, LockOptions(cache=cache, limit=limit))
-        self._task, self._task_id = task, task_id
-
-    def _describe_holder(self, *args: Any) -> Holder:
-        return super()._describe_holder(*args)._replace(task=self._task, task_id=self._task_id)
-
-
-def _make_locks(
-    of: Any, args: tuple[Any, ...], kwargs: dict[str, Any], task_id: str | None
-) -> list[CacheLock]:
-    """Return a lock for each place; ``task_id`` holds the first place."""
-    if not isinstance(of, str):
-        name = lock_name(of, *args, **kwargs)
-        guarded = find_guarded(_resolved(of))
-        assert guarded is not None  # lock_name has found it
-        # A task id can have only one place.
-        others = [str(uuid.uuid4()) for _ in range(guarded.options.limit)]
-        ids = others if task_id is None else [task_id, *others[1:]]
-        where = guarded.options.cache, guarded.options.limit
-        return [_SomeoneElses(name, *where, of.name, each) for each in ids]
-    cache, limit = kwargs.pop("cache", conf.UNSET), conf.lock_limit(kwargs.pop("limit", 1))
-    if args or kwargs:
-        raise TypeError(
-            f"hold_lock({of!r}) got {shown('', args, kwargs)} beside the name of a lock. For the "
-            f"lock of a task pass the task itself: hold_lock(import_feed, ...)."
-        )
-    first = _SomeoneElses(of, cache, limit, None, task_id)
-    return [first, *(_SomeoneElses(of, cache, limit, None, None) for _ in range(1, limit))]
-
-
-def _resolved(task: Any) -> Any:
-    return getattr(task, "_get_current_object", lambda: task)()
+        yield places[0]

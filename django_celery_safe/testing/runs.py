@@ -14,8 +14,8 @@ from ..stages import engine, step_messages
 from ..stages.plan import Plan
 from ..stages.status import Status
 from ..stages.step_table import StepTable
-from .deliveries import deliver, get_app, refuse_transaction, relaying, take
-from .messages import Sent
+from .deliveries import deliver, get_app, refuse_transaction, take
+from .messages import Sent, kept_from_broker
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun
@@ -53,12 +53,13 @@ def run_stages(
     from ..models.stages import StageRun  # needs the app registry
 
     refuse_transaction("run_stages")
-    with relaying(get_app()) as sent:
+    with kept_from_broker(get_app(), outbox_too=True) as sent:
         if not isinstance(run_or_plan, StageRun):
             run = engine.start(run_or_plan, params, **labels)
         elif params is not None or labels:
-            what = ", ".join(["params"] * (params is not None) + list(labels))
-            raise TypeError(f"{run_or_plan} has its own {what}: give a plan, or none of them.")
+            raise TypeError(
+                f"{run_or_plan} has its own params and labels: give a plan, or no others."
+            )
         else:
             run = run_or_plan
             _send_again(run)

@@ -151,7 +151,7 @@ def no_receivers_left() -> Iterator[None]:
 
 @pytest.fixture
 def world(
-    on_commit_now: None, locks_in_memory: None, eager: Celery, no_receivers_left: None
+    transactional_db: None, locks_in_memory: None, eager: Celery, no_receivers_left: None
 ) -> dict[str, Any]:
     """The names that the examples presuppose: a model with flags, a row of it, a task."""
     return {

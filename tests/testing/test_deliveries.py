@@ -9,18 +9,16 @@ import pytest
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
 from django.db import transaction
+from django.test import TestCase
 
 from django_celery_safe import WrongTransaction, find_lock, send_on_commit
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.testing import (
-    assert_sent_on_commit,
-    deliver_twice,
-    drain_outbox,
-    hold_lock,
-    lock_name,
-    on_commit_now,
-)
+from django_celery_safe.stages import Status
+from django_celery_safe.testing import deliver_twice, drain_outbox, hold_lock, run_stages
 from tests.app.models import Person
+from tests.sending.published import take_published
+from tests.servers import RedisServer
+from tests.stages.tasks import add as step
 from tests.testing.tasks import (
     charge,
     charge_once,
@@ -32,28 +30,41 @@ from tests.testing.tasks import (
     ignore,
     import_feed,
     look_around,
-    pass_on,
+    pay,
     reject,
     stumble,
     visit,
     welcome,
 )
 
+#: The kinds of tests: a transaction that is rolled back, and real commits.
+KINDS = [
+    pytest.param(commits, marks=pytest.mark.django_db(transaction=commits), id=name)
+    for name, commits in {"TestCase": False, "TransactionTestCase": True}.items()
+]
 
-@pytest.fixture(autouse=True)
-def no_rows_left(db: None, unreachable: Celery) -> Iterator[None]:
-    """The tested task leaves nothing in the outbox, and runs nothing eagerly."""
+
+@pytest.fixture(autouse=True, params=KINDS)
+def no_rows_left(unreachable: Celery) -> Iterator[None]:
+    """In a transaction that is rolled back, and with commits: no row stays, and eager mode does."""
     unreachable.conf.task_always_eager = True
     yield
     assert unreachable.conf.task_always_eager
     assert OutboxMessage.objects.count() == 0
 
 
+def keep(*signatures: Any) -> None:
+    """Put messages into the outbox."""
+    with transaction.atomic():
+        for one in signatures:
+            send_on_commit(one, outbox=True)
+
+
 # deliver_twice
 
 
 def test_it_shows_what_is_done_twice_and_what_once() -> None:
-    """An unguarded task does its work twice; an idempotent one has one result; so has do_once."""
+    """An unguarded task does its work twice; idempotent, do_once and a row of the outbox, once."""
     first, second = deliver_twice(charge, 42)
     assert effects == [42, 42]
     assert (first.state, first.result, second.result) == ("SUCCESS", "receipt 1", "receipt 2")
@@ -62,7 +73,8 @@ def test_it_shows_what_is_done_twice_and_what_once() -> None:
     assert (first.result, second.result) == ("receipt 1", "receipt 1")
     person = Person.everyone.create()
     assert [one.error for one in deliver_twice(welcome, person.pk)] == [None, None]
-    assert effects == [42, person.pk]
+    assert [one.state for one in deliver_twice(pay, 7)] == ["SUCCESS", "IGNORED"]
+    assert effects == [42, person.pk, 7]
 
 
 def test_it_is_one_message_and_a_real_run() -> None:
@@ -77,20 +89,17 @@ def test_a_lock_that_is_held_is_met_by_both(locks_in_memory: None) -> None:
     """Guards work as they do in a worker: a run that meets the lock of another is skipped."""
     with hold_lock(import_feed, "here"):
         assert [one.result for one in deliver_twice(import_feed, "here")] == [None, None]
-    assert [one.result for one in deliver_twice(import_feed, "here")] == ["imported"] * 2
+    assert [one.result for one in deliver_twice(import_feed, "here")] == ["imported here"] * 2
 
 
-def test_a_retry_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_retry_is_a_message_that_is_sent(caplog: pytest.LogCaptureFixture) -> None:
     """A retried task is not run again; its new message is in ``sent``."""
     first, second = deliver_twice(stumble)
     assert (first.state, second.state, effects) == ("RETRY", "RETRY", [0, 0])
     assert isinstance(first.error, Retry)
     (again,) = first.sent
-    assert (again.task, again.task_id, again.headers["retries"]) == (
-        stumble.name,
-        first.task_id,
-        1,
-    )
+    assert (again.task, again.task_id) == (stumble.name, first.task_id)
+    assert again.headers["retries"] == 1
     assert again.headers["eta"] is not None
 
 
@@ -105,109 +114,99 @@ def test_other_ends(task: Any, state: str, error: type[Exception]) -> None:
         assert isinstance(delivery.error, error)
 
 
-def test_what_a_run_sends_is_told() -> None:
-    """A run's sends are in ``sent``, in order; a block around sees what it sends on commit."""
-    with assert_sent_on_commit(count_down, 0, times=2):
+def test_what_a_run_sends_is_kept() -> None:
+    """Sends on commit are in ``sent``, in order; each callback runs once, and no other one."""
+    ran: list[str] = []
+    with TestCase.captureOnCommitCallbacks(execute=True):
+        if transaction.get_connection().in_atomic_block:
+            transaction.on_commit(lambda: ran.append("before"))
         first, _ = deliver_twice(count_down, 1)
-    sent = [(one.task.rpartition(".")[2], one.args) for one in first.sent]
-    assert sent == [("count_down", [0]), ("greet", [1])]
-    with assert_sent_on_commit(greet, "kim", times=2):
-        deliver_twice(pass_on, "kim")
+        assert ran == []
+    assert [str(one).rpartition(".")[2] for one in first.sent] == ["count_down(0)", "greet(1)"]
+    assert effects == [1, 1]
 
 
 def test_the_message_has_its_lock(locks_in_memory: None) -> None:
     """With unique_until the message holds its lock when it runs, and leaves none behind."""
-    first, second = deliver_twice(visit, "here")
-    assert (first.state, second.state) == ("SUCCESS", "SUCCESS")
-    with (
-        hold_lock("sent:" + lock_name(visit, "here"), task_id="other"),
-        pytest.raises(AssertionError, match="is a duplicate until"),
-    ):
-        deliver_twice(visit, "here")
-    assert find_lock("sent:" + lock_name(visit, "here")) is None
+    assert [one.state for one in deliver_twice(visit, "here")] == ["SUCCESS", "SUCCESS"]
+    with drain_outbox():
+        visit.delay("here")
+        with pytest.raises(AssertionError, match="is a duplicate until"):
+            deliver_twice(visit, "here")
+    assert find_lock("sent:" + visit.lock_name("here")) is None
 
 
-def test_a_send_in_the_transaction_of_the_test_is_refused() -> None:
+def test_a_transaction_of_the_test_is_refused() -> None:
     """A worker runs no task inside of a transaction, and nothing here does."""
-    for run in (lambda: deliver_twice(charge, 1), drain_outbox):
+    for run in (lambda: deliver_twice(charge, 1), drain_outbox().__enter__):
         with pytest.raises(WrongTransaction, match="call it after the block"), transaction.atomic():
             run()
+    with pytest.raises(TypeError, match="which is not a task"):
+        deliver_twice(charge.s(1))
     assert effects == []
 
 
 # drain_outbox
 
 
-def keep(*signatures: Any) -> None:
-    """Put messages into the outbox."""
-    with transaction.atomic():
-        for one in signatures:
-            send_on_commit(one, outbox=True)
-
-
-@pytest.fixture
-def by_messages(transactional_db: None, unreachable: Celery) -> Iterator[None]:
-    """Let sends make messages and commit, as in production, and keep those of the outbox."""
-    unreachable.conf.task_always_eager = False
-    with on_commit_now():
-        yield
-
-
-@pytest.fixture
-def then_eager(unreachable: Celery) -> Iterator[None]:
-    """Go back to eager tasks at the end."""
-    yield
-    unreachable.conf.task_always_eager = True
-
-
-pytestmark = pytest.mark.usefixtures("then_eager")
-
-
-def test_the_outbox_is_run_in_order(by_messages: None) -> None:
+def test_the_outbox_is_run_in_order() -> None:
     """In the order of creation, countdown or not; an expired one is dropped, as a worker does."""
     late = datetime.now(UTC) - timedelta(seconds=1)
-    first, expired = greet.s("first").set(countdown=600), greet.s("late").set(expires=late)
-    keep(first, charge.s(2), expired, greet.s("third"))
-    done = drain_outbox()
-    assert effects == [["first", "hello"], 2, ["third", "hello"]]
+    with drain_outbox() as done:
+        expired = greet.s("late").set(expires=late)
+        keep(greet.s("first").set(countdown=600), charge.s(2), expired, greet.s("third"))
+        greet.delay("not by the outbox")
+        assert effects == []
+    assert effects == ["first", 2, "third"]
     assert [one.result for one in done] == [None, "receipt 2", None, None]
     assert [one.state for one in done] == ["SUCCESS", "SUCCESS", "REVOKED", "SUCCESS"]
-    assert drain_outbox() == []
 
 
-def test_what_follows_through_the_outbox_is_run(
-    by_messages: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_follows_through_the_outbox_is_run(caplog: pytest.LogCaptureFixture) -> None:
     """Messages that tasks put into the outbox run too, also after one that fails; others don't."""
-    with caplog.at_level(logging.CRITICAL):
-        keep(fail.s(), stumble.s(), count_down.s(2))
-        done = drain_outbox()
+    with caplog.at_level(logging.CRITICAL), drain_outbox() as done:
+        keep(fail.s(), stumble.s())
+        with transaction.atomic():
+            transaction.on_commit(lambda: keep(count_down.s(2)))
     assert effects == [0, 2, 1, 0]
     assert [one.state for one in done] == ["FAILURE", "RETRY", *["SUCCESS"] * 3]
     assert [[one.args for one in delivery.sent] for delivery in done[2:]] == [[[2]], [[1]], [[0]]]
 
 
-def test_without_end(by_messages: None) -> None:
+def test_without_end() -> None:
     """Tasks that send themselves again and again are stopped, and named."""
-    keep(go_on_for_ever.s())
     said = r"not empty after 5 messages; the next is tests\.testing\.tasks\.go_on_for_ever\(\)"
-    with pytest.raises(AssertionError, match=said):
-        drain_outbox(limit=5)
+    with pytest.raises(AssertionError, match=said), drain_outbox(limit=5):
+        keep(go_on_for_ever.s())
     OutboxMessage.objects.all().delete()
 
 
-def test_duplicates_are_dropped(by_messages: None, locks_in_memory: None) -> None:
-    """Two rows of one task with unique_until run one by one; a third meets the other's lock."""
-    keep(visit.s("here"), visit.s("here"))
-    with hold_lock("sent:" + lock_name(visit, "there"), task_id="other"):
-        keep(visit.s("there"))
-        assert len(drain_outbox()) == 2
+def test_duplicates_are_dropped(locks_in_memory: None) -> None:
+    """A message that waits elsewhere makes its equal a duplicate; one that has run does not."""
+    with drain_outbox() as done:
+        visit.delay("there")
+        keep(visit.s("here"), visit.s("there"), visit.s("here"))
     assert effects == ["here", "here"]
+    assert len(done) == 2
 
 
-def test_of_another_database(db_alias: str, by_messages: None) -> None:
+@pytest.mark.parametrize("outbox", [True, "until_done"])
+def test_a_broker_that_answers_gets_nothing(
+    outbox: Any, broker: Celery, redis_server: RedisServer
+) -> None:
+    """Messages of the outbox are run here, whatever the broker."""
+    with drain_outbox() as done:
+        with transaction.atomic():
+            charge.apply_async_on_commit((1,), outbox=outbox)
+        charge.apply_async((2,), outbox=outbox)
+    assert run_stages([(step, 1)]).status == Status.SUCCEEDED
+    assert [one.result for one in done] == ["receipt 1", "receipt 2"]
+    assert take_published(redis_server) == []
+
+
+def test_of_another_database(db_alias: str) -> None:
     """With ``using`` the outbox of that database is run."""
-    with transaction.atomic(using=db_alias):
+    with drain_outbox(db_alias) as done, transaction.atomic(using=db_alias):
         charge.apply_async_on_commit((7,), using=db_alias, outbox=True)
-    assert [one.state for one in drain_outbox(db_alias)] == ["SUCCESS"]
+    assert [one.state for one in done] == ["SUCCESS"]
     assert OutboxMessage.objects.using(db_alias).count() == 0
