@@ -37,12 +37,12 @@ LIMITS: Final = {
     "actions": 21,
     "flags": 86,
     "signals": 35,
-    "checks": 39,
+    "checks": 15,
     "metrics": 31,
     "testing": 8,
     "pages": 6,
     "tasks": 4,
-    "in all": 331,
+    "in all": 307,
 }
 
 

@@ -5,14 +5,12 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from tests.docs.pages import ROOT
 from tests.docs.walk import build, build_wheel
@@ -74,20 +72,3 @@ def test_the_wheel_and_the_sdist(tmp_path: Path) -> None:
     needed = map(Requirement, metadata.get_all("Requires-Dist", []))
     plain = {requirement.name for requirement in needed if "extra" not in str(requirement.marker)}
     assert plain == {"django", "celery", "kombu"}
-
-
-@pytest.mark.repository
-def test_versions_are_bounds_and_classifiers() -> None:
-    """The oldest version that is tested is the lower bound, so that no older one is promised."""
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    project = pyproject["project"]
-    bounds = dict(one.split(">=") for one in project["dependencies"])
-    bounds["python"] = project["requires-python"].removeprefix(">=")
-
-    def oldest(name: str) -> str:
-        versions = re.findall(rf"{name} :: (\d+\.\d+)$", "\n".join(project["classifiers"]), re.M)
-        return str(min(map(Version, versions)))
-
-    assert bounds["python"] == oldest("Python")
-    assert bounds["django"] == oldest("Django")
-    assert bounds["celery"] == pyproject["tool"]["grid"]["celery"][0]

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.dispatch import Signal
+from packaging.version import Version
 
 from django_celery_safe import conf, exceptions, signals
 from django_celery_safe.emitting import Event
@@ -114,22 +115,26 @@ def test_contributing() -> None:
             assert re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE), question
 
 
-def test_versions() -> None:
-    """What was tested: each neighbour, each cell of ``nox -s grid``, and the version to come."""
+def test_neighbours() -> None:
+    """The table of what was tested beside it has each neighbour."""
     rows = page("docs/reference/works-with.md").rows()
     for (beside, *_), name in zip(rows, NEIGHBOURS, strict=True):
         assert beside.startswith(name)
+
+
+def test_versions() -> None:
+    """Lower bounds, classifiers and the cells of ``nox -s grid`` name the same versions."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, grid = pyproject["project"], pyproject["tool"]["grid"]
-    headings = page("CHANGELOG.md").headings(2)
-    assert any(heading.startswith(f"[{project['version']}]") for heading in headings)
+    bounds = dict(one.split(">=") for one in project["dependencies"])
+    bounds["python"] = project["requires-python"].removeprefix(">=")
     cells = page("docs/reference/versions.md").rows("The grid")
-    classifiers = "\n".join(project["classifiers"])
-    named = [
-        re.findall(rf"{name} :: (\d+\.\d+)$", classifiers, re.M) for name in ("Python", "Django")
-    ]
-    assert {python for python, *_ in cells} == {*named[0], *grid["python_untested"]}
-    assert {django for _, django, *_ in cells} == set(named[1])
+    for column, name in enumerate(("python", "django")):
+        classifiers = "\n".join(project["classifiers"]).lower()
+        named = re.findall(rf"{name} :: (\d+\.\d+)$", classifiers, re.M)
+        assert {cell[column] for cell in cells} == {*named, *grid.get(f"{name}_untested", ())}
+        assert bounds[name] == min(named, key=Version)
+    assert bounds["celery"] == grid["celery"][0]
     for _, _, *results in cells:
         assert len(results) == len(grid["celery"])
         assert all(re.fullmatch(r"passed \d{4}-\d\d-\d\d|not run: \S.*", each) for each in results)
