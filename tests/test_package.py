@@ -71,4 +71,4 @@ def test_the_wheel_and_the_sdist(tmp_path: Path) -> None:
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     needed = map(Requirement, metadata.get_all("Requires-Dist", []))
     plain = {requirement.name for requirement in needed if "extra" not in str(requirement.marker)}
-    assert plain == {"django", "celery", "kombu"}
+    assert plain == {"django", "celery"}
