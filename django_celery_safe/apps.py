@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import django
-from celery import signals
 from django.apps import AppConfig
 from django.utils.translation import gettext_lazy as _
 
@@ -27,8 +23,6 @@ class DjangoCelerySafeConfig(AppConfig):
 
         checks.connect()
         transactions.connect()
-        if django.VERSION >= (6, 0):
-            signals.celeryd_init.connect(_on_worker_init, dispatch_uid=self.name)
         message_endings.connect()
         carried.connect()
         carried_endings.connect()
@@ -44,12 +38,3 @@ class DjangoCelerySafeConfig(AppConfig):
             decisions.resume,
             decisions.abort,
         )
-
-
-def _on_worker_init(instance: Any, **kwargs: Any) -> None:
-    """Prepare a worker to run Django tasks, including tasks in modules that it does not import."""
-    from django.tasks import task_backends
-
-    for backend in task_backends.all():
-        if prepare := getattr(backend, "prepare_worker", None):
-            prepare(instance.app)

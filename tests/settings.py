@@ -61,6 +61,9 @@ CACHES = {"default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"
 # Where no broker is chosen, none of the machine's own gets a message.
 CELERY_BROKER_URL = "memory://"
 
+# Django 6.0 defines tasks for the backend that is set when their module is imported.
+TASKS = {"default": {"BACKEND": "django_celery_safe.backends.SafeCeleryBackend", "QUEUES": []}}
+
 DJANGO_CELERY_SAFE: dict[str, Any] = {}
 
 read_settings(into=globals())

@@ -18,7 +18,7 @@ from celery import _state
 
 Finalizer = Callable[[Any], object]
 
-IMPORT = re.compile(r"^\s*(?:from|import) (tests\.[\w.]+)", re.MULTILINE)
+IMPORT = re.compile(r"^\s*(?:from|import) (tests\.[\w.]+)(?: import ([\w, ]+))?", re.MULTILINE)
 
 
 @contextmanager
@@ -53,7 +53,9 @@ def _find_imported(module: str) -> _Known:
         if set.__contains__(known, name) or name not in sys.modules:
             continue
         known.add(name)
-        left += IMPORT.findall(Path(str(sys.modules[name].__file__)).read_text())
+        source = Path(str(sys.modules[name].__file__)).read_text()
+        for package, names in IMPORT.findall(source):
+            left += [package, *(f"{package}.{each}" for each in names.split(", "))]
     return known
 
 

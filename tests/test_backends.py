@@ -26,7 +26,7 @@ settings.configure(
 )
 django.setup()
 from tests.tasks_backend import work
-work.add.using(priority=3)
+work.add.using(run_after=None)
 from celery import Celery, _state, current_app
 before = _state.default_app
 app = Celery("shop")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
-from celery import _state, current_app
-from django.db import DEFAULT_DB_ALIAS, connections, transaction
-from django.tasks import DEFAULT_TASK_QUEUE_NAME, Task, TaskResult
+from celery import current_app
+from django.db import DEFAULT_DB_ALIAS, transaction
+from django.tasks import DEFAULT_TASK_QUEUE_NAME
 from django.tasks.backends.base import BaseTaskBackend
-from django.tasks.base import DEFAULT_TASK_PRIORITY
 from django.tasks.exceptions import InvalidTask, TaskResultDoesNotExist
 from django.tasks.signals import task_enqueued
 from django.utils import timezone
-from kombu.exceptions import ContentDisallowed
 
 from .. import conf
 from ..delivery.header import HEADER
@@ -23,13 +20,8 @@ from ..exceptions import ConfigurationError
 from ..sending.commit import must_wait
 from ..sending.outbox import UNTIL_DONE, Outbox, checked_outbox
 from ..sending.serialization import is_storable
-from . import priorities
-from .functions import add_function, find_task, get_celery_task
-from .late_imports import prepare_worker
+from .functions import add_function, find_task
 from .results import FIELD, AnyResult, AnyTask, describe, make_result, read_row, set_on
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 #: The keys of ``OPTIONS``, with their defaults.
 OPTIONS: Final[dict[str, Any]] = {"outbox": UNTIL_DONE, "using": DEFAULT_DB_ALIAS}
@@ -50,32 +42,13 @@ class SafeCeleryBackend(BaseTaskBackend):
     def __init__(self, alias: str, params: dict[str, Any]) -> None:
         super().__init__(alias, params)
         where = f'TASKS["{alias}"]["OPTIONS"]'
-        for name in self.options.keys() - OPTIONS.keys():
-            known = ", ".join(map(repr, OPTIONS))
-            guess = conf.did_you_mean(name, OPTIONS)
-            raise ConfigurationError(f"{where} has no {name!r}. It has: {known}.{guess}")
+        if unknown := sorted(self.options.keys() - OPTIONS.keys()):
+            raise ConfigurationError(f"{where} has {unknown}, but takes only {sorted(OPTIONS)}.")
         options = {**OPTIONS, **self.options}
         #: How messages go through the outbox, as for a ``SafeTask``.
         self.outbox: Outbox = checked_outbox(options["outbox"], f'{where}["outbox"]')
         #: The alias of the database that has the outbox and whose commit is waited for.
         self.using: str = options["using"]
-        if self.using not in connections.settings:
-            known = ", ".join(map(repr, connections))
-            raise ConfigurationError(
-                f'{where}["using"] is {self.using!r}, which DATABASES does not have. It has: '
-                f"{known}."
-            )
-        #: The priorities of an app's queues, cached at the first use.
-        self._scales: dict[tuple[Any, str], Sequence[int]] = {}
-
-    @property
-    def supports_priority(self) -> bool:  # type: ignore[override]
-        """Whether, as far as known, the broker has priorities in all of the backend's queues."""
-        # A task may be defined before the project's app. Reading the current app would create
-        # a default app, which other threads would then keep.
-        if _state.default_app is None:  # type: ignore[attr-defined]
-            return True
-        return all(map(self._find_scale, self.queues or {DEFAULT_TASK_QUEUE_NAME}))
 
     @property
     def supports_get_result(self) -> bool:  # type: ignore[override]
@@ -89,23 +62,15 @@ class SafeCeleryBackend(BaseTaskBackend):
         Raises:
             InvalidTask: The task can't be enqueued; the text says why.
         """
-        if task.priority != DEFAULT_TASK_PRIORITY and not self.supports_priority:
-            raise InvalidTask(
-                f"Backend does not support setting priority of tasks. {priorities.HOW}"
-            )
         super().validate_task(task)
-        if not task.name.isidentifier():
+        if not task.name.isidentifier() or task.func.__module__ == "__main__":
             raise InvalidTask(
-                f"Task function {task.module_path!r} has no name by which a worker could import it."
+                f"No worker could import the task function {task.module_path!r}. Define it with "
+                f"`def`, in a module of one of the project's apps."
             )
-        if task.func.__module__ == "__main__":
-            raise InvalidTask(
-                f"Task function {task.module_path!r} is of the script that runs here, which no "
-                f"worker imports. Move it into a module of one of the project's apps."
-            )
-        add_function(task, outbox=self.outbox)
+        add_function(task, self.outbox)
 
-    def enqueue(self, task: Task[P, R], args: Any, kwargs: Any) -> TaskResult[P, R]:
+    def enqueue(self, task: AnyTask, args: Any, kwargs: Any) -> AnyResult:  # type: ignore[override]
         """
         Send a task when the open transaction commits; without a transaction, send it now.
 
@@ -120,18 +85,17 @@ class SafeCeleryBackend(BaseTaskBackend):
         """
         self.validate_task(task)
         result = make_result(task, str(uuid.uuid4()), args=args, kwargs=kwargs)
-        sender = get_celery_task(current_app, task.module_path)
-        waits = must_wait(self.using)
+        sender: Any = current_app.tasks[task.module_path]
         sent = sender.apply_async_on_commit(
             result.args,
             result.kwargs,
             using=self.using,
             outbox=self.outbox,
             task_id=result.id,
-            **self._options_of(task),
+            **_celery_options(task),
         )
         settle = partial(self._settle, result, sent)
-        if waits:
+        if must_wait(self.using):
             transaction.on_commit(settle, using=self.using)
         else:
             settle()
@@ -161,41 +125,23 @@ class SafeCeleryBackend(BaseTaskBackend):
         task = None if row is None else find_task(row.task)
         if task is None:
             raise TaskResultDoesNotExist(result_id)
-        try:
-            return read_row(task, row)
-        except ContentDisallowed as error:
-            raise TaskResultDoesNotExist(result_id) from error
-
-    def prepare_worker(self, app: Any) -> None:
-        """Let a worker find tasks in modules that it has not imported."""
-        prepare_worker(app)
-
-    def _options_of(self, task: AnyTask) -> dict[str, Any]:
-        """Return Celery's options for sending a task."""
-        about = {"task": task.module_path, FIELD: describe(task, timezone.now())}
-        options: dict[str, Any] = {"headers": {HEADER: about}}
-        if task.queue_name != DEFAULT_TASK_QUEUE_NAME:
-            options["queue"] = task.queue_name
-        if (due := task.run_after) is not None:
-            options["eta"] = timezone.make_aware(due) if timezone.is_naive(due) else due
-        if scale := self._find_scale(task.queue_name):
-            options["priority"] = priorities.to_broker(task.priority, scale)
-        return options
-
-    def _find_scale(self, queue: str) -> Sequence[int]:
-        """Return the priorities of a queue; (): it has no priorities."""
-        app: Any = current_app._get_current_object()  # type: ignore[attr-defined]
-        if (app, queue) not in self._scales:
-            name = None if queue == DEFAULT_TASK_QUEUE_NAME else queue
-            self._scales[app, queue] = priorities.find_scale(app, name)
-        return self._scales[app, queue]
+        return read_row(task, row)
 
     def _settle(self, result: AnyResult, sent: Any) -> None:
         """Record the outcome of a send in the result, after the commit."""
         if sent.is_duplicate:
             set_on(result, id=sent.id)
-            return
-        if sent.send_error is not None and not self.outbox:
-            return  # the message is lost, which was reported
-        set_on(result, enqueued_at=timezone.now())
-        task_enqueued.send_robust(type(self), task_result=result)
+        elif self.outbox or sent.send_error is None:
+            set_on(result, enqueued_at=timezone.now())
+            task_enqueued.send_robust(type(self), task_result=result)
+
+
+def _celery_options(task: AnyTask) -> dict[str, Any]:
+    """Return Celery's options for sending a task."""
+    ours = {"task": task.module_path, FIELD: describe(task)}
+    options: dict[str, Any] = {"headers": {HEADER: ours}}
+    if task.queue_name != DEFAULT_TASK_QUEUE_NAME:
+        options["queue"] = task.queue_name
+    if (due := task.run_after) is not None:
+        options["eta"] = timezone.make_aware(due) if timezone.is_naive(due) else due
+    return options

@@ -8,13 +8,12 @@ that is carried until done has the rest, from the commit of ``enqueue`` until it
 from __future__ import annotations
 
 import builtins
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from traceback import format_exception
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from celery import exceptions as celery_exceptions
 from django.conf import settings
@@ -29,16 +28,12 @@ from kombu.utils.json import loads
 from .. import exceptions
 from ..databases import read_moment
 from ..delivery.header import declare_field, is_text, read_header
-from ..leases.holder import HOST, HeldLock, decode_holder
+from ..leases.holder import HeldLock, Holder, decode_holder
 from ..values import decode
 
-P = ParamSpec("P")
-R = TypeVar("R")
-if TYPE_CHECKING:
-    AnyTask: TypeAlias = Task[..., Any]
-    AnyResult: TypeAlias = TaskResult[..., Any]
-else:  # Django's classes can't be subscripted
-    AnyTask, AnyResult = Task, TaskResult
+# As texts, because Django's classes can't be subscripted.
+AnyTask: TypeAlias = "Task[..., Any]"
+AnyResult: TypeAlias = "TaskResult[..., Any]"
 
 #: The field of our header that records how a task was enqueued; see :func:`describe`.
 FIELD: Final = "django_task"
@@ -47,9 +42,8 @@ UNKNOWN: Final = "unknown"
 #: The modules of the errors that a worker's main process or a relay records by name.
 ERRORS: Final = (builtins, celery_exceptions, exceptions)
 
+#: The statuses of a row's states; in any other state a task is ready.
 _STATUS: Final = {
-    "pending": TaskResultStatus.READY,
-    "sent": TaskResultStatus.READY,
     "running": TaskResultStatus.RUNNING,
     "done": TaskResultStatus.SUCCESSFUL,
     "failed": TaskResultStatus.FAILED,
@@ -57,32 +51,27 @@ _STATUS: Final = {
 }
 
 
+def describe(task: AnyTask) -> dict[str, str]:
+    """Return how a task is enqueued now, for our header."""
+    return {
+        "backend": task.backend,
+        "queue_name": task.queue_name,
+        "run_after": "" if task.run_after is None else task.run_after.isoformat(),
+        "enqueued_at": timezone.now().isoformat(),
+    }
+
+
 def _is_description(value: object) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and all(is_text(value.get(name)) for name in ("backend", "queue_name", "enqueued_at"))
-        and type(value.get("priority")) is int
-        and isinstance(value.get("run_after"), str | None)
-    )
+    names = {"backend", "queue_name", "run_after", "enqueued_at"}
+    return isinstance(value, dict) and value.keys() == names and all(map(is_text, value.values()))
 
 
 declare_field(FIELD, _is_description, is_given=True)
 
 
-def describe(task: AnyTask, enqueued_at: datetime) -> dict[str, Any]:
-    """Return the settings with which a task is enqueued, for our header."""
-    return {
-        "backend": task.backend,
-        "queue_name": task.queue_name,
-        "priority": task.priority,
-        "run_after": None if task.run_after is None else task.run_after.isoformat(),
-        "enqueued_at": enqueued_at.isoformat(),
-    }
-
-
 def make_result(
-    task: Task[P, R], task_id: str, header: Mapping[str, Any] = MappingProxyType({}), **values: Any
-) -> TaskResult[P, R]:
+    task: AnyTask, task_id: str, header: Mapping[str, Any] = MappingProxyType({}), **values: Any
+) -> AnyResult:
     """
     Return the result of a task in the state READY; ``values`` replace its default attributes.
 
@@ -92,7 +81,7 @@ def make_result(
     """
     if (described := header.get(FIELD)) is not None:
         task = _as_enqueued(task, described)
-        values.setdefault("enqueued_at", _moment(described["enqueued_at"]))
+        values.setdefault("enqueued_at", parse_datetime(described["enqueued_at"]))
     usual: dict[str, Any] = {
         **dict.fromkeys(("enqueued_at", "started_at", "last_attempted_at", "finished_at")),
         "status": TaskResultStatus.READY,
@@ -112,20 +101,13 @@ def read_row(task: AnyTask, row: Any) -> AnyResult:
     """
     Return the result of a carried task from its row.
 
-    Args:
-        task: The task as it was defined.
-
     Raises:
         ContentDisallowed: It was not sent with ``enqueue``, and its arguments are not JSON.
     """
     properties = loads(row.properties)
-    args, kwargs, *_ = loads_body(
-        bytes(row.body),
-        properties["content_type"],
-        properties["content_encoding"],
-        accept=["application/json"],
-    )
-    status = _STATUS[row.state]
+    content = properties["content_type"], properties["content_encoding"]
+    args, kwargs, *_ = loads_body(bytes(row.body), *content, accept=["application/json"])
+    status = _STATUS.get(row.state, TaskResultStatus.READY)
     result = make_result(
         task,
         row.task_id,
@@ -138,22 +120,16 @@ def read_row(task: AnyTask, row: Any) -> AnyResult:
         last_attempted_at=_moment_of(row, row.started_at),
         finished_at=_moment_of(row, row.ended_at or row.dead_at),
         errors=[_read_error(row)] if status == TaskResultStatus.FAILED else [],
-        worker_ids=_read_worker_ids(row),
+        worker_ids=list_workers(row.starts, decode_holder(row.holder, HeldLock("")).holder),
     )
-    if status == TaskResultStatus.SUCCESSFUL:
-        set_on(result, _return_value=decode(row.result))
+    set_on(result, _return_value=decode(row.result))
     return result
 
 
-def list_workers(starts: int, *last: str) -> list[str]:
-    """Return a worker's id for each start of a task; only the last ones are known."""
-    known = last[-starts:] if starts else ()
-    return [UNKNOWN] * (starts - len(known)) + list(known)
-
-
-def name_worker(host: str = HOST, pid: int | None = None) -> str:
-    """Return the id of a process that runs tasks; by default, of this process."""
-    return f"{host}:{os.getpid() if pid is None else pid}"
+def list_workers(starts: int, last: Holder) -> list[str]:
+    """Return a worker's id for each start of a task, of which at most the last one is known."""
+    known = [f"{last.host}:{last.pid}"] if last.host else []
+    return [UNKNOWN] * (starts - len(known)) + known
 
 
 def path_of(error: BaseException) -> str:
@@ -163,27 +139,17 @@ def path_of(error: BaseException) -> str:
 
 def make_error(error: BaseException) -> TaskError:
     """Return an error in the form that results contain."""
-    return TaskError(
-        exception_class_path=path_of(error),
-        traceback="".join(format_exception(error)),
-    )
+    trace = "".join(format_exception(error))
+    return TaskError(exception_class_path=path_of(error), traceback=trace)
 
 
-def _as_enqueued(task: Task[P, R], described: Mapping[str, Any]) -> Task[P, R]:
+def _as_enqueued(task: AnyTask, described: Mapping[str, str]) -> AnyTask:
+    backend, queue = described["backend"], described["queue_name"]
+    due = parse_datetime(described["run_after"])
     try:
-        return replace(
-            task,
-            backend=described["backend"],
-            queue_name=described["queue_name"],
-            priority=described["priority"],
-            run_after=_moment(described["run_after"]),
-        )
+        return replace(task, backend=backend, queue_name=queue, run_after=due)
     except (InvalidTask, InvalidTaskBackend):
         return task  # the settings have changed since
-
-
-def _moment(text: str | None) -> datetime | None:
-    return None if text is None else parse_datetime(text)
 
 
 def _moment_of(row: Any, moment: datetime | None) -> datetime | None:
@@ -194,18 +160,10 @@ def _moment_of(row: Any, moment: datetime | None) -> datetime | None:
     return moment if settings.USE_TZ else timezone.make_naive(moment)
 
 
-def _read_worker_ids(row: Any) -> list[str]:
-    # The process that died last stays the holder until the task is started again.
-    texts = dict.fromkeys(filter(None, (row.last_death, row.holder)))
-    holders = [decode_holder(text, HeldLock("")).holder for text in texts]
-    return list_workers(row.starts, *(name_worker(one.host, one.pid) for one in holders))
-
-
 def _read_error(row: Any) -> TaskError:
     """Return the error of a task that failed, or whose message could not be sent."""
-    # Anyone may have written the error's text, and Django imports the class that this names.
-    path = row.error_type or exceptions.SendError.__name__
+    path = row.error_type or "CelerySafeError"
     if "." not in path:
-        home = next((one for one in ERRORS if hasattr(one, path)), None)
+        home = next((module for module in ERRORS if hasattr(module, path)), None)
         path = f"{home.__name__}.{path}" if home else "builtins.Exception"
     return TaskError(exception_class_path=path, traceback=row.traceback or f"{path}: {row.error}")

@@ -1,7 +1,7 @@
 """Where the tests of the backend play: beside a mailbox, or beside real workers."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -81,12 +81,10 @@ class Scene:
         """The outbox."""
         return OutboxMessage.objects.using(self.alias)
 
-    def worker(
-        self, queues: str = "celery,mails", concurrency: int = 2, more: Sequence[str] = ()
-    ) -> CeleryWorker:
+    def worker(self) -> CeleryWorker:
         """Return a worker, not yet started, that knows the tasks in ``work``."""
-        arguments = ["--include", "tests.tasks_backend.work", "--queues", queues, *more]
-        return CeleryWorker("tests.app", concurrency=concurrency, arguments=arguments)
+        arguments = ["--include", "tests.tasks_backend.work", "--queues", "celery,mails"]
+        return CeleryWorker("tests.app", concurrency=2, arguments=arguments)
 
     def until_finished(self, result: Any) -> Any:
         """Wait until a result is there; return it."""

@@ -11,7 +11,7 @@ from django.tasks.exceptions import TaskResultDoesNotExist
 from django.test import override_settings
 
 from django_celery_safe.databases import Now
-from django_celery_safe.exceptions import ResultNotStored, SendError, TaskPoisoned
+from django_celery_safe.exceptions import CelerySafeError, ResultNotStored, TaskPoisoned
 from django_celery_safe.leases.holder import Holder, encode_holder
 from tests.listening import receiving
 from tests.tasks_backend import work
@@ -75,8 +75,8 @@ def test_an_error_without_a_traceback_has_its_class(by_hand: ByHand) -> None:
     dead = {"ended_at": None, "dead_at": Now(), "sent_at": None, "error_type": ""}
     by_hand.rows.update(**dead, error="no such exchange")
     error = the_error(result)
-    assert error.exception_class is SendError
-    assert error.traceback.endswith("SendError: no such exchange")
+    assert error.exception_class is CelerySafeError
+    assert error.traceback.endswith("CelerySafeError: no such exchange")
     assert result.finished_at is not None
     assert (result.started_at, result.worker_ids) == (None, [])
 

@@ -19,6 +19,11 @@ def add(x: int, y: int = 0) -> int:
     return x + y
 
 
+def double(number: int) -> int:
+    """Return twice a number; a task only where a test makes it one."""
+    return number * 2
+
+
 @task
 async def add_async(x: int, y: int = 0) -> int:
     """Return the sum."""
