@@ -1,40 +1,40 @@
-"""Metrics: the figures of tables and locks, and the counters of events."""
+"""Metrics: the figures of tables and locks, and the counter of events."""
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import prometheus_client
 import pytest
-from celery import Celery
 from django.core.handlers.base import BaseHandler
 from django.db import connections
+from django.dispatch import Signal
 from django.test import RequestFactory
 from django.test.utils import CaptureQueriesContext
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from pytest_django import Settings
 
-from django_celery_safe import cache_lock, events
+from django_celery_safe import cache_lock, signals
 from django_celery_safe.contrib import prometheus
-from django_celery_safe.contrib.prometheus import COUNTED, GAUGES, PREFIX, TableCollector
+from django_celery_safe.contrib.prometheus import (
+    COUNTER,
+    GAUGES,
+    LABELS,
+    PREFIX,
+    TableCollector,
+)
 from django_celery_safe.databases import Now
-from django_celery_safe.emitting import Event
-from django_celery_safe.models import OutboxMessage, OutboxRelay, StageRun, StageStep
+from django_celery_safe.models import OutboxRelay, StageRun, StageStep
 from tests.admin import rows
 from tests.admin.conftest import _locks_in_memory, site
 from tests.admin.rows import HOLDER, hold
-from tests.app.tasks import add
 from tests.conftest import MakeRedisCache
 from tests.docs.pages import ROOT, names_in, page
 from tests.locks.conftest import fragile_redis
-from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer
 from tests.servers.databases import gone_settings, registered
 
@@ -63,9 +63,9 @@ def scrape(collector: TableCollector | None = None) -> Samples:
 
 
 def samples_of(registry: CollectorRegistry) -> Samples:
-    """Return the values of a registry, by metric and labels, without our prefix."""
+    """Return the values of a registry, by metric and labels that are not empty."""
     return {
-        (sample.name.removeprefix(PREFIX), *sample.labels.values()): sample.value
+        (sample.name.removeprefix(PREFIX), *filter(None, sample.labels.values())): sample.value
         for metric in registry.collect()
         for sample in metric.samples
         if not sample.name.endswith("_created")
@@ -82,9 +82,7 @@ def test_figures(site: str, settings: Settings) -> None:
 
     A relay was seen at the right moment with USE_TZ = False, too, where SQLite keeps UTC.
     """
-    OutboxMessage.objects.filter(pk=rows.leave().pk).update(
-        created_at=Now() - timedelta(seconds=90), due_at=Now() - timedelta(seconds=30)
-    )
+    rows.leave(due_at=Now() - timedelta(seconds=30))
     rows.leave()
     rows.leave(due_at=Now() + timedelta(seconds=60), sent_at=Now(), attempt="a")
     rows.leave(due_at=Now() + timedelta(seconds=60), token="t", attempt="b")
@@ -107,10 +105,9 @@ def test_figures(site: str, settings: Settings) -> None:
         ("stage_steps_overdue", site): 2,
         ("locks_held", "run"): 1, ("locks_held", "message"): 1, ("locks_held", "marker"): 0,
         ("locks_overdue",): 0,
-        ("up", "outbox", site): 1, ("up", "stages", site): 1, ("up", "locks", ""): 1,
+        ("up", "outbox", site): 1, ("up", "stages", site): 1, ("up", "locks"): 1,
     }  # fmt: skip
     assert {key: found[key] for key in expected} == expected
-    assert 90 <= found["outbox_oldest_pending_seconds", site] < 150
     assert 30 <= found["outbox_lag_seconds", site] < 90
     seen = OutboxRelay.objects.get().seen_at.timestamp()
     settings.USE_TZ, settings.TIME_ZONE = False, "Asia/Kolkata"
@@ -148,7 +145,7 @@ def test_sources_that_do_not_answer(site: str, fragile_redis: RedisServer) -> No
     fragile_redis.stop()
     with registered("gone", gone_settings()):
         found = scrape()
-    assert found["up", "locks", ""] == found["up", "outbox", "gone"] == 0
+    assert found["up", "locks"] == found["up", "outbox", "gone"] == 0
     assert not [key for key in found if key[0].startswith("locks_")]
     assert [key for key in found if "gone" in key] == [("up", "outbox", "gone")]
     assert found["outbox_messages", site, "pending"] == 1
@@ -175,84 +172,30 @@ def test_connections(site: str) -> None:
     assert not ask()  # one that had a connection keeps it
 
 
-# Counters of events
+# The counter of events
 
 
-@pytest.fixture
-def counters() -> Iterator[CollectorRegistry]:
-    """A registry that counts events during the test."""
-    before = {counted.signal: list(counted.signal.receivers) for counted in COUNTED}
-    registry = CollectorRegistry()
-    prometheus.count_events(registry)
-    prometheus.count_events(registry)  # the second call does nothing
-    yield registry
-    for signal, receivers in before.items():
-        signal.receivers = receivers
-
-
-def test_each_event_is_counted_once(counters: CollectorRegistry) -> None:
-    """Each event has a counter, whose labels are fields of it; a flag is in small letters."""
-    declared = [each for each in vars(events).values() if isinstance(each, Event)]
-    for number, counted in enumerate(COUNTED, start=1):
-        event = next(each for each in declared if each.signal is counted.signal)
-        event.emit(None, **{name: f"{name}-value" for name in event.fields})
-        labels = [f"{name}-value" for name in counted.labels]
-        found = samples_of(counters)
-        assert found[(f"{counted.name}_total", *labels)] == 1
-        assert sum(found.values()) == number
-    events.TASK_SENT.emit(None, task="shop.tasks.Sell", task_id="1", relayed=True)
-    assert samples_of(counters)["messages_sent_total", "shop.tasks.Sell", "true"] == 1
-    # A registry counts also where one that is gone had been at its place in the memory.
-    for _ in range(5):
-        registry = CollectorRegistry()
+def test_each_signal_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, and by those of its fields that are labels; also for a second registry."""
+    sent = {name: one for name, one in vars(signals).items() if isinstance(one, Signal)}
+    for one in sent.values():
+        monkeypatch.setattr(one, "receivers", [*one.receivers])
+    registries = [CollectorRegistry(), CollectorRegistry()]
+    for registry in [*registries, *registries]:  # the second call does nothing
         prometheus.count_events(registry)
-        events.CLAIM_REPEATED.emit(None, key="a", task_id=None)
-        assert samples_of(registry)["claims_repeated_total",] == 1
-        del registry
-
-
-def test_prefork_workers_count_together(
-    site: str,
-    redis_server: RedisServer,
-    broker: Celery,
-    redis_locks: None,
-    tmp_path: Path,
-) -> None:
-    """The children of a worker, and those that followed them, share one counter by files."""
-    given = connections.settings[site]
-    names = ("ENGINE", "NAME", "USER", "PASSWORD", "HOST", "PORT", "OPTIONS")
-    database = {name: given[name] for name in names}
-    settings = {
-        "CELERY_BROKER_URL": redis_server.database_url(1),
-        "CELERY_RESULT_BACKEND": redis_server.database_url(2),
-        "DATABASES": {"default": database, site: database},
-    }
-    shared = tmp_path / "metrics"
-    shared.mkdir()
-    worker = CeleryWorker(
-        "tests.contrib.worker_app",
-        arguments=["--max-tasks-per-child", "2"],
-        settings=settings,
-        env={"PROMETHEUS_MULTIPROC_DIR": str(shared)},
-    )
-    with worker:
-        for number in range(8):
-            add.apply_async_on_commit((number,), using=site, outbox="until_done")
-        wait_for(lambda: not OutboxMessage.objects.exists(), 30, "the tasks were not done")
-        registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=str(shared))
-        done = ("messages_done_total", add.name)
-        # The row is deleted right before the event.
-        wait_for(lambda: samples_of(registry).get(done) == 8, 30, "not all were counted")
-    assert len(list(shared.glob("counter_*.db"))) > 2
-    assert samples_of(registry)[done] == 8  # also when the worker is gone
+    for one in sent.values():
+        one.send(sender=None, task="shop.tasks.Sell", name="feed", kept=False)
+    for registry in registries:
+        assert samples_of(registry) == {
+            ("events_total", name, "shop.tasks.Sell", "False"): 1 for name in sent
+        }
 
 
 # Names, the dashboard and the docs
 
 
 FIGURES: Final = {PREFIX + name: labels for name, (_, labels) in GAUGES.items()}
-COUNTERS: Final = {f"{PREFIX}{each.name}_total": each.labels for each in COUNTED}
+COUNTERS: Final = {f"{PREFIX}{COUNTER}_total": LABELS}
 METRICS: Final = FIGURES | COUNTERS
 
 
@@ -306,7 +249,7 @@ def test_the_view_of_the_how_to(
 @pytest.mark.repository
 def test_reference() -> None:
     """The reference page has every metric, in order, with its labels."""
-    for heading, metrics in {"Figures": FIGURES, "Counters": COUNTERS}.items():
+    for heading, metrics in {"Figures": FIGURES, "Counter": COUNTERS}.items():
         rows = page(REFERENCE).rows(heading)
         listed = [(names_in(name)[0], tuple(names_in(labels))) for name, labels, _ in rows]
         assert listed == list(metrics.items())
