@@ -420,36 +420,6 @@ def test_only_yes_is_yes() -> None:
     assert names() == []
 
 
-# doctor
-
-
-@in_memory
-def test_the_doctor_on_unsafe_and_unknown_stores(settings: Settings, tmp_path: Path) -> None:
-    """What can't hold locks is unsafe, status 1; what could not be asked is neither, status 2."""
-    backend = "django.core.cache.backends.filebased.FileBasedCache"
-    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": str(tmp_path)}}
-    out, why = refused("doctor")
-    assert out.startswith('unsafe   store       CACHES["default"] (FileBasedCache) can\'t hold')
-    assert max(map(len, out.splitlines())) <= 80
-    assert why == "Locks are not safe here: store."
-    assert status_of_program("doctor") == 1
-    printed = json.loads(refused("doctor", "--json")[0])
-    (finding,) = printed["findings"]
-    assert [printed["verdict"], finding["check"], finding["verdict"]] == [
-        "unsafe", "store", "unsafe",
-    ]  # fmt: skip
-    assert " ".join(out.split()[2:]) == finding["said"]
-    backend = "django.core.cache.backends.memcached.PyMemcacheCache"
-    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": "127.0.0.1:1"}}
-    out, why = refused("doctor")
-    assert out.startswith("unknown  store       ")
-    assert why == "Whether locks are safe here is not known: store."
-    assert status_of_program("doctor") == 2
-    for number in ("1", "65", "two"):
-        why = refused("doctor", f"--processes={number}")[1]
-        assert f"argument --processes: '{number}' is not a whole number from 2 to 64" in why
-
-
 # holders
 
 

@@ -37,16 +37,11 @@ def check_place() -> list[CheckMessage]:
         store = location.store()
     except Exception as error:  # noqa: BLE001 - a check must say what it is, whatever it is
         return [explain(error)]
+    why = store.weakness
     if not store.shared:
-        text = (
-            f"Locks live in {store.where}, which every process has for itself: two worker "
-            f"processes, or a worker and a web server, get the same lock."
-        )
-        found.append(fault("W002", text, USE_INSTEAD))
-    if store.weakness:
-        text = f"Locks live in {store.where}: {store.weakness}."
-        found.append(fault("W002", text, USE_INSTEAD))
-    return found
+        why = "every process has for itself what is there, so two of them get the same lock"
+    text = f"Locks live in {store.where}: {why}."
+    return [fault("W002", text, USE_INSTEAD)] if why else []
 
 
 def check_server() -> list[CheckMessage]:
@@ -57,7 +52,7 @@ def check_server() -> list[CheckMessage]:
     """
     store = locate().store()
     found = list(_find_clearing(store))
-    for ask in (_try_lock, _find_refused, _find_eviction):
+    for ask in (try_lock, _find_refused, _find_eviction):
         try:
             found += ask(store)
         except Exception as error:  # noqa: BLE001 - as above
@@ -74,9 +69,9 @@ def explain(error: Exception) -> CheckMessage:
         hint = "Check that the server is up and reachable, and lets this user ask it."
         return fault("W010", text, hint)
     hint = f"Correct LOCK_CACHE or LOCK_DATABASE in {conf.NAME}, or what they name."
-    if isinstance(error, CelerySafeError):
-        return fault("E002", str(error), hint)
-    return fault("E002", f"The store of the locks failed: {describe_error(error)}.", hint)
+    is_ours = isinstance(error, CelerySafeError)
+    text = str(error) if is_ours else f"The store of the locks failed: {describe_error(error)}."
+    return fault("E002", text, hint)
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -86,48 +81,39 @@ def _is_refusal(error: Exception) -> bool:
 
 def _find_sqlite(alias: object) -> Iterator[CheckMessage]:
     """Yield E002 for locks in a SQLite file that also holds data, or in memory."""
-    databases = settings.DATABASES
     files = {
         name: os.path.realpath(str(database.get("NAME")))
-        for name, database in databases.items()
+        for name, database in settings.DATABASES.items()
         if database.get("ENGINE", "").endswith(".sqlite3")
     }
-    if not isinstance(alias, str) or alias not in files:
+    file = files.get(alias) if isinstance(alias, str) else None
+    if file is None:
         return
-    if "memory" in str(databases[alias].get("NAME")):
-        why = "in memory: each thread has one of its own, so two get the same lock."
-    elif alias == DEFAULT_DB_ALIAS or list(files.values()).count(files[alias]) > 1:
-        why = "that also holds data: while a task writes there, its lock can't be renewed."
-    else:
+    why = "that also holds data: while a task writes there, its lock can't be renewed"
+    if file.endswith(":memory:") or "mode=memory" in file:
+        why = "in memory: each thread has one of its own, so two get the same lock"
+    elif alias != DEFAULT_DB_ALIAS and [*files.values()].count(file) == 1:
         return
-    yield fault(
-        "E002",
-        f"LOCK_DATABASE is {alias!r}, a SQLite database {why}",
-        "Name an alias with a SQLite file of its own, and run manage.py migrate "
-        "django_celery_safe --database=<alias>.",
-    )
+    text = f"LOCK_DATABASE is {alias!r}, a SQLite database {why}."
+    migrate = "manage.py migrate django_celery_safe --database=<alias>"
+    yield fault("E002", text, f"Name an alias with a SQLite file of its own, and run {migrate}.")
 
 
 def _find_clearing(store: Store) -> Iterator[CheckMessage]:
     """Yield W002 if ``cache.clear()`` frees the locks along with other things."""
     if shared := emptied_with_locks(locate()):
-        yield fault(
-            "W002",
-            f"Locks live in {store.where}, which is emptied along with {', '.join(shared)}: one "
-            f"cache.clear() frees every lock while its holder works.",
-            "Name in LOCK_CACHE an alias with a database number (memcached: a server; Redis "
-            "Cluster: a cluster) of its own: "
-            f'{conf.NAME} = {{"LOCK_CACHE": "locks"}}. If other projects share that, give it a '
-            "KEY_PREFIX too: locks of the same name would exclude each other.",
-        )
+        along = ", ".join(shared)
+        text = f"Locks live in {store.where}: a cache.clear() frees all of them along with {along}."
+        hint = "Name in LOCK_CACHE an alias with a database number (memcached: a server; Redis "
+        hint += "Cluster: a cluster) of its own, and a KEY_PREFIX if other projects share that."
+        yield fault("W002", text, hint)
 
 
-def _try_lock(store: Store) -> list[CheckMessage]:
+def try_lock(store: Store) -> list[CheckMessage]:
     """Acquire a lock and release it; raise the store's error if that fails."""
-    name, token = f"check:{uuid.uuid4().hex}", os.urandom(16).hex()
-    holder = describe_holder(None, None, renewed=False)
-    store.acquire(name, token, store.nearest_lease(TRIED_LEASE), holder)
-    store.release(name, token)
+    token, holder = uuid.uuid4().hex, describe_holder(None, None, renewed=False)
+    store.acquire(f"check:{token}", token, store.nearest_lease(TRIED_LEASE), holder)
+    store.release(f"check:{token}", token)
     return []
 
 
@@ -135,9 +121,8 @@ def _find_refused(store: Store) -> Iterator[CheckMessage]:
     """Yield E002 for commands that locks need, if only now and then, and the server refuses."""
     if refused := store.ask_refused():
         text = f"{store.where} refuses to this user what locks need: {'; '.join(refused)}."
-        yield fault(
-            "E002", text, "Allow it in the user's ACL, if the server gives no other reason."
-        )
+        hint = "Allow it in the user's ACL, if the server gives no other reason."
+        yield fault("E002", text, hint)
 
 
 def _find_eviction(store: Store) -> Iterator[CheckMessage]:
@@ -148,10 +133,7 @@ def _find_eviction(store: Store) -> Iterator[CheckMessage]:
         yield fault("W010", str(error), "Let this user run INFO, and check that the server is up.")
         return
     if eviction is not None and eviction.max_memory and not eviction.spares_locks:
-        yield fault(
-            "W002",
-            f"Locks live in {store.where}: its maxmemory-policy is {eviction.policy}, which "
-            f"deletes locks when its memory is short, and then two processes hold one lock.",
-            "Set maxmemory-policy to noeviction, give the locks a server of their own, set "
-            "LOCK_DATABASE, or protect what the locks guard by their fence.",
-        )
+        text = f"Locks live in {store.where}: its maxmemory-policy is {eviction.policy}, which "
+        text += "deletes locks when its memory is short."
+        hint = "Set it to noeviction, or give the locks a server or a LOCK_DATABASE of their own."
+        yield fault("W002", text, hint)

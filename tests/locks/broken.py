@@ -5,7 +5,6 @@ Naming such a backend in CACHES registers its store in every process that loads 
 """
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
@@ -36,14 +35,6 @@ class HastyStore(RedisStore):
         return super().take(request._replace(seconds=request.seconds / 2))
 
 
-class SecretiveStore(RedisStore):
-    """Lists nothing."""
-
-    def iter_locks(self) -> Iterator[HeldLock]:
-        """Yield no lock."""
-        yield from ()
-
-
 class LateStore(RedisStore):
     """Has a clock that is ten seconds behind."""
 
@@ -66,10 +57,6 @@ class GenerousCache(RedisCache):
 
 class HastyCache(RedisCache):
     """Chooses HastyStore."""
-
-
-class SecretiveCache(RedisCache):
-    """Chooses SecretiveStore."""
 
 
 class LateCache(RedisCache):
@@ -100,7 +87,6 @@ let_choose(
     {
         GenerousCache: GenerousStore,
         HastyCache: HastyStore,
-        SecretiveCache: SecretiveStore,
         LateCache: LateStore,
         BaffledCache: BaffledStore,
     }

@@ -1,217 +1,124 @@
-"""The doctor, on stores that are well and on stores that are not."""
+"""``celery_locks doctor``, on stores that are well and on stores that are not."""
 
+import json
+import os
 import signal
-from collections.abc import Callable
-from contextlib import closing
+import subprocess
+import sys
 from typing import Any
 
 import psutil
 import pytest
 from pytest_django import Settings
 
-from django_celery_safe import conf, iter_locks
-from django_celery_safe.inspection import doctor, race
-from django_celery_safe.inspection.doctor import examine
-from django_celery_safe.inspection.findings import Finding, Verdict
+from django_celery_safe import iter_locks
+from tests.commands import refused, run, status_of_program
+from tests.processes import wait_for
 from tests.processes.settings import settings_environment
 from tests.servers import RedisServer
 
-#: Findings for a store that promises everything and shares its place with the default cache.
-ALL_WELL = {
-    "store": "ok",
-    "permissions": "ok",
-    "eviction": "ok",
-    "clearing": "warning",
-    "clock": "ok",
-    "round_trip": "ok",
-    "listing": "ok",
-    "waking": "ok",
-    "lease": "ok",
-    "exclusion": "ok",
-    "fencing": "ok",
-}
-#: The same of a store that is not asked what its server is like.
-WITHOUT_SERVER = {
-    check: verdict
-    for check, verdict in ALL_WELL.items()
-    if check not in {"permissions", "eviction"}
-}
-
-Examine = Callable[..., dict[str, Finding]]
+#: The verdict of each check on a Redis that also has the default cache, and on a database.
+OF_REDIS = {"W002": "warning", "clock": "ok", "round_trip": "ok", "race": "ok", "eviction": "ok"}
+OF_DATABASE = {check: OF_REDIS[check] for check in ("clock", "round_trip", "race")}
 
 
-@pytest.fixture
-def find(monkeypatch: pytest.MonkeyPatch) -> Examine:
-    """Examine in this process, of which others have the settings; return findings by check."""
-
-    def find(cache: Any = conf.UNSET, **options: Any) -> dict[str, Finding]:
-        share_settings(monkeypatch)
-        return {finding.check: finding for finding in examine(cache, **options)}
-
-    return find
+def verdicts(printed: str) -> dict[str, str]:
+    """Return the verdict of each check in what ``doctor --json`` printed."""
+    findings: list[dict[str, str]] = json.loads(printed)
+    return {finding["check"]: finding["verdict"] for finding in findings}
 
 
-def share_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes that are started have the settings of this test."""
-    for name, value in settings_environment().items():
-        monkeypatch.setenv(name, value)
-
-
-def find_until(check: str) -> Finding:
-    """Examine until this finding comes, and stop."""
-    with closing(examine()) as findings:
-        return next(finding for finding in findings if finding.check == check)
-
-
-def verdicts(found: dict[str, Finding]) -> dict[str, str]:
-    """Return the verdict of each check."""
-    return {check: str(finding.verdict) for check, finding in found.items()}
-
-
-@pytest.mark.nightly
-def test_redis_is_safe(
-    in_redis: None, find: Examine, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Redis without eviction is all well, and the counter of the fences is all that is left."""
-    for name in ("WOKEN_WITHIN", "LATE"):
-        monkeypatch.setattr(doctor, name, 30.0)  # a busy machine is no fault of Redis
-    found = find(seconds=5)
-    assert verdicts(found) == ALL_WELL
-    assert found["store"].values == {
-        "kind": "cache",
-        "alias": "default",
-        "where": 'CACHES["default"] (redis)',
-    }
-    values = found["exclusion"].values
-    faults = ("overlaps", "expired_overlaps", "places_overlaps", "errors")
-    assert [values[name] for name in faults] == [0, 0, 0, 0]
-    assert found["fencing"].values == {"acquisitions": values["acquired"] + 2}
-    assert left_behind(redis_server) == [b":1:celery_safe:fence"]
-
-
-def left_behind(server: RedisServer) -> list[bytes]:
-    """Return the keys in database 0."""
+def left_behind(server: RedisServer) -> set[bytes]:
+    """Return the keys in database 0, but for those that stay when locks are used."""
     with server.client() as client:
         keys: list[bytes] = client.keys("*")
-        return keys
+    return {*keys} - {b":1:celery_safe:fence"}
 
 
-@pytest.mark.nightly
-def test_a_database_is_safe(find: Examine, db_alias: str, settings: Settings) -> None:
-    """Locks in a database are all well, nothing clears them, and no row is left."""
+def test_redis_is_safe(in_redis: None, redis_server: RedisServer) -> None:
+    """Redis without eviction is well, and no lock is left."""
+    printed = run("celery_locks", "doctor", "--json")
+    assert verdicts(printed) == OF_REDIS, printed
+    assert left_behind(redis_server) == set()
+
+
+def test_a_database_is_safe(db_alias: str, settings: Settings) -> None:
+    """Locks in a database are well, and no row is left."""
     from django_celery_safe.models import DatabaseLock
 
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
-    found = find()
-    assert verdicts(found) == {**WITHOUT_SERVER, "clearing": "ok"}, found["exclusion"].said
-    assert found["store"].values["kind"] == "database"
+    printed = run("celery_locks", "doctor", "--json")
+    assert verdicts(printed) == OF_DATABASE, printed
     assert not DatabaseLock.objects.using(db_alias).exists()
 
 
-@pytest.mark.parametrize(
-    ("policy", "max_memory", "verdict"),
-    [
-        ("allkeys-lru", 0, "unsafe"),
-        ("volatile-ttl", 50_000_000, "unsafe"),
-        ("noeviction", 50_000_000, "ok"),
-    ],
-)
-def test_eviction(policy: str, verdict: str, max_memory: int, fragile_redis: RedisServer) -> None:
-    """A Redis that makes room by deleting keys is unsafe, be it before it has a limit."""
+def test_a_server_that_evicts_is_unsafe(fragile_redis: RedisServer) -> None:
+    """Also before it has a limit of its memory; lines have 80 columns."""
     with fragile_redis.client() as admin:
-        admin.config_set("maxmemory", max_memory)
-        admin.config_set("maxmemory-policy", policy)
-    finding = find_until("eviction")
-    assert (finding.verdict, finding.values) == (
-        verdict,
-        {"policy": policy, "max_memory_bytes": max_memory},
-    )
-    assert policy in finding.said
-    assert ("maxmemory is 0" in finding.said) == (verdict == "unsafe" and not max_memory)
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+    out, why = refused("celery_locks", "doctor")
+    assert "unsafe   eviction    maxmemory-policy is allkeys-lru" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert why == "Locks are not safe here: eviction."
 
 
-def test_a_server_that_goes_down(
-    fragile_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Checks that could not be run any more are unknown, and named all the same."""
-    share_settings(monkeypatch)
-    findings = examine()
-    first = next(findings)
-    fragile_redis.stop()
-    found = {finding.check: finding for finding in findings}
-    assert first.verdict == "ok"
-    assert verdicts(found) == {
-        **{check: "unknown" for check in ALL_WELL if check != "store"},
-        "clearing": "warning",
-    }
+def test_exit_status(settings: Settings, tmp_path: Any) -> None:
+    """It is 1 where locks can't be held, and 2 where nobody answers."""
+    backend = "django.core.cache.backends"
+    for name, location, status, check in (
+        ("filebased.FileBasedCache", str(tmp_path), 1, "E002"),
+        ("redis.RedisCache", "redis://127.0.0.1:1", 2, "W010"),
+    ):
+        settings.CACHES = {"default": {"BACKEND": f"{backend}.{name}", "LOCATION": location}}
+        assert status_of_program("celery_locks", "doctor") == status
+        found = verdicts(refused("celery_locks", "doctor", "--json")[0])
+        assert found[check] == ("unsafe" if status == 1 else "unknown")
+        assert "race" not in found
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("fault", "expected"),
+    ("fault", "check", "verdict"),
     [
-        ("locks.broken.GenerousCache", {"lease": "unsafe", "exclusion": "unsafe"}),
-        ("contract.broken.ReadThenWriteCache", {"exclusion": "unsafe"}),
-        ("locks.broken.OverwritingCache", {"exclusion": "unsafe"}),
-        ("locks.broken.HastyCache", {"lease": "unsafe"}),
-        ("contract.broken.NoExpiryCache", {"lease": "warning", "exclusion": "unknown"}),
-        ("contract.broken.FencePerProcessCache", {"fencing": "unsafe"}),
-        ("locks.broken.SecretiveCache", {"listing": "warning"}),
-        ("locks.broken.LateCache", {"clock": "warning"}),
-        ("locks.broken.BaffledCache", {"clock": "unknown", "exclusion": "ok"}),
+        ("locks.broken.GenerousCache", "race", "unsafe"),
+        ("contract.broken.ReadThenWriteCache", "race", "unsafe"),
+        ("locks.broken.OverwritingCache", "race", "unsafe"),
+        ("locks.broken.HastyCache", "race", "unsafe"),
+        ("contract.broken.NoExpiryCache", "race", "unknown"),
+        ("locks.broken.LateCache", "clock", "warning"),
+        ("locks.broken.BaffledCache", "E002", "unknown"),
     ],
 )
 def test_a_broken_store_is_caught(
-    fault: str,
-    expected: dict[str, str],
-    redis_server: RedisServer,
-    settings: Settings,
-    find: Examine,
+    fault: str, check: str, verdict: str, redis_server: RedisServer, settings: Settings
 ) -> None:
-    """A store with this fault gets these verdicts, and nothing of it is left either."""
+    """A store with this fault gets this verdict, and nothing of it is left either."""
     redis_server.flush()
     settings.CACHES = {"default": {"BACKEND": f"tests.{fault}", "LOCATION": redis_server.url}}
-    found = find()
-    assert {check: found[check].verdict for check in expected} == expected, found
-    assert set(left_behind(redis_server)) <= {b":1:celery_safe:fence"}
+    arguments = ("celery_locks", "doctor", "--json")
+    printed = run(*arguments) if verdict == "warning" else refused(*arguments)[0]
+    found = verdicts(printed)
+    assert found.get(check) == verdict, printed
+    assert left_behind(redis_server) == set()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_dies_or_hangs(
-    number: signal.Signals,
-    in_redis: None,
-    redis_server: RedisServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A process that dies or hangs makes exclusion unknown; it is ended, and its locks freed."""
-    share_settings(monkeypatch)
-    monkeypatch.setattr(race, "ANSWER", 2)
-    hit: list[int] = []
-
-    def hit_one(racers: race.Racers, *args: Any) -> race.RaceOutcome:
-        process = psutil.Process(racers._racers[0]._process.pid)
-        process.send_signal(number)
-        hit.append(process.pid)
-        return start_race(racers, *args)
-
-    start_race = race.Racers.race
-    monkeypatch.setattr(race.Racers, "race", hit_one)
-    findings = examine(seconds=0.5)
-    finding = next(finding for finding in findings if finding.check == "exclusion")
-    assert finding.verdict == Verdict.UNKNOWN
-    ended = "ended with status -9" if number == signal.SIGKILL else "said nothing for"
-    assert f"process {hit[0]} {ended}" in finding.said
-    assert not psutil.pid_exists(hit[0])
-    assert [finding.check for finding in findings] == ["fencing"]
-    # The list may still name a lock whose lease ended before it could be released.
-    assert {*left_behind(redis_server)} <= {b":1:celery_safe:fence", b":1:celery_safe:locks"}
-    assert list(iter_locks()) == []
-
-
-def test_the_processes_end_with_their_starter() -> None:
-    """Processes that wait for a race are gone when their starter is done with them."""
-    with race.Racers(2) as racers:
-        pids = [racer._process.pid for racer in racers._racers]
-        assert [psutil.pid_exists(pid) for pid in pids] == [True, True]
-    assert [psutil.pid_exists(pid) for pid in pids] == [False, False]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_one_that_is_ended(number: signal.Signals, in_redis: None) -> None:
+    """Ctrl-C, or the death of the doctor, ends its processes, and their locks end by lease."""
+    doctor = subprocess.Popen(
+        [sys.executable, "-m", "django", "celery_locks", "doctor"],
+        env={**os.environ, **settings_environment()},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    racers = psutil.Process(doctor.pid).children
+    wait_for(lambda: len(racers()) == 2 and list(iter_locks()), 60, "no race began")
+    children = racers()
+    if number == signal.SIGINT:
+        os.killpg(doctor.pid, number)  # as a terminal does
+    else:
+        doctor.kill()
+    assert doctor.wait(30) != 0
+    wait_for(lambda: not any(map(psutil.Process.is_running, children)), 30, "they still run")
+    wait_for(lambda: list(iter_locks()) == [], 30, "a lock is left")

@@ -13,6 +13,7 @@ from django.core.management.base import CommandError, CommandParser
 from ... import conf
 from ...exceptions import CelerySafeError
 from ...inspection.decision import Refused
+from ...inspection.doctor import examine
 from ...inspection.locks import RELEASE, LockRow, find_other_places, find_row, iter_rows
 from ...locks.stores import locks_are_shared
 from ...texts import printable
@@ -26,16 +27,21 @@ from ..console import (
     confirm,
     django_options,
     ending_with_its_reader,
+    fill,
     sentence,
     shorten,
     typed,
     wrapped,
     write_array,
 )
-from ..verdicts import add_doctor, run_doctor
 
 #: Exit status if the store did not answer or can't list locks, so that the locks are unknown.
 NOT_ASKED: Final = 2
+#: The verdicts of the doctor after which locks are not known to be safe, worst first.
+NOT_SAFE: Final = (
+    ("unsafe", 1, "Locks are not safe here"),
+    ("unknown", 2, "Whether locks are safe here is not known"),
+)
 #: Help text of NAME.
 NAME_HELP: Final = "its whole name; --json shows it as it is, where the list escapes or cuts it"
 
@@ -86,10 +92,7 @@ class Command(SafeCommand):
         )
         freeing.add_argument("--dry-run", action="store_true", help="only say which")
         add_no_input(freeing)
-        examining = self._add_action(
-            actions, "doctor", "test the lock store, and report what it really guarantees"
-        )
-        add_doctor(examining)
+        self._add_action(actions, "doctor", "test the lock store: two processes compete for a lock")
 
     def _add_action(self, actions: Any, name: str, text: str, more: str = "") -> CommandParser:
         parser: CommandParser = actions.add_parser(
@@ -228,7 +231,19 @@ class Command(SafeCommand):
     # doctor
 
     def _doctor(self, cache: Any, options: dict[str, Any]) -> None:
-        run_doctor(self, cache, options)
+        findings = []
+        for finding in examine():
+            findings.append(finding)
+            if not options["as_json"]:
+                head = f"{finding.verdict:<9}{finding.check:<12}"
+                self.stdout.write(fill(finding.text, head, " " * len(head)))
+        if options["as_json"]:
+            write_array(self.stdout, (finding._asdict() for finding in findings))
+        for verdict, status, text in NOT_SAFE:
+            if checks := [finding.check for finding in findings if finding.verdict == verdict]:
+                raise CommandError(f"{text}: {', '.join(checks)}.", returncode=status)
+        if not options["as_json"]:
+            self.stdout.write("Locks are safe here.")
 
 
 def iter_chosen(cache: Any, options: dict[str, Any]) -> Iterator[LockRow]:
