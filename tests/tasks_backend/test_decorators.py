@@ -1,6 +1,5 @@
-"""``@single_instance`` and ``@idempotent`` below Django's ``@task``."""
+"""``@single_instance`` below Django's ``@task``."""
 
-from pathlib import Path
 from typing import Any
 
 from django.db import transaction
@@ -9,18 +8,15 @@ from django.test import override_settings
 
 from django_celery_safe import cache_lock
 from tests.listening import receiving
-from tests.processes import Journal
-from tests.routing import AllIn, routed_by
 from tests.tasks_backend import work
 from tests.tasks_backend.scenes import ByHand
 
 IMMEDIATE = {"default": {"BACKEND": "django.tasks.backends.immediate.ImmediateBackend"}}
 
 
-def test_a_run_that_meets_a_held_lock_comes_back(by_hand: ByHand, tmp_path: Path) -> None:
+def test_a_run_that_meets_a_held_lock_comes_back(by_hand: ByHand) -> None:
     """The result is ready again meanwhile, and no attempt of the task's own is used up."""
-    (tmp_path / "gate").touch()
-    result = work.alone.enqueue(str(tmp_path), name="first")
+    result = work.alone.enqueue("room", name="first")
     message = by_hand.take()
     finished: list[str] = []
 
@@ -28,8 +24,8 @@ def test_a_run_that_meets_a_held_lock_comes_back(by_hand: ByHand, tmp_path: Path
         finished.append(task_result.id)
 
     # The context is no argument of the key.
-    key = by_hand.mailbox.app.tasks[work.alone.module_path].lock_name(str(tmp_path), name="")
-    assert key == f"tests.tasks_backend.work.alone:{tmp_path}"
+    key = by_hand.mailbox.app.tasks[work.alone.module_path].lock_name("room", name="")
+    assert key == "tests.tasks_backend.work.alone:room"
     with receiving(signals.task_finished, note):
         with cache_lock(key) as lock:
             assert lock
@@ -57,23 +53,12 @@ def test_a_duplicate_gets_the_result_of_the_first(by_hand: ByHand) -> None:
     assert work.once_in_queue.enqueue("a").id != first.id
 
 
-def test_work_with_a_key_is_done_once(by_hand: ByHand, tmp_path: Path) -> None:
-    """A second task for the same key succeeds with the result of the first."""
-    room = str(tmp_path / "journal")
-    with routed_by(AllIn(by_hand.alias)):
-        first = by_hand.enqueue_and_run(work.charge, room, 7)
-        second = by_hand.enqueue_and_run(work.charge, room, 7)
-    assert first.return_value == second.return_value == first.id
-    assert Journal(Path(room)).count("charged") == 1
-
-
-def test_decorators_hold_for_other_backends_too(locks_in_memory: None, tmp_path: Path) -> None:
+def test_decorators_hold_for_other_backends_too(locks_in_memory: None) -> None:
     """On one of Django's own the function is called directly; the context is no argument there."""
-    (tmp_path / "gate").touch()
     with override_settings(TASKS=IMMEDIATE):
-        result = work.alone.enqueue(str(tmp_path), "first")
+        result = work.alone.enqueue("room", "first")
         assert result.return_value == 1
-        with cache_lock(f"tests.tasks_backend.work.alone:{tmp_path}") as lock:
+        with cache_lock("tests.tasks_backend.work.alone:room") as lock:
             assert lock
-            result = work.alone.enqueue(str(tmp_path), "second")
+            result = work.alone.enqueue("room", "second")
         assert result.errors[0].exception_class_path.endswith(".AlreadyRunning")

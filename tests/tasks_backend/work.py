@@ -7,8 +7,8 @@ from typing import Any
 from celery import current_task
 from django.tasks import TaskContext, task
 
-from django_celery_safe import current_claim, idempotent, single_instance
-from tests.processes import Gauge, Journal, wait_for
+from django_celery_safe import current_claim, single_instance
+from tests.processes import Journal, wait_for
 
 Context = TaskContext
 
@@ -34,12 +34,6 @@ async def add_async(x: int, y: int = 0) -> int:
 def echo(*args: Any, **kwargs: Any) -> Any:
     """Return the arguments."""
     return [args, kwargs]
-
-
-@task
-def fail(text: str = "no such order") -> None:
-    """Fail."""
-    raise ValueError(text)
 
 
 class Declined(Exception):
@@ -72,12 +66,6 @@ def describe_context(context: Context, room: str) -> list[Any]:
     ]
 
 
-@task
-def note(room: str, name: str = "") -> None:
-    """Note that it ran."""
-    Journal(Path(room)).write("ran", name=name)
-
-
 @task(takes_context=True)
 def stay(context: Context, room: str) -> int:
     """Note the run, and stay until the gate of the room opens."""
@@ -105,8 +93,6 @@ def try_again(context: Context, times: int) -> list[int]:
 @single_instance(key="{room}", on_conflict="retry", retry_delay=0.2)
 def alone(context: Context, room: str, name: str) -> int:
     """Be the only one in a room."""
-    with Gauge(Path(room)).inside():
-        wait_for((Path(room) / "gate").exists, 60)
     return context.attempt
 
 
@@ -115,14 +101,6 @@ def alone(context: Context, room: str, name: str) -> int:
 def once_in_queue(name: str) -> str:
     """Be enqueued once until it starts."""
     return name
-
-
-@task(takes_context=True)
-@idempotent(key="{order}")
-def charge(context: Context, room: str, order: int) -> str:
-    """Charge an order once."""
-    Journal(Path(room)).write("charged", order=order)
-    return context.task_result.id
 
 
 @task
