@@ -38,11 +38,11 @@ LIMITS: Final = {
     "flags": 86,
     "signals": 35,
     "checks": 15,
-    "metrics": 31,
+    "metrics": 9,
     "testing": 8,
     "pages": 6,
     "tasks": 4,
-    "in all": 307,
+    "in all": 285,
 }
 
 
