@@ -113,22 +113,24 @@ class Lab:
         path.write_text(one.apply(source))
         try:
             first = [known[name]] if known.get(name, SURVIVED) != SURVIVED else []
-            outcome = self._find_killer(copy, room, first, self._find_candidates(one, source))
+            outcome = self._find_killer(copy, room, first, self._find_candidates(room, one, source))
         finally:
             path.write_text(source)
             self.copies.put(copy)
         print(f"{time.monotonic() - began:5.0f} s  {name}\n         {outcome}", flush=True)
         return name, outcome
 
-    def _find_candidates(self, one: Mutation, source: str) -> list[str]:
-        """Return tests that run a line of the fault."""
+    def _find_candidates(self, room: str, one: Mutation, source: str) -> list[str]:
+        """Return tests that run a line of the fault; those of its room, if there are enough."""
         if self.covered is None:
             return []
         by_line = self.covered.contexts_by_lineno(str(ROOT / PACKAGE / one.path))
         lines = one.find_lines(source)
         contexts = {context for line in lines for context in by_line.get(line, ())}
         tests = {context.removesuffix("|run") for context in contexts if context.endswith("|run")}
-        return random.sample(sorted(tests), min(len(tests), CANDIDATES))
+        own = tuple(TESTS[room].split())
+        mixed = random.sample(sorted(tests), len(tests))
+        return sorted(mixed, key=lambda test: not test.startswith(own))[:CANDIDATES]
 
     def _find_killer(self, copy: Path, room: str, known: list[str], candidates: list[str]) -> str:
         first = [one for one in known if (copy / one.partition("::")[0]).exists()]
