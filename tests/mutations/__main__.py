@@ -42,7 +42,7 @@ LONGEST: Final = 1800
 RUNS: Final = (["-m", "not long"], ["-m", "sql", "--db", "postgres"], ["-m", "long"])
 #: How many of the tests that run a changed line are tried first, and at all.
 CANDIDATES: Final = 60
-MOST: Final = 600
+MOST: Final = 2000
 #: How many times a test must have failed in the run of its room, if it passes alone.
 TIMES: Final = 2
 
