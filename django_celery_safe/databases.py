@@ -18,7 +18,7 @@ from django.db import Error, connections
 from django.db.models import BigIntegerField, Func, functions
 from django.utils import timezone
 
-from .exceptions import BackendNotSupported
+from .exceptions import Unusable
 
 #: ``connection.vendor`` of MariaDB and MySQL.
 MYSQL: Final = "mysql"
@@ -172,12 +172,12 @@ def refuse_untested(alias: str, what: str) -> None:
         what: The database's purpose, such as "hold locks".
 
     Raises:
-        BackendNotSupported: It is not PostgreSQL, MariaDB, MySQL or SQLite.
+        ConfigurationError: It is not PostgreSQL, MariaDB, MySQL or SQLite.
     """
     connection = connections[alias]
     if connection.vendor in TESTED or connection.vendor == NO_DATABASE:
         return
-    raise BackendNotSupported(
+    raise Unusable(
         f'DATABASES["{alias}"] ({connection.vendor})',
         "django_celery_safe was tested on PostgreSQL, MariaDB and SQLite alone, and on other "
         "databases its statements fail, or do something else without a word",
@@ -197,7 +197,7 @@ def refuse_unfit(alias: str, what: str, table: str = "") -> None:
         table: A table of the project that also needs transactions.
 
     Raises:
-        BackendNotSupported: The database is of another kind or too old, or a table has no
+        ConfigurationError: The database is of another kind or too old, or a table has no
             transactions.
     """
     refuse_untested(alias, what)
@@ -208,7 +208,7 @@ def refuse_unfit(alias: str, what: str, table: str = "") -> None:
     if key in _fit:
         return
     if fault := find_unfit(alias, table):
-        raise BackendNotSupported(f'DATABASES["{alias}"]', *fault, what)
+        raise Unusable(f'DATABASES["{alias}"]', *fault, what)
     _fit.add(key)
 
 

@@ -1,7 +1,8 @@
 """
 The events of this app: each is declared once, here, with its level, text and fields.
 
-The fields of an event are those in its text, and ``more``.
+The fields of an event are those in its text, and ``more``. An event whose name is in
+``signals`` is also sent as that signal; the others are only logged.
 
 The comment above a declaration says when it happens. docs/reference/signals.md is made of these
 declarations and comments, by ``python -m tests.docs.events``.
@@ -11,33 +12,21 @@ from __future__ import annotations
 
 from logging import DEBUG, ERROR, INFO, WARNING
 
-from .emitting import Event, LoggedEvent
+from .emitting import Event
 
 # Locks.
 
-#: A lock was acquired: a `cache_lock`, or the lock of a run of a task.
-#: `fence` is `None` in a store without fences.
-LOCK_ACQUIRED = Event("lock_acquired", DEBUG, "Acquired the lock %(name)r.", more="fence")
-
-#: An attempt to acquire a lock failed, because another holder has it.
-#: A caller that waits for the lock makes many attempts, and emits this event for each failed one.
-#: Here and below, `holder` is a text that names the holder; it is empty if the holder is unknown.
-LOCK_CONTENDED = Event("lock_contended", DEBUG, "The lock %(name)r is held by %(holder)s.")
-
-#: A holder released its lock.
-LOCK_RELEASED = Event("lock_released", DEBUG, "Released the lock %(name)r.")
-
 #: This process held a lock, and lost it: its lease ended, or an operator or the store freed it.
-#: `holder` is the new holder; it is empty if none is known.
+#: Here and below, `holder` is a text that names the holder; it is empty if the holder is unknown.
 LOCK_LOST = Event(
     "lock_lost",
     ERROR,
     "The lock %(name)r was lost while its holder worked; holder now: %(holder)s.",
 )
 
-#: A lock could not be released or renewed, because its store did not answer; a failed
+#: A lock could not be released, extended or renewed, because its store did not answer; a failed
 #: renewal is tried again.
-#: It is also emitted if the lease of an `idempotent` claim, a carried task or a step could not be
+#: It is also logged if the lease of an `idempotent` claim, a carried task or a step could not be
 #: renewed, and if a `with` block ends inside a transaction on the lock database, since its lock
 #: can't be released there.
 #: If several renewals failed together, `leases` is their number and `name` names one of them.
@@ -45,11 +34,8 @@ LOCK_LOST = Event(
 LOCK_NOT_RELEASED = Event(
     "lock_backend_failed",
     WARNING,
-    "The lock %(name)r could not be released and ends by its lease: %(reason)s",
+    "The lock %(name)r could not be released or extended and ends by its lease: %(reason)s",
     more="leases",
-)
-SENT_LOCK_NOT_MOVED = LOCK_NOT_RELEASED.also(
-    "The lock %(name)r could not be freed or extended and ends by its lease: %(reason)s"
 )
 LEASES_NOT_RENEWED = LOCK_NOT_RELEASED.also(
     "%(leases)d lease(s), such as that of %(name)r, could not be renewed and will be tried again: "
@@ -62,16 +48,6 @@ LEASES_NOT_RENEWED_BY_A_BUG = LEASES_NOT_RENEWED.also(level=ERROR)
 LOCK_FREED = Event("lock_freed", WARNING, "Freed the lock %(name)r, held by %(holder)s.")
 
 # Single instances.
-
-#: While a task with `unique_until="end"` was running, it lost the lock that was taken when its
-#: message was sent, so the same task may be sent again.
-#: `holder` is the new holder; it is empty if none is known.
-SENT_LOCK_LOST = LoggedEvent(
-    "sent_lock_lost",
-    INFO,
-    "The lock %(name)r ended while its task was running, so a duplicate may be sent; holder now: "
-    "%(holder)s.",
-)
 
 #: A run of a task found its lock held by another run, and now does what its `on_conflict` says.
 #: With `wait`, the event is emitted when the wait begins.
@@ -89,20 +65,11 @@ TASK_CONFLICT = Event(
 #: `name` is that lock, key or step.
 #: The message is sent again as a copy, and `delay` is the number of seconds until that copy
 #: arrives; see [its own copy](../explanation/its-own-copy.md).
-TASK_OWN_COPY = LoggedEvent(
+TASK_OWN_COPY = Event(
     "task_own_copy",
     INFO,
     "Task %(task)s[%(task_id)s] was delivered while %(name)r is held by %(holder)s: a copy "
     "arrives in %(delay).3g s.",
-)
-
-#: A copy, or a redelivered message, did nothing, because an earlier run of its message has ended,
-#: with or without an error.
-COPY_DROPPED = LoggedEvent(
-    "copy_dropped",
-    INFO,
-    "Task %(task)s[%(task_id)s] was delivered again while it ran, and has ended since: its copy "
-    "is dropped.",
 )
 
 #: A task with `unique_until` was sent while an earlier send still counted: the earlier task had not
@@ -119,14 +86,6 @@ TASK_DUPLICATE = Event(
 TASK_DUPLICATE_PUBLISHED = TASK_DUPLICATE.also(
     "Task %(task)s[%(task_id)s] is a duplicate: %(name)r was sent before, as task %(sent_id)s; "
     "published all the same, since a canvas waits for it."
-)
-
-#: A duplicate, which was published only because a canvas waits for it, reached a worker and
-#: returned `None` at once, without running the task's function.
-DUPLICATE_SKIPPED = LoggedEvent(
-    "duplicate_skipped",
-    INFO,
-    "Task %(task)s[%(task_id)s] was a duplicate of %(sent_id)s when it was sent; it returns None.",
 )
 
 # Sending.
@@ -194,24 +153,16 @@ TASK_POISONED = Event(
     "task_poisoned", ERROR, "Task %(task)s[%(task_id)s] is not run again: %(error)s"
 )
 
-#: A message of a carried task does nothing, because the task has ended, or another process runs it.
-MESSAGE_NOT_RUN = LoggedEvent(
-    "message_not_run", INFO, "Task %(task)s[%(task_id)s] is not run: %(reason)s."
-)
+#: A message reached a worker and its task's function was not called; `reason` says why.
+#: A carried task or a step has ended, or another process runs it; an earlier run of a redelivered
+#: message [has ended](../explanation/its-own-copy.md); or the message was a duplicate when it was
+#: sent, and was published only because a canvas waits for it.
+TASK_NOT_RUN = Event("task_not_run", INFO, "Task %(task)s[%(task_id)s] is not run: %(reason)s.")
 
 #: A relay re-sends a message of a carried task.
 #: `reason` says why: the task's process died, or no worker started the task.
 MESSAGE_BROUGHT_BACK = Event(
     "message_brought_back", WARNING, "Task %(task)s[%(task_id)s] is sent again: %(reason)s."
-)
-
-#: This process was running a carried task, and lost it: its lease ended, and another run took over
-#: the task and may already have ended.
-#: `holder` is the process that runs the task now; it is empty if none is known.
-MESSAGE_LOST = Event(
-    "message_lost",
-    ERROR,
-    "The message %(attempt)s was lost while this process ran its task; holder now: %(holder)s.",
 )
 
 #: An operator let a relay try a failed message again, with `celery_outbox retry`, the admin or
@@ -242,7 +193,7 @@ SENT_IN_ATOMIC = Event(
 #: A `SafeTask` was sent in a process that has not loaded the project's Celery app, so Celery's own
 #: default app sends it, to a broker that no setting names; logged at the process's first send.
 #: `broker` is the address of that broker, and `place` is the place in the code.
-SENT_WITHOUT_APP = LoggedEvent(
+SENT_WITHOUT_APP = Event(
     "sent_without_app",
     ERROR,
     "Task %(task)s is sent by %(place)s to %(broker)s, the broker of Celery's default app, because "
@@ -256,7 +207,7 @@ SENT_WITHOUT_APP = LoggedEvent(
 #: `delay` and `visibility_timeout` are in seconds.
 #: `place` is the place in the code, or `Celery itself` if no code of the project sends the task, as
 #: in a retry by `autoretry_for`, the next task of a chain, or an entry of beat.
-SENT_BEYOND_VISIBILITY = LoggedEvent(
+SENT_BEYOND_VISIBILITY = Event(
     "sent_beyond_visibility",
     WARNING,
     "Task %(task)s is sent by %(place)s to run in %(delay).0f s, but after a visibility_timeout of "
@@ -266,12 +217,6 @@ SENT_BEYOND_VISIBILITY = LoggedEvent(
 )
 
 # Once.
-
-#: `do_once` did its work.
-#: The signal is sent after the commit, with `durable=False` after that of the outer transaction;
-#: under `"at_most_once"` it is sent when the block has ended without an error.
-#: `model` is a label such as `accounts.User`.
-DONE_ONCE = Event("done_once", INFO, "%(flag)s of %(model)s pk=%(pk)s was done.")
 
 #: `do_once` found that its work was already done, and yielded `None`.
 ALREADY_DONE = Event("already_done", INFO, "%(flag)s of %(model)s pk=%(pk)s was done already.")
@@ -285,25 +230,22 @@ ONCE_FAILED = Event(
     "again. %(error)s",
 )
 
-#: Work that is guarded by `idempotent` was done, and its record says so.
-#: `task_id` is `None` outside of tasks.
-CLAIM_FINISHED = Event("claim_finished", INFO, "%(key)r was done.", more="task_id")
-
 #: Work that is guarded by `idempotent` had been done before, and the repeat got the stored result.
+#: `task_id` is `None` outside of tasks.
 CLAIM_REPEATED = Event("claim_repeated", INFO, "%(key)r was done before.", more="task_id")
 
 #: Work that is guarded by `idempotent` failed, and the next caller may do it; `error` is a text.
-#: The record is at INFO if the work ended with `Retry`, `Ignore` or `Reject`.
+#: Not logged if the work ended with `Retry`, `Ignore` or `Reject`.
 CLAIM_FAILED = Event("claim_failed", WARNING, "%(key)r was not done (%(error)s).", more="task_id")
-CLAIM_PUT_BACK = CLAIM_FAILED.also(level=INFO)
 
-#: This process held a claim, and lost it: its lease ended and another process claimed the work, or
-#: its record was deleted or changed.
-#: `holder` is the new holder; it is empty if none is known.
+#: This process did the work of a row and lost its claim: the lease ended, and another process may
+#: do the work, or may have done it; or the row was deleted or changed.
+#: `key` is the key of [`idempotent`](../how-to/do-once-by-key.md) work; for a
+#: [carried task](../how-to/carry-a-task-until-it-is-done.md) or a step it is `<task>[<task id>]`.
 CLAIM_LOST = Event(
     "claim_lost",
     ERROR,
-    "The claim of %(key)r was lost while its holder worked; holder now: %(holder)s.",
+    "The claim of %(key)r was lost while this process worked; holder now: %(holder)s.",
 )
 
 #: An operator deleted a record of `idempotent`, with `celery_idempotency forget`, the admin or
@@ -320,9 +262,8 @@ RECORD_FORGOTTEN = Event(
 #: A [run of stages](../how-to/run-tasks-in-stages.md) was started, and its transaction has
 #: committed.
 #: `run` is its id, here and below; `name` is its name, or its key if it has none.
-#: All signals of stages except `step_lost` are sent right after the commit of the change that they
-#: report, by the process that committed it; if the process is killed between the commit and the
-#: signal, no signal is sent.
+#: Events of runs and steps are emitted right after the commit of the change that they
+#: report, by the process that committed it; if the process is killed in between, there is no event.
 RUN_STARTED = Event(
     "run_started", INFO, "Started run %(run)s (%(name)s) of %(stages)s stage(s).", more="key"
 )
@@ -333,45 +274,12 @@ RUN_RESUMED = Event(
     "run_resumed", INFO, "Resumed run %(run)s (%(name)s), %(steps)s step(s).", more="key"
 )
 
-#: A stage of a run began and its steps are sent, because the run started, because the previous
-#: stage ended, or because the run was resumed.
-#: `stage` is its number, from 1; `steps` is the number of steps that are sent.
-STAGE_STARTED = Event(
-    "stage_started", INFO, "Began stage %(stage)s of run %(run)s, %(steps)s step(s)."
-)
-
-#: A step of a run succeeded.
-#: `step` is its id, `task_id` is the id of the message that ran it.
-STEP_SUCCEEDED = Event(
-    "step_succeeded", DEBUG, "Step %(task)s[%(task_id)s] of run %(run)s succeeded.", more="step"
-)
-
 #: A step of a run failed, after its retries; `error` is a text.
 STEP_FAILED = Event(
     "step_failed",
     WARNING,
     "Step %(task)s[%(task_id)s] of run %(run)s failed: %(error)s",
     more="step",
-)
-
-#: A message of a step did nothing: its step has ended, has been deleted, or now belongs to another
-#: message, for example after `resume()`.
-#: `status` is the status of the step; it is empty if the step has been deleted.
-STEP_SKIPPED = LoggedEvent(
-    "step_skipped",
-    INFO,
-    "Task %(task)s[%(task_id)s] does nothing: its step is %(status)s, or another message's.",
-    more="step",
-)
-STEP_GONE = STEP_SKIPPED.also("Task %(task)s[%(task_id)s] does nothing: its step is gone.")
-
-#: This process was running a step, and lost it: its lease ended, and the step was taken over by
-#: another delivery of its message, by a sweep or by a resumed run, and may already have ended.
-#: `holder` is the process that runs the step now; it is empty if none is known.
-STEP_LOST = Event(
-    "step_lost",
-    ERROR,
-    "The step %(step)s was lost while this process ran it; holder now: %(holder)s.",
 )
 
 #: [A sweep](../how-to/run-tasks-in-stages.md#sweep) found that a run had stopped before its end,

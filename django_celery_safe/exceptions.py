@@ -22,13 +22,18 @@ class CelerySafeError(Exception):
 
 
 class ConfigurationError(CelerySafeError, ImproperlyConfigured):
-    """A setting, a decorator's option or an argument is not valid."""
+    """
+    The settings or the code have to be changed.
+
+    A setting, an option, an argument or a plan is not valid; the cache or database can't do what
+    it is to do; or a lock or a claim is used in a way that can't work.
+    """
 
 
 @dataclass(eq=False, repr=False)
-class BackendNotSupported(ConfigurationError):
+class Unusable(ConfigurationError):
     """
-    The cache or database can't do what it is to do, or this app was never tested on its kind.
+    A cache or a database can't do what it is to do. Internal: catch ConfigurationError.
 
     Args:
         where: The backend, such as ``CACHES["default"] (FileBasedCache)``.
@@ -50,12 +55,8 @@ class WrongTransaction(CelerySafeError):
     """Something was called inside, or outside, the transaction it needs."""
 
 
-class LockError(CelerySafeError):
-    """Base of the errors of locks."""
-
-
 @dataclass(eq=False, repr=False)
-class LockNotAcquired(LockError):
+class LockNotAcquired(CelerySafeError):
     """
     The lock is not ours, because someone else holds it or it was never acquired.
 
@@ -97,16 +98,16 @@ class AlreadyRunning(LockNotAcquired):
     task_id: str | None = None
 
     def __str__(self) -> str:
-        by = f" by {self.holder}" if self.holder else ""
         waited = f" after waiting {self.waited:.3g} s" if self.waited else ""
         return (
-            f"Another run of this task holds the lock {self.name!r}{by}, so this one did not "
-            f"start{waited}. Send it again when that run has ended, or see on_conflict."
+            f"Another run of this task, by {self.holder or 'someone else'}, holds the lock "
+            f"{self.name!r}, so this one did not start{waited}. Send it again when that run has "
+            f"ended, or see on_conflict."
         )
 
 
 @dataclass(eq=False, repr=False)
-class LockLost(LockError):
+class LockLost(CelerySafeError):
     """
     The lock was ours and is no longer: its lease ended, or it was freed or
     forgotten by the store. Someone else may hold it now.
@@ -120,15 +121,14 @@ class LockLost(LockError):
     holder: str = ""
 
     def __str__(self) -> str:
-        now = f"it is held by {self.holder} now" if self.holder else "someone else may hold it now"
         return (
-            f"The lock {self.name!r} is no longer ours: {now}. Stop, and undo or leave "
-            f"uncommitted what the lock was to protect."
+            f"The lock {self.name!r} is no longer ours: {self.holder or 'someone else'} may hold "
+            f"it now. Stop, and undo or leave uncommitted what the lock was to protect."
         )
 
 
 @dataclass(eq=False, repr=False)
-class LockBackendError(LockError):
+class LockBackendError(CelerySafeError):
     """
     The cache or database that holds the locks did not answer, or refused.
 
@@ -156,12 +156,8 @@ class LockBackendError(LockError):
         )
 
 
-class SendError(CelerySafeError):
-    """Base of the errors of sending."""
-
-
 @dataclass(eq=False, repr=False)
-class AlreadySent(SendError):
+class AlreadySent(CelerySafeError):
     """
     The same task was sent before and has not started, or not ended, yet; or its period lasts.
 
@@ -177,14 +173,12 @@ class AlreadySent(SendError):
     remaining: float | None = None
 
     def __str__(self) -> str:
-        text = f"{self.name!r} was sent already, as task {self.task_id}; nothing was sent."
-        if self.remaining is None:
-            return text
-        return f"{text} Its lock ends in {self.remaining:.3g} s, unless a run renews it."
+        ends = "" if self.remaining is None else f" Its lock ends in {self.remaining:.3g} s."
+        return f"{self.name!r} was sent already, as task {self.task_id}; nothing was sent.{ends}"
 
 
 @dataclass(eq=False, repr=False)
-class NotSerializable(SendError, TypeError):
+class NotSerializable(CelerySafeError, TypeError):
     """
     An argument can't travel in a message.
 
@@ -207,12 +201,8 @@ class NotSerializable(SendError, TypeError):
         )
 
 
-class IdempotencyError(CelerySafeError):
-    """Base of the errors of doing things once."""
-
-
 @dataclass(eq=False, repr=False)
-class IdempotencyConflict(IdempotencyError):
+class IdempotencyConflict(CelerySafeError):
     """
     The same key was used before with other arguments.
 
@@ -233,7 +223,7 @@ class IdempotencyConflict(IdempotencyError):
 
 
 @dataclass(eq=False, repr=False)
-class AlreadyClaimed(IdempotencyError):
+class AlreadyClaimed(CelerySafeError):
     """
     Somebody else is doing it now.
 
@@ -258,71 +248,27 @@ class AlreadyClaimed(IdempotencyError):
 
 
 @dataclass(eq=False, repr=False)
-class ClaimLost(IdempotencyError):
+class ClaimLost(CelerySafeError):
     """
-    The claim was ours and is no longer: its lease ended, or the record was forgotten.
+    The work was ours and is no longer: its lease ended and someone else has it, or its row is gone.
 
     Args:
-        key: The key.
-        holder: The process that has it now; empty if there is none.
+        key: The key; for a carried task or a step ``<task>[<task id>]``.
+        holder: The process that has it now; empty if none is known.
     """
 
     key: str
     holder: str = ""
 
     def __str__(self) -> str:
-        now = f"{self.holder} claimed it since" if self.holder else "its record is gone"
         return (
-            f"{self.key!r} is no longer claimed by this call: {now}. Its work is not recorded as "
-            f"done, and may be done twice: roll it back where possible."
+            f"{self.key!r} is no longer claimed here: {self.holder or 'someone else'} may do it "
+            f"now. It is not recorded as done, and may be done twice: roll it back where possible."
         )
 
 
 @dataclass(eq=False, repr=False)
-class ResultNotStored(IdempotencyError):
-    """
-    A thing was done, and its result could not be kept for repeats.
-
-    Args:
-        key: The key.
-        reason: Why, as a clause.
-    """
-
-    key: str
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"The result of {self.key!r} can't be stored: {self.reason}. Return a little plain "
-            f"data, such as the primary key of the object that was created."
-        )
-
-
-class StageError(CelerySafeError):
-    """Base of the errors of stages."""
-
-
-@dataclass(eq=False, repr=False)
-class InvalidPlan(StageError, ValueError):
-    """
-    A plan of stages can't be run as it stands.
-
-    Args:
-        where: The faulty part, such as ``entry 3, ('shop.tasks.index', 2)``.
-        reason: Its fault, as a clause.
-        hint: Advice on what to write instead, as a sentence.
-    """
-
-    where: str
-    reason: str
-    hint: str
-
-    def __str__(self) -> str:
-        return f"The plan can't be run: {self.where} {self.reason}. {self.hint}"
-
-
-@dataclass(eq=False, repr=False)
-class AlreadyStarted(StageError):
+class AlreadyStarted(CelerySafeError):
     """
     A run with this key has not ended, so no second one was started.
 
@@ -343,27 +289,26 @@ class AlreadyStarted(StageError):
 
 
 @dataclass(eq=False, repr=False)
-class InvalidResult(StageError, ValueError):
+class InvalidResult(CelerySafeError, ValueError):
     """
-    The value that a step returned has no meaning, or can't be kept for the next stages.
+    A result can't be stored, or it is a value that a step must not return.
 
     Args:
-        task: The step's task.
+        work: The key of the work, or the step's task.
         reason: The fault of the value, as a clause.
+        hint: Advice on what to return instead, as a sentence.
     """
 
-    task: str
+    work: str
     reason: str
+    hint: str = "Return a little plain data, such as the primary key of what was created."
 
     def __str__(self) -> str:
-        return (
-            f"The step {self.task} returned an unusable value: {self.reason}. Return a dict "
-            f"of plain data for the next stages, None, True, False, or (success, dict)."
-        )
+        return f"The result of {self.work!r} can't be used: {self.reason}. {self.hint}"
 
 
 @dataclass(eq=False, repr=False)
-class IllegalTransition(StageError):
+class IllegalTransition(CelerySafeError):
     """
     A run of stages is not in a state from which this can be done.
 
@@ -382,51 +327,6 @@ class IllegalTransition(StageError):
 
 
 @dataclass(eq=False, repr=False)
-class StepLost(StageError):
-    """
-    A step was ours and is no longer: its lease ended, and another delivery of its message,
-    or a resumed run, has it now.
-
-    Args:
-        step: The step, as ``<task>[<task id>]``.
-        run: Its run, such as ``run 12``.
-        holder: The process that has it now; empty if there is none.
-    """
-
-    step: str
-    run: str
-    holder: str = ""
-
-    def __str__(self) -> str:
-        now = f"{self.holder} runs it now" if self.holder else "nobody is known to run it now"
-        return (
-            f"This process no longer holds the step {self.step} of {self.run}: {now}. Its result "
-            f"is discarded, and its work may be done twice."
-        )
-
-
-@dataclass(eq=False, repr=False)
-class MessageLost(CelerySafeError):
-    """
-    A task was ours and is no longer: its lease ended, and another run has it now.
-
-    Args:
-        task: The task, as ``<name>[<id>]``.
-        holder: The process that has it now; empty if there is none.
-    """
-
-    task: str
-    holder: str = ""
-
-    def __str__(self) -> str:
-        now = f"{self.holder} runs it now" if self.holder else "nobody is known to run it now"
-        return (
-            f"This process no longer holds the task {self.task}: {now}. Its outcome is not "
-            f"recorded here, and its work may be done twice."
-        )
-
-
-@dataclass(eq=False, repr=False)
 class TaskPoisoned(CelerySafeError):
     """
     A task is not run again, since so many processes died in it.
@@ -442,9 +342,8 @@ class TaskPoisoned(CelerySafeError):
     last: str = ""
 
     def __str__(self) -> str:
-        last = f", the last one {self.last}" if self.last else ""
         return (
-            f"{self.deaths} process(es) died in {self.task}{last}. Find out why before you let it "
-            f"run again (celery_outbox retry, celery_stages resume, or a new send); max_deaths "
-            f"says how many may die."
+            f"{self.deaths} process(es) died in {self.task}, the last one {self.last or 'unknown'}."
+            " Find out why before you let it run again (celery_outbox retry, celery_stages resume, "
+            "or a new send); max_deaths says how many may die."
         )

@@ -16,7 +16,7 @@ from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils.translation import gettext as _
 
-from ..exceptions import BackendNotSupported, CelerySafeError, LockBackendError
+from ..exceptions import CelerySafeError, ConfigurationError, LockBackendError
 from ..inspection.locks import RELEASE, LockRow, find_row, iter_rows
 from ..leases.holder import GARBLED, TOKEN_LENGTH
 from ..locks.stores import locate
@@ -107,7 +107,7 @@ class LockAdmin(ReadOnlyAdmin):
             rows = list(map(as_model, islice(found, begin, begin + PAGE + 1)))
         except CelerySafeError as failure:
             error = failure
-            if isinstance(failure, BackendNotSupported) and prefix:
+            if isinstance(failure, ConfigurationError) and prefix:
                 rows, error = self._find_whole(prefix)
         context = {
             "title": _("Locks that are held now"),

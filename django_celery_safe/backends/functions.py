@@ -26,7 +26,7 @@ from django.utils.json import normalize_json
 from .. import conf
 from ..delivery.call import own_signature, show_signature
 from ..delivery.header import get_header
-from ..exceptions import MessageLost, ResultNotStored
+from ..exceptions import InvalidResult
 from ..leases.claim import LONGEST_RESULT
 from ..leases.holder import HOST, Holder
 from ..sending import SafeTaskMixin
@@ -59,10 +59,10 @@ class FunctionTask(SafeTaskMixin):
         _finish(self, args, kwargs, TaskResultStatus.SUCCESSFUL, _return_value=retval)
 
     def on_failure(self, exc: Exception, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Send ``task_finished``, unless another run has claimed the task by now."""
+        """Send ``task_finished``: by now the row says that the task failed."""
         super().on_failure(exc, task_id, args, kwargs, einfo)
         # If its process was killed, this is the main process, which has no request of the task.
-        if self.request.id == task_id and not isinstance(exc, MessageLost):
+        if self.request.id == task_id:
             _finish(self, args, kwargs, TaskResultStatus.FAILED, errors=[make_error(exc)])
 
 
@@ -145,7 +145,7 @@ def _record_value(request: Context, value: Any) -> None:
     try:
         run.returned = encode(value, LONGEST_RESULT)
     except NotPlain as error:
-        raise ResultNotStored(run.claim.key, str(error)) from error
+        raise InvalidResult(run.claim.key, str(error)) from error
 
 
 def _finish(running: Any, args: Any, kwargs: Any, status: TaskResultStatus, **values: Any) -> None:

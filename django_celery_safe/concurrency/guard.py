@@ -36,7 +36,7 @@ from ..delivery.copies import (
 )
 from ..delivery.header import Header, declare_field, get_header, is_text
 from ..delivery.wrappers import add_wrapper
-from ..events import DUPLICATE_SKIPPED, TASK_CONFLICT
+from ..events import TASK_CONFLICT, TASK_NOT_RUN
 from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
 from ..locks import CacheLock, HeldLock
@@ -268,9 +268,8 @@ def _emit_conflict(
 
 
 def _emit_duplicate(task: Any, request: Context, header: Header) -> None:
-    DUPLICATE_SKIPPED.emit(
-        run_alone, task=task.name, task_id=request.id, sent_id=header["duplicate"]
-    )
+    reason = f"it was a duplicate of {header['duplicate']} when it was sent"
+    TASK_NOT_RUN.emit(run_alone, task=task.name, task_id=request.id, reason=reason)
 
 
 class Guarded(NamedTuple):

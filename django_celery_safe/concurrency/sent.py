@@ -37,10 +37,10 @@ from ..delivery.header import (
     is_token,
     read_header,
 )
-from ..events import SENT_LOCK_LOST, SENT_LOCK_NOT_MOVED
+from ..events import LOCK_NOT_RELEASED
 from ..exceptions import CelerySafeError, ConfigurationError, LockBackendError, WrongTransaction
 from ..leases.clock import clock
-from ..leases.holder import Holder, holder_text
+from ..leases.holder import Holder
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
@@ -178,13 +178,13 @@ class SentLock:
         store = self._store
         if store is not seen and not store.renews():
             return
-        lease = Lease(store, self.name, self.token, seconds, clock.now(), _report_lost)
+        # Nobody is told of its loss: a duplicate may be sent then.
+        lease = Lease(store, self.name, self.token, seconds, clock.now(), lambda *lost: None)
         # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
         renewer.add(lease)
         if not store.extend([lease])[0]:
             self._stop_renewing()
-            _report_lost(lease, store.peek(self.name))
 
     def _leave_run(self) -> None:
         self.in_run = False
@@ -210,7 +210,7 @@ class SentLock:
 
     def _emit_not_moved(self, error: CelerySafeError) -> None:
         """Report an error of the store instead of raising it: the lock ends by its lease."""
-        SENT_LOCK_NOT_MOVED.emit(SentLock, name=self.name, reason=str(error), leases=1)
+        LOCK_NOT_RELEASED.emit(SentLock, name=self.name, reason=str(error), leases=1)
 
     def claim(
         self, task: str, task_id: str, seconds: float, arguments: str | None = None
@@ -330,11 +330,6 @@ def find_sent(request: Any, header: Header | None = None) -> SentLock | None:
         if sent is not None:
             sent = _locks.setdefault(request, sent)
     return sent
-
-
-def _report_lost(lease: Lease[Store], now_held: HeldLock | None) -> None:
-    lease.lost = True
-    SENT_LOCK_LOST.emit(SentLock, name=lease.name, holder=holder_text(now_held))
 
 
 def _is_retried(task: Any, error: BaseException) -> bool:

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from .. import signals
 from ..databases import refuse_untested
-from ..exceptions import BackendNotSupported
+from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
 from ..inspection import overview
 from ..locks.stores import locks_are_shared
@@ -132,7 +132,7 @@ class TableCollector(Collector):
         try:
             samples = list(read(alias, self._most))
             return [*samples, ("up", 1, (source, alias))] if samples else []
-        except BackendNotSupported:
+        except ConfigurationError:
             return []
         except Exception as error:  # noqa: BLE001 - a scrape reports whatever keeps it from asking
             logger.warning("The metrics of %s can't be asked: %s", source, describe_error(error))

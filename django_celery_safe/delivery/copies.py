@@ -21,7 +21,7 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 
 from .. import conf
-from ..events import COPY_DROPPED, TASK_OWN_COPY
+from ..events import TASK_NOT_RUN, TASK_OWN_COPY
 from ..exceptions import LockBackendError, LockLost
 from ..leases.clock import clock
 from ..leases.holder import Holder
@@ -182,8 +182,9 @@ def drop_if_run_ended(task: Any, request: Context, store: Store) -> None:
     if not redelivered and "copy" not in get_header(request):
         return
     if store.peek(_end_marker(task, request)) is not None:
-        COPY_DROPPED.emit(requeue_self, task=task.name, task_id=request.id)
-        raise MessageGoesOn("An earlier run of this message has ended")
+        reason = "an earlier run of this message has ended"
+        TASK_NOT_RUN.emit(requeue_self, task=task.name, task_id=request.id, reason=reason)
+        raise MessageGoesOn(f"Not run: {reason}")
 
 
 def begin_or_requeue(

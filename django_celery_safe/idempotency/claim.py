@@ -9,7 +9,6 @@ record as done, so a lost claim can't finish.
 from __future__ import annotations
 
 from datetime import timedelta
-from enum import Enum
 from typing import Any, Final
 
 from celery._state import get_current_task
@@ -19,8 +18,8 @@ from django.db import OperationalError
 
 from ..databases import is_lost_race
 from ..emitting import Event
-from ..events import CLAIM_FAILED, CLAIM_FINISHED, CLAIM_LOST, CLAIM_PUT_BACK, CLAIM_REPEATED
-from ..exceptions import ClaimLost, IdempotencyConflict, IdempotencyError, ResultNotStored
+from ..events import CLAIM_FAILED, CLAIM_REPEATED
+from ..exceptions import CelerySafeError, ConfigurationError, IdempotencyConflict, InvalidResult
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
 from ..leases.clock import clock
@@ -34,15 +33,6 @@ logger = get_logger(__name__)
 
 #: How many times a claim tries again after a lost race; each time another process made progress.
 TRIES: Final = 20
-
-
-class Ending(Enum):
-    """The ways in which a claim ends without success."""
-
-    FAILED = "failed"
-    DONE = "done"
-    LOST = "lost"
-    UNKNOWN = "unknown"
 
 
 class RecordClaim(Claim):
@@ -74,10 +64,10 @@ class RecordClaim(Claim):
 
         Raises:
             IdempotencyConflict: The key was used for a call with other arguments.
-            ResultNotStored: The work is done, but its result could not be stored.
+            InvalidResult: The work is done, but its result could not be stored.
             WrongTransaction: Inside ``atomic()``, where other processes would not see the claim.
-            IdempotencyError: The code that calls this is already doing the same work.
-            ConfigurationError: The database has no table for records.
+            ConfigurationError: The code that calls this is already doing the same work; or the
+                database has no table for records.
         """
         task = get_current_task()
         request = None if task is None else task.request
@@ -89,7 +79,7 @@ class RecordClaim(Claim):
         )
         same = (one for one in working_claims() if isinstance(one, RecordClaim))
         if any(one.key == self.key and one.table is self.table for one in same):
-            raise IdempotencyError(
+            raise ConfigurationError(
                 f"{self.key!r} is being done by the very code that asks to do it: it would wait "
                 f"for itself. Give the inner work a key of its own."
             )
@@ -103,7 +93,7 @@ class RecordClaim(Claim):
             else:
                 self.asked_at = found
                 self.begin()
-        except IdempotencyError:
+        except CelerySafeError:
             raise
         except BaseException as error:
             interrupted = find_soft_time_limit(error)
@@ -126,8 +116,8 @@ class RecordClaim(Claim):
         re-sent itself, such as by ``retry(throw=False)``, the work is not done, but put back.
 
         Raises:
-            ResultNotStored: The result can't be stored.
-            IdempotencyError: The transaction of :meth:`finish` was rolled back.
+            InvalidResult: The result can't be stored.
+            WrongTransaction: The transaction of :meth:`finish` was rolled back.
         """
         if not self.is_finished:
             if self.is_resent() and not self.is_of_parent():
@@ -136,7 +126,7 @@ class RecordClaim(Claim):
                 return
             try:
                 self.finish(result)
-            except ResultNotStored as error:
+            except InvalidResult as error:
                 from ..models.text import storable  # needs the app registry
 
                 self._error = storable(error.reason)
@@ -146,20 +136,15 @@ class RecordClaim(Claim):
             return
         else:
             self.check_committed()
-        self._emit(CLAIM_FINISHED)
 
     def fail(self, error: BaseException) -> None:
         """Record the end of work that raised an error, unless :meth:`finish` has recorded it."""
         reason = describe_error(error)
-        match self._record_failed(reason):
-            case Ending.FAILED:
-                # A retry is not yet a failure.
-                is_retry = isinstance(error, TaskPredicate)
-                self._emit(CLAIM_PUT_BACK if is_retry else CLAIM_FAILED, error=reason)
-            case Ending.DONE:
-                self._emit(CLAIM_FINISHED)
-            case Ending.LOST:
-                self.record_lost()
+        recorded = self._record_failed(reason)
+        if recorded is False:
+            self.record_lost()
+        elif recorded and not isinstance(error, TaskPredicate):  # a retry is not yet a failure
+            self._emit(CLAIM_FAILED, error=reason)
 
     def _take(self, holder: str) -> float | HeldLock | None:
         """
@@ -195,7 +180,7 @@ class RecordClaim(Claim):
             except OperationalError as error:
                 if not is_lost_race(error):
                     raise
-        raise IdempotencyError(
+        raise CelerySafeError(
             f"The record of {self.key!r} was changed {TRIES} times while it was to be claimed: it "
             f"is being added and forgotten again and again. Find out by whom."
         )
@@ -208,22 +193,21 @@ class RecordClaim(Claim):
         if row.state == row.State.RUNNING:
             return holder
         if row.error:
-            raise ResultNotStored(self.key, row.error)
+            raise InvalidResult(self.key, row.error)
         self.result = decode(row.result)
         return None
-
-    @staticmethod
-    def emit_lost(name: str, holder: str) -> None:
-        CLAIM_LOST.emit(Claim, key=name, holder=holder)
 
     def _write_done(self, text: str) -> bool:
         return self.table.finish(self.name, self.token, text, self._keep, self._error)
 
-    def _lost_error(self, holder: str) -> ClaimLost:
-        return ClaimLost(self.key, holder)
+    def _record_failed(self, reason: str) -> bool | None:
+        """
+        Record the failure, unless finish() has ended the work.
 
-    def _record_failed(self, reason: str) -> Ending:
-        """Record the failure, unless finish() has ended the work; return how the claim ended."""
+        Returns:
+            Whether it is recorded; False: the claim was lost; None: finish() has ended the work,
+            or the database does not answer.
+        """
         records, token = self._rows(), self.token
         try:
             if self.end_by(
@@ -231,15 +215,15 @@ class RecordClaim(Claim):
                 lambda: records.failed().filter(token=token).exists(),
                 patient=False,
             ):
-                return Ending.FAILED
-            return Ending.DONE if self.is_done(patient=False) else Ending.LOST
+                return True
+            return None if self.is_done(patient=False) else False
         except DatabaseError as error:
             logger.warning(
                 "Could not record that %r failed; it is free when its lease is over: %s",
                 self.key,
                 describe_error(error),
             )
-            return Ending.UNKNOWN
+            return None
 
     def _emit(self, event: Event, **fields: Any) -> None:
         task = get_current_task()

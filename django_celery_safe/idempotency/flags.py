@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
 from celery.exceptions import Retry
@@ -23,10 +22,10 @@ from .. import conf
 from ..databases import refuse_unfit, says_taken
 from ..delivery.copies import is_requeued
 from ..emitting import Event
-from ..events import ALREADY_DONE, DONE_ONCE, ONCE_FAILED
-from ..exceptions import ConfigurationError, IdempotencyError, LockNotAcquired, WrongTransaction
+from ..events import ALREADY_DONE, ONCE_FAILED
+from ..exceptions import ConfigurationError, LockNotAcquired, WrongTransaction
 from ..foreign_errors import ExcInfo
-from ..transactions import attempts, busy_timeout, in_atomic, is_transaction_open
+from ..transactions import attempts, busy_timeout, is_transaction_open
 from ..usage import with_usage
 
 if TYPE_CHECKING:
@@ -100,13 +99,13 @@ class IdempotentMixin:
             TypeError: ``pk`` is a row instead of its key.
             WrongTransaction: It was called inside another transaction, with ``durable=True``.
             DoesNotExist: The model has no such row.
-            ConfigurationError: ``flag`` is not a flag of the model.
+            ConfigurationError: ``flag`` is not a flag of the model; the database is neither
+                PostgreSQL, MariaDB, MySQL nor SQLite; or the block raised Retry under
+                ``"at_most_once"``.
             OperationalError: With ``durable=False`` under REPEATABLE READ or SERIALIZABLE,
                 another process changed the row after the outer transaction had started; run the
                 outer transaction again.
-            BackendNotSupported: The database is neither PostgreSQL, MariaDB, MySQL nor SQLite.
             LockNotAcquired: Another transaction has locked the row, and ``nowait`` is True.
-            IdempotencyError: The block raised Retry under ``"at_most_once"``.
 
         Source:
             "Celery: lessons learned", the welcome e-mail (is_welcome_email_sent).
@@ -181,11 +180,6 @@ class _Once:
                     return
                 yield row
                 self._set_flag(row)
-        if in_atomic(self._alias):
-            # Only the outer transaction's commit makes the flag permanent.
-            transaction.on_commit(partial(self._emit, DONE_ONCE), using=self._alias)
-        else:
-            self._emit(DONE_ONCE)
 
     @contextmanager
     def at_most_once(self) -> Iterator[Model | None]:
@@ -203,15 +197,14 @@ class _Once:
         try:
             yield row
         except BaseException as error:
-            self._emit_failed(error)
+            self._emit(ONCE_FAILED, error=error)
             if isinstance(error, Retry) or is_requeued(error):
-                raise IdempotencyError(
+                raise ConfigurationError(
                     f"The block of do_once({self.label}) asked for a retry under at_most_once, "
                     f"but the retry would find {self._flag} set and do nothing. Handle the "
                     f'failure in the block, or use guarantee="at_least_once".'
                 ) from error
             raise
-        self._emit(DONE_ONCE)
 
     @property
     def label(self) -> str:
@@ -284,13 +277,9 @@ class _Once:
         self._rows().update(**{self._flag: value})
         setattr(row, self._flag, value)
 
-    def _emit(self, event: Event) -> None:
-        event.emit(self._model, model=self._model._meta.label, pk=self._pk, flag=self._flag)
-
-    def _emit_failed(self, error: BaseException) -> None:
-        ONCE_FAILED.emit(
-            self._model, model=self._model._meta.label, pk=self._pk, flag=self._flag, error=error
-        )
+    def _emit(self, event: Event, **fields: Any) -> None:
+        label = self._model._meta.label
+        event.emit(self._model, model=label, pk=self._pk, flag=self._flag, **fields)
 
 
 def flag_names(model: type[Model]) -> list[str]:

@@ -29,7 +29,7 @@ from ..delivery.call import (
     show_signature,
 )
 from ..delivery.copies import begin_or_requeue
-from ..exceptions import AlreadyClaimed, ConfigurationError, IdempotencyError
+from ..exceptions import AlreadyClaimed, ConfigurationError
 from ..foreign_errors import ExcInfo
 from ..leases.claim import Claim
 from ..usage import with_usage
@@ -86,7 +86,7 @@ class Idempotent:
                 f"be the same for every call. Write the key as an f-string."
             )
         if self._claim is not None:
-            raise IdempotencyError(
+            raise ConfigurationError(
                 f"idempotent({key!r}) is in use by this very object. Make another one."
             )
         claim = self._make_claim(key)

@@ -11,7 +11,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, gettext_noop
 
 from .. import conf
-from ..exceptions import BackendNotSupported
+from ..exceptions import ConfigurationError
 from ..leases.holder import PLACE, TICK, HeldLock, is_overdue, seconds_since_renewal, split_place
 from ..leases.lease import RENEW_AFTER
 from ..locks import find_lock, iter_locks, release_lock
@@ -166,7 +166,7 @@ def find_other_places(name: str, cache: str | conf.Unset = conf.UNSET) -> list[s
     try:
         places = iter_locks(f"{name}{PLACE}", cache=cache)
         return sorted(lock.name for lock in places if LockRow(lock).lock == name)
-    except BackendNotSupported:  # the store lists nothing and has no places
+    except ConfigurationError:  # the store lists nothing and has no places
         return []
 
 

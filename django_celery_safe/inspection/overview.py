@@ -162,7 +162,7 @@ def lock_figures(most: int) -> LockFigures:
     Return the figures of at most ``most`` locks that are held.
 
     Raises:
-        BackendNotSupported: The store can't list its locks.
+        ConfigurationError: The store can't list its locks.
         LockBackendError: The store did not answer.
     """
     kinds: Counter[str] = Counter()

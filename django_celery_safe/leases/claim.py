@@ -19,7 +19,14 @@ from typing import Any, Final, NoReturn, TypeVar
 from celery._state import get_current_task
 from django.db import connections, transaction
 
-from ..exceptions import IdempotencyError, LockBackendError, ResultNotStored, WrongTransaction
+from ..events import CLAIM_LOST
+from ..exceptions import (
+    ClaimLost,
+    ConfigurationError,
+    InvalidResult,
+    LockBackendError,
+    WrongTransaction,
+)
 from ..foreign_errors import find_shutdown
 from ..transactions import (
     DISCONNECTED,
@@ -92,7 +99,7 @@ class Claim(ABC):
         self._sent_before = 0
         # The partial must not refer to the claim: the lease would keep the claim alive and be
         # renewed.
-        self._report_lost = partial(_report_lost, type(self).emit_lost)
+        self._report_lost = partial(_report_lost, type(self), key)
 
     def __bool__(self) -> bool:
         return self.is_held
@@ -113,12 +120,11 @@ class Claim(ABC):
                 next stages, or None.
 
         Raises:
-            ClaimLost, MessageLost, StepLost: The claim is no longer ours, and nothing is recorded.
-            ResultNotStored: JSON can't represent the result, or it is too long; nothing is
+            ClaimLost: The claim is no longer ours, and nothing is recorded.
+            InvalidResult: JSON can't represent the result, or it is too long; nothing is
                 recorded.
-            InvalidResult: The same, in a step.
             WrongTransaction: Autocommit is off on that database; nothing is recorded.
-            IdempotencyError: The work is not ours, or is already finished.
+            ConfigurationError: The work is not ours, or is already finished.
         """
         self._check_unfinished()
         self._record_done(self._encode(result))
@@ -131,8 +137,8 @@ class Claim(ABC):
         Call it before each step that two processes must not both do.
 
         Raises:
-            ClaimLost, MessageLost, StepLost: The claim is no longer ours.
-            IdempotencyError: The work is not ours, or is finished.
+            ClaimLost: The claim is no longer ours.
+            ConfigurationError: The work is not ours, or is finished.
         """
         self._check_unfinished()
         if not self._rows().claimed(self.token).exists():
@@ -256,13 +262,13 @@ class Claim(ABC):
         Check that a claim that was finished was also committed.
 
         Raises:
-            IdempotencyError: The transaction of :meth:`finish` was rolled back.
+            WrongTransaction: The transaction of :meth:`finish` was rolled back.
         """
         if not self.is_finished or self._is_committed:
             return
         if not self.is_done():
             self.is_finished = False
-            raise IdempotencyError(
+            raise WrongTransaction(
                 f"{self.key!r} was finished in a transaction that was rolled back, so it counts "
                 f"as not done. Don't catch the error that caused the rollback: let it propagate."
             )
@@ -336,32 +342,27 @@ class Claim(ABC):
 
     def raise_lost(self) -> NoReturn:
         """Raise the error for a claim that is no longer ours."""
-        raise self._lost_error(self.find_new_holder())
+        raise ClaimLost(self.key, self.find_new_holder())
 
-    @staticmethod
-    @abstractmethod
-    def emit_lost(name: str, holder: str) -> None:
-        """Report that the claim of a row was lost, with its new holder ("": not known)."""
+    def was_lost(self, error: BaseException) -> bool:
+        """Return whether an error says that this claim, and not one inside it, was lost."""
+        return isinstance(error, ClaimLost) and error.key == self.key
 
     @abstractmethod
     def _write_done(self, text: str) -> bool:
         """Record that the work is done, with a result; return whether the claim was ours."""
-
-    @abstractmethod
-    def _lost_error(self, holder: str) -> Exception:
-        """Return the error for a lost claim, with its new holder ("": none, or not known)."""
 
     def _encode(self, result: Any) -> str:
         """
         Return the text that is stored for a result; for None: "".
 
         Raises:
-            ResultNotStored: JSON can't represent the result, or it is too long.
+            InvalidResult: JSON can't represent the result, or it is too long.
         """
         try:
             return "" if result is None else encode(result, LONGEST_RESULT)
         except NotPlain as error:
-            raise ResultNotStored(self.key, str(error)) from error
+            raise InvalidResult(self.key, str(error)) from error
 
     def _commit(self) -> None:
         """Run :meth:`_go_on` once, now that the record of the finished work is committed."""
@@ -378,17 +379,17 @@ class Claim(ABC):
 
     def _check_unfinished(self) -> None:
         if not self.is_held:
-            raise IdempotencyError(
+            raise ConfigurationError(
                 f"The claim of {self.key!r} is not ours: the work was done before, or its block "
                 f"has ended. Ask first: if claim: ..."
             )
         if self.is_of_parent():
-            raise IdempotencyError(
+            raise ConfigurationError(
                 f"The claim of {self.key!r} belongs to the process that forked this one, which "
                 f"alone knows when its work is done: finish it there."
             )
         if self.is_finished:
-            raise IdempotencyError(f"The claim of {self.key!r} was finished before.")
+            raise ConfigurationError(f"The claim of {self.key!r} was finished before.")
 
     def _record_done(self, text: str) -> None:
         alias, lease = self.table.alias, self.lease
@@ -433,7 +434,7 @@ def current_claim() -> Claim:
     stand-in that no other process can hold, and its ``finish()`` writes nothing.
 
     Raises:
-        IdempotencyError: The running code has no claim.
+        ConfigurationError: The running code has no claim.
     """
     task, request = get_current_task(), _find_request()
     # A helper thread of a task has no request of its own.
@@ -442,7 +443,7 @@ def current_claim() -> Claim:
         return ours[-1]
     if request is not None and (request.called_directly or request.is_eager):
         return _DirectClaim(str(task.name))
-    raise IdempotencyError(
+    raise ConfigurationError(
         "No claim is being worked on here: current_claim() is for code that runs inside an "
         '@idempotent function, a `with idempotent(...)` block, a task with outbox="until_done" '
         "(which this message was not sent with), or a step."
@@ -480,25 +481,16 @@ class _DirectClaim(Claim):
     def ensure(self) -> None:
         self._check_unfinished()
 
-    @staticmethod
-    def emit_lost(name: str, holder: str) -> None:
-        pass
-
     def _record_done(self, text: str) -> None:
         self.is_finished = True
 
     def _write_done(self, text: str) -> bool:
         return True
 
-    def _lost_error(self, holder: str) -> Exception:
-        return IdempotencyError(f"The claim of {self.key!r} was lost.")
 
-
-def _report_lost(
-    emit_lost: Callable[[str, str], None], lease: Lease[Any], now_held: HeldLock | None
-) -> None:
+def _report_lost(kind: type[Claim], key: str, lease: Lease[Any], now_held: HeldLock | None) -> None:
     # Refers only to the lease: a reference to the claim would keep the lease renewed.
     if now_held is not None and now_held.token == lease.token:
         return  # not lost: the claim ended before its renewal
     lease.lost = True
-    emit_lost(lease.name, holder_text(now_held))
+    CLAIM_LOST.emit(kind, key=key, holder=holder_text(now_held))

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 from django.core.exceptions import SynchronousOnlyOperation
 
 from .. import conf
-from ..events import LOCK_ACQUIRED, LOCK_CONTENDED, LOCK_LOST, LOCK_NOT_RELEASED, LOCK_RELEASED
+from ..events import LOCK_LOST, LOCK_NOT_RELEASED
 from ..exceptions import (
     CelerySafeError,
     LockBackendError,
-    LockError,
     LockLost,
     LockNotAcquired,
     WrongTransaction,
@@ -104,10 +103,10 @@ class CacheLock(misuse.NotAsync):
         Raises:
             LockBackendError: The store did not answer in time. If the request did reach it,
                 the lock stays taken, although no one uses it, until its lease expires.
-            LockError: This object holds the lock already, or another thread is using it; or
-                this thread holds it through another object, and would wait for ever; or an
-                event loop runs in this thread, and the call would block it.
-            BackendNotSupported: The configured cache can't hold locks.
+            ConfigurationError: The configured cache can't hold locks; or this object holds the
+                lock already, or another thread is using it; or this thread holds it through
+                another object, and would wait for ever; or an event loop runs in this thread,
+                and the call would block it.
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
         """
         longest = self._options.blocking_timeout
@@ -140,8 +139,8 @@ class CacheLock(misuse.NotAsync):
             LockBackendError: The store did not answer. The lock ends by itself
                 when its lease expires.
             LockNotAcquired: This object never acquired the lock, or has released it already.
-            LockError: Another thread or process acquired it; or its database can't be queried
-                while an event loop runs in this thread, and the lock is still held.
+            ConfigurationError: Another thread or process acquired it; or its database can't be
+                queried while an event loop runs in this thread, and the lock is still held.
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``; the lock is
                 still held, and can be released after the transaction.
         """
@@ -166,8 +165,6 @@ class CacheLock(misuse.NotAsync):
         if released:
             if aliases := aliases_in_atomic():
                 misuse.warn_in_atomic(self.name, aliases[0], self.function)
-            if LOCK_RELEASED.is_observed():
-                LOCK_RELEASED.emit(CacheLock, name=self.name)
             return True
         if not lease.lost:
             record_lost(lease)
@@ -228,8 +225,8 @@ class CacheLock(misuse.NotAsync):
         Whether this thread acquired the lock, has not released it, and may still trust it.
 
         Raises:
-            LockError: An event loop runs in this thread, and another thread acquired the lock for
-                it, for example through ``await sync_to_async(lock.acquire)()``.
+            ConfigurationError: An event loop runs in this thread, and another thread acquired
+                the lock for it, for example through ``await sync_to_async(lock.acquire)()``.
         """
         self._asked = True
         lease = self.lease
@@ -294,7 +291,7 @@ class CacheLock(misuse.NotAsync):
             return
         try:
             self.release()
-        except (LockError, WrongTransaction) as failure:
+        except CelerySafeError as failure:
             if kind is None and not isinstance(failure, LockBackendError | WrongTransaction):
                 raise  # a mistake in the code, and the body raised no error that this could hide
             # The body's own result or error matters more; the lease ends by itself.
@@ -404,15 +401,12 @@ class CacheLock(misuse.NotAsync):
         )
         if isinstance(acquired, HeldLock):
             self._contender = acquired
-            LOCK_CONTENDED.emit(CacheLock, name=self.name, holder=str(acquired.holder))
             return False
         # In this order: a thread that sees the lease also sees which thread owns it.
         self._thread, self.lease = here.thread, acquired.lease
         self._fence, self._contender = acquired.fence, None
         if renew:
             renewer.add(acquired.lease)
-        if LOCK_ACQUIRED.is_observed():
-            LOCK_ACQUIRED.emit(CacheLock, name=self.name, fence=acquired.fence)
         return True
 
     def _held_for(self) -> float:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from ..exceptions import ConfigurationError, LockError
+from ..exceptions import ConfigurationError
 from ..leases.holder import Holder
 from ..texts import get_logger
 from ..usage import calling_line
@@ -32,43 +32,43 @@ def not_a_name(name: object) -> ConfigurationError:
     )
 
 
-def held_already(name: str) -> LockError:
+def held_already(name: str) -> ConfigurationError:
     """Return the error for acquiring a lock again through the object that holds it."""
-    return LockError(
+    return ConfigurationError(
         f"The lock {name!r} is held by this very object already; it is not reentrant. Release it "
         f"first, or make another cache_lock for another owner."
     )
 
 
-def held_by_this_thread(name: str) -> LockError:
+def held_by_this_thread(name: str) -> ConfigurationError:
     """Return the error for waiting without end for a lock that the waiting thread holds itself."""
-    return LockError(
+    return ConfigurationError(
         f"The lock {name!r} is held by this very thread, {threading.current_thread().name!r}, "
         f"through another object, so waiting for it would never end: locks are not reentrant. "
         f"Take it once, in the outermost function that needs it."
     )
 
 
-def used_elsewhere(name: str) -> LockError:
+def used_elsewhere(name: str) -> ConfigurationError:
     """Return the error for acquiring a lock through an object that another thread is using."""
-    return LockError(
+    return ConfigurationError(
         f"The lock {name!r} is being used by another thread than this one, "
         f"{threading.current_thread().name!r}, through this very object, which is not reentrant. "
         f"Make another cache_lock in each thread."
     )
 
 
-def of_another_process(name: str, pid: int) -> LockError:
+def of_another_process(name: str, pid: int) -> ConfigurationError:
     """Return the error for using a lock that was acquired before this process was forked."""
-    return LockError(
+    return ConfigurationError(
         f"The lock {name!r} was acquired by process {pid}, this is process {os.getpid()}: a lock "
         f"does not come along in a fork; acquire it here."
     )
 
 
-def of_another_thread(name: str) -> LockError:
+def of_another_thread(name: str) -> ConfigurationError:
     """Return the error for using a lock that another thread acquired."""
-    return LockError(
+    return ConfigurationError(
         f"The lock {name!r} was acquired by another thread; this is "
         f"{threading.current_thread().name!r}. Only the thread that took a lock knows when its "
         f"work is done. Make another cache_lock here."
@@ -81,7 +81,7 @@ class NotAsync:
     name: str
 
     def __aenter__(self) -> NoReturn:
-        raise LockError(
+        raise ConfigurationError(
             f"The lock {self.name!r} has no `async with`: it is acquired and released by calls "
             f"that block. {IN_A_COROUTINE}"
         )
@@ -133,10 +133,10 @@ def refuse_question(name: str) -> None:
     Refuse to say, in a coroutine, whether a lock that its helper thread acquired is held.
 
     Raises:
-        LockError: An event loop runs in this thread.
+        ConfigurationError: An event loop runs in this thread.
     """
     if runs_event_loop():
-        raise LockError(
+        raise ConfigurationError(
             f"The lock {name!r} was acquired by another thread than that of this event loop, as "
             f"by `await sync_to_async(lock.acquire)()`, and belongs to that thread: whether it is "
             f"held can't be asked here. {IN_A_COROUTINE}"
@@ -157,11 +157,11 @@ def refuse_event_loop(name: str, action: str) -> None:
     Refuse to block the event loop that runs in this thread, as Django's database calls do.
 
     Raises:
-        LockError: An event loop runs, and ``DJANGO_ALLOW_ASYNC_UNSAFE`` is not set.
+        ConfigurationError: An event loop runs, and ``DJANGO_ALLOW_ASYNC_UNSAFE`` is not set.
     """
     if not runs_event_loop():
         return
-    raise LockError(
+    raise ConfigurationError(
         f"An event loop runs in this thread, so it can't {action} the lock {name!r}: a call that "
         f"blocks would hold up every coroutine, and a lock belongs to the thread that took it. "
         f"{IN_A_COROUTINE} In a notebook, set DJANGO_ALLOW_ASYNC_UNSAFE=true, as for Django's ORM."

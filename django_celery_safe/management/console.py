@@ -23,7 +23,7 @@ from django.utils.translation import override
 
 from .. import conf
 from ..databases import refuse_untested
-from ..exceptions import BackendNotSupported, CelerySafeError
+from ..exceptions import CelerySafeError, ConfigurationError
 from ..foreign_errors import describe_error
 from ..inspection.decision import Decision
 from ..inspection.row import Row
@@ -194,7 +194,7 @@ class TableCommand(SafeCommand):
             aliases = list(dict.fromkeys(given or self.get_databases()))
             for alias in aliases:
                 refuse_untested(alias, f"hold {self.subject}")
-        except BackendNotSupported as refusal:
+        except ConfigurationError as refusal:
             raise CommandError(str(refusal)) from refusal
         if not aliases:
             raise CommandError(f"No database has {self.subject}. Run manage.py migrate.")

@@ -32,8 +32,8 @@ from ..delivery.deaths import ends_process, refuse_after_deaths
 from ..delivery.header import declare_field, get_header, is_text
 from ..delivery.worker import connect_receivers
 from ..delivery.wrappers import add_wrapper
-from ..events import MESSAGE_DONE, MESSAGE_FAILED, MESSAGE_LOST, MESSAGE_NOT_RUN, TASK_POISONED
-from ..exceptions import ConfigurationError, MessageLost, TaskPoisoned
+from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
+from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit, text_of
 from ..leases.claim import Claim, working_claims
 from ..leases.clock import clock
@@ -71,16 +71,9 @@ class MessageClaim(Claim):
         key = f"{task.name}[{request.id}]"
         super().__init__(message_table(alias), attempt, key, conf.lock_timeout())
 
-    @staticmethod
-    def emit_lost(name: str, holder: str) -> None:
-        MESSAGE_LOST.emit(run_carried, attempt=name, holder=holder)
-
     def _write_done(self, text: str) -> bool:
         ours: bool = self.table.at(self.name).finish(self.token, text or NOTHING)
         return ours
-
-    def _lost_error(self, holder: str) -> MessageLost:
-        return MessageLost(self.key, holder)
 
     def _go_on(self) -> None:
         self.renew()
@@ -144,7 +137,7 @@ class Run:
             follow: Sends what follows, in the transaction that ends the row.
 
         Raises:
-            MessageLost: Another run has claimed the message by now.
+            ClaimLost: Another run has claimed the message by now.
         """
         goes_on = self.resent
         try:
@@ -325,7 +318,7 @@ def run_carried(
     Raises:
         MessageGoesOn: The task must not run for this message.
         TaskPoisoned: So many processes died in the task that it is not run again.
-        MessageLost: When the work was done, another run had claimed the message.
+        ClaimLost: When the work was done, another run had claimed the message.
     """
     run = _runs.get(request)
     if run is None and (run := _find_outer(request)) is not None:
@@ -376,7 +369,7 @@ def _succeed(run: Run, request: Context, result: Any) -> None:
     try:
         _check_storable(task, request, result)
         run.succeed(follow)
-    except (DatabaseError, MessageLost) as error:
+    except (DatabaseError, ClaimLost) as error:
         raise WillBeRedelivered(f"Its end is not recorded: {describe_error(error)}") from error
     except Exception as error:
         _fail(run, error)
@@ -400,7 +393,7 @@ def _fail(run: Run, error: BaseException) -> None:
 
 def _emit_not_run(task: Any, request: Context, reason: str) -> None:
     """Report that a task is not run for its message, and why."""
-    MESSAGE_NOT_RUN.emit(run_carried, task=task.name, task_id=request.id, reason=reason)
+    TASK_NOT_RUN.emit(run_carried, task=task.name, task_id=request.id, reason=reason)
 
 
 def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:

@@ -123,7 +123,7 @@ class Relay:
     Raises:
         ConfigurationError: The database has autocommit off, so nothing would be committed; or
             ``OUTBOX_RETENTION`` is not valid.
-        BackendNotSupported: The database is neither PostgreSQL, MariaDB, MySQL nor SQLite.
+        ConfigurationError: The database is neither PostgreSQL, MariaDB, MySQL nor SQLite.
     """
 
     def __init__(self, using: str = DEFAULT_DB_ALIAS, *, attempts: int = ATTEMPTS) -> None:

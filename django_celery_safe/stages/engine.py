@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,7 +23,7 @@ from django.db.models import Exists
 
 from ..databases import MYSQL, Now, is_lost_race, refuse_unfit
 from ..emitting import Event
-from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STAGE_STARTED, STEP_FAILED, STEP_SUCCEEDED
+from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
 from ..exceptions import AlreadyStarted
 from ..foreign_errors import describe_error, find_soft_time_limit, text_of
 from ..sending.commit import must_wait
@@ -101,11 +100,11 @@ def start(
         The run. ``run.wait()`` waits for its end, and ``run.progress`` says how far it is.
 
     Raises:
-        InvalidPlan: The plan can't be run; nothing was written.
+        ConfigurationError: The plan can't be run, or the database has no tables for runs;
+            nothing was written.
         AlreadyStarted: A run with this key has not ended; the error's ``run`` is that run.
         WrongTransaction: Another database is inside ``atomic()``, and the run would not wait
             for that commit.
-        ConfigurationError: The database has no tables for runs.
 
     Example:
         >>> from django_celery_safe import stages
@@ -197,7 +196,6 @@ def record_begun(store: StepTable, run: StageRun) -> None:
 def follow_success(claim: StepClaim) -> None:
     """Continue the run of a step whose success has been committed."""
     step = claim.step
-    _emit_of_step(claim.table, STEP_SUCCEEDED, step)
     try:
         claim.ask(lambda: leave_stage(claim.table, step))
     except DatabaseError as error:
@@ -292,15 +290,7 @@ def begin_stage(store: StepTable, run: StageRun, steps: list[StageStep]) -> None
     """Send the messages of a locked run's stage; steps with a countdown start later."""
     if any(COUNTDOWN in step.arguments_text for step in steps):
         store.delay(steps)
-    emit = partial(
-        STAGE_STARTED.emit_on_commit,
-        start,
-        using=store.alias,
-        run=run.pk,
-        stage=run.stage,
-        steps=len(steps),
-    )
-    send(store, steps, emit, with_countdown=True)
+    send(store, steps, with_countdown=True)
 
 
 def go_on_locked(store: StepTable, run: StageRun) -> bool:
@@ -375,7 +365,15 @@ def _fail(store: StepTable, row: StageSteps, step: StageStep, fault: StepError) 
         if not row.fail(*fault):
             # An earlier attempt may have succeeded, although its answer was lost.
             return store.at(str(step.pk)).failed().attempt(step.task_id).exists()
-        _emit_of_step(store, STEP_FAILED, step, error=str(fault))
+        STEP_FAILED.emit_on_commit(
+            start,
+            using=store.alias,
+            run=step.run_id,
+            step=step.pk,
+            task=step.task,
+            task_id=step.task_id,
+            error=str(fault),
+        )
         if run is not None and run.status not in Status.STOPPED:
             stop(store, run, Status.FAILED)
         return True
@@ -399,16 +397,4 @@ def emit_of_run(store: StepTable, event: Event, run: StageRun, **fields: Any) ->
     """Emit a run's event when the open transaction commits."""
     event.emit_on_commit(
         start, using=store.alias, run=run.pk, key=run.key, name=run.name or run.key, **fields
-    )
-
-
-def _emit_of_step(store: StepTable, event: Event, step: StageStep, **fields: Any) -> None:
-    event.emit_on_commit(
-        start,
-        using=store.alias,
-        run=step.run_id,
-        step=step.pk,
-        task=step.task,
-        task_id=step.task_id,
-        **fields,
     )

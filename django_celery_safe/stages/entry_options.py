@@ -13,12 +13,16 @@ from typing import Any, Final, NamedTuple
 from celery import Celery
 
 from .. import conf
-from ..exceptions import ConfigurationError, InvalidPlan
+from ..exceptions import ConfigurationError
 
 #: The first character of an option's name.
 MARK: Final = "@"
 #: Largest priority of a message: a byte, in AMQP.
 LARGEST_PRIORITY: Final = 255
+
+
+class InvalidEntry(Exception):
+    """An entry can't be run; its args are the fault, as a clause, and advice, as a sentence."""
 
 
 class EntryParts(NamedTuple):
@@ -50,14 +54,14 @@ def make_options(options: Mapping[str, Any], app: Celery) -> dict[str, Any]:
     Return the options of an entry as its row keeps them, with their @.
 
     Raises:
-        InvalidPlan: An option is not known, or its value is not valid.
+        InvalidEntry: An option is not known, or its value is not valid.
     """
     for name in options:
         if name not in OPTIONS:
             close = conf.closest(name, OPTIONS)
             known = ", ".join(MARK + each for each in OPTIONS)
             hint = f'Did you mean "{MARK}{close}"?' if close else f"There are {known}."
-            raise InvalidPlan("it", f'has the option "{MARK}{name}", which is not known', hint)
+            raise InvalidEntry(f'has the option "{MARK}{name}", which is not known', hint)
     return {MARK + name: OPTIONS[name](value, app) for name, value in options.items()}
 
 
@@ -66,11 +70,10 @@ def check_retries(task: Any, options: Mapping[str, Any]) -> None:
     Refuse the option ``retries`` for a task that already has ``autoretry_for``.
 
     Raises:
-        InvalidPlan: The task has both.
+        InvalidEntry: The task has both.
     """
     if "retries" in options and hasattr(task, "_orig_run"):
-        raise InvalidPlan(
-            "it",
+        raise InvalidEntry(
             f'has "{MARK}retries" for the task {task.name}, whose autoretry_for has its own number',
             f'Leave out "{MARK}retries" and set max_retries on the task, or leave out '
             f"autoretry_for.",
@@ -109,8 +112,8 @@ def _retries(value: Any, app: Celery) -> int:
     return value
 
 
-def _refused(name: str, value: Any, wanted: str) -> InvalidPlan:
-    return InvalidPlan("it", f'has the option "{MARK}{name}": {value!r:.100}', f"Give {wanted}.")
+def _refused(name: str, value: Any, wanted: str) -> InvalidEntry:
+    return InvalidEntry(f'has the option "{MARK}{name}": {value!r:.100}', f"Give {wanted}.")
 
 
 #: Functions that check an option, and return it as JSON can keep it, by its name.

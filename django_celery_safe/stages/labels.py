@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from ..exceptions import InvalidPlan
+from ..exceptions import ConfigurationError
 
 #: Most characters of a key and of a name, as the columns have them, and of a URL.
 LONGEST_LABEL: Final = 255
@@ -41,22 +41,20 @@ def make_labels(key: Any, name: Any, url: Any) -> Labels:
         url: A URL, or an object with ``get_absolute_url()``.
 
     Raises:
-        InvalidPlan: A label can't be stored.
+        ConfigurationError: A label can't be stored.
     """
     if name is None:
-        raise InvalidPlan("its name", "is None", "Give a text, or leave it out.")
+        raise _invalid("name is None", "Give a text, or leave it out.")
     return Labels(_check_key(key), _cut(str(name)), _find_url(url))
 
 
 def _check_key(key: Any) -> str:
     if not isinstance(key, str):
-        raise InvalidPlan("its key", f"is {key!r:.200}", 'Give a text, such as "album:7".')
+        raise _invalid(f"key is {key!r:.200}", 'Give a text, such as "album:7".')
     if len(key) > LONGEST_LABEL:
-        raise InvalidPlan("its key", f"has {len(key)} characters", f"Give {LONGEST_LABEL} at most.")
+        raise _invalid(f"key has {len(key)} characters", f"Give {LONGEST_LABEL} at most.")
     if not key.isprintable():
-        raise InvalidPlan(
-            "its key", f"is {key!r}, with characters that can't be seen", "Leave those out."
-        )
+        raise _invalid(f"key is {key!r}, with characters that can't be seen", "Leave those out.")
     return key
 
 
@@ -68,11 +66,14 @@ def _cut(name: str) -> str:
 def _find_url(url: Any) -> str:
     found = str(url.get_absolute_url() if hasattr(url, "get_absolute_url") else url)
     if found and not (found.startswith(URL_STARTS) and found.isprintable()):
-        raise InvalidPlan(
-            "its url",
-            f"is {found!r:.200}, which is not an address",
+        raise _invalid(
+            f"url is {found!r:.200}, which is not an address",
             'Give a path such as "/albums/7/", or an object with get_absolute_url().',
         )
     if len(found) > LONGEST_URL:
-        raise InvalidPlan("its url", f"has {len(found)} characters", f"Give {LONGEST_URL} at most.")
+        raise _invalid(f"url has {len(found)} characters", f"Give {LONGEST_URL} at most.")
     return found
+
+
+def _invalid(reason: str, hint: str) -> ConfigurationError:
+    return ConfigurationError(f"The run can't be started: its {reason}. {hint}")

@@ -21,10 +21,10 @@ from .. import conf
 from ..compat import has_models
 from ..concurrency.guard import find_guarded
 from ..delivery.call import layers, load_tasks, own_signature
-from ..exceptions import InvalidPlan
+from ..exceptions import ConfigurationError
 from ..sending import SafeTaskMixin
 from ..values import NotPlain, encode
-from .entry_options import MARK, OPTIONS, check_retries, make_options, split
+from .entry_options import MARK, OPTIONS, InvalidEntry, check_retries, make_options, split
 
 #: Longest params of a run and arguments of an entry, in characters of JSON: steps read them.
 LONGEST_PARAMS: Final = 65536
@@ -104,7 +104,7 @@ def make_plan(
             params are replaced, unless ``params`` is None.
 
     Raises:
-        InvalidPlan: The plan can't be run; the error names the entry.
+        ConfigurationError: The plan can't be run; the error names the entry.
     """
     if isinstance(plan, Plan):
         return plan if params is None else plan._replace(params=_encode_params(params))
@@ -113,21 +113,22 @@ def make_plan(
         plan, params = _read_dictionary(plan, params)
     # A lazy task claims to be iterable but is not.
     if isinstance(plan, str | bytes | Proxy) or not isinstance(plan, Iterable):
-        raise InvalidPlan(f"{plan!r}", "is not a list of entries", ENTRY_HINT)
+        raise _invalid(f"{plan!r} is not a list of entries", ENTRY_HINT)
     stages: dict[float, list[Entry]] = {}
     for number, given in enumerate(plan):
         if number >= MOST_ENTRIES:
-            raise InvalidPlan("it", f"has more than {MOST_ENTRIES:,} entries", "Start several.")
+            raise _invalid(f"it has more than {MOST_ENTRIES:,} entries", "Start several.")
         try:
             entry = _read_entry(given, app)
-        except InvalidPlan as error:
+        except InvalidEntry as error:
+            reason, hint = error.args
             shown = repr(given)
             shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
             where = f"entry {number + 1}, {shown},"
-            raise InvalidPlan(where, error.reason, error.hint) from error.__cause__
+            raise _invalid(f"{where} {reason}", hint) from error.__cause__
         stages.setdefault(entry.priority, []).append(entry)
     if not stages:
-        raise InvalidPlan("it", "has no entries", ENTRY_HINT)
+        raise _invalid("it has no entries", ENTRY_HINT)
     in_order = [stages[priority] for priority in sorted(stages, reverse=True)]
     return Plan(in_order, _encode_params(params))
 
@@ -138,31 +139,29 @@ def _read_dictionary(
     for key in plan:
         if key not in KEYS:
             hint = conf.did_you_mean(key, KEYS).lstrip() or "It knows 'sub_tasks' and 'params'."
-            raise InvalidPlan(f"its key {key!r}", "means nothing", hint)
+            raise _invalid(f"its key {key!r} means nothing", hint)
     if "sub_tasks" not in plan:
-        raise InvalidPlan("it", "has no 'sub_tasks'", 'Write {"sub_tasks": [["task", 1]]}.')
+        raise _invalid("it has no 'sub_tasks'", 'Write {"sub_tasks": [["task", 1]]}.')
     if params is not None and "params" in plan:
-        raise InvalidPlan("its 'params'", "are given twice", "Give them once.")
+        raise _invalid("its 'params' are given twice", "Give them once.")
     return plan["sub_tasks"], plan.get("params", params)
 
 
 def _read_entry(given: Any, app: Celery) -> Entry:
     if isinstance(given, str | bytes) or not isinstance(given, tuple | list):
-        raise InvalidPlan("it", "is not an entry", ENTRY_HINT)
+        raise InvalidEntry("is not an entry", ENTRY_HINT)
     if len(given) not in (2, 3):
-        raise InvalidPlan("it", f"has {len(given)} parts", ENTRY_HINT)
+        raise InvalidEntry(f"has {len(given)} parts", ENTRY_HINT)
     task, priority, *rest = given
     if isinstance(priority, int) and not isinstance(priority, bool):
         priority = _exact(priority)
     if isinstance(priority, bool) or not isinstance(priority, float):
-        raise InvalidPlan("it", f"has the priority {priority!r}, which is not a number", ENTRY_HINT)
+        raise InvalidEntry(f"has the priority {priority!r}, which is not a number", ENTRY_HINT)
     if not math.isfinite(priority):
-        raise InvalidPlan("it", f"has the priority {priority}, which is in no order", ENTRY_HINT)
+        raise InvalidEntry(f"has the priority {priority}, which is in no order", ENTRY_HINT)
     arguments = rest[0] if rest else {}
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
-        raise InvalidPlan(
-            "it", f"has the arguments {arguments!r}", "Give them by name: {'size': 640}."
-        )
+        raise InvalidEntry(f"has the arguments {arguments!r}", "Give them by name: {'size': 640}.")
     kept, options = arguments, dict[str, Any]()
     if any(name.startswith(MARK) for name in arguments):
         arguments, options = split(arguments)
@@ -170,8 +169,8 @@ def _read_entry(given: Any, app: Celery) -> Entry:
     try:
         text = encode(dict(kept), LONGEST_PARAMS, strict=True) if kept else ""
     except NotPlain as error:
-        raise InvalidPlan(
-            "it", f"has arguments that can't be kept: {error}", "Give primary keys."
+        raise InvalidEntry(
+            f"has arguments that can't be kept: {error}", "Give primary keys."
         ) from error
     found = _find_task(task, app)
     _check_task(found, arguments)
@@ -184,13 +183,12 @@ def _exact(priority: int) -> float:
     with suppress(OverflowError):
         if int(float(priority)) == priority:
             return float(priority)
-    raise InvalidPlan("it", "has a priority so large that others would equal it", ENTRY_HINT)
+    raise InvalidEntry("has a priority so large that others would equal it", ENTRY_HINT)
 
 
 def _find_task(task: Any, app: Celery) -> Any:
     if isinstance(task, Signature):
-        raise InvalidPlan(
-            "it",
+        raise InvalidEntry(
             f"has a signature of {task.task}, whose arguments, options and links would be left out",
             "Give the task itself, and arguments and options as the third part: "
             "(task, priority, {'size': 640, '@queue': 'slow'}).",
@@ -198,23 +196,22 @@ def _find_task(task: Any, app: Celery) -> Any:
     if not isinstance(task, str):
         # The check uses type() because isinstance() would evaluate a lazy task.
         if not issubclass(type(task), Proxy) and not hasattr(task, "apply_async"):
-            raise InvalidPlan(
-                "it", f"has {task!r}, which is not a task", "Give a task, or its full name."
+            raise InvalidEntry(
+                f"has {task!r}, which is not a task", "Give a task, or its full name."
             )
         task = task.name
     if task not in app.tasks:
         load_tasks(app)  # a web server may not have loaded them yet
     if task not in app.tasks:
         hint = conf.did_you_mean(task, app.tasks).lstrip() or "Is its module among the app's?"
-        raise InvalidPlan("it", f"names the task {task!r}, which this process does not know", hint)
+        raise InvalidEntry(f"names the task {task!r}, which this process does not know", hint)
     return app.tasks[task]
 
 
 def _check_task(task: Any, arguments: Mapping[str, Any]) -> None:
     is_step = _check_layers(task)
     if not is_step and not isinstance(task, SafeTaskMixin):
-        raise InvalidPlan(
-            "it",
+        raise InvalidEntry(
             f"has the task {task.name}, which is neither a @stages.step nor a SafeTask",
             "Put @stages.step below its @shared_task.",
         )
@@ -226,8 +223,7 @@ def _check_task(task: Any, arguments: Mapping[str, Any]) -> None:
         named = f" and {', '.join(arguments)}" if arguments else ""
         meant = [name for name in OPTIONS if name in arguments]
         options = f' Options have an @: "{MARK}{meant[0]}".' if meant else ""
-        raise InvalidPlan(
-            "it",
+        raise InvalidEntry(
             f"has the task {task.name}, which does not take {form}{named} ({error})",
             f"A @stages.step takes (params); any other task takes (data, name).{options}",
         ) from error
@@ -248,8 +244,7 @@ def _check_layers(task: Any) -> bool:
     found = layers(task.run)
     # The attribute is None for most tasks; before Celery 5.7 no task has it.
     if getattr(task, "_dump_pydantic_arguments", True) is not None and has_models(task, found):
-        raise InvalidPlan(
-            "it",
+        raise InvalidEntry(
             f"has the task {task.name} with pydantic=True, which would read the params too early",
             "Leave that out, and make the model in the function: Album(**params).",
         )
@@ -259,8 +254,7 @@ def _check_layers(task: Any) -> bool:
     }
     step, idempotent = at["stages_step"], at["idempotent"]
     if idempotent is not None and (step is None or idempotent < step):
-        raise InvalidPlan(
-            "it",
+        raise InvalidEntry(
             f"has the task {task.name}, whose @idempotent does not know of the step",
             "Put @stages.step below @shared_task, and @idempotent below that.",
         )
@@ -268,16 +262,14 @@ def _check_layers(task: Any) -> bool:
     if guarded is None:
         return step is not None
     if step is None:
-        raise InvalidPlan(
-            "it",
+        raise InvalidEntry(
             f"has the task {task.name}, whose @single_instance does not know of the step",
             "Put @stages.step below @single_instance.",
         )
     options = guarded.options
     if options.unique_until is not None or options.on_conflict == "skip":
         what = "unique_until" if options.unique_until is not None else 'on_conflict="skip"'
-        raise InvalidPlan(
-            "it",
+        raise InvalidEntry(
             f"has the task {task.name}, of which {what} would leave out a step",
             'Use on_conflict="retry" or "wait", without unique_until.',
         )
@@ -294,10 +286,14 @@ def _encode_params(params: Any) -> str:
     if params is None:
         return "{}"
     if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
-        raise InvalidPlan("its params", f"are {params!r}", "Give a dict with names.")
+        raise _invalid(f"its params are {params!r}", "Give a dict with names.")
     try:
         return encode(dict(params), LONGEST_PARAMS, strict=True)
     except NotPlain as error:
-        raise InvalidPlan(
-            "its params", f"can't be kept: {error}", "Give little and plain data: primary keys."
+        raise _invalid(
+            f"its params can't be kept: {error}", "Give little and plain data: primary keys."
         ) from error
+
+
+def _invalid(reason: str, hint: str) -> ConfigurationError:
+    return ConfigurationError(f"The plan can't be run: {reason}. {hint}")

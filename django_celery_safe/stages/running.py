@@ -29,8 +29,8 @@ from ..delivery.copies import (
 )
 from ..delivery.deaths import ends_process, refuse_after_deaths
 from ..delivery.header import Header
-from ..events import STEP_GONE, STEP_LOST, STEP_SKIPPED, TASK_POISONED
-from ..exceptions import IdempotencyError, InvalidResult, StepLost, TaskPoisoned
+from ..events import TASK_NOT_RUN, TASK_POISONED
+from ..exceptions import InvalidResult, TaskPoisoned, WrongTransaction
 from ..foreign_errors import describe_error
 from ..leases.claim import Claim
 from ..leases.clock import clock
@@ -51,6 +51,10 @@ logger = get_logger(__name__)
 
 #: The error type of a step that failed without an exception, so that lists can filter by it.
 RETURNED_FALSE: Final = "ReturnedFalse"
+#: Advice on the value that a step returns.
+STEP_RESULT: Final = (
+    "Return a dict of plain data for the next stages, None, True, False, or (success, dict)."
+)
 #: Delay before a message is retried if its step could not be read, s.
 DATABASE_AWAY: Final = 5.0
 
@@ -130,23 +134,20 @@ class StepClaim(Claim):
         Record the outcome, unless the function has called ``finish()``.
 
         Raises:
-            StepLost: This process no longer held the step.
+            ClaimLost: This process no longer held the step.
             InvalidResult: The function has finished the step and then returned a failure.
         """
         if self.is_finished:
             self.check_committed()
             if not outcome.success:
-                raise InvalidResult(self.step.task, "it fails the step, which it finished before")
+                reason = "it fails the step, which it finished before"
+                raise InvalidResult(self.step.task, reason, STEP_RESULT)
             return
         text = self._encode(outcome.params)
         if outcome.success:
             self._record_done(text)
         elif not engine.fail(self, StepError(RETURNED_FALSE, outcome.error)):
             self.raise_lost()
-
-    @staticmethod
-    def emit_lost(name: str, holder: str) -> None:
-        STEP_LOST.emit(run_step, step=int(name), holder=holder)
 
     def _write_done(self, text: str) -> bool:
         return self.table.finish(self.step.pk, self.token, text)
@@ -158,14 +159,12 @@ class StepClaim(Claim):
         if result is None:
             return ""
         if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):
-            raise InvalidResult(self.step.task, f"its params are {result!r:.200}")
+            reason = f"its params are {result!r:.200}"
+            raise InvalidResult(self.step.task, reason, STEP_RESULT)
         try:
             return encode(result, LONGEST_PARAMS, strict=True) if result else ""
         except NotPlain as error:
-            raise InvalidResult(self.step.task, str(error)) from error
-
-    def _lost_error(self, holder: str) -> StepLost:
-        return StepLost(str(self.step), str(self.step.run), holder)
+            raise InvalidResult(self.step.task, str(error), STEP_RESULT) from error
 
 
 def run_step(task: Any, request: Context, header: Header, do: Callable[[Work], Outcome]) -> Any:
@@ -176,7 +175,7 @@ def run_step(task: Any, request: Context, header: Header, do: Callable[[Work], O
         header: The message's header, with the step's id.
 
     Raises:
-        StepLost: This process no longer held the step when its work was done.
+        ClaimLost: This process no longer held the step when its work was done.
         TaskPoisoned: Too many processes have died in the step; it is not run again.
         WrongTransaction: Inside ``atomic()``.
     """
@@ -215,10 +214,11 @@ def _do(claim: StepClaim, task: Any, request: Context, do: Callable[[Work], Outc
     _, options = step.parts
     try:
         return do(Work(step.run, step, step.run.params))
-    except (TaskPredicate, StepLost):
+    except TaskPredicate:
         raise
     except Exception as error:
-        if request.retries >= options.get("retries", 0) or claim.is_finished:
+        is_over = claim.is_finished or claim.was_lost(error)
+        if is_over or request.retries >= options.get("retries", 0):
             raise
         raise task.retry(exc=error, max_retries=options["retries"]) from error
 
@@ -280,14 +280,8 @@ def _find_contender(store: StepTable, pk: str, task: Any, request: Context) -> H
         if step is not None and step.status == Status.SUCCEEDED:
             # Its process may have died before it checked whether the stage is complete.
             engine.leave_stage(store, step)
-        event = STEP_GONE if step is None else STEP_SKIPPED
-        event.emit(
-            run_step,
-            step=int(pk),
-            task=task.name,
-            task_id=request.id,
-            status="" if step is None else str(step.status),
-        )
+        now = "gone" if step is None else f"{step.status}, or another message's"
+        TASK_NOT_RUN.emit(run_step, task=task.name, task_id=request.id, reason=f"its step is {now}")
         return None
     if step.status == Status.RUNNING and step.ends_at >= step.asked_at:
         return read_holder(str(step), step)
@@ -297,13 +291,13 @@ def _find_contender(store: StepTable, pk: str, task: Any, request: Context) -> H
 
 def _record_error(claim: StepClaim, task: Any, request: Context, error: BaseException) -> None:
     """Record the new state of a step whose work ended in an error."""
-    if isinstance(error, StepLost):
+    if claim.was_lost(error):
         attempt_of(request).is_decided = True
         return
     fault = StepError.of(error)
     try:
         # finish()'s callback may not have run: Django stops at the first one that raises.
-        with suppress(IdempotencyError):  # finish() was rolled back
+        with suppress(WrongTransaction):  # finish() was rolled back
             claim.check_committed()
         if comes_again(task, error):
             engine.put_back(claim, fault, died=ends_process(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, current_app
@@ -22,18 +22,11 @@ if TYPE_CHECKING:
 _eager = threading.local()
 
 
-def send(
-    store: StepTable,
-    steps: Sequence[StageStep],
-    emit: Callable[[], object] = lambda: None,
-    *,
-    with_countdown: bool = False,
-) -> None:
+def send(store: StepTable, steps: Sequence[StageStep], *, with_countdown: bool = False) -> None:
     """
     Send the messages of steps through the outbox when the open transaction commits.
 
     Args:
-        emit: Emits the event at the commit; not called if a message can't be made.
         with_countdown: Whether to apply the steps' countdowns, which have already passed when
             a sweep re-sends them.
     """
@@ -42,7 +35,6 @@ def send(
         # A command or a web server may not have loaded them; a task knows its queue.
         load_tasks(app)
     if app.conf.task_always_eager:
-        emit()
         transaction.on_commit(lambda: _run_eagerly(app, steps), using=store.alias)
         return
 
@@ -54,7 +46,6 @@ def send(
                 app.send_task(step.task, args, kwargs, **options)
             else:
                 task.apply_async(args, kwargs, **options)
-        emit()  # before the messages are published, and not if one of them can't be made
 
     hold(app, send_all, store.alias, {}, outbox=True, canvas=True)
 

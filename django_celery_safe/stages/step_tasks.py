@@ -22,7 +22,7 @@ from ..delivery.call import (
 from ..delivery.header import declare_field, get_header, is_id
 from ..delivery.wrappers import add_wrapper
 from ..exceptions import InvalidResult
-from .running import Outcome, Work, run_step
+from .running import STEP_RESULT, Outcome, Work, run_step
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -130,7 +130,7 @@ def read_result(task: str, result: Any) -> Outcome:
     elif isinstance(result, dict):
         success, params = True, result
     if success is not None and not isinstance(success, bool):
-        raise InvalidResult(task, f"it is {result!r:.200}")
+        raise InvalidResult(task, f"it is {result!r:.200}", STEP_RESULT)
     return Outcome(result, success is not False, params, "it returned False")
 
 
@@ -157,8 +157,9 @@ def read_dictionary(task: str, result: Any) -> Outcome:
     if not isinstance(result, dict) or not isinstance(result.get("result"), bool):
         raise InvalidResult(
             task,
-            f"it is {result!r:.200}, and a task without @stages.step returns "
-            f'{{"id": ..., "name": ..., "result": True, "params": {{}}}}',
+            f"it is {result!r:.200}",
+            'A task without @stages.step returns {"id": ..., "name": ..., "result": True, '
+            '"params": {}}.',
         )
     error = str(result.get("error_info") or 'its "result" is False')
     return Outcome(result, result["result"], result.get("params"), error)

@@ -45,7 +45,7 @@ def run_stages(
         ``error_step``.
 
     Raises:
-        InvalidPlan: The plan can't be run.
+        ConfigurationError: The plan can't be run.
         AssertionError: The run does not end: a step is retried again and again, or waits for
             something that never happens.
         WrongTransaction: It was called inside ``atomic()``, where no worker runs a step.

@@ -22,7 +22,7 @@ from django.utils.module_loading import import_string
 from ... import conf
 from ...databases import refuse_untested
 from ...events import LOCK_FREED
-from ...exceptions import BackendNotSupported, ConfigurationError
+from ...exceptions import ConfigurationError, Unusable
 from ...leases.holder import HeldLock
 from .base import Store
 
@@ -114,7 +114,7 @@ def iter_locks(
         cache: Alias of the cache to search; unset: the place that the settings name.
 
     Raises:
-        BackendNotSupported: The cache can't list what it holds.
+        ConfigurationError: The cache can't list what it holds.
         LockBackendError: The store did not answer.
     """
     for lock in get_store(cache).iter_locks():
@@ -142,7 +142,7 @@ def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
     someone else holds the lock now, the lock is left alone.
 
     Returns:
-        True if it was freed, which is also logged and sent as ``lock_freed``; False if that
+        True if it was freed, which is also logged as ``lock_freed``; False if that
         acquisition had ended already.
     """
     # Without a token the holder is not known, and any holder would match.
@@ -228,16 +228,16 @@ def _make_cache_store(alias: str, cache: Any) -> Store:
     where = f'CACHES["{alias}"] ({type(cache).__name__})'
     for path, reason in REFUSED.items():
         if path in classes:
-            raise BackendNotSupported(where, reason, USE_INSTEAD)
+            raise Unusable(where, reason, USE_INSTEAD)
     if _path(getattr(cache, "key_func", None)) in OF_TENANT:
-        raise BackendNotSupported(
+        raise Unusable(
             where,
             "its KEY_FUNCTION makes other keys for each tenant, and the thread that renews a lock "
             "has no tenant",
             "Give the locks an alias without that KEY_FUNCTION, and name the tenant in their keys.",
         )
     if len(getattr(cache, "_servers", ())) > 1 and MEMCACHED in classes:
-        raise BackendNotSupported(
+        raise Unusable(
             where,
             "a lock is on one of its several servers, and moves to another when that one fails",
             "Give the locks an alias with one server, or keep them in Redis or a database.",

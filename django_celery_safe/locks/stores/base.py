@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import ClassVar, Final, NamedTuple
 
 from ... import conf
-from ...exceptions import BackendNotSupported, CelerySafeError, ConfigurationError, LockBackendError
+from ...exceptions import CelerySafeError, ConfigurationError, LockBackendError, Unusable
 from ...foreign_errors import describe_error
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, Holder
@@ -184,9 +184,9 @@ class Store(LeaseStore):
         Yield every lock held in this store, a page at a time, in no particular order.
 
         Raises:
-            BackendNotSupported: This store can't list its locks.
+            ConfigurationError: This store can't list its locks.
         """
-        raise BackendNotSupported(
+        raise Unusable(
             self.where,
             "such a cache can't tell which keys it holds",
             "Locks work there, and find_lock() and `manage.py celery_locks release NAME` find one "
@@ -229,10 +229,10 @@ class Store(LeaseStore):
         Refuse a lock with more holders than this store can count.
 
         Raises:
-            BackendNotSupported: The store can't count holders.
+            ConfigurationError: The store can't count holders.
         """
         if limit > 1 and not self.limits:
-            raise BackendNotSupported(
+            raise Unusable(
                 self.where,
                 "it can't tell in one step which of several places is free",
                 "Keep the lock in Redis or a database, or leave out limit.",

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from django.conf import settings
 
-from ...exceptions import BackendNotSupported
+from ...exceptions import Unusable
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, place_names
 from ...leases.store import Renewable
@@ -86,7 +86,7 @@ class LocalStore(Store):
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         if _pool_processes > 1:
-            raise BackendNotSupported(
+            raise Unusable(
                 self.where,
                 f"this worker pool has {_pool_processes} processes, and each has a memory of its "
                 f"own",
