@@ -60,7 +60,7 @@ class Event:
         self.signal: Signal | None = getattr(signals, name, None)
         shown = re.findall(r"%\((\w+)\)", text)
         self.fields: Final = tuple(dict.fromkeys([*shown, *more.split()]))
-        self._logger: Final = get_logger(f"django_celery_safe.{name}")
+        self.logger: Final = get_logger(f"django_celery_safe.{name}")
 
     def also(self, text: str = "", *, level: int | None = None) -> Event:
         """Return the same event with another text, another level, or both."""
@@ -86,9 +86,9 @@ class Event:
             SoftTimeLimitExceeded: The task's limit was reached inside a receiver or handler.
         """
         outer, failures = sys.exc_info()[1], list[Exception]()
-        if self._logger.isEnabledFor(self.level):
+        if self.logger.isEnabledFor(self.level):
             with _collecting(failures):
-                self._logger.log(
+                self.logger.log(
                     self.level,
                     self.text,
                     {name: _show(name, value) for name, value in fields.items()},

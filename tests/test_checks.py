@@ -22,7 +22,7 @@ from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import (
-    BackendNotSupported,
+    ConfigurationError,
     SafeTaskMixin,
     cache_lock,
     idempotent,
@@ -531,7 +531,7 @@ def test_the_size_of_the_pool_is_noted(settings: Settings) -> None:
     try:
         for concurrency, most, processes in ((4, None, 4), (2, 8, 8)):
             _set_up("prefork", concurrency, most)
-            with pytest.raises(BackendNotSupported, match=f"{processes} processes"):
+            with pytest.raises(ConfigurationError, match=f"{processes} processes"):
                 cache_lock("x").acquire()
         _set_up("thread", 16)
         assert cache_lock("x").acquire()

@@ -48,4 +48,4 @@ def test_errors_are_compared_and_caught_as_any_other() -> None:
     assert first != second
     assert len({first, second}) == 2
     assert repr(first) == "LockLost('a', '')"
-    assert str(exceptions.LockError("a text")) == "a text"
+    assert str(exceptions.ConfigurationError("a text")) == "a text"

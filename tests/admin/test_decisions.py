@@ -1,5 +1,6 @@
 """Decisions when rows, stores or the log have changed since the question."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -8,7 +9,7 @@ import pytest
 from django.contrib.admin.models import CHANGE, DELETION, LogEntry
 from django.db import connections
 
-from django_celery_safe import find_lock, signals
+from django_celery_safe import events, find_lock, signals
 from django_celery_safe.admin.pages import MOST_ROWS
 from django_celery_safe.databases import Now
 from django_celery_safe.locks.stores import locate
@@ -21,7 +22,7 @@ from tests.admin.pages import Visitor
 from tests.admin.rows import HOLDER, hold
 from tests.admin.test_lock_pages import LIST as LOCKS
 from tests.admin.test_table_pages import OUTBOX, RECORDS, RUNS
-from tests.listening import receiving
+from tests.listening import handling
 from tests.locks.conftest import fragile_redis
 from tests.sending.conftest import hearing
 from tests.servers import RedisServer
@@ -38,10 +39,10 @@ SOON: Final = Now() + rows.timedelta(seconds=60)
 #: A token that nobody has.
 TOKEN: Final = "0" * 32
 
-#: The signals of decisions about rows.
-ROW_SIGNALS: Final = (
-    *(signals.message_retried, signals.message_discarded, signals.record_forgotten),
-    *(signals.run_resumed, signals.run_ended),
+#: The events of decisions about rows.
+ROW_EVENTS: Final = (
+    *(events.MESSAGE_RETRIED, events.MESSAGE_DISCARDED, events.RECORD_FORGOTTEN),
+    *(events.RUN_RESUMED, signals.run_ended),
 )
 
 
@@ -87,10 +88,10 @@ def test_a_decision_about_a_row(root: Visitor, case: Case) -> None:
     url, decision = every_page(model, pk)["list"], case.decision
     before, messages = columns(row), OutboxMessage.objects.count()
     root.client.raise_request_exception = False
-    with broken_log(), hearing(*ROW_SIGNALS) as heard:
+    with broken_log(), hearing(*ROW_EVENTS) as heard:
         assert root.confirm(url, decision, selection).status == 500
     assert (columns(row), OutboxMessage.objects.count(), heard) == (before, messages, [])
-    with hearing(*ROW_SIGNALS) as heard:
+    with hearing(*ROW_EVENTS) as heard:
         (told,) = root.confirm(url, decision, selection).messages
     assert told.startswith("1 ")
     entry = LogEntry.objects.get()
@@ -150,7 +151,7 @@ def test_a_lock_that_changed_hands(root: Visitor) -> None:
     """
     A lock that someone else took after it was shown is left alone, forced or not.
 
-    The other of the two is released, which the signal and the log tell.
+    The other of the two is released, which the log tells.
     """
     hold("feed", IDLE)
     hold("mail", IDLE)
@@ -161,7 +162,7 @@ def test_a_lock_that_changed_hands(root: Visitor) -> None:
     for forced in ({}, {"forced": "1"}):
         assert root.confirm(LOCKS, "release", *selection, **forced).messages == [CHANGED]
     assert "The selected rows no longer exist." in root.take(LOCKS, "release", *selection).content
-    with hearing(signals.lock_freed) as heard:
+    with hearing(events.LOCK_FREED) as heard:
         told = root.confirm(LOCKS, "release", *both)
     assert told.messages == ["1 lock was released.", CHANGED.replace("1 of 1", "1 of 2")]
     assert [event["name"] for event in heard] == ["mail"]
@@ -248,10 +249,11 @@ def test_store_gone_in_the_middle(root: Visitor, fragile_redis: RedisServer) -> 
         hold(name, IDLE)
     selection = selected(root.get(LOCKS))
 
-    def stop(**event: object) -> None:
-        fragile_redis.stop()
+    class Stop(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            fragile_redis.stop()
 
-    with receiving(signals.lock_freed, stop):
+    with handling(Stop(), events.LOCK_FREED.logger.name):
         told = root.confirm(LOCKS, "release", *selection)
     assert told.status == 503
     first, fault = told.messages

@@ -18,6 +18,7 @@ from pytest_django import Settings
 
 from django_celery_safe import (
     AlreadyRunning,
+    CacheLock,
     LockBackendError,
     SafeTask,
     find_lock,
@@ -30,7 +31,6 @@ from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.events import TASK_CONFLICT, TASK_OWN_COPY
 from django_celery_safe.leases.clock import boottime, clock
 from django_celery_safe.locks.stores.local import LocalStore
-from django_celery_safe.signals import lock_acquired
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.processes import dead_port, wait_for
@@ -117,16 +117,17 @@ def test_a_lease_that_ends_before_the_body_begins(
     importing = Importing(mailbox, timeout=30, renew=False)
     message = importing.message()
 
-    def stall(**fields: object) -> None:
-        monkeypatch.setattr(clock, "now", lambda: boottime() + 31)
+    acquire = CacheLock.acquire
 
-    lock_acquired.connect(stall)
-    try:
-        for run in (lambda: mailbox.deliver(message).value, lambda: importing.task(7)):
-            monkeypatch.setattr(clock, "now", boottime)
-            assert run() == "imported"
-    finally:
-        lock_acquired.disconnect(stall)
+    def acquire_and_stall(lock: CacheLock, *args: Any) -> bool:
+        acquired = acquire(lock, *args)
+        monkeypatch.setattr(clock, "now", lambda: boottime() + 31)
+        return acquired
+
+    monkeypatch.setattr(CacheLock, "acquire", acquire_and_stall)
+    for run in (lambda: mailbox.deliver(message).value, lambda: importing.task(7)):
+        monkeypatch.setattr(clock, "now", boottime)
+        assert run() == "imported"
 
 
 def test_the_key_that_travels_decides(mailbox: Mailbox, locks_in_memory: None) -> None:

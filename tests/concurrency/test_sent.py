@@ -31,11 +31,12 @@ from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores.base import LockRequest
-from django_celery_safe.signals import lock_released
+from django_celery_safe.locks.stores.local import LocalStore
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.concurrency.test_options import held_names
 from tests.interruption import Interruption
+from tests.listening import receiving
 from tests.locks.test_interrupted import InterruptedStore, store
 from tests.processes import FunctionFailed, dead_port, start_in_process, tell, wait_for
 from tests.versions import IS_CELERY_57
@@ -293,7 +294,7 @@ def left_of_lock() -> float | None:
 
 @pytest.mark.parametrize("why", ["retry", "autoretry", "conflict"])
 def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
-    why: str, mailbox: Mailbox, locks_in_memory: None
+    why: str, mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run frees its own lock last, so it undoes nothing that the next run does with this one."""
 
@@ -301,10 +302,16 @@ def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
         raise self.retry(countdown=0) if why == "retry" else KeyError
 
     left = []
+    release = LocalStore.release
 
     def look(**kwargs: Any) -> None:
-        if kwargs.get("name") != f"sent:{NAME}:7":
-            left.append(left_of_lock())
+        left.append(left_of_lock())
+
+    def release_and_look(store: LocalStore, name: str, *args: Any) -> bool:
+        released = release(store, name, *args)
+        if name == f"{NAME}:7":
+            look()
+        return released
 
     lock = {"timeout": 5, "sent_timeout": 100, "on_conflict": "retry", "retry_delay": 0.01}
     autoretry = {"autoretry_for": (KeyError,), "default_retry_delay": 0}
@@ -313,16 +320,14 @@ def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
     message = mailbox.take_one()
     if why != "retry" and not IS_CELERY_57:
         pytest.skip("Celery before 5.7 may overlook a receiver that connects later")
-    # A run that is over has no lock any more when its message is published.
-    moment: Any = lock_released if why == "retry" else before_task_publish
-    moment.connect(look)
-    try:
-        with ExitStack() as stack:
-            if why == "conflict":
-                stack.enter_context(held_by(f"{NAME}:7", "other"))
-            state = mailbox.deliver(message).state
-    finally:
-        moment.disconnect(look)
+    with ExitStack() as stack:
+        if why == "retry":
+            monkeypatch.setattr(LocalStore, "release", release_and_look)
+        else:  # a run that is over has no lock any more when its message is published
+            stack.enter_context(receiving(before_task_publish, look))
+        if why == "conflict":
+            stack.enter_context(held_by(f"{NAME}:7", "other"))
+        state = mailbox.deliver(message).state
     assert state == "RETRY"
     assert left == [pytest.approx(100, abs=1)]
     again = mailbox.take_one()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from django_celery_safe import events
-from django_celery_safe.emitting import Event, LoggedEvent
+from django_celery_safe.emitting import Event
 from tests.docs.pages import ROOT
 
 PAGE: Final = ROOT / "docs/reference/signals.md"
@@ -19,11 +19,11 @@ PAGE: Final = ROOT / "docs/reference/signals.md"
 MARK: Final = "<!-- From here on: python -m tests.docs.events -->\n"
 
 
-def declared() -> dict[str, list[LoggedEvent]]:
+def declared() -> dict[str, list[Event]]:
     """Return each event with all ways in which it happens, in the order of their declaration."""
     found = defaultdict(list)
     for value in vars(events).values():
-        if isinstance(value, LoggedEvent):
+        if isinstance(value, Event):
             found[value.name].append(value)
     return dict(found)
 
@@ -48,7 +48,7 @@ def _unwrapped(comment: str) -> str:
     return text.strip()
 
 
-def shown(event: LoggedEvent) -> str:
+def shown(event: Event) -> str:
     """Return the text of an event's record with ``<field>`` for each field."""
     text = re.sub(r"%\((\w+)\)r", r"'<\1>'", event.text)
     return re.sub(r"%\((\w+)\)[.\d]*[a-z]", r"<\1>", text)
@@ -56,15 +56,15 @@ def shown(event: LoggedEvent) -> str:
 
 def made() -> str:
     """Return the generated part of the page."""
-    about, parts = comments(), []
+    about = comments()
+    parts: dict[bool, list[str]] = {True: ["## Signals"], False: ["## Events that are only logged"]}
     for name, ways in declared().items():
         fields = ", ".join(f"`{field}`" for field in ways[0].fields)
-        kind = "" if isinstance(ways[0], Event) else "\nThis event has no signal, only a record."
         records = [f"- {logging.getLevelName(way.level)}: `{shown(way)}`" for way in ways]
-        parts.append(
-            f"## `{name}`\n\n{about[name]}{kind}\n\nFields: {fields}\n\n" + "\n".join(records)
+        parts[ways[0].signal is not None].append(
+            f"### `{name}`\n\n{about[name]}\n\nFields: {fields}\n\n" + "\n".join(records)
         )
-    return "\n" + "\n\n".join(parts) + "\n"
+    return "\n" + "\n\n".join(parts[True] + parts[False]) + "\n"
 
 
 if __name__ == "__main__":

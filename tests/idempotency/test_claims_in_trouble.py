@@ -16,10 +16,11 @@ from celery.exceptions import Reject, SoftTimeLimitExceeded
 from django.db import DatabaseError, connections, transaction
 from psycopg import sql
 
-from django_celery_safe import AlreadyClaimed, ClaimLost, IdempotencyError, idempotent
+from django_celery_safe import AlreadyClaimed, ClaimLost, ConfigurationError, idempotent
 from django_celery_safe.databases import Now
+from django_celery_safe.events import CLAIM_FAILED
 from django_celery_safe.models import IdempotencyRecord
-from django_celery_safe.signals import claim_failed, claim_finished, claim_lost, message_lost
+from django_celery_safe.signals import claim_lost
 from tests.app.models import Person
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
@@ -70,7 +71,7 @@ def result_of_repeat(alias: str) -> Any:
 
 def hold(alias: str, gate: Path, way: str) -> str:
     """Claim, tell so, and finish when the gate opens; return how that ended."""
-    with hearing(claim_finished, claim_failed, claim_lost) as told:
+    with hearing(CLAIM_FAILED, claim_lost) as told:
         try:
             with idempotent(KEY, using=alias) as claim:
                 assert claim
@@ -97,7 +98,7 @@ def hold(alias: str, gate: Path, way: str) -> str:
                 wait_for(lambda: told, 10, "the loss was not told")
         else:
             ended = "done"
-    names = {claim_finished: "finished", claim_failed: "failed", claim_lost: "lost"}
+    names = {CLAIM_FAILED: "failed", claim_lost: "lost"}
     return " ".join([ended, *sorted({names[event["signal"]] for event in told})])
 
 
@@ -156,7 +157,7 @@ def test_a_holder_that_nobody_followed_finishes(db_alias: str, tmp_path: Path) -
     """Stopped past its lease, but still the last who claimed, it is done by it."""
     with paused(db_alias, tmp_path / "gate", "atomic") as process:
         process.resume()
-        assert process.result() == "done finished"
+        assert process.result() == "done"
     assert result_of_repeat(db_alias) == "of the first"
 
 
@@ -174,7 +175,7 @@ def paused(alias: str, gate: Path, way: str) -> Iterator[FunctionProcess]:
 @pytest.mark.parametrize(
     ("way", "ends", "is_done_by"),
     [
-        ("commit", {"done finished"}, "first"),
+        ("commit", {"done"}, "first"),
         ("roll back", {"ValueError lost", "ValueError failed"}, "second"),
     ],
 )
@@ -306,15 +307,15 @@ def test_a_forked_child_leaves_the_claim_to_its_parent(way: str, postgres_alias:
     """However a child leaves the block that it was forked in, only its parent ends the claim."""
     with start_in_process(fork_inside, postgres_alias, way) as process:
         # The child's exit status, and the record after it.
-        assert process.result() == (0, "running", "finished")
+        assert process.result() == (0, "running")
     assert result_of_repeat(postgres_alias) == "of the parent"
     assert record_of(postgres_alias).claims == 1
 
 
-def fork_inside(alias: str, way: str) -> tuple[int, str, str]:
+def fork_inside(alias: str, way: str) -> tuple[int, str]:
     """Fork in the block, have the child leave it, and finish when the child is gone."""
     child, left_by = -1, ""
-    with hearing(claim_finished, claim_failed, claim_lost) as told:
+    with hearing(CLAIM_FAILED, claim_lost) as told:
         try:
             with idempotent(KEY, using=alias) as claim:
                 child = os.fork()
@@ -333,14 +334,13 @@ def fork_inside(alias: str, way: str) -> tuple[int, str, str]:
             left_by = "raise"
         except SystemExit:
             left_by = "exit"
-        except IdempotencyError as error:
+        except ConfigurationError as error:
             left_by = "finish" if "the process that forked this one" in str(error) else ""
         finally:
             if child == 0:
                 os._exit(0 if left_by == way and not told else 1)
-    names = {claim_finished: "finished", claim_failed: "failed", claim_lost: "lost"}
-    (ending,) = [names[event["signal"]] for event in told]
-    return os.waitstatus_to_exitcode(status), state, ending
+    assert told == []
+    return os.waitstatus_to_exitcode(status), state
 
 
 # The database.
@@ -351,13 +351,13 @@ def test_a_failure_is_noted_by_a_new_connection(
 ) -> None:
     """If the server ended the session, the next who comes need not wait for the lease."""
     with (
-        hearing(claim_lost, claim_failed, claim_finished) as told,
+        hearing(claim_lost, CLAIM_FAILED) as told,
         pytest.raises(ValueError, match="of the work"),
         idempotent(KEY, using=postgres_alias),
     ):
         end_sessions(postgres_server, postgres_alias)
         raise ValueError("of the work")
-    assert [event["signal"] for event in told] == [claim_failed]
+    assert [event["signal"] for event in told] == [CLAIM_FAILED]
     assert record_of(postgres_alias).state == IdempotencyRecord.State.FAILED
     assert try_once(postgres_alias, "of the second")
 
@@ -367,14 +367,14 @@ def test_what_was_committed_is_done_though_the_connection_breaks(
 ) -> None:
     """If the server ends the session after the commit, another finds that it was ours."""
     with (
-        hearing(claim_lost, claim_failed, claim_finished) as told,
+        hearing(claim_lost, CLAIM_FAILED) as told,
         idempotent(KEY, using=postgres_alias) as claim,
     ):
         with transaction.atomic(using=postgres_alias):
             Person.everyone.using(postgres_alias).create(pk=1)
             claim.finish("stored")
         end_sessions(postgres_server, postgres_alias)
-    assert [event["signal"] for event in told] == [claim_finished]
+    assert told == []
     connections[postgres_alias].close()  # it broke under the caller, and nobody has asked since
     assert result_of_repeat(postgres_alias) == "stored"
     assert record_of(postgres_alias).claims == 1
@@ -443,7 +443,7 @@ def test_a_database_that_stays_away_is_an_error(
     """Beyond the lease that, or the work's own error, reaches the caller; no loss is reported."""
     try:
         with (
-            hearing(claim_lost, claim_failed, claim_finished) as told,
+            hearing(claim_lost, CLAIM_FAILED) as told,
             pytest.raises(type(error) if error else DatabaseError),
             idempotent(KEY, using=postgres_alias, timeout=1) as claim,
         ):
@@ -515,12 +515,12 @@ def test_an_answer_that_gets_lost_does_not_lose_the_claim(
 ) -> None:
     """The record was finished and the answer got lost: a second look finds that it was us."""
     direct, through, way = gateway
-    with hearing(claim_finished, claim_lost) as told, idempotent(KEY, using=through) as claim:
+    with hearing(claim_lost) as told, idempotent(KEY, using=through) as claim:
         assert claim
         way.lose_next_answer()
         claim.finish("stored")
         assert way.has_lost_it
-    assert [event["signal"] for event in told] == [claim_finished]
+    assert told == []
     assert result_of_repeat(direct) == "stored"
 
 
@@ -528,14 +528,14 @@ def test_a_failure_whose_answer_gets_lost_is_a_failure(gateway: tuple[str, str, 
     """The second try finds the record no longer claimed, because the first one has written it."""
     direct, through, way = gateway
     with (
-        hearing(claim_failed, claim_lost) as told,
+        hearing(CLAIM_FAILED, claim_lost) as told,
         pytest.raises(ValueError, match="of the work"),
         idempotent(KEY, using=through),
     ):
         way.lose_next_answer()
         raise ValueError("of the work")
     assert way.has_lost_it
-    assert [event["signal"] for event in told] == [claim_failed]
+    assert [event["signal"] for event in told] == [CLAIM_FAILED]
     assert record_of(direct).state == IdempotencyRecord.State.FAILED
 
 
@@ -552,7 +552,7 @@ def test_a_message_that_is_put_back_is_not_lost_with_the_answer(
 
     carried.body = requeue
     message = carried.send()
-    with hearing(message_lost) as told:
+    with hearing(claim_lost) as told:
         assert mailbox.deliver(message).state == "REJECTED"
     assert (way.has_lost_it, told) == (True, [])
     carried.alias = direct

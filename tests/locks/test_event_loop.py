@@ -8,7 +8,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
+from django_celery_safe import CacheLock, ConfigurationError, cache_lock, find_lock
 
 THE_WAY = (
     r"whole `with cache_lock\(...\) as lock:` block into one function.*sync_to_async\(function"
@@ -42,7 +42,7 @@ def test_a_lock_is_not_acquired_in_an_event_loop(
     action: Callable[[CacheLock], Any], locks_in_memory: None
 ) -> None:
     """Where an event loop runs a lock is refused with the way that works, and nothing is held."""
-    with pytest.raises(LockError, match=THE_WAY):
+    with pytest.raises(ConfigurationError, match=THE_WAY):
         asyncio.run(in_loop(lambda: action(cache_lock("async"))))
     assert find_lock("async") is None
 
@@ -54,7 +54,7 @@ def test_a_held_lock_is_not_asked_for_in_an_event_loop(
     """ensure() and extend() are refused where an event loop runs; release() works and ends it."""
     lock = cache_lock("async")
     assert lock.acquire()
-    with pytest.raises(LockError, match=THE_WAY):
+    with pytest.raises(ConfigurationError, match=THE_WAY):
         asyncio.run(in_loop(lambda: action(lock)))
     assert lock.held
     assert asyncio.run(in_loop(lock.release)) is True
@@ -67,7 +67,7 @@ def test_a_lock_in_a_database_is_not_released_in_an_event_loop(
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": sqlite_alias}
     lock = cache_lock("async")
     assert lock.acquire()
-    with pytest.raises(LockError, match=THE_WAY):
+    with pytest.raises(ConfigurationError, match=THE_WAY):
         asyncio.run(in_loop(lock.release))
     assert lock.held
     assert lock.release() is True
@@ -80,7 +80,7 @@ def test_async_with_is_refused_by_name(locks_in_memory: None) -> None:
         async with cache_lock("async"):
             pytest.fail("the block ran")
 
-    with pytest.raises(LockError, match=f"no `async with`.*{THE_WAY}"):
+    with pytest.raises(ConfigurationError, match=f"no `async with`.*{THE_WAY}"):
         asyncio.run(work())
 
 
@@ -90,7 +90,7 @@ def test_a_coroutine_is_not_told_that_its_lock_is_free(locks_in_memory: None) ->
     async def work() -> None:
         lock = cache_lock("async")
         assert await sync_to_async(lock.acquire)()
-        with pytest.raises(LockError, match=f"by another thread.*{THE_WAY}"):
+        with pytest.raises(ConfigurationError, match=f"by another thread.*{THE_WAY}"):
             bool(lock)
         assert "not held" not in repr(lock)
         assert await sync_to_async(lock.release)()

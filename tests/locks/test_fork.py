@@ -15,7 +15,7 @@ from django.core.cache import caches
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, LockError, cache_lock, find_lock
+from django_celery_safe import CacheLock, ConfigurationError, cache_lock, find_lock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
 from tests.clock import HeldClock, held_clock
@@ -36,12 +36,12 @@ def refusals(lock: CacheLock) -> list[str]:
     for name, action in OWNERS.items():
         try:
             action(lock)
-        except LockError as error:
+        except ConfigurationError as error:
             errors.append(f"{name}: {type(error).__name__}")
     return errors
 
 
-REFUSED = [f"{name}: LockError" for name in OWNERS]
+REFUSED = [f"{name}: ConfigurationError" for name in OWNERS]
 
 
 def test_a_child_leaves_its_parents_lock_alone(in_redis: None) -> None:
@@ -206,9 +206,11 @@ def test_a_lock_belongs_to_the_thread_that_took_it(locks_in_memory: None, clock:
         token = lock.token
         assert other.submit(lambda: (lock.held, lock.remaining)).result() == (False, 0.0)
         assert other.submit(refusals, lock).result() == REFUSED
-        with pytest.raises(LockError, match="not reentrant"):
+        with pytest.raises(ConfigurationError, match="not reentrant"):
             other.submit(lock.acquire).result()
-        with pytest.raises(LockError, match=r"by another thread.*Make another cache_lock here"):
+        with pytest.raises(
+            ConfigurationError, match=r"by another thread.*Make another cache_lock here"
+        ):
             other.submit(lock.release).result()
         clock.advance(100)
         assert lock.held

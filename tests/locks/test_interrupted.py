@@ -11,14 +11,13 @@ from django.core.cache.backends.locmem import LocMemCache
 from django.test import override_settings
 from pytest_django import Settings
 
-from django_celery_safe import LockBackendError, cache_lock, find_lock
+from django_celery_safe import CacheLock, LockBackendError, cache_lock, find_lock
 from django_celery_safe.leases import renewer
 from django_celery_safe.locks import lock as lock_module
 from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores import local
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
-from django_celery_safe.signals import lock_acquired
 from tests.clock import HeldClock
 from tests.locks.renewals import get_lock
 from tests.servers import RedisServer
@@ -76,18 +75,19 @@ def test_an_interrupted_acquisition_is_given_back(store: type[InterruptedStore])
     assert find_lock("free") is None
 
 
-def test_an_interrupted_block_begins_with_nothing_held(store: type[InterruptedStore]) -> None:
+def test_an_interrupted_block_begins_with_nothing_held(
+    store: type[InterruptedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error between the acquisition and the block gives the lock back."""
+    acquire = CacheLock.acquire
 
-    def interrupt(**fields: object) -> None:
+    def acquire_and_interrupt(lock: CacheLock) -> bool:
+        assert acquire(lock)
         raise KeyboardInterrupt
 
-    lock_acquired.connect(interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt), cache_lock("free"):
-            pytest.fail("the block ran")
-    finally:
-        lock_acquired.disconnect(interrupt)
+    monkeypatch.setattr(CacheLock, "acquire", acquire_and_interrupt)
+    with pytest.raises(KeyboardInterrupt), cache_lock("free"):
+        pytest.fail("the block ran")
     assert find_lock("free") is None
 
 

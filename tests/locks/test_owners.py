@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from celery import Celery
 
-from django_celery_safe import CacheLock, LockError, cache_lock, find_lock, release_lock
+from django_celery_safe import CacheLock, ConfigurationError, cache_lock, find_lock, release_lock
 from tests.clock import HeldClock
 from tests.locks.hanging import hanging
 from tests.locks.renewals import get_lock
@@ -36,7 +36,9 @@ def test_a_block_that_is_refused_leaves_the_lock_of_another_thread_alone() -> No
     """A `with` that fails since another thread holds the lock by this object frees nothing."""
     lock = cache_lock("shared")
     with ThreadPoolExecutor(1) as other, lock:
-        with pytest.raises(LockError, match=r"another thread.*Make another cache_lock in each"):
+        with pytest.raises(
+            ConfigurationError, match=r"another thread.*Make another cache_lock in each"
+        ):
             other.submit(lock.__enter__).result()
         assert lock.held
         assert cache_lock("shared").acquire() is False
@@ -47,7 +49,7 @@ def test_a_block_that_is_refused_leaves_the_outer_block_alone() -> None:
     """A `with` inside a `with` of the same lock is refused, and the outer one holds it still."""
     lock = cache_lock("nested")
     with lock:
-        with pytest.raises(LockError, match="not reentrant"), lock:
+        with pytest.raises(ConfigurationError, match="not reentrant"), lock:
             pytest.fail("it was entered twice")
         assert lock.held
         lock.ensure()
@@ -61,7 +63,7 @@ def test_threads_that_race_for_one_object_get_one_lock() -> None:
         with hanging("take") as take:
             first = other.submit(lock.acquire)
             assert take.began.wait(10)
-            with pytest.raises(LockError, match="another thread"):
+            with pytest.raises(ConfigurationError, match="another thread"):
                 lock.acquire()
         assert first.result() is True
         assert other.submit(lambda: lock.held).result()
@@ -167,7 +169,7 @@ def test_renewal_of_a_forgotten_lock_ends_with_its_task(
 def test_a_thread_that_would_wait_for_ever_for_its_own_lock_gets_an_error() -> None:
     """At once, and only that thread: others wait, as do those that wait for a limited time."""
     with cache_lock("mine"):
-        with pytest.raises(LockError, match=r"held by this very thread.*would never end"):
+        with pytest.raises(ConfigurationError, match=r"held by this very thread.*would never end"):
             cache_lock("mine", blocking_timeout=None).acquire()
         assert cache_lock("mine").acquire(blocking_timeout=100) is False
         with ThreadPoolExecutor(1) as other:

@@ -218,7 +218,7 @@ def test_a_body_keeps_its_result_when_the_cache_breaks(
         RaisingCache.raising.clear()
         with cache_lock("y"):
             RaisingCache.raising.add("delete")
-    assert "The lock 'y' could not be released and ends by its lease" in caplog.text
+    assert "The lock 'y' could not be released or extended and ends by its lease" in caplog.text
 
 
 def test_a_cache_without_touch_can_not_extend(use: UseCache) -> None:

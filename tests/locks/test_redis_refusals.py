@@ -10,7 +10,7 @@ import pytest
 from pytest_django import Settings
 
 from django_celery_safe import (
-    BackendNotSupported,
+    ConfigurationError,
     LockBackendError,
     cache_lock,
 )
@@ -139,7 +139,7 @@ def node() -> Iterator[RedisServer]:
 def test_a_plain_client_of_a_cluster_is_refused(node: RedisServer, settings: Settings) -> None:
     """With a client for one server, the first lock and the check say that it needs another."""
     settings.CACHES = {"default": {"BACKEND": REDIS_BACKENDS["django"], "LOCATION": node.url}}
-    with pytest.raises(BackendNotSupported, match=r"node of Redis Cluster.*a client for Redis Clu"):
+    with pytest.raises(ConfigurationError, match=r"node of Redis Cluster.*a client for Redis Clu"):
         cache_lock("x").acquire()
     texts = [message.msg for message in lock_store.check_server()]
     assert any("is a node of Redis Cluster" in text for text in texts)

@@ -20,11 +20,11 @@ from django_celery_safe import (
     iter_locks,
     release_lock,
 )
-from django_celery_safe.signals import lock_backend_failed
+from django_celery_safe.events import LEASES_NOT_RENEWED
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, RedisCacheKind
-from tests.listening import receiving
 from tests.processes import dead_port, wait_for
+from tests.sending.conftest import hearing
 from tests.servers import RedisServer
 
 #: The socket timeout of these tests' clients, s.
@@ -171,7 +171,6 @@ def test_a_silent_server_is_an_error_and_costs_no_lock(
     impatient: RedisServer, losses: list[str], clock: HeldClock
 ) -> None:
     """A silent server is an error in time; its locks are still held when it answers again."""
-    failed: list[str] = []
     actions: list[Callable[[], object]] = [
         lambda: cache_lock("new").acquire(),
         lambda: kept.ensure(),
@@ -183,7 +182,7 @@ def test_a_silent_server_is_an_error_and_costs_no_lock(
     with (
         ThreadPoolExecutor(1) as pool,
         kept,
-        receiving(lock_backend_failed, lambda **said: failed.append(said["name"])),
+        hearing(LEASES_NOT_RENEWED) as failed,
     ):
         assert other.acquire()
         waiting = start_waiting(pool, impatient, "kept")
@@ -194,7 +193,9 @@ def test_a_silent_server_is_an_error_and_costs_no_lock(
             with pytest.raises(LockBackendError):
                 waiting.result(30)
             clock.advance(21)
-            wait_for(lambda: "kept" in failed, 30, "no renewal met the silence")
+            wait_for(
+                lambda: "kept" in [one["name"] for one in failed], 30, "no renewal met the silence"
+            )
             assert kept.held
         clock.advance(6)
         assert kept.remaining > 50

@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 from django.db import transaction
 
-from django_celery_safe.emitting import LoggedEvent
+from django_celery_safe.emitting import Event
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.kinds import kind_of
@@ -122,8 +122,8 @@ def hearing(*signals: Any) -> Iterator[list[dict[str, Any]]]:
 
     with ExitStack() as stack:
         for signal in signals:
-            if isinstance(signal, LoggedEvent):
-                stack.enter_context(handling(_FieldsHandler(heard), signal.logger.name))
+            if isinstance(signal, Event):
+                stack.enter_context(handling(_FieldsHandler(signal, heard), signal.logger.name))
             else:
                 signal.connect(hear, weak=False)
                 stack.callback(signal.disconnect, hear)
@@ -133,13 +133,14 @@ def hearing(*signals: Any) -> Iterator[list[dict[str, Any]]]:
 class _FieldsHandler(logging.Handler):
     """Collects the fields of an event's records."""
 
-    def __init__(self, heard: list[dict[str, Any]]) -> None:
+    def __init__(self, event: Event, heard: list[dict[str, Any]]) -> None:
         super().__init__()
-        self.heard = heard
+        self.event, self.heard = event, heard
 
     def emit(self, record: logging.LogRecord) -> None:
-        fields = vars(record).items()
-        self.heard.append({name[5:]: value for name, value in fields if name.startswith("safe_")})
+        extra = vars(record).items()
+        fields = {name[5:]: value for name, value in extra if name.startswith("safe_")}
+        self.heard.append({"signal": self.event, **fields})
 
 
 def line_above() -> str:
@@ -148,7 +149,7 @@ def line_above() -> str:
     return f"{caller.filename}:{caller.lineno - 1} in {caller.function}"
 
 
-def take_records(caplog: pytest.LogCaptureFixture, event: LoggedEvent) -> list[logging.LogRecord]:
+def take_records(caplog: pytest.LogCaptureFixture, event: Event) -> list[logging.LogRecord]:
     """Return the records of an event since the last time, and forget all others."""
     found = [record for record in caplog.records if record.name == event.logger.name]
     caplog.clear()

@@ -30,8 +30,8 @@ from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import ContentDisallowed
 
 from django_celery_safe import (
+    ClaimLost,
     ConfigurationError,
-    MessageLost,
     TaskPoisoned,
     WrongTransaction,
     cache_lock,
@@ -46,10 +46,10 @@ from django_celery_safe.sending import carried as carried_module
 from django_celery_safe.sending.outbox import CarriedAttempt
 from django_celery_safe.sending.publisher import Publisher
 from django_celery_safe.signals import (
+    claim_lost,
     message_brought_back,
     message_done,
     message_failed,
-    message_lost,
     task_poisoned,
 )
 from tests.app.models import Person
@@ -213,9 +213,9 @@ def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried, is_closed: boo
         return result
 
     carried.body = lose
-    with hearing(message_lost) as heard:
+    with hearing(claim_lost) as heard:
         state, error = carried.mailbox.deliver(carried.send(1))
-    assert (state, type(error.__cause__)) == ("IGNORED", MessageLost)
+    assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
     assert len(heard) == 1
     assert not carried.rows.exists()
     assert carried.calls == [1, 1]
@@ -229,7 +229,7 @@ def test_a_run_that_lost_its_claim_leaves_the_row_alone(
     settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": retention}
     carried.body = lambda task: carried.rows.update(token="another")
     state, error = carried.mailbox.deliver(carried.send())
-    assert (state, type(error.__cause__)) == ("IGNORED", MessageLost)
+    assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
     assert (carried.row.state, carried.row.token) == ("running", "another")
 
 
@@ -420,7 +420,7 @@ def test_a_process_that_gives_its_task_back_when_it_is_revoked(carried: Carried)
     carried.body = revoke
     message = carried.send()
     state, error = carried.mailbox.deliver(message)
-    assert (state, type(error.__cause__)) == ("IGNORED", MessageLost)
+    assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
     assert (carried.row.state, carried.row.error) == ("failed", "The task was revoked.")
     assert carried.relay() == []
 
@@ -521,7 +521,7 @@ def test_the_part_that_sends_the_body_of_a_chord_is_done(
 
     send_on_commit(chord(parts, body), using=carried.alias)
     monkeypatch.setattr(carried_module.Run, "end", refuse_then_end)
-    with hearing(message_done, message_lost) as told:
+    with hearing(message_done, claim_lost) as told:
         for message in carried.mailbox.take():
             assert carried.mailbox.deliver(message).state == "SUCCESS"
     assert [one["signal"] for one in told] == [message_done] * 2
@@ -541,7 +541,7 @@ def test_a_soft_time_limit_after_the_end_was_committed(
     message = carried.mailbox.take_one()
     if is_retried:
         carried.body = retry_once
-    with monkeypatch.context() as patch, hearing(message_failed, message_lost) as told:
+    with monkeypatch.context() as patch, hearing(message_failed, claim_lost) as told:
         patch.setattr(Publisher, "publish", raising(SoftTimeLimitExceeded()))
         state = carried.mailbox.deliver(message).state
     assert state == first.AsyncResult(message.id).state == ("RETRY" if is_retried else "SUCCESS")
@@ -560,7 +560,7 @@ def test_a_soft_time_limit_right_after_the_end_was_written(carried: Carried) -> 
             raise SoftTimeLimitExceeded
         return answer
 
-    with connections[carried.alias].execute_wrapper(interrupt), hearing(message_lost) as told:
+    with connections[carried.alias].execute_wrapper(interrupt), hearing(claim_lost) as told:
         assert carried.mailbox.deliver(carried.send(1)) == ("SUCCESS", 1)
     assert told == []
     assert not carried.rows.exists()

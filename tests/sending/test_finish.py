@@ -14,9 +14,9 @@ from django.test.utils import CaptureQueriesContext
 
 from django_celery_safe import (
     Claim,
-    IdempotencyError,
-    MessageLost,
-    ResultNotStored,
+    ClaimLost,
+    ConfigurationError,
+    InvalidResult,
     WrongTransaction,
     current_claim,
     idempotent,
@@ -199,27 +199,27 @@ def test_a_rollback_that_would_go_unseen_is_an_error(carried: Carried, how: str)
     carried.body = hide if how == "hidden" else without_atomic
     state, error = carried.mailbox.deliver(carried.send(1))
     assert state == "FAILURE"
-    assert type(error) is (IdempotencyError if how == "hidden" else WrongTransaction)
+    assert type(error) is WrongTransaction
     assert (carried.row.state, carried.row.result, count_written(carried)) == ("failed", "", 0)
 
 
 @pytest.mark.sql
 def test_a_claim_that_was_lost_writes_nothing(carried: Carried) -> None:
-    """MessageLost leaves the body's transaction, so the work is done by the other run alone."""
+    """ClaimLost leaves the body's transaction, so the work is done by the other run alone."""
 
     def lose(task: Any, number: int) -> None:
         carried.body = lambda task, number: write(carried) and None
         carried.make_due()
         (again,) = carried.relay()
         assert carried.deliver_elsewhere(again).state == "SUCCESS"
-        with pytest.raises(MessageLost):
+        with pytest.raises(ClaimLost):
             current_claim().ensure()
         with transaction.atomic(using=carried.alias):
             write(carried, key=2)
 
     carried.body = lose
     state, error = carried.mailbox.deliver(carried.send(1))
-    assert (state, type(error.__cause__)) == ("IGNORED", MessageLost)
+    assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
     assert list(Person.everyone.using(carried.alias).values_list("pk", flat=True)) == [1]
     assert not carried.rows.exists()
 
@@ -232,13 +232,13 @@ def test_a_claim_that_another_run_has_by_now_writes_nothing(carried: Carried, ho
         carried.rows.update(token="another")
         with (
             nullcontext() if how == "in autocommit" else transaction.atomic(using=carried.alias),
-            suppress(MessageLost if how == "swallowed" else ()),
+            suppress(ClaimLost if how == "swallowed" else ()),
         ):
             write(carried)
 
     carried.body = lose
     state, error = carried.mailbox.deliver(carried.send(1))
-    assert (state, type(error.__cause__)) == ("IGNORED", MessageLost)
+    assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
     assert (carried.row.state, carried.row.token, carried.row.result) == ("running", "another", "")
     assert count_written(carried) == (0 if how == "in atomic()" else 1)
 
@@ -273,10 +273,10 @@ def test_a_task_finishes_its_own_claim(carried: Carried) -> None:
             claim = current_claim()
             keys.append(claim.key)
             claim.finish("inner")
-            with pytest.raises(IdempotencyError, match="finished before"):
+            with pytest.raises(ConfigurationError, match="finished before"):
                 claim.finish()
             return
-        with pytest.raises(ResultNotStored):
+        with pytest.raises(InvalidResult):
             current_claim().finish(object())
         with pytest.raises(ValueError, match="outer"), idempotent("outer", using=carried.alias):
             keys.append(current_claim().key)
@@ -315,7 +315,7 @@ def test_a_message_that_is_not_carried_has_no_claim(carried: Carried) -> None:
     carried.body = lambda task, number: write(carried)
     carried.task.apply_async((1,), outbox=False)
     state, error = carried.mailbox.deliver(carried.mailbox.take_one())
-    assert (state, type(error)) == ("FAILURE", IdempotencyError)
+    assert (state, type(error)) == ("FAILURE", ConfigurationError)
     assert "which this message was not sent with" in str(error)
-    with pytest.raises(IdempotencyError, match="No claim is being worked on here"):
+    with pytest.raises(ConfigurationError, match="No claim is being worked on here"):
         current_claim()

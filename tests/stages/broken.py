@@ -14,7 +14,7 @@ from typing import Any, Final
 from django.db import DatabaseError, connections, transaction
 
 from django_celery_safe.databases import Now
-from django_celery_safe.events import RUN_ENDED, STAGE_STARTED
+from django_celery_safe.events import RUN_ENDED
 from django_celery_safe.models import StageStep
 from django_celery_safe.stages import Status, engine, step_messages
 from django_celery_safe.stages.plan import LONGEST_PARAMS
@@ -122,7 +122,5 @@ def _go_on(store: StepTable, step: StageStep) -> None:
             changes |= {"status": Status.SUCCEEDED, "ended_at": Now()}
         store.runs().filter(pk=run.pk).update(**changes)
         step_messages.send(store, following)
-    if following:
-        STAGE_STARTED.emit(engine.start, run=run.pk, stage=step.stage + 1, steps=len(following))
-    else:
+    if not following:
         RUN_ENDED.emit(engine.start, run=run.pk, status=Status.SUCCEEDED.value, error="")

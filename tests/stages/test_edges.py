@@ -12,7 +12,7 @@ from celery.exceptions import Retry
 from celery.signals import task_revoked, task_unknown
 from django.db import transaction
 
-from django_celery_safe import SafeTask, StepLost, TaskPoisoned, WrongTransaction, stages
+from django_celery_safe import ClaimLost, SafeTask, TaskPoisoned, WrongTransaction, stages
 from django_celery_safe.models import StageRun
 from django_celery_safe.signals import task_poisoned
 from django_celery_safe.stages.step_table import StepTable
@@ -105,7 +105,7 @@ def test_a_run_that_is_terminated_fails_its_step(gives_back: bool, staged: Stage
     staged.bodies["a"] = meet
     run = staged.start("a", "b")
     message = staged.take_one()
-    assert type(staged.deliver(message).value) is StepLost
+    assert type(staged.deliver(message).value) is ClaimLost
     assert statuses(run) == ("failed", "fa")
     assert staged.step("a").error == "The task was revoked."
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 import pytest
 from celery import Task
 
-from django_celery_safe import InvalidPlan, SafeTask, stages
+from django_celery_safe import ConfigurationError, SafeTask, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.models import StageRun
 from django_celery_safe.stages.repairs import UNSTARTED_AFTER, sweep
@@ -127,7 +127,7 @@ INVALID: Final[list[tuple[dict[str, Any], str]]] = [
 @pytest.mark.parametrize(("options", "says"), INVALID)
 def test_invalid_options_are_refused(options: dict[str, Any], says: str) -> None:
     """The error names the entry, the option and its value, and says what to write."""
-    with pytest.raises(InvalidPlan) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         stages.make_plan([(note, 2), (note, 1, options)])
     assert str(caught.value).startswith("The plan can't be run: entry 2, ")
     assert says in str(caught.value)
@@ -135,6 +135,6 @@ def test_invalid_options_are_refused(options: dict[str, Any], says: str) -> None
 
 def test_retries_of_a_task_that_celery_retries() -> None:
     """A task with autoretry_for has its own number, so that two would contradict each other."""
-    with pytest.raises(InvalidPlan, match="whose autoretry_for has its own number"):
+    with pytest.raises(ConfigurationError, match="whose autoretry_for has its own number"):
         stages.make_plan([(reconnect, 1, {"@retries": 1})])
     assert stages.make_plan([(reconnect, 1, {"@queue": "slow"})])

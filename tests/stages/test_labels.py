@@ -9,7 +9,7 @@ import pytest
 from django.db import connections, transaction
 from django.utils.translation import gettext_lazy
 
-from django_celery_safe import AlreadyStarted, IllegalTransition, InvalidPlan, stages
+from django_celery_safe import AlreadyStarted, ConfigurationError, IllegalTransition, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.models import StageRun
 from django_celery_safe.stages.repairs import SETTLING, sweep
@@ -191,7 +191,7 @@ def test_texts_that_can_be_kept(staged: Staged) -> None:
 )
 def test_texts_that_can_not_be_kept(labels: dict[str, Any], says: str, staged: Staged) -> None:
     """They are refused at the start, and nothing is written."""
-    with pytest.raises(InvalidPlan) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         start(staged, **labels)
     assert says in str(caught.value)
     assert staged.tables() == [[]] * 4

@@ -9,7 +9,7 @@ from django.tasks.exceptions import TaskResultDoesNotExist
 from django.test import override_settings
 
 from django_celery_safe.databases import Now
-from django_celery_safe.exceptions import CelerySafeError, ResultNotStored, TaskPoisoned
+from django_celery_safe.exceptions import CelerySafeError, InvalidResult, TaskPoisoned
 from django_celery_safe.leases.holder import Holder, encode_holder
 from tests.listening import receiving
 from tests.tasks_backend import work
@@ -36,7 +36,7 @@ def test_a_long_return_value_fails_the_task(by_hand: ByHand) -> None:
     """It is said what to return instead; without retention nobody asks for it."""
     result = by_hand.enqueue_and_run(work.return_long, 70_000)
     error = the_error(result)
-    assert error.exception_class is ResultNotStored
+    assert error.exception_class is InvalidResult
     assert "70,002 characters of JSON, of 65,536 at most" in error.traceback
     with override_settings(DJANGO_CELERY_SAFE={}):
         work.return_long.enqueue(70_000)

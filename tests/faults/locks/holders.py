@@ -14,7 +14,7 @@ from pathlib import Path
 
 from django.utils.module_loading import import_string
 
-from django_celery_safe.exceptions import LockError
+from django_celery_safe.exceptions import CelerySafeError
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.lock import CacheLock
 from tests.faults.locks.plan import (
@@ -147,7 +147,7 @@ class LockUser:
         sent = time.monotonic_ns()
         try:
             outcome = NO if call() is False else YES
-        except LockError as error:
+        except CelerySafeError as error:
             outcome = type(error).__name__
         returned = time.monotonic_ns()
         left = int(lock.remaining * 1e9)

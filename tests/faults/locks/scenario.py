@@ -61,7 +61,7 @@ def record(plan: Plan, lab: Lab) -> History:
     Let processes use locks while they are stopped; return what they did.
 
     Raises:
-        FunctionFailed: A process met an error that is no LockError.
+        FunctionFailed: A process met an error that is not of this package.
         TimeoutError: The run took too long.
     """
     if plan.broken:

@@ -121,7 +121,9 @@ class History:
                 ours = [one for one in history.executions[step] if one.pid == pid]
                 ours[-1].ended = at
         signals = witness.open("signals")
-        history.lost = {(entry["pid"], entry["step"]) for entry in signals.entries("lost")}
+        ids = {step.task_id: pk for pk, step in history.steps.items()}
+        lost = signals.entries("lost")
+        history.lost = {(entry["pid"], ids[entry["task_id"]]) for entry in lost}
         history.repairs = [
             Repair(entry["run"], entry["task_id"], entry["reason"])
             for entry in signals.entries("repaired")

@@ -2,7 +2,7 @@
 The processes of the runs: they start runs, relay, sweep once, or work.
 
 The steps note what they do outside of the package's tables. A process that imports this also
-notes the package's signals, if the settings say where. A worker that takes a message puts some
+notes what the package says, if the settings say where. A worker that takes a message puts some
 of them back, at the edge of the broker and below Celery: same id, same headers but for a mark,
 same body.
 """
@@ -23,9 +23,10 @@ from django.conf import settings
 from django.dispatch import receiver
 
 from django_celery_safe import SafeTask, stages
+from django_celery_safe.events import RUN_REPAIRED
 from django_celery_safe.models import StageRun, StageStep
 from django_celery_safe.sending.relay import Relay
-from django_celery_safe.signals import run_repaired, step_lost
+from django_celery_safe.signals import claim_lost
 from django_celery_safe.stages.repairs import sweep
 from django_celery_safe.stages.step_table import step_table
 from tests.app.celery import app
@@ -59,7 +60,7 @@ def relay() -> None:
 
 
 def sweep_once() -> None:
-    """Repair what does not go on; the signals say what."""
+    """Repair what does not go on; the log says what."""
     enter()
     sweep(step_table(), timedelta(seconds=PATIENCE))
 
@@ -99,13 +100,16 @@ def watch() -> None:
     """Note what the package says, and deliver some messages twice."""
     journal = find_witness().open("signals")
 
-    @receiver(step_lost, weak=False)
-    def note_loss(step: int, **kwargs: Any) -> None:
-        journal.write("lost", step=step)
+    @receiver(claim_lost, weak=False)
+    def note_loss(key: str, **kwargs: Any) -> None:
+        journal.write("lost", task_id=key.rpartition("[")[2].removesuffix("]"))
 
-    @receiver(run_repaired, weak=False)
-    def note_repair(run: int, task_id: str, reason: str, **kwargs: Any) -> None:
-        journal.write("repaired", run=run, task_id=task_id, reason=reason)
+    class Repairs(logging.Handler):
+        def emit(self, record: Any) -> None:
+            named = {"run": record.safe_run, "task_id": record.safe_task_id}
+            journal.write("repaired", **named, reason=record.safe_reason)
+
+    RUN_REPAIRED.logger.addHandler(Repairs())
 
     @task_received.connect(weak=False)
     def deliver_again(sender: Any, request: Any, **kwargs: Any) -> None:
