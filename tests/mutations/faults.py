@@ -460,9 +460,9 @@ MUTATIONS = {
         ),
         M(
             "idempotency.claim:RecordClaim.fail",
-            "is_retry = isinstance(error, TaskPredicate)",
-            "is_retry = True",
-            "a failure is reported as a retry",
+            "not isinstance(error, TaskPredicate)",
+            "False",
+            "a failure is not reported",
         ),
     ],
     "stages": [
@@ -516,9 +516,15 @@ MUTATIONS = {
         ),
         M(
             "stages.running:StepClaim.record",
-            "if not outcome.success:\n                raise InvalidResult",
-            "if False:\n                raise InvalidResult",
+            "if not outcome.success:\n                reason",
+            "if False:\n                reason",
             "a step that was finished and then fails counts as both",
+        ),
+        M(
+            "leases.claim:Claim.was_lost",
+            " and error.key == self.key",
+            "",
+            "a step that lost a claim of its work is never recorded as failed",
         ),
         M(
             "stages.running:_find_contender",
@@ -578,7 +584,7 @@ MUTATIONS = {
         ),
         M(
             "emitting:emit_in_background",
-            "events.put((emit, args))",
+            "_background.queue.put((emit, args))",
             "emit(*args)",
             "a slow receiver of a signal delays the renewal of locks",
         ),
