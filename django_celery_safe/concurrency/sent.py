@@ -178,7 +178,7 @@ class SentLock:
         store = self._store
         if store is not seen and not store.renews():
             return
-        # Nobody is told of its loss: a duplicate may be sent then.
+        # Its loss is not reported: it means no more than that a duplicate may be sent.
         lease = Lease(store, self.name, self.token, seconds, clock.now(), lambda *lost: None)
         # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
