@@ -18,7 +18,7 @@ from django.db import Error, connections
 from django.db.models import BigIntegerField, Func, functions
 from django.utils import timezone
 
-from .exceptions import Unusable
+from .exceptions import ConfigurationError
 
 #: ``connection.vendor`` of MariaDB and MySQL.
 MYSQL: Final = "mysql"
@@ -177,12 +177,11 @@ def refuse_untested(alias: str, what: str) -> None:
     connection = connections[alias]
     if connection.vendor in TESTED or connection.vendor == NO_DATABASE:
         return
-    raise Unusable(
-        f'DATABASES["{alias}"] ({connection.vendor})',
-        "django_celery_safe was tested on PostgreSQL, MariaDB and SQLite alone, and on other "
-        "databases its statements fail, or do something else without a word",
-        "Let an alias on PostgreSQL, MariaDB, MySQL or SQLite do it.",
-        what,
+    raise ConfigurationError(
+        f'DATABASES["{alias}"] ({connection.vendor}) can\'t {what}: django_celery_safe was tested '
+        f"on PostgreSQL, MariaDB and SQLite alone, and on other databases its statements fail, or "
+        f"do something else without a word. Let an alias on PostgreSQL, MariaDB, MySQL or SQLite "
+        f"do it."
     )
 
 
@@ -208,7 +207,8 @@ def refuse_unfit(alias: str, what: str, table: str = "") -> None:
     if key in _fit:
         return
     if fault := find_unfit(alias, table):
-        raise Unusable(f'DATABASES["{alias}"]', *fault, what)
+        reason, hint = fault
+        raise ConfigurationError(f'DATABASES["{alias}"] can\'t {what}: {reason}. {hint}')
     _fit.add(key)
 
 

@@ -30,27 +30,6 @@ class ConfigurationError(CelerySafeError, ImproperlyConfigured):
     """
 
 
-@dataclass(eq=False, repr=False)
-class Unusable(ConfigurationError):
-    """
-    A cache or a database can't do what it is to do. Internal: catch ConfigurationError.
-
-    Args:
-        where: The backend, such as ``CACHES["default"] (FileBasedCache)``.
-        reason: The reason why it can't do that, as a clause.
-        hint: Advice on what to use instead, as a sentence.
-        what: The thing that it can't do.
-    """
-
-    where: str
-    reason: str
-    hint: str
-    what: str = "hold locks"
-
-    def __str__(self) -> str:
-        return f"{self.where} can't {self.what}: {self.reason}. {self.hint}"
-
-
 class WrongTransaction(CelerySafeError):
     """Something was called inside, or outside, the transaction it needs."""
 
@@ -173,8 +152,10 @@ class AlreadySent(CelerySafeError):
     remaining: float | None = None
 
     def __str__(self) -> str:
-        ends = "" if self.remaining is None else f" Its lock ends in {self.remaining:.3g} s."
-        return f"{self.name!r} was sent already, as task {self.task_id}; nothing was sent.{ends}"
+        text = f"{self.name!r} was sent already, as task {self.task_id}; nothing was sent."
+        if self.remaining is None:
+            return text
+        return f"{text} Its lock ends in {self.remaining:.3g} s, unless a run renews it."
 
 
 @dataclass(eq=False, repr=False)

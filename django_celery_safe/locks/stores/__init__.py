@@ -22,7 +22,7 @@ from django.utils.module_loading import import_string
 from ... import conf
 from ...databases import refuse_untested
 from ...events import LOCK_FREED
-from ...exceptions import ConfigurationError, Unusable
+from ...exceptions import ConfigurationError
 from ...leases.holder import HeldLock
 from .base import Store
 
@@ -228,19 +228,18 @@ def _make_cache_store(alias: str, cache: Any) -> Store:
     where = f'CACHES["{alias}"] ({type(cache).__name__})'
     for path, reason in REFUSED.items():
         if path in classes:
-            raise Unusable(where, reason, USE_INSTEAD)
+            raise ConfigurationError(f"{where} can't hold locks: {reason}. {USE_INSTEAD}")
     if _path(getattr(cache, "key_func", None)) in OF_TENANT:
-        raise Unusable(
-            where,
-            "its KEY_FUNCTION makes other keys for each tenant, and the thread that renews a lock "
-            "has no tenant",
-            "Give the locks an alias without that KEY_FUNCTION, and name the tenant in their keys.",
+        raise ConfigurationError(
+            f"{where} can't hold locks: its KEY_FUNCTION makes other keys for each tenant, and the "
+            f"thread that renews a lock has no tenant. Give the locks an alias without that "
+            f"KEY_FUNCTION, and name the tenant in their keys."
         )
     if len(getattr(cache, "_servers", ())) > 1 and MEMCACHED in classes:
-        raise Unusable(
-            where,
-            "a lock is on one of its several servers, and moves to another when that one fails",
-            "Give the locks an alias with one server, or keep them in Redis or a database.",
+        raise ConfigurationError(
+            f"{where} can't hold locks: a lock is on one of its several servers, and moves to "
+            f"another when that one fails. Give the locks an alias with one server, or keep them "
+            f"in Redis or a database."
         )
     make = next((_MAKERS[path] for path in classes if path in _MAKERS), _PORTABLE)
     return make(alias, cache)

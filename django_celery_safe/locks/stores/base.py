@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import ClassVar, Final, NamedTuple
 
 from ... import conf
-from ...exceptions import CelerySafeError, ConfigurationError, LockBackendError, Unusable
+from ...exceptions import CelerySafeError, ConfigurationError, LockBackendError
 from ...foreign_errors import describe_error
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, Holder
@@ -186,12 +186,10 @@ class Store(LeaseStore):
         Raises:
             ConfigurationError: This store can't list its locks.
         """
-        raise Unusable(
-            self.where,
-            "such a cache can't tell which keys it holds",
-            "Locks work there, and find_lock() and `manage.py celery_locks release NAME` find one "
-            "by its name; for a list use Redis or LOCK_DATABASE.",
-            what="list its locks",
+        raise ConfigurationError(
+            f"{self.where} can't list its locks: such a cache can't tell which keys it holds. "
+            f"Locks work there, and find_lock() and `manage.py celery_locks release NAME` find one "
+            f"by its name; for a list use Redis or LOCK_DATABASE."
         )
 
     @contextmanager
@@ -232,11 +230,10 @@ class Store(LeaseStore):
             ConfigurationError: The store can't count holders.
         """
         if limit > 1 and not self.limits:
-            raise Unusable(
-                self.where,
-                "it can't tell in one step which of several places is free",
-                "Keep the lock in Redis or a database, or leave out limit.",
-                what=f"hold a lock with limit={limit}",
+            raise ConfigurationError(
+                f"{self.where} can't hold a lock with limit={limit}: it can't tell in one step "
+                f"which of several places is free. Keep the lock in Redis or a database, or leave "
+                f"out limit."
             )
 
     def nearest_lease(self, seconds: float) -> float:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from django.conf import settings
 
-from ...exceptions import Unusable
+from ...exceptions import ConfigurationError
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, place_names
 from ...leases.store import Renewable
@@ -86,12 +86,10 @@ class LocalStore(Store):
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         if _pool_processes > 1:
-            raise Unusable(
-                self.where,
-                f"this worker pool has {_pool_processes} processes, and each has a memory of its "
-                f"own",
-                "Use Redis, or set LOCK_DATABASE, or run the worker with --pool=threads or "
-                "--concurrency=1.",
+            raise ConfigurationError(
+                f"{self.where} can't hold locks: this worker pool has {_pool_processes} processes, "
+                f"and each has a memory of its own. Use Redis, or set LOCK_DATABASE, or run the "
+                f"worker with --pool=threads or --concurrency=1."
             )
         memory = self._memory()
         with memory.mutex:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from redis.exceptions import NoScriptError
 
-from ...exceptions import CelerySafeError, LockBackendError, Unusable
+from ...exceptions import CelerySafeError, ConfigurationError, LockBackendError
 from ...foreign_errors import describe_error
 from ...leases.holder import (
     GARBLED,
@@ -331,7 +331,9 @@ class RedisStore(Store):
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         text = describe_error(error)
         if OF_CLUSTER.search(text):
-            return Unusable(self.where, f"{NO_CLIENT} ({text})", USE_CLIENT)
+            return ConfigurationError(
+                f"{self.where} can't hold locks: {NO_CLIENT} ({text}). {USE_CLIENT}"
+            )
         return super().explain(action, error)
 
     def close(self) -> None:
