@@ -140,7 +140,7 @@ MESSAGE_DEAD = Event(
 MESSAGE_DONE = Event("message_done", DEBUG, "Task %(task)s[%(task_id)s] is done.")
 
 #: A [carried task](../how-to/carry-a-task-until-it-is-done.md) ended in an error, after retries.
-#: The outbox keeps it for `OUTBOX_FAILED_RETENTION`, unless it is retried or discarded before.
+#: The outbox keeps it for 30 days (`RETENTION`), unless it is retried or discarded before.
 MESSAGE_FAILED = Event(
     "message_failed",
     WARNING,

@@ -46,5 +46,5 @@ def sweep_stages() -> int:
 
 @shared_task(base=Task, ignore_result=True)
 def prune_stages() -> int:
-    """Delete the runs of stages that ended ``STAGES_RETENTION`` ago; return how many."""
+    """Delete the runs of stages whose retention has passed; return how many."""
     return repairs.get_prunable(step_table()).prune()

@@ -418,11 +418,11 @@ def test_prune(shop: str, settings: Settings) -> None:
     assert run("prune", "--dry-run") == "2 record(s) would be deleted.\n"
     assert len(keys()) == 5
     assert run("prune") == "2 record(s) were deleted.\n"
-    settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": 50}
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"records": 50}}
     assert run("prune") == "1 record(s) were deleted.\n"
     assert keys() == {"kept", "runs"}
-    settings.DJANGO_CELERY_SAFE = {"IDEMPOTENCY_RETENTION": "a week"}
-    assert "IDEMPOTENCY_RETENTION='a week'" in refused("prune")[1]
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"records": "a week"}}
+    assert "RETENTION['records']='a week'" in refused("prune")[1]
     assert run("prune", "--older-than", "200") == "0 record(s) were deleted.\n"
     assert run("prune", "--older-than", "50") == "1 record(s) were deleted.\n"
     assert keys() == {"runs"}

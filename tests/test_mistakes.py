@@ -86,8 +86,16 @@ def test_the_first_send_without_an_app_is_logged(
 def test_a_wrong_value_of_a_task_option(app: Celery) -> None:
     """An option of a task with a value of the wrong kind is an error when the task is made."""
     for option, value, words in (
-        ("send_on_commit", "yes", "send_on_commit of shop.tasks.reindex='yes' is neither True"),
-        ("outbox", "until-done", "means nothing. .* Did you mean 'until_done'?"),
+        (
+            "send_on_commit",
+            "yes",
+            "send_on_commit of shop.tasks.reindex='yes' .*: give True or False",
+        ),
+        (
+            "outbox",
+            "until-done",
+            "is not a valid use of the outbox: give True.* Did you mean 'until_done'?",
+        ),
         ("max_deaths", "3", "whole number of at least 1, or None for no limit. Did you mean 3?"),
     ):
         with pytest.raises(ConfigurationError, match=words):
@@ -180,7 +188,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "idempotent without a lease": (
         lambda: idempotent("x", timeout=None),  # type: ignore[call-overload]
         ConfigurationError,
-        "timeout=None would be a lease without end.* Give seconds: the lease is renewed",
+        "timeout=None is not a valid lease: give seconds",
     ),
     "idempotent without a key": (_with_no_key, ConfigurationError, "got no key: it needs a string"),
     "do_once with a row": (
@@ -239,6 +247,13 @@ def test_the_settings_by_another_name(settings: Settings) -> None:
         assert message.msg == f"The setting {name} has settings of this app; it does nothing."
         assert message.hint == "Did you mean DJANGO_CELERY_SAFE?"
         delattr(settings, name)
+
+
+def test_a_misspelt_retention(settings: Settings) -> None:
+    """E001 names the key that was meant."""
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"record": 60}}
+    assert "has no key 'record'. " in found()["E001"].msg
+    assert "Did you mean 'records'?" in found()["E001"].msg
 
 
 @pytest.mark.parametrize(("setting", "known"), [("LOCK_CACHE", "locks"), ("LOCK_DATABASE", "data")])

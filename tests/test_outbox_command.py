@@ -392,8 +392,8 @@ def test_a_choice_has_to_be_made(alias: str, action: str) -> None:
 
 
 def test_prune_goes_by_age(alias: str, other: str, settings: Settings) -> None:
-    """prune deletes what was sent before OUTBOX_RETENTION, or --older-than, and nothing else."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": 3600}
+    """prune deletes what was sent before the retention, or --older-than, and nothing else."""
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": 3600}}
     left = {leave_sent(alias, 60).pk, leave(alias).pk}
     leave_sent(alias, 4000)
     leave_sent(other, 9999)
@@ -447,9 +447,9 @@ def test_what_is_not_there_or_not_valid(alias: str, settings: Settings) -> None:
     known = "DATABASES has no 'nope'; it has default, shop."
     assert refused("list", "--database", "nope")[1] == known
     assert refused("--database", "nope", "list")[1] == known
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": "a week"}
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": "a week"}}
     for arguments in (["prune"], ["relay", "--once"]):
-        assert "OUTBOX_RETENTION='a week'" in refused(*arguments)[1]
+        assert "RETENTION['sent']='a week'" in refused(*arguments)[1]
 
 
 # relay --once
@@ -475,8 +475,8 @@ def test_relay_once_sends_what_is_due(
 def test_relay_once_sends_more_than_a_batch(
     alias: str, queue: Callable[[], list[str]], settings: Settings
 ) -> None:
-    """relay --once goes on until nothing is due; what it sent stays with OUTBOX_RETENTION."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": 3600}
+    """relay --once goes on until nothing is due; what it sent stays with a retention."""
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": 3600}}
     copy(leave(alias), BATCH)
     assert run("relay", "--once").endswith(f"Sent {BATCH + 1} message(s).\n")
     assert len(queue()) == BATCH + 1

@@ -293,14 +293,14 @@ def test_sweep_prints_each_repair(shop: str, queue: Queue) -> None:
 
 
 def test_prune(shop: str, settings: Settings) -> None:
-    """Runs that ended a STAGES_RETENTION ago go; --dry-run only counts, --older-than chooses."""
+    """Runs that ended a retention ago go; --dry-run only counts, --older-than chooses."""
     for days in (1, 8):
         ended(timedelta(days=days), alias=shop)
     begin(1)
     assert run("prune", "--dry-run") == "1 run(s) would be deleted.\n"
     assert run("prune") == "1 run(s) were deleted.\n"
-    settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": "a week"}
-    assert "STAGES_RETENTION='a week'" in refused("prune")[1]
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"runs": "a week"}}
+    assert "RETENTION['runs']='a week'" in refused("prune")[1]
     assert run("prune", "--older-than", "12h") == "1 run(s) were deleted.\n"
     assert [row["status"] for row in listed()] == ["waiting"]
 

@@ -53,7 +53,7 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
     )
     empty_text = _(
         "No message is here. Messages that wait, failed or are carried until done will be here. A "
-        "message that a broker has is deleted, unless OUTBOX_RETENTION keeps it."
+        "message that a broker has is deleted, unless RETENTION keeps it."
     )
     search_help_text = _("The beginning of a task's name, or a whole task ID.")
     list_display = (

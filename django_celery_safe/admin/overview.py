@@ -219,6 +219,6 @@ def _about_chart(chart: figures.Chart, *, with_messages: bool) -> str:
         )
         parts.append(text % {"number": number_text(MOST), "hours": chart.counted})
     if with_messages and not conf.keeps_sent():
-        text = _("Carried tasks that end well leave no row to count: OUTBOX_RETENTION is 0.")
+        text = _("Carried tasks that end well leave no row to count: RETENTION is 0.")
         parts.append(text)
     return " ".join(parts)

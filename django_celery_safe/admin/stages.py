@@ -58,8 +58,7 @@ class StageRunAdmin(StagesAdmin):
         "waits until you resume it, and is deleted later."
     )
     empty_text = _(
-        "No run is here. Each stages.start() makes one, and it is deleted STAGES_RETENTION after "
-        "its end."
+        "No run is here. Each stages.start() makes one, and it is deleted RETENTION after its end."
     )
     search_help_text = _("A part of a name or key.")
     list_display = (

@@ -18,7 +18,7 @@ from .. import conf
 from ..delivery.header import HEADER
 from ..exceptions import ConfigurationError
 from ..sending.commit import must_wait
-from ..sending.outbox import UNTIL_DONE, Outbox, checked_outbox
+from ..sending.outbox import UNTIL_DONE, Outbox
 from ..sending.serialization import is_storable
 from .functions import add_function, find_task
 from .results import FIELD, AnyResult, AnyTask, describe, make_result, read_row, set_on
@@ -46,7 +46,7 @@ class SafeCeleryBackend(BaseTaskBackend):
             raise ConfigurationError(f"{where} has {unknown}, but takes only {sorted(OPTIONS)}.")
         options = {**OPTIONS, **self.options}
         #: How messages go through the outbox, as for a ``SafeTask``.
-        self.outbox: Outbox = checked_outbox(options["outbox"], f'{where}["outbox"]')
+        self.outbox: Outbox = conf.outbox(options["outbox"], f'{where}["outbox"]')
         #: The alias of the database that has the outbox and whose commit is waited for.
         self.using: str = options["using"]
 
@@ -107,14 +107,14 @@ class SafeCeleryBackend(BaseTaskBackend):
 
         Raises:
             TaskResultDoesNotExist: No row has this id: the task was never committed, or its row
-                was older than ``OUTBOX_RETENTION``.
+                was older than ``RETENTION["sent"]``.
             NotImplementedError: The settings don't keep rows.
         """
         if not self.supports_get_result:
             raise NotImplementedError(
                 f'The backend {self.alias!r} has no results. It needs "outbox": "until_done" in '
                 f"its OPTIONS, which is the default, and DJANGO_CELERY_SAFE with an "
-                f"OUTBOX_RETENTION, such as timedelta(days=1), after which results are deleted."
+                f'RETENTION, such as {{"sent": timedelta(days=1)}}, after which results go.'
             )
         from ..models.outbox import OutboxMessage  # needs the app registry
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
-from functools import partial
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
 
 from django.core.checks import CheckMessage
 
@@ -13,28 +10,7 @@ from .. import conf
 from ..exceptions import ConfigurationError
 from ..inspection import lock_store
 from ..inspection.findings import fault
-from ..sending.outbox import checked_outbox
 from .project import Project
-
-#: Settings that are durations, each with the function that reads and validates it.
-DURATIONS: Final[dict[str, Callable[[], object]]] = {
-    "LOCK_TIMEOUT": conf.lock_timeout,
-    "SENT_TIMEOUT": conf.sent_timeout,
-    "OUTBOX_SEND_TIMEOUT": conf.send_timeout,
-    "OUTBOX_RETENTION": partial(conf.retention, "OUTBOX_RETENTION"),
-    "OUTBOX_FAILED_RETENTION": partial(conf.retention, "OUTBOX_FAILED_RETENTION"),
-    "OUTBOX_RESEND_AFTER": conf.resend_after,
-    "STAGES_RETENTION": partial(conf.retention, "STAGES_RETENTION"),
-    "IDEMPOTENCY_RETENTION": conf.idempotency_retention,
-}
-#: Other settings, each with the function that validates a value.
-OTHERS: Final[dict[str, Callable[[Any, str], object]]] = {
-    "OUTBOX": checked_outbox,
-    "MAX_DEATHS": conf.max_deaths,
-    "SEND_ON_COMMIT": conf.switch,
-    "WARN_IN_ATOMIC": conf.switch,
-    "SHOW_ARGUMENTS": conf.switch,
-}
 
 
 def check_settings(project: Project) -> Iterator[CheckMessage]:
@@ -51,19 +27,11 @@ def check_settings(project: Project) -> Iterator[CheckMessage]:
         text = f"{conf.NAME} has no setting {name!r}; it does nothing."
         known = f"It knows: {', '.join(conf.DEFAULTS)}."
         yield fault("E001", text, conf.did_you_mean(name, conf.DEFAULTS).lstrip() or known)
-    others = {name: partial(check, conf.get(name), name) for name, check in OTHERS.items()}
-    for name, read in (DURATIONS | others).items():
+    for name, default in conf.DEFAULTS.items():
         try:
-            read()
+            conf.get(name)
         except ConfigurationError as error:
-            yield fault("E001", str(error), f"The default is {_default_of(name)}.")
-
-
-def _default_of(name: str) -> str:
-    default = conf.DEFAULTS[name]
-    if isinstance(default, timedelta):
-        return f"{default.days} days"
-    return f"{default} seconds" if name in DURATIONS else str(default)
+            yield fault("E001", str(error), f"The default is {default!r}.")
 
 
 def check_lock_place(project: Project) -> Iterable[CheckMessage]:

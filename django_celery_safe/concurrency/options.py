@@ -122,7 +122,7 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
         limit=limit,
         on_conflict=on_conflict,
         timeout=_seconds_or_unset(given.get("timeout", conf.UNSET), "timeout"),
-        retry_delay=conf.lease_seconds(delay, "retry_delay"),
+        retry_delay=conf.LEASE.seconds(delay, "retry_delay"),
         blocking_timeout=patience,
         renew=conf.switch(given.get("renew", True), "renew"),
         cache=_checked_cache(given.get("cache", conf.UNSET)),
@@ -312,7 +312,7 @@ def _checked_unique(
                 f"sent_timeout={sent_timeout!r} has no meaning with unique_until={unique_until!r}, "
                 f"a period that lasts whatever becomes of the message. Leave it out."
             )
-        return conf.lease_seconds(unique_until, "unique_until")
+        return conf.LEASE.seconds(unique_until, "unique_until")
     for name, value in (("sent_timeout", sent_timeout), ("on_duplicate", on_duplicate)):
         if not isinstance(value, conf.Unset):
             raise ConfigurationError(
@@ -341,7 +341,7 @@ def _checked_cache(cache: Any) -> str | conf.Unset:
 
 
 def _seconds_or_unset(value: Any, what: str) -> float | conf.Unset:
-    return conf.UNSET if isinstance(value, conf.Unset) else conf.lease_seconds(value, what)
+    return conf.UNSET if isinstance(value, conf.Unset) else conf.LEASE.seconds(value, what)
 
 
 def _checked_patience(blocking_timeout: Any, on_conflict: str) -> float:
@@ -353,7 +353,7 @@ def _checked_patience(blocking_timeout: Any, on_conflict: str) -> float:
             f"blocking_timeout={blocking_timeout!r} has no meaning with on_conflict="
             f'{on_conflict!r}, which never waits. Leave it out, or set on_conflict="wait".'
         )
-    seconds = None if unset else conf.wait_seconds(blocking_timeout, "blocking_timeout")
+    seconds = None if unset else conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
     if not seconds or math.isinf(seconds):
         given = "no blocking_timeout" if unset else f"blocking_timeout={blocking_timeout!r}"
         raise ConfigurationError(

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 def _is_lease(value: object) -> bool:
     try:
-        conf.lease_seconds(value, "sent_timeout")
+        conf.LEASE.seconds(value, "sent_timeout")
     except ConfigurationError:
         return False
     return True
@@ -299,7 +299,7 @@ def find_lock_of(task: str | None, header: Header) -> SentLock | None:
     period = header.get("period")
     timeout = header.get("sent_timeout") if period is None else period
     if timeout is None:
-        timeout = conf.sent_timeout()
+        timeout = float(conf.get("SENT_TIMEOUT"))
     cache = header.get("cache", conf.UNSET)
     name = f"sent:{header.get('lock', task)}:{header['key']}"
     return SentLock(name, header["sent"], timeout, cache, period is not None)

@@ -21,9 +21,8 @@ SIGNALLED: Final = range(-255, -191)
 def most_deaths(task: Any) -> int | None:
     """Return how many processes may die in a task before it is not run again; None: any number."""
     given: int | conf.Unset | None = getattr(task, "max_deaths", conf.UNSET)
-    if isinstance(given, conf.Unset):
-        return conf.max_deaths(conf.get("MAX_DEATHS"), "MAX_DEATHS")
-    return given
+    most: int | None = conf.get("MAX_DEATHS") if isinstance(given, conf.Unset) else given
+    return most
 
 
 def ends_process(error: BaseException) -> bool:

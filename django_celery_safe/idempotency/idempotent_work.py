@@ -59,14 +59,9 @@ class Idempotent:
     ) -> None:
         self._key = checked_key(key)
         self._timeout: float | conf.Unset = conf.UNSET
-        if timeout is None:
-            raise ConfigurationError(
-                "timeout=None would be a lease without end, so that work whose process died would "
-                "never be done. Give seconds: the lease is renewed for as long as the work takes."
-            )
         if not isinstance(timeout, conf.Unset):
-            self._timeout = conf.lease_seconds(timeout, "timeout")
-        self._ttl = ttl if isinstance(ttl, conf.Unset) else conf.ttl(ttl, "ttl")
+            self._timeout = conf.LEASE.seconds(timeout, "timeout")
+        self._ttl = ttl if isinstance(ttl, conf.Unset) else conf.TTL.delta(ttl, "ttl")
         #: Alias of the records' database; None: the database that the router writes to.
         self.using = using
         self._claim: RecordClaim | None = None
@@ -181,7 +176,7 @@ class Idempotent:
         if isinstance(seconds, conf.Unset):
             seconds = conf.lock_timeout()
         if isinstance(keep, conf.Unset):
-            keep = conf.idempotency_retention()
+            keep = conf.retention("records")
         return RecordClaim(key, record_table(self.using), seconds, keep, digest)
 
 
@@ -265,7 +260,7 @@ def idempotent(
             arguments raises IdempotencyConflict.
         timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT``.
         ttl: How long the work counts as done, seconds or timedelta; None: for ever; unset:
-            ``IDEMPOTENCY_RETENTION``. After that, a repeat does the work again, so choose a
+            ``RETENTION["records"]``. After that, a repeat does the work again, so choose a
             time longer than any repeat can be delayed.
         using: Database alias of the records; None: the database that the router writes to.
 

@@ -125,11 +125,11 @@ def get_prunable(
     Args:
         older_than: Return records that ended, or whose holder died, longer ago than this, even
             if their ``ttl`` has not expired. None: return expired records, and records whose
-            holder died longer than ``IDEMPOTENCY_RETENTION`` ago.
+            holder died longer ago than the retention of records.
     """
     if older_than is not None:
         return records.older(older_than)
-    return records.expired(conf.idempotency_retention())
+    return records.expired(conf.retention("records"))
 
 
 def connect() -> None:
@@ -138,7 +138,7 @@ def connect() -> None:
 
 
 def _prunable_by_index(alias: str) -> list[IdempotencyRecords]:
-    return RecordTable(alias).all().prunable(conf.idempotency_retention())
+    return RecordTable(alias).all().prunable(conf.retention("records"))
 
 
 @lru_cache

@@ -60,7 +60,7 @@ def cache_lock(
     Source:
         The Celery task cookbook, "Ensuring a task is only executed one at a time".
     """
-    lease = timeout if timeout is conf.UNSET else conf.lease_seconds(timeout, "timeout")
-    longest = conf.wait_seconds(blocking_timeout, "blocking_timeout")
+    lease = timeout if timeout is conf.UNSET else conf.LEASE.seconds(timeout, "timeout")
+    longest = conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
     renews, most = conf.switch(renew, "renew"), conf.lock_limit(limit)
     return CacheLock(name, LockOptions(lease, longest, renews, cache, most))

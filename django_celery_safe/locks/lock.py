@@ -111,7 +111,7 @@ class CacheLock(misuse.NotAsync):
         """
         longest = self._options.blocking_timeout
         if not isinstance(blocking_timeout, conf.Unset):
-            longest = conf.wait_seconds(blocking_timeout, "blocking_timeout")
+            longest = conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
         if find_event_loop() is not None:
             misuse.refuse_event_loop(self.name, "acquire")
         pid, thread = os.getpid(), here.thread
@@ -183,7 +183,7 @@ class CacheLock(misuse.NotAsync):
             LockBackendError: The store did not answer; the lease may have the old or the
                 new length.
         """
-        seconds = conf.lease_seconds(timeout, "timeout")
+        seconds = conf.LEASE.seconds(timeout, "timeout")
         lease = self._our_lease()
         misuse.refuse_event_loop(self.name, "extend")
         lease.store.check_lease(seconds)

@@ -84,7 +84,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         return self.filter(sent_at__isnull=False, ended_at__isnull=True, token="")
 
     def done(self) -> OutboxMessages:
-        """Messages whose task succeeded; they stay for ``OUTBOX_RETENTION``."""
+        """Messages whose task succeeded; they stay for ``RETENTION["sent"]``."""
         return self.filter(DONE)
 
     def failed(self) -> OutboxMessages:

@@ -78,7 +78,7 @@ class Departure:
     @cached_property
     def timeout(self) -> float:
         """``OUTBOX_SEND_TIMEOUT``, s, as it was when a send first used the outbox."""
-        return conf.send_timeout()
+        return float(conf.get("OUTBOX_SEND_TIMEOUT"))
 
     @cached_property
     def rows(self) -> WrittenRows:

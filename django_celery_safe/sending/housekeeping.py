@@ -142,9 +142,9 @@ def connect() -> None:
 def get_prunable(alias: str) -> list[OutboxMessages]:
     """Return querysets of the messages whose retention has expired."""
     rows, found = _messages(alias), []
-    if (age := conf.retention("OUTBOX_RETENTION")) is not None:
+    if (age := conf.retention("sent")) is not None:
         found += [rows.sent_before(age), rows.done_before(age)]
-    if (age := conf.retention("OUTBOX_FAILED_RETENTION")) is not None:
+    if (age := conf.retention("failed")) is not None:
         found += [rows.failed_before(age)]
     return found
 

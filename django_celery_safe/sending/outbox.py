@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from celery import Celery
 from celery.canvas import Signature
@@ -91,7 +91,7 @@ def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> Out
     """
     from ..models.outbox import OutboxMessage  # needs the app registry
 
-    alias, until_done = departure.using, checked_outbox(outbox) == UNTIL_DONE
+    alias, until_done = departure.using, conf.outbox(outbox) == UNTIL_DONE
     seconds = departure.rows.sender_time
     messages, calls = captured.messages, captured.chord_calls
     chord = uuid.uuid4().hex if calls else ""
@@ -266,12 +266,12 @@ def outbox_aliases() -> list[str]:
 def wants_outbox(app: Celery, signature: Signature[Any]) -> Outbox:
     """Return whether a canvas goes through the outbox by default: as its parts request."""
     if (wanted := signature.options.get("outbox")) is not None:
-        return checked_outbox(wanted)
+        return conf.outbox(wanted)
     asked: list[Outbox] = []
     for part in _parts(signature):
         wanted = part.options.get("outbox")
         task = app.tasks.get(part.task)
-        asked.append(task_wants_outbox(task) if wanted is None else checked_outbox(wanted))
+        asked.append(task_wants_outbox(task) if wanted is None else conf.outbox(wanted))
     return UNTIL_DONE if UNTIL_DONE in asked else any(asked)
 
 
@@ -281,22 +281,6 @@ def task_wants_outbox(task: Any) -> Outbox:
     if wanted is None:
         wanted = conf.get("OUTBOX")
     return UNTIL_DONE if wanted == UNTIL_DONE else bool(wanted)
-
-
-def checked_outbox(wanted: Any, what: str = "outbox") -> Outbox:
-    """
-    Return a value of ``outbox`` if it is valid.
-
-    Raises:
-        ConfigurationError: The value is neither True nor False nor "until_done".
-    """
-    if wanted is True or wanted is False or wanted == UNTIL_DONE:
-        return cast("Outbox", wanted)
-    raise ConfigurationError(
-        f"{what}={wanted!r} means nothing. Give True (until a broker has the message), "
-        f'"until_done" (until its task has ended), or False.'
-        f"{conf.did_you_mean(wanted, [UNTIL_DONE])}"
-    )
 
 
 def _parts(signature: Signature[Any]) -> Iterator[Any]:

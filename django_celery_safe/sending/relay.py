@@ -122,7 +122,7 @@ class Relay:
 
     Raises:
         ConfigurationError: The database has autocommit off, so nothing would be committed; or
-            ``OUTBOX_RETENTION`` is not valid.
+            ``RETENTION`` is not valid.
         ConfigurationError: The database is neither PostgreSQL, MariaDB, MySQL nor SQLite.
     """
 

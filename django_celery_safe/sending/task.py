@@ -41,7 +41,7 @@ from .deduplicate import publish_once
 from .eager import is_put_off, is_waiting, put_off, run_sent
 from .first_send import SEEN, look_at_first_send
 from .option_names import CALL_OPTIONS, refuse_misspelt
-from .outbox import UNTIL_DONE, Outbox, checked_outbox, task_wants_outbox
+from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
 
@@ -133,7 +133,7 @@ class SafeTaskMixin(Task[P, R]):
         """Check the attributes, and wrap ``run`` so that calls may pass ``single_instance``."""
         task = super().__new__(cls)
         if task.outbox is not None:
-            checked_outbox(task.outbox, f"outbox of {task.name}")
+            conf.outbox(task.outbox, f"outbox of {task.name}")
         if task.send_on_commit is not None:
             conf.switch(task.send_on_commit, f"send_on_commit of {task.name}")
         if task.max_deaths is not conf.UNSET:
@@ -182,10 +182,9 @@ class SafeTaskMixin(Task[P, R]):
         # A captured message waits for its commit; a message that is re-sent must not wait.
         if resent is not None or waits:
             return self._send(args, kwargs, options, resent, waits=waits)
-        settings = conf.current()
-        if self._waits_for_commit(ours, settings):
+        if self._waits_for_commit(ours):
             return self._send_on_commit(args, kwargs, options, ours)
-        if settings["WARN_IN_ATOMIC"] and ours.get("send_on_commit") is not False:
+        if conf.get("WARN_IN_ATOMIC") and ours.get("send_on_commit") is not False:
             warn_if_in_atomic(self.name)
         return self._send(args, kwargs, options, None, waits=False)
 
@@ -230,8 +229,8 @@ class SafeTaskMixin(Task[P, R]):
         if options.get("task_id") is not None:
             options["task_id"] = str(options["task_id"])  # some callers pass a UUID
 
-    def _waits_for_commit(self, ours: dict[str, Any], settings: dict[str, Any]) -> bool:
-        outbox = settings["OUTBOX"] if self.outbox is None else self.outbox
+    def _waits_for_commit(self, ours: dict[str, Any]) -> bool:
+        outbox = conf.get("OUTBOX") if self.outbox is None else self.outbox
         carried = outbox == UNTIL_DONE and ours.get("outbox") is None
         asked = ours.get("send_on_commit")
         if asked is not None:
@@ -248,7 +247,7 @@ class SafeTaskMixin(Task[P, R]):
         if carried or any(map(ours.get, _OURS)):
             return True
         wanted = self.send_on_commit
-        return bool(settings["SEND_ON_COMMIT"] if wanted is None else wanted)
+        return bool(conf.get("SEND_ON_COMMIT") if wanted is None else wanted)
 
     def _send_on_commit(
         self, args: Any, kwargs: Any, options: dict[str, Any], ours: dict[str, Any]

@@ -91,7 +91,7 @@ def _queue(value: Any, app: Celery) -> str:
 
 def _countdown(value: Any, app: Celery) -> float:
     try:
-        seconds = conf.wait_seconds(value, "countdown")
+        seconds = conf.WAIT.seconds_or_none(value, "countdown")
     except ConfigurationError:
         seconds = None
     # Celery and databases can't store later moments.

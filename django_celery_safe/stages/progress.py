@@ -98,7 +98,7 @@ def wait(run: StageRun, timeout: conf.Duration | None, idle: bool) -> StageRun:
             f"{run} is waited for inside atomic() on {alias!r}: what was started in it begins when "
             f"it commits, and so would never end. Wait after the block."
         )
-    seconds = conf.wait_seconds(timeout, "timeout")
+    seconds = conf.WAIT.seconds_or_none(timeout, "timeout")
     give_up_at = None if seconds is None else time.monotonic() + seconds
     while True:
         run.refresh_from_db()

@@ -101,9 +101,9 @@ def get_prunable(store: StepTable, older_than: timedelta | None = None) -> Stage
     Return the runs that can be deleted.
 
     Args:
-        older_than: The minimum time since their end; None: ``STAGES_RETENTION``.
+        older_than: The minimum time since their end; None: the retention of runs.
     """
-    age = conf.retention("STAGES_RETENTION") if older_than is None else older_than
+    age = conf.retention("runs") if older_than is None else older_than
     return store.runs().none() if age is None else store.runs().older(age)
 
 

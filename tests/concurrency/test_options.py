@@ -40,7 +40,7 @@ HERE = r"tests\.concurrency\.test_options\.import_feed"
         ({"on_conflict": "wait", "blocking_timeout": -1}, r"-1 is not a valid time to wait"),
         ({"on_conflict": "wait", "blocking_timeout": float("inf")}, r"blocking_timeout=inf"),
         ({"blocking_timeout": 5}, r"blocking_timeout=5 has no meaning with on_conflict='skip'"),
-        ({"timeout": None}, r"timeout=None would be a lock that never expires"),
+        ({"timeout": None}, r"timeout=None is not a valid lease"),
         ({"timeout": timedelta(seconds=-1)}, r"is not a valid lease"),
         ({"key": None}, r"key=None can't say which calls are the same"),
         *(({"lock": lock}, f"lock={lock!r} can't stand before") for lock in ("", 7, "sent:x")),

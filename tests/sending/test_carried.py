@@ -133,11 +133,11 @@ def test_a_message_that_meets_a_live_run_is_forgotten(carried: Carried) -> None:
 def test_messages_of_what_is_done_or_discarded_do_nothing(
     carried: Carried, settings: "Settings"
 ) -> None:
-    """With OUTBOX_RETENTION a done row is listed, can't be retried, and is pruned."""
+    """With a retention a done row is listed, can't be retried, and is pruned."""
     other = carried.send(2)
     assert carried.rows.discard() == 1
     assert carried.mailbox.deliver(other).state == "IGNORED"
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": 60}
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": 60}}
     message = carried.send(1)
     assert [carried.mailbox.deliver(message).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
     assert carried.calls == [1]
@@ -226,7 +226,7 @@ def test_a_run_that_lost_its_claim_leaves_the_row_alone(
     carried: Carried, settings: "Settings", retention: int
 ) -> None:
     """Another run has it, and has not ended; without its row it would be lost with its process."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": retention}
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": retention}}
     carried.body = lambda task: carried.rows.update(token="another")
     state, error = carried.mailbox.deliver(carried.send())
     assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
@@ -746,7 +746,7 @@ def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: "Sett
     settings.DJANGO_CELERY_SAFE = {"OUTBOX": "until_done"}
     carried.send(1, task=task)
     assert carried.row.attempt
-    with pytest.raises(ConfigurationError, match="'forever' means nothing"):
+    with pytest.raises(ConfigurationError, match="'forever' is not a valid use of the outbox"):
         carried.send(1, task=task, outbox="forever")
     with pytest.raises(ConfigurationError, match="max_deaths of tests"):
         carried.make_task("tests.wrong", max_deaths=0).name  # noqa: B018 - made at its use

@@ -507,8 +507,8 @@ def test_what_belongs_to_the_apps_own_broker_is_fine(
 
 
 def test_retention_keeps_rows_as_sent(alias: str, sent: Sent, settings: "Settings") -> None:
-    """With OUTBOX_RETENTION a row says when it was sent, and nobody sends it again."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": None, "OUTBOX_SEND_TIMEOUT": 30}
+    """With a retention a row says when it was sent, and nobody sends it again."""
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": None}, "OUTBOX_SEND_TIMEOUT": 30}
     with transaction.atomic(using=alias):
         both = send_on_commit(group(add.s(1), add.s(2)), using=alias, outbox=True)
         results = [keep(1, alias), *both]

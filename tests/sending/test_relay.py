@@ -160,8 +160,8 @@ def test_it_sends_what_is_due_and_deletes_it(alias: str, sent: Sent) -> None:
 
 
 def test_sent_rows_are_kept_and_pruned(alias: str, sent: Sent, settings: "Settings") -> None:
-    """With OUTBOX_RETENTION they stay that long, and no relay sends them again."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": 60}
+    """With a retention they stay that long, and no relay sends them again."""
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": 60}}
     leave(alias, 3)
     assert drain(alias) == 3
     assert table(alias).sent().count() == 3

@@ -401,7 +401,7 @@ def ids(alias: str) -> set[int]:
 
 @pytest.mark.sql
 def test_what_is_pruned(shop: str, queue: Queue, settings: Settings) -> None:
-    """Runs that ended, well or not, go a STAGES_RETENTION later, seven days if not said."""
+    """Runs that ended, well or not, go when their retention is over, seven days if not said."""
     old = [ended(timedelta(days=8), status, alias=shop) for status in sorted(Status.STOPPED)]
     young = ended(timedelta(days=6), alias=shop)
     goes_on = begin(1)
@@ -411,9 +411,9 @@ def test_what_is_pruned(shop: str, queue: Queue, settings: Settings) -> None:
     assert prune_stages() == 3
     assert prune_stages() == 0
     assert ids(shop) == {young.pk, goes_on.pk}
-    settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": timedelta(days=5)}
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"runs": timedelta(days=5)}}
     assert prune_stages() == 1
-    settings.DJANGO_CELERY_SAFE = {"STAGES_RETENTION": 0}
+    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"runs": 0}}
     assert prune_stages() == 0
     assert ids(shop) == {goes_on.pk}
 

@@ -18,7 +18,7 @@ from tests.tasks_backend.scenes import ByHand, Scene, relaying, tasks_setting
 from tests.worker.brokers import app_on_broker
 
 #: The settings of the scenes: results are kept, and leases are short.
-SETTINGS: dict[str, Any] = {"OUTBOX_RETENTION": 3600, "LOCK_TIMEOUT": 2}
+SETTINGS: dict[str, Any] = {"RETENTION": {"sent": 3600}, "LOCK_TIMEOUT": 2}
 
 
 class _NotRun(pytest.Module):

@@ -121,7 +121,7 @@ def test_without_retention_there_are_no_results(by_hand: ByHand) -> None:
     with override_settings(DJANGO_CELERY_SAFE={}):
         assert not task_backends["default"].supports_get_result
         result = work.add.enqueue(1)
-        with pytest.raises(NotImplementedError, match="OUTBOX_RETENTION"):
+        with pytest.raises(NotImplementedError, match="RETENTION"):
             result.refresh()
         by_hand.deliver()
     assert not by_hand.rows.exists()

@@ -89,11 +89,10 @@ def locate(cache: str | conf.Unset = conf.UNSET) -> Location:
     """Return where locks live: in ``cache``; unset: in the place that the settings name."""
     if not isinstance(cache, conf.Unset):
         return Location("cache", cache)
-    settings = conf.current()
-    database = settings["LOCK_DATABASE"]
+    database = conf.get("LOCK_DATABASE")
     if database is not None:
         return Location("database", database)
-    return Location("cache", settings["LOCK_CACHE"])
+    return Location("cache", conf.get("LOCK_CACHE"))
 
 
 def get_store(cache: str | conf.Unset = conf.UNSET) -> Store:

@@ -101,9 +101,7 @@ class Command(TableCommand):
         self._add_choice(discarding)
         add_no_input(discarding)
         pruning = self.add_action(actions, "prune", "delete messages that were sent long ago")
-        self.add_pruning(
-            pruning, "how long ago, such as 90s, 12h or 7d (default: OUTBOX_RETENTION)"
-        )
+        self.add_pruning(pruning, "how long ago, such as 90s, 12h or 7d (default: RETENTION)")
 
     def _add_choice(self, parser: ArgumentParser) -> None:
         parser.add_argument("ids", nargs="*", type=count, metavar="ID", help="as the list shows it")
@@ -274,7 +272,7 @@ class Command(TableCommand):
     def _prune(self, aliases: list[str], options: dict[str, Any]) -> None:
         long_ago: timedelta | None = options["older_than"]
         if long_ago is None:
-            long_ago = conf.retention("OUTBOX_RETENTION")
+            long_ago = conf.retention("sent")
         messages = (OutboxMessage.objects.using(alias) for alias in aliases)
         chosen = (rows.none() if long_ago is None else rows.older(long_ago) for rows in messages)
         self.prune_rows("sent message", chosen, prune_all, options)

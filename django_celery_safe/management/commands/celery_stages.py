@@ -77,9 +77,7 @@ class Command(TableCommand):
             f"({duration(UNSTARTED_AFTER.total_seconds())})",
         )
         pruning = self.add_action(actions, "prune", "delete runs that ended long ago")
-        self.add_pruning(
-            pruning, "how long ago, such as 90s, 12h or 7d (default: STAGES_RETENTION)"
-        )
+        self.add_pruning(pruning, "how long ago, such as 90s, 12h or 7d (default: RETENTION)")
 
     def _add_choice(self, parser: ArgumentParser) -> None:
         parser.add_argument(
