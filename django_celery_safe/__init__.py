@@ -12,7 +12,6 @@ from .concurrency import single_instance
 from .exceptions import (
     AlreadyClaimed,
     AlreadyRunning,
-    AlreadySent,
     AlreadyStarted,
     CelerySafeError,
     ClaimLost,
@@ -35,7 +34,6 @@ from .sending import SafeTask, SafeTaskMixin, send_on_commit
 __all__ = [
     "AlreadyClaimed",
     "AlreadyRunning",
-    "AlreadySent",
     "AlreadyStarted",
     "CacheLock",
     "CelerySafeError",

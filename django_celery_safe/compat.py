@@ -7,6 +7,7 @@ Each docstring says which version's end of support lets the older code go.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -42,6 +43,11 @@ def is_of_form(action_location: Any) -> bool:
     Django 6.1 does so and passes the location. Before, it is None, which can go with Django 6.0.
     """
     return action_location is not None and action_location.name == "CHANGE_FORM"
+
+
+def is_of_django_tasks(value: object, name: str) -> bool:
+    """Return whether a value is an instance of a class of ``django.tasks``, new in Django 6.0."""
+    return isinstance(value, getattr(sys.modules.get("django.tasks"), name, ()))
 
 
 # Celery. These functions can go with Celery 5.6.

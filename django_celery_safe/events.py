@@ -190,32 +190,6 @@ SENT_IN_ATOMIC = Event(
     "commit, and after a rollback. Use .delay_on_commit(...), or send_on_commit=True.",
 )
 
-#: A `SafeTask` was sent in a process that has not loaded the project's Celery app, so Celery's own
-#: default app sends it, to a broker that no setting names; logged at the process's first send.
-#: `broker` is the address of that broker, and `place` is the place in the code.
-SENT_WITHOUT_APP = Event(
-    "sent_without_app",
-    ERROR,
-    "Task %(task)s is sent by %(place)s to %(broker)s, the broker of Celery's default app, because "
-    "this process has not loaded the project's app: none of your workers will get the task. Import "
-    "the app in the project's __init__.py: from .celery import app as celery_app.",
-)
-
-#: A `SafeTask` was sent with an `eta` or `countdown` beyond the broker's `visibility_timeout`, so
-#: [it will run several times](../explanation/redelivery.md#the-visibility-timeout).
-#: The task is still sent.
-#: `delay` and `visibility_timeout` are in seconds.
-#: `place` is the place in the code, or `Celery itself` if no code of the project sends the task, as
-#: in a retry by `autoretry_for`, the next task of a chain, or an entry of beat.
-SENT_BEYOND_VISIBILITY = Event(
-    "sent_beyond_visibility",
-    WARNING,
-    "Task %(task)s is sent by %(place)s to run in %(delay).0f s, but after a visibility_timeout of "
-    "%(visibility_timeout).0f s the broker delivers it again, to every worker that waits: it runs "
-    "several times. Raise visibility_timeout in broker_transport_options above that, or use "
-    "RabbitMQ with a consumer_timeout above that.",
-)
-
 # Once.
 
 #: `do_once` found that its work was already done, and yielded `None`.

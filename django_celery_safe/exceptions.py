@@ -136,29 +136,6 @@ class LockBackendError(CelerySafeError):
 
 
 @dataclass(eq=False, repr=False)
-class AlreadySent(CelerySafeError):
-    """
-    The same task was sent before and has not started, or not ended, yet; or its period lasts.
-
-    Args:
-        name: The lock's name, ``<task name>:<key>``.
-        task_id: Id of the task that was sent first.
-        remaining: Seconds until the same task can be sent again if the first one was lost, or
-            until its period is over; None if this is not known.
-    """
-
-    name: str
-    task_id: str
-    remaining: float | None = None
-
-    def __str__(self) -> str:
-        text = f"{self.name!r} was sent already, as task {self.task_id}; nothing was sent."
-        if self.remaining is None:
-            return text
-        return f"{text} Its lock ends in {self.remaining:.3g} s, unless a run renews it."
-
-
-@dataclass(eq=False, repr=False)
 class NotSerializable(CelerySafeError, TypeError):
     """
     An argument can't travel in a message.

@@ -1,17 +1,11 @@
-"""Who calls this package: errors that show how it is called, and the line that calls it."""
+"""The line of the project that calls this package."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Final, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from typing import Final
 
 #: Packages that a call passes through; the reported place is outside of them.
 PASSED: Final = (
@@ -26,32 +20,6 @@ PASSED: Final = (
 )
 #: The reported place if no code of the project is found: a chain, a retry, beat.
 CELERY_ITSELF: Final = "Celery itself"
-
-
-def with_usage(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``function`` so that Python's error about a wrong call says how it is called."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            # An error of the call itself has no frame below this one.
-            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                error.add_note(f"It is called as {_usage(function)}.")
-            raise
-
-    return call
-
-
-def _usage(function: Callable[..., object]) -> str:
-    parameters = inspect.signature(function).parameters
-    bare = [
-        parameter.replace(annotation=inspect.Parameter.empty)
-        for name, parameter in parameters.items()
-        if name != "cls"
-    ]
-    return f"{function.__name__}{inspect.Signature(bare)}"
 
 
 def calling_line() -> str:

@@ -230,7 +230,7 @@ def test_a_lock_whose_release_gets_no_answer_is_free(
     """The release is asked for again, and what it finds is no loss of the lock."""
     _, through, way = gateway
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": through}
-    lock = cache_lock("x", timeout=60, renew=False)
+    lock = cache_lock("x", timeout=60)
     assert lock.acquire()
     with hearing(lock_lost) as told, answer_lost(through, way, "DELETE"):
         assert lock.release()

@@ -11,8 +11,7 @@ from .. import conf
 from ..concurrency.guard import find_guarded
 from ..inspection.findings import fault
 from ..sending import SafeTaskMixin
-from ..sending.first_send import is_fallback
-from .project import Project, count, is_carried, is_done_once
+from .project import Project, count, is_carried, is_done_once, is_fallback
 
 #: Options of kombu's Redis transport that limit the wait for a silent server.
 TIMEOUTS: Final = ("socket_timeout", "socket_connect_timeout")

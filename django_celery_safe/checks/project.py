@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
-from celery import current_app
+from celery import _state, current_app
 from django.core.checks import CheckMessage
 from django.utils.module_loading import autodiscover_modules
 
@@ -15,8 +15,6 @@ from ..foreign_errors import describe_error
 from ..idempotency import Idempotent
 from ..inspection.findings import fault
 from ..sending import SafeTaskMixin
-from ..sending.beyond_visibility import redelivers
-from ..sending.first_send import is_fallback
 from ..sending.outbox import UNTIL_DONE, task_wants_outbox
 from ..stages.plan import get_step_layer
 
@@ -24,6 +22,8 @@ from ..stages.plan import get_step_layer
 RELAY_TASK: Final = "django_celery_safe.tasks.relay_outbox"
 #: Name prefixes of the tasks that come with Celery, such as chain, and with this package.
 SHIPPED: Final = ("celery.", "django_celery_safe.")
+#: Transports that redeliver a message if it is not acknowledged within the visibility timeout.
+REDELIVERING: Final = ("redis", "sqs")
 
 
 class Project(NamedTuple):
@@ -52,9 +52,10 @@ class Project(NamedTuple):
     def visibility_timeout(self) -> float | None:
         """Seconds after which the broker redelivers a message; None: there is no such timeout."""
         try:
-            return visibility_timeout(self.app) if redelivers(self.app) else None
-        except (TypeError, ValueError):
-            return None  # the broker's transport reports the wrong value
+            kind = self.app.connection_for_write().transport.driver_type
+            return visibility_timeout(self.app) if kind in REDELIVERING else None
+        except Exception:  # noqa: BLE001 - a broker that can't be used says so itself
+            return None
 
     def beat_relays(self) -> bool:
         """Return whether beat starts the shipped relay."""
@@ -68,6 +69,18 @@ class Project(NamedTuple):
             _seconds(task.soft_time_limit) or _seconds(conf.task_soft_time_limit),
             _seconds(task.time_limit) or _seconds(conf.task_time_limit),
         )
+
+
+def is_fallback(app: Any) -> bool:
+    """
+    Return whether an app is Celery's default app, made because the project has loaded none.
+
+    A default app with a broker, for example from the environment variable ``CELERY_BROKER_URL``,
+    does not count, because it is meant to be used.
+    """
+    default: Any = _state.default_app  # type: ignore[attr-defined]
+    made_by_celery = app is default and app.main == "default" and not app.set_as_current
+    return made_by_celery and not app.conf.broker_write_url
 
 
 def load_project() -> Project:

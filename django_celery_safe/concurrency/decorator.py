@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
-from celery import Task
-from celery.local import Proxy
-
 from .. import conf
-from ..delivery.call import is_django_task, layers
-from ..exceptions import ConfigurationError
-from ..usage import with_usage
+from ..delivery.call import layers
+from ..locks.misuse import refuse_misplaced
 from .guard import run_alone
 from .message_endings import watch
 from .options import (
     GivenOptions,
     Key,
     OnConflict,
-    OnDuplicate,
     UniqueUntil,
     check_key_names,
     make_options,
@@ -35,7 +29,6 @@ def single_instance(function: Callable[P, T], /) -> Callable[P, T | None]: ...
 def single_instance(
     **options: Unpack[GivenOptions],
 ) -> Callable[[Callable[P, T]], Callable[P, T | None]]: ...
-@with_usage
 def single_instance(
     function: Callable[..., Any] | None = None,
     /,
@@ -47,11 +40,7 @@ def single_instance(
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     retry_delay: conf.Duration | conf.Unset = conf.UNSET,
     blocking_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    renew: bool = True,
-    cache: str | conf.Unset = conf.UNSET,
     unique_until: UniqueUntil | conf.Duration | None = None,
-    sent_timeout: conf.Duration | conf.Unset = conf.UNSET,
-    on_duplicate: OnDuplicate | conf.Unset = conf.UNSET,
 ) -> Any:
     """
     Allow one run of a task at a time, for each key, on any number of machines.
@@ -80,30 +69,21 @@ def single_instance(
             ``"wait"``: waits up to ``blocking_timeout``, occupying its worker slot, then
             raises ``AlreadyRunning``. ``"reject"``: raises Celery's ``Reject``, which is
             recorded as a failure. ``"raise"``: raises ``AlreadyRunning``.
-        timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT``.
+        timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT``. It is renewed while
+            the task runs.
         retry_delay: Seconds or timedelta before the retry, plus up to a quarter of
             that as jitter; unset: 5 s. At most half the broker's
             ``visibility_timeout``. Only with ``on_conflict="retry"``.
         blocking_timeout: Longest time to wait, seconds or timedelta above 0.
             Required with ``on_conflict="wait"``, and only allowed there.
-        renew: Renew the lease while the task runs. False: the lease ends at
-            ``timeout``, and a longer run continues unprotected.
-        cache: Alias of the cache that holds the lock; unset: the place that the settings name.
         unique_until: Also deduplicate sends: a second send is a duplicate until the first
             message has started (``"start"``) or ended (``"end"``). Seconds or timedelta: any send
             within that time after the first send is a duplicate, whatever happens to the first
             message. None: each send is published. Needs ``base=SafeTask``. Combine ``"start"``
             with ``on_conflict="retry"``, so that a message sent during a run runs afterwards;
-            with ``"skip"`` it would be lost.
-        sent_timeout: How long a message that has not started, and may be lost, makes other
-            sends duplicates: seconds or timedelta, plus its ``countdown`` or ``eta``, but no
-            longer than until it ``expires``; unset: ``SENT_TIMEOUT``. With ``"end"``, the
-            message's lock is also renewed while the task runs, like the run's lock. Only with
-            ``unique_until="start"`` or ``"end"``.
-        on_duplicate: The behaviour of a duplicate send. ``"existing"`` (unset): returns the
-            result of the message already sent, with ``is_duplicate`` True. ``"raise"``:
-            raises ``AlreadySent``. In a chain, chord or group, or with a link, the duplicate is
-            published anyway, and its run returns None. Only with ``unique_until``.
+            with ``"skip"`` it would be lost. A duplicate send returns the result of the message
+            already sent, with ``is_duplicate`` True; in a chain, chord or group, or with a link,
+            the duplicate is published anyway, and its run returns None.
 
     Raises:
         TypeError: The decorator is above ``@shared_task``.
@@ -129,11 +109,7 @@ def single_instance(
         timeout=timeout,
         retry_delay=retry_delay,
         blocking_timeout=blocking_timeout,
-        renew=renew,
-        cache=cache,
         unique_until=unique_until,
-        sent_timeout=sent_timeout,
-        on_duplicate=on_duplicate,
     )
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,66 +120,15 @@ def single_instance(
     return decorate if function is None else decorate(function)
 
 
-#: Functions that return before their body runs.
-_LATE = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-
-
-def refuse_misplaced(function: Any, decorator: str, early: str, *, above_lock: bool = True) -> None:
+def refuse_lock_below(function: Any, decorator: str) -> None:
     """
-    Refuse to decorate anything but a function whose work is done when it returns.
-
-    Args:
-        early: What would happen before the body has run, as a clause.
-        above_lock: Whether the decorator may be above ``@single_instance``. If not: a run
-            that was skipped because the lock was held would count as done.
+    Refuse to decorate what ``@single_instance`` has decorated.
 
     Raises:
-        TypeError: The object is a task, or not a function; or the decorator is above
-            ``@single_instance``.
-        ConfigurationError: The function's body runs after its call returns.
+        TypeError: It has: a run that was skipped because the lock was held would count as done.
     """
-    _refuse_task(function, decorator)
-    if not above_lock and any(hasattr(layer, "single_instance") for layer in layers(function)):
+    if any(hasattr(layer, "single_instance") for layer in layers(function)):
         raise TypeError(
             f"{decorator} stands above @single_instance of {function.__qualname__}: a run that "
             f"met the lock and was skipped would count as done. Put it below."
-        )
-    _refuse_late_body(function, decorator, early)
-
-
-def _refuse_late_body(function: Callable[..., Any], decorator: str, early: str) -> None:
-    """
-    Refuse a function that returns before its body runs.
-
-    Raises:
-        ConfigurationError: It does; the error says, with ``early``, what would happen too early.
-    """
-    if any(kind(function) for kind in _LATE):
-        raise ConfigurationError(
-            f"{decorator} can't decorate {function.__qualname__}: a coroutine or generator "
-            f"function returns before its body runs, and {early} then."
-        )
-
-
-def _refuse_task(function: Any, decorator: str) -> None:
-    """
-    Refuse a task, which means that the decorator is above the decorator that makes the task.
-
-    Raises:
-        TypeError: It is a task, or not a function.
-    """
-    # By type: isinstance() would evaluate a lazy task and finalize the app.
-    if issubclass(type(function), Proxy | Task) or is_django_task(function):
-        maker = "@task" if is_django_task(function) else "@shared_task"
-        raise TypeError(
-            f"{decorator} stands above the decorator that makes the task, so it got the task "
-            f"instead of the function. Put it below:\n"
-            f"    {maker}\n"
-            f"    {decorator}\n"
-            f"    def ..."
-        )
-    if isinstance(function, type) or not callable(function):
-        raise TypeError(
-            f"{decorator} got {function!r} instead of a function. Options are given by name, "
-            f'as in {decorator}(key="{{feed_url}}"); in a task class it stands above run.'
         )

@@ -99,14 +99,12 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     # Eager runs and .apply() have no message that could be redelivered.
     message = None if request is None or request.is_eager else request
     name = get_lock_name(task, message, guarded, options, header, args, kwargs)
-    lock = CacheLock(
-        name, LockOptions(options.timeout, 0.0, options.renew, options.cache, options.limit)
-    )
+    lock = CacheLock(name, LockOptions(options.timeout, 0.0, options.limit))
     lock.function = guarded.function
     call = functools.partial(run_for, request, guarded.function, args, kwargs)
     if message is None:
         return _run_without_message(lock, options, call)
-    drop_if_run_ended(task, message, locate(options.cache).store())
+    drop_if_run_ended(task, message, locate().store())
     return MessageRun(task, message, header, options, lock, call).run()
 
 

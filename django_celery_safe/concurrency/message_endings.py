@@ -17,7 +17,6 @@ from celery import states
 from celery.app.task import Context
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
 
-from .. import conf
 from ..delivery.copies import MessageGoesOn, mark_end
 from ..delivery.header import Header, find_ours, read_header
 from ..delivery.worker import (
@@ -108,11 +107,11 @@ def _on_revoked(sender: Any, request: Context, terminated: bool, **kwargs: Any) 
     def free() -> None:
         # The message may have been delivered twice and refused the second time, while the
         # first delivery still runs.
-        store = locate(guarded[1].cache).store()
+        store = locate().store()
         if _find_run(store, sender, request, guarded) is None:
             sent.move(0)
 
-    _in_background(free, sent.cache)
+    _in_background(free)
 
 
 def _on_refused(message: Any, **kwargs: Any) -> None:
@@ -120,7 +119,7 @@ def _on_refused(message: Any, **kwargs: Any) -> None:
     headers = getattr(message, "headers", None) or {}
     task = headers.get("task")
     if (sent := find_lock_of(task, read_header(headers, task))) is not None:
-        _in_background(lambda: sent.move(0), sent.cache)
+        _in_background(lambda: sent.move(0))
 
 
 def _free_killed(task: Any, task_id: str, delay: float | None, *, retried: bool = False) -> None:
@@ -147,7 +146,7 @@ def _free_after_death(
     guarded = find_guarded_as_asked(task, request)
     if guarded is None:
         return
-    store = locate(guarded[1].cache).store()
+    store = locate().store()
     sent = find_sent(request)
     ended = delay is not None and not retried
 
@@ -174,7 +173,7 @@ def _free_after_death(
         if sent is not None and delay is not None and (alone or done):
             sent.move(sent.lease(delay, request.expires) if retried else 0.0)
 
-    _in_background(free, guarded[1].cache)
+    _in_background(free)
 
 
 def _find_run(
@@ -196,6 +195,7 @@ def _is_of(lock: HeldLock | None, pid: int, request: Context) -> bool:
     return lock.holder.host == HOST and lock.holder.pid == pid
 
 
-def _in_background(free: Callable[[], None], cache: str | conf.Unset) -> None:
-    close = locate(cache).close
-    in_background(free, close, "A dead run's locks could not be freed and end by their leases.")
+def _in_background(free: Callable[[], None]) -> None:
+    in_background(
+        free, locate().close, "A dead run's locks could not be freed and end by their leases."
+    )

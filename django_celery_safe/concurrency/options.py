@@ -16,24 +16,12 @@ from ..exceptions import ConfigurationError
 
 OnConflict: TypeAlias = Literal["skip", "retry", "wait", "reject", "raise"]
 UniqueUntil: TypeAlias = Literal["start", "end"]
-OnDuplicate: TypeAlias = Literal["existing", "raise"]
 Key: TypeAlias = str | Sequence[str] | Callable[..., Any]
 
 #: Options that one call may override; their values are plain data, sent in the message.
-CALL_OPTIONS: Final = (
-    "key",
-    "lock",
-    "limit",
-    "timeout",
-    "on_conflict",
-    "blocking_timeout",
-    "retry_delay",
-    "unique_until",
-    "sent_timeout",
-    "on_duplicate",
-)
+CALL_OPTIONS: Final = ("key", "lock", "on_conflict", "timeout", "blocking_timeout", "retry_delay")
 #: Those of CALL_OPTIONS that are durations.
-_CALL_DURATIONS: Final = ("timeout", "blocking_timeout", "retry_delay", "sent_timeout")
+_CALL_DURATIONS: Final = ("timeout", "blocking_timeout", "retry_delay")
 
 #: Conversions allowed after a "!" in a format string's field; None: there is no "!".
 _CONVERSIONS: Final = (None, "r", "s", "a")
@@ -59,12 +47,8 @@ class Options:
     retry_delay: float
     #: Longest time to wait, s; 0 unless on_conflict is "wait".
     blocking_timeout: float
-    renew: bool
-    cache: str | conf.Unset
     #: A number is a period, s.
     unique_until: UniqueUntil | float | None
-    sent_timeout: float | conf.Unset
-    on_duplicate: OnDuplicate
 
     def lease(self) -> float:
         """Return the lease of the run's lock, s."""
@@ -83,11 +67,7 @@ class GivenOptions(TypedDict, total=False):
     timeout: conf.Duration | conf.Unset
     retry_delay: conf.Duration | conf.Unset
     blocking_timeout: conf.Duration | conf.Unset
-    renew: bool
-    cache: str | conf.Unset
     unique_until: UniqueUntil | conf.Duration | None
-    sent_timeout: conf.Duration | conf.Unset
-    on_duplicate: OnDuplicate | conf.Unset
 
 
 def make_options(**given: Unpack[GivenOptions]) -> Options:
@@ -99,8 +79,6 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
     """
     on_conflict = given.get("on_conflict", "skip")
     retry_delay = given.get("retry_delay", conf.UNSET)
-    sent_timeout = given.get("sent_timeout", conf.UNSET)
-    on_duplicate = given.get("on_duplicate", conf.UNSET)
     _check_choice("on_conflict", on_conflict, get_args(OnConflict))
     if not isinstance(retry_delay, conf.Unset) and on_conflict != "retry":
         raise ConfigurationError(
@@ -109,7 +87,7 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
         )
     patience = _checked_patience(given.get("blocking_timeout", conf.UNSET), on_conflict)
     delay = RETRY_DELAY if isinstance(retry_delay, conf.Unset) else retry_delay
-    unique_until = _checked_unique(given.get("unique_until"), sent_timeout, on_duplicate)
+    unique_until = _checked_unique(given.get("unique_until"))
     limit = conf.lock_limit(given.get("limit", 1))
     if limit > 1 and unique_until == "end":
         raise ConfigurationError(
@@ -124,11 +102,7 @@ def make_options(**given: Unpack[GivenOptions]) -> Options:
         timeout=_seconds_or_unset(given.get("timeout", conf.UNSET), "timeout"),
         retry_delay=conf.LEASE.seconds(delay, "retry_delay"),
         blocking_timeout=patience,
-        renew=conf.switch(given.get("renew", True), "renew"),
-        cache=_checked_cache(given.get("cache", conf.UNSET)),
         unique_until=unique_until,
-        sent_timeout=_seconds_or_unset(sent_timeout, "sent_timeout"),
-        on_duplicate="existing" if isinstance(on_duplicate, conf.Unset) else on_duplicate,
     )
 
 
@@ -150,10 +124,8 @@ def check_call_options(given: Any) -> None:
                 f"single_instance has no option {name!r} for one call. It has: "
                 f"{', '.join(CALL_OPTIONS)}.{conf.did_you_mean(name, CALL_OPTIONS)}"
             )
-        may_be_period = name == "unique_until" and not isinstance(value, str | None)
-        if (name in _CALL_DURATIONS or may_be_period) and (
-            isinstance(value, bool) or not isinstance(value, int | float)
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in _CALL_DURATIONS and not is_number:
             raise ConfigurationError(
                 f"single_instance has {name}={value!r} for one call: it travels in the message, "
                 f"so give a number of seconds."
@@ -174,26 +146,19 @@ def options_of_call(options: Options, given: Any) -> Options:
     """
     check_call_options(given)
     way = given.get("on_conflict", options.on_conflict)
-    until = given.get("unique_until", options.unique_until)
-    # Leave out options of the task that don't fit this call's on_conflict and unique_until.
+    # Leave out options of the task that don't fit this call's on_conflict.
     as_task: dict[str, Any] = {
         "key": options.key,
         "lock": options.lock,
         "limit": options.limit,
         "timeout": options.timeout,
-        "renew": options.renew,
-        "cache": options.cache,
         "on_conflict": way,
-        "unique_until": until,
+        "unique_until": options.unique_until,
     }
     if way == options.on_conflict == "wait":
         as_task["blocking_timeout"] = options.blocking_timeout
     if way == options.on_conflict == "retry":
         as_task["retry_delay"] = options.retry_delay
-    if isinstance(until, str):
-        as_task["sent_timeout"] = options.sent_timeout
-    if until is not None:
-        as_task["on_duplicate"] = options.on_duplicate
     return make_options(**{**as_task, **given})
 
 
@@ -298,28 +263,13 @@ def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     )
 
 
-def _checked_unique(
-    unique_until: Any, sent_timeout: Any, on_duplicate: Any
-) -> UniqueUntil | float | None:
-    if unique_until is not None:
-        if not isinstance(on_duplicate, conf.Unset):
-            _check_choice("on_duplicate", on_duplicate, get_args(OnDuplicate))
-        if isinstance(unique_until, str):
-            _check_choice("unique_until", unique_until, get_args(UniqueUntil))
-            return cast("UniqueUntil", unique_until)
-        if not isinstance(sent_timeout, conf.Unset):
-            raise ConfigurationError(
-                f"sent_timeout={sent_timeout!r} has no meaning with unique_until={unique_until!r}, "
-                f"a period that lasts whatever becomes of the message. Leave it out."
-            )
-        return conf.LEASE.seconds(unique_until, "unique_until")
-    for name, value in (("sent_timeout", sent_timeout), ("on_duplicate", on_duplicate)):
-        if not isinstance(value, conf.Unset):
-            raise ConfigurationError(
-                f"{name}={value!r} has no meaning without unique_until, since any number may be "
-                f'sent then. Leave it out, or set unique_until="start" or "end".'
-            )
-    return None
+def _checked_unique(unique_until: Any) -> UniqueUntil | float | None:
+    if unique_until is None:
+        return None
+    if isinstance(unique_until, str):
+        _check_choice("unique_until", unique_until, get_args(UniqueUntil))
+        return cast("UniqueUntil", unique_until)
+    return conf.LEASE.seconds(unique_until, "unique_until")
 
 
 def _checked_lock(lock: Any) -> str | conf.Unset:
@@ -332,12 +282,6 @@ def _checked_lock(lock: Any) -> str | conf.Unset:
         f"lock={lock!r} can't stand before the key in a lock's name: give a text that is not empty "
         f'and does not begin with "sent:", such as "reports".'
     )
-
-
-def _checked_cache(cache: Any) -> str | conf.Unset:
-    if isinstance(cache, conf.Unset | str):
-        return cache
-    raise ConfigurationError(f'cache={cache!r} is not an alias of CACHES, such as "locks".')
 
 
 def _seconds_or_unset(value: Any, what: str) -> float | conf.Unset:

@@ -4,7 +4,7 @@ The lock that a message of a task with ``unique_until`` holds from the moment it
 Its name is the name of the run's lock with the prefix ``sent:``, and its token travels in
 the message, so any process that has the message can free exactly that lock. While
 the message waits (in a queue, for its ETA, for its retry), no process can renew the lock,
-and its lease is ``sent_timeout``. While the task runs, it has the lease of the run's own lock
+and its lease is ``SENT_TIMEOUT``. While the task runs, it has the lease of the run's own lock
 and is renewed together with it, so a killed worker leaves neither lock behind.
 
 A period's lock, for example with ``unique_until=600``, is taken like any other when the task is
@@ -45,7 +45,7 @@ from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
 from ..locks import HeldLock
-from ..locks.stores import get_store
+from ..locks.stores import locate
 from ..locks.stores.base import Acquired, LockRequest, Store
 from .options import Options
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 def _is_lease(value: object) -> bool:
     try:
-        conf.LEASE.seconds(value, "sent_timeout")
+        conf.LEASE.seconds(value, "period")
     except ConfigurationError:
         return False
     return True
@@ -62,12 +62,8 @@ def _is_lease(value: object) -> bool:
 
 #: Token of the lock that the message has held since it was sent.
 declare_field("sent", is_token)
-#: The lease of that lock while the message waits, s.
-declare_field("sent_timeout", _is_lease)
 #: How long the lock is held after the send, s, whatever happens to the message.
 declare_field("period", _is_lease)
-#: Alias of the cache that holds the locks, if the task names one.
-declare_field("cache", is_text)
 #: Whether other tasks wait for this message, so even a duplicate is published.
 declare_field("canvas", is_flag)
 #: Id of the task that was sent before this duplicate; the duplicate's run does nothing.
@@ -96,7 +92,6 @@ class SentLock:
     name: str
     token: str
     timeout: float
-    cache: str | conf.Unset
     is_period: bool = False
     in_run: bool = False
     passed_on: float | None = None
@@ -153,30 +148,24 @@ class SentLock:
         Free this lock when a run starts, or renew it together with the run's lock.
 
         Its lease is shortened to that of the run's lock, so a killed worker leaves neither lock
-        for longer. If the worker is killed before that, this lock stays for ``sent_timeout``.
+        for longer. If the worker is killed before that, this lock stays for ``SENT_TIMEOUT``.
         """
-        if self.cache == options.cache:
-            self._store = run_lease.store
+        self._store = run_lease.store
         if options.unique_until == "start":
             self.move(0)
         elif run_lease.owner is not None:
-            self.renew(run_lease.seconds, run_lease.store)
+            self.renew(run_lease.seconds)
 
-    def renew(self, seconds: float, seen: Store | None = None) -> None:
-        """
-        Renew this lock, with a lease of ``seconds`` at most, until the end of a run.
-
-        Args:
-            seen: A store that the renewing thread certainly sees; None: none is known.
-        """
+    def renew(self, seconds: float) -> None:
+        """Renew this lock, with a lease of ``seconds`` at most, until the end of a run."""
         try:
-            self._renew(min(seconds, self.timeout), seen)
+            self._renew(min(seconds, self.timeout))
         except CelerySafeError as error:
             self._emit_not_moved(error)
 
-    def _renew(self, seconds: float, seen: Store | None) -> None:
+    def _renew(self, seconds: float) -> None:
         store = self._store
-        if store is not seen and not store.renews():
+        if not store.renews():
             return
         # Its loss is not reported: it means no more than that a duplicate may be sent.
         lease = Lease(store, self.name, self.token, seconds, clock.now(), lambda *lost: None)
@@ -289,7 +278,7 @@ class SentLock:
 
     @cached_property
     def _store(self) -> Store:
-        return get_store(self.cache)
+        return locate().store()
 
 
 def find_lock_of(task: str | None, header: Header) -> SentLock | None:
@@ -297,12 +286,9 @@ def find_lock_of(task: str | None, header: Header) -> SentLock | None:
     if task is None or "sent" not in header or "key" not in header or "duplicate" in header:
         return None
     period = header.get("period")
-    timeout = header.get("sent_timeout") if period is None else period
-    if timeout is None:
-        timeout = float(conf.get("SENT_TIMEOUT"))
-    cache = header.get("cache", conf.UNSET)
+    timeout = conf.get("SENT_TIMEOUT") if period is None else period
     name = f"sent:{header.get('lock', task)}:{header['key']}"
-    return SentLock(name, header["sent"], timeout, cache, period is not None)
+    return SentLock(name, header["sent"], timeout, period is not None)
 
 
 def leave_period(headers: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache
@@ -21,7 +20,7 @@ from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
 
-from ..compat import dump_models, has_models
+from ..compat import dump_models, has_models, is_of_django_tasks
 from ..exceptions import ConfigurationError
 
 #: A function that a task runs or a decorator wraps, and the arguments of a call.
@@ -67,7 +66,7 @@ def find_call(
         ``bind=True``, or the ``TaskContext`` of a Django task.
     """
     task = _find_task(decorated, args)
-    bound = bool(args) and (isinstance(args[0], Task) or _is_of_django(args[0], "TaskContext"))
+    bound = bool(args) and (isinstance(args[0], Task) or is_of_django_tasks(args[0], "TaskContext"))
     return task, find_request(task, function), bound
 
 
@@ -85,16 +84,6 @@ def _find_task(decorated: Function, args: Args) -> Any:
     # task.run(...) called directly, or inside another task.
     tasks = current_app.tasks.values()
     return next((task for task in tasks if _runs(task, decorated)), None)
-
-
-def is_django_task(value: object) -> bool:
-    """Return whether a value is a task of Django's own ``@task``, which is not a Celery task."""
-    return _is_of_django(value, "Task")
-
-
-def _is_of_django(value: object, name: str) -> bool:
-    tasks = sys.modules.get("django.tasks")  # exists since Django 6.0
-    return isinstance(value, getattr(tasks, name, ()))
 
 
 def find_request(task: Any, function: Function) -> Context | None:

@@ -26,7 +26,6 @@ from ..events import ALREADY_DONE, ONCE_FAILED
 from ..exceptions import ConfigurationError, LockNotAcquired, WrongTransaction
 from ..foreign_errors import ExcInfo
 from ..transactions import attempts, busy_timeout, is_transaction_open
-from ..usage import with_usage
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -50,7 +49,6 @@ class IdempotentMixin:
     __module__ = "django_celery_safe"
 
     @classmethod
-    @with_usage
     def do_once(
         cls,
         pk: Any,

@@ -13,7 +13,8 @@ from celery._state import get_current_task
 from celery.app.task import Context
 
 from .. import conf
-from ..concurrency.decorator import refuse_misplaced
+from ..compat import is_of_django_tasks
+from ..concurrency.decorator import refuse_lock_below
 from ..concurrency.keys import call_key
 from ..concurrency.options import Key, check_key_names, checked_key
 from ..delivery.call import (
@@ -21,7 +22,6 @@ from ..delivery.call import (
     Function,
     Kwargs,
     find_call,
-    is_django_task,
     name_of,
     own_signature,
     run_for,
@@ -32,7 +32,7 @@ from ..delivery.copies import begin_or_requeue
 from ..exceptions import AlreadyClaimed, ConfigurationError
 from ..foreign_errors import ExcInfo
 from ..leases.claim import Claim
-from ..usage import with_usage
+from ..locks.misuse import refuse_misplaced
 from .claim import RecordClaim
 from .record_table import record_table
 
@@ -107,7 +107,8 @@ class Idempotent:
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Decorate ``function``: it runs once for each key."""
-        refuse_misplaced(function, "@idempotent", "it would count as done", above_lock=False)
+        refuse_misplaced(function, "@idempotent", "it would count as done")
+        refuse_lock_below(function, "@idempotent")
         check_key_names(function, self._key)
 
         @functools.wraps(function)
@@ -219,7 +220,6 @@ def idempotent(
     ttl: conf.Duration | conf.Unset | None = conf.UNSET,
     using: str | None = None,
 ) -> Idempotent: ...
-@with_usage
 def idempotent(
     first: Any = conf.UNSET,
     /,
@@ -282,7 +282,7 @@ def idempotent(
     Source:
         "Celery: lessons learned", tasks that may be delivered more than once.
     """
-    if (callable(first) or is_django_task(first)) and not isinstance(first, conf.Unset):
+    if (callable(first) or is_of_django_tasks(first, "Task")) and not isinstance(first, conf.Unset):
         return Idempotent(conf.UNSET, timeout, ttl, using)(first)
     if not isinstance(first, conf.Unset):
         if not isinstance(key, conf.Unset):

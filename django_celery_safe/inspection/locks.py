@@ -10,7 +10,6 @@ from typing import Any, Final
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, gettext_noop
 
-from .. import conf
 from ..exceptions import ConfigurationError
 from ..leases.holder import PLACE, TICK, HeldLock, is_overdue, seconds_since_renewal, split_place
 from ..leases.lease import RENEW_AFTER
@@ -23,7 +22,7 @@ NO_PROCESS: Final = gettext_noop("no process: a message waits or runs, or its pe
 
 
 class LockRow(LeasedRow):
-    """A lock that is held in the cache or database of ``cache``."""
+    """A lock that is held."""
 
     keys = (
         "name", "kind", "task", "arguments", "task_id", "host", "pid", "since", "age_s",
@@ -35,10 +34,10 @@ class LockRow(LeasedRow):
     )  # fmt: skip
     headings = {"age": "held for", "place_of": "place"}
 
-    def __init__(self, lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> None:
+    def __init__(self, lock: HeldLock) -> None:
         super().__init__(lock, lock.name, lock, runs=True)
         holder, left, ago_s = lock.holder, lock.remaining, seconds_since_renewal(lock)
-        self.cache, self.kind = cache, kind_of(lock)
+        self.kind = kind_of(lock)
         #: The lock with several places and the number of this place; otherwise itself and 1.
         self.lock, self.place = split_place(lock.name) if lock.limit > 1 else (lock.name, 1)
         if self.kind != "run":
@@ -145,26 +144,25 @@ def kind_of(lock: HeldLock) -> str:
 def iter_rows(
     prefix: str | None = None,
     task: str | None = None,
-    cache: str | conf.Unset = conf.UNSET,
     *,
     markers: bool = False,
 ) -> Iterator[LockRow]:
     """Yield the locks of :func:`iter_locks`, one at a time; ``markers``: include markers."""
-    for lock in iter_locks(prefix, task, cache=cache):
+    for lock in iter_locks(prefix, task):
         if markers or kind_of(lock) != "marker":
-            yield LockRow(lock, cache)
+            yield LockRow(lock)
 
 
-def find_row(name: str, cache: str | conf.Unset = conf.UNSET) -> LockRow | None:
+def find_row(name: str) -> LockRow | None:
     """Return the lock of this name; None: it is free."""
-    lock = find_lock(name, cache)
-    return None if lock is None else LockRow(lock, cache)
+    lock = find_lock(name)
+    return None if lock is None else LockRow(lock)
 
 
-def find_other_places(name: str, cache: str | conf.Unset = conf.UNSET) -> list[str]:
+def find_other_places(name: str) -> list[str]:
     """Return the names of a lock's held places, for a lock whose own name is free."""
     try:
-        places = iter_locks(f"{name}{PLACE}", cache=cache)
+        places = iter_locks(f"{name}{PLACE}")
         return sorted(lock.name for lock in places if LockRow(lock).lock == name)
     except ConfigurationError:  # the store lists nothing and has no places
         return []
@@ -192,7 +190,7 @@ def _why_not_release(row: Any) -> str:
 
 RELEASE: Final = Decision(
     name="release",
-    act=lambda row, force: release_lock(row.source, row.cache),
+    act=lambda row, force: release_lock(row.source),
     consequence=gettext_lazy(
         "The holders are not stopped: each finds out at its next renewal. "
         "Until then a second may run beside it."

@@ -32,17 +32,11 @@ class Owner:
         lock: The lock object.
         thread: An object that lives as long as the thread.
         run: The request of the running task, which lives as long as the run; None: no task.
-        reported: Whether the loss of the lock object has been reported.
     """
 
     lock: weakref.ref[Any]
     thread: weakref.ref[Any]
     run: weakref.ref[Any] | None
-    reported: bool = False
-
-    def is_whole(self) -> bool:
-        """Return whether the lock object and its thread exist, so nothing is to be reported."""
-        return self.lock() is not None and self.thread() is not None
 
     def find_end(self) -> str | None:
         """Return, as a clause, which owner ended without a release; None: none has ended."""
@@ -51,18 +45,6 @@ class Owner:
         if self.run is not None and self.run() is None and self.lock() is None:
             return "the task that took it ended without releasing it"
         return None
-
-    @property
-    def scope(self) -> str:
-        """The owner whose end stops the renewal of a lock whose object is gone: thread or task."""
-        return "thread" if self.run is None else "task"
-
-    def is_forgotten(self) -> bool:
-        """Return True, only once, if the lock object is gone, so nothing can release the lock."""
-        if self.reported or self.lock() is not None:
-            return False
-        self.reported = True
-        return True
 
 
 class Lease(Generic[S]):

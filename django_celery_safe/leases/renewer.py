@@ -133,12 +133,6 @@ class Renewer:
             with self.mutex:
                 self.extending.discard(lease)
 
-    def renews_for(self, thread: object, token: str) -> bool:
-        """Return whether a lease with this token is renewed until this thread releases it."""
-        with self.mutex:
-            owned = [lease for lane in self.lanes.values() for lease in lane._owned]
-        return any(one.token == token and one.owner.thread is thread for one in owned if one.owner)
-
     def forget(self, kind: type[LeaseStore]) -> None:
         """Stop renewing all leases in stores of a type, before their memory is cleared."""
         with self.mutex:
@@ -364,15 +358,11 @@ class Lane:
             if lease.renew_at > now + seconds * BATCH_WINDOW:
                 if lease.renew_at < wakes_at:
                     wakes_at = lease.renew_at
-            elif owner is None or owner.is_whole():
+            elif owner is None or (end := owner.find_end()) is None:
                 due.append(lease)
-            elif (end := owner.find_end()) is not None:
+            else:
                 over.append(lease)
                 reports.append((_warn_stopped, lease.name, lease.remaining, end))
-            else:
-                due.append(lease)
-                if owner.is_forgotten():
-                    reports.append((_warn_forgotten, lease.name, owner.scope))
         for lease in over:
             self._drop(lease)
         self._wakes_at = wakes_at
@@ -469,16 +459,6 @@ class Lane:
 # Not called on the renewing threads, because a log handler may be slow.
 def _warn_stopped(name: str, remaining: float, end: str) -> None:
     logger.warning("Stopped renewing %r, whose lease ends in %.3g s: %s.", name, remaining, end)
-
-
-def _warn_forgotten(name: str, scope: str) -> None:
-    logger.warning(
-        "The lock %r is held, but the object that acquired it is gone, so nothing can release it: "
-        "it is renewed until its %s ends. Keep what cache_lock() returns and release it, or write "
-        "`with cache_lock(...) as lock:`.",
-        name,
-        scope,
-    )
 
 
 def _emit_failed(name: str, count: int, reason: str, unforeseen: Exception | None) -> None:

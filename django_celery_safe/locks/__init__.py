@@ -7,21 +7,17 @@ one file for each place where locks can live; ``leases`` renews the locks that a
 
 from .. import conf
 from ..leases.holder import HeldLock
-from ..usage import with_usage
 from .lock import CacheLock, LockOptions
 from .stores import find_lock, iter_locks, release_lock
 
 __all__ = ["CacheLock", "HeldLock", "cache_lock", "find_lock", "iter_locks", "release_lock"]
 
 
-@with_usage
 def cache_lock(
     name: str,
     *,
     timeout: conf.Duration | conf.Unset = conf.UNSET,
     blocking_timeout: conf.Duration | None = 0,
-    renew: bool = True,
-    cache: str | conf.Unset = conf.UNSET,
     limit: int = 1,
 ) -> CacheLock:
     """
@@ -35,13 +31,9 @@ def cache_lock(
     Args:
         name: The name of the resource: any non-empty text. Long or odd names are hashed.
         timeout: The lease, seconds or timedelta; unset: ``LOCK_TIMEOUT`` (30 s).
-            A holder that dies leaves the lock held for at most this long.
+            A background thread renews it until the release, or the end of the thread that took
+            the lock; a holder that dies leaves the lock held for at most this long.
         blocking_timeout: Longest time to wait; 0 tries once, None waits for ever.
-        renew: Renew the lease, from a background thread, until the release or
-            the end of the thread that took the lock. False: the lock ends at ``timeout``, and work
-            that takes longer runs unprotected.
-        cache: Alias of the cache that holds the lock; unset: ``LOCK_DATABASE``
-            if that is set, otherwise ``LOCK_CACHE``.
         limit: How many may hold the lock at once, from 1 to 1,000. More than 1 needs Redis, a
             database or LocMemCache. Each acquisition counts by its own limit, so a limit that
             you change in a deployment applies to new acquisitions only.
@@ -62,5 +54,4 @@ def cache_lock(
     """
     lease = timeout if timeout is conf.UNSET else conf.LEASE.seconds(timeout, "timeout")
     longest = conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
-    renews, most = conf.switch(renew, "renew"), conf.lock_limit(limit)
-    return CacheLock(name, LockOptions(lease, longest, renews, cache, most))
+    return CacheLock(name, LockOptions(lease, longest, conf.lock_limit(limit)))

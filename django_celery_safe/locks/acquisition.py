@@ -53,7 +53,6 @@ def try_acquire(
     seconds: float,
     patience: float | None,
     *,
-    renew: bool,
     describe: Callable[..., Holder],
     on_lost: Callable[[Lease[Any], HeldLock | None], None],
 ) -> Acquisition | HeldLock:
@@ -74,7 +73,7 @@ def try_acquire(
     Raises:
         LockBackendError: The store did not answer, or answered after the lease had expired.
     """
-    token, task = os.urandom(16).hex(), get_current_task()
+    token, task, renew = os.urandom(16).hex(), get_current_task(), store.renews()
     # Read once: reading Celery's ``request`` costs as much as everything done with it below.
     request = None if task is None else task.request
     holder = describe(task, request, renew, seconds)

@@ -266,7 +266,8 @@ def outbox_aliases() -> list[str]:
 def wants_outbox(app: Celery, signature: Signature[Any]) -> Outbox:
     """Return whether a canvas goes through the outbox by default: as its parts request."""
     if (wanted := signature.options.get("outbox")) is not None:
-        return conf.outbox(wanted)
+        chosen: Outbox = conf.outbox(wanted)
+        return chosen
     asked: list[Outbox] = []
     for part in _parts(signature):
         wanted = part.options.get("outbox")

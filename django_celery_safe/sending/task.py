@@ -28,18 +28,17 @@ from ..delivery.call import is_as_sent
 from ..delivery.copies import Resent, find_resent, resending
 from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
-from ..exceptions import AlreadySent, NotSerializable, TaskPoisoned
+from ..exceptions import NotSerializable, TaskPoisoned
 from ..locks import HeldLock
 from ..texts import get_logger
 from .arguments import check_arguments, explain
-from .beyond_visibility import warn_if_beyond_visibility
 from .capture import CAPTURED, GATE, install
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import as_sent_result, hold, must_wait, settle
 from .deduplicate import publish_once
 from .eager import is_put_off, is_waiting, put_off, run_sent
-from .first_send import SEEN, look_at_first_send
+from .installed import refuse_uninstalled
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .sent_in_atomic import warn_if_in_atomic
@@ -140,7 +139,7 @@ class SafeTaskMixin(Task[P, R]):
             conf.max_deaths(task.max_deaths, f"max_deaths of {task.name}")
         if task.Request == CeleryTask.Request:  # a project's own is left alone
             task.Request = "django_celery_safe.sending.carried_request:SafeRequest"
-        watch(runs=True)  # a call can pass unique_until
+        watch(runs=True)  # an older release of the code may have sent with unique_until
         # On the instance, because run() of a class may call its parent's.
         task.run = wrap_run(task)  # type: ignore[method-assign]
         wrap_class(task)
@@ -281,8 +280,7 @@ class SafeTaskMixin(Task[P, R]):
         Args:
             waits: Whether the send is one that waits for a commit if there is a transaction.
         """
-        if self.app not in SEEN:
-            look_at_first_send(self.app, self.name)
+        refuse_uninstalled(self.name)
         carried_along = [options[name] for name in _CARRIED if options.get(name) is not None]
         try:
             check_arguments(self.name, args, kwargs, *carried_along)
@@ -290,8 +288,6 @@ class SafeTaskMixin(Task[P, R]):
             if waits or (options.get("serializer") or self.serializer) == "json":
                 raise
             logger.warning("%s The message is sent all the same.", error)
-        if "countdown" in options or "eta" in options:
-            warn_if_beyond_visibility(self.app, self.name, options)
         # A worker's main process sends the retry of a killed run like any other message.
         run = find_run(options.get("task_id")) if resent is not None else None
         if run is not None and resent is not None and CAPTURED.get() is None:
@@ -335,13 +331,6 @@ class SafeTaskMixin(Task[P, R]):
         """
         eager = self.app.conf.task_always_eager
         if CAPTURED.get() is not None or (eager and is_waiting()):
-            if self._raises_duplicates(header) and not header.get("canvas"):
-                raise TypeError(
-                    f'Task {self.name} has on_duplicate="raise", but only the commit shows '
-                    f"whether this send is a duplicate, too late to raise an error here. Send it "
-                    f'outside the transaction, or use on_duplicate="existing" and check the '
-                    f"result's is_duplicate after the commit."
-                )
             result = self._publish(args, kwargs, options)
             result.is_duplicate = None
             return result
@@ -366,8 +355,6 @@ class SafeTaskMixin(Task[P, R]):
             backend: Any = self.backend
             backend.remove_pending_result(result)
         settle(result, headers, held)  # not a new result: a parent's trail has this one
-        if held is not None:
-            self._refuse_duplicate(header, held)
         if again:
             # A message that replaces its own run takes over that run's lock.
             self._pass_on(read_header(headers, self.name).get("sent"), options)
@@ -384,19 +371,17 @@ class SafeTaskMixin(Task[P, R]):
         headers: dict[str, Any] = {"task": self.name, "id": task_id, HEADER: header}
         held = publish_once(headers, lambda: None)
         if held is not None:
-            self._refuse_duplicate(header, held)
             known: Any = as_sent_result(EagerResult(headers["id"], None, PENDING))
             settle(known, headers, held)
             return known  # type: ignore[no-any-return]
         header = headers[HEADER]
         sent = find_lock_of(self.name, header)
         if sent is not None:
-            run = self._options_for(header)
+            run = options_for(find_guarded(self) or Guarded(self.run, DEFAULTS, False), header)
             if run.unique_until == "start":
                 sent.move(0)
             else:
-                seconds = run.timeout
-                sent.renew(conf.lock_timeout() if isinstance(seconds, conf.Unset) else seconds)
+                sent.renew(run.lease())
         given = {**(options.get("headers") or {}), HEADER: header}
         try:
             result = run_now({**options, "task_id": headers["id"], "headers": given})
@@ -405,17 +390,6 @@ class SafeTaskMixin(Task[P, R]):
                 sent.end_run(self, None)
         settle(result, headers, None)
         return result
-
-    def _refuse_duplicate(self, header: Header, held: HeldLock) -> None:
-        if self._raises_duplicates(header):
-            name = held.name.removeprefix("sent:")
-            raise AlreadySent(name, held.holder.task_id or "", held.remaining)
-
-    def _raises_duplicates(self, header: Header) -> bool:
-        return self._options_for(header).on_duplicate == "raise"
-
-    def _options_for(self, header: Header) -> Options:
-        return options_for(find_guarded(self) or Guarded(self.run, DEFAULTS, False), header)
 
     def _pass_on(self, token: str | None, options: dict[str, Any]) -> SentLock | None:
         """Pass the lock of the running task's message to its re-send, if the token matches."""
@@ -489,10 +463,6 @@ class SafeTaskMixin(Task[P, R]):
             header["canvas"] = is_resent or any(map(options.get, _CANVAS))
             if isinstance(own.unique_until, float):
                 header["period"] = own.unique_until
-            if not isinstance(own.sent_timeout, conf.Unset):
-                header["sent_timeout"] = own.sent_timeout
-            if not isinstance(own.cache, conf.Unset):
-                header["cache"] = own.cache
         return header
 
     def _key(

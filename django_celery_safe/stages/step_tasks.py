@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar, overload
 
 from .. import conf
-from ..concurrency.decorator import refuse_misplaced
+from ..concurrency.decorator import refuse_lock_below
 from ..delivery.call import (
     Args,
     Function,
@@ -22,6 +22,7 @@ from ..delivery.call import (
 from ..delivery.header import declare_field, get_header, is_id
 from ..delivery.wrappers import add_wrapper
 from ..exceptions import InvalidResult
+from ..locks.misuse import refuse_misplaced
 from .running import STEP_RESULT, Outcome, Work, run_step
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,7 +69,8 @@ def step(function: Any = conf.UNSET, /) -> Any:
     """
     if function is conf.UNSET:
         return step
-    refuse_misplaced(function, "@stages.step", "the step would count as done", above_lock=False)
+    refuse_misplaced(function, "@stages.step", "the step would count as done")
+    refuse_lock_below(function, "@stages.step")
     signature = inner_signature(function)
     asked = [name for name in OURS if name in signature.parameters]
     visible = [one for one in signature.parameters.values() if one.name not in asked]

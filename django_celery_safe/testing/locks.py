@@ -64,12 +64,9 @@ def hold_lock(task: Any, /, *args: Any, **kwargs: Any) -> Iterator[CacheLock]:
     check_task(task, "hold_lock")
     name, guarded = name_lock(task, args, kwargs), find_guarded(task)
     assert guarded is not None  # name_lock has found it
-    options = guarded.options
+    limit = guarded.options.limit
     with ExitStack() as stack:
-        places = [
-            stack.enter_context(cache_lock(name, cache=options.cache, limit=options.limit))
-            for _ in range(options.limit)
-        ]
+        places = [stack.enter_context(cache_lock(name, limit=limit)) for _ in range(limit)]
         for lock in places:
             if not lock:
                 raise lock.not_acquired()

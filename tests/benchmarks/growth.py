@@ -25,7 +25,7 @@ from django_celery_safe.models import DatabaseLock, IdempotencyRecord
 from tests.benchmarks import outbox
 from tests.benchmarks.locks import ours_on
 from tests.benchmarks.report import Figure, interleaved, ratio, take_turns
-from tests.benchmarks.tools import BACKENDS, analyze, databases
+from tests.benchmarks.tools import BACKENDS, analyze, databases, keep_locks_in
 from tests.servers import RedisServer, ServerPool
 
 #: How many locks are held, or records kept.
@@ -64,7 +64,9 @@ def run(servers: ServerPool) -> list[Figure]:
         caches = {
             name: {"BACKEND": backend, "LOCATION": server.url} for name, server in redis.items()
         }
-        stack.enter_context(override_settings(CACHES={"default": caches["100"], **caches}))
+        stack.enter_context(
+            override_settings(CACHES={"default": caches["100"], **caches}, DJANGO_CELERY_SAFE={})
+        )
         sizes = dict(zip(SIZES, aliases, strict=True))
         for kind, calls in {
             "lock, Redis": [lock_on_redis(redis[str(size)], size) for size in SIZES],
@@ -83,7 +85,8 @@ def run(servers: ServerPool) -> list[Figure]:
 def lock_on_redis(server: RedisServer, size: int) -> Call:
     """Have so many locks held on a server; return an acquisition with its release."""
     alias = str(size)
-    assert cache_lock("growth", timeout=LEASE, renew=False, cache=alias).acquire()
+    keep_locks_in(alias)
+    assert cache_lock("growth", timeout=LEASE).acquire()
     with server.client() as client:
         (index,) = [key for key in client.scan_iter() if client.type(key) == b"zset"]
         (key,) = client.zrange(index, 0, -1)

@@ -66,7 +66,7 @@ def run(servers: ServerPool) -> list[Figure]:
 def acquire_many(first: int, end: int) -> None:
     """Acquire the locks of these numbers, and leave them to their leases."""
     for number in range(first, end):
-        assert cache_lock(name_of(number), timeout=LEASE, renew=False).acquire()
+        assert cache_lock(name_of(number), timeout=LEASE).acquire()
 
 
 def name_of(number: int) -> str:

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from celery.app.trace import build_tracer
+from django.conf import settings
 from django.db import connections
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
@@ -29,7 +30,14 @@ def caches_on(server: RedisServer) -> override_settings:
     entries = {
         alias: {"BACKEND": backend, "LOCATION": server.url} for alias, backend in BACKENDS.items()
     }
-    return override_settings(CACHES={"default": entries["django-redis"], **entries})
+    return override_settings(
+        CACHES={"default": entries["django-redis"], **entries}, DJANGO_CELERY_SAFE={}
+    )
+
+
+def keep_locks_in(alias: str) -> None:
+    """Take locks in this cache from now on, at the cost of one assignment."""
+    settings.DJANGO_CELERY_SAFE["LOCK_CACHE"] = alias
 
 
 @contextmanager
@@ -57,13 +65,13 @@ def worker_settings(alias: str, redis: RedisServer) -> dict[str, Any]:
     }
 
 
-def use_app(settings: dict[str, Any], **more: Any) -> None:
+def use_app(given: dict[str, Any], **more: Any) -> None:
     """Let this process, whose app is to be a new one, send as the worker does."""
     from tests.stages.worker_app import app  # it becomes the current one of who imports it
 
     app.conf.update(
-        broker_url=settings["CELERY_BROKER_URL"],
-        result_backend=settings["CELERY_RESULT_BACKEND"],
+        broker_url=given["CELERY_BROKER_URL"],
+        result_backend=given["CELERY_RESULT_BACKEND"],
         **more,
     )
 

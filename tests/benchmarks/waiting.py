@@ -20,7 +20,7 @@ from redis.lock import Lock
 from django_celery_safe import cache_lock
 from tests.benchmarks.locks import LEASE, describe_floor
 from tests.benchmarks.report import Figure
-from tests.benchmarks.tools import BACKENDS, caches_on
+from tests.benchmarks.tools import BACKENDS, caches_on, keep_locks_in
 from tests.processes import (
     FunctionProcess,
     meet,
@@ -87,16 +87,17 @@ def batons_on(url: str) -> Iterator[tuple["redis.Redis", dict[str, Baton]]]:
     """Give this process's client and what it takes and gives: the floor, ours and the peer."""
     with redis.Redis.from_url(url) as client:
         locks: dict[str, Any] = {
-            **{alias: cache_lock("ours", blocking_timeout=None, cache=alias) for alias in BACKENDS},
-            PLACES: cache_lock("several", blocking_timeout=None, cache=OURS, limit=LIMIT),
+            **{alias: cache_lock("ours", blocking_timeout=None) for alias in BACKENDS},
+            PLACES: cache_lock("several", blocking_timeout=None, limit=LIMIT),
             REDIS_PY: Lock(client, "redis-py", timeout=LEASE),
         }
         floor = Baton(lambda: client.blpop(["baton"]), lambda: client.lpush("baton", "1"))
-        yield client, {FLOOR: floor, **{name: _baton(lock) for name, lock in locks.items()}}
+        yield client, {FLOOR: floor, **{name: _baton(name, lock) for name, lock in locks.items()}}
 
 
-def _baton(lock: Any) -> Baton:
+def _baton(name: str, lock: Any) -> Baton:
     def take() -> None:
+        keep_locks_in(name if name in BACKENDS else OURS)
         assert lock.acquire()
 
     return Baton(take, lock.release)

@@ -113,7 +113,7 @@ HOLD = f"""if True:
     import signal, django
     django.setup()
     from django_celery_safe import cache_lock
-    lock = cache_lock({LOCK!r}, timeout=600, renew=False)
+    lock = cache_lock({LOCK!r}, timeout=600)
     assert lock.acquire()
     print("held", flush=True)
     signal.pause()

@@ -1,7 +1,6 @@
 """Options of one call: ``apply_async(args, single_instance={...})``, whatever the task says."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +12,6 @@ from django.utils import timezone
 
 from django_celery_safe import (
     AlreadyRunning,
-    AlreadySent,
     ConfigurationError,
     SafeTask,
     iter_locks,
@@ -22,7 +20,6 @@ from django_celery_safe import (
 )
 from django_celery_safe.concurrency.guard import find_guarded
 from django_celery_safe.delivery.header import FORMAT
-from django_celery_safe.leases.holder import place_names
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.concurrency.test_options import KINDS, held_names
@@ -129,40 +126,28 @@ def test_a_list_names_the_arguments_that_count(key: Any, plain: Any, mailbox: Ma
 
 
 @pytest.mark.parametrize(
-    ("options", "limit", "state", "error"),
+    ("options", "state", "error"),
     [
-        ({"on_conflict": "skip"}, 3, "SUCCESS", None),
-        ({"on_conflict": "retry"}, 1, "RETRY", None),
-        ({"on_conflict": "wait", "blocking_timeout": 0.2}, 3, "FAILURE", AlreadyRunning),
-        ({"on_conflict": "reject"}, 1, "REJECTED", Reject),
-        ({"on_conflict": "raise"}, 3, "FAILURE", AlreadyRunning),
+        ({"on_conflict": "skip"}, "SUCCESS", None),
+        ({"on_conflict": "retry"}, "RETRY", None),
+        ({"on_conflict": "wait", "blocking_timeout": 0.2}, "FAILURE", AlreadyRunning),
+        ({"on_conflict": "reject"}, "REJECTED", Reject),
+        ({"on_conflict": "raise"}, "FAILURE", AlreadyRunning),
     ],
     ids=lambda value: value.get("on_conflict") if isinstance(value, dict) else None,
 )
 def test_a_conflict_ends_as_the_call_says(
-    options: dict[str, Any], limit: int, state: str, error: Any, plain: Any, mailbox: Mailbox
+    options: dict[str, Any], state: str, error: Any, plain: Any, mailbox: Mailbox
 ) -> None:
-    """Every way out, once all places are held."""
-    message = call(mailbox, plain, key="feed-42", limit=limit, **options)
-    with ExitStack() as stack:
-        for place in place_names(LOCK, limit):
-            stack.enter_context(held_by(place, f"other at {place}"))
+    """Every way out."""
+    message = call(mailbox, plain, key="feed-42", **options)
+    with held_by(LOCK, "other"):
         outcome = mailbox.deliver(message)
     assert outcome.state == state
     if error is not None:
         assert isinstance(outcome.value, error)
         assert LOCK in str(outcome.value)
     assert len(mailbox.take()) == (state == "RETRY")
-
-
-def test_a_call_may_run_beside_others(plain: Any, mailbox: Mailbox) -> None:
-    """It takes the first place that is free, and the next one of its key is as the task says."""
-    message = call(mailbox, plain, key="feed-42", limit=3, unique_until="start")
-    with held_by(LOCK, "other"):
-        assert set(names(mailbox.deliver(message))) == {LOCK, f"{LOCK}:place:2"}
-        assert held_names() == [LOCK]
-        message = call(mailbox, plain, key="feed-42", on_conflict="raise")
-        assert mailbox.deliver(message).state == "FAILURE"
 
 
 def test_a_call_may_come_back(task: Any, mailbox: Mailbox) -> None:
@@ -200,34 +185,15 @@ def test_what_the_call_does_not_say_the_task_does(
 
 
 def test_a_unique_task_is_sent_once_for_each_key_of_a_call(mailbox: Mailbox) -> None:
-    """The lock at the send goes by the call's key, too; a call may do without that lock."""
-    decorated = single_instance(key="{number}", unique_until="end", sent_timeout=100)(work)
+    """The lock at the send goes by the call's key, too."""
+    decorated = single_instance(key="{number}", unique_until="end")(work)
     task = mailbox.task(decorated, base=SafeTask, name=NAME)
-    calls: list[tuple[int, dict[str, Any]]] = [
-        *((1, {"key": "a"}), (2, {"key": "a"}), (1, {"key": "b"})),
-        (1, {"key": "a", "unique_until": None}),
-    ]
-    first, same, other, free = (
-        task.apply_async((number,), single_instance=options) for number, options in calls
+    first, same, other = (
+        task.apply_async((number,), single_instance={"key": key})
+        for number, key in ((1, "a"), (2, "a"), (1, "b"))
     )
-    assert [one.is_duplicate for one in (first, same, other, free)] == [False, True, False, False]
-    assert [message.id for message in mailbox.take()] == [first.id, other.id, free.id]
-
-
-def test_a_call_can_be_sent_once(plain: Any, mailbox: Mailbox) -> None:
-    """One call asks for what the task does not do, and says what its duplicates do."""
-    asked = {"key": "a", "unique_until": "end", "sent_timeout": 100}
-    first, again = (plain.apply_async((7,), single_instance=asked) for _ in range(2))
-    with pytest.raises(AlreadySent) as raised:
-        plain.apply_async((7,), single_instance={**asked, "on_duplicate": "raise"})
-    assert (first.is_duplicate, again.is_duplicate, again.id) == (False, True, first.id)
-    assert raised.value.task_id == first.id
-    assert raised.value.remaining is not None
-    assert 90 < raised.value.remaining <= 100
-    assert f"Its lock ends in {raised.value.remaining:.3g} s, unless" in str(raised.value)
-    (message,) = mailbox.take()
-    assert set(names(mailbox.deliver(message))) == {f"{NAME}:a", f"sent:{NAME}:a"}
-    assert held_names() == []
+    assert [one.is_duplicate for one in (first, same, other)] == [False, True, False]
+    assert [message.id for message in mailbox.take()] == [first.id, other.id]
 
 
 # How it can be told.
@@ -304,14 +270,8 @@ def test_runs_without_a_message_take_options(run: str, plain: Any, mailbox: Mail
     [
         ("retry", r"single_instance='retry' is not a dict"),
         ({"on_conflit": "skip"}, r"no option 'on_conflit' .* Did you mean 'on_conflict'\?"),
-        ({"renew": False}, r"no option 'renew' for one call"),
+        ({"unique_until": "end"}, r"no option 'unique_until' for one call"),
         ({7: 7}, r"no option 7 for one call"),
-        ({"unique_until": "ends"}, r"unique_until='ends'"),
-        ({"on_duplicate": "raise"}, r"on_duplicate='raise' has no meaning without unique_until"),
-        ({"sent_timeout": 5}, r"sent_timeout=5 has no meaning without unique_until"),
-        ({"unique_until": "end", "sent_timeout": timedelta(1)}, r"sent_timeout=datetime\."),
-        ({"limit": 0}, r"limit=0"),
-        ({"limit": 3, "unique_until": "end"}, r'limit=3 has no meaning with unique_until="end"'),
         ({"lock": "sent:x"}, r"lock='sent:x' can't stand before the key"),
         ({"on_conflict": "retyr"}, r"on_conflict='retyr' is not known.*mean 'retry'\?"),
         ({"timeout": timedelta(seconds=5)}, r"timeout=datetime\.timedelta\(seconds=5\)"),

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task, shared_task
-from celery.exceptions import Reject
 from django.db import transaction
-from pytest_django import Settings
 
 from django_celery_safe import (
     ConfigurationError,
     SafeTask,
     find_lock,
     iter_locks,
-    release_lock,
     single_instance,
 )
 from django_celery_safe.delivery.header import HEADER
@@ -189,15 +186,14 @@ FORGED: dict[str, Any] = {
     "a list": ["sent"],
     "sent None": {"sent": None},
     "sent of another length": {"sent": "a" * 33},
-    "sent_timeout nan": {"sent_timeout": float("nan")},
-    "sent_timeout below 0": {"sent_timeout": -60},
+    "period nan": {"period": float("nan")},
+    "period below 0": {"period": -60},
     "period text": {"period": "an hour"},
-    "options.unique_until": {"options": {"unique_until": [5]}},
+    "options.on_conflict": {"options": {"on_conflict": [5]}},
     "options text": {"options": "skip"},
     "options.timeout nan": {"options": {"timeout": float("nan")}},
     "key list": {"key": ["7"]},
     "duplicate list": {"duplicate": ["x"]},
-    "cache 7": {"cache": 7},
     "copy 3": {"copy": 3},
     "met text": {"copy": "a" * 32, "met": "abc"},
 }
@@ -258,78 +254,6 @@ def test_a_header_of_another_format_holds(
     assert held_names() == []
     warned = [text for text in caplog.messages if "is of format 2, and this release" in text]
     assert bool(warned) is (number == 2)
-
-
-# A cache that the worker knows otherwise.
-
-
-@pytest.fixture
-def two_caches(locks_in_memory: None, settings: Settings) -> None:
-    """A cache beside that of the locks."""
-    backend = {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": "old"}
-    settings.CACHES = {**settings.CACHES, "old": backend}
-
-
-def ending(self: Any, number: int, how: str) -> str:
-    """End in this way."""
-    if how == "retry" and self.request.retries == 0:
-        raise self.retry(countdown=60)
-    if how == "reject":
-        raise Reject(how, requeue=True)
-    if how == "fail":
-        raise KeyError(how)
-    return "done"
-
-
-#: Celery's state for the ends of a run.
-ENDS = {"succeed": "SUCCESS", "fail": "FAILURE", "retry": "RETRY", "reject": "REJECTED"}
-
-
-@pytest.mark.usefixtures("two_caches")
-@pytest.mark.parametrize(
-    ("until", "how"), [("start", "retry"), ("end", "retry"), ("end", "fail"), ("start", "reject")]
-)
-def test_a_lock_in_another_cache_is_freed_there(until: str, how: str, mailbox: Mailbox) -> None:
-    """A message of a release whose locks were elsewhere runs, and leaves nothing in either."""
-    tasks = []
-    for cache in ({"cache": "old"}, {}):
-        decorate = single_instance(key="{number}", unique_until=until, **cache)  # type: ignore[call-overload]
-        tasks.append(mailbox.task(decorate(ending), base=SafeTask, bind=True, name=NAME))
-        if cache:
-            tasks[0].delay(7, how)
-            del mailbox.app.tasks[NAME]
-    message = mailbox.take_one()
-    assert [lock.name for lock in iter_locks(cache="old")] == [f"sent:{NAME}:7"]
-    assert mailbox.deliver(message).state == ENDS[how]
-    kept = [f"sent:{NAME}:7"] if (how, until) == ("retry", "end") else []
-    assert [lock.name for lock in iter_locks(cache="old")] == kept
-    assert held_names() == []
-    if how == "retry":
-        assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", "done")
-        assert list(iter_locks(cache="old")) == []
-    assert mailbox.take() == []
-
-
-@pytest.mark.usefixtures("two_caches")
-@pytest.mark.parametrize(("until", "how"), [("start", "succeed"), ("end", "retry")])
-def test_a_lock_in_an_unknown_cache_harms_no_run(
-    until: str, how: str, mailbox: Mailbox, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The run ends as it would, its own lock is freed, and a warning names the one that is not."""
-    decorate = single_instance(key="{number}", unique_until=until)  # type: ignore[call-overload]
-    task = mailbox.task(decorate(ending), base=SafeTask, bind=True, name=NAME)
-    task.delay(7, how)
-    message = mailbox.take_one()
-    unknown = message.with_headers(**{HEADER: {**message.ours, "cache": "unknown"}})
-    assert mailbox.deliver(unknown).state == ENDS[how]
-    assert len(mailbox.take()) == (how == "retry")
-    # Where nobody said that it is.
-    (left,) = iter_locks()
-    assert left.name == f"sent:{NAME}:7"
-    assert release_lock(left)
-    said = [r for r in caplog.records if r.name.startswith("django_celery_safe")]
-    assert {record.levelno for record in said} == {logging.WARNING}
-    assert all(f"sent:{NAME}:7" in record.getMessage() for record in said)
 
 
 # Keys that can't be made.

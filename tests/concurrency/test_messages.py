@@ -75,9 +75,7 @@ class Importing:
             "on_conflict",
             "retry_delay",
             "blocking_timeout",
-            "cache",
             "timeout",
-            "renew",
         } & options.keys()
         decorate = single_instance(key="{number}", **{name: options.pop(name) for name in names})
         options.setdefault("acks_late", True)
@@ -114,7 +112,7 @@ def test_a_lease_that_ends_before_the_body_begins(
     mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task runs, because no one else holds its lock, and is not skipped."""
-    importing = Importing(mailbox, timeout=30, renew=False)
+    importing = Importing(mailbox, timeout=30)
     message = importing.message()
 
     acquire = CacheLock.acquire
@@ -453,13 +451,12 @@ def test_a_cache_that_does_not_answer_keeps_the_task_from_running(
 ) -> None:
     """Whether the lock is free is not known then: LockBackendError, and the body does not run."""
     settings.CACHES = {
-        **settings.CACHES,
-        "gone": {
+        "default": {
             "BACKEND": "django.core.cache.backends.redis.RedisCache",
             "LOCATION": f"redis://127.0.0.1:{dead_port()}",
         },
     }
-    importing = Importing(mailbox, cache="gone")
+    importing = Importing(mailbox)
     state, error = mailbox.deliver(importing.message())
     assert state == "FAILURE"
     assert isinstance(error, LockBackendError)

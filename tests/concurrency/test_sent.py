@@ -21,6 +21,7 @@ from django_celery_safe import (
     HeldLock,
     LockBackendError,
     SafeTask,
+    conf,
     find_lock,
     release_lock,
     single_instance,
@@ -46,6 +47,8 @@ __all__ = ["store"]
 NAME = "tests.once"
 #: A lease of runs, s.
 LEASE = 30
+#: The lease of a message that waits, s.
+WAITING = conf.DEFAULTS["SENT_TIMEOUT"]
 
 
 def unique(
@@ -121,12 +124,12 @@ def test_a_soft_time_limit_at_the_end_of_a_run_leaves_no_lock(
     wait_for(are_all_free, 30, "a lock is left")
 
 
-@pytest.mark.parametrize(("when", "renew"), [("before", True), ("after", False)])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_release_frees_both(
-    renew: bool, when: str, mailbox: Mailbox, store: type[InterruptedStore]
+    when: str, mailbox: Mailbox, store: type[InterruptedStore]
 ) -> None:
     """The next send is not a duplicate and runs, with or without the request in the store."""
-    task = unique(mailbox, work, {"renew": renew})
+    task = unique(mailbox, work, {})
     task.delay(7)
     message = mailbox.take_one()
     faults = getattr(store, when)
@@ -156,7 +159,7 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
         assert sent.remaining <= LEASE
         assert f"sent:{NAME}:7" in renewed_names()
 
-    task = unique(mailbox, stay, {"timeout": LEASE, "sent_timeout": 3600})
+    task = unique(mailbox, stay, {"timeout": LEASE})
     task.delay(7)
     store.after["extend"] = LockBackendError("the store", "extend", "the answer got lost")
     assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
@@ -173,7 +176,7 @@ def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
         raise SoftTimeLimitExceeded
 
     retried = {"acks_late": True, "autoretry_for": (SoftTimeLimitExceeded,)}
-    task = unique(mailbox, work, {"sent_timeout": 60}, **retried)
+    task = unique(mailbox, work, {}, **retried)
     monkeypatch.setattr(copies, "mark_end", mark)
     task.delay(7)
     message = mailbox.take_one()
@@ -198,7 +201,7 @@ def run_and_die(where: str) -> None:
 
     box = Mailbox()
     box.app.set_current()
-    task = unique(box, work, {"timeout": LEASE, "sent_timeout": 100}, acks_late=True)
+    task = unique(box, work, {"timeout": LEASE}, acks_late=True)
     task.delay(7)
     message = box.take_one()
     tell(message)
@@ -236,7 +239,7 @@ def test_a_death_between_the_two_locks_leaves_nothing_for_long(
     assert sent is not None
     if where in ("CacheLock.release", "SentLock.move") and sent.remaining is not None:
         assert sent.remaining <= LEASE
-    task = unique(mailbox, work, {"timeout": LEASE, "sent_timeout": 100}, acks_late=True)
+    task = unique(mailbox, work, {"timeout": LEASE}, acks_late=True)
     if (left := find_lock(f"{NAME}:7")) is not None:
         assert left.remaining is not None
         assert left.remaining <= LEASE
@@ -256,7 +259,7 @@ def test_a_rejected_run_keeps_its_lock_only_if_it_comes_again(
     how: str, acks_late: bool, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
     """A message that was acknowledged early is never requeued, whatever the Reject says."""
-    task = unique(mailbox, work, {"sent_timeout": 100}, acks_late=acks_late)
+    task = unique(mailbox, work, {}, acks_late=acks_late)
     first = task.delay(7, how)
     assert mailbox.deliver(mailbox.take_one()).state == "REJECTED"
     kept = how == "requeue" and acks_late
@@ -268,16 +271,16 @@ def test_a_rejected_run_keeps_its_lock_only_if_it_comes_again(
         lock = find_lock(f"sent:{NAME}:7")
         assert lock is not None
         assert lock.remaining is not None
-        assert 90 < lock.remaining <= 100
+        assert WAITING - 10 < lock.remaining <= WAITING
 
 
-@pytest.mark.parametrize(("autoretry", "renew"), [((), True), ((Exception,), False)])
+@pytest.mark.parametrize("autoretry", [(), (Exception,)])
 def test_a_retry_raised_by_hand_frees_the_lock(
-    autoretry: tuple[type[Exception], ...], renew: bool, mailbox: Mailbox, locks_in_memory: None
+    autoretry: tuple[type[Exception], ...], mailbox: Mailbox, locks_in_memory: None
 ) -> None:
     """The run frees the lock, because no message was sent that would free it later."""
     options = {"autoretry_for": autoretry} if autoretry else {}
-    task = unique(mailbox, work, {"renew": renew}, **options)
+    task = unique(mailbox, work, {}, **options)
     task.delay(7, "retry by hand")
     assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
     assert mailbox.take() == []
@@ -313,7 +316,7 @@ def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
             look()
         return released
 
-    lock = {"timeout": 5, "sent_timeout": 100, "on_conflict": "retry", "retry_delay": 0.01}
+    lock = {"timeout": 5, "on_conflict": "retry", "retry_delay": 0.01}
     autoretry = {"autoretry_for": (KeyError,), "default_retry_delay": 0}
     task = unique(mailbox, fail, lock, **(autoretry if why == "autoretry" else {}))
     task.delay(7)
@@ -329,7 +332,7 @@ def test_a_lock_goes_with_a_message_before_its_next_run_can_begin(
             stack.enter_context(held_by(f"{NAME}:7", "other"))
         state = mailbox.deliver(message).state
     assert state == "RETRY"
-    assert left == [pytest.approx(100, abs=1)]
+    assert left == [pytest.approx(WAITING, abs=1)]
     again = mailbox.take_one()
     assert again.id == message.id
     lock_then = find_lock(f"sent:{NAME}:7")
@@ -374,10 +377,10 @@ def test_a_retry_inside_a_transaction_takes_its_lock_along(
         with transaction.atomic(using=db_alias):
             raise self.retry(countdown=50)
 
-    task = unique(mailbox, fail, {"timeout": 5, "sent_timeout": 100})
+    task = unique(mailbox, fail, {"timeout": 5})
     task.delay(7)
     assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
-    assert left_of_lock() == pytest.approx(150, abs=5)
+    assert left_of_lock() == pytest.approx(WAITING + 50, abs=5)
     assert task.delay(7).is_duplicate is True
 
 
@@ -393,10 +396,10 @@ def test_a_retry_inside_an_event_loop_is_sent(
     def fail(self: Any, number: int) -> None:
         asyncio.run(work_on(self))
 
-    task = unique(mailbox, fail, {"timeout": 5, "sent_timeout": 100})
+    task = unique(mailbox, fail, {"timeout": 5})
     task.delay(7)
     assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
-    assert left_of_lock() == pytest.approx(150, abs=5)
+    assert left_of_lock() == pytest.approx(WAITING + 50, abs=5)
 
 
 def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(
@@ -410,7 +413,7 @@ def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(
             self.retry(countdown=50, connection=nowhere)
         left.append(left_of_lock())
 
-    task = unique(mailbox, go_on, {"timeout": 5, "sent_timeout": 100})
+    task = unique(mailbox, go_on, {"timeout": 5})
     task.delay(7)
     assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
     assert left == [pytest.approx(5, abs=2)]

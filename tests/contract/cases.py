@@ -9,6 +9,7 @@ each case is about one place of a lock, and others hold all its other places.
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired, Store
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.portable import NO_DELETE, PortableStore
+from tests.locks.renewals import stop_renewing
 from tests.processes import Gauge, Journal, meet, run_in_processes, start_in_process, tell, wait_for
 
 PROCESSES = 8
@@ -117,7 +119,9 @@ def one_winner_for_each_expired_key_by_processes(folder: Path, keys: int = 60) -
     """Exactly one of 8 processes that race for a key whose lease has ended gets it."""
     names = [f"expired:{number}" for number in range(keys)]
     for name in names:
-        assert make_lock(name, timeout=LEASE, renew=False).acquire()
+        lock = make_lock(name, timeout=LEASE)
+        assert lock.acquire()
+        stop_renewing(lock)
     _wait_until_free(names[-1])
     _race(folder, names)
 
@@ -136,7 +140,7 @@ def race(journal: Journal, names: list[str]) -> None:
     for name in names:
         meet()
         # The other places are held already.
-        if cache_lock(name, limit=limit(), timeout=60, renew=False).acquire():
+        if cache_lock(name, limit=limit(), timeout=60).acquire():
             journal.write("won", name=name)
 
 
@@ -162,11 +166,13 @@ def take_turns(journal: Journal, times: int) -> None:
 
 def late_holder_spares_the_new_one(folder: Path) -> None:
     """An owner whose lease ended neither extends nor frees the new holder's lock."""
-    late = make_lock("late", timeout=LEASE, renew=False)
+    late = make_lock("late", timeout=LEASE)
     assert late.acquire()
+    stop_renewing(late)
     _wait_until_free("late")
-    new = make_lock("late", timeout=LEASE, renew=False)
+    new = make_lock("late", timeout=LEASE)
     assert new.acquire()
+    stop_renewing(new)
     with pytest.raises(LockLost):
         late.extend(3600)
     assert late.release() is False
@@ -260,9 +266,12 @@ def holder_is_shown(folder: Path) -> None:
 def waiter_gets_the_lock_after_its_release(folder: Path) -> None:
     """A waiter has the lock soon after its release, long before the lease would have ended."""
     first, second = make_lock("handed over"), make_lock("handed over")
+    waits = threading.Event()
 
     def wait() -> bool:
         try:
+            assert not second.acquire()
+            waits.set()
             return second.acquire(blocking_timeout=None) and second.release()
         finally:
             connections.close_all()
@@ -270,7 +279,7 @@ def waiter_gets_the_lock_after_its_release(folder: Path) -> None:
     assert first.acquire()
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(wait)
-        wait_for(lambda: second.contender is not None, 30, "nobody waits")
+        assert waits.wait(30)
         assert not waiting.done()
         assert first.release()
         assert waiting.result(20)
@@ -287,7 +296,7 @@ def waiting_ends_in_time(folder: Path) -> None:
 
 def operator_frees_only_what_was_seen(folder: Path) -> None:
     """An operator frees the acquisition that was seen, and no later one; nor does its holder."""
-    first = make_lock("operated", timeout=60, renew=False)
+    first = make_lock("operated", timeout=60)
     assert first.acquire()
     seen = find("operated")
     assert seen is not None
@@ -317,7 +326,7 @@ def odd_names_are_locks_of_their_own(folder: Path) -> None:
 
 def extend_sets_the_lease(folder: Path) -> None:
     """extend() makes the lease as long as asked, longer or shorter."""
-    with make_lock("extended", timeout=LEASE, renew=False) as lock:
+    with make_lock("extended", timeout=LEASE) as lock:
         for seconds in (100, LEASE):
             lock.extend(seconds)
             trusted = seconds - store().early
@@ -328,6 +337,7 @@ def extend_sets_the_lease(folder: Path) -> None:
                 assert found.remaining is not None
                 assert seconds - 2 < found.remaining <= seconds + TICK
         # Ended by its lease, not by a release.
+        stop_renewing(lock)
         _wait_until_free("extended")
         assert not lock.held
 

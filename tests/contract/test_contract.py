@@ -85,7 +85,7 @@ def test_local_store_excludes_threads(use_store: UseStore) -> None:
     def race(_: int) -> None:
         for name in names:
             barrier.wait()
-            if cache_lock(name, renew=False).acquire():
+            if cache_lock(name).acquire():
                 won.append(name)
 
     with ThreadPoolExecutor(8) as threads:

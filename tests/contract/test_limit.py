@@ -132,15 +132,14 @@ def test_each_release_lets_one_waiter_in(store: str) -> None:
     waiters = [cache_lock("few", limit=3) for _ in range(3)]
     assert all(lock.acquire() for lock in locks)
     threads = [ThreadPoolExecutor(1) for _ in waiters]
-    entered = [
-        thread.submit(waiter.acquire, None) for thread, waiter in zip(threads, waiters, strict=True)
-    ]
-    wait_for(lambda: all(waiter.contender for waiter in waiters), 30, "too few wait")
+    each = list(zip(threads, waiters, strict=True))
+    assert not any(thread.submit(waiter.acquire).result(30) for thread, waiter in each)
+    entered = [thread.submit(waiter.acquire, None) for thread, waiter in each]
     assert not any(one.done() for one in entered)
     for number, lock in enumerate(locks, 1):
         assert lock.release()
         wait_for(lambda number=number: sum(one.done() for one in entered) == number)  # type: ignore[misc]
-    for thread, waiter in zip(threads, waiters, strict=True):
+    for thread, waiter in each:
         assert thread.submit(waiter.release).result(30)
         thread.shutdown()
     assert names_held() == set()

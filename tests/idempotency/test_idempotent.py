@@ -446,7 +446,7 @@ def test_what_is_over_is_done_again(db: None) -> None:
 
 
 def test_the_settings_say_how_long_it_counts(db: None, settings: Settings) -> None:
-    """Unset, ttl is the retention of records and the lease LOCK_TIMEOUT, as they are at the call."""
+    """Unset, ttl is RETENTION["records"] and the lease LOCK_TIMEOUT, as they are at the call."""
     once = idempotent("invoice:1")
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"records": 100}, "LOCK_TIMEOUT": 50}
     with once as claim:

@@ -1,7 +1,6 @@
 """Leases and their renewals, as a test sees them in the store."""
 
 import math
-from typing import Any
 
 from django_celery_safe import HeldLock, find_lock
 from django_celery_safe.leases.clock import clock
@@ -10,9 +9,9 @@ from django_celery_safe.locks import CacheLock
 from tests.processes import wait_for
 
 
-def get_lock(name: str, **options: Any) -> HeldLock:
+def get_lock(name: str) -> HeldLock:
     """Return the lock of this name, which has to be held."""
-    found = find_lock(name, **options)
+    found = find_lock(name)
     assert found is not None, f"{name} is free"
     return found
 
@@ -24,18 +23,19 @@ def get_remaining(name: str) -> float:
     return remaining
 
 
-def wait_for_renewal(name: str, **options: Any) -> None:
-    """
-    Wait until the rest of a lock's lease grows, as nothing else but a renewal lets it.
+def stop_renewing(lock: CacheLock) -> None:
+    """Let a held lock's lease go on to its end, as if the thread that renews it hung."""
+    assert lock.lease is not None
+    renewer.remove(lock.lease)
 
-    Args:
-        options: Arguments of ``find_lock``, such as ``cache``.
-    """
+
+def wait_for_renewal(name: str) -> None:
+    """Wait until the rest of a lock's lease grows, as nothing else but a renewal lets it."""
     last = math.inf
 
     def grows() -> bool:
         nonlocal last
-        before, last = last, get_lock(name, **options).remaining or 0.0
+        before, last = last, get_lock(name).remaining or 0.0
         return last > before
 
     wait_for(grows, 30, "it is not renewed")

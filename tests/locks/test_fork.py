@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,10 +14,10 @@ from django.core.cache import caches
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, ConfigurationError, cache_lock, find_lock
+from django_celery_safe import CacheLock, LockNotAcquired, cache_lock, find_lock
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
-from tests.clock import HeldClock, held_clock
+from tests.clock import held_clock
 from tests.locks.renewals import get_remaining
 from tests.processes import run_in_processes
 
@@ -36,12 +35,12 @@ def refusals(lock: CacheLock) -> list[str]:
     for name, action in OWNERS.items():
         try:
             action(lock)
-        except ConfigurationError as error:
+        except LockNotAcquired as error:
             errors.append(f"{name}: {type(error).__name__}")
     return errors
 
 
-REFUSED = [f"{name}: ConfigurationError" for name in OWNERS]
+REFUSED = [f"{name}: LockNotAcquired" for name in OWNERS]
 
 
 def test_a_child_leaves_its_parents_lock_alone(in_redis: None) -> None:
@@ -198,25 +197,6 @@ def connection_id() -> int:
     """Return the number that Redis gave to this thread's connection for locks."""
     store: Any = locate().store()
     return int(store._wire.ask("CLIENT", "ID"))
-
-
-def test_a_lock_belongs_to_the_thread_that_took_it(locks_in_memory: None, clock: HeldClock) -> None:
-    """In another thread a lock is not held and is refused; in its own nothing has changed."""
-    with ThreadPoolExecutor(1) as other, cache_lock("threads", timeout=30) as lock:
-        token = lock.token
-        assert other.submit(lambda: (lock.held, lock.remaining)).result() == (False, 0.0)
-        assert other.submit(refusals, lock).result() == REFUSED
-        with pytest.raises(ConfigurationError, match="not reentrant"):
-            other.submit(lock.acquire).result()
-        with pytest.raises(
-            ConfigurationError, match=r"by another thread.*Make another cache_lock here"
-        ):
-            other.submit(lock.release).result()
-        clock.advance(100)
-        assert lock.held
-        assert lock.token == token
-        lock.ensure()
-    assert find_lock("threads") is None
 
 
 def _acquire(name: str) -> CacheLock:

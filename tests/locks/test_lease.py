@@ -230,12 +230,12 @@ def test_a_renewal_that_hangs_holds_up_no_other(
     settings.CACHES = {
         alias: {"BACKEND": memory, "LOCATION": alias} for alias in ("default", "second")
     }
-    with (
-        cache_lock("hangs", timeout=LEASE),
-        cache_lock("other", cache=cache, timeout=seconds) as other,
-        hanging("extend", lambda renewals, *within: renewals[0].name == "hangs") as extend,
-    ):
-        for _ in range(4):
-            clock.jump(seconds / 2, settle=False)
-            assert extend.began.wait(30)
-            wait_for(lambda: other.remaining == seconds, 30, "it is not renewed")
+    hangs, other = cache_lock("hangs", timeout=LEASE), cache_lock("other", timeout=seconds)
+    with hangs:
+        settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": cache}
+        hang = hanging("extend", lambda renewals, *within: renewals[0].name == "hangs")
+        with other, hang as extend:
+            for _ in range(4):
+                clock.jump(seconds / 2, settle=False)
+                assert extend.began.wait(30)
+                wait_for(lambda: other.remaining == seconds, 30, "it is not renewed")

@@ -65,7 +65,7 @@ def test_a_request_whose_answer_is_lost_is_done_once(
     limit: int, bytes_read: int, redis_line: Line, losses: list[str]
 ) -> None:
     """A request whose answer is cut off takes no second place, and its lock is not lost."""
-    locks = [cache_lock("cut off", renew=False, limit=limit) for _ in range(limit)]
+    locks = [cache_lock("cut off", limit=limit) for _ in range(limit)]
     # Each look makes a new connection, so that it is the request's own answer that is cut off.
     for number, lock in enumerate(locks):
         assert len(list(iter_locks())) == number
@@ -94,7 +94,7 @@ def test_a_release_at_memcached_whose_answer_is_lost_has_released(
         return cas(self, *args, **options)
 
     cuts: list[int] = []
-    lock = cache_lock("cut off", renew=False)
+    lock = cache_lock("cut off")
     assert lock.acquire()
     monkeypatch.setattr(Client, "cas", cut)
     assert lock.release() is True
@@ -107,7 +107,7 @@ def test_a_lock_freed_by_an_operator_is_lost_though_the_connection_broke(
     redis_line: Line, losses: list[str]
 ) -> None:
     """A release on a connection that had broken before it tells of a lock that was freed."""
-    lock = cache_lock("freed", renew=False)
+    lock = cache_lock("freed")
     assert lock.acquire()
     seen = get_lock("freed")
     assert release_lock(seen)

@@ -22,7 +22,7 @@ from django_celery_safe.leases.store import Renewal
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from tests.clock import HeldClock
-from tests.locks.renewals import get_lock
+from tests.locks.renewals import get_lock, stop_renewing
 
 
 class DictCache(BaseCache):
@@ -164,7 +164,8 @@ def test_a_lock_in_the_end_of_its_lease_is_left_to_end(diskcache: None, clock: H
         assert isinstance(store.acquire("x", token, 60, Holder("here", 1)), Acquired)
         assert store.release("x", token, remaining) is True
         assert (store.peek("x") is None) is deleted
-    with cache_lock("short", timeout=60, renew=False):
+    with cache_lock("short", timeout=60) as lock:
+        stop_renewing(lock)
         clock.advance(57)
     assert find_lock("short") is not None
     assert not cache_lock("short").acquire()

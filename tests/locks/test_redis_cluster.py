@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -105,18 +106,20 @@ def movable(loose_cluster: RedisClusterServer, settings: Settings) -> RedisClust
     return loose_cluster
 
 
-def wait_and_release(lock: CacheLock) -> bool:
-    """Take a lock when it is free, and give it back."""
+def wait_and_release(lock: CacheLock, waits: threading.Event) -> bool:
+    """Take a lock that is held when it is free, and give it back."""
+    assert not lock.acquire()
+    waits.set()
     return lock.acquire(blocking_timeout=None) and lock.release()
 
 
 @contextlib.contextmanager
 def waiting_for(name: str) -> Iterator[None]:
     """Have another thread wait for a lock, which the block frees."""
-    lock = cache_lock(name)
+    waits = threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(wait_and_release, lock)
-        wait_for(lambda: lock.contender is not None, 30, "nobody waits")
+        waiting = thread.submit(wait_and_release, cache_lock(name), waits)
+        assert waits.wait(30)
         yield
         assert waiting.result(30)
 

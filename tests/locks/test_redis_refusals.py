@@ -93,7 +93,7 @@ def test_a_refused_command_leaves_no_lock_of_nobody(admin: Any) -> None:
     for command in redis_store.COMMANDS:
         admin.execute_command("ACL", "SETUSER", "locks", f"-{command}")
         for _ in range(150 if command == "zremrangebyscore" else 1):
-            lock = cache_lock("refused", renew=False)
+            lock = cache_lock("refused")
             acquired = False
             with refusing_by_acl():
                 acquired = lock.acquire()

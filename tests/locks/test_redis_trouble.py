@@ -119,7 +119,7 @@ def test_a_restart_is_noticed_by_holders(
     clock: HeldClock,
 ) -> None:
     """A server that lost its memory is a loss: for ensure(), and for the renewing thread."""
-    with cache_lock("asked", renew=False) as asked, cache_lock("renewed", timeout=30) as renewed:
+    with cache_lock("asked") as asked, cache_lock("renewed", timeout=30) as renewed:
         fragile_redis.restart()
         with pytest.raises(LockLost):
             asked.ensure()
@@ -264,7 +264,7 @@ def test_a_garbled_value_is_a_lock_of_someone_unknown(
     """A foreign value under a lock's key is an unknown holder or a clear error."""
     for value in GARBLED.values():
         with redis_server.client() as admin, cache_lock("sound") as sound:
-            spoiled = cache_lock("garbled", renew=False)
+            spoiled = cache_lock("garbled")
             assert spoiled.acquire()
             spoil(admin, key_of("garbled"), value)
             other = cache_lock("garbled")

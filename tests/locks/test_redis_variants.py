@@ -198,13 +198,16 @@ def test_aliases_with_other_keys_are_other_lock_spaces(
         **redis_cache_settings(kind, "default", KEY_PREFIX="one"),
         **redis_cache_settings(kind, "other", **{"KEY_PREFIX": "one", **other}),
     }
-    ours, theirs = cache_lock("x"), cache_lock("x", cache="other")
+    ours, theirs = cache_lock("x"), cache_lock("x")
     assert ours.acquire()
-    assert find_lock("x", cache="other") is None
+    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "other"}
+    assert find_lock("x") is None
     assert theirs.acquire()
-    for lock, alias in ((ours, "default"), (theirs, "other")):
-        (found,) = iter_locks(cache=alias)
+    for lock, alias in ((theirs, "other"), (ours, "default")):
+        settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": alias}
+        (found,) = iter_locks()
         assert (found.name, found.token) == ("x", lock.token)
+    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "other"}
     assert release_lock(found) is False
     assert ours.release()
     theirs.ensure()

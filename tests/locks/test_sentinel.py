@@ -71,7 +71,7 @@ def connections_to(server: RedisServer) -> int:
 
 def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer, clock: HeldClock) -> None:
     """Locks that the replica has are held, excluded and renewed in it after a planned failover."""
-    with cache_lock("renewed", timeout=600) as lock, cache_lock("asked", renew=False) as other:
+    with cache_lock("renewed", timeout=600) as lock, cache_lock("asked") as other:
         replicate(sentinel.first)
         sentinel.fail_over()
         # The old master is a replica and has the connections still: it refuses to write.

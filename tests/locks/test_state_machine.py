@@ -20,10 +20,9 @@ from hypothesis.stateful import (
 )
 
 from django_celery_safe import CacheLock, HeldLock, LockLost, cache_lock, find_lock, release_lock
-from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import local
 from tests.clock import HeldClock
-from tests.locks.renewals import get_remaining
+from tests.locks.renewals import get_remaining, stop_renewing
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
@@ -67,10 +66,10 @@ class Schedule(RuleBasedStateMachine):
         self.sights: list[HeldLock] = []
         self.highest_fence = 0
 
-    @rule(name=names, seconds=leases, renew=st.booleans(), wait=st.sampled_from([0, WAIT]))
-    def acquire(self, name: str, seconds: float, renew: bool, wait: float) -> None:
-        """Somebody tries to take a lock, and may wait for it for a while."""
-        lock = cache_lock(self.prefix + name, timeout=seconds, renew=renew)
+    @rule(name=names, seconds=leases, hangs=st.booleans(), wait=st.sampled_from([0, WAIT]))
+    def acquire(self, name: str, seconds: float, hangs: bool, wait: float) -> None:
+        """Somebody tries to take a lock, may wait for it, and may then renew it no more."""
+        lock = cache_lock(self.prefix + name, timeout=seconds)
         before, asked_at = self._holder(lock.name), self.clock.now()
         is_due = before is None or before.ends_at <= asked_at + wait
         assert lock.acquire(wait) is is_due
@@ -78,7 +77,9 @@ class Schedule(RuleBasedStateMachine):
             assert lock.fence is not None
             assert lock.fence > self.highest_fence
             self.highest_fence = lock.fence
-            ends_at = math.inf if renew else self.clock.now() + seconds
+            if hangs:
+                stop_renewing(lock)
+            ends_at = self.clock.now() + seconds if hangs else math.inf
             self.last[lock.name] = Claim(lock, lock.token, seconds, ends_at)
             self.claims.insert(0, self.last[lock.name])
         else:
@@ -99,21 +100,22 @@ class Schedule(RuleBasedStateMachine):
             if self._is_allowed(claim, lambda lock: lock.extend(seconds)):
                 claim.seconds = seconds
                 if claim.ends_at < math.inf:
+                    stop_renewing(claim.lock)
                     claim.ends_at = self.clock.now() + seconds
 
     @rule(pick=picks)
     def ensure(self, pick: int) -> None:
         """A holder makes sure that the lock is its own."""
         for claim in self._pick(pick):
-            self._is_allowed(claim, CacheLock.ensure)
+            if self._is_allowed(claim, CacheLock.ensure) and claim.ends_at < math.inf:
+                claim.ends_at = self.clock.now() + claim.seconds
 
     @rule(pick=picks)
     def crash(self, pick: int) -> None:
         """A holder is gone without a release."""
         for claim in self._pick(pick):
             self.claims.remove(claim)
-            assert claim.lock.lease is not None
-            renewer.remove(claim.lock.lease)
+            stop_renewing(claim.lock)
             if self._is_holder(claim):
                 claim.ends_at = self.clock.now() + get_remaining(claim.lock.name)
 
@@ -200,7 +202,7 @@ def test_a_broken_store_is_found_out(clock: HeldClock, monkeypatch: pytest.Monke
         local._Memory, "free", lambda memory, name, token: bool(memory.locks.pop(name, None))
     )
     schedule = Schedule(clock)
-    schedule.acquire(name="a", seconds=20, renew=False, wait=0)
-    schedule.acquire(name="a", seconds=20, renew=False, wait=30)
+    schedule.acquire(name="a", seconds=20, hangs=True, wait=0)
+    schedule.acquire(name="a", seconds=20, hangs=True, wait=30)
     with pytest.raises(AssertionError):
         schedule.release(pick=1)

@@ -242,23 +242,7 @@ def test_a_carried_message_is_sent_again_within_any_period(carried: Carried, per
     assert carried_lock().token == before.token
 
 
-# One call, and what is refused.
-
-
-@pytest.mark.usefixtures("locks_in_memory")
-@pytest.mark.parametrize("given", [{}, {"unique_until": "end", "sent_timeout": 50}])
-def test_one_call_can_have_a_period(given: dict[str, Any], mailbox: Mailbox) -> None:
-    """A call may ask for a period, and a call of a task with a period for another rule."""
-    decorate = single_instance(key="{number}", **given)
-    task = mailbox.task(decorate(plain), base=SafeTask, name=NAME)
-    first = task.apply_async((1,), single_instance={"unique_until": PERIOD})
-    assert PERIOD - SLACK < remaining(lock_of()) <= PERIOD
-    message = mailbox.take_one()
-    assert mailbox.deliver(message) == ("SUCCESS", "done")
-    again = task.apply_async((1,), single_instance={"unique_until": PERIOD})
-    assert (again.id, again.is_duplicate) == (first.id, True)
-    task.apply_async((2,), single_instance={"unique_until": "end", "sent_timeout": 70})
-    assert remaining(lock_of(2)) <= 70
+# What is refused.
 
 
 @pytest.mark.parametrize(
@@ -270,7 +254,6 @@ def test_one_call_can_have_a_period(given: dict[str, Any], mailbox: Mailbox) -> 
         ({"unique_until": True}, "unique_until=True"),
         ({"unique_until": timedelta(days=400)}, "at most a year"),
         ({"unique_until": "10 min"}, "'10 min'"),
-        ({"unique_until": 5, "sent_timeout": 5}, "sent_timeout=5"),
     ],
 )
 def test_a_period_without_a_meaning_is_refused(options: dict[str, Any], sentence: str) -> None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 import redis
-from celery import Celery, chord, group, shared_task
+from celery import Celery, chord, group
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import OperationalError, connections, transaction
 from psycopg import sql
 
-from django_celery_safe import SafeTask, send_on_commit, single_instance
+from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
 from django_celery_safe.exceptions import ConfigurationError
 from django_celery_safe.models import OutboxRelay
@@ -720,12 +720,6 @@ def test_one_database_that_is_gone_does_not_keep_the_others_waiting(
 # Others that are gone.
 
 
-@shared_task(base=SafeTask)
-@single_instance(key="{number}", unique_until="end", cache="elsewhere")
-def unique_elsewhere(number: int) -> None:
-    """Be sent once until it ends, by another store of locks."""
-
-
 def leave_chord(alias: str, app: Celery, part: Any) -> list[str]:
     """Leave a chord of two such tasks in the outbox that is due; return their ids."""
     header = [part.s(10), part.s(11)]
@@ -751,24 +745,19 @@ def test_only_those_wait_that_need_what_is_gone(
         "lock store": redis_server.database_url(3),
         gone: own_redis.url,
     }
-    settings.CACHES = {
-        name: {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": url}
-        for name, url in [
-            ("default", urls["lock store"]),
-            ("elsewhere", redis_server.database_url(4)),
-        ]
-    }
+    cache = {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": urls["lock store"]}
+    settings.CACHES = {"default": cache}
     app = make_app(result_backend=urls["result backend"])
-    plain, once, once_elsewhere = (app.tasks[task.name] for task in (add, unique, unique_elsewhere))
+    plain, once = (app.tasks[task.name] for task in (add, unique))
     both = leave_chord(outbox, app, once)
-    locked, elsewhere = leave(outbox, 2, task=once), leave(outbox, 2, task=once_elsewhere)
+    locked = leave(outbox, 2, task=once)
     whole = leave_chord(outbox, app, plain)
     others = leave(outbox, 2, task=plain)
     waiting = whole if gone == "result backend" else locked
-    wanted = {*locked, *elsewhere, *whole, *others} - set(waiting)
+    wanted = {*locked, *whole, *others} - set(waiting)
 
     own_redis.stop()
-    assert drain(outbox) == 6
+    assert drain(outbox) == 4
     assert set(ids(take_published(redis_server))) == wanted
     assert set(table(outbox).values_list("task_id", flat=True)) == {*both, *waiting}
     assert attempts(outbox) == [0] * 4

@@ -1,7 +1,7 @@
 """Tasks with ``unique_until``, sent without a worker: duplicates, and locks that stay."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ from django.db import transaction
 from kombu.exceptions import OperationalError
 
 from django_celery_safe import (
-    AlreadySent,
     HeldLock,
     LockBackendError,
     NotSerializable,
@@ -57,22 +56,10 @@ def once(number: int, note: str = "") -> int:
     return number
 
 
-@shared_task(base=SafeTask)
-@single_instance(key="{number}", unique_until="start", on_duplicate="raise")
-def loud(number: int) -> None:
-    """Be sent once, and raise at the second send."""
-
-
 @shared_task(base=SafeTask, send_on_commit=True)
 @single_instance(key="{number}", unique_until="end")
 def deferring(number: int) -> None:
     """Be sent once, at the commit, by every send."""
-
-
-@shared_task(base=SafeTask, ignore_result=True)
-@single_instance(unique_until="end", sent_timeout=timedelta(seconds=100), cache="locks")
-def elsewhere(number: int) -> None:
-    """Be sent once, under a lock in a cache of its own, with a lease of its own."""
 
 
 @shared_task(base=SafeTask)
@@ -89,11 +76,8 @@ def plain(number: int) -> None:
 
 @pytest.fixture(autouse=True)
 def locks(redis_cache_settings: MakeRedisCache, settings: "Settings") -> None:
-    """Locks are in the private Redis, emptied; so are those of the cache ``locks``."""
-    settings.CACHES = {
-        **redis_cache_settings("django-redis"),
-        **redis_cache_settings("django", "locks", KEY_PREFIX="other"),
-    }
+    """Locks are in the private Redis, emptied."""
+    settings.CACHES = redis_cache_settings("django-redis")
 
 
 def lock_of(number: int, task: Any = once) -> HeldLock | None:
@@ -123,15 +107,15 @@ def test_a_second_send_is_a_duplicate(name: str, sent: Sent, use_store: Any) -> 
 
 def test_only_equal_sends_of_a_unique_task_are_duplicates(sent: Sent) -> None:
     """Not those of other keys or tasks, without unique_until, or on Celery's own base."""
-    unique = [once.delay(1), once.delay(2), loud.delay(1), deferring.delay(1)]
-    assert [result.is_duplicate for result in unique] == [False] * 4
-    assert (len(sent()), len(list(iter_locks()))) == (4, 4)
+    unique = [once.delay(1), once.delay(2), deferring.delay(1)]
+    assert [result.is_duplicate for result in unique] == [False] * 3
+    assert (len(sent()), len(list(iter_locks()))) == (3, 3)
     results = [task.delay(3) for task in (add, alone, plain) for _ in range(2)]
     assert [getattr(result, "is_duplicate", None) for result in results] == [False] * 4 + [None] * 2
     messages = sent()
     assert ids(messages) == [result.id for result in results]
     assert [message.headers.get(HEADER) for message in messages] == [None] * 6
-    assert len(list(iter_locks())) == 4
+    assert len(list(iter_locks())) == 3
 
 
 def test_of_many_senders_one_publishes(sent: Sent) -> None:
@@ -249,41 +233,21 @@ def test_a_lock_in_the_transactions_own_database_waits_for_the_commit(
     assert ids(sent()) == [first.id]
 
 
-# on_duplicate="raise".
-
-
-def test_a_duplicate_may_raise(sent: Sent) -> None:
-    """AlreadySent names the lock and the task sent before; waiting for the commit contradicts."""
-    sends = (loud.delay_on_commit, lambda number: send_on_commit(loud.si(number)))
-    first = loud.delay(1)
-    for send in (loud.delay, *sends):
-        with pytest.raises(AlreadySent, match=f"was sent already, as task {first.id}") as raised:
-            send(1)
-        assert (raised.value.name, raised.value.task_id) == (f"{loud.name}:1", first.id)
-        assert 3600 - SLACK < raised.value.remaining <= 3600
-    for send in sends:
-        # At the commit it could not raise to the caller.
-        with transaction.atomic(), pytest.raises(TypeError, match=r'on_duplicate="existing"'):
-            send(2)
-    assert ids(sent()) == [first.id]
-    assert len(list(iter_locks())) == 1
-
-
-def test_a_canvas_does_not_raise(sent: Sent) -> None:
+def test_a_duplicate_in_a_canvas_is_published(sent: Sent) -> None:
     """Others wait for its parts: the duplicate is published, marked, and the rest with it."""
-    first = loud.delay(1)
+    first = once.delay(1)
     results = [
-        chain(loud.si(1), add.si(1)).delay(),
-        group(loud.si(1), add.si(1)).delay(),
-        loud.apply_async((1,), link_error=add.si(1)),
+        chain(once.si(1), add.si(1)).delay(),
+        group(once.si(1), add.si(1)).delay(),
+        once.apply_async((1,), link_error=add.si(1)),
     ]
     with transaction.atomic():
-        results.append(send_on_commit(group(loud.si(1), loud.si(2), add.si(1))))
+        results.append(send_on_commit(group(once.si(1), once.si(2), add.si(1))))
         results.append(once.apply_async_on_commit((1,), link=add.si(1)))
     announced = set().union(*map(ids_in, results))
     (_, *messages) = sent()
-    marks = [m.headers[HEADER].get("duplicate") for m in messages if m.task == loud.name]
-    assert marks == [first.id] * 4 + [None]
+    marks = [m.headers[HEADER].get("duplicate") for m in messages if m.task == once.name]
+    assert marks == [*[first.id] * 4, None, first.id]
     assert {message.id for message in messages} <= announced
 
 
@@ -376,19 +340,6 @@ def test_the_lease_lasts_until_a_lost_message_is_given_up(
     assert seconds - SLACK < remaining(lock_of(1)) <= seconds
 
 
-def test_the_task_has_its_own_lease_and_cache(sent: Sent) -> None:
-    """``sent_timeout`` and ``cache`` of the decorator travel with the message."""
-    first, second = (elsewhere.apply_async((1,), countdown=30) for _ in range(2))
-    assert second.id == first.id
-    (message,) = sent()
-    header = message.headers[HEADER]
-    assert list(iter_locks()) == []
-    (lock,) = iter_locks(cache="locks")
-    assert lock.name == f"sent:{elsewhere.name}:{header['key']}"
-    assert 130 - SLACK < remaining(lock) <= 130
-    assert (header["sent_timeout"], header["cache"]) == (100, "locks")
-
-
 # Costs, and headers.
 
 
@@ -461,20 +412,16 @@ def test_a_duplicate_leaves_no_subscription(broker: Celery, sent: Sent) -> None:
     assert {one.id for one in duplicates} == {first.id}
 
 
-@pytest.mark.parametrize("on_duplicate", ["existing", "raise"])
-def test_no_child_of_a_task_never_ends(on_duplicate: Any, mailbox: Mailbox) -> None:
+def test_no_child_of_a_task_never_ends(mailbox: Mailbox) -> None:
     """In the trail of the task that sends it stands only what was published."""
-    unique = single_instance(unique_until="end", on_duplicate=on_duplicate)(retrying)
-    task = mailbox.task(unique, base=SafeTask, bind=True)
+    task = mailbox.task(single_instance(unique_until="end")(retrying), base=SafeTask, bind=True)
     children: list[str] = []
 
     def parent(self: Any) -> None:
         task.delay(1)
-        with suppress(AlreadySent):
-            task.delay(1)
-        if on_duplicate == "existing":
-            with transaction.atomic():
-                task.delay_on_commit(1)
+        task.delay(1)
+        with transaction.atomic():
+            task.delay_on_commit(1)
         children.extend(child.id for child in self.request.children)
 
     mailbox.task(parent, base=SafeTask, bind=True).delay()
@@ -556,14 +503,6 @@ def make_eager(mailbox: Mailbox, runs: list[int], **options: Any) -> Any:
     alone = single_instance(key="{x}", on_conflict="skip", **options)
     task = mailbox.task(alone(work), base=SafeTask, name="tests.eager")
     return task
-
-
-def test_a_duplicate_is_an_error_for_eager_tasks(mailbox: Mailbox) -> None:
-    """With on_duplicate="raise"."""
-    task = make_eager(mailbox, [], unique_until=600, on_duplicate="raise")
-    task.delay(5)
-    with pytest.raises(AlreadySent):
-        task.delay(5)
 
 
 @pytest.mark.parametrize(("until", "is_duplicate"), [("end", True), ("start", False)])

@@ -30,7 +30,7 @@ def bare(number: int) -> str:
     return str(number)
 
 
-@single_instance(key="{number}", on_conflict="retry", unique_until="start", on_duplicate="raise")
+@single_instance(key="{number}", on_conflict="retry", unique_until="start")
 def told(number: int) -> str:
     """Be decorated with options."""
     return str(number)
@@ -48,7 +48,7 @@ single_instance(on_conflict="nope")  # E: call-overload
 single_instance(unique_until="never")  # E: call-overload
 single_instance(unique_until=timedelta(minutes=10))
 single_instance(unique_until=[600])  # E: call-overload
-single_instance(unique_until="end", on_duplicate="nope")  # E: call-overload
+single_instance(renew=False)  # E: call-overload
 single_instance(timeout="10")  # E: call-overload
 
 

@@ -49,14 +49,6 @@ def once(journal: str) -> str:
 
 
 @shared_task(base=SafeTask)
-@single_instance(key="{journal}", unique_until="end", on_duplicate="raise")
-def loud(journal: str) -> str:
-    """Be sent once for each journal, and raise at the second send."""
-    note.run(journal, "once")
-    return "once"
-
-
-@shared_task(base=SafeTask)
 def keep(values: object, journal: str) -> object:
     """Return what the tasks before it returned."""
     return note.run(journal, "kept", values)
@@ -85,10 +77,7 @@ def journal(tmp_path: Path) -> Journal:
     return Journal(tmp_path / "journal")
 
 
-#: A unique task with each on_duplicate, which makes no difference in a canvas, sent either way.
-sent_either_way = pytest.mark.parametrize(
-    ("task", "on_commit"), [(once, False), (loud, True)], ids=["now", "on commit"]
-)
+sent_either_way = pytest.mark.parametrize("on_commit", [False, True], ids=["now", "on commit"])
 
 
 def send(signature: Signature[Any], on_commit: bool) -> Any:
@@ -113,10 +102,10 @@ def finish_all() -> None:
 class Parts:
     """The members of a canvas."""
 
-    def __init__(self, journal: Journal, task: Any) -> None:
+    def __init__(self, journal: Journal) -> None:
         self.path = str(journal.path)
         #: The duplicate, with an id that is known before.
-        self.twin = task.si(self.path).set(task_id=str(uuid.uuid4()))
+        self.twin = once.si(self.path).set(task_id=str(uuid.uuid4()))
 
     def step(self, name: str) -> Signature[Any]:
         """Return a member that notes its name, and returns it."""
@@ -153,13 +142,13 @@ PLACES: dict[str, tuple[Callable[[Parts], Signature[Any]], Any, str]] = {
 
 
 @sent_either_way
-def test_a_canvas_goes_on_over_a_duplicate(on_commit: bool, task: Any, tmp_path: Path) -> None:
+def test_a_canvas_goes_on_over_a_duplicate(on_commit: bool, tmp_path: Path) -> None:
     """At each place the duplicate returns None and does not run, everything else runs once."""
     journals = {place: Journal(tmp_path / place) for place in PLACES}
     first, results, twins = {}, {}, {}
     for place, (make, _, _) in PLACES.items():
-        parts = Parts(journals[place], task)
-        first[place] = task.apply_async((parts.path,), countdown=LATER).id
+        parts = Parts(journals[place])
+        first[place] = once.apply_async((parts.path,), countdown=LATER).id
         results[place] = send(make(parts), on_commit)
         twins[place] = app.AsyncResult(parts.twin.options["task_id"])
     values = {place: result.get(timeout=SOON) for place, result in results.items()}
@@ -169,17 +158,17 @@ def test_a_canvas_goes_on_over_a_duplicate(on_commit: bool, task: Any, tmp_path:
     ran = {place: effects_in(journal) for place, journal in journals.items()}
     assert ran == {place: ran.split() for place, (_, _, ran) in PLACES.items()}
     locks = {
-        place: find_lock(f"sent:{task.name}:{journal.path}") for place, journal in journals.items()
+        place: find_lock(f"sent:{once.name}:{journal.path}") for place, journal in journals.items()
     }
     assert {place: lock and lock.holder.task_id for place, lock in locks.items()} == first
 
 
 @sent_either_way
-def test_links_go_on_over_a_duplicate(on_commit: bool, task: Any, journal: Journal) -> None:
+def test_links_go_on_over_a_duplicate(on_commit: bool, journal: Journal) -> None:
     """A duplicate as link and as link_error does nothing, and its own links run."""
-    parts = Parts(journal, task)
-    as_error, linking = Parts(journal, task).twin, Parts(journal, task).twin
-    task.apply_async((parts.path,), countdown=LATER)
+    parts = Parts(journal)
+    as_error, linking = Parts(journal).twin, Parts(journal).twin
+    once.apply_async((parts.path,), countdown=LATER)
     before = parts.step("before").set(link=[parts.twin])
     failing = fail.si(parts.path).set(link_error=[as_error])
     linking.set(link=[parts.step("after")], link_error=[parts.step("no error")])
@@ -217,7 +206,7 @@ FAILING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", GOING_ON)
 def test_a_canvas_goes_on_over_a_conflict(way: str, journal: Journal) -> None:
     """Skipped it goes on with None; else it comes back, and goes on with its result."""
-    parts = Parts(journal, once)
+    parts = Parts(journal)
     locked = step_of_call(journal, **GOING_ON[way])
     with held_by(f"{note.name}:{parts.path}", "other", 60) as lock:
         linked = chain(locked.clone(), parts.keep()).delay()
@@ -243,7 +232,7 @@ def test_a_canvas_goes_on_over_a_conflict(way: str, journal: Journal) -> None:
 @pytest.mark.parametrize("way", FAILING)
 def test_a_canvas_fails_on_a_conflict(way: str, journal: Journal) -> None:
     """Rejected, or waited for in vain: chain and chord fail, and nothing hangs."""
-    parts = Parts(journal, once)
+    parts = Parts(journal)
     locked = step_of_call(journal, **FAILING[way])
     error = Reject if way == "reject" else AlreadyRunning
     with held_by(f"{note.name}:{parts.path}", "other", 60):

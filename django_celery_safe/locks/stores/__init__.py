@@ -1,7 +1,7 @@
 """
 The stores of locks, and how to find the store that a lock lives in.
 
-:func:`locate` returns the place that the settings or a cache alias name, and
+:func:`locate` returns the place that the settings name, and
 :meth:`Location.store` returns its store. A cache in which two processes could hold one lock is
 refused; the error says what to use instead.
 """
@@ -85,24 +85,15 @@ class Location(NamedTuple):
             store.close()
 
 
-def locate(cache: str | conf.Unset = conf.UNSET) -> Location:
-    """Return where locks live: in ``cache``; unset: in the place that the settings name."""
-    if not isinstance(cache, conf.Unset):
-        return Location("cache", cache)
+def locate() -> Location:
+    """Return where the settings say that locks live."""
     database = conf.get("LOCK_DATABASE")
     if database is not None:
         return Location("database", database)
     return Location("cache", conf.get("LOCK_CACHE"))
 
 
-def get_store(cache: str | conf.Unset = conf.UNSET) -> Store:
-    """Return this process's store for locks in ``cache``; unset: the store in the settings."""
-    return locate().store() if isinstance(cache, conf.Unset) else _cache_store(cache)
-
-
-def iter_locks(
-    prefix: str | None = None, task: str | None = None, *, cache: str | conf.Unset = conf.UNSET
-) -> Iterator[HeldLock]:
+def iter_locks(prefix: str | None = None, task: str | None = None) -> Iterator[HeldLock]:
     """
     Yield every lock that is held, in no particular order, reading a page at a time.
 
@@ -110,30 +101,29 @@ def iter_locks(
         prefix: Only locks whose name starts with this text; None: all.
         task: Only locks held by a run, or a message, of the Celery task with this name;
             None: all.
-        cache: Alias of the cache to search; unset: the place that the settings name.
 
     Raises:
         ConfigurationError: The cache can't list what it holds.
         LockBackendError: The store did not answer.
     """
-    for lock in get_store(cache).iter_locks():
+    for lock in locate().store().iter_locks():
         if prefix is not None and not lock.name.startswith(prefix):
             continue
         if task is None or lock.holder.task == task:
             yield lock
 
 
-def find_lock(name: str, cache: str | conf.Unset = conf.UNSET) -> HeldLock | None:
+def find_lock(name: str) -> HeldLock | None:
     """Return the lock called ``name``, with its holder; None: it is free."""
-    return get_store(cache).peek(name)
+    return locate().store().peek(name)
 
 
-def locks_are_shared(cache: str | conf.Unset = conf.UNSET) -> bool:
+def locks_are_shared() -> bool:
     """Return whether other processes see the locks that this one sees."""
-    return get_store(cache).shared
+    return locate().store().shared
 
 
-def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
+def release_lock(lock: HeldLock) -> bool:
     """
     Free a lock that someone else holds, as an operator.
 
@@ -145,7 +135,7 @@ def release_lock(lock: HeldLock, cache: str | conf.Unset = conf.UNSET) -> bool:
         acquisition had ended already.
     """
     # Without a token the holder is not known, and any holder would match.
-    store = get_store(cache)
+    store = locate().store()
     if not lock.token or not store.release(lock.name, lock.token, lock.remaining):
         return False
     LOCK_FREED.emit(release_lock, name=lock.name, holder=str(lock.holder))

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
 
-from ... import conf
 from ...exceptions import CelerySafeError
 from ...inspection.decision import Refused
 from ...inspection.doctor import examine
@@ -106,8 +105,6 @@ class Command(SafeCommand):
 
     def _add_common(self, parser: CommandParser, **extra: Any) -> None:
         add_json(parser, **extra)
-        text = "look into this cache (default: where the settings keep locks)"
-        parser.add_argument("--cache", metavar="ALIAS", help=text, **extra)
 
     def _add_choice(self, parser: CommandParser, **extra: Any) -> None:
         for flag, metavar, text in (
@@ -119,18 +116,17 @@ class Command(SafeCommand):
         parser.add_argument("--all", action="store_true", dest="markers", help=text, **extra)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        cache = conf.UNSET if options["cache"] is None else options["cache"]
         action = options["action"] or "list"
         try:
             with ending_with_its_reader(self.stdout):
                 if action != "doctor":  # the doctor reports this itself, with details
-                    self._warn_if_alone(cache)
-                getattr(self, f"_{action}")(cache, options)
+                    self._warn_if_alone()
+                getattr(self, f"_{action}")(options)
         except CelerySafeError as error:
             raise CommandError(str(error), returncode=NOT_ASKED) from error
 
-    def _warn_if_alone(self, cache: Any) -> None:
-        if not locks_are_shared(cache):
+    def _warn_if_alone(self) -> None:
+        if not locks_are_shared():
             self.stderr.write(
                 "Locks live in this process's own memory: those of workers and web servers "
                 "can't be seen from here."
@@ -138,8 +134,8 @@ class Command(SafeCommand):
 
     # list, show
 
-    def _list(self, cache: Any, options: dict[str, Any]) -> None:
-        rows = iter_chosen(cache, options)
+    def _list(self, options: dict[str, Any]) -> None:
+        rows = iter_chosen(options)
         if options["as_json"]:
             write_array(self.stdout, (row.as_json() for row in rows))
             return
@@ -156,12 +152,12 @@ class Command(SafeCommand):
             self.stdout.write(f"{shorten(printable(name))}: {held} of {limit} places held.")
         self.stdout.write(f"{total} lock(s) held.\n{LEGEND}" if total else nothing)
 
-    def _show(self, cache: Any, options: dict[str, Any]) -> None:
-        row = find_row(options["name"], cache)
+    def _show(self, options: dict[str, Any]) -> None:
+        row = find_row(options["name"])
         if row is None:
             name = options["name"]
             raise CommandError(
-                f"Nobody holds {printable(name)}. {_other_places(name, cache)}"
+                f"Nobody holds {printable(name)}. {_other_places(name)}"
                 f"`manage.py celery_locks` lists the names of all that are held."
             )
         as_json = options["as_json"]
@@ -169,8 +165,8 @@ class Command(SafeCommand):
 
     # release
 
-    def _release(self, cache: Any, options: dict[str, Any]) -> None:
-        found, dry_run = self._find(cache, options), options["dry_run"]
+    def _release(self, options: dict[str, Any]) -> None:
+        found, dry_run = self._find(options), options["dry_run"]
         if options["interactive"] and not dry_run:
             self._confirm(found, options)
         outcomes: list[dict[str, str]] = []
@@ -178,7 +174,7 @@ class Command(SafeCommand):
             for name, row in found:
                 outcome = release(name, row, force=options["force"], dry_run=dry_run)
                 if row is None:
-                    outcome["reason"] = _other_places(name, cache).rstrip(". ")
+                    outcome["reason"] = _other_places(name).rstrip(". ")
                 outcomes.append(outcome)
         finally:
             with ending_with_its_reader(self.stdout):  # then continue to the exit status
@@ -192,7 +188,7 @@ class Command(SafeCommand):
         if left := [each for each in outcomes if each["outcome"] not in FREED]:
             raise CommandError(f"{len(left)} of {len(outcomes)} lock(s) were not released.")
 
-    def _find(self, cache: Any, options: dict[str, Any]) -> list[tuple[str, LockRow | None]]:
+    def _find(self, options: dict[str, Any]) -> list[tuple[str, LockRow | None]]:
         """Return the name of each selected lock, and the lock itself if it is held."""
         names = list(dict.fromkeys(options["names"]))
         ways = [bool(names), options["task"] is not None, options["prefix"] is not None]
@@ -208,8 +204,8 @@ class Command(SafeCommand):
                 returncode=NOT_ASKED,
             )
         if names:
-            return [(name, find_row(name, cache)) for name in names]
-        return [(row.name, row) for row in iter_chosen(cache, options)]
+            return [(name, find_row(name)) for name in names]
+        return [(row.name, row) for row in iter_chosen(options)]
 
     def _confirm(self, found: list[tuple[str, LockRow | None]], options: dict[str, Any]) -> None:
         """Show the locks to release, and why others are left alone, and ask for confirmation."""
@@ -230,7 +226,7 @@ class Command(SafeCommand):
 
     # doctor
 
-    def _doctor(self, cache: Any, options: dict[str, Any]) -> None:
+    def _doctor(self, options: dict[str, Any]) -> None:
         findings = []
         for finding in examine():
             findings.append(finding)
@@ -246,14 +242,14 @@ class Command(SafeCommand):
             self.stdout.write("Locks are safe here.")
 
 
-def iter_chosen(cache: Any, options: dict[str, Any]) -> Iterator[LockRow]:
+def iter_chosen(options: dict[str, Any]) -> Iterator[LockRow]:
     """Yield the locks that ``--task``, ``--prefix`` and ``--all`` select."""
-    return iter_rows(options["prefix"], options["task"], cache, markers=options["markers"])
+    return iter_rows(options["prefix"], options["task"], markers=options["markers"])
 
 
-def _other_places(name: str, cache: Any) -> str:
+def _other_places(name: str) -> str:
     """Return which other places of a lock are held, as a sentence; "": no other place is."""
-    places = find_other_places(name, cache)
+    places = find_other_places(name)
     return f"Other places of it are held: {', '.join(map(printable, places))}. " if places else ""
 
 

@@ -75,13 +75,15 @@ class LockUser:
         ways = self.plan.ways
         (way,) = self.random.choices(list(ways), list(ways.values()))
         wait = seconds * self.random.random() if self.random.random() * 100 < WAITS else 0
-        name, renew = self.random.choice(self.names), self.random.random() < 0.5
+        name = self.random.choice(self.names)
         more = {} if self.plan.limit == 1 else {"limit": self.plan.limit}
-        lock = self.make_lock(name, timeout=seconds, renew=renew, blocking_timeout=wait, **more)
+        lock = self.make_lock(name, timeout=seconds, blocking_timeout=wait, **more)
         self.show(ASKING)
         outcome = self.ask("acquire", lock, lock.acquire, seconds)
         if outcome == YES:
             self.show(HOLDING)
+            if self.random.random() < 0.5:
+                self.stop_renewing(lock)
             for step in way.split():
                 self.take_step(step, lock)
         self.show(IDLE)
@@ -108,12 +110,16 @@ class LockUser:
             case _:
                 getattr(self, step)(lock)
 
-    def leave(self, lock: CacheLock) -> None:
-        """Be gone like one who was killed: the lock is neither released nor renewed."""
+    def stop_renewing(self, lock: CacheLock) -> None:
+        """Let the lease end, as if the thread that renews it hung."""
         # Locks of other makes have no lease that this process renews.
         lease = getattr(lock, "lease", None)
         if lease is not None:
             renewer.remove(lease)
+
+    def leave(self, lock: CacheLock) -> None:
+        """Be gone like one who was killed: the lock is neither released nor renewed."""
+        self.stop_renewing(lock)
         now = time.monotonic_ns()
         about = (YES, lock.token, lock.fence)
         self.note(Record(self.number, "leave", place_of(lock), now, now, *about))
