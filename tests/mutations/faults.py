@@ -36,8 +36,8 @@ MUTATIONS = {
         ),
         M(
             "leases.renewer:Lane._take_due",
-            "elif (end := owner.find_end()) is not None:",
-            "elif (end := None) is not None:",
+            "(end := owner.find_end()) is None:",
+            "(end := None) is None:",
             "the lock of a task that ended without releasing it is renewed for ever",
         ),
         M(
@@ -181,16 +181,16 @@ MUTATIONS = {
             "a release in local memory frees the lock of the next holder",
         ),
         M(
-            "locks.lock:CacheLock._our_lease",
-            "if self._thread is not here.thread:",
-            "if False:",
-            "a thread releases the lock that another thread works under",
+            "locks.lock:_Mine",
+            "class _Mine(threading.local):",
+            "class _Mine:",
+            "a thread can release a lock that another one holds through the same object",
         ),
         M(
             "locks.lock:CacheLock.__exit__",
-            "if kind is None and not isinstance(failure, LockBackendError | WrongTransaction):",
-            "if True:",
-            "an error of the lock hides the error, or the result, of the block",
+            "except CelerySafeError as failure:",
+            "except LockLost as failure:",
+            "a store that does not answer hides the error of a block",
         ),
         M(
             "locks.lock:CacheLock._acquire",
@@ -577,10 +577,10 @@ MUTATIONS = {
             "only the first batch of old rows is deleted",
         ),
         M(
-            "conf:lease_seconds",
-            "if value is None:",
+            "conf:retentions",
+            "if kind not in RETENTIONS:",
             "if False:",
-            "a lease of None is refused without the reason",
+            "a misspelt retention is ignored",
         ),
         M(
             "emitting:emit_in_background",
