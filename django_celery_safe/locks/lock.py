@@ -213,7 +213,7 @@ class CacheLock:
                 acquired the lock for it, for example through
                 ``await sync_to_async(lock.acquire)()``.
         """
-        if self.lease is None:
+        if self._mine.lease is None:
             refuse_event_loop(self.name)
         return self.remaining > 0
 

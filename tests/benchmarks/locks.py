@@ -22,7 +22,7 @@ from redis.lock import Lock
 
 from django_celery_safe import cache_lock
 from django_celery_safe.leases.holder import TOKEN_LENGTH, Holder, encode_holder
-from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores import Location
 from django_celery_safe.locks.stores.redis_scripts import ACQUIRE, RELEASE
 from tests.benchmarks.report import Figure, interleaved, ratio
 from tests.benchmarks.tools import BACKENDS, caches_on, keep_locks_in
@@ -137,7 +137,7 @@ def packed(*words: str) -> bytes:
 
 def ours_of_several() -> Candidate:
     """Return our lock of several holders, of which all but one hold it already."""
-    store = locate("django-redis").store()
+    store = Location("cache", "django-redis").store()
     for number in range(1, PLACES):
         # The same tokens each time: to ask again takes no other place.
         token = f"{number:0{TOKEN_LENGTH}}"
