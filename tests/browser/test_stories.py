@@ -112,9 +112,10 @@ def login(page: Page, site: Site, *permissions: str) -> None:
 HOLD = f"""if True:
     import signal, django
     django.setup()
-    from django_celery_safe import cache_lock
-    lock = cache_lock({LOCK!r}, timeout=600)
-    assert lock.acquire()
+    from django_celery_safe.leases.holder import describe_lock_holder
+    from django_celery_safe.locks.stores import locate
+    holder = describe_lock_holder(None, None, False, 600)
+    locate().store().acquire({LOCK!r}, "0" * 32, 600, holder)
     print("held", flush=True)
     signal.pause()
 """
