@@ -17,6 +17,7 @@ from django.db.models import DurationField
 
 from .. import conf
 from ..databases import MYSQL, Now, refuse_unfit, refuse_untested
+from ..exceptions import AlreadyClaimed
 from ..leases.holder import HeldLock, plain_name
 from ..leases.lease_table import LeaseTable, read_holder
 from ..sending.housekeeping import add_pruning
@@ -109,6 +110,32 @@ def _make_new_record() -> IdempotencyRecord:
 def record_table(using: str | None = None) -> RecordTable:
     """Return the record table in database ``using``; None: the one the router writes to."""
     return _cached_table(router.db_for_write(_record_model()) if using is None else using)
+
+
+def forget_record(key: str, *, using: str | None = None) -> bool:
+    """
+    Delete the record of some work, so that the next caller does the work again.
+
+    Args:
+        key: The whole key; that of a decorated task begins with the task's name and ``:``. The
+            admin lists the keys.
+        using: Database alias of the records; None: the database that the router writes to.
+
+    Returns:
+        True if the record was deleted, which is also logged as ``record_forgotten``; False if
+        there was none.
+
+    Raises:
+        AlreadyClaimed: A process does the work now, so it would be done twice. Try again when
+            that process has ended, or when its lease has.
+    """
+    table = record_table(using)
+    if table.at(key).idle().forget():
+        return True
+    holder = table.peek(key)
+    if holder is None:
+        return False
+    raise AlreadyClaimed(key, str(holder.holder), holder.holder.task_id, holder.remaining or 0.0)
 
 
 def read_claim(row: Any) -> HeldLock:

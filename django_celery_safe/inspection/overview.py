@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 from django.db.models import Count, Max, Min, Q, QuerySet
 
 from ..databases import Now, now_as_written, read_moment
-from ..leases.holder import is_overdue
 from ..locks import iter_locks
 from ..models.outbox import OutboxMessage
 from ..models.outbox_relay import OutboxRelay
@@ -171,7 +170,7 @@ def lock_figures(most: int) -> LockFigures:
         seen += 1
         if seen <= most:
             kinds[kind_of(lock)] += 1
-            overdue += bool(is_overdue(lock))
+            overdue += bool(lock.overdue)
     held = {kind: kinds[kind] for kind in ("run", "message", "marker")}
     return LockFigures(held, overdue, seen > most)
 

@@ -39,6 +39,8 @@ CLAIMED: Final = (
     "id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts", "attempt",
     "starts", "deaths", "resent",
 )  # fmt: skip
+#: Columns that no list shows and that may not fit into memory.
+UNLISTED: Final = ("body", "properties", "chord_calls", "result", "traceback")
 #: Changes to a claimed row: if it still has a run's token, the run's process has died.
 COUNT_DEATH: Final = count_death(~Q(token=""))
 #: Messages that have a due time, and messages that were sent and whose task has not ended.
@@ -62,6 +64,15 @@ def _why_again(row: OutboxMessage, token: str, sent_at: datetime | None) -> str:
 
 class OutboxMessages(models.QuerySet["OutboxMessage"]):
     """The states of outbox rows, and the transitions between them."""
+
+    def listed(self) -> OutboxMessages:
+        """Messages as lists show them: see :class:`ListedRow`."""
+        return self.annotate(asked_at=Now()).defer(*UNLISTED)
+
+    def in_state(self, state: str) -> OutboxMessages:
+        """Messages in a state of :class:`OutboxMessage.State`."""
+        rows: OutboxMessages = getattr(self, self.model.State(state))()
+        return rows
 
     def pending(self) -> OutboxMessages:
         """Messages that a relay still has to send or re-send, due or not."""
