@@ -143,28 +143,13 @@ def read_claim(row: Any) -> HeldLock:
     return read_holder(row.key, row)
 
 
-def get_prunable(
-    records: IdempotencyRecords, older_than: timedelta | None = None
-) -> IdempotencyRecords:
-    """
-    Return the records that can be deleted.
-
-    Args:
-        older_than: Return records that ended, or whose holder died, longer ago than this, even
-            if their ``ttl`` has not expired. None: return expired records, and records whose
-            holder died longer than ``IDEMPOTENCY_RETENTION`` ago.
-    """
-    if older_than is not None:
-        return records.older(older_than)
-    return records.expired(conf.idempotency_retention())
-
-
 def connect() -> None:
-    """Register records with the relays, which delete those that get_prunable() returns."""
-    add_pruning("records", RecordTable.models, _prunable_by_index)
+    """Register records with the relays, which delete those whose retention has expired."""
+    add_pruning("records", RecordTable.models, get_prunable)
 
 
-def _prunable_by_index(alias: str) -> list[IdempotencyRecords]:
+def get_prunable(alias: str) -> list[IdempotencyRecords]:
+    """Return querysets of the records that have expired, or were orphaned long ago."""
     return RecordTable(alias).all().prunable(conf.idempotency_retention())
 
 

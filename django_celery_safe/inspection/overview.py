@@ -41,6 +41,9 @@ class Figure(NamedTuple):
     number: int
     is_cut: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.number}+" if self.is_cut else str(self.number)
+
 
 class RelaySeen(NamedTuple):
     """
@@ -76,6 +79,22 @@ class OutboxFigures(NamedTuple):
     oldest_s: float | None
     lag_s: float
     relay: RelaySeen | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as ``celery_outbox status --json`` shows them."""
+        counts = {
+            name: value.number
+            for name, value in self._asdict().items()
+            if isinstance(value, Figure)
+        }
+        relay = self.relay
+        return {
+            **counts,
+            "oldest_s": self.oldest_s,
+            "lag_s": self.lag_s,
+            "relay": relay and relay.name,
+            "relay_seen_s": relay and relay.ago_s,
+        }
 
 
 class LockFigures(NamedTuple):

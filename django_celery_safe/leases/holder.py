@@ -191,7 +191,7 @@ class HeldLock(NamedTuple):
             "remaining_s": rounded(self.remaining),
             "lease_s": holder.lease,
             "renewed": holder.renewed,
-            "renewed_s": rounded(self.renewed_ago),
+            "renewed_ago_s": rounded(self.renewed_ago),
             "overdue": self.overdue,
             "fence": self.fence,
             "place": self.place,

@@ -59,19 +59,15 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         """Return whether the claim with this token finished the work."""
         return self.done().filter(token=token).exists()
 
-    def expired(self, age: timedelta | None) -> IdempotencyRecords:
-        """Records that expired, or were orphaned ``age`` ago; None: only expired records."""
-        return self.filter(_EXPIRED if age is None else _EXPIRED | _gone(age))
-
     def prunable(self, age: timedelta | None) -> list[IdempotencyRecords]:
-        """Return the records of :meth:`expired` in two parts, each oldest first by an index."""
+        """
+        Return the records that expired, and those orphaned ``age`` ago, each oldest first.
+
+        Each part is found by an index. None: only expired records.
+        """
         expired = self.filter(_EXPIRED).order_by("expires_at")
         orphaned = [] if age is None else [self.filter(_gone(age)).order_by("ends_at")]
         return [expired, *orphaned]
-
-    def older(self, age: timedelta) -> IdempotencyRecords:
-        """Records that ended, or were orphaned, more than ``age`` ago."""
-        return self.filter(Q(ended_at__lt=Now() - age) | _gone(age))
 
     def try_claim(
         self, token: str, lease: timedelta, *, holder: str, digest: str, claims: int

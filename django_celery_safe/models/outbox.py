@@ -174,7 +174,9 @@ class OutboxMessage(ListedRow):
         if self.state == self.State.RUNNING:
             facts.append(self.process)
         elif self.due_in_s:
-            facts.append(gettext("due in {time}").format(time=duration(self.due_in_s)))
+            is_sent = self.state == self.State.SENT
+            due = gettext("sent again in {time}") if is_sent else gettext("due in {time}")
+            facts.append(due.format(time=duration(self.due_in_s)))
         if self.attempts:
             facts.append(gettext("{count} failed attempt(s)").format(count=self.attempts))
         if self.deaths:

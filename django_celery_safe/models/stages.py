@@ -20,7 +20,6 @@ from django.utils.translation import gettext_lazy as _
 from ..databases import Now
 from ..leases.holder import HeldLock
 from ..leases.lease_table import read_holder
-from ..pruning import prune_all
 from ..stages.entry_options import MARK, EntryParts, split
 from ..stages.status import NOT_REGISTERED, Status
 from ..statements import Param, Statement
@@ -56,14 +55,6 @@ class StageRuns(models.QuerySet["StageRun"]):
     def active(self) -> StageRuns:
         """Runs that have not ended and continue without an operator."""
         return self.filter(status__in=[Status.WAITING, Status.RUNNING])
-
-    def search(self, text: str) -> StageRuns:
-        """Runs with this text in their key or name, in upper or lower case."""
-        return self.filter(Q(key__icontains=text) | Q(name__icontains=text))
-
-    def having(self, task: str) -> StageRuns:
-        """Runs with a step of this task."""
-        return self.filter(Exists(StageStep.objects.filter(run=OuterRef("pk"), task=task)))
 
     def stopped(self) -> StageRuns:
         """Runs that ended, successfully or not."""
@@ -125,14 +116,6 @@ class StageRuns(models.QuerySet["StageRun"]):
 
     delete.alters_data = True  # type: ignore[attr-defined]
     delete.queryset_only = True  # type: ignore[attr-defined]
-
-    def prune(self) -> int:
-        """
-        Delete the runs one by one; return how many.
-
-        A run that a row of the project protects stays; the others are still deleted.
-        """
-        return prune_all(self, batch=1)
 
     def erase(self) -> int:
         """Delete the runs and their steps; return how many: 0 if the project protects one."""
