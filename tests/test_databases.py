@@ -22,6 +22,7 @@ from django_celery_safe import (
     stages,
 )
 from django_celery_safe.checks import check_deployment
+from django_celery_safe.databases import Now
 from django_celery_safe.models import (
     DatabaseLock,
     IdempotencyRecord,
