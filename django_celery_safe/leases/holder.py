@@ -84,9 +84,6 @@ class Holder(NamedTuple):
         return text if text.isprintable() else ascii(text)[1:-1]
 
 
-#: The words between a task's name and an id in the name of a marker; see ``delivery.copies``.
-MARKERS: Final = ("copy", "claim_copy", "ended")
-
 #: Part of a lease after which a live holder has renewed it: it renews after a third, and
 #: retries soon if that fails.
 RENEWED_BY: Final = 1 / 2
@@ -121,11 +118,15 @@ class HeldLock(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """``run`` if a process holds the lock, ``message`` for a message, or ``marker``."""
-        task, has_process = self.holder.task, bool(self.holder.host)
-        if not has_process and self.name.startswith(tuple(f"{task}:{each}:" for each in MARKERS)):
-            return "marker"
-        return "run" if has_process or not self.holder.task_id else "message"
+        """
+        The kind of its holder: ``run`` for a process, ``message`` for a message.
+
+        ``marker``: it holds nothing up, and says that a long run has ended.
+        """
+        if self.holder.host or not self.holder.task_id:
+            return "run"
+        is_marker = self.name.startswith(f"{self.holder.task}:ended:")  # see delivery.copies
+        return "marker" if is_marker else "message"
 
     @property
     def place(self) -> int:
