@@ -34,14 +34,14 @@ LIMITS: Final = {
     "settings": 15,
     "options": 28,
     "sends": 2,
-    "actions": 21,
-    "flags": 86,
+    "actions": 14,
+    "flags": 30,
     "signals": 15,
     "checks": 15,
     "metrics": 9,
     "testing": 8,
     "pages": 6,
-    "tasks": 4,
+    "tasks": 1,
     "in all": 285,
 }
 
