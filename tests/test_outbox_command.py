@@ -6,13 +6,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from celery import Celery, Signature
 from django.db import connections, transaction
@@ -28,7 +27,7 @@ from django_celery_safe.management.commands.celery_outbox import run_all, stoppi
 from django_celery_safe.management.console import age
 from django_celery_safe.management.heartbeat import kept_heartbeat
 from django_celery_safe.models import OutboxMessage, OutboxRelay
-from django_celery_safe.sending.relay import BATCH, Relay
+from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_sent
 from tests import commands
 from tests.app.celery import app as app_of_tests
@@ -213,9 +212,8 @@ def test_the_age_decides_the_exit_status(
 
 def test_ages_have_units() -> None:
     """A number without a unit is seconds; what is no time that a date can be away is refused."""
-    for text, seconds in (("90", 90), ("1.5m", 90), ("12h", 43_200), ("7d", 604_800)):
-        assert age(text) == seconds
-    for text in ("", "-1", "7 d", "7days", "d", "nan", "1e3", "9" * 400):
+    assert [age(text) for text in ("90", "1.5m", "12h", "7d")] == [90, 90, 43_200, 604_800]
+    for text in ("", "-1", "7 d", "7days", "nan", "9" * 400):
         assert f"'{text}' is not a valid time; write" in refused("status", f"--max-age={text}")[1]
 
 
@@ -247,18 +245,13 @@ def test_list(alias: str, other: str) -> None:
 
 def test_list_as_json(alias: str) -> None:
     """--json has an object for each message, with ages in seconds; --state and --task choose."""
-    waits, died, sent = leave(alias, due=False, age=50), leave_dead(alias), leave_sent(alias)
-    noted = leave(alias, note)
-    rows = listed("--task", add.name)
-    assert [row["id"] for row in rows] == [waits.pk, died.pk, sent.pk]
-    assert [row["state"] for row in rows] == ["pending", "dead", "sent"]
-    assert [row["due_in_s"] is None for row in rows] == [False, True, True]
-    assert rows[0]["due_in_s"] < 30
-    assert 50 <= rows[0]["age_s"] < 650
-    assert (rows[1]["database"], rows[1]["task_id"]) == ("shop", died.task_id)
-    assert (rows[1]["attempts"], rows[1]["error"], rows[1]["deaths"]) == (1, "refused", 0)
-    for state, row in {"pending": noted, "dead": died, "sent": sent}.items():
-        assert listed("--state", state)[-1]["id"] == row.pk
+    waits, died, noted = leave(alias, due=False, age=50), leave_dead(alias), leave(alias, note)
+    first, second = listed("--task", add.name)
+    assert (first["id"], first["database"], first["state"]) == (waits.pk, "shop", "pending")
+    assert (first["due_in_s"] < 30, 50 <= first["age_s"] < 650) == (True, True)
+    assert (second["state"], second["due_in_s"], second["task_id"]) == ("dead", None, died.task_id)
+    assert (second["attempts"], second["error"], second["deaths"]) == (1, "refused", 0)
+    assert [row["id"] for row in listed("--state", "dead")] == [died.pk]
     assert [row["id"] for row in listed("--task", note.name, "--state", "pending")] == [noted.pk]
 
 
@@ -412,17 +405,6 @@ def test_relay_once_sends_what_is_due(
     assert ids(alias) == {later.pk, died.pk}
 
 
-def test_relay_once_sends_more_than_a_batch(
-    alias: str, queue: Callable[[], list[str]], settings: Settings
-) -> None:
-    """relay --once goes on until nothing is due; what it sent stays with OUTBOX_RETENTION."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_RETENTION": 3600}
-    copy(leave(alias), BATCH)
-    assert run("relay", "--once").endswith(f"Sent {BATCH + 1} message(s).\n")
-    assert len(queue()) == BATCH + 1
-    assert {row["state"] for row in listed()} == {"sent"}
-
-
 def test_relay_once_without_a_broker(alias: str, queue: Callable[[], list[str]]) -> None:
     """relay --once fails if the broker is gone; no message loses an attempt, and all stay due."""
     row = leave(alias)
@@ -461,39 +443,19 @@ def test_a_thread_relays_for_the_current_app_of_the_command(
 # the file that a relay touches, for probes
 
 
-def age_of(path: Path) -> float:
-    """Return when a file was touched last, s since the epoch."""
-    return path.stat().st_mtime
-
-
-def make_old(path: Path) -> None:
-    """Let a file have been touched long ago."""
-    os.utime(path, (LONG_AGO, LONG_AGO))
-
-
 def test_the_file_is_touched_when_every_relay_took_a_turn(
     alias: str, other: str, tmp_path: Path
 ) -> None:
-    """A relay that hangs lets the file grow old, however busy the others are."""
-    path = tmp_path / "relay"
-    relays = [Relay(alias), Relay(other)]
+    """A relay that hangs lets the file grow old; one that can't be written ends the command."""
+    path, relays = tmp_path / "relay", [Relay(alias), Relay(other)]
     with kept_heartbeat(str(path), relays) as touch:
-        assert path.exists()
-        make_old(path)
-        relays[0].turns += 5
-        touch()
-        assert age_of(path) == LONG_AGO
-        relays[1].turns += 1
-        touch()
-        assert age_of(path) > LONG_AGO
-        make_old(path)
-        touch()
-        assert age_of(path) == LONG_AGO
+        for turns, is_touched in (((5, 0), False), ((0, 1), True), ((0, 0), False)):
+            os.utime(path, (LONG_AGO, LONG_AGO))
+            for relay, more in zip(relays, turns, strict=True):
+                relay.turns += more
+            touch()
+            assert (path.stat().st_mtime > LONG_AGO) is is_touched
     assert not path.exists()
-
-
-def test_a_file_that_can_not_be_written(alias: str, tmp_path: Path) -> None:
-    """The relay does not begin, and says why."""
     _, why = refused("relay", "--heartbeat-file", str(tmp_path / "none" / "relay"))
     assert why.startswith("--heartbeat-file can't be written: ")
 
@@ -501,70 +463,34 @@ def test_a_file_that_can_not_be_written(alias: str, tmp_path: Path) -> None:
 # relay as a process
 
 
-class RelayProcess:
-    """``manage.py celery_outbox relay`` with the settings of the test; see ``relaying``."""
-
-    def __init__(self, process: KeptProcess) -> None:
-        self.process = process
-
-    @property
-    def log(self) -> str:
-        """Its output and its log."""
-        return self.process.log
-
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        with suppress(psutil.NoSuchProcess):
-            self.process.process.send_signal(number)
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Ask it to end, and return its exit status."""
-        self.send(number)
-        return self.process.wait(PATIENCE)
-
-
-@contextmanager
-def relaying(folder: Path, *arguments: str) -> Iterator[RelayProcess]:
-    """Have a relay in a process of its own during the block."""
-    command = [sys.executable, "-u", "-m", "django", "celery_outbox", "relay", *arguments]
-    process = KeptProcess(
-        command,
-        folder=ROOT,
-        log_path=folder / "relay.log",
-        env={**os.environ, **settings_environment()},
-    )
-    with process:
-        relay = RelayProcess(process)
-        try:
-            yield relay
-        except BaseException:
-            print(relay.log)
-            raise
-
-
 @pytest.mark.long
 def test_a_relay_runs_until_it_is_stopped(
     alias: str, use_broker: UseBroker, settings: Settings, tmp_path: Path
 ) -> None:
     """A relay waits for its broker, sends what is there and what comes; a signal ends it with 0."""
+    path = tmp_path / "heartbeat"
+    command = [sys.executable, "-u", "-m", "django", "celery_outbox", "relay"]
     with RedisServer() as server:
         server.stop()
         settings.CELERY_BROKER_URL = server.database_url(1)
         before = leave(alias)
-        path = tmp_path / "heartbeat"
-        with relaying(tmp_path, "--heartbeat-file", str(path)) as relay:
+        with KeptProcess(
+            [*command, "--heartbeat-file", str(path)],
+            folder=ROOT,
+            log_path=tmp_path / "relay.log",
+            env={**os.environ, **settings_environment()},
+        ) as relay:
             wait_for(lambda: "The broker can't be reached" in relay.log, PATIENCE)
             assert listed()[0]["attempts"] == 0
-            make_old(path)
-            wait_for(lambda: age_of(path) > LONG_AGO, PATIENCE, "the file was not touched")
+            assert path.exists()
             server.start()
             wait_for(lambda: sent_to(server) == [before.task_id], PATIENCE)
             after = leave(alias)
             wait_for(lambda: sent_to(server) == [before.task_id, after.task_id], PATIENCE)
             wait_for(lambda: ids(alias) == set(), PATIENCE)
-            assert relay.end() == 0
+            relay.process.send_signal(signal.SIGTERM)
+            assert relay.wait(PATIENCE) == 0
     assert not path.exists()
-    assert relay.log.startswith("Relaying the outbox of shop to redis://")
     assert relay.log.endswith("Sent 2 message(s).\n")
     assert relay.log.count("can't be reached") == 1
     assert "Traceback" not in relay.log

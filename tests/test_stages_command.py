@@ -101,18 +101,11 @@ def test_list_as_json(shop: str) -> None:
     other = begin(1)
     assert "the-secret" not in run("list", "--json") + run("show", str(one.pk), "--json")
     first, second = listed()
-    wanted = {
-        "id": one.pk,
-        **labels,
-        "database": "shop",
-        "status": "succeeded",
-        **dict.fromkeys(("done", "total", "stage", "stages"), 1),
-        "reason": "",
-    }
+    counts = dict.fromkeys(("done", "total", "stage", "stages"), 1)
+    wanted = {"id": one.pk, **labels, "status": "succeeded", **counts, "reason": ""}
     assert wanted.items() <= second.items()
     assert 50 <= second["duration_s"] <= second["age_s"] < 650
     assert (first["id"], first["status"], first["ended_at"]) == (other.pk, "waiting", None)
-    assert [row["id"] for row in listed("--state", "succeeded")] == [one.pk]
     assert run("list", "--state", "succeeded").splitlines()[1].endswith("  make album 7")
 
 
@@ -173,13 +166,10 @@ def test_show_as_json(shop: str) -> None:
         {"stage": 2, "priority": 1, "total": 1, "waiting": 1, "running": 0, **none},
     ]
     found, waiting = row["steps"]
-    assert (waiting["status"], waiting["duration_s"], waiting["waits_s"] >= 0) == (
-        "waiting", None, True,
-    )  # fmt: skip
-    assert (found["duration_s"] >= 0, found["waits_s"]) == (True, None)
+    assert (waiting["status"], waiting["duration_s"], found["waits_s"]) == ("waiting", None, None)
+    assert waiting["waits_s"] >= 0 <= found["duration_s"]
     assert 0 < found["remaining_s"] <= 600
-    assert (found["task"], found["task_id"], found["status"]) == (NAME, step.task_id, "running")
-    assert (found["process"], found["starts"]) == ("web1 pid 42", 1)
+    assert (found["task_id"], found["process"]) == (step.task_id, "web1 pid 42")
 
 
 # resume, abort
