@@ -26,7 +26,7 @@ from .exceptions import (
     TaskPoisoned,
     WrongTransaction,
 )
-from .idempotency import IdempotentMixin, idempotent
+from .idempotency import IdempotentMixin, forget_record, idempotent
 from .leases.claim import Claim, current_claim
 from .locks import CacheLock, HeldLock, cache_lock, find_lock, iter_locks, release_lock
 from .sending import SafeTask, SafeTaskMixin, send_on_commit
@@ -56,6 +56,7 @@ __all__ = [
     "cache_lock",
     "current_claim",
     "find_lock",
+    "forget_record",
     "idempotent",
     "iter_locks",
     "release_lock",

@@ -222,7 +222,7 @@ CLAIM_LOST = Event(
     "The claim of %(key)r was lost while this process worked; holder now: %(holder)s.",
 )
 
-#: An operator deleted a record of `idempotent`, with `celery_idempotency forget`, the admin or
+#: An operator deleted a record of `idempotent`, in the admin, by `forget_record()` or
 #: `forget()`: the next caller does the work again.
 #: `state` is the former state of the record, `running`, `done` or `failed`.
 RECORD_FORGOTTEN = Event(

@@ -29,39 +29,24 @@ def prune_some(rows: Any, most: int, batch: int = BATCH) -> bool:
     Returns:
         Whether there may be more rows.
     """
-    return all(len(_erase_batch(rows, batch)[0]) == batch for _ in range(most // batch))
+    return all(_erase_batch(rows, batch) == batch for _ in range(most // batch))
 
 
-def prune_all(rows: Any, batch: int = BATCH) -> int:
-    """
-    Delete all of these rows, in the order of their keys; return how many were deleted.
-
-    Args:
-        batch: The maximum number of rows that a transaction deletes.
-    """
-    rows = rows.order_by("pk")
-    rows._for_write = True  # the rows may have been read from a replica
-    found, total = _erase_batch(rows, batch)
-    while len(found) == batch:
-        # Start after the last key: PostgreSQL would otherwise read past all deleted rows.
-        found, erased = _erase_batch(rows.filter(pk__gt=found[-1]), batch)
-        total += erased
-    return total
-
-
-def _erase_batch(rows: Any, limit: int) -> tuple[list[Any], int]:
-    """Delete the first rows; return the keys that were found and the number of deleted rows."""
+def _erase_batch(rows: Any, limit: int) -> int:
+    """Delete the first rows; return how many were found."""
     found: list[Any] = []
-    erased = 0
     if not connections[rows.db].features.has_select_for_update_skip_locked:
         # A write locks the whole database, so the search for the rows holds no lock.
         found = list(rows.values_list("pk", flat=True)[:limit])
-        return found, rows.filter(pk__in=found).erase() if found else 0
+        if found:
+            rows.filter(pk__in=found).erase()
+        return len(found)
     for attempt in attempts(rows.db, "A deletion of old rows"):
         with attempt, transaction.atomic(using=rows.db):
             locked = rows.select_for_update(skip_locked=True)
             found = list(locked.values_list("pk", flat=True)[:limit])
             attempt.is_won = True
-            # Filter again under the locks, because a subquery's answer may have changed.
-            erased = rows.filter(pk__in=found).erase() if found else 0
-    return found, erased
+            if found:
+                # Filter again under the locks, because a subquery's answer may have changed.
+                rows.filter(pk__in=found).erase()
+    return len(found)

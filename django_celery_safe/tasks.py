@@ -1,4 +1,4 @@
-"""The app's own Celery tasks, for beat."""
+"""The app's own Celery task, for beat."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from typing import Final
 
 from celery import Task, shared_task
 
-from .idempotency.record_table import get_prunable, record_table
-from .pruning import prune_all
 from .sending.outbox import outbox_aliases
 from .sending.relay import Relay, drain_all
-from .stages import repairs
-from .stages.step_table import step_table
 
 #: Longest time that one run of the task relays, s; the next run continues.
 LONGEST_RUN: Final = 50.0
@@ -30,21 +26,3 @@ def relay_outbox() -> int:
     relays = [Relay(alias) for alias in outbox_aliases()]
     drain_all(relays, lambda: time.monotonic() > ends_at)
     return sum(relay.count for relay in relays)
-
-
-@shared_task(base=Task, ignore_result=True)
-def prune_idempotency() -> int:
-    """Delete the records of idempotent work that have expired; return how many."""
-    return prune_all(get_prunable(record_table().all()))
-
-
-@shared_task(base=Task, ignore_result=True)
-def sweep_stages() -> int:
-    """Repair the runs of stages that are stuck after a crash; return the number of repairs."""
-    return len(repairs.sweep(step_table()))
-
-
-@shared_task(base=Task, ignore_result=True)
-def prune_stages() -> int:
-    """Delete the runs of stages whose retention has passed; return how many."""
-    return repairs.get_prunable(step_table()).prune()

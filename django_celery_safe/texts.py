@@ -1,5 +1,5 @@
 """
-Escaping of foreign text in this app's output and logs.
+How this app's output and logs show durations and foreign text.
 
 An error, a task's name or a holder may contain a newline, which would start a new line in
 a log, or an escape sequence, which a terminal would obey.
@@ -12,6 +12,16 @@ from typing import Any
 
 #: Types that can't hold text from outside.
 _PLAIN = (int, float, bool, type(None))
+
+
+def duration(seconds: float | None) -> str:
+    """Return a duration as lists show it: ``12s``, ``5min``, ``3h``, ``2d``; None: ``-``."""
+    if seconds is None:
+        return "-"
+    for unit, size in (("s", 1), ("min", 60), ("h", 3600)):
+        if seconds < 100 * size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds / 86400:.0f}d"
 
 
 def printable(text: str) -> str:

@@ -8,14 +8,9 @@ from tests.commands import status_of_program
 #: Each command with all its actions.
 ACTIONS = {
     "celery_locks": ["list", "show x", "release x", "doctor"],
-    "celery_outbox": [
-        "relay", "status", "list", "show 1", "retry 1", "discard 1", "prune --older-than 1d",
-    ],
-    "celery_idempotency": ["list", "show x", "forget x", "prune"],
-    "celery_stages": [
-        "list", "show 1", "resume 1", "abort 1", "sweep", "prune --older-than 1d",
-    ],
-}  # fmt: skip
+    "celery_outbox": ["relay", "status", "list", "show 1", "retry 1", "discard 1"],
+    "celery_stages": ["list", "show 1", "resume 1", "abort 1"],
+}
 
 
 @pytest.mark.parametrize("command", ACTIONS)

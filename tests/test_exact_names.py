@@ -8,11 +8,11 @@ import pytest
 from django.db import transaction
 from pytest_django import Settings
 
-from django_celery_safe import NotSerializable, cache_lock, idempotent
+from django_celery_safe import NotSerializable, cache_lock, forget_record, idempotent
 from django_celery_safe.databases import Now
-from django_celery_safe.models import OutboxMessage
+from django_celery_safe.models import IdempotencyRecord, OutboxMessage
 from tests.app.tasks import add
-from tests.commands import listed, refused, run
+from tests.commands import listed, run
 from tests.routing import AllIn, routed_by
 
 pytestmark = pytest.mark.sql
@@ -52,16 +52,15 @@ def do(name: str) -> Any:
 
 
 def test_keys() -> None:
-    """Each key has a record of its own, which the commands show and forget, and no other."""
+    """Each key has a record of its own, which alone is forgotten."""
     first, second = PAIRS["case"]
     for _ in range(2):
         assert [do(name) for name in NAMES if name != second] == [n for n in NAMES if n != second]
-    assert "There is no record" in refused("celery_idempotency", "show", second)[1]
-    assert "There is no record" in refused("celery_idempotency", "forget", "--no-input", second)[1]
+    assert not forget_record(second)
     assert do(second) == second
     for name in NAMES:
-        run("celery_idempotency", "forget", "--no-input", name)
-        left = {row["key"] for row in listed("celery_idempotency")}
+        assert forget_record(name)
+        left = {row.claim.name for row in IdempotencyRecord.objects.listed()}
         assert left == set(NAMES[NAMES.index(name) + 1 :])
     assert first not in left
 
@@ -95,6 +94,4 @@ def test_task_ids_and_names(alias: str) -> None:
     first, second = PAIRS["case"]
     rows.filter(task_id=first).update(task="shop.sell", due_at=None, dead_at=Now())
     rows.filter(task_id=second).update(task="shop.SELL", due_at=None, dead_at=Now())
-    options = "--no-input", f"--database={alias}", "--all", "--task"
-    run("celery_outbox", "discard", *options, "shop.sell")
-    assert [rows.filter(task_id=name).count() for name in (first, second)] == [0, 1]
+    assert [row["task_id"] for row in listed("celery_outbox", "--task", "shop.sell")] == [first]

@@ -24,17 +24,15 @@ from django_celery_safe.models import (
     StageRun,
     StageStep,
 )
-from django_celery_safe.pruning import prune_all, prune_some
+from django_celery_safe.pruning import prune_some
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.stages import Status, repairs
-from django_celery_safe.stages.step_table import StepTable
-from django_celery_safe.tasks import prune_idempotency, prune_stages, relay_outbox
+from django_celery_safe.tasks import relay_outbox
 from tests.app.models import Cover
 from tests.conftest import MakeDatabase
 from tests.plans import plan_of
 from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
-from tests.routing import AllIn, routed_by
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -115,13 +113,9 @@ OLD: Final = {
         maker(OutboxMessage, **SENT, error_type="ValueError"),
         *(found_by(housekeeping.get_prunable, 2), "safe_outbox_failed"),
     ),
-    "expired": Old(
-        make_expired, found_by(record_table._prunable_by_index, 0), "safe_record_expires"
-    ),
-    "orphaned": Old(
-        make_orphaned, found_by(record_table._prunable_by_index, 1), "safe_record_running"
-    ),
-    "runs": Old(make_runs, found_by(repairs._prunable_by_index, 0), "safe_run_ended", batch=1),
+    "expired": Old(make_expired, found_by(record_table.get_prunable, 0), "safe_record_expires"),
+    "orphaned": Old(make_orphaned, found_by(record_table.get_prunable, 1), "safe_record_running"),
+    "runs": Old(make_runs, found_by(repairs.get_prunable, 0), "safe_run_ended", batch=1),
 }
 MODELS: Final = (OutboxMessage, IdempotencyRecord, StageRun)
 
@@ -178,40 +172,27 @@ def test_a_relay_deletes_what_is_old(alias: str, broker: Celery) -> None:
     assert keys(alias) == young
 
 
-def test_the_tasks_delete_what_is_old(
+def test_a_relay_that_runs_now_and_then_deletes_what_is_old(
     make_database: MakeDatabase, settings: "Settings", broker: Celery
 ) -> None:
-    """
-    relay_outbox deletes old rows in the databases of all outboxes.
-
-    prune_idempotency and prune_stages delete all old rows, even more than one batch.
-    """
+    """relay_outbox and ``relay --once`` delete old rows in the databases of all outboxes."""
     settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
-    settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": DAY}}
     aliases = [make_database("sqlite-immediate") for _ in range(2)]
-    for alias in aliases:
-        make_each(alias, YEAR)
-    assert relay_outbox() == 0
-    assert [count(alias) for alias in aliases] == [0, 0]
-    make_expired(alias, 1001, YEAR)
-    make_runs(alias, 3, YEAR)
-    with routed_by(AllIn(alias)):
-        assert (prune_idempotency(), prune_stages()) == (1001, 3)
-    assert count(alias) == 0
+    for relay in (relay_outbox, lambda: call_command("celery_outbox", "relay", "--once")):
+        for alias in aliases:
+            make_each(alias, YEAR)
+        relay()
+        assert [count(alias) for alias in aliases] == [0, 0]
 
 
 def test_a_retention_of_none_is_for_ever(alias: str, broker: Celery, settings: "Settings") -> None:
-    """No relay or command deletes rows then, except records with an expiry of their own."""
+    """No relay deletes rows then, except records with an expiry of their own."""
     settings.DATABASE_ROUTERS = []
     settings.DJANGO_CELERY_SAFE = {"RETENTION": None}
     made = make_each(alias, 50 * YEAR)
     before = keys(alias)
     take_turn(alias)
     assert before - keys(alias) == {(IdempotencyRecord, pk) for pk in made["expired"]}
-    before = keys(alias)
-    for command in ("celery_outbox", "celery_idempotency", "celery_stages"):
-        call_command(command, "prune", "--database", alias, verbosity=0)
-    assert keys(alias) == before
 
 
 # How much at a time
@@ -293,7 +274,7 @@ def test_a_locked_row_is_passed_by(postgres_alias: str, name: str) -> None:
         prune_some(old.find(alias), 10, old.batch if old.batch == 1 else 10)
         assert [pk for _, pk in keys(alias)] == [oldest]
         holder.kill()
-        wait_for(lambda: prune_all(old.find(alias)) == 1)
+        wait_for(lambda: not prune_some(old.find(alias), 10, 10) and not keys(alias))
 
 
 def test_what_is_used_again_meanwhile_stays(alias: str) -> None:
@@ -310,7 +291,7 @@ def test_what_is_used_again_meanwhile_stays(alias: str) -> None:
         return result
 
     with connections[alias].execute_wrapper(claim):
-        assert prune_all(OLD["orphaned"].find(alias)) == 0
+        assert prune_some(OLD["orphaned"].find(alias), 10, 10) is False
     assert asked
     assert record.exists()
 
@@ -365,8 +346,6 @@ def test_a_run_that_a_row_protects_stays(
     cover.delete()
     take_turn(alias)
     assert keys(alias) == {(StageRun, protected)}
-    found = repairs.get_prunable(StepTable(alias))  # those of a command, which tries it at once
-    assert list(found.values_list("pk", flat=True)) == [protected]
     StageRun.objects.using(alias).update(protected_at=Now() - DAY)
     take_turn(alias)
     assert keys(alias) == set()

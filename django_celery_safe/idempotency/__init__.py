@@ -8,5 +8,6 @@ has :func:`idempotent`, for work without its own row, or too slow to keep a row 
 
 from .flags import IdempotentMixin
 from .idempotent_work import Idempotent, idempotent
+from .record_table import forget_record
 
-__all__ = ["Idempotent", "IdempotentMixin", "idempotent"]
+__all__ = ["Idempotent", "IdempotentMixin", "forget_record", "idempotent"]

@@ -17,6 +17,7 @@ from django.db.models import DurationField
 
 from .. import conf
 from ..databases import MYSQL, Now, refuse_unfit, refuse_untested
+from ..exceptions import AlreadyClaimed
 from ..leases.holder import HeldLock, plain_name
 from ..leases.lease_table import LeaseTable, read_holder
 from ..sending.housekeeping import add_pruning
@@ -111,33 +112,44 @@ def record_table(using: str | None = None) -> RecordTable:
     return _cached_table(router.db_for_write(_record_model()) if using is None else using)
 
 
+def forget_record(key: str, *, using: str | None = None) -> bool:
+    """
+    Delete the record of some work, so that the next caller does the work again.
+
+    Args:
+        key: The whole key; that of a decorated task begins with the task's name and ``:``. The
+            admin lists the keys.
+        using: Database alias of the records; None: the database that the router writes to.
+
+    Returns:
+        True if the record was deleted, which is also logged as ``record_forgotten``; False if
+        there was none.
+
+    Raises:
+        AlreadyClaimed: A process does the work now, so it would be done twice. Try again when
+            that process has ended, or when its lease has.
+    """
+    table = record_table(using)
+    if table.at(key).idle().forget():
+        return True
+    holder = table.peek(key)
+    if holder is None:
+        return False
+    raise AlreadyClaimed(key, str(holder.holder), holder.holder.task_id, holder.remaining or 0.0)
+
+
 def read_claim(row: Any) -> HeldLock:
     """Return the current or last holder of a record, and the rest of its lease."""
     return read_holder(row.key, row)
 
 
-def get_prunable(
-    records: IdempotencyRecords, older_than: timedelta | None = None
-) -> IdempotencyRecords:
-    """
-    Return the records that can be deleted.
-
-    Args:
-        older_than: Return records that ended, or whose holder died, longer ago than this, even
-            if their ``ttl`` has not expired. None: return expired records, and records whose
-            holder died longer ago than the retention of records.
-    """
-    if older_than is not None:
-        return records.older(older_than)
-    return records.expired(conf.retention("records"))
-
-
 def connect() -> None:
-    """Register records with the relays, which delete those that get_prunable() returns."""
-    add_pruning("records", RecordTable.models, _prunable_by_index)
+    """Register records with the relays, which delete those whose retention has expired."""
+    add_pruning("records", RecordTable.models, get_prunable)
 
 
-def _prunable_by_index(alias: str) -> list[IdempotencyRecords]:
+def get_prunable(alias: str) -> list[IdempotencyRecords]:
+    """Return querysets of the records that have expired, or were orphaned long ago."""
     return RecordTable(alias).all().prunable(conf.retention("records"))
 
 

@@ -11,7 +11,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, gettext_noop
 
 from ..exceptions import ConfigurationError
-from ..leases.holder import PLACE, TICK, HeldLock, is_overdue, seconds_since_renewal, split_place
+from ..leases.holder import PLACE, TICK, HeldLock, split_place
 from ..leases.lease import RENEW_AFTER
 from ..locks import find_lock, iter_locks, release_lock
 from .decision import Decision
@@ -36,7 +36,7 @@ class LockRow(LeasedRow):
 
     def __init__(self, lock: HeldLock) -> None:
         super().__init__(lock, lock.name, lock, runs=True)
-        holder, left, ago_s = lock.holder, lock.remaining, seconds_since_renewal(lock)
+        holder, left, ago_s = lock.holder, lock.remaining, lock.renewed_ago
         self.kind = kind_of(lock)
         #: The lock with several places and the number of this place; otherwise itself and 1.
         self.lock, self.place = split_place(lock.name) if lock.limit > 1 else (lock.name, 1)
@@ -47,7 +47,7 @@ class LockRow(LeasedRow):
         self.age_s = round(max(0.0, time.time() - holder.since), 3) if holder.since else None
         self.remaining_s = None if left is None else round(left, 3)
         self.renewed_s = None if ago_s is None else round(ago_s, 3)
-        self.overdue = is_overdue(lock)
+        self.overdue = lock.overdue
         self.renewal = "overdue" if self.overdue else "yes" if self.renewed else "no"
         #: The holder's task, and its arguments.
         self.work = " ".join(filter(None, [self.task, self.arguments]))

@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 from django.db.models import Count, Max, Min, Q, QuerySet
 
 from ..databases import Now, now_as_written, read_moment
-from ..leases.holder import is_overdue
 from ..locks import iter_locks
 from ..models.outbox import OutboxMessage
 from ..models.outbox_relay import OutboxRelay
@@ -41,6 +40,9 @@ class Figure(NamedTuple):
 
     number: int
     is_cut: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.number}+" if self.is_cut else str(self.number)
 
 
 class RelaySeen(NamedTuple):
@@ -77,6 +79,22 @@ class OutboxFigures(NamedTuple):
     oldest_s: float | None
     lag_s: float
     relay: RelaySeen | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as ``celery_outbox status --json`` shows them."""
+        counts = {
+            name: value.number
+            for name, value in self._asdict().items()
+            if isinstance(value, Figure)
+        }
+        relay = self.relay
+        return {
+            **counts,
+            "oldest_s": self.oldest_s,
+            "lag_s": self.lag_s,
+            "relay": relay and relay.name,
+            "relay_seen_s": relay and relay.ago_s,
+        }
 
 
 class LockFigures(NamedTuple):
@@ -171,7 +189,7 @@ def lock_figures(most: int) -> LockFigures:
         seen += 1
         if seen <= most:
             kinds[kind_of(lock)] += 1
-            overdue += bool(is_overdue(lock))
+            overdue += bool(lock.overdue)
     held = {kind: kinds[kind] for kind in ("run", "message", "marker")}
     return LockFigures(held, overdue, seen > most)
 

@@ -22,8 +22,8 @@ from ..models.stages import StageRun, StageStep
 from ..models.step_states import IN_ORDER
 from ..stages import Progress, StageProgress, Status
 from ..stages.engine import StepError
+from ..stages.status import NOT_REGISTERED
 from ..stages.step_table import StepTable
-from ..stages.worker_signals import NOT_REGISTERED
 from ..texts import get_logger, printable
 from .decision import Decision
 from .row import LeasedRow, Row, ago, duration, seconds_between

@@ -8,13 +8,17 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import product
 from json.encoder import encode_basestring_ascii as _quoted
 from types import NoneType
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from django.utils.translation import gettext as _
+
 from .. import conf
+from ..texts import duration
 
 #: Longest name, in characters, that is used in a key unchanged. memcached allows
 #: 250 for the whole key; the rest is for KEY_PREFIX, the version and our prefix.
@@ -66,6 +70,11 @@ class Holder(NamedTuple):
     arguments: str | None = None
     lease: float | None = None
 
+    @property
+    def process(self) -> str:
+        """The holder's process, such as ``web1 pid 4711``; "": not known, or a message."""
+        return f"{self.host} pid {self.pid}" if self.host else ""
+
     def __str__(self) -> str:
         task = f"task {self.task_id} ({self.task})" if self.task_id else ""
         process = f"process {self.pid} on {self.host}" if self.host else ""
@@ -107,11 +116,88 @@ class HeldLock(NamedTuple):
     holder: Holder = NOBODY
     limit: int = 1
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as one flat dict, including the holder's fields."""
-        fields = self._asdict()
-        holder: Holder = fields.pop("holder")
-        return {**fields, **holder._asdict()}
+    @property
+    def kind(self) -> str:
+        """
+        The kind of its holder: ``run`` for a process, ``message`` for a message.
+
+        ``marker``: it holds nothing up, and says that a long run has ended.
+        """
+        if self.holder.host or not self.holder.task_id:
+            return "run"
+        is_marker = self.name.startswith(f"{self.holder.task}:ended:")  # see delivery.copies
+        return "marker" if is_marker else "message"
+
+    @property
+    def place(self) -> int:
+        """The number of its place, from 1; see ``limit``."""
+        return split_place(self.name)[1] if self.limit > 1 else 1
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the acquisition, by this machine's clock and the holder's; None: ?"""
+        return max(0.0, time.time() - self.holder.since) if self.holder.since else None
+
+    @property
+    def renewed_ago(self) -> float | None:
+        """
+        Seconds since the holder last renewed, or acquired, the lock, and so was alive.
+
+        None: this is not known, because the lease is not renewed, the store does not report the
+        time left, or ``extend()`` gave the lease another length.
+        """
+        lease, left = self.holder.lease, self.remaining
+        if not self.holder.renewed or lease is None or left is None or left > lease + TICK:
+            return None
+        return max(0.0, lease - left)
+
+    @property
+    def overdue(self) -> bool | None:
+        """
+        Whether a live holder would have renewed the lock by now; None: not known.
+
+        May be wrong after ``extend()`` to another length, which the store's value does not show.
+        """
+        ago, lease = self.renewed_ago, self.holder.lease
+        return None if ago is None or lease is None else ago > lease * RENEWED_BY + TICK
+
+    @property
+    def liveness(self) -> str:
+        """A sentence that says whether the holder is alive, as far as the lease shows."""
+        if self.kind != "run":
+            return _("A message holds it: the message waits or runs, or its period lasts.")
+        if not self.holder.renewed:
+            return _("Its holder does not renew it, so nothing shows whether the holder lives.")
+        if self.renewed_ago is None:
+            return _("Its holder renews it while it lives; when it last did is not known.")
+        if self.overdue:
+            return _("Its renewal is overdue: most likely its holder is dead, stopped or cut off.")
+        ago = duration(self.renewed_ago)
+        return _("Its holder renewed it {time} ago, so it lives or died since.").format(time=ago)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the lock as ``celery_locks list --json`` shows it."""
+        holder = self.holder
+        since = datetime.fromtimestamp(holder.since, UTC).isoformat() if holder.since else None
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "task": holder.task,
+            "arguments": holder.arguments,
+            "task_id": holder.task_id,
+            "host": holder.host or None,
+            "pid": holder.pid or None,
+            "since": since,
+            "age_s": rounded(self.age),
+            "remaining_s": rounded(self.remaining),
+            "lease_s": holder.lease,
+            "renewed": holder.renewed,
+            "renewed_ago_s": rounded(self.renewed_ago),
+            "overdue": self.overdue,
+            "fence": self.fence,
+            "place": self.place,
+            "limit": self.limit,
+        }
 
 
 def place_name(name: str, place: int) -> str:
@@ -130,32 +216,14 @@ def split_place(name: str) -> tuple[str, int]:
     return (lock, int(place)) if lock and place.isdecimal() else (name, 1)
 
 
+def rounded(seconds: float | None) -> float | None:
+    """Return a duration with milliseconds."""
+    return None if seconds is None else round(seconds, 3)
+
+
 def holder_text(lock: HeldLock | None) -> str:
     """Return the holder of a lock as text; "": not known."""
     return "" if lock is None else str(lock.holder)
-
-
-def seconds_since_renewal(lock: HeldLock) -> float | None:
-    """
-    Return how long ago the holder last renewed, or acquired, a lock, and so was alive.
-
-    None: this is not known, because the lease is not renewed, the store does not report the
-    time left, or ``extend()`` gave the lease another length.
-    """
-    lease, left = lock.holder.lease, lock.remaining
-    if not lock.holder.renewed or lease is None or left is None or left > lease + TICK:
-        return None
-    return max(0.0, lease - left)
-
-
-def is_overdue(lock: HeldLock) -> bool | None:
-    """
-    Return whether a live holder would have renewed the lock by now; None: not known.
-
-    May be wrong after ``extend()`` to another length, which the store's value does not show.
-    """
-    ago, lease = seconds_since_renewal(lock), lock.holder.lease
-    return None if ago is None or lease is None else ago > lease * RENEWED_BY + TICK
 
 
 @lru_cache(maxsize=128)  # each use of a record asks several times for one name

@@ -11,45 +11,34 @@ from django.core.management.base import CommandError
 from ..sending.relay import Relay
 
 
-class HeartbeatFile:
+@contextmanager
+def kept_heartbeat(path: str, relays: Sequence[Relay]) -> Iterator[Callable[[], None]]:
     """
-    A file that is touched whenever all relays of a process have taken a turn.
+    Keep a file during the block; yield a function that touches it after turns of all relays.
 
-    Args:
-        path: The file's path; an existing file is used.
+    A relay that waits for a broker or database also takes turns, because a restart of its
+    process would not help. A relay that hangs takes no turns.
+
+    Raises:
+        CommandError: The file can't be written.
     """
+    file = Path(path)
+    try:
+        file.touch()
+    except OSError as error:
+        raise CommandError(f"--heartbeat-file can't be written: {error}") from error
+    seen = [relay.turns for relay in relays]
 
-    def __init__(self, path: str) -> None:
-        self.path = Path(path)
-
-    @contextmanager
-    def kept(self, relays: Sequence[Relay]) -> Iterator[Callable[[], None]]:
-        """
-        Keep the file during the block; yield a function that touches it after turns of all relays.
-
-        A relay that waits for a broker or database also takes turns, because a restart of its
-        process would not help. A relay that hangs takes no turns.
-
-        Raises:
-            CommandError: The file can't be written.
-        """
-        try:
-            self.path.touch()
-        except OSError as error:
-            raise CommandError(f"--heartbeat-file can't be written: {error}") from error
-        seen = [relay.turns for relay in relays]
-
-        def touch() -> None:
-            turns = [relay.turns for relay in relays]
-            if any(now == before for now, before in zip(turns, seen, strict=True)):
-                return
+    def touch() -> None:
+        turns = [relay.turns for relay in relays]
+        if all(now > before for now, before in zip(turns, seen, strict=True)):
             # If this fails, the probe sees an old file, but relaying continues.
             with suppress(OSError):
-                self.path.touch()
+                file.touch()
             seen[:] = turns
 
-        try:
-            yield touch
-        finally:
-            with suppress(OSError):
-                self.path.unlink()
+    try:
+        yield touch
+    finally:
+        with suppress(OSError):
+            file.unlink()

@@ -7,18 +7,25 @@ from typing import Final
 
 from django.db import models, transaction
 from django.db.models import Q
+from django.utils.functional import cached_property
 from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
 from ..events import RECORD_FORGOTTEN
 from ..leases.holder import HeldLock, decode_holder
+from ..leases.lease_table import read_holder
 from ..statements import change_returning
 from .columns import ExactCharField, ExactTextField, PartialIndex
+from .listing import ListedRow
 from .text import storable
 
 
 class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
     """The states of records, and the transitions between them."""
+
+    def listed(self) -> IdempotencyRecords:
+        """Records as the admin shows them: see :class:`ListedRow`."""
+        return self.annotate(asked_at=Now())
 
     def running(self) -> IdempotencyRecords:
         """Records whose work is running, or was when its process died."""
@@ -52,19 +59,15 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         """Return whether the claim with this token finished the work."""
         return self.done().filter(token=token).exists()
 
-    def expired(self, age: timedelta | None) -> IdempotencyRecords:
-        """Records that expired, or were orphaned ``age`` ago; None: only expired records."""
-        return self.filter(_EXPIRED if age is None else _EXPIRED | _gone(age))
-
     def prunable(self, age: timedelta | None) -> list[IdempotencyRecords]:
-        """Return the records of :meth:`expired` in two parts, each oldest first by an index."""
+        """
+        Return the records that expired, and those orphaned ``age`` ago, each oldest first.
+
+        Each part is found by an index. None: only expired records.
+        """
         expired = self.filter(_EXPIRED).order_by("expires_at")
         orphaned = [] if age is None else [self.filter(_gone(age)).order_by("ends_at")]
         return [expired, *orphaned]
-
-    def older(self, age: timedelta) -> IdempotencyRecords:
-        """Records that ended, or were orphaned, more than ``age`` ago."""
-        return self.filter(Q(ended_at__lt=Now() - age) | _gone(age))
 
     def try_claim(
         self, token: str, lease: timedelta, *, holder: str, digest: str, claims: int
@@ -129,7 +132,7 @@ def _gone(age: timedelta = timedelta()) -> Q:
     return Q(state=IdempotencyRecord.State.RUNNING, ends_at__lt=Now() - age if age else Now())
 
 
-class IdempotencyRecord(models.Model):
+class IdempotencyRecord(ListedRow):
     """
     A record that work was done, or is being done, under a key; see ``idempotent``.
 
@@ -186,6 +189,21 @@ class IdempotencyRecord(models.Model):
 
     def __str__(self) -> str:
         return self.key
+
+    @cached_property
+    def claim(self) -> HeldLock:
+        """The claim that holds the record or held it last: its whole key, holder and lease."""
+        return read_holder(self.key, self)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the process that does the work has died: its lease has expired."""
+        return self.state == self.State.RUNNING and not self.claim.remaining
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was claimed."""
+        return self.seconds_since(self.claimed_at) or 0.0
 
     def is_free(self, now: datetime) -> bool:
         """Return whether any caller may claim it, like :meth:`IdempotencyRecords.free`."""

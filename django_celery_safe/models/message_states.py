@@ -17,7 +17,6 @@ from ..databases import Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
 from ..leases.lease_table import DIED, count_death
-from ..pruning import prune_all
 from ..statements import Param, Statement, change_returning
 from ..transactions import attempts
 from .text import LONGEST_TYPE, end_of_traceback, storable
@@ -39,6 +38,8 @@ CLAIMED: Final = (
     "id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts", "attempt",
     "starts", "deaths", "resent",
 )  # fmt: skip
+#: Columns that no list shows and that may not fit into memory.
+UNLISTED: Final = ("body", "properties", "chord_calls", "result", "traceback")
 #: Changes to a claimed row: if it still has a run's token, the run's process has died.
 COUNT_DEATH: Final = count_death(~Q(token=""))
 #: Messages that have a due time, and messages that were sent and whose task has not ended.
@@ -62,6 +63,15 @@ def _why_again(row: OutboxMessage, token: str, sent_at: datetime | None) -> str:
 
 class OutboxMessages(models.QuerySet["OutboxMessage"]):
     """The states of outbox rows, and the transitions between them."""
+
+    def listed(self) -> OutboxMessages:
+        """Messages as lists show them: see :class:`ListedRow`."""
+        return self.annotate(asked_at=Now()).defer(*UNLISTED)
+
+    def in_state(self, state: str) -> OutboxMessages:
+        """Messages in a state of :class:`OutboxMessage.State`."""
+        rows: OutboxMessages = getattr(self, self.model.State(state))()
+        return rows
 
     def pending(self) -> OutboxMessages:
         """Messages that a relay still has to send or re-send, due or not."""
@@ -108,11 +118,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Messages that an operator may delete so that their task does not run, or run again."""
         waiting = Q(due_at__isnull=False, token="")
         return self.filter(waiting | FAILED | Q(dead_at__isnull=False))
-
-    def older(self, age: timedelta) -> OutboxMessages:
-        """Messages that were sent, or whose task succeeded, more than ``age`` ago."""
-        sent = Q(sent_at__lt=Now() - age, due_at__isnull=True, ended_at__isnull=True)
-        return self.filter(sent | Q(ended_at__lt=Now() - age, error_type=""))
 
     def sent_before(self, age: timedelta) -> OutboxMessages:
         """Messages sent more than ``age`` ago that are not carried until done, oldest first."""
@@ -338,10 +343,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         rows = change_returning(self.discardable(), None, "task", "task_id")
         self._emit(MESSAGE_DISCARDED, rows)
         return len(rows)
-
-    def prune(self, age: timedelta) -> int:
-        """Delete the rows that were sent, or whose task succeeded, more than ``age`` ago."""
-        return prune_all(self.older(age))
 
     @staticmethod
     def _brought_back() -> dict[str, Any]:

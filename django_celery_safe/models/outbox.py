@@ -6,10 +6,15 @@ from datetime import datetime
 
 from django.db import models
 from django.db.models import Q
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
+from ..leases.holder import HeldLock, decode_holder
+from ..sending.serialization import find_arguments
+from ..texts import duration
 from .columns import ExactCharField, ExactTextField, PartialIndex
+from .listing import ListedRow
 from .message_states import (
     CARRIED,
     DONE,
@@ -23,7 +28,7 @@ from .message_states import (
 from .text import LONGEST_TYPE, storable
 
 
-class OutboxMessage(models.Model):
+class OutboxMessage(ListedRow):
     """
     A message that was sent with ``outbox=True``, until a broker has it.
 
@@ -32,6 +37,21 @@ class OutboxMessage(models.Model):
     :mod:`django_celery_safe.sending.serialization` describes the columns. All moments are by
     the database server's clock.
     """
+
+    class State(models.TextChoices):
+        """The states of messages, each a method of their queryset."""
+
+        PENDING = "pending", _("Pending")
+        SENT = "sent", _("Sent")
+        RUNNING = "running", _("Running")
+        DONE = "done", _("Done")
+        FAILED = "failed", _("Failed")
+        DEAD = "dead", _("Dead")
+
+    json_keys = (
+        "id", "database", "state", "task", "task_id", "age_s", "due_in_s", "process", "attempts",
+        "starts", "deaths", "resent", "error_type", "error",
+    )  # fmt: skip
 
     task = ExactCharField(_("task"), max_length=255)
     task_id = ExactCharField(_("task id"), max_length=255)
@@ -111,13 +131,58 @@ class OutboxMessage(models.Model):
         return f"{self.task}[{self.task_id}]"
 
     @property
-    def state(self) -> str:
-        """``pending``, ``sent``, ``running``, ``done``, ``failed`` or ``dead``."""
+    def state(self) -> State:
+        """Its state, from the columns that the states' querysets filter by."""
         if self.ended_at:
-            return "failed" if self.error_type else "done"
+            return self.State.FAILED if self.error_type else self.State.DONE
         if self.dead_at:
-            return "dead"
-        return "running" if self.token else "sent" if self.sent_at else "pending"
+            return self.State.DEAD
+        if self.token:
+            return self.State.RUNNING
+        return self.State.SENT if self.sent_at else self.State.PENDING
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was sent by the project."""
+        return self.seconds_since(self.created_at) or 0.0
+
+    @property
+    def due_in_s(self) -> float | None:
+        """Seconds until a relay may send it; 0: a relay already may; None: it is not due."""
+        since = self.seconds_since(self.due_at)
+        return None if since is None else max(0.0, -since)
+
+    @property
+    def process(self) -> str:
+        """The process that runs the task, or ran it last; "": none."""
+        return decode_holder(self.holder, HeldLock("")).holder.process
+
+    @property
+    def arguments(self) -> str | None:
+        """The arguments as Celery shows them; None without ``SHOW_ARGUMENTS``."""
+        return find_arguments(self)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the task called ``current_claim().finish()`` and has not ended well since."""
+        return bool(self.result) and self.state != self.State.DONE
+
+    @property
+    def reason(self) -> str:
+        """Why it is in its state and what comes next, for a list; "": nothing to report."""
+        facts = []
+        if self.state == self.State.RUNNING:
+            facts.append(self.process)
+        elif self.due_in_s:
+            is_sent = self.state == self.State.SENT
+            due = gettext("sent again in {time}") if is_sent else gettext("due in {time}")
+            facts.append(due.format(time=duration(self.due_in_s)))
+        if self.attempts:
+            facts.append(gettext("{count} failed attempt(s)").format(count=self.attempts))
+        if self.deaths:
+            facts.append(gettext("{count} death(s)").format(count=self.deaths))
+        error = ": ".join(filter(None, [self.error_type, self.error]))
+        return ", ".join(filter(None, [*facts, error]))
 
     @property
     def ends_at(self) -> datetime | None:

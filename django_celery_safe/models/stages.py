@@ -18,14 +18,16 @@ from django.db.models.functions import Coalesce
 from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
-from ..pruning import prune_all
+from ..leases.holder import HeldLock
+from ..leases.lease_table import read_holder
 from ..stages.entry_options import MARK, EntryParts, split
-from ..stages.status import Status
+from ..stages.status import NOT_REGISTERED, Status
 from ..statements import Param, Statement
 from ..texts import get_logger
 from ..transactions import attempts
 from ..values import decode
 from .columns import ExactCharField, ExactTextField, PartialIndex
+from .listing import ListedRow, seconds_between, shown
 from .step_states import IN_ORDER, StageSteps
 from .text import LONGEST_TYPE
 
@@ -41,17 +43,18 @@ PROTECTED_FOR: Final = timedelta(days=1)
 class StageRuns(models.QuerySet["StageRun"]):
     """The states of runs."""
 
+    def listed(self) -> StageRuns:
+        """Runs as lists show them: see :class:`ListedRow`, with the step to look at first."""
+        dropped = Q(status=Status.WAITING, error_type=NOT_REGISTERED)
+        steps = StageStep.objects.filter(Q(status=Status.FAILED) | dropped, run=OuterRef("pk"))
+        first = steps.order_by("ended_at", "position")
+        names = ("task", "task_id", "error_type", "error")
+        of_first = {f"step_{name}": Subquery(first.values(name)[:1]) for name in names}
+        return self.counted().annotate(asked_at=Now(), **of_first).defer("params_text")
+
     def active(self) -> StageRuns:
         """Runs that have not ended and continue without an operator."""
         return self.filter(status__in=[Status.WAITING, Status.RUNNING])
-
-    def search(self, text: str) -> StageRuns:
-        """Runs with this text in their key or name, in upper or lower case."""
-        return self.filter(Q(key__icontains=text) | Q(name__icontains=text))
-
-    def having(self, task: str) -> StageRuns:
-        """Runs with a step of this task."""
-        return self.filter(Exists(StageStep.objects.filter(run=OuterRef("pk"), task=task)))
 
     def stopped(self) -> StageRuns:
         """Runs that ended, successfully or not."""
@@ -114,14 +117,6 @@ class StageRuns(models.QuerySet["StageRun"]):
     delete.alters_data = True  # type: ignore[attr-defined]
     delete.queryset_only = True  # type: ignore[attr-defined]
 
-    def prune(self) -> int:
-        """
-        Delete the runs one by one; return how many.
-
-        A run that a row of the project protects stays; the others are still deleted.
-        """
-        return prune_all(self, batch=1)
-
     def erase(self) -> int:
         """Delete the runs and their steps; return how many: 0 if the project protects one."""
         connection = connections[self.db]
@@ -159,13 +154,18 @@ class RunRoom(NamedTuple):
     abort: Callable[[StageRun], None]
 
 
-class StageRun(models.Model):
+class StageRun(ListedRow):
     """
     One run of a plan, made by ``stages.start``.
 
     Its values date from when it was read; ``refresh_from_db()`` reads them again. All moments
     are by the database server's clock.
     """
+
+    json_keys = (
+        "id", "key", "name", "url", "database", "status", "done", "total", "stage", "stages",
+        "created_at", "ended_at", "age_s", "duration_s", "reason", "note",
+    )  # fmt: skip
 
     #: The caller's labels of the run; "": none. See ``stages.start``.
     key = ExactCharField(max_length=255, default="", blank=True)
@@ -230,6 +230,30 @@ class StageRun(models.Model):
     def title(self) -> str:
         """The run's number and its name (or its key), as a heading."""
         return f"R{str(self)[1:]}"
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was started."""
+        return self.seconds_since(self.created_at) or 0.0
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds from its start to its end, or until now."""
+        return seconds_between(self.created_at, self.ended_at or self.asked)
+
+    @property
+    def reason(self) -> str:
+        """The error that stopped it, or that keeps a step waiting; "": none."""
+        run: Any = self  # as listed() has annotated it
+        if run.step_task is None or self.status in (Status.SUCCEEDED, Status.ABORTED):
+            return self.error
+        error = f"{run.step_error_type}: {run.step_error}".strip(": ")
+        return f"{run.step_task}[{run.step_task_id}]: {error}"
+
+    @property
+    def shown_params(self) -> str:
+        """The params given and returned so far, as JSON; "" without ``SHOW_ARGUMENTS``."""
+        return shown(self.params_text)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -338,8 +362,13 @@ class StageRun(models.Model):
             return super().delete(using=using, keep_parents=keep_parents)
 
 
-class StageStep(models.Model):
+class StageStep(ListedRow):
     """One task of a run, with its arguments, its state and its outcome."""
+
+    json_keys = (
+        "task", "task_id", "status", "stage", "process", "started_at", "ended_at", "duration_s",
+        "waits_s", "remaining_s", "starts", "deaths", "resent", "reason", "note",
+    )  # fmt: skip
 
     run = models.ForeignKey(StageRun, models.CASCADE, related_name="+")
     #: Number of its stage, and its position in that stage, both counted from 1.
@@ -407,6 +436,48 @@ class StageStep(models.Model):
 
     def __str__(self) -> str:
         return f"{self.task}[{self.task_id}]"
+
+    @property
+    def lease(self) -> HeldLock:
+        """The process that runs it, or ran it last, and the lease."""
+        return read_holder("", self)
+
+    @property
+    def process(self) -> str:
+        """The process that runs it, or ran it last; "": none."""
+        return self.lease.holder.process
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until its lease ends; 0: its process has died; None: it does not run."""
+        return self.lease.remaining if self.status == Status.RUNNING else None
+
+    @property
+    def waits_s(self) -> float | None:
+        """Seconds since its message should have arrived; None: it does not wait for one."""
+        return self.seconds_since(vars(self)["since"])
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds for which it ran, or has run so far; None: not started, or waiting again."""
+        if self.status == Status.WAITING:
+            return None
+        return seconds_between(self.started_at, self.ended_at or self.asked)
+
+    @property
+    def reason(self) -> str:
+        """The error that stopped it, or with which it waits to be retried; "": none."""
+        return f"{self.error_type}: {self.error}".strip(": ")
+
+    @property
+    def shown_arguments(self) -> str:
+        """The arguments of the plan's entry, as JSON; "" without ``SHOW_ARGUMENTS``."""
+        return shown(self.arguments_text)
+
+    @property
+    def shown_params(self) -> str:
+        """What it returned for later stages, as JSON; "" without ``SHOW_ARGUMENTS``."""
+        return shown(self.params_text)
 
     @property
     def arguments(self) -> dict[str, Any]:

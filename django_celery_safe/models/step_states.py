@@ -7,12 +7,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from django.db import models
-from django.db.models import F, Q
+from django.db.models import Case, F, Q, When
 from django.db.models.functions import Coalesce
 
 from ..databases import Now
 from ..leases.lease_table import DIED
-from ..stages.status import Status
+from ..stages.status import NOT_REGISTERED, Status
 from .message_states import MOST_DOUBLINGS
 from .text import LONGEST_TYPE, end_of_traceback, storable
 
@@ -25,8 +25,27 @@ BATCH: Final = 500
 IN_ORDER: Final = ("stage", "position")
 
 
+_URGENCY: Final = Case(
+    When(status=Status.FAILED, then=0),
+    When(status=Status.WAITING, error_type=NOT_REGISTERED, then=1),
+    When(status=Status.RUNNING, then=2),
+    When(status=Status.WAITING, stage=F("run__stage"), then=3),
+    default=4,
+)
+
+
 class StageSteps(models.QuerySet["StageStep"]):
     """The states of steps, and the transitions between them."""
+
+    def listed(self) -> StageSteps:
+        """Steps as lists show them: see :class:`ListedRow`, and ``since`` when they wait."""
+        sent = Q(run__status__in=[Status.WAITING, Status.RUNNING], stage=F("run__stage"))
+        waits = When(sent, status=Status.WAITING, then=Coalesce("due_at", "run__stage_at"))
+        return self.annotate(asked_at=Now(), since=Case(waits)).defer("params_text", "traceback")
+
+    def by_urgency(self) -> StageSteps:
+        """Steps in the order in which an operator looks at those of a run: failed ones first."""
+        return self.order_by(_URGENCY, *IN_ORDER)
 
     def in_order(self) -> StageSteps:
         """Steps ordered by stage and by position in the plan."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from celery._state import get_current_task
 from django.db.models import Count, Q
@@ -63,6 +63,11 @@ class StageProgress(NamedTuple):
     def done(self) -> int:
         """The number of its steps that have succeeded."""
         return self.counts.get(Status.SUCCEEDED, 0)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the stage as ``celery_stages show --json`` shows it."""
+        counts = {str(status): self.counts.get(status, 0) for status in Status}
+        return {"stage": self.stage, "priority": self.priority, "total": self.total, **counts}
 
 
 def progress(run: StageRun) -> Progress:

@@ -65,53 +65,35 @@ class Repair(NamedTuple):
     reason: str
 
 
-def sweep(store: StepTable, patience: timedelta = UNSTARTED_AFTER) -> list[Repair]:
-    """
-    Repair the runs that are stuck; return the repairs in order.
-
-    A step whose process died is re-sent; if as many processes have died in it as
-    ``max_deaths`` allows, the worker that receives it fails it. A step that was sent but not
-    started is re-sent. A run whose stage is complete is continued.
-
-    Args:
-        patience: How long a step that was sent may wait for a worker.
-    """
-    return [repair for repairs in _iter_repairs(store, patience) for repair in repairs]
-
-
 def connect() -> None:
     """Register the relays' chores: repair runs, and delete runs that ended long ago."""
     failure = "The runs of stages in %r could not be swept: %s"
     add_chore("sweep runs", Chore(failure, StepTable.models, _sweep_database))
-    add_pruning("runs of stages", StepTable.models, _prunable_by_index, most=MOST_RUNS, batch=1)
+    add_pruning("runs of stages", StepTable.models, get_prunable, most=MOST_RUNS, batch=1)
 
 
 def _sweep_database(alias: str) -> bool:
     until = time.monotonic() + LONGEST_TURN
-    repairs = _iter_repairs(StepTable(alias), UNSTARTED_AFTER)
-    return any(time.monotonic() > until for _ in repairs)
+    return any(time.monotonic() > until for _ in iter_repairs(StepTable(alias)))
 
 
-def _prunable_by_index(alias: str) -> list[StageRuns]:
-    return [get_prunable(StepTable(alias)).unprotected().order_by("ended_at")]
+def get_prunable(alias: str) -> list[StageRuns]:
+    """Return a queryset of the runs whose retention has expired."""
+    age, runs = conf.retention("runs"), StepTable(alias).runs()
+    return [] if age is None else [runs.older(age).unprotected().order_by("ended_at")]
 
 
-def get_prunable(store: StepTable, older_than: timedelta | None = None) -> StageRuns:
-    """
-    Return the runs that can be deleted.
-
-    Args:
-        older_than: The minimum time since their end; None: the retention of runs.
-    """
-    age = conf.retention("runs") if older_than is None else older_than
-    return store.runs().none() if age is None else store.runs().older(age)
-
-
-def _iter_repairs(store: StepTable, patience: timedelta) -> Iterator[list[Repair]]:
+def iter_repairs(store: StepTable, patience: timedelta = UNSTARTED_AFTER) -> Iterator[list[Repair]]:
     """
     Repair the runs that are stuck; yield the repairs of each transaction.
 
-    After an error, for example of a changed task, the rest of that run is left to the next sweep.
+    A step whose process died is re-sent; if as many processes have died in it as
+    ``max_deaths`` allows, the worker that receives it fails it. A step that was sent but not
+    started is re-sent. A run whose stage is complete is continued. After an error, for example
+    of a changed task, the rest of that run is left to the next sweep.
+
+    Args:
+        patience: How long a step that was sent may wait for a worker.
     """
     failed: set[int] = set()
     for pk, repair in _find_repairs(store, patience):
@@ -229,5 +211,5 @@ def _let_go_on(store: StepTable, pk: int) -> list[Repair]:
 def _emit_on_commit(store: StepTable, repair: Repair, task: str, task_id: str) -> None:
     event = STEP_REPAIRED if repair.step else RUN_REPAIRED
     event.emit_on_commit(
-        sweep, using=store.alias, run=repair.run, task=task, task_id=task_id, reason=repair.reason
+        Repair, using=store.alias, run=repair.run, task=task, task_id=task_id, reason=repair.reason
     )

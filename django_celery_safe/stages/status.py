@@ -1,12 +1,15 @@
-""":class:`Status`, of a run of stages and of each of its steps."""
+""":class:`Status`, of a run of stages and of each of its steps; and an error type of steps."""
 
 from __future__ import annotations
 
 from enum import nonmember
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from django.db.models import TextChoices
 from django.utils.translation import gettext_lazy as _
+
+#: The error type of a step whose task its worker does not know: Celery's name for it.
+NOT_REGISTERED: Final = "NotRegistered"
 
 
 class Status(TextChoices):

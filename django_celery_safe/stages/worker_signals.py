@@ -31,13 +31,12 @@ from . import engine
 from .engine import StepError
 from .plan import get_step_layer
 from .running import attempt_of
+from .status import NOT_REGISTERED
 from .step_table import step_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageStep
 
-#: The error type of a step whose task its worker does not know: Celery's name for it.
-NOT_REGISTERED: Final = "NotRegistered"
 FAILURE: Final = "Could not record that a step's message has ended; a sweep will find its run."
 
 

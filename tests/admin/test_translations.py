@@ -110,5 +110,5 @@ def test_commands_stay_english(root: Visitor) -> None:
     with override(LANGUAGE):
         call_command("celery_locks", "show", "shop:1", stdout=printed)
         assert get_language() == LANGUAGE
-    assert "lease left" in printed.getvalue()
+    assert "liveness" in printed.getvalue()
     assert HAN.findall(printed.getvalue()) == []

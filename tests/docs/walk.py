@@ -24,7 +24,7 @@ PROGRAMS = {"celery": "celery", "django-admin": "django"}
 #: Whatever else a page says of the output of the commands right above.
 PROMISE = re.compile(r"(?:prints|ends? with|logs|shows) `([^`]+)`")
 #: Parts of an output that differ from run to run.
-CHANGING = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|pid \d+ on \S+|\d+(\.\d+)?s?")
+CHANGING = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\S+ pid \d+|\d+(\.\d+)?s?")
 #: Longest run of one block, seconds.
 PATIENCE = 150
 
@@ -105,7 +105,7 @@ class Walk:
             "python3 -m venv", f"{sys.executable} -m venv"
         )
         if PID in code:
-            code = code.replace(PID, re.findall(r"process (\d+)", self.printed[-1])[-1])
+            code = code.replace(PID, re.findall(r"pid (\d+)", self.printed[-1])[-1])
         for program, module in PROGRAMS.items():
             code = re.sub(rf"^{program}\b", f"python -m {module}", code, flags=re.MULTILINE)
         shared = Path(celery.__file__).parents[1]

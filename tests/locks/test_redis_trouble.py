@@ -301,7 +301,7 @@ def check_is_text(lock: HeldLock) -> None:
     assert isinstance(lock.name, str)
     assert lock.name.startswith("")
     assert isinstance(str(lock.holder), str)
-    assert json.dumps(lock.as_dict())
+    assert json.dumps(lock.as_json())
 
 
 def test_a_lock_of_another_type_disturbs_no_other(

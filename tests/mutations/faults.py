@@ -571,9 +571,9 @@ MUTATIONS = {
             "a forked child ends its parent's session at the database",
         ),
         M(
-            "pruning:prune_all",
-            "while len(found) == batch:",
-            "while False:",
+            "pruning:prune_some",
+            "range(most // batch)",
+            "range(1)",
             "only the first batch of old rows is deleted",
         ),
         M(

@@ -9,8 +9,8 @@ from celery import Task
 from django_celery_safe import ConfigurationError, SafeTask, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.models import StageRun
-from django_celery_safe.stages.repairs import UNSTARTED_AFTER, sweep
-from django_celery_safe.stages.step_table import StepTable
+from django_celery_safe.stages.repairs import UNSTARTED_AFTER
+from tests.stages.chores import sweep
 from tests.stages.tasks import note, reconnect
 from tests.stages.test_messages import Staged, refuse, shown
 
@@ -58,7 +58,7 @@ def test_each_message_has_the_options_of_its_entry(staged: Staged) -> None:
     for sent_again in (False, True):
         if sent_again:
             staged.steps.filter(stage=1).update(due_at=Now() - 2 * UNSTARTED_AFTER)
-            assert len(sweep(StepTable(staged.alias))) == 1
+            assert len(sweep(staged.alias)) == 1
         message = staged.take_one()
         assert message.delivery_info["routing_key"] == slow
         assert message.delivery_info["priority"] == 3
@@ -80,10 +80,10 @@ def test_a_countdown(staged: Staged) -> None:
     rows = staged.steps.filter(stage=2)
     moments = rows.annotate(asked_at=Now()).values_list("due_at", "asked_at").get()
     assert moments[0] - moments[1] > timedelta(seconds=LONG - 600)
-    assert sweep(StepTable(staged.alias)) == []
+    assert sweep(staged.alias) == []
     # So long that its message must have got lost.
     rows.update(due_at=Now() - 2 * UNSTARTED_AFTER)
-    assert len(sweep(StepTable(staged.alias))) == 1
+    assert len(sweep(staged.alias)) == 1
     assert staged.take_one().headers["eta"] is None
 
 

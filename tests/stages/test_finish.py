@@ -8,9 +8,9 @@ import pytest
 from django.db import connections, transaction
 
 from django_celery_safe import InvalidResult, current_claim
-from django_celery_safe.stages.repairs import Repair, sweep
-from django_celery_safe.stages.step_table import StepTable
+from django_celery_safe.stages.repairs import Repair
 from tests.app.models import Person
+from tests.stages.chores import sweep
 from tests.stages.test_messages import Staged, shown
 
 
@@ -99,7 +99,7 @@ def test_a_sweep_does_not_wait_for_its_commit(staged: Staged) -> None:
         with closing(connections[staged.alias]) as connection:
             with connection.cursor() as cursor:
                 cursor.execute("SET lock_timeout = '5s'")  # an error then
-            return sweep(StepTable(staged.alias))
+            return sweep(staged.alias)
 
     def work(task: Any) -> None:
         staged.end_lease("a")

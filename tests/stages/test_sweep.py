@@ -23,17 +23,18 @@ from django_celery_safe.events import RUN_REPAIRED
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from django_celery_safe.models.message_states import MOST_DOUBLINGS
+from django_celery_safe.pruning import prune_some
 from django_celery_safe.signals import run_ended
 from django_celery_safe.stages import Status
-from django_celery_safe.stages.repairs import SETTLING, UNSTARTED_AFTER, Repair, get_prunable, sweep
-from django_celery_safe.stages.step_table import StepTable
-from django_celery_safe.tasks import prune_stages, relay_outbox, sweep_stages
+from django_celery_safe.stages.repairs import SETTLING, UNSTARTED_AFTER, Repair, get_prunable
+from django_celery_safe.tasks import relay_outbox
 from tests.conftest import MakeDatabase
 from tests.processes import wait_for
 from tests.routing import runs_in
 from tests.sending.conftest import hearing
 from tests.servers import RedisServer
 from tests.servers.databases import DatabaseKind
+from tests.stages.chores import prune, sweep
 from tests.stages.tasks import note
 from tests.test_outbox_command import sent_to
 
@@ -149,7 +150,7 @@ def leave_stuck(run: StageRun) -> StageStep:
 def swept(alias: str) -> list[Repair]:
     """Sweep, and check that each repair was told of once."""
     with hearing(RUN_REPAIRED) as heard:
-        done = sweep(StepTable(alias))
+        done = sweep(alias)
     assert [(one["run"], one["reason"]) for one in heard] == [(one.run, one.reason) for one in done]
     return done
 
@@ -279,18 +280,13 @@ def test_a_complete_stage_goes_on(
     assert swept(shop) == []
 
 
-def test_the_tasks_sweep(shop: str, queue: Queue) -> None:
-    """sweep_stages returns how many repairs there were, and relay_outbox repairs runs, too."""
-    assert sweep_stages() == 0
+def test_the_task_sweeps(shop: str, queue: Queue) -> None:
+    """relay_outbox repairs runs, too."""
     leave_silent(begin(1))
     leave_unbegun(begin(1))
     leave_stuck(begin(1, 1))
-    assert sweep_stages() == 3
-    assert sweep_stages() == 0
-    assert len(queue()) == 3 + 3
-    leave_silent(begin(1))
     relay_outbox()
-    assert len(queue()) == 6 + 2
+    assert len(queue()) == 3 + 3
 
 
 def test_a_run_that_can_not_be_repaired(
@@ -314,7 +310,7 @@ def test_sending_many_again_takes_few_queries(shop: str, queue: Queue, settings:
     run = begin(100)
     wait_since(run, LONG)
     with CaptureQueriesContext(connections[shop]) as queries:
-        (reason,) = {repair.reason for repair in sweep(StepTable(shop))}
+        (reason,) = {repair.reason for repair in sweep(shop)}
     assert len(queries) < MOST_QUERIES
     assert set(run.steps.values_list("note", "resent")) == {(reason, 1)}
     assert len(queue()) == 2 * 100
@@ -341,7 +337,7 @@ def test_each_is_repaired_exactly_once(
         broker.set_current()
         try:
             barrier.wait(20)
-            return sweep(StepTable(shop))
+            return sweep(shop)
         finally:
             connections[shop].close()
 
@@ -407,14 +403,14 @@ def test_what_is_pruned(shop: str, queue: Queue, settings: Settings) -> None:
     goes_on = begin(1)
     wait_since(goes_on, timedelta(days=30))
     StageRun.objects.using(shop).filter(pk=goes_on.pk).update(created_at=Now() - 30 * LONG * 100)
-    assert {run.pk for run in get_prunable(StepTable(shop))} == {run.pk for run in old}
-    assert prune_stages() == 3
-    assert prune_stages() == 0
+    assert ids(shop) > {run.pk for run in old}
+    assert prune(shop) == 3
+    assert prune(shop) == 0
     assert ids(shop) == {young.pk, goes_on.pk}
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"runs": timedelta(days=5)}}
-    assert prune_stages() == 1
+    assert prune(shop) == 1
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"runs": 0}}
-    assert prune_stages() == 0
+    assert prune(shop) == 0
     assert ids(shop) == {goes_on.pk}
 
 
@@ -424,16 +420,15 @@ def test_what_still_runs_is_not_pruned(shop: str, queue: Queue) -> None:
     claim(run.steps[0])
     run.abort()
     StageRun.objects.using(shop).update(ended_at=Now() - timedelta(days=8))
-    assert prune_stages() == 0
-    assert get_prunable(StepTable(shop), timedelta()).prune() == 0
+    assert prune(shop) == 0
     assert ids(shop) == {run.pk}
     at(run.steps[0]).update(ends_at=Now() - timedelta(seconds=1))
-    assert prune_stages() == 1
+    assert prune(shop) == 1
     assert ids(shop) == set()
 
 
 def test_a_run_that_is_resumed_meanwhile_is_not_pruned(shop: str, queue: Queue) -> None:
-    """prune() asks again under the run's lock, so what somebody resumes before that stays."""
+    """Pruning asks again under the run's lock, so what somebody resumes before that stays."""
     run = ended(timedelta(days=8), Status.ABORTED, alias=shop)
     asked: list[str] = []
 
@@ -444,9 +439,9 @@ def test_a_run_that_is_resumed_meanwhile_is_not_pruned(shop: str, queue: Queue) 
             StageRun.objects.using(shop).filter(pk=run.pk).update(status=Status.RUNNING)
         return result
 
-    chosen = get_prunable(StepTable(shop))
+    (chosen,) = get_prunable(shop)
     with connections[shop].execute_wrapper(resume):
-        assert chosen.prune() == 0
+        prune_some(chosen, 1, 1)
     assert asked
     assert ids(shop) == {run.pk}
 
@@ -512,7 +507,7 @@ def test_a_step_that_ends_waits_for_a_deletion(
         wait_for(begun.exists, 30)
         with before(shop, 'DELETE FROM "django_celery_safe_stagestep"', let_it_end):
             rows = StageRun.objects.using(shop).filter(pk=run.pk)
-            assert rows.prune() if prunes else rows.delete()
+            assert rows.erase() if prunes else rows.delete()
         ending.result(30)
     assert ids(shop) == set()
     assert len(queue()) == 1

@@ -2,306 +2,278 @@
 
 from __future__ import annotations
 
-import json
-import os
+import re
 import signal
 import threading
 from argparse import ArgumentParser
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, Final
 
 from celery import current_app
 from django.core.management.base import CommandError, CommandParser
-from django.db import connections
-from django.db.models import Max, Q
-from django.db.models.functions import Coalesce
+from django.db import DEFAULT_DB_ALIAS, connections
 
-from ... import conf
-from ...databases import Now
-from ...inspection.messages import DISCARD, STATES, MessageRow, messages_in, status_of
-from ...inspection.row import ago, duration
+from ...inspection.overview import OutboxFigures, outbox_figures
 from ...models.message_states import OutboxMessages
 from ...models.outbox import OutboxMessage
-from ...models.outbox_relay import OutboxRelay
-from ...pruning import prune_all
 from ...sending.broker import BrokerGone
 from ...sending.outbox import outbox_aliases
 from ...sending.relay import Relay, drain_all
-from ...texts import printable
-from ..console import (
-    ASKED_ABOUT,
-    TableCommand,
-    add_json,
-    add_no_input,
-    age,
-    as_page,
-    as_text,
-    confirm,
-    count,
-)
-from ..heartbeat import HeartbeatFile
+from ...texts import duration, printable
+from ..console import MOST_LISTED, NOT_ASKED, ActionCommand, add_json, add_no_input, age
+from ..heartbeat import kept_heartbeat
 
-#: The report of a decision about messages, without and with --dry-run.
-DONE: Final = {
-    "retry": ("are due now", "would be due now"),
-    "discard": ("were deleted", "would be deleted"),
-}
-#: The latest moment at which a message failed or died.
-LAST_END: Final = Max(Coalesce("ended_at", "dead_at"))
+#: Up to how many messages of a state are counted.
+MOST_COUNTED: Final = 10_000
 #: How often the main thread checks the relay threads, s.
 LISTEN: Final = 0.5
+#: Rows that one statement changes; every database accepts that many parameters.
+BATCH: Final = 500
+#: The number in an ID.
+IS_PK: Final = re.compile(r"\d{1,18}", re.ASCII)
+HEADINGS: Final = ("ID", "STATE", "AGE", "TASK")
 
 
-class Command(TableCommand):
+class Command(ActionCommand):
     """Parses, calls, prints."""
 
     help = "Send the messages in the outbox, show them, or decide about those that can't be sent."
-    models = (OutboxMessage, OutboxRelay)
-    subject = "the outbox"
-    database_help = "the outbox of this database; may be repeated (default: all)"
+    noun = "message"
 
     def add_arguments(self, parser: CommandParser) -> None:
-        actions = self.add_actions(parser, "{relay,status,list,show,retry,discard,prune}")
+        actions = self.add_actions(parser)
         relaying = self.add_action(actions, "relay", "send what is due, until stopped")
-        ending = relaying.add_mutually_exclusive_group()
-        ending.add_argument("--once", action="store_true", help="end when nothing is due")
-        ending.add_argument(
-            "--heartbeat-file",
-            type=HeartbeatFile,
-            metavar="PATH",
-            help="touch this file while the relay goes on, for a probe; removed at the end",
-        )
-        status = self.add_action(actions, "status", "count messages, and show the longest wait")
+        text = "end when nothing is due, such as from cron"
+        relaying.add_argument("--once", action="store_true", help=text)
+        text = "touch this file while the relay goes on, for a probe"
+        relaying.add_argument("--heartbeat-file", metavar="PATH", help=text)
+        text = "only the outbox of this database (default: all)"
+        relaying.add_argument("--database", metavar="ALIAS", choices=list(connections), help=text)
+        status = self.add_action(actions, "status", "count messages, and say when a relay was seen")
+        text = "exit with 1 if a message waits, or no relay was seen, for longer: 90s, 15m, 12h"
+        status.add_argument("--max-age", type=age, metavar="AGE", help=text)
         add_json(status)
-        status.add_argument(
-            "--max-age",
-            type=age,
-            metavar="AGE",
-            help="exit with 1 if a message waits for longer than this",
-        )
-        status.add_argument(
-            "--max-relay-age",
-            type=age,
-            metavar="AGE",
-            help="exit with 1 if no relay was seen for longer than this; each writes a heartbeat "
-            "every minute",
-        )
-        listing = self.add_listing(actions, "show the messages, the oldest first", STATES)
-        listing.add_argument("--task", metavar="NAME", help="only those of this task")
-        self.add_limit(listing)
+        listing = self.add_action(actions, "list", "show the messages, the oldest first")
+        states = OutboxMessage.State.values
+        listing.add_argument("--state", choices=states, help="only those in this state")
+        listing.add_argument("--task", help="only those of this task")
+        add_json(listing)
         showing = self.add_action(actions, "show", "show all of one message, its traceback too")
+        showing.add_argument("id", metavar="ID")
         add_json(showing)
-        showing.add_argument("id", type=count, metavar="ID", help="as the list shows it")
         retrying = self.add_action(actions, "retry", "let messages that failed be tried again now")
         self._add_choice(retrying)
         discarding = self.add_action(actions, "discard", "delete messages; their tasks never run")
         self._add_choice(discarding)
         add_no_input(discarding)
-        pruning = self.add_action(actions, "prune", "delete messages that were sent long ago")
-        self.add_pruning(pruning, "how long ago, such as 90s, 12h or 7d (default: RETENTION)")
 
-    def _add_choice(self, parser: ArgumentParser) -> None:
-        parser.add_argument("ids", nargs="*", type=count, metavar="ID", help="as the list shows it")
+    def _add_choice(self, action: ArgumentParser) -> None:
+        action.add_argument("ids", nargs="*", metavar="ID", help="as the list shows it")
         text = "every message that is dead or failed"
-        parser.add_argument("--all", action="store_true", dest="every", help=text)
-        parser.add_argument("--task", metavar="NAME", help="of this task only, with --all")
-        parser.add_argument("--dry-run", action="store_true", help="only say how many")
-
-    def get_databases(self) -> Iterable[str]:
-        return outbox_aliases()
+        action.add_argument("--all", action="store_true", dest="every", help=text)
 
     # relay
 
-    def _relay(self, aliases: list[str], options: dict[str, Any]) -> None:
-        try:
-            broker = current_app.connection_for_write().as_uri()
-        except KeyError as error:
-            raise CommandError(f"broker_url names an unknown transport: {error}") from error
+    def _relay(self, options: dict[str, Any]) -> None:
+        aliases = [options["database"]] if options["database"] else get_aliases()
+        broker = current_app.connection_for_write().as_uri()
         self.stdout.write(f"Relaying the outbox of {', '.join(aliases)} to {broker}.")
         self.stdout.flush()  # so that a log file shows it at once
-        relays = [Relay(alias) for alias in aliases]
-        heartbeat: HeartbeatFile | None = options["heartbeat_file"]
+        relays, path = [Relay(alias) for alias in aliases], options["heartbeat_file"]
         try:
-            with stopping() as stop:
+            with (
+                stopping() as stop,
+                kept_heartbeat(path, relays) if path else nullcontext(lambda: None) as touch,
+            ):
                 if options["once"]:
                     drain_all(relays, stop.is_set)
-                elif heartbeat is None:
-                    run_all(relays, stop)
                 else:
-                    with heartbeat.kept(relays) as touch:
-                        run_all(relays, stop, touch)
+                    run_all(relays, stop, touch)
         except BrokerGone as error:
-            raise CommandError(
-                f"The broker can't be reached, and what was due stays in the outbox: {error}"
-            ) from error
+            text = f"The broker can't be reached, and what was due stays in the outbox: {error}"
+            raise CommandError(printable(text), returncode=NOT_ASKED) from error
         finally:
             self.stdout.write(f"Sent {sum(relay.count for relay in relays)} message(s).")
 
     # status
 
-    def _status(self, aliases: list[str], options: dict[str, Any]) -> None:
-        rows = {alias: status_of(alias) for alias in aliases}
+    def _status(self, options: dict[str, Any]) -> None:
+        outboxes = {alias: outbox_figures(alias, MOST_COUNTED) for alias in get_aliases()}
         if options["as_json"]:
-            self.stdout.write(json.dumps(rows, indent=2))
+            self.write_json({alias: outbox.as_json() for alias, outbox in outboxes.items()})
         else:
-            for alias, row in rows.items():
-                self._show_status(alias, row)
-        oldest = max((row["oldest_s"] or 0.0 for row in rows.values()), default=0.0)
-        longest: timedelta | None = options["max_age"]
-        if longest is not None and oldest > longest.total_seconds():
-            raise CommandError(
-                f"A message has been waiting for {duration(oldest)}, longer than --max-age "
-                f"{longest.total_seconds():g}. Is a relay running, and is the broker up?"
-            )
-        self._check_relays(rows, options["max_relay_age"])
+            headings = (
+                "OUTBOX", "PENDING", "SENT", "RUNNING", "FAILED", "DEAD", "OLDEST", "RELAY SEEN",
+            )  # fmt: skip
+            self.write_table(headings, [describe_outbox(*each) for each in outboxes.items()])
+        most: float | None = options["max_age"]
+        if most is None:
+            return
+        for alias, outbox in outboxes.items():
+            if (outbox.oldest_s or 0.0) > most:
+                raise CommandError(
+                    f"A message in {alias!r} has been waiting for {duration(outbox.oldest_s)}. Is "
+                    f"a relay running, and is the broker up?"
+                )
+            if outbox.relay is None or outbox.relay.ago_s > most:
+                seen = "yet" if outbox.relay is None else f"for {duration(outbox.relay.ago_s)}"
+                raise CommandError(
+                    f"No relay has been seen in {alias!r} {seen}. Run manage.py celery_outbox "
+                    f"relay beside the workers."
+                )
 
-    def _check_relays(self, rows: dict[str, dict[str, Any]], longest: timedelta | None) -> None:
-        """Fail if an outbox has no relay that was seen recently."""
-        for alias, row in rows.items():
-            seen = row["relay_seen_s"]
-            if longest is None or (seen is not None and seen <= longest.total_seconds()):
-                continue
-            absent = "yet" if seen is None else f"for {duration(seen)}"
-            raise CommandError(
-                f"No relay has been seen in {alias!r} {absent}; --max-relay-age is "
-                f"{longest.total_seconds():g}. Run manage.py celery_outbox relay beside the "
-                f"workers."
-            )
+    # list, show
 
-    def _show_status(self, alias: str, row: dict[str, Any]) -> None:
-        waits = "" if row["oldest_s"] is None else f", the oldest for {duration(row['oldest_s'])}"
-        notes = {"pending": waits}
-        counts = "\n".join(f"  {one:<7} {row[one]:>8}{notes.get(one, '')}" for one in STATES)
-        seen = "no relay has been seen yet"
-        if row["relay"]:
-            seen = f"a relay was seen {ago(row['relay_seen_s'])} ({printable(row['relay'])})"
-        self.stdout.write(f"{alias}\n{counts}\n  {seen}")
-
-    # list
-
-    def _list(self, aliases: list[str], options: dict[str, Any]) -> None:
+    def _list(self, options: dict[str, Any]) -> None:
         state, task = options["state"], options["task"]
+        outboxes = [messages_of(alias) for alias in get_aliases()]
+        if task:
+            outboxes = [messages.filter(task=task) for messages in outboxes]
+        if state:
+            outboxes = [messages.in_state(state) for messages in outboxes]
+        rows = chain.from_iterable(messages.iterator() for messages in outboxes)
+        self.write_list(options, rows, HEADINGS, describe)
 
-        def read(alias: str, most: int | None) -> Iterable[MessageRow]:
-            rows = messages_in(alias)
-            if task:
-                rows = rows.filter(task=task)
-            if state:
-                rows = getattr(rows, state)()
-            return map(MessageRow, rows[:most])
-
-        empty = "No such message." if state or task else "The outbox is empty."
-        self.list_rows(aliases, options, read, empty)
-
-    def _show(self, aliases: list[str], options: dict[str, Any]) -> None:
-        alias = self.get_single(aliases)
-        message = OutboxMessage.objects.using(alias).filter(pk=options["id"])
-        found = message.annotate(asked_at=Now()).first()
-        if found is None:
-            raise CommandError(f"There is no message {options['id']} in the outbox of {alias!r}.")
-        row = MessageRow(found)
+    def _show(self, options: dict[str, Any]) -> None:
+        (found,) = find_messages([options["id"]])
+        message = found.first()
+        if message is None:
+            raise CommandError(f"There is no message {options['id']}.")
+        values = {**message.as_json(), "finished": message.finished, "arguments": message.arguments}
         if options["as_json"]:
-            shown = {**row.as_json(), "process": row.process, "traceback": row.traceback}
-            self.stdout.write(json.dumps(shown, indent=2))
-        else:
-            self.stdout.write("\n\n".join(filter(None, [as_page(row), row.trace])))
+            self.write_json({**values, "traceback": message.traceback})
+            return
+        self.write_details(values)
+        for line in message.traceback.splitlines():
+            self.stdout.write(printable(line))
 
-    # retry, discard, prune
+    # retry, discard
 
-    def _retry(self, aliases: list[str], options: dict[str, Any]) -> None:
-        chosen = self._choose(aliases, options, OutboxMessages.retryable)
-        self._decide(chosen, options, OutboxMessages.revive)
+    def _retry(self, options: dict[str, Any]) -> None:
+        total = change(self._choose(options), OutboxMessages.revive)
+        self._report(options, total, "due now")
 
-    def _discard(self, aliases: list[str], options: dict[str, Any]) -> None:
-        chosen = self._choose(aliases, options, OutboxMessages.discardable)
-        if options["interactive"] and not options["dry_run"]:
-            if options["every"]:
-                # Messages that die or fail while the operator decides are not included.
-                ends = [rows.aggregate(last=LAST_END)["last"] for rows in chosen]
-                found = zip(chosen, ends, strict=True)
-                chosen = [
-                    rows.filter(Q(ended_at__lte=end) | Q(dead_at__lte=end))
-                    for rows, end in found
-                    if end
-                ]
-            if total := sum(rows.count() for rows in chosen):
-                messages = (message for rows in chosen for message in rows[:ASKED_ABOUT])
-                shown = (as_text(MessageRow(message)) for message in messages)
-                confirm(self.stderr, DISCARD, shown, total, "message")
-        self._decide(chosen, options, OutboxMessages.discard)
+    def _discard(self, options: dict[str, Any]) -> None:
+        chosen = self._choose(options)
+        if options["interactive"] and chosen:
+            self.write_table(HEADINGS, map(describe, chosen[:MOST_LISTED]))
+        question = (
+            f"Discard {len(chosen)} message(s)? They are deleted, and their tasks never run. This "
+            f"can't be undone."
+        )
+        self.confirm(question, options)
+        self._report(options, change(chosen, OutboxMessages.discard), "deleted")
 
-    def _choose(
-        self,
-        aliases: list[str],
-        options: dict[str, Any],
-        which: Callable[[OutboxMessages], OutboxMessages],
-    ) -> list[OutboxMessages]:
-        """Return each database's messages that were named, or all that wait for an operator."""
-        ids, task = set(options["ids"]), options["task"]
-        if bool(ids) == options["every"]:
+    def _choose(self, options: dict[str, Any]) -> list[OutboxMessage]:
+        """Return the messages that were named, or all that are dead or failed."""
+        if bool(options["ids"]) == options["every"]:
             raise CommandError(
                 "Give the IDs that the list shows, or --all for every dead or failed message."
             )
-        if task and ids:
-            raise CommandError("--task goes with --all; the IDs say which messages are meant.")
-        if ids:
-            return [which(messages_in(self.get_single(aliases))).filter(pk__in=ids)]
-        found = [messages_in(alias).given_up() for alias in aliases]
-        return [rows.filter(task=task) for rows in found] if task else found
+        if options["every"]:
+            found = [messages_of(alias).given_up() for alias in get_aliases()]
+        else:
+            found = find_messages(options["ids"])
+        return list(chain.from_iterable(found))
 
-    def _decide(
-        self,
-        chosen: list[OutboxMessages],
-        options: dict[str, Any],
-        step: Callable[[OutboxMessages], int],
-    ) -> None:
-        """Apply a decision to messages, or count them with ``--dry-run``, and print how many."""
-        ids = set(options["ids"])
-        total = sum(rows.count() if options["dry_run"] else step(rows) for rows in chosen)
-        now, would = DONE[options["action"]]
-        self.stdout.write(f"{total} message(s) {would if options['dry_run'] else now}.")
-        if total < len(ids):
+    def _report(self, options: dict[str, Any], total: int, done: str) -> None:
+        self.stdout.write(f"{total} message(s) are {done}.")
+        if (wanted := len(set(options["ids"]))) > total:
             raise CommandError(
-                f"{len(ids) - total} of {len(ids)} message(s) are not there, or not in a state "
-                f"for that. `manage.py celery_outbox list` shows all."
+                f"{wanted - total} of {wanted} message(s) are not there, or in no state for that."
             )
 
-    def _prune(self, aliases: list[str], options: dict[str, Any]) -> None:
-        long_ago: timedelta | None = options["older_than"]
-        if long_ago is None:
-            long_ago = conf.retention("sent")
-        messages = (OutboxMessage.objects.using(alias) for alias in aliases)
-        chosen = (rows.none() if long_ago is None else rows.older(long_ago) for rows in messages)
-        self.prune_rows("sent message", chosen, prune_all, options)
+
+def get_aliases() -> list[str]:
+    """
+    Return the aliases of the databases with an outbox.
+
+    Raises:
+        CommandError: No database has one.
+    """
+    if aliases := outbox_aliases():
+        return aliases
+    raise CommandError("No database has the outbox. Run manage.py migrate.")
+
+
+def messages_of(alias: str) -> OutboxMessages:
+    """Return the messages of an outbox, oldest first."""
+    return OutboxMessage.objects.using(alias).listed().order_by("pk")
+
+
+def find_messages(ids: Iterable[str]) -> list[OutboxMessages]:
+    """
+    Return the messages with these IDs, as the list shows them, by database.
+
+    Raises:
+        CommandError: It is not an ID.
+    """
+    pks = defaultdict(list)
+    for text in ids:
+        alias, _, pk = text.rpartition(":")
+        alias = alias or DEFAULT_DB_ALIAS
+        if alias not in connections or not IS_PK.fullmatch(pk):
+            raise CommandError(f"{printable(text)} is not an ID that the list shows.")
+        pks[alias].append(int(pk))
+    return [messages_of(alias).filter(pk__in=found) for alias, found in pks.items()]
+
+
+def change(messages: Iterable[OutboxMessage], decide: Callable[[OutboxMessages], int]) -> int:
+    """Let a decision change messages that may; return how many it changed."""
+    pks = defaultdict(list)
+    for message in messages:
+        pks[message.database].append(message.pk)
+    return sum(
+        decide(OutboxMessage.objects.using(alias).filter(pk__in=found[at : at + BATCH]))
+        for alias, found in pks.items()
+        for at in range(0, len(found), BATCH)
+    )
+
+
+def describe(message: OutboxMessage) -> list[object]:
+    """Return the columns of a message, and the lines below them."""
+    alias = message.database
+    return [
+        message.pk if alias == DEFAULT_DB_ALIAS else f"{alias}:{message.pk}",
+        message.state,
+        duration(message.age_s),
+        message.task,
+        message.task_id,
+        message.reason,
+    ]
+
+
+def describe_outbox(alias: str, outbox: OutboxFigures) -> list[object]:
+    """Return the columns of an outbox, and the line below them."""
+    counts = (outbox.pending, outbox.sent, outbox.running, outbox.failed, outbox.dead)
+    relay = outbox.relay
+    seen = ("never", "") if relay is None else (f"{duration(relay.ago_s)} ago", relay.name)
+    return [alias, *counts, duration(outbox.oldest_s), *seen]
 
 
 @contextmanager
 def stopping() -> Iterator[threading.Event]:
     """Yield an event that SIGTERM and SIGINT set; a second signal ends the process."""
-    stop = threading.Event()
-    before: dict[int, Any] = {}
+    stop, numbers = threading.Event(), (signal.SIGTERM, signal.SIGINT)
 
     def ask(number: int, frame: Any) -> None:
-        if stop.is_set():
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         stop.set()
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
 
-    for number in map(int, (signal.SIGTERM, signal.SIGINT)):
-        before[number] = signal.signal(number, ask)
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield stop
     finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def run_all(
-    relays: list[Relay], stop: threading.Event, watch: Callable[[], None] = lambda: None
-) -> None:
+def run_all(relays: list[Relay], stop: threading.Event, watch: Callable[[], None]) -> None:
     """
     Run each relay in its own thread until ``stop`` is set or a relay fails.
 

@@ -27,12 +27,12 @@ from django_celery_safe.events import RUN_REPAIRED
 from django_celery_safe.models import StageRun, StageStep
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import claim_lost
-from django_celery_safe.stages.repairs import sweep
 from django_celery_safe.stages.step_table import step_table
 from tests.app.celery import app
 from tests.faults.scenario import find_witness
 from tests.faults.stages.plan import BEAT, LATEST, PATIENCE, TWICE, Plan
 from tests.stages import broken
+from tests.stages.chores import sweep
 
 Params = dict[str, Any]
 
@@ -62,7 +62,7 @@ def relay() -> None:
 def sweep_once() -> None:
     """Repair what does not go on; the log says what."""
     enter()
-    sweep(step_table(), timedelta(seconds=PATIENCE))
+    sweep(step_table().alias, timedelta(seconds=PATIENCE))
 
 
 def enter() -> None:

@@ -1,0 +1,83 @@
+"""forget_record: work is done again at the next call, unless a process does it now."""
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+from django.db import connections, transaction
+
+from django_celery_safe import AlreadyClaimed, forget_record, idempotent
+from django_celery_safe.idempotency.record_table import record_table
+from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
+from tests.processes import wait_for
+
+#: A lease that no test outlasts.
+LEASE = timedelta(hours=10)
+
+
+def do(key: str, alias: str) -> bool:
+    """Do the work of a key, and return whether it was not done already."""
+    with idempotent(key, using=alias) as claim:
+        if claim:
+            claim.finish()
+        return bool(claim)
+
+
+def begin(key: str, alias: str, lease: timedelta = LEASE) -> None:
+    """Let another process have begun the work of a key."""
+    holder = encode_holder(key, Holder("web1", 42, task="shop.tasks.charge", task_id="6f1c"))
+    record_table(alias).add_if_absent(key, os.urandom(16).hex(), lease, holder=holder, digest="")
+
+
+@pytest.mark.parametrize("key", ["mail:1", "an order of größe", "x" * 300])
+def test_forgotten_work_is_done_again(
+    db_alias: str, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record goes, which is logged with the whole key; other records stay."""
+    caplog.set_level(logging.INFO, "django_celery_safe.record_forgotten")
+    assert do(key, db_alias)
+    assert do("mail:2", db_alias)
+    assert forget_record(plain_name(key), using=db_alias)
+    assert not forget_record(key, using=db_alias)
+    assert [do(key, db_alias), do("mail:2", db_alias)] == [True, False]
+    assert forget_record(key, using=db_alias)
+    assert [vars(record)["safe_key"] for record in caplog.records] == [key, key]
+
+
+def test_work_that_runs_is_not_forgotten(db_alias: str) -> None:
+    """Its process is named; work whose process died is forgotten."""
+    begin("mail:1", db_alias)
+    with pytest.raises(AlreadyClaimed, match=r"done by task 6f1c .* in process 42 on web1"):
+        forget_record("mail:1", using=db_alias)
+    assert record_table(db_alias).find("mail:1") is not None
+    begin("mail:2", db_alias, timedelta())
+    assert forget_record("mail:2", using=db_alias)
+
+
+@pytest.mark.sql
+def test_a_claim_that_commits_meanwhile_is_safe(postgres_alias: str) -> None:
+    """The DELETE waits for a claim that is not committed, and leaves its record."""
+    begin("mail:1", postgres_alias, timedelta())
+    row = record_table(postgres_alias).at("mail:1")
+
+    def forget() -> bool:
+        with closing(connections[postgres_alias]):
+            return forget_record("mail:1", using=postgres_alias)
+
+    def somebody_waits() -> bool:
+        with connections[postgres_alias].cursor() as cursor:
+            cursor.execute("SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)")
+            return bool(cursor.fetchone()[0])
+
+    with ThreadPoolExecutor(1) as pool:
+        with transaction.atomic(using=postgres_alias):
+            holder = encode_holder("mail:1", Holder("web2", 43))
+            assert row.try_claim("new", LEASE, holder=holder, digest="", claims=2)
+            forgotten = pool.submit(forget)
+            wait_for(somebody_waits, 20)
+        with pytest.raises(AlreadyClaimed):
+            forgotten.result()
+    assert row.get().token == "new"
