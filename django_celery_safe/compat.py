@@ -1,56 +1,20 @@
 """
-Differences between the supported versions of Django and Celery.
+Differences between the supported versions of Celery.
 
-Each docstring says which version's end of support lets the older code go.
+The functions can go with Celery 5.6, unless their docstring says otherwise.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import celery
-import django
 from billiard.exceptions import WorkerLostError
 
 #: Celery 5.7 distinguishes more ways in which a task can end than 5.6.
 _IS_CELERY_57: Final = celery.VERSION[:2] >= (5, 7)
-
-
-# Django.
-
-
-def make_list_action(function: Callable[..., Any], name: str, description: str) -> Any:
-    """
-    Return an action of an admin list in the form that ``get_actions`` has to return.
-
-    Django 6.1 has a class for it and deprecates the tuple, which can go with Django 6.0.
-    """
-    if django.VERSION < (6, 1):
-        return function, name, description
-    from django.contrib.admin import ActionLocation
-    from django.contrib.admin.options import Action
-
-    return Action(function, name, description, description, [ActionLocation.CHANGE_LIST])
-
-
-def is_of_form(action_location: Any) -> bool:
-    """
-    Return whether ``get_actions`` was called for the actions on the page of one row.
-
-    Django 6.1 does so and passes the location. Before, it is None, which can go with Django 6.0.
-    """
-    return action_location is not None and action_location.name == "CHANGE_FORM"
-
-
-def is_of_django_tasks(value: object, name: str) -> bool:
-    """Return whether a value is an instance of a class of ``django.tasks``, new in Django 6.0."""
-    return isinstance(value, getattr(sys.modules.get("django.tasks"), name, ()))
-
-
-# Celery. These functions can go with Celery 5.6.
 
 
 def has_models(task: Any, layers: Iterable[Any]) -> bool:

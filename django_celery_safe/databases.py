@@ -16,7 +16,6 @@ from zoneinfo import ZoneInfo
 
 from django.db import Error, connections
 from django.db.models import BigIntegerField, Func, functions
-from django.utils import timezone
 
 from .exceptions import ConfigurationError
 
@@ -51,20 +50,6 @@ class Now(functions.Now):
 
     def as_mysql(self, compiler: Any, connection: Any, **extra: Any) -> Any:
         return "UTC_TIMESTAMP(6)", []
-
-
-def now_as_written(alias: str) -> datetime:
-    """
-    Return this process's time as Django reads it from a column that :class:`Now` has written.
-
-    SQLite and MySQL store UTC. With ``USE_TZ = False`` Django reads it without conversion;
-    otherwise it reads it in the ``TIME_ZONE`` of the entry in ``DATABASES``.
-    """
-    connection = connections[alias]
-    if connection.vendor == "postgresql":
-        return timezone.now()
-    moment = datetime.now(UTC).replace(tzinfo=None)
-    return moment if connection.timezone is None else moment.replace(tzinfo=connection.timezone)
 
 
 def read_moment(alias: str, moment: datetime) -> datetime:

@@ -1,16 +1,14 @@
 """
-The admin pages: locks, messages, records and runs, and the decisions about them.
+The admin pages: locks, messages, records and runs, and the actions on them.
 
-``pages`` is their base: pages are read-only, and each change is a ``Decision`` with a
-confirmation, its own permission and a log entry. Each other file holds one kind of page.
+``pages`` is their base: pages are read-only, and each change is an action with its own
+permission, a log entry and, if it can't be undone, a confirmation. ``overview`` is the first page.
 """
 
 from __future__ import annotations
 
-from .idempotency import IdempotencyRecordAdmin
 from .locks import LockAdmin
-from .outbox import OutboxMessageAdmin
-from .stages import StageRunAdmin, StageStepAdmin
+from .tables import IdempotencyRecordAdmin, OutboxMessageAdmin, StageRunAdmin, StageStepAdmin
 
 __all__ = [
     "IdempotencyRecordAdmin",

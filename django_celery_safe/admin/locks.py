@@ -2,204 +2,137 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from functools import wraps
 from itertools import islice
 from typing import Any, Final
 
-from django.contrib import admin, messages
-from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.contrib.admin.utils import unquote
-from django.core.exceptions import PermissionDenied
-from django.db import connections, transaction
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.utils.translation import gettext as _
+from django.contrib import admin
+from django.contrib.admin.utils import quote
+from django.core.paginator import Paginator
+from django.db import connections
+from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html
+from django.utils.translation import gettext, pgettext_lazy
+from django.utils.translation import gettext_lazy as _
 
 from ..exceptions import CelerySafeError, ConfigurationError, LockBackendError
-from ..inspection.locks import RELEASE, LockRow, find_row, iter_rows
-from ..leases.holder import GARBLED, TOKEN_LENGTH
-from ..locks.stores import locate
+from ..leases.holder import HeldLock
+from ..locks import find_lock, iter_locks, release_lock
 from ..models.locks import Lock
 from ..texts import printable
-from .pages import ReadOnlyAdmin
+from .pages import MOST_COUNTED, ReadOnlyAdmin, columns, permission, row_action
 
-#: Locks on one page.
-PAGE: Final = 100
-#: Maximum number of digits of a page number.
-LONGEST_PAGE: Final = 9
 #: HTTP status of a page whose store did not answer.
 NOT_AVAILABLE: Final = 503
-#: The columns of the list besides the name.
-COLUMNS: Final = (
-    "age", "time_left", "renewal", "kind", "process", "task", "arguments", "task_id", "fence",
-)  # fmt: skip
+
+
+class HeldLocks(list[Any]):
+    """Locks that were read, with what Django's list asks of a queryset."""
+
+    def _clone(self) -> HeldLocks:
+        return self
+
+    def filter(self, *, pk__in: list[str]) -> HeldLocks:
+        return HeldLocks(row for row in self if row.pk in pk__in)
 
 
 @admin.register(Lock)
 class LockAdmin(ReadOnlyAdmin):
-    """The locks that are held: the holder, since when, and whether the holder renews them."""
+    """The locks that are held: by whom, since when, and whether the holder lives."""
 
-    decisions = (RELEASE,)
-    command = "manage.py celery_locks"
+    list_display = (
+        "link",
+        *columns(Lock, "held.holder.process", "held.age", "held.remaining", "held.liveness"),
+        *columns(Lock, "held.holder.task", "held.holder.arguments"),
+    )
+    list_display_links = None
+    paginator = Paginator
+    search_fields = ("name",)
+    search_help_text = _("The beginning of a lock's name.")
+    fields = readonly_fields = (
+        "name",
+        *list_display[1:],
+        *columns(Lock, "held.holder.task_id"),
+    )
+    actions = ("release",)
+    has_release_permission = permission("release")
 
     def get_urls(self) -> list[Any]:
         urls: list[Any] = super().get_urls()
-        # Locks in a database can't be queried inside a transaction, even with ATOMIC_REQUESTS.
         for url in urls:
-            for alias in connections:
-                transaction.non_atomic_requests(alias)(url.callback)
+            url.callback = self._reading_store(url.callback)
         return urls
 
-    def get_object(
-        self, request: HttpRequest, object_id: str, from_field: Any = None
-    ) -> Lock | None:
+    def _reading_store(self, view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
+        """Return a view that says so if the locks can't be read: no lock is not the same."""
+
+        @wraps(view)
+        def answer(request: HttpRequest, *args: Any, **options: Any) -> HttpResponse:
+            try:
+                return view(request, *args, **options)
+            except CelerySafeError as error:
+                status = NOT_AVAILABLE if isinstance(error, LockBackendError) else None
+                title = gettext("The locks can't be read")
+                return self.page(request, "error", title, {"error": error}, status)
+
+        # Locks in a database can't be queried inside a transaction, even with ATOMIC_REQUESTS.
+        answer._non_atomic_requests = set(connections)  # type: ignore[attr-defined]
+        return answer
+
+    def get_queryset(self, request: HttpRequest) -> Any:
+        return Lock.objects.none()
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: Any, search_term: str
+    ) -> tuple[Any, bool]:
+        """Read the locks whose name begins so, but no markers."""
+        try:
+            found = list(islice(iter_locks(search_term or None), MOST_COUNTED))
+        except ConfigurationError:
+            # A store that can't list its locks finds one by its whole name.
+            if not search_term:
+                raise
+            found = list(filter(None, [find_lock(search_term)]))
+        found.sort()
+        return HeldLocks(_as_row(each) for each in found if each.kind != "marker"), False
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: Any = None) -> Any:
         """Return a lock of this name, held or not: its history exists in either case."""
-        # Log entries have only printable names, and not every database can search for others.
         return Lock(name=object_id) if object_id.isprintable() else None
 
-    def get_row(self, row: Any) -> LockRow:
-        lock: LockRow = row.lock
-        return lock
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        if not hasattr(obj, "held"):
+            obj.held = find_lock(obj.pk)
+        return self.fields if obj.held else ("name", "nobody")
 
-    def selection_of(self, row: Any) -> str:
-        return str(row.selection)
+    @admin.display(description=_("lock"))
+    def link(self, row: Any) -> str:
+        """The name, as a link to its page; a name that is not printable can't be in a URL."""
+        link = '<a href="{}/change/">{}</a>' if row.pk == row.held.name else "{1}"
+        return format_html(link, quote(row.pk), row.pk)
 
-    def together(self, row: Any) -> AbstractContextManager[Any]:
-        # No transaction: locks may live in a database, where a release takes effect at once.
-        return nullcontext()
+    @admin.display(description=_("holder"))
+    def nobody(self, row: Any) -> str:
+        """What the page of a free lock shows."""
+        return gettext("Nobody holds this lock now.")
 
-    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        """Show a page of the locks, or apply a decision to some of them."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        if request.method == "POST":
-            return self._take_posted(request)
-        return self._show(request, extra_context)
-
-    def _take_posted(self, request: HttpRequest) -> HttpResponse:
-        self._check_posted(request)
-        there = HttpResponseRedirect(request.get_full_path())
-        chosen = request.POST.getlist(ACTION_CHECKBOX_NAME)
-        names = request.POST.getlist("action")
-        decision = next((each for each in self.decisions if each.name in names), None)
-        if decision is None or not chosen:
-            self.message_user(request, _("Select locks, and what to do."), messages.WARNING)
-            return there
-        try:
-            rows = shown_locks(chosen)
-        except CelerySafeError as error:
-            self.message_user(request, str(error), messages.ERROR)
-            return there
-        return self.decide(request, decision, rows) or there
-
-    def _show(self, request: HttpRequest, extra_context: Any) -> HttpResponse:
-        text = request.GET.get("p", "1")
-        page = max(1, int(text)) if text.isdecimal() and len(text) <= LONGEST_PAGE else 1
-        begin = PAGE * (page - 1)
-        prefix, task = (request.GET.get(name, "").strip() for name in ("q", "task"))
-        markers = "all" in request.GET
-        rows: list[Any] = []
-        error: CelerySafeError | None = None
-        try:
-            # Read one lock more, to know whether there are more.
-            found = iter_rows(prefix or None, task or None, markers=markers)
-            rows = list(map(as_model, islice(found, begin, begin + PAGE + 1)))
-        except CelerySafeError as failure:
-            error = failure
-            if isinstance(failure, ConfigurationError) and prefix:
-                rows, error = self._find_whole(prefix)
-        context = {
-            "title": _("Locks that are held now"),
-            "rows": rows[:PAGE],
-            "error": error,
-            "has_fences": any(row.lock.fence is not None for row in rows),
-            "where": self._where(),
-            "prefix": prefix,
-            "task": task,
-            "markers": markers,
-            "page": page,
-            "before": page - 1,
-            "after": page + 1 if len(rows) > PAGE else 0,
-            "decisions": self.get_decisions(request),
-            "action_checkbox_name": ACTION_CHECKBOX_NAME,
-        }
-        return self._render(request, "change_list", context, extra_context)
-
-    def _render(self, request: HttpRequest, page: str, context: Any, extra: Any) -> HttpResponse:
-        status = NOT_AVAILABLE if isinstance(context["error"], LockBackendError) else None
-        return self.render_page(request, f"lock/{page}.html", context | (extra or {}), status)
-
-    def _find_whole(self, name: str) -> tuple[list[Any], CelerySafeError | None]:
-        """Return the lock of this name in a list, and the error if the store does not answer."""
-        try:
-            lock = find_row(name)
-        except CelerySafeError as failure:
-            return [], failure
-        return ([as_model(lock)] if lock is not None else []), None
-
-    def _where(self) -> str:
-        try:
-            store = locate().store()
-        except CelerySafeError:
-            return ""  # the list reports the error
-        if store.shared:
-            return store.where
-        return _("{store}, of this process alone").format(store=store.where)
-
-    def change_view(
-        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None
-    ) -> HttpResponse:
-        """Show one lock, with the decisions that the user may take."""
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        name = unquote(object_id)
-        rows, error = self._find_whole(name)
-        row = rows[0] if rows else None
-        context = {
-            "title": printable(name),
-            "original": name,
-            "object_id": object_id,
-            "texts": None if row is None else row.lock.texts(),
-            "error": error,
-            "decisions": [] if row is None else self.get_decisions(request),
-            "selected": "" if row is None else self.selection_of(row),
-        }
-        return self._render(request, "change_form", context, extra_context)
+    @row_action(
+        pgettext_lazy("action", "Release"),
+        _("Released"),
+        refused=_("it ended meanwhile, or someone else holds it now"),
+        ask=_(
+            "The holders are not stopped: each finds out at its next renewal. Until then a second "
+            "may run beside it."
+        ),
+    )
+    def release(self, row: Any) -> bool:
+        """Free a lock, whether or not its holder lives."""
+        return release_lock(row.held)
 
 
-def as_model(lock: LockRow) -> Any:
-    """Return a lock as an object for the admin's forms and log entries."""
-    # A name that is not printable can't be shown, and can't be in a log entry.
-    row: Any = Lock(name=printable(lock.name))
-    row.lock = lock
-    row.has_page = row.name == lock.name
-    # The token makes the decision release the lock that was shown, not a later one.
-    row.selection = f"{lock.token}{json.dumps(lock.name)}"
-    row.texts = {name: lock.text(name) for name in COLUMNS}
+def _as_row(held: HeldLock) -> Any:
+    """Return a lock as an object for Django's admin, with a name that can be shown and logged."""
+    row: Any = Lock(name=printable(held.name))
+    row.held, row.token = held, held.token
     return row
-
-
-def shown_locks(selections: Iterable[str]) -> list[Any]:
-    """
-    Return the locks that a form names, if the same acquisition still holds them.
-
-    Raises:
-        LockBackendError: The store did not answer.
-    """
-    rows = []
-    for selection in dict.fromkeys(selections):
-        token, name = selection[:TOKEN_LENGTH], read_name(selection[TOKEN_LENGTH:])
-        lock = find_row(name) if name else None
-        if lock is not None and lock.token == token:
-            rows.append(as_model(lock))
-    return rows
-
-
-def read_name(text: str) -> str:
-    """Return a lock's name from its text in a form; "": the text is not valid."""
-    try:
-        name = json.loads(text)
-    except GARBLED:
-        return ""
-    return name if isinstance(name, str) else ""

@@ -1,7 +1,6 @@
 """
-Descriptions of locks, messages, records, runs and steps, shared by commands and admin.
+What is found out about a project: its figures, and the behaviour of its lock store.
 
-``row`` defines a description and ``decision`` an operator's action. The commands print a row
-as lines or JSON; the admin shows it in columns. ``lock_store`` asks the store of the locks for
-``manage.py check`` and for ``doctor``.
+``overview`` has the figures of the admin's first page, of the commands and of metrics;
+``lock_store`` asks the store of the locks for ``manage.py check`` and for ``doctor``.
 """

@@ -9,24 +9,20 @@ never a zero.
 from __future__ import annotations
 
 from collections import Counter
-from datetime import datetime, timedelta
+from datetime import datetime
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from django.db.models import Count, Max, Min, Q, QuerySet
 
-from ..databases import Now, now_as_written, read_moment
+from ..databases import Now, read_moment
 from ..locks import iter_locks
+from ..models.listing import seconds_between
 from ..models.outbox import OutboxMessage
 from ..models.outbox_relay import OutboxRelay
 from ..models.stages import StageRun, StageStep
 from ..stages import Status
 from ..stages.repairs import UNSTARTED_AFTER
-from .locks import kind_of
-from .row import seconds_between
-
-#: Hours of the chart.
-HOURS: Final = 24
 
 
 class Figure(NamedTuple):
@@ -112,26 +108,6 @@ class LockFigures(NamedTuple):
     is_cut: bool
 
 
-class Hour(NamedTuple):
-    """The carried tasks and runs of stages that ended in an hour."""
-
-    done: int
-    failed: int
-
-
-class Chart(NamedTuple):
-    """
-    The last 24 hours.
-
-    Attributes:
-        hours: The hours, the latest one last.
-        counted: How many of the latest hours are counted completely; earlier hours show too few.
-    """
-
-    hours: list[Hour]
-    counted: int
-
-
 def count(rows: QuerySet[Any], most: int) -> Figure:
     """Count at most ``most`` rows, in the queryset's order."""
     number = rows[: most + 1].count()
@@ -188,7 +164,7 @@ def lock_figures(most: int) -> LockFigures:
     for lock in islice(iter_locks(), most + 1):
         seen += 1
         if seen <= most:
-            kinds[kind_of(lock)] += 1
+            kinds[lock.kind] += 1
             overdue += bool(lock.overdue)
     held = {kind: kinds[kind] for kind in ("run", "message", "marker")}
     return LockFigures(held, overdue, seen > most)
@@ -203,70 +179,6 @@ def count_active_runs(alias: str, most: int) -> dict[Status, Figure]:
     return {each: Figure(min(numbers[str(each)], most), is_cut) for each in statuses}
 
 
-def count_failed_runs(alias: str, age: timedelta, most: int) -> Figure:
-    """Count the failures less than ``age`` ago among the last ``most`` ended runs; one query."""
-    ended = StageRun.objects.using(alias).filter(ended_at__gte=Now() - age).order_by("-ended_at")
-    numbers = ended[: most + 1].aggregate(
-        total=Count("pk"), failed=Count("pk", filter=Q(status=Status.FAILED))
-    )
-    return Figure(min(numbers["failed"], most), numbers["total"] > most)
-
-
 def count_overdue_steps(alias: str, most: int) -> Figure:
     """Count the steps that were sent but not started in time; one query."""
     return count(StageStep.objects.using(alias).overdue(UNSTARTED_AFTER), most)
-
-
-def last_hours(messages: str | None, runs: str | None, most: int) -> Chart:
-    """
-    Count the tasks and runs that ended in each of the last 24 hours; three queries.
-
-    The hours are by this process's clock: if a server's clock differs, they shift a little.
-
-    Args:
-        messages: The alias of the database with the outbox; None: leave out carried tasks.
-        runs: The alias of the database with the runs of stages; None: leave out runs.
-        most: How many rows of each kind are counted, latest end first.
-    """
-    done, failed = [0] * HOURS, [0] * HOURS
-    counted = [HOURS]
-    if messages is not None:
-        carried = OutboxMessage.objects.using(messages)
-        counted.append(_add_hours(carried.done(), [(Q(), done)], most))
-        counted.append(_add_hours(carried.failed(), [(Q(), failed)], most))
-    if runs is not None:
-        ended = StageRun.objects.using(runs).filter(ended_at__isnull=False)
-        outcomes = [(Q(status=Status.SUCCEEDED), done), (Q(status=Status.FAILED), failed)]
-        counted.append(_add_hours(ended, outcomes, most))
-    return Chart(list(map(Hour, done, failed))[::-1], min(counted))
-
-
-def _add_hours(rows: QuerySet[Any], outcomes: list[tuple[Q, list[int]]], most: int) -> int:
-    """
-    Add the rows of each outcome to the hours in which they ended, the latest hour first.
-
-    Returns:
-        How many of the latest hours are counted completely.
-    """
-    now = now_as_written(rows.db)
-    moments = [now - timedelta(hours=hour) for hour in range(HOURS + 1)]
-    newest = rows.filter(ended_at__gte=moments[-1]).order_by("-ended_at")[: most + 1]
-    # The database counts, because reading the rows here would take a hundred times as long.
-    counts = {
-        f"outcome_{kind}_{hour}": Count("pk", filter=condition & _between(moments, hour))
-        for kind, (condition, _) in enumerate(outcomes)
-        for hour in range(HOURS)
-    }
-    found = newest.aggregate(total=Count("pk"), oldest_at=Min("ended_at"), **counts)
-    for kind, (_, hours) in enumerate(outcomes):
-        for hour in range(HOURS):
-            hours[hour] += found[f"outcome_{kind}_{hour}"]
-    if found["total"] <= most:
-        return HOURS
-    return max(0, int((now - found["oldest_at"]).total_seconds() // 3600))
-
-
-def _between(moments: list[datetime], hour: int) -> Q:
-    begun = Q(ended_at__gte=moments[hour + 1])
-    # If a clock was set back, a row may have ended in the future.
-    return begun & Q(ended_at__lt=moments[hour]) if hour else begun

@@ -159,14 +159,14 @@ class IdempotencyRecord(ListedRow):
     digest = ExactCharField(max_length=32, default="")
     #: How many times it was claimed, including after failures and deaths.
     claims = models.PositiveIntegerField(_("claims"), default=1)
-    claimed_at = models.DateTimeField()
-    ended_at = models.DateTimeField(null=True)
+    claimed_at = models.DateTimeField(_("claimed at"))
+    ended_at = models.DateTimeField(_("ended at"), null=True)
     #: When the record expires; None: never, or its work is running.
     expires_at = models.DateTimeField(_("expires at"), null=True)
     #: The result for repeats, as JSON; "": None.
-    result = ExactTextField(default="")
+    result = ExactTextField(_("result"), default="")
     #: The error that the work failed with; if the work is done, the reason why it has no result.
-    error = ExactTextField(default="")
+    error = ExactTextField(_("error"), default="")
 
     objects = IdempotencyRecords.as_manager()
 

@@ -22,7 +22,7 @@ class Lock(models.Model):
     It has no table, because locks are read from their store.
     """
 
-    name = models.TextField(primary_key=True)
+    name = models.TextField(_("lock"), primary_key=True)
 
     objects = NoRows()
 

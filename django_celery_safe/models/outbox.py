@@ -59,20 +59,20 @@ class OutboxMessage(ListedRow):
     body = models.BinaryField()
     #: Everything else of the message, as JSON.
     properties = ExactTextField()
-    created_at = models.DateTimeField()
+    created_at = models.DateTimeField(_("created at"))
     #: The chord that has to be registered with the result backend before sending; "": none.
     chord = ExactCharField(max_length=32, default="")
     #: The calls that register the chord, as JSON; one row of each chord has them.
     chord_calls = ExactTextField(default="")
     #: When a relay should send it, unless its state changes first: at once, after no worker has
     #: started its task for long, or when the lease of its run expires. None: never.
-    due_at = models.DateTimeField(null=True)
+    due_at = models.DateTimeField(_("due at"), null=True)
     #: How many times sending failed although the broker was available.
     attempts = models.PositiveSmallIntegerField(_("attempts"), default=0)
     #: The last error.
-    error = ExactTextField(default="")
-    dead_at = models.DateTimeField(null=True)
-    sent_at = models.DateTimeField(null=True)
+    error = ExactTextField(_("error"), default="")
+    dead_at = models.DateTimeField(_("dead at"), null=True)
+    sent_at = models.DateTimeField(_("sent at"), null=True)
     #: The id of this attempt of its task, from the header; "": not carried until done.
     attempt = ExactCharField(max_length=32, default="")
     #: The claim of the run; "": no worker runs the task.
@@ -81,19 +81,19 @@ class OutboxMessage(ListedRow):
     holder = ExactTextField(default="")
     #: How many times the task was started, its process died, and the message was re-sent
     #: because no worker had started the task.
-    starts = models.PositiveIntegerField(default=0)
-    deaths = models.PositiveIntegerField(default=0)
-    resent = models.PositiveIntegerField(default=0)
+    starts = models.PositiveIntegerField(_("starts"), default=0)
+    deaths = models.PositiveIntegerField(_("deaths"), default=0)
+    resent = models.PositiveIntegerField(_("resent"), default=0)
     #: The last process that died in the task, as JSON like ``holder``.
     last_death = ExactTextField(default="")
-    started_at = models.DateTimeField(null=True)
-    ended_at = models.DateTimeField(null=True)
+    started_at = models.DateTimeField(_("started at"), null=True)
+    ended_at = models.DateTimeField(_("ended at"), null=True)
     #: The argument of ``current_claim().finish()``, as JSON; "": the task did not call it. A task
     #: with a result is not run again. For a successful Django task: its return value.
     result = ExactTextField(default="")
     #: The type of the error that the task failed with, and the end of the traceback; "": none.
-    error_type = ExactCharField(max_length=LONGEST_TYPE, default="")
-    traceback = ExactTextField(default="")
+    error_type = ExactCharField(_("error type"), max_length=LONGEST_TYPE, default="")
+    traceback = ExactTextField(_("traceback"), default="")
 
     objects = OutboxMessages.as_manager()
 

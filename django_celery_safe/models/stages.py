@@ -168,7 +168,7 @@ class StageRun(ListedRow):
     )  # fmt: skip
 
     #: The caller's labels of the run; "": none. See ``stages.start``.
-    key = ExactCharField(max_length=255, default="", blank=True)
+    key = ExactCharField(_("key"), max_length=255, default="", blank=True)
     name = ExactCharField(max_length=255, default="", blank=True)
     url = ExactTextField(default="", blank=True)
     #: The key of an active run, which must be unique; None: the run has no key, or has ended.
@@ -182,14 +182,14 @@ class StageRun(ListedRow):
     stages = models.PositiveIntegerField()
     #: The run's params and the params that its stages returned, as JSON; see :attr:`params`.
     params_text = ExactTextField(default="{}", db_column="params")
-    created_at = models.DateTimeField()
+    created_at = models.DateTimeField(_("created at"))
     #: When its stage started, or was restarted.
     stage_at = models.DateTimeField()
-    ended_at = models.DateTimeField(null=True)
+    ended_at = models.DateTimeField(_("ended at"), null=True)
     #: Why it failed, unless a step's error is the reason.
     error = ExactTextField(default="", blank=True)
     #: The last repair by a sweep, and its reason.
-    note = ExactTextField(default="", blank=True)
+    note = ExactTextField(_("note"), default="", blank=True)
     #: The last time that a row of the project prevented its deletion; None: never.
     protected_at = models.DateTimeField(null=True)
 
@@ -370,11 +370,11 @@ class StageStep(ListedRow):
         "waits_s", "remaining_s", "starts", "deaths", "resent", "reason", "note",
     )  # fmt: skip
 
-    run = models.ForeignKey(StageRun, models.CASCADE, related_name="+")
+    run = models.ForeignKey(StageRun, models.CASCADE, related_name="+", verbose_name=_("run"))
     #: Number of its stage, and its position in that stage, both counted from 1.
-    stage = models.PositiveIntegerField()
+    stage = models.PositiveIntegerField(_("stage"))
     position = models.PositiveIntegerField()
-    priority = models.FloatField()
+    priority = models.FloatField(_("priority"))
     task = ExactCharField(_("task"), max_length=255)
     #: The entry's arguments and options, as JSON; "": none; see :attr:`arguments`, :attr:`options`.
     arguments_text = ExactTextField(default="", blank=True, db_column="arguments")
@@ -382,7 +382,7 @@ class StageStep(ListedRow):
         _("status"), max_length=9, choices=Status.choices, default=Status.WAITING
     )
     #: The task id of the message that runs the step. A resumed step gets a new task id.
-    task_id = ExactCharField(max_length=36)
+    task_id = ExactCharField(_("task id"), max_length=36)
     #: The claim of the delivery that runs the step, or ran it last.
     token = ExactCharField(max_length=32, default="", blank=True)
     #: End of its lease.
@@ -391,23 +391,23 @@ class StageStep(ListedRow):
     holder = ExactTextField(default="", blank=True)
     #: When its message should arrive, or should have arrived; None: when the stage started.
     due_at = models.DateTimeField(null=True)
-    started_at = models.DateTimeField(null=True)
-    ended_at = models.DateTimeField(null=True)
+    started_at = models.DateTimeField(_("started at"), null=True)
+    ended_at = models.DateTimeField(_("ended at"), null=True)
     #: How many times it was started, its process died, and its message was re-sent because no
     #: worker had started it.
-    starts = models.PositiveIntegerField(default=0)
-    deaths = models.PositiveIntegerField(default=0)
-    resent = models.PositiveIntegerField(default=0)
+    starts = models.PositiveIntegerField(_("starts"), default=0)
+    deaths = models.PositiveIntegerField(_("deaths"), default=0)
+    resent = models.PositiveIntegerField(_("resent"), default=0)
     #: The last process that died in it, as JSON like ``holder``.
     last_death = ExactTextField(default="", blank=True)
     #: The params that the step returned for the next stages, as JSON; "": none.
     params_text = ExactTextField(default="", blank=True, db_column="params")
-    error_type = ExactCharField(max_length=LONGEST_TYPE, default="", blank=True)
-    error = ExactTextField(default="", blank=True)
+    error_type = ExactCharField(_("error type"), max_length=LONGEST_TYPE, default="", blank=True)
+    error = ExactTextField(_("error"), default="", blank=True)
     #: The end of the error's traceback; "": it has none.
-    traceback = ExactTextField(default="", blank=True)
+    traceback = ExactTextField(_("traceback"), default="", blank=True)
     #: The last repair by a sweep, and its reason.
-    note = ExactTextField(default="", blank=True)
+    note = ExactTextField(_("note"), default="", blank=True)
 
     objects = StageSteps.as_manager()
 

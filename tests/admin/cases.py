@@ -3,75 +3,58 @@
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from django.db.models import Model
-
 from django_celery_safe import find_lock
 from django_celery_safe.models import IdempotencyRecord, Lock, OutboxMessage, StageRun
 from django_celery_safe.stages import Status
 from tests.admin import rows
-from tests.admin.conftest import every_page
-from tests.admin.pages import Visitor
+from tests.admin.pages import Visitor, every_page
+from tests.admin.urls import LOCKS, OUTBOX, RECORDS, RUNS
 
 
 class Case(NamedTuple):
-    """A decision, and a row that it fits."""
+    """
+    A decision, and a row that it fits.
+
+    Attributes:
+        done: What the page tells.
+        make: Makes the row; returns its primary key.
+        column: The column that the decision changes.
+        asks: Whether there is a confirmation page first.
+    """
 
     decision: str
-    model: type[Model]
-    #: Makes the row; returns its primary key, and what stands for it in forms.
-    make: Callable[[], tuple[Any, str]]
-    #: Returns what is to change, and only by the decision.
-    state: Callable[[Any], object]
+    done: str
+    model: Any
+    url: str
+    make: Callable[[], Any]
+    column: str
+    asks: bool = True
 
-    @property
-    def permission(self) -> str:
-        """The codename of the decision's own permission."""
-        return f"{self.decision}_{self.model._meta.model_name}"
-
-
-def make_lock() -> tuple[str, str]:
-    """Have somebody hold a lock that is not renewed."""
-    token = rows.hold("feed", rows.HOLDER._replace(renewed=False))
-    return "feed", f'{token}"feed"'
-
-
-def token_of(name: str) -> str | None:
-    """Return which acquisition holds a lock."""
-    held = find_lock(name)
-    return None if held is None else held.token
-
-
-def make_row(row: Model) -> tuple[Any, str]:
-    """Return what stands for a row."""
-    return row.pk, str(row.pk)
-
-
-def state_of(model: Any, *columns: str) -> Callable[[Any], object]:
-    """Return what reads these columns of a row."""
-    return lambda pk: model.objects.filter(pk=pk).values_list(*columns).first()
+    def state(self, pk: Any) -> object:
+        """Return what is to change, and only by the decision."""
+        if self.model is Lock:
+            return (held := find_lock(pk)) and held.token
+        return self.model.objects.filter(pk=pk).values_list(self.column).first()
 
 
 CASES: Final = [
-    Case("release", Lock, make_lock, token_of),
-    Case("retry", OutboxMessage, lambda: make_row(rows.leave_dead()),
-         state_of(OutboxMessage, "due_at", "dead_at", "attempts")),
-    Case("discard", OutboxMessage, lambda: make_row(rows.leave_dead()),
-         state_of(OutboxMessage, "pk")),
-    Case("forget", IdempotencyRecord, lambda: make_row(rows.record("paid:7")),
-         state_of(IdempotencyRecord, "state")),
-    Case("resume", StageRun, lambda: make_row(rows.end(rows.begin(1), Status.FAILED)),
-         state_of(StageRun, "status")),
-    Case("abort", StageRun, lambda: make_row(rows.begin(1)), state_of(StageRun, "status")),
+    Case("release", "Released", Lock, LOCKS, lambda: rows.hold("feed") and "feed", "token"),
+    Case("retry", "Made due", OutboxMessage, OUTBOX, lambda: rows.leave_dead().pk, "dead_at",
+         asks=False),
+    Case("discard", "Discarded", OutboxMessage, OUTBOX, lambda: rows.leave_dead().pk, "pk"),
+    Case("forget", "Forgotten", IdempotencyRecord, RECORDS, lambda: rows.record("paid:7").pk, "pk"),
+    Case("resume", "Resumed", StageRun, RUNS,
+         lambda: rows.end(rows.begin(1), Status.FAILED).pk, "status", asks=False),
+    Case("abort", "Aborted", StageRun, RUNS, lambda: rows.begin(1).pk, "status"),
 ]  # fmt: skip
 
 
 def take_each(visitor: Visitor) -> None:
     """Make a row for each decision, open all pages about it, and take the decision."""
     for case in CASES:
-        pk, selection = case.make()
-        pages = every_page(case.model, pk)
-        assert all(visitor.get(url).status == 200 for url in pages.values())
-        asked = visitor.take(pages["list"], case.decision, selection)
-        assert asked.decisions == [case.decision], (asked.status, asked.text)
-        (told,) = visitor.confirm(pages["list"], case.decision, selection).messages
-        assert told.startswith("1 ")
+        pk = case.make()
+        assert all(visitor.get(url).status == 200 for url in every_page(case.model, pk).values())
+        if case.asks:
+            assert visitor.take(case.url, case.decision, pk).decisions == [case.decision]
+        (told,) = visitor.confirm(case.url, case.decision, pk).messages
+        assert told.startswith(f"{case.done}: 1 ")

@@ -119,7 +119,6 @@ def end(run: StageRun, status: Status, **changes: Any) -> StageRun:
     steps = StageStep.objects.using(alias).filter(run=run)
     if status == Status.FAILED:
         first = steps.in_order().first()
-        assert first is not None
         steps.filter(pk=first.pk).fail("ValueError", "it does not work")
         steps.filter(status=Status.WAITING).abort()
     StageRun.objects.using(alias).filter(pk=run.pk).update(status=status, ended_at=Now(), **changes)
@@ -131,7 +130,6 @@ def work_on(run: StageRun, lease: float = LEASE, holder: Holder = HOLDER) -> Sta
     """Let a worker have begun a run's first step; with a lease below 0 it died since."""
     rows = StageStep.objects.using(run._state.db).filter(run=run)
     step = rows.in_order().first()
-    assert step is not None
     rows.filter(pk=step.pk).update(
         status=Status.RUNNING,
         token=os.urandom(16).hex(),
