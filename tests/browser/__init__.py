@@ -1,5 +1,5 @@
 """
 The example site in a browser: real Chromium, web server, prefork worker, Redis and mail server.
 
-``conftest`` has the fixtures, ``pages`` what is watched on every page.
+The pictures in the docs are ``admin-*-desktop-light.png`` of ``SAFE_TEST_SCREENSHOTS=folder``.
 """
