@@ -1,7 +1,7 @@
 """
 Differences between the supported versions of Celery.
 
-The functions can go with Celery 5.6, unless their docstring says otherwise.
+The functions can go with Celery 5.6.
 """
 
 from __future__ import annotations
