@@ -243,7 +243,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
         self, request: HttpRequest, name: str, title: str, context: Any, status: int | None = None
     ) -> HttpResponse:
         """Return a page of ours, by the name of its template."""
-        site = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media}
-        crumbs = {"title": title, "original": title, "has_view_permission": True}
+        ours = {"opts": self.opts, "media": self.media, "title": title, **context}
+        context = {**self.admin_site.each_context(request), **ours}
         template = f"admin/django_celery_safe/{name}.html"
-        return TemplateResponse(request, template, {**site, **crumbs, **context}, status=status)
+        return TemplateResponse(request, template, context, status=status)
