@@ -1,12 +1,13 @@
 """
-Differences between the supported versions of Celery.
+Differences between the supported versions of Django and Celery.
 
-The functions can go with Celery 5.6.
+The functions about Celery can go with Celery 5.6.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -15,6 +16,11 @@ from billiard.exceptions import WorkerLostError
 
 #: Celery 5.7 distinguishes more ways in which a task can end than 5.6.
 _IS_CELERY_57: Final = celery.VERSION[:2] >= (5, 7)
+
+
+def is_of_django_tasks(value: object, name: str) -> bool:
+    """Return whether a value is an instance of a class of ``django.tasks``, new in Django 6.0."""
+    return isinstance(value, getattr(sys.modules.get("django.tasks"), name, ()))
 
 
 def has_models(task: Any, layers: Iterable[Any]) -> bool:
