@@ -41,7 +41,7 @@ class HeldLocks(list[Any]):
 class LockAdmin(ReadOnlyAdmin):
     """The locks that are held: by whom, since when, and whether the holder lives."""
 
-    list_display = (
+    list_display: Any = (
         "link",
         *columns(Lock, "held.holder.process", "held.age", "held.remaining", "held.liveness"),
         *columns(Lock, "held.holder.task", "held.holder.arguments"),

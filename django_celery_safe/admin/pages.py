@@ -126,6 +126,7 @@ def row_action(
             if ask and rows and "confirmed" not in request.POST:
                 return page.confirm(request, act.__name__, ask, rows)
             versions = request.POST.get("versions", "").split()
+            user: Any = request.user  # the project's own user model
             faults: list[str] = []
             count = 0
             for row in rows:
@@ -136,7 +137,7 @@ def row_action(
                         if (versions and _version_of(row) not in versions) or not act(page, row):
                             raise CelerySafeError(str(refused))
                         LogEntry.objects.log_actions(
-                            request.user.pk, [row], flag, change_message=about, single_object=True
+                            user.pk, [row], flag, change_message=about, single_object=True
                         )
                     count += 1
                 except CelerySafeError as error:
@@ -177,7 +178,7 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[type-arg] # not generic at run 
     #: The states in which a row's page offers an action; none: in each state.
     offered: ClassVar[dict[str, tuple[str, ...]]] = {}
     change_form_template = "admin/django_celery_safe/change_form.html"
-    paginator = BoundedPaginator
+    paginator: ClassVar[Any] = BoundedPaginator
     list_per_page = 100
     list_max_show_all = 0
     show_full_result_count = False

@@ -85,7 +85,7 @@ class IdempotencyRecordAdmin(ReadOnlyAdmin):
     """The records of work that is done, failed or running, by key."""
 
     search_help_text = _("A part of a key; a task's name or id.")
-    list_display = (
+    list_display: Any = (
         *columns(IdempotencyRecord, "claim.name"),
         "shown",
         *columns(IdempotencyRecord, "claim.holder.task", "age_s", "expires_at"),
