@@ -18,9 +18,9 @@ from billiard.exceptions import WorkerLostError
 _IS_CELERY_57: Final = celery.VERSION[:2] >= (5, 7)
 
 
-def is_of_django_tasks(value: object, name: str) -> bool:
-    """Return whether a value is an instance of a class of ``django.tasks``, new in Django 6.0."""
-    return isinstance(value, getattr(sys.modules.get("django.tasks"), name, ()))
+def is_django_task(value: object) -> bool:
+    """Return whether a value is a task of ``django.tasks``, which is new in Django 6.0."""
+    return isinstance(value, getattr(sys.modules.get("django.tasks"), "Task", ()))
 
 
 def has_models(task: Any, layers: Iterable[Any]) -> bool:

@@ -197,6 +197,11 @@ def get(name: str) -> Any:
     return check(given().get(name, default), name)
 
 
+def get_each(*names: str) -> list[Any]:
+    """Return several settings, each as :func:`get` does."""
+    return [get(name) for name in names]
+
+
 def lock_timeout() -> float:
     """Return the setting ``LOCK_TIMEOUT``, the usual lease, in seconds."""
     return float(get("LOCK_TIMEOUT"))

@@ -6,6 +6,7 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -41,7 +42,7 @@ from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
 from ..locks import CacheLock, HeldLock
 from ..locks.lock import LockOptions
-from ..locks.stores import locate
+from ..locks.stores import get_store
 from ..texts import get_logger
 from .keys import call_key
 from .options import CALL_OPTIONS, DEFAULTS, Options, options_of_call
@@ -104,7 +105,8 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     call = functools.partial(run_for, request, guarded.function, args, kwargs)
     if message is None:
         return _run_without_message(lock, options, call)
-    drop_if_run_ended(task, message, locate().store())
+    if "copy" in header or (message.delivery_info or {}).get("redelivered"):
+        drop_if_run_ended(task, message, get_store())
     return MessageRun(task, message, header, options, lock, call).run()
 
 
@@ -140,13 +142,15 @@ class MessageRun:
 
     def _run_or_step_aside(self, sent: SentLock | None) -> Any:
         with self.lock as lock:
-            if lock.lease is None:
+            if (lease := lock.lease) is None:
                 self._wait(lock.contender)
-            if (lease := lock.lease) is not None:
-                with marking_end(self.task, self.message, lease):
-                    return (
-                        self.call() if sent is None else sent.hold(lease, self.options, self.call)
-                    )
+                lease = lock.lease
+            if lease is not None:
+                late, message = self.task.acks_late, self.message
+                with marking_end(self.task, message, lease) if late else nullcontext():
+                    if sent is None:
+                        return self.call()
+                    return sent.hold(lease, self.options, self.call)
         contender = lock.contender
         assert contender is not None  # the lock was not acquired
         if self._is_held_by_own(contender):

@@ -30,7 +30,7 @@ from ..delivery.worker import (
 )
 from ..leases.holder import HOST, place_names
 from ..locks import HeldLock
-from ..locks.stores import locate
+from ..locks.stores import get_store, locate
 from ..locks.stores.base import Store
 from ..texts import get_logger
 from .guard import Guarded, find_guarded_as_asked, get_lock_name
@@ -107,7 +107,7 @@ def _on_revoked(sender: Any, request: Context, terminated: bool, **kwargs: Any) 
     def free() -> None:
         # The message may have been delivered twice and refused the second time, while the
         # first delivery still runs.
-        store = locate().store()
+        store = get_store()
         if _find_run(store, sender, request, guarded) is None:
             sent.move(0)
 
@@ -146,7 +146,7 @@ def _free_after_death(
     guarded = find_guarded_as_asked(task, request)
     if guarded is None:
         return
-    store = locate().store()
+    store = get_store()
     sent = find_sent(request)
     ended = delay is not None and not retried
 
@@ -158,7 +158,7 @@ def _free_after_death(
 
         # As a run does at its own end; first, because its lease may expire right after its death.
         done = False
-        if held is not None and is_ours and ended:
+        if held is not None and is_ours and ended and task.acks_late:
             done = mark_end(task, request, store, time.time() - held.holder.since)
         if not is_dead_soon(pid):
             logger.info(

@@ -45,7 +45,7 @@ from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
 from ..locks import HeldLock
-from ..locks.stores import locate
+from ..locks.stores import get_store
 from ..locks.stores.base import Acquired, LockRequest, Store
 from .options import Options
 
@@ -154,26 +154,25 @@ class SentLock:
         if options.unique_until == "start":
             self.move(0)
         elif run_lease.owner is not None:
-            self.renew(run_lease.seconds)
+            self._renew(run_lease.seconds)
 
     def renew(self, seconds: float) -> None:
         """Renew this lock, with a lease of ``seconds`` at most, until the end of a run."""
-        try:
-            self._renew(min(seconds, self.timeout))
-        except CelerySafeError as error:
-            self._emit_not_moved(error)
+        if self._store.renews():
+            self._renew(seconds)
 
     def _renew(self, seconds: float) -> None:
-        store = self._store
-        if not store.renews():
-            return
+        store, seconds = self._store, min(seconds, self.timeout)
         # Its loss is not reported: it means no more than that a duplicate may be sent.
         lease = Lease(store, self.name, self.token, seconds, clock.now(), lambda *lost: None)
         # Before the request, because the store may shorten the lease although its answer is lost.
         self._lease = lease
         renewer.add(lease)
-        if not store.extend([lease])[0]:
-            self._stop_renewing()
+        try:
+            if not store.extend([lease])[0]:
+                self._stop_renewing()
+        except CelerySafeError as error:
+            self._emit_not_moved(error)
 
     def _leave_run(self) -> None:
         self.in_run = False
@@ -278,7 +277,7 @@ class SentLock:
 
     @cached_property
     def _store(self) -> Store:
-        return locate().store()
+        return get_store()
 
 
 def find_lock_of(task: str | None, header: Header) -> SentLock | None:

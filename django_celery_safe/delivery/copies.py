@@ -170,7 +170,7 @@ def requeue_self(task: Any, request: Context, contender: HeldLock) -> NoReturn:
 
 def drop_if_run_ended(task: Any, request: Context, store: Store) -> None:
     """
-    End the run of a redelivered message, or of a copy, if an earlier run has done its work.
+    End the run of a message that was redelivered, or re-sent, if an earlier run has ended.
 
     Otherwise every run that is longer than the broker's redelivery time would be followed
     by another run, without end.
@@ -178,9 +178,6 @@ def drop_if_run_ended(task: Any, request: Context, store: Store) -> None:
     Raises:
         MessageGoesOn: An earlier run of the message has ended.
     """
-    redelivered = (request.delivery_info or {}).get("redelivered")
-    if not redelivered and "copy" not in get_header(request):
-        return
     if store.peek(_end_marker(task, request)) is not None:
         reason = "an earlier run of this message has ended"
         TASK_NOT_RUN.emit(requeue_self, task=task.name, task_id=request.id, reason=reason)
@@ -232,7 +229,7 @@ def mark_end(task: Any, request: Context, store: Store, seconds: float) -> bool:
     Returns:
         Whether a later delivery of the message is dropped.
     """
-    if not task.acks_late or seconds < _longest_delay(task):
+    if seconds < _longest_delay(task):
         return False
     holder = Holder(since=time.time(), task=task.name, task_id=request.id)
     lasts = store.nearest_lease(MARK_LASTS)

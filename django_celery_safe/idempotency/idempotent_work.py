@@ -13,7 +13,7 @@ from celery._state import get_current_task
 from celery.app.task import Context
 
 from .. import conf
-from ..compat import is_of_django_tasks
+from ..compat import is_django_task
 from ..concurrency.decorator import refuse_lock_below
 from ..concurrency.keys import call_key
 from ..concurrency.options import Key, check_key_names, checked_key
@@ -282,7 +282,7 @@ def idempotent(
     Source:
         "Celery: lessons learned", tasks that may be delivered more than once.
     """
-    if (callable(first) or is_of_django_tasks(first, "Task")) and not isinstance(first, conf.Unset):
+    if (callable(first) or is_django_task(first)) and not isinstance(first, conf.Unset):
         return Idempotent(conf.UNSET, timeout, ttl, using)(first)
     if not isinstance(first, conf.Unset):
         if not isinstance(key, conf.Unset):

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import os
@@ -32,7 +33,7 @@ from ..leases.renewer import renewer
 from ..transactions import aliases_in_atomic
 from .acquisition import give_back, record_lost, try_acquire
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic
-from .stores import locate
+from .stores import get_store
 from .stores.base import Store
 
 P = ParamSpec("P")
@@ -106,7 +107,8 @@ class CacheLock:
         longest = self._options.blocking_timeout
         if not isinstance(blocking_timeout, conf.Unset):
             longest = conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
-        refuse_event_loop(self.name)
+        if asyncio._get_running_loop() is not None:  # a call less in each acquisition
+            refuse_event_loop(self.name)
         if self.remaining > 0:
             raise ConfigurationError(
                 f"The lock {self.name!r} is held by this very object, and is not reentrant. "
@@ -320,7 +322,7 @@ class CacheLock:
         seconds, limit = self._options.timeout, self._options.limit
         if isinstance(seconds, conf.Unset):
             seconds = conf.lock_timeout()
-        store = locate().store()
+        store = get_store()
         store.check_lease(seconds)
         if limit > 1:
             store.check_limit(limit)

@@ -12,7 +12,7 @@ from asgiref.sync import iscoroutinefunction
 from celery.app.task import Task
 from celery.local import Proxy
 
-from ..compat import is_of_django_tasks
+from ..compat import is_django_task
 from ..exceptions import ConfigurationError
 from ..texts import get_logger
 from ..usage import calling_line
@@ -35,8 +35,8 @@ def refuse_misplaced(function: Any, decorator: str, early: str) -> None:
         ConfigurationError: The function's body runs after its call returns.
     """
     # By type: isinstance() would evaluate a lazy task and finalize the app.
-    if issubclass(type(function), Proxy | Task) or is_of_django_tasks(function, "Task"):
-        maker = "@task" if is_of_django_tasks(function, "Task") else "@shared_task"
+    if issubclass(type(function), Proxy | Task) or is_django_task(function):
+        maker = "@task" if is_django_task(function) else "@shared_task"
         raise TypeError(
             f"{decorator} stands above the decorator that makes the task, so it got the task "
             f"instead of the function. Put it below:\n"

@@ -84,7 +84,7 @@ def send_on_commit(
     if not canvas and is_ours(app, str(signature.task)):
         given = {"using": using, "outbox": outbox, "send_on_commit": True, **options}
         return cast("Any", signature).apply_async(**given)
-    outbox = wants_outbox(app, signature) if outbox is None else outbox
+    outbox = wants_outbox(app, signature) if outbox is None else conf.outbox(outbox)
     if not must_wait(using) and (not outbox or app.conf.task_always_eager):
         return as_sent_result(signature.apply_async(**options))
     if app.conf.task_always_eager:

@@ -6,6 +6,9 @@ from django.apps import apps
 
 from ..exceptions import ConfigurationError
 
+#: Whether this process has found the app installed.
+found = False
+
 
 def refuse_uninstalled(task: str) -> None:
     """
@@ -14,9 +17,13 @@ def refuse_uninstalled(task: str) -> None:
     Raises:
         ConfigurationError: ``django_celery_safe`` is not in INSTALLED_APPS.
     """
-    if apps.ready and not apps.is_installed("django_celery_safe"):
+    global found
+    if not apps.ready:
+        return
+    if not apps.is_installed("django_celery_safe"):
         raise ConfigurationError(
             f'Task {task} is a SafeTask, and "django_celery_safe" is not in INSTALLED_APPS: '
             f"nothing would free the locks of messages, fail steps or check the settings. Add it, "
             f"and run manage.py migrate."
         )
+    found = True

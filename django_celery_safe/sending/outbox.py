@@ -91,7 +91,7 @@ def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> Out
     """
     from ..models.outbox import OutboxMessage  # needs the app registry
 
-    alias, until_done = departure.using, conf.outbox(outbox) == UNTIL_DONE
+    alias, until_done = departure.using, outbox == UNTIL_DONE
     seconds = departure.rows.sender_time
     messages, calls = captured.messages, captured.chord_calls
     chord = uuid.uuid4().hex if calls else ""

@@ -31,6 +31,7 @@ from ..delivery.wrappers import wrap_run
 from ..exceptions import NotSerializable, TaskPoisoned
 from ..locks import HeldLock
 from ..texts import get_logger
+from . import installed
 from .arguments import check_arguments, explain
 from .capture import CAPTURED, GATE, install
 from .carried import find_run, is_by_row
@@ -38,7 +39,6 @@ from .carried_class import wrap_class
 from .commit import as_sent_result, hold, must_wait, settle
 from .deduplicate import publish_once
 from .eager import is_put_off, is_waiting, put_off, run_sent
-from .installed import refuse_uninstalled
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .sent_in_atomic import warn_if_in_atomic
@@ -181,9 +181,10 @@ class SafeTaskMixin(Task[P, R]):
         # A captured message waits for its commit; a message that is re-sent must not wait.
         if resent is not None or waits:
             return self._send(args, kwargs, options, resent, waits=waits)
-        if self._waits_for_commit(ours):
+        outbox, wanted, warns = conf.get_each("OUTBOX", "SEND_ON_COMMIT", "WARN_IN_ATOMIC")
+        if self._waits_for_commit(ours, outbox, wanted):
             return self._send_on_commit(args, kwargs, options, ours)
-        if conf.get("WARN_IN_ATOMIC") and ours.get("send_on_commit") is not False:
+        if warns and ours.get("send_on_commit") is not False:
             warn_if_in_atomic(self.name)
         return self._send(args, kwargs, options, None, waits=False)
 
@@ -228,8 +229,9 @@ class SafeTaskMixin(Task[P, R]):
         if options.get("task_id") is not None:
             options["task_id"] = str(options["task_id"])  # some callers pass a UUID
 
-    def _waits_for_commit(self, ours: dict[str, Any]) -> bool:
-        outbox = conf.get("OUTBOX") if self.outbox is None else self.outbox
+    def _waits_for_commit(self, ours: dict[str, Any], outbox: Any, wanted: bool) -> bool:
+        """Return whether a send waits; ``outbox`` and ``wanted`` are what the settings say."""
+        outbox = outbox if self.outbox is None else self.outbox
         carried = outbox == UNTIL_DONE and ours.get("outbox") is None
         asked = ours.get("send_on_commit")
         if asked is not None:
@@ -245,14 +247,14 @@ class SafeTaskMixin(Task[P, R]):
         # Carried: also the next link of a chain, which Celery sends.
         if carried or any(map(ours.get, _OURS)):
             return True
-        wanted = self.send_on_commit
-        return bool(conf.get("SEND_ON_COMMIT") if wanted is None else wanted)
+        return bool(wanted if self.send_on_commit is None else self.send_on_commit)
 
     def _send_on_commit(
         self, args: Any, kwargs: Any, options: dict[str, Any], ours: dict[str, Any]
     ) -> SentResult[R]:
         using, outbox = ours.get("using"), ours.get("outbox")
-        outbox = task_wants_outbox(self) if outbox is None else outbox
+        if not isinstance(outbox, bool):
+            outbox = task_wants_outbox(self) if outbox is None else conf.outbox(outbox)
         eager = self.app.conf.task_always_eager
         if not must_wait(using) and (eager or not outbox):
             return self._send(args, kwargs, options, None)
@@ -280,7 +282,8 @@ class SafeTaskMixin(Task[P, R]):
         Args:
             waits: Whether the send is one that waits for a commit if there is a transaction.
         """
-        refuse_uninstalled(self.name)
+        if not installed.found:
+            installed.refuse_uninstalled(self.name)
         carried_along = [options[name] for name in _CARRIED if options.get(name) is not None]
         try:
             check_arguments(self.name, args, kwargs, *carried_along)

@@ -53,14 +53,14 @@ def test_work_that_runs_is_not_forgotten(db_alias: str) -> None:
     with pytest.raises(AlreadyClaimed, match=r"done by task 6f1c .* in process 42 on web1"):
         forget_record("mail:1", using=db_alias)
     assert record_table(db_alias).find("mail:1") is not None
-    begin("mail:2", db_alias, timedelta())
+    begin("mail:2", db_alias, timedelta(seconds=-1))
     assert forget_record("mail:2", using=db_alias)
 
 
 @pytest.mark.sql
 def test_a_claim_that_commits_meanwhile_is_safe(postgres_alias: str) -> None:
     """The DELETE waits for a claim that is not committed, and leaves its record."""
-    begin("mail:1", postgres_alias, timedelta())
+    begin("mail:1", postgres_alias, timedelta(seconds=-1))
     row = record_table(postgres_alias).at("mail:1")
 
     def forget() -> bool:

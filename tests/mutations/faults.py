@@ -335,9 +335,9 @@ MUTATIONS = {
             "a message that waits beyond the visibility timeout multiplies",
         ),
         M(
-            "delivery.copies:drop_if_run_ended",
-            'if not redelivered and "copy" not in get_header(request):',
-            "if True:",
+            "concurrency.guard:_run",
+            'if "copy" in header or (message.delivery_info or {}).get("redelivered"):',
+            "if False:",
             "a run longer than the visibility timeout is followed by another, for ever",
         ),
         M(

@@ -87,10 +87,13 @@ class Location(NamedTuple):
 
 def locate() -> Location:
     """Return where the settings say that locks live."""
-    database = conf.get("LOCK_DATABASE")
-    if database is not None:
-        return Location("database", database)
-    return Location("cache", conf.get("LOCK_CACHE"))
+    database, cache = conf.get_each("LOCK_DATABASE", "LOCK_CACHE")
+    return Location("cache", cache) if database is None else Location("database", database)
+
+
+def get_store() -> Store:
+    """Return this process's store in that place."""
+    return locate().store()
 
 
 def iter_locks(prefix: str | None = None, task: str | None = None) -> Iterator[HeldLock]:
@@ -106,7 +109,7 @@ def iter_locks(prefix: str | None = None, task: str | None = None) -> Iterator[H
         ConfigurationError: The cache can't list what it holds.
         LockBackendError: The store did not answer.
     """
-    for lock in locate().store().iter_locks():
+    for lock in get_store().iter_locks():
         if prefix is not None and not lock.name.startswith(prefix):
             continue
         if task is None or lock.holder.task == task:
@@ -115,12 +118,12 @@ def iter_locks(prefix: str | None = None, task: str | None = None) -> Iterator[H
 
 def find_lock(name: str) -> HeldLock | None:
     """Return the lock called ``name``, with its holder; None: it is free."""
-    return locate().store().peek(name)
+    return get_store().peek(name)
 
 
 def locks_are_shared() -> bool:
     """Return whether other processes see the locks that this one sees."""
-    return locate().store().shared
+    return get_store().shared
 
 
 def release_lock(lock: HeldLock) -> bool:
