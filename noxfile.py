@@ -50,7 +50,6 @@ CORNER = [
     "tests/test_backends.py",
     "tests/worker/test_canvas.py",
     "tests/worker/test_carried.py",
-    "tests/worker/test_deaths.py",
     "tests/worker/test_events.py",
     "tests/worker/test_single_instance.py",
 ]
