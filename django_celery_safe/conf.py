@@ -104,16 +104,14 @@ def max_deaths(value: Any, what: str) -> int | None:
     if value is None or (type(value) is int and value >= 1):
         return value
     means = "number of deaths: give a whole number of at least 1, or None for no limit"
-    guess = f" Did you mean {value}?" if str(value).isdigit() else ""
-    raise wrong(value, what, means, guess)
+    raise wrong(value, what, means, f" Did you mean {value}?" if str(value).isdigit() else "")
 
 
 def lock_limit(value: Any) -> int:
     """Return how many holders a lock may have at once."""
     if type(value) is int and 1 <= value <= LARGEST_LIMIT:
         return value
-    means = f"number of holders: give a whole number from 1 to {LARGEST_LIMIT}"
-    raise wrong(value, "limit", means)
+    raise wrong(value, "limit", f"limit: give a whole number from 1 to {LARGEST_LIMIT}")
 
 
 def wrong(value: Any, what: str, means: str, guess: str = "") -> ConfigurationError:
