@@ -159,13 +159,14 @@ class Command(ActionCommand):
 
     def _discard(self, options: dict[str, Any]) -> None:
         chosen = self._choose(options)
-        if options["interactive"] and chosen:
-            self.write_table(HEADINGS, map(describe, chosen[:MOST_LISTED]))
-        question = (
-            f"Discard {len(chosen)} message(s)? They are deleted, and their tasks never run. This "
-            f"can't be undone."
-        )
-        self.confirm(question, options)
+        if chosen:
+            if options["interactive"]:
+                self.write_table(HEADINGS, map(describe, chosen[:MOST_LISTED]))
+            question = (
+                f"Discard {len(chosen)} message(s)? They are deleted, and their tasks never run. "
+                f"This can't be undone."
+            )
+            self.confirm(question, options)
         self._report(options, change(chosen, OutboxMessages.discard), "deleted")
 
     def _choose(self, options: dict[str, Any]) -> list[OutboxMessage]:
