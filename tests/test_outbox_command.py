@@ -199,13 +199,13 @@ def test_the_age_decides_the_exit_status(
     assert "No relay has been seen in 'shop' yet." in capsys.readouterr().err
     run("relay", "--once")
     assert status_of_program("status", "--max-age", "60") == 0  # only what waits has an age
-    leave(other, age=500)
-    assert status_of_program("status", "--max-age", "2h", "--json") == 0
+    leave(other, age=18_000)
+    assert status_of_program("status", "--max-age", "1d", "--json") == 0
     capsys.readouterr()
     assert status_of_program("status", "--max-age", "60", "--json") == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["other"]["pending"] == 1
-    assert "A message in 'other' has been waiting for 8min." in err
+    assert "A message in 'other' has been waiting for 5h." in err
     OutboxRelay.objects.using(alias).update(seen_at=Now() - timedelta(hours=2))
     assert "in 'shop' for 2h. Run manage.py" in refused("status", "--max-age", "1h")[1]
 
@@ -224,7 +224,7 @@ def test_list(alias: str, other: str) -> None:
     """A message has its ID, state, age, task and task id, and what was wrong if it failed."""
     assert run("list") == "No message.\n"
     assert listed() == []
-    waits, died = leave(alias, age=7200), leave_dead(other, note, "the queue is full")
+    waits, died = leave(alias, age=7200), leave_dead(other, note, "the queue is full", age=18_000)
     with CaptureQueriesContext(connections[alias]) as queries:
         lines = run("list").splitlines()
     # However large messages are, what does not show is not read.
@@ -232,7 +232,7 @@ def test_list(alias: str, other: str) -> None:
     assert [lines[0].split(), lines[1].split(), lines[3].split()] == [
         ["ID", "STATE", "AGE", "TASK"],
         [id_of(waits), "pending", "2h", waits.task],
-        [id_of(died), "dead", "0s", died.task],
+        [id_of(died), "dead", "5h", died.task],
     ]
     assert lines[2:3] + lines[4:] == [
         f"    {waits.task_id}",
