@@ -27,8 +27,8 @@ from .processes import RELAY, WORKER, running
 #: Longest wait for anything, s: some twenty times what it takes on a quiet machine.
 PATIENCE: Final = 60
 #: How much later than its lease's end killed work may begin again, s: a worker or a relay has to
-#: notice, and the worker to start another process.
-GRACE: Final = 5
+#: notice, and the worker to start another process, on a busy machine too.
+GRACE: Final = 15
 
 
 class DemoError(Exception):

@@ -66,5 +66,11 @@ def find_run(album: Album) -> StageRun:
 
 
 def wait_for_the_end(show: Show, album: Album, what: str) -> None:
-    """Wait until an album's run has ended, successfully or not."""
-    show.wait(what, lambda: find_run(album).status in stages.Status.STOPPED)
+    """Wait until an album's run has ended, successfully or not, and none of its steps runs."""
+
+    def is_over() -> bool:
+        run = find_run(album)
+        is_working = run.steps.filter(status=stages.Status.RUNNING).exists()
+        return run.status in stages.Status.STOPPED and not is_working
+
+    show.wait(what, is_over)
