@@ -15,8 +15,6 @@ class MemcachedServer(Server):
     memcached with 64 MB; a restart loses everything.
 
     Args:
-        places: See :class:`Server`.
-        unix_socket: Whether it listens on ``socket_path``, and then on no port.
         arguments: More arguments of its command line, such as ``("-m", "1")``; of one
             that is there already, the last counts.
     """
@@ -27,30 +25,20 @@ class MemcachedServer(Server):
     # It has nothing to save, and looks at SIGTERM only once a second.
     stop_signal = signal.SIGKILL
 
-    def __init__(
-        self,
-        places: tuple[str, ...] | None = None,
-        *,
-        unix_socket: bool = False,
-        arguments: Sequence[str] = (),
-    ) -> None:
-        super().__init__(places)
-        self.unix_socket = unix_socket
-        self.socket_path = self.folder / "memcached.sock"
+    def __init__(self, *, arguments: Sequence[str] = ()) -> None:
+        super().__init__()
         self.arguments = tuple(arguments)
 
     @property
     def url(self) -> str:
-        """``host:port``, or ``unix:`` and the path, as Django's LOCATION has it."""
-        return f"unix:{self.socket_path}" if self.unix_socket else f"{self.host}:{self.port}"
+        """``host:port``, as Django's LOCATION has it."""
+        return f"{self.host}:{self.port}"
 
     def command(self) -> list[str | Path]:
-        """TCP or the unix socket; no UDP."""
-        where: tuple[str | Path, ...] = ("-l", self.host, "-p", str(self.port), "-U", "0")
-        if self.unix_socket:
-            where = ("-s", self.socket_path)
+        """TCP; no UDP."""
         return [
-            self.programs / self.program, *where, "-m", "64", "-c", "1024", *self.arguments,
+            self.programs / self.program, "-l", self.host, "-p", str(self.port), "-U", "0",
+            "-m", "64", "-c", "1024", *self.arguments,
         ]  # fmt: skip
 
     def is_ready(self) -> bool:

@@ -17,12 +17,11 @@ class RabbitMQServer(Server):
     program = "rabbitmq-server"
     start_timeout = 180
 
-    def __init__(self, places: tuple[str, ...] | None = None) -> None:
-        places = default_places() if places is None else places
+    def __init__(self) -> None:
         # Its script finds Erlang on the PATH.
-        self.erlang = find_programs_folder("epmd", "erl", places=places)
+        self.erlang = find_programs_folder("epmd", "erl")
         # Debian's script on the PATH runs only as the system's user in the system's folders.
-        super().__init__(tuple(sorted(places, key=lambda place: place != "library")))
+        super().__init__(tuple(sorted(default_places(), key=lambda place: place != "library")))
         self.epmd_port = self._reserve_port()
         self.node_port = self._reserve_port()
         self._epmd: KeptProcess | None = None

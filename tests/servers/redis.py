@@ -36,8 +36,6 @@ class RedisServer(Server):
     Redis that keeps nothing on disk: a restart loses everything.
 
     Args:
-        places: See :class:`Server`.
-        unix_socket: Whether it listens on ``socket_path`` too.
         cluster: Whether it is the only node of a Redis Cluster, with all slots.
         options: Further arguments of its command line.
     """
@@ -45,23 +43,14 @@ class RedisServer(Server):
     name = "redis"
     program = "redis-server"
 
-    def __init__(
-        self,
-        places: tuple[str, ...] | None = None,
-        *,
-        unix_socket: bool = False,
-        cluster: bool = False,
-        options: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(places)
+    def __init__(self, *, cluster: bool = False, options: tuple[str, ...] = ()) -> None:
+        super().__init__()
         if cluster:  # Nodes talk to each other on a port that is 10,000 higher.
             self.port = self._reserve_port(10_000)
         self.cluster = cluster
         #: The slots that it takes at its first start, if it is a node of a cluster.
         self.slots = range(SLOTS)
-        self.unix_socket = unix_socket
         self.options = options
-        self.socket_path = self.folder / "redis.sock"
 
     @property
     def url(self) -> str:
@@ -72,16 +61,10 @@ class RedisServer(Server):
         """Return the URL of one of the 16 numbered databases."""
         return f"redis://{self.host}:{self.port}/{number}"
 
-    @property
-    def socket_url(self) -> str:
-        """Database 0, by the unix socket."""
-        return f"unix://{self.socket_path}?db=0"
-
     def command(self) -> list[str | Path]:
         """No snapshots, no append-only file; a replica that asks is served at once."""
         return [
             self.programs / self.program, "--bind", self.host, "--port", str(self.port),
-            *(("--unixsocket", self.socket_path) if self.unix_socket else ()),
             "--dir", self.folder, "--save", "", "--appendonly", "no", "--daemonize", "no",
             "--repl-diskless-sync-delay", "0", *self.options,
             *(("--cluster-enabled", "yes") if self.cluster else ()),
@@ -135,18 +118,14 @@ class SentinelServer(Server):
     A Sentinel with the two Redis servers that it watches: a master and its replica.
 
     It fails over within about three seconds. ``first`` is the master at the start.
-
-    Args:
-        places: See :class:`Server`; for all three of them.
     """
 
     name = "sentinel"
     program = "redis-server"
 
-    def __init__(self, places: tuple[str, ...] | None = None) -> None:
-        super().__init__(places)
-        self.first = RedisServer(places)
-        self.second = RedisServer(places)
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = RedisServer(), RedisServer()
         #: Sentinel's name for the two servers. It differs between tests: django-redis keeps
         #: its pools by URL for as long as the process lives.
         self.service = f"redis-{self.port}"

@@ -18,17 +18,14 @@ class RedisClusterServer(RedisServer):
     A Redis Cluster of three primaries without replicas; itself the first of them.
 
     A node that is gone takes its slots along, and the others go on with theirs.
-
-    Args:
-        places: See :class:`Server`; for all three of them.
     """
 
     name = "redis cluster"
 
-    def __init__(self, places: tuple[str, ...] | None = None) -> None:
+    def __init__(self) -> None:
         options = ("--cluster-require-full-coverage", "no")
-        super().__init__(places, cluster=True, options=options)
-        others = [RedisServer(places, cluster=True, options=options) for _ in range(NODES - 1)]
+        super().__init__(cluster=True, options=options)
+        others = [RedisServer(cluster=True, options=options) for _ in range(NODES - 1)]
         self.nodes: list[RedisServer] = [self, *others]
         for number, node in enumerate(self.nodes):
             node.slots = range(SLOTS * number // NODES, SLOTS * (number + 1) // NODES)
