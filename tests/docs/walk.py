@@ -25,7 +25,7 @@ PROGRAMS = {"celery": "celery", "django-admin": "django"}
 PROMISE = re.compile(r"(?:prints|ends? with|logs|shows) `([^`]+)`")
 #: Parts of an output that differ from run to run.
 CHANGING = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\S+ pid \d+|\d+(\.\d+)?s?")
-#: Longest run of one block, seconds.
+#: Longest run of one block, and longest wait for a promise of the page, seconds.
 PATIENCE = 150
 
 
@@ -40,11 +40,9 @@ class Walk:
         folder: An empty one.
         wheel: The package as it is installed; the packages that it needs are those of the tests.
         redis: The host and port of a Redis that is empty.
-        patience: Longest time that a promise of the page may take, seconds.
     """
 
-    def __init__(self, folder: Path, wheel: Path, redis: str, patience: float = PATIENCE) -> None:
-        self._patience = patience
+    def __init__(self, folder: Path, wheel: Path, redis: str) -> None:
         self._folder = folder
         self._wheel = wheel
         self._redis = redis
@@ -91,7 +89,7 @@ class Walk:
         for promised in PROMISE.findall(text):
             wait_for(
                 lambda: any(promised in one for one in self._seen()),  # noqa: B023
-                self._patience,
+                PATIENCE,
                 f"line {block.line} promises {promised!r}",
             )
 
