@@ -1,6 +1,5 @@
 """Every signal is sent, with the fields that are declared, and its record says the same."""
 
-import gc
 import logging
 import subprocess
 import sys
@@ -11,9 +10,8 @@ from typing import Any, Final
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
-from django.db import ConnectionHandler, OperationalError, connection, connections, transaction
+from django.db import OperationalError, connection, connections, transaction
 from django.dispatch import Signal
-from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from django_celery_safe import (
@@ -45,7 +43,6 @@ from tests.locks.conftest import fragile_redis
 from tests.processes import dead_port, wait_for
 from tests.sending.carrying import Carried
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, make_app
-from tests.servers import RedisServer
 from tests.stages.test_messages import Staged
 
 __all__ = ["fragile_redis", "mailbox", "make_app"]
@@ -104,10 +101,6 @@ class Listener(logging.Handler):
             (event.name, fields) for event, fields, _ in found if event.signal is not None
         ]
         return found
-
-    def has(self, name: str) -> bool:
-        """Return whether an event was emitted."""
-        return any(record.name.endswith(f".{name}") for record in self.records)
 
 
 def background_is_idle() -> None:
@@ -328,31 +321,6 @@ def test_each_signal_is_as_declared(get: Get) -> None:
 # Receivers that raise or send.
 
 
-def cost(act: Callable[[], None], server: RedisServer) -> tuple[dict[str, int], int]:
-    """Return the commands of Redis and the number of queries that it takes."""
-    gc.collect()  # results of other tests unsubscribe when they go
-    with server.client() as client:
-        client.config_resetstat()
-        with CaptureQueriesContext(connection) as queries:
-            act()
-        stats = client.info("commandstats")
-    # What comes now and then: connections, a script that forgets old locks, results that go.
-    by_chance = ("hello", "client|setinfo", "zremrangebyscore", "unsubscribe")
-    sent = {name: stat["calls"] for name, stat in stats.items() if not name.endswith(by_chance)}
-    return sent, len(queries)
-
-
-@pytest.mark.parametrize("act", [play_locks, relay])
-def test_listening_costs_no_round_trip(act: Provoke, redis_server: RedisServer, get: Get) -> None:
-    """Receivers and logs of all events cost no command and no query more."""
-    act(get)  # what comes once: connections, scripts, queues
-    alone = cost(lambda: act(get), redis_server)
-    with listening() as listener:
-        observed = cost(lambda: act(get), redis_server)
-    assert listener.emitted()
-    assert observed == alone
-
-
 class Exploding(logging.Handler):
     """A receiver and a handler that fail, whatever comes."""
 
@@ -411,17 +379,6 @@ def test_a_time_limit_that_is_handled_stays_handled() -> None:
             lose_lock()
 
 
-def test_a_time_limit_in_a_receiver_of_a_run_reaches_its_task(get: Get) -> None:
-    """Also where the event comes after a commit: the step has succeeded, and the task ends."""
-    runs = staged(get)
-    run = runs.start("a")
-    with receiving(signals.run_ended, interrupt):
-        outcome = runs.deliver(runs.take_one())
-    assert type(outcome.value) is SoftTimeLimitExceeded
-    run.refresh_from_db()
-    assert run.status == "succeeded"
-
-
 def test_a_receiver_may_use_the_app(listener: Listener) -> None:
     """It takes locks and writes rows; an event that it causes itself does not come back to it."""
 
@@ -462,22 +419,6 @@ def test_a_slow_receiver_costs_no_lock() -> None:
     finally:
         over.set()
     assert kept.release()
-
-
-def test_a_connection_that_can_not_be_closed_stops_no_later_event(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The thread that emits in the background goes on, whatever a receiver left behind."""
-    tried: list[None] = []
-
-    def fail(handler: object) -> None:
-        tried.append(None)
-        raise OperationalError("the connection is broken")
-
-    monkeypatch.setattr(ConnectionHandler, "close_all", fail)
-    for _ in range(2):
-        background_is_idle()
-    assert tried
 
 
 HANGING: Final = """
