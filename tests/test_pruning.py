@@ -5,11 +5,9 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from unittest.mock import Mock
 
 import pytest
 from celery import Celery
-from celery.exceptions import SoftTimeLimitExceeded
 from django.core.management import call_command
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
@@ -368,30 +366,3 @@ def test_a_run_that_only_its_database_protects_stays(
     assert keys(alias) == {(StageRun, protected)}
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"Run {protected} is not pruned: ")
-
-
-def test_a_turn_is_taken_once_a_minute(
-    sqlite_alias: str, broker: Celery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """
-    A relay does its chores at first, when a minute is over, or soon if they left some rows.
-
-    Celery's soft time limit ends a turn, and does not count as a failed chore.
-    """
-    for has_more, minute, again, turns in [
-        (False, 60.0, 0.0, 1),
-        (False, 0.0, 60.0, 3),
-        (True, 60.0, 0.0, 3),
-    ]:
-        chore = Mock(return_value=has_more)
-        chores = {"note": housekeeping.Chore("", (), chore)}
-        monkeypatch.setattr(housekeeping, "_chores", chores)
-        monkeypatch.setattr(housekeeping, "MINUTE", minute)
-        monkeypatch.setattr(housekeeping, "AGAIN", again)
-        relay = Relay(sqlite_alias)
-        for _ in range(3):
-            relay.housekeeping.take_turn_if_due()
-        assert chore.call_count == turns
-    chore.side_effect = SoftTimeLimitExceeded
-    with pytest.raises(SoftTimeLimitExceeded):
-        take_turn(sqlite_alias)
