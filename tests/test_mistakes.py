@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import celery
 import pytest
-from celery import Celery, Task, _state, shared_task
+from celery import Celery, Task, _state
 from django.apps import apps
 from pytest_django import Settings
 
@@ -14,7 +14,6 @@ from django_celery_safe import (
     ConfigurationError,
     NotSerializable,
     SafeTask,
-    cache_lock,
     idempotent,
     single_instance,
     stages,
@@ -126,12 +125,6 @@ def _key_function_fails() -> None:
     greet(5)
 
 
-def _lock_above_task() -> None:
-    @cache_lock("x")
-    @shared_task(shared=False)
-    def greet() -> None: ...
-
-
 def _with_no_key() -> None:
     with idempotent():  # type: ignore[attr-defined]
         pass
@@ -163,16 +156,6 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         _key_function_fails,
         AttributeError,
         r"no attribute 'id'\nRaised by the key function .* of task .*greet",
-    ),
-    "a lock above its task": (
-        _lock_above_task,
-        TypeError,
-        r"@cache_lock stands above the decorator that makes the task(.|\n)*Put it below",
-    ),
-    "idempotent without a lease": (
-        lambda: idempotent("x", timeout=None),  # type: ignore[call-overload]
-        ConfigurationError,
-        "timeout=None is not a valid lease: give seconds",
     ),
     "idempotent without a key": (_with_no_key, ConfigurationError, "got no key: it needs a string"),
     "do_once with a row": (
