@@ -59,18 +59,10 @@ refused = partial(commands.refused, "celery_outbox")
 status_of_program = partial(commands.status_of_program, "celery_outbox")
 
 
-class NotInDefault:
-    """Keeps the outbox out of the default database, which is in memory and of all tests."""
-
-    def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
-        """Return False for the package's tables there, else no opinion."""
-        return False if (db, app_label) == ("default", "django_celery_safe") else None
-
-
 @pytest.fixture(autouse=True)
 def _outboxes_of_this_test(settings: Settings) -> None:
     """Let only the databases that the test makes have an outbox, in its processes too."""
-    settings.DATABASE_ROUTERS = ["tests.test_outbox_command.NotInDefault"]
+    settings.DATABASE_ROUTERS = ["tests.routing.NotInDefault"]
 
 
 @pytest.fixture
