@@ -40,12 +40,3 @@ def test_errors_travel() -> None:
 def is_needed(kind: Any, name: str) -> bool:
     """Return whether an error has no default for a field."""
     return next(each.default is MISSING for each in fields(kind) if each.name == name)
-
-
-def test_errors_are_compared_and_caught_as_any_other() -> None:
-    """Two errors of equal values are two, and a text alone makes those without values."""
-    first, second = exceptions.LockLost("a"), exceptions.LockLost("a")
-    assert first != second
-    assert len({first, second}) == 2
-    assert repr(first) == "LockLost('a', '')"
-    assert str(exceptions.ConfigurationError("a text")) == "a text"
