@@ -9,11 +9,10 @@ import pytest
 from tests.evidence import files
 from tests.faults import __main__ as runner
 from tests.faults import scenarios
-from tests.faults.forms import FORMS, SMALL
+from tests.faults.forms import SMALL
 from tests.faults.lab import Lab
 from tests.faults.oracle import Oracle, Shown
 from tests.faults.scenario import Plan, Scenario
-from tests.faults.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.nightly
 
@@ -72,15 +71,3 @@ def test_the_exit_status_is_the_verdict(
         result = json.loads(line)
         assert (result["scenario"], result["--seed"], result["numbers"]) == ("numbers", 3, 2)
         assert result["violations"] == len(result["shown"]) == next(saved)["violations"]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_all_stands_for_each_scenario_and_its_faults(form: str) -> None:
-    """Each run of a form is one that the command line takes, and a fault in it is to be found."""
-    _, chosen = runner.parse(["all", "--form", form, "--seed", "7"])
-    faults = {(one.scenario.name, one.plan.broken) for one in chosen if one.to_be_found}
-    each = {(one.name, fault) for one in SCENARIOS for fault in one.variants}
-    assert faults < each if form == "short" else faults == each
-    names = {one.scenario.name for one in chosen if not one.plan.broken}
-    assert names == (set() if form == "faults" else {one.name for one in SCENARIOS})
-    assert {one.plan.seed for one in chosen} == {7}
