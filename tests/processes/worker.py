@@ -110,13 +110,10 @@ class CeleryWorker(Started):
 
     def show_stacks(self) -> None:
         """Have the worker and its children print where they are into its log."""
-        number = signal.SIGUSR2
         for process in [self.process.process, *self.children()] if self.running else []:
-            with suppress(psutil.NoSuchProcess, OSError):
-                status = Path(f"/proc/{process.pid}/status").read_text()
-                (caught,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-                if int(caught, 16) >> (number - 1) & 1:  # else it would end by it
-                    process.send_signal(number)
+            with suppress(psutil.NoSuchProcess):
+                if catches(process.pid, signal.SIGUSR2):  # else it would end by it
+                    process.send_signal(signal.SIGUSR2)
         time.sleep(0.5)
 
     def close(self) -> None:
@@ -130,3 +127,13 @@ class CeleryWorker(Started):
         if error[0] is not None:
             print(f"--- log of {self.name} ---\n{self.log}")
         super().__exit__(*error)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal, as Linux tells; a dead one has none."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    (caught,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return bool(int(caught, 16) >> (number - 1) & 1)

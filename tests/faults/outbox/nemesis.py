@@ -5,8 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import psutil
@@ -16,6 +15,7 @@ from tests.faults.outbox.plan import CUT_OFF, RELAY, Plan, Witness
 from tests.faults.outbox.relaying import relay
 from tests.faults.outbox.sender import send
 from tests.processes import FunctionFailed, FunctionProcess, start_in_process, wait_for
+from tests.processes.worker import catches
 from tests.servers import Server
 
 #: Shortest and longest life before a process is killed at a random moment, s.
@@ -128,7 +128,7 @@ class Victim:
         if self._role == RELAY and self._process.running:
             pid = self._process.pid
             # One that has just begun would be killed by it, and could not say how it ended.
-            wait_for(lambda: not psutil.pid_exists(pid) or listens_to_sigterm(pid), 30)
+            wait_for(lambda: not psutil.pid_exists(pid) or catches(pid, signal.SIGTERM), 30)
             self._process.process.terminate()
         try:
             self._process.result(30)
@@ -142,15 +142,6 @@ class Victim:
         """End it, however."""
         self._process = None
         self._stack.close()
-
-
-def listens_to_sigterm(pid: int) -> bool:
-    """Tell whether a process has a handler for it, as Linux tells."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-        return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
-    return False
 
 
 class Troublemaker:
