@@ -28,6 +28,7 @@ from tests.app.models import Person
 from tests.benchmarks.report import Figure, interleaved, medians_of, ratio, seconds_of, take_turns
 from tests.benchmarks.tools import analyze, count_queries, databases
 from tests.processes import meet, run_in_processes, start_in_process
+from tests.sending.conftest import rolled_back
 from tests.servers import RedisServer, ServerPool
 
 #: Rounds of relaying, and how many messages each process sends in one.
@@ -235,14 +236,6 @@ def measure_sends(alias: str) -> list[Figure]:
             for name in candidates
         ],
     ]
-
-
-@contextmanager
-def rolled_back(alias: str) -> Iterator[None]:
-    """Have a transaction of which nothing is left."""
-    with transaction.atomic(using=alias):
-        yield
-        transaction.set_rollback(True, using=alias)
 
 
 def measure_looks(name: str, few: str, many: str, *, due: int = BATCH) -> list[Figure]:

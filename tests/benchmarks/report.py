@@ -4,20 +4,13 @@ import gc
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-
 LIMITS = Path(__file__).with_name("limits.json")
-
-#: Width of the table, columns.
-WIDTH = 80
 
 #: Seconds for which each candidate runs before it is measured.
 WARM_UP = 0.2
@@ -167,13 +160,8 @@ def shown(value: float) -> str:
 
 def print_table(title: str, figures: Sequence[Figure]) -> None:
     """Print a table for readers."""
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("figure", max_width=36)
-    for column in ("value", "limit", ""):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("note", min_width=18)
+    print(title)
     for figure in figures:
-        limit = "" if figure.limit is None else f"{figure.limit:g}"
-        verdict = "" if figure.limit is None else ("ok" if figure.ok else "MISSED")
-        table.add_row(figure.name, shown(figure.value), limit, verdict, figure.note)
-    Console(file=sys.stdout, width=WIDTH, highlight=False, markup=False).print(table, "")
+        verdict = "ok" if figure.ok else "MISSED"
+        limit = "" if figure.limit is None else f"{figure.limit:g} {verdict}"
+        print(f"  {figure.name:44}{shown(figure.value):>12}{limit:>14}  {figure.note}")
