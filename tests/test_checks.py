@@ -295,7 +295,6 @@ def transport(**options: Any) -> dict[str, Any]:
 
 
 SURE = {"acks_late": True, "reject_on_worker_lost": True}
-ALL_SURE = {"task_acks_late": True, "task_reject_on_worker_lost": True}
 WAIT = {"on_conflict": "wait", "blocking_timeout": 10}
 WAIT_LONG = {"on_conflict": "wait", "blocking_timeout": HOUR + 2}
 END, START = {"unique_until": "end"}, {"unique_until": "start"}
@@ -327,7 +326,6 @@ FAULTY: list[tuple[str, str, Said]] = [
     ("W007", f"Task {NAME} does its work once.*gone.*{ADVICE}", plan(function=welcome)),
     ("W007", "once", plan(function=charge, acks_late=True, base=Task)),
     ("W007", "once", plan(function=idempotent(reindex), reject_on_worker_lost=True)),
-    ("W007", "once", plan({}, function=idempotent(reindex))),
     ("W007", "once", plan(function=logged(logged(welcome)))),
     ("W007", "once", plan(function=logged(idempotent(reindex), updated=()))),
     ("W007", "once", plan(function=welcome, autoretry_for=(OSError,))),
@@ -338,9 +336,7 @@ FAULTY: list[tuple[str, str, Said]] = [
 #: Tasks of which nothing is said.
 SILENT: list[Said] = [
     plan(END, base=AppTask),
-    plan({}, base=Task),
     plan(max_deaths=3, outbox="until_done"),
-    plan(max_deaths=None),
     plan(START | RETRY),
     plan(WAIT, SOFT, soft_time_limit=20),
     plan(RETRY, time_limit=1),
@@ -350,7 +346,6 @@ SILENT: list[Said] = [
     plan({}, transport(confirm_publish=True), RABBITMQ_BROKER),
     plan(function=welcome, **SURE),
     plan(function=welcome, outbox="until_done"),
-    plan(conf=ALL_SURE, function=welcome),
     plan(conf={"task_annotations": {NAME: SURE}}, function=welcome),
     on_redis(conf=PATIENT, **LONG),
     on_redis(conf=ODD, **LONG),
@@ -360,7 +355,6 @@ SILENT: list[Said] = [
     on_redis(**LONG, base=Task),
     plan({}, None, RABBITMQ_BROKER, **LONG),
     on_redis(conf=GENTLE, function=welcome, **SURE),
-    on_redis(**SURE),
 ]
 
 
