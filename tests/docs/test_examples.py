@@ -3,8 +3,6 @@
 import doctest
 import importlib
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import filterfalse
 from typing import Any
 
 import pytest
@@ -54,20 +52,9 @@ def notify(params: dict[str, Any]) -> None:
     """Be the last step of the examples."""
 
 
-def blocks(page: Page, sign: str = "+") -> list[Block]:
-    """Return the Python of a page; of a diff that is Python, one side."""
-    return [
-        side_of(block, sign) if block.language == "diff" else block
-        for block in page.blocks()
-        if block.language == "python" or (block.language == "diff" and block.marker)
-    ]
-
-
-def side_of(diff: Block, sign: str) -> Block:
-    """Return one side of a diff: the old one, ``-``, or the new one, ``+``."""
-    lines = diff.code.splitlines(keepends=True)
-    kept = (line[1:] or "\n" for line in lines if line[0] in (sign, " ", "\n"))
-    return replace(diff, code="".join(kept))
+def blocks(page: Page) -> list[Block]:
+    """Return the Python of a page."""
+    return [block for block in page.blocks() if block.language == "python"]
 
 
 def is_runnable(block: Block) -> bool:
@@ -82,7 +69,7 @@ def test_python_compiles() -> None:
     """Every Python example is Python."""
     faults = []
     for page in pages():
-        for block in filterfalse(is_step, (*blocks(page), *blocks(page, "-"))):
+        for block in blocks(page):
             try:
                 compile_block(page, block)
             except SyntaxError as error:

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import yaml
-
 from release import find_faults, find_notes
-from tests.docs.pages import ROOT
 
 CHANGELOG = """# Changelog
 ## [1.1.0] - unreleased
@@ -34,10 +31,3 @@ def test_faults() -> None:
 def test_notes() -> None:
     """The notes are what the changelog says of that version, and nothing of others."""
     assert find_notes(CHANGELOG, "1.0.1") == "### Fixed\n- A lock.\n"
-
-
-def test_forms_can_be_read() -> None:
-    """The hooks, the workflows, and the heads of forms, are YAML."""
-    for path in [ROOT / ".pre-commit-config.yaml", *(ROOT / ".github").rglob("*/*")]:
-        text = path.read_text()
-        assert yaml.safe_load(text.split("---")[1] if path.suffix == ".md" else text), path
