@@ -152,7 +152,6 @@ def run_in_processes(
     function: Callable[..., Any],
     count: int,
     *args: Any,
-    settings: Mapping[str, Any] | None = None,
     timeout: float = 110,
 ) -> list[Any]:
     """
@@ -164,7 +163,6 @@ def run_in_processes(
     Args:
         function: Found there by its module and name.
         args: Pickled; every process gets the same ones.
-        settings: Django settings of the processes on top of the test's own.
         timeout: Seconds for everything, start-up included.
 
     Returns:
@@ -187,7 +185,7 @@ def run_in_processes(
                 failures.append(failure)
 
     with ExitStack() as stack:
-        starts = (_start(function, args, settings, barrier) for _ in range(count))
+        starts = (_start(function, args, None, barrier) for _ in range(count))
         running = {one.pipe: one for one in map(stack.enter_context, starts)}
         while running and not failures:
             ready = wait(list(running), max(0, deadline - time.monotonic()))

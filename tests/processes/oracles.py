@@ -93,21 +93,17 @@ class Gauge:
         """Leave the section that ``enter`` gave this ticket for."""
         ticket.unlink()
 
-    def entered(self, section: str | None = None) -> int:
-        """Return how often a section (None: any) was entered."""
-        return len(self._entries(section))
+    def entered(self) -> int:
+        """Return how often sections were entered."""
+        return self._journal.count("enter")
 
-    def highest(self, section: str | None = None) -> int:
+    def highest(self) -> int:
         """Return the highest number inside one section at once; 0 if nobody entered."""
-        return max((entry["number"] for entry in self._entries(section)), default=0)
+        return max((entry["number"] for entry in self._journal.entries("enter")), default=0)
 
     def violations(self) -> list[dict[str, Any]]:
         """Return every entry into a section in which somebody was already."""
-        return [entry for entry in self._entries(None) if entry["number"] > 1]
-
-    def _entries(self, section: str | None) -> list[dict[str, Any]]:
-        details = {} if section is None else {"section": section}
-        return self._journal.entries("enter", **details)
+        return [entry for entry in self._journal.entries("enter") if entry["number"] > 1]
 
     @property
     def _journal(self) -> Journal:

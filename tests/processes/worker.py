@@ -22,6 +22,9 @@ from tests.processes.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
+#: Seconds until a worker must be ready.
+PATIENCE = 90
+
 #: The line that a worker prints, at INFO, when it takes messages.
 READY = re.compile(r"\S+@\S+ ready\.")
 
@@ -38,11 +41,9 @@ class CeleryWorker(Started):
         app: The module, as for ``celery -A``.
         pool: prefork, solo, threads or gevent.
         concurrency: Children, threads or greenlets.
-        loglevel: INFO or DEBUG; above INFO a worker does not say that it is ready.
         arguments: More arguments of ``celery worker``.
         settings: Django settings on top of the test's own.
         env: Environment variables on top of ours.
-        timeout: Seconds until it must be ready.
 
     Example:
         with CeleryWorker("tests.worker.app", concurrency=2) as worker:
@@ -56,21 +57,18 @@ class CeleryWorker(Started):
         *,
         pool: str = "prefork",
         concurrency: int = 2,
-        loglevel: str = "INFO",
         arguments: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 90,
     ) -> None:
         self.name = f"worker-{uuid.uuid4().hex[:8]}"
         self.command = [
             sys.executable, "-m", "celery", "-A", app, "worker",
             "--hostname", f"{self.name}@%h", "--pool", pool, "--concurrency", str(concurrency),
-            "--loglevel", loglevel, "--without-gossip", "--without-mingle", *arguments,
+            "--loglevel", "INFO", "--without-gossip", "--without-mingle", *arguments,
         ]  # fmt: skip
         self.settings = settings
         self.env = dict(env or {})
-        self.timeout = timeout
         self._stack = ExitStack()
 
     #: The workers that were started and not closed, by name.
@@ -89,7 +87,7 @@ class CeleryWorker(Started):
         )
         self._process.start()
         self.open[self.name] = self
-        wait_for(self._is_ready, self.timeout, "the worker was not ready")
+        wait_for(self._is_ready, PATIENCE, "the worker was not ready")
 
     def _is_ready(self) -> bool:
         if not self.process.running:
