@@ -14,7 +14,7 @@ from tests.concurrency.mailbox import Mailbox
 from tests.conftest import NOT_RUN, MakeDatabase
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
-from tests.tasks_backend.scenes import ByHand, Scene, relaying, tasks_setting
+from tests.tasks_backend.scenes import ByHand, Scene, tasks_setting
 from tests.worker.brokers import app_on_broker
 
 #: The settings of the scenes: results are kept, and leases are short.
@@ -65,10 +65,3 @@ def worker(scene: Scene) -> Iterator[CeleryWorker]:
     """A worker with two children that takes all queues of the tests."""
     with scene.worker() as worker:
         yield worker
-
-
-@pytest.fixture(scope="module")
-def relay(scene: Scene) -> Iterator[None]:
-    """A relay in a process of its own."""
-    with relaying(scene.alias):
-        yield

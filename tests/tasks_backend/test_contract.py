@@ -13,8 +13,6 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections
 from django.tasks import TaskResultStatus, default_task_backend
-from django.tasks.exceptions import TaskResultDoesNotExist, TaskResultMismatch
-from django.utils import timezone
 
 from tests.tasks_backend import work
 from tests.tasks_backend.scenes import Scene
@@ -68,29 +66,9 @@ def test_the_methods_for_async_code_do_the_same(scene: Scene) -> None:
     assert asyncio.run(asyncio.wait_for(use_both(), 40)) == [42, 42]
 
 
-def test_what_json_has_not_is_refused(scene: Scene) -> None:
-    """The error comes from ``enqueue``, and nothing is sent."""
-    before = scene.rows.count()
-    for value in (timezone.now(), {1}):
-        with pytest.raises(TypeError):
-            work.echo.enqueue(value)
-    assert scene.rows.count() == before
-
-
 def test_the_context_is_that_of_the_run(scene: Scene, tmp_path: Path) -> None:
     """It has the result, which is running, and the number of the attempt."""
     queue = work.describe_context.using(queue_name="mails")
     result = scene.until_finished(queue.enqueue(room=str(tmp_path)))
     assert result.return_value == [1, result.id, "RUNNING", "mails", result.worker_ids, True]
     assert result.task == queue
-
-
-def test_a_result_is_found_by_its_id(scene: Scene) -> None:
-    """By the task and by the backend; another task, or an unknown id, is an error."""
-    result = scene.until_finished(work.add.enqueue(1))
-    assert work.add.get_result(result.id) == default_task_backend.get_result(result.id) == result
-    with pytest.raises(TaskResultMismatch):
-        work.echo.get_result(result.id)
-    for unknown in ("123", "", result.id.upper() + "x"):
-        with pytest.raises(TaskResultDoesNotExist):
-            default_task_backend.get_result(unknown)

@@ -98,6 +98,14 @@ def test_a_task_need_not_be_carried(by_hand: ByHand) -> None:
             result.refresh()
 
 
+def test_what_json_has_not_is_refused(by_hand: ByHand) -> None:
+    """The error comes from ``enqueue``, and nothing is sent."""
+    for value in (timezone.now(), {1}):
+        with pytest.raises(TypeError):
+            work.add.enqueue(value)
+    assert not by_hand.rows.exists()
+
+
 def test_a_broker_that_is_gone(by_hand: ByHand) -> None:
     """
     The row has the task, which counts as enqueued, and a relay sends it.

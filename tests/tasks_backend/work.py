@@ -30,12 +30,6 @@ async def add_async(x: int, y: int = 0) -> int:
     return x + y
 
 
-@task
-def echo(*args: Any, **kwargs: Any) -> Any:
-    """Return the arguments."""
-    return [args, kwargs]
-
-
 class Declined(Exception):
     """An error of our own."""
 
