@@ -14,7 +14,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from django.db import connections
 from django.test import override_settings
 
 from django_celery_safe import cache_lock, idempotent
@@ -25,7 +24,7 @@ from django_celery_safe.models import DatabaseLock, IdempotencyRecord
 from tests.benchmarks import outbox
 from tests.benchmarks.locks import ours_on
 from tests.benchmarks.report import Figure, interleaved, ratio, take_turns
-from tests.benchmarks.tools import BACKENDS, analyze, databases, keep_locks_in
+from tests.benchmarks.tools import BACKENDS, databases, insert_copies, keep_locks_in
 from tests.servers import RedisServer, ServerPool
 
 #: How many locks are held, or records kept.
@@ -127,15 +126,7 @@ def copy_row(alias: str, model: Any, size: int, **changes: str) -> None:
     """Have so many rows like the only one, with columns that are SQL of their number."""
     row = model.objects.using(alias).values().get()
     same = {name: value for name, value in row.items() if name not in changes}
-    table = model._meta.db_table
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"INSERT INTO {table} ({', '.join([*same, *changes])}) "
-            f"SELECT {', '.join([*['%s'] * len(same), *changes.values()])} "
-            f"FROM generate_series(1, {size - 1}) AS number",
-            list(same.values()),
-        )
-    analyze(alias, table)
+    insert_copies(alias, model, same, changes, f"generate_series(1, {size - 1}) AS number")
 
 
 def measure_relays(servers: ServerPool) -> list[Figure]:

@@ -26,7 +26,7 @@ from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import BATCH, LEASE, Relay
 from tests.app.models import Person
 from tests.benchmarks.report import Figure, interleaved, medians_of, ratio, seconds_of, take_turns
-from tests.benchmarks.tools import analyze, count_queries, databases
+from tests.benchmarks.tools import count_queries, databases, insert_copies
 from tests.processes import meet, run_in_processes, start_in_process
 from tests.sending.conftest import rolled_back
 from tests.servers import RedisServer, ServerPool
@@ -171,18 +171,11 @@ def relay_all(alias: str) -> tuple[float, float]:
 
 def fill(alias: str, row: Row, rows: int, due_at: str) -> None:
     """Let the outbox hold so many copies of a row that was sent, and nothing else."""
-    table = OutboxMessage._meta.db_table
     now, hour, day, numbers = DIALECTS[connections[alias].vendor]
-    due_at = due_at.format(now=now, hour=hour, day=day)
+    moments = {"created_at": now, "due_at": due_at.format(now=now, hour=hour, day=day)}
     with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
-        cursor.execute(f"TRUNCATE {table}")
-        cursor.execute(
-            f"INSERT INTO {table} ({', '.join(row)}, created_at, due_at) "
-            f"SELECT {', '.join(['%s'] * len(row))}, {now}, {due_at} "
-            f"FROM {numbers.format(rows)}",
-            list(row.values()),
-        )
-        analyze(alias, table)
+        cursor.execute(f"TRUNCATE {OutboxMessage._meta.db_table}")
+        insert_copies(alias, OutboxMessage, row, moments, numbers.format(rows))
 
 
 def a_row(alias: str) -> Row:

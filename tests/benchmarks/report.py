@@ -15,6 +15,9 @@ LIMITS = Path(__file__).with_name("limits.json")
 #: Seconds for which each candidate runs before it is measured.
 WARM_UP = 0.2
 
+#: Seconds for which each candidate runs in a round.
+ROUND = 0.05
+
 
 Sample = TypeVar("Sample")
 
@@ -60,20 +63,18 @@ def with_limits(benchmark: str, figures: Iterable[Figure]) -> list[Figure]:
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]],
-    rounds: int = 25,
-    seconds_per_round: float = 0.05,
+    candidates: Mapping[str, Callable[[], object]], rounds: int = 25
 ) -> dict[str, list[float]]:
     """
     Measure candidates side by side, so that what slows the machine slows all of them.
 
     Each round runs each candidate once, in an order of its own, for about
-    ``seconds_per_round``. Garbage is collected between rounds, not inside.
+    ``ROUND`` seconds. Garbage is collected between rounds, not inside.
 
     Returns:
         For each candidate the µs per call in each round.
     """
-    calls = {name: _warm_up(call, seconds_per_round) for name, call in candidates.items()}
+    calls = {name: _warm_up(call) for name, call in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     for _ in range(rounds):
@@ -129,13 +130,13 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _warm_up(call: Callable[[], object], seconds: float) -> int:
-    """Run a candidate for a while; return how many calls fill this many seconds."""
+def _warm_up(call: Callable[[], object]) -> int:
+    """Run a candidate for a while; return how many calls fill a round."""
     calls, began = 0, time.perf_counter()
     while (passed := time.perf_counter() - began) < WARM_UP:
         call()
         calls += 1
-    return max(1, round(calls / passed * seconds))
+    return max(1, round(calls / passed * ROUND))
 
 
 def _time(call: Callable[[], object], calls: int) -> float:

@@ -1,6 +1,6 @@
 """What several benchmarks need: databases, a worker's settings, deliveries and their queries."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -87,6 +87,27 @@ def count_queries(alias: str, call: Callable[[], object], *without: str) -> int:
     with CaptureQueriesContext(connections[alias]) as queries:
         call()
     return sum(not (without and query["sql"].startswith(without)) for query in queries)
+
+
+def insert_copies(
+    alias: str, model: Any, row: Mapping[str, Any], changes: Mapping[str, str], numbers: str
+) -> None:
+    """
+    Write copies of a row.
+
+    Args:
+        changes: More columns, as SQL of the number of a copy.
+        numbers: SQL for where the numbers come from.
+    """
+    table = model._meta.db_table
+    values = [*["%s"] * len(row), *changes.values()]
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {table} ({', '.join([*row, *changes])}) "
+            f"SELECT {', '.join(values)} FROM {numbers}",
+            list(row.values()),
+        )
+    analyze(alias, table)
 
 
 def analyze(alias: str, table: str) -> None:
