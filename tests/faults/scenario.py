@@ -1,5 +1,6 @@
 """Scenarios: each is a plan, a function that records a run of it, and an oracle."""
 
+import logging
 import os
 import random
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 from django.conf import settings
 
+from tests.app.celery import app
 from tests.faults.lab import Lab
 from tests.faults.oracle import Oracle
 from tests.processes import Journal
@@ -120,6 +122,12 @@ class Witness:
 def find_witness() -> Witness:
     """Return the witness that this process is to write to."""
     return Witness(Path(settings.TEST_WITNESS))
+
+
+def enter() -> None:
+    """Be a process of the workers' app, which writes its log for the witness."""
+    logging.basicConfig(filename=find_witness().log)
+    app.finalize()
 
 
 class Stillness:

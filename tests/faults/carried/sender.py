@@ -1,7 +1,6 @@
 """The processes of the scenario that commit transactions with sends, or relay the outbox."""
 
 import io
-import logging
 import random
 import time
 from contextlib import suppress
@@ -11,12 +10,11 @@ from django.core.management import call_command
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connection, transaction
 from kombu.exceptions import OperationalError as BrokerError
 
-from tests.app.celery import app
 from tests.faults.carried import broken, work
 from tests.faults.carried.plan import OUTBOX, Plan, Task, Transaction
 from tests.faults.ledger import Ledger
 from tests.faults.outbox.relaying import hurry
-from tests.faults.scenario import find_witness
+from tests.faults.scenario import enter, find_witness
 
 #: Pause before a database that was away is asked again, s.
 PAUSE: Final = 0.1
@@ -81,9 +79,3 @@ def relay(plan: Plan) -> None:
     hurry()
     broken.break_relay(plan.broken)
     call_command("celery_outbox", "relay", "--database", DEFAULT_DB_ALIAS, stdout=io.StringIO())
-
-
-def enter() -> None:
-    """Be a process of the workers' app."""
-    logging.basicConfig(filename=find_witness().log)
-    app.finalize()

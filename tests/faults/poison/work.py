@@ -10,8 +10,7 @@ from celery.signals import task_failure
 from django.db import transaction
 
 from django_celery_safe import SafeTask
-from tests.faults.carried.sender import enter
-from tests.faults.scenario import find_witness
+from tests.faults.scenario import enter, find_witness
 
 #: How many tasks one transaction sends.
 BATCH: Final = 50

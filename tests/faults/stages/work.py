@@ -28,8 +28,7 @@ from django_celery_safe.models import StageRun, StageStep
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import claim_lost
 from django_celery_safe.stages.step_table import step_table
-from tests.app.celery import app
-from tests.faults.scenario import find_witness
+from tests.faults.scenario import enter, find_witness
 from tests.faults.stages.plan import BEAT, LATEST, PATIENCE, TWICE, Plan
 from tests.stages import broken
 from tests.stages.chores import sweep
@@ -63,12 +62,6 @@ def sweep_once() -> None:
     """Repair what does not go on; the log says what."""
     enter()
     sweep(step_table().alias, timedelta(seconds=PATIENCE))
-
-
-def enter() -> None:
-    """Be a process of the workers' app."""
-    logging.basicConfig(filename=find_witness().log)
-    app.finalize()
 
 
 @shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)
