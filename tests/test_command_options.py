@@ -34,4 +34,3 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     for action in actions:
         assert status_of_program(command, action, "--help") == 0
         assert "--settings" not in capsys.readouterr().out
-    assert status_of_program(command, "nonsense") == 2
