@@ -343,7 +343,6 @@ SILENT: list[Said] = [
     on_redis(conf=NO_OPTIONS, base=Task),
     on_redis(conf=transport(socket_timeout=1, socket_connect_timeout=1)),
     plan({}, NO_OPTIONS, "no-such-broker://"),
-    plan({}, transport(confirm_publish=True), RABBITMQ_BROKER),
     plan(function=welcome, **SURE),
     plan(function=welcome, outbox="until_done"),
     plan(conf={"task_annotations": {NAME: SURE}}, function=welcome),
