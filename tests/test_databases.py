@@ -48,18 +48,10 @@ ORACLE = "oracle"
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding setting DATABASES")
 
 
-class AllInOracle:
-    """Has everything of this app, and the models of its tests, in the database ``oracle``."""
-
-    def db_for_write(self, model: Any, **hints: Any) -> str:
-        """Return the alias."""
-        return ORACLE
-
-
 @pytest.fixture
 def oracle(settings: Settings) -> Iterator[str]:
     """A database that says to be Oracle; no server is asked."""
-    settings.DATABASE_ROUTERS = [f"{__name__}.AllInOracle"]
+    settings.DATABASE_ROUTERS = [AllIn(ORACLE)]
     settings.CACHES = {"default": REDIS}
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": ORACLE}
     with registered(ORACLE, {"ENGINE": "tests.untested_database", "NAME": "/nowhere/at/all"}):
