@@ -4,27 +4,12 @@ Stores with one deliberate fault each, for the doctor, as cache backends that ch
 Naming such a backend in CACHES registers its store in every process that loads it.
 """
 
-import time
-from typing import Any
-
-from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.cache.backends.redis import RedisCache
 
 from django_celery_safe.leases.holder import HeldLock
-from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores.base import Acquired, LockRequest
-from django_celery_safe.locks.stores.portable import PortableStore
 from django_celery_safe.locks.stores.redis import RedisStore
 from tests.faulty import let_choose
-
-
-class GenerousStore(RedisStore):
-    """Gives the lock to everybody."""
-
-    def take(self, request: LockRequest) -> Acquired | HeldLock:
-        """Say yes, whoever holds it."""
-        outcome = super().take(request)
-        return outcome if isinstance(outcome, Acquired) else Acquired(outcome.fence)
 
 
 class HastyStore(RedisStore):
@@ -51,10 +36,6 @@ class BaffledStore(RedisStore):
         raise ZeroDivisionError("division by zero")
 
 
-class GenerousCache(RedisCache):
-    """Chooses GenerousStore."""
-
-
 class HastyCache(RedisCache):
     """Chooses HastyStore."""
 
@@ -67,25 +48,8 @@ class BaffledCache(RedisCache):
     """Chooses BaffledStore."""
 
 
-class OverwritingCache(RedisCache):
-    """Adds by reading and then writing; nothing but Django's API is known of it."""
-
-    def add(
-        self, key: str, value: Any, timeout: Any = DEFAULT_TIMEOUT, version: int | None = None
-    ) -> bool:
-        """Write over what came after the look."""
-        if self.get(key, version=version) is not None:
-            return False
-        time.sleep(0.001)
-        self.set(key, value, timeout, version)
-        return True
-
-
-stores._MAKERS[stores._path(OverwritingCache)] = PortableStore
-
 let_choose(
     {
-        GenerousCache: GenerousStore,
         HastyCache: HastyStore,
         LateCache: LateStore,
         BaffledCache: BaffledStore,

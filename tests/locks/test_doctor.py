@@ -80,9 +80,7 @@ def test_exit_status(settings: Settings, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("fault", "check", "verdict"),
     [
-        ("locks.broken.GenerousCache", "race", "unsafe"),
         ("contract.broken.ReadThenWriteCache", "race", "unsafe"),
-        ("locks.broken.OverwritingCache", "race", "unsafe"),
         ("locks.broken.HastyCache", "race", "unsafe"),
         ("contract.broken.NoExpiryCache", "race", "unknown"),
         ("locks.broken.LateCache", "clock", "warning"),
