@@ -13,7 +13,6 @@ from pytest_django import Settings
 
 from django_celery_safe import CacheLock, LockBackendError, cache_lock, find_lock
 from django_celery_safe.leases import renewer
-from django_celery_safe.locks import lock as lock_module
 from django_celery_safe.locks import stores
 from django_celery_safe.locks.stores import local
 from django_celery_safe.locks.stores.base import LockRequest
@@ -99,24 +98,6 @@ def test_an_interrupted_release_is_repeated(store: type[InterruptedStore]) -> No
     with pytest.raises(SoftTimeLimitExceeded):
         lock.release()
     assert find_lock("free") is None
-
-
-def test_a_lock_without_a_thread_to_renew_it_is_given_back(
-    store: type[InterruptedStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the system has no thread left the error says so, and nobody holds the lock."""
-
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(lock_module, "renewer", renewer.Renewer())
-        patch.setattr(threading.Thread, "start", start)
-        lock = cache_lock("free")
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            lock.acquire()
-        assert not lock.held
-        assert find_lock("free") is None
 
 
 def test_a_shorter_lease_whose_answer_was_lost_is_renewed_in_time(
