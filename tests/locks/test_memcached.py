@@ -1,6 +1,5 @@
 """Locks in memcached: a server in trouble, odd values, listing, leases of whole seconds."""
 
-import hashlib
 import os
 import re
 import threading
@@ -65,29 +64,6 @@ def fragile(settings: Settings) -> Iterator[MemcachedServer]:
         server: MemcachedServer = require(servers, MemcachedServer)
         use(settings, server)
         yield server
-
-
-@pytest.fixture
-def start(memcached_server: MemcachedServer, settings: Settings) -> Iterator[Any]:
-    """Start a memcached of this test alone, with arguments of its own, and put the locks there."""
-    started: list[MemcachedServer] = []
-
-    def start(**arguments: Any) -> MemcachedServer:
-        server = MemcachedServer(**arguments)
-        started.append(server)
-        server.start()
-        use(settings, server)
-        return server
-
-    yield start
-    for server in started:
-        server.close()
-
-
-def write(server: MemcachedServer, key: str, value: bytes, expire: int = 1000) -> None:
-    """Write an item past all caches."""
-    with closing(server.client()) as client:
-        client.set(key, value, expire=expire, noreply=False)
 
 
 # The server gone, restarted, silent, full
@@ -200,35 +176,15 @@ def connections_to(server: MemcachedServer) -> int:
     return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
 
 
-def test_a_full_server_that_does_not_evict_is_an_error(start: Any) -> None:
-    """A server that is full and may not forget (-M) is an error, not a held or a lost lock."""
-    server = start(arguments=("-m", "1", "-I", "512k", "-M"))
-    store, token, holder = locate().store(), "a" * 32, Holder("here", 1)
-    acquired: list[str] = []
-    with pytest.raises(LockBackendError, match=r"acquire.*out of memory"):
-        for number in range(30_000):
-            store.acquire(f"full:{number:05}", token, 60, holder)
-            acquired.append(f"full:{number:05}")
-    assert server.count("evictions") == 0
-    # It writes another item to extend a lease, for which there is no place either.
-    with pytest.raises(LockBackendError, match=r"extend.*out of memory"):
-        for name in acquired:
-            assert store.extend([Renewal(name, token, 60)]) == [True]
-    for name in (acquired[0], acquired[-1]):
-        found = store.peek(name)
-        assert found is not None
-        assert found.token == token
-
-
-def test_a_server_without_cas_hangs_nobody(start: Any) -> None:
+def test_a_server_without_cas_hangs_nobody(settings: Settings) -> None:
     """On a server without compare-and-set (-C) a lock is refused or works; nothing hangs."""
-    server = start(arguments=("-C",))
 
     def lock_once() -> None:
         with suppress(ConfigurationError, LockBackendError), cache_lock("no cas"):
             pass
 
-    with ThreadPoolExecutor(1) as pool:
+    with MemcachedServer(arguments=("-C",)) as server, ThreadPoolExecutor(1) as pool:
+        use(settings, server)
         locking = pool.submit(lock_once)
         try:
             locking.result(30)
@@ -333,47 +289,13 @@ def test_a_release_wins_against_a_renewal(
     assert store.peek("raced") is None
 
 
-# Values under a key
-
-
-GARBLED = {
-    "bytes": b"\xff\x00not ours",
-    "huge": b"[" * 1_000_000,
-    "no fields": b"a" * 32 + b"[]",
-    "other fields": b"a" * 32 + b'[1,2,3,"4",[5],{},null]',
-    "object": b"a" * 32 + b'{"name": "x", "pid": 1}',
-    "moment": b"a" * 32 + b'["n","h",1,1e300,true,null,null]',
-}
-
-
-def test_a_garbled_value_is_someone_unknown(memcached: MemcachedServer) -> None:
-    """Something foreign under a lock's key is a held lock of an unknown holder, no crash."""
-    store = locate().store()
-    for name, value in GARBLED.items():
-        write(memcached, f"{PREFIX}{name.replace(' ', '_')}", value)
-        lock = cache_lock(name.replace(" ", "_"))
-        assert lock.acquire() is False
-        found = get_lock(lock.name)
-        assert str(found.holder) == ""
-        assert store.extend([Renewal(lock.name, "b" * 32, 10)]) == [False]
-        assert store.release(lock.name, "b" * 32) is False
-        with closing(memcached.client()) as client:
-            assert client.get(PREFIX + lock.name) == value
-
-
 # Keys and options
-
-
-def hash_name(key: str, key_prefix: str, version: int) -> str:
-    """Make keys that do not show the name."""
-    return hashlib.sha256(f"{key_prefix}{version}{key}".encode()).hexdigest()
 
 
 APART: dict[str, dict[str, Any]] = {
     "default": {},
     "prefix": {"KEY_PREFIX": "shop"},
     "version": {"KEY_PREFIX": "shop", "VERSION": 2},
-    "function": {"KEY_PREFIX": "shop", "KEY_FUNCTION": f"{__name__}.hash_name"},
     "option": {"OPTIONS": {"key_prefix": b"site:"}},
 }
 
@@ -381,7 +303,7 @@ APART: dict[str, dict[str, Any]] = {
 def test_caches_with_other_keys_do_not_meet(
     settings: Settings, memcached_cache_settings: MakeMemcachedCache
 ) -> None:
-    """KEY_PREFIX, VERSION, KEY_FUNCTION and the client's prefix keep locks apart."""
+    """KEY_PREFIX, VERSION and the client's prefix keep locks apart."""
     settings.CACHES = {}
     for alias, options in APART.items():
         settings.CACHES |= memcached_cache_settings(alias, **options)
