@@ -6,13 +6,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pytest_django import Settings
-from redis.crc import key_slot
 
 from django_celery_safe import (
     CacheLock,
@@ -21,10 +19,9 @@ from django_celery_safe import (
     find_lock,
     iter_locks,
 )
-from django_celery_safe.leases.holder import place_names
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.stores import locate
-from django_celery_safe.locks.stores.redis_cluster import BUCKETS, ClusterStore
+from django_celery_safe.locks.stores.redis_cluster import ClusterStore
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, caches_of_cluster, require
 from tests.processes import wait_for
@@ -167,38 +164,6 @@ def test_each_client(
     assert not list(iter_locks())
 
 
-def test_as_many_round_trips_as_in_one_redis(cluster: RedisClusterServer) -> None:
-    """A lock takes two, wherever it is: one to acquire it, and one to release it."""
-    names = [f"lock:{number}" for number in range(20)]
-
-    def take_all() -> None:
-        for name in names:
-            with cache_lock(name) as lock:
-                assert lock
-
-    take_all()
-    with ExitStack() as stack:
-        counts = [stack.enter_context(RedisServer.counting(node)) for node in cluster.nodes]
-        take_all()
-    assert sum(count.round_trips for count in counts) == 2 * len(names)
-    assert all(count.round_trips for count in counts)
-
-
-def test_what_a_script_needs_is_in_one_slot(cluster: RedisClusterServer) -> None:
-    """All keys of a lock are in one slot, and each node has its share of the locks."""
-    store = locate().store()
-    assert isinstance(store, ClusterStore)
-    for name in ("plain", "geo:place:17", "a:place:2:place:3", "}{", "{x}y", "é b", "x" * 999):
-        places = [store._keys[place] for place in place_names(name, 3)]
-        keys = [key for place in places for key in (*place, f"{place.lock} wake")]
-        assert len({key_slot(key.encode()) for key in keys}) == 1
-        assert len({place.lock for place in places}) == 3
-        assert places[0].listing in store._listings
-    nodes = [cluster.node_of(listing) for listing in store._listings]
-    assert len(nodes) == BUCKETS
-    assert min(nodes.count(node) for node in cluster.nodes) > BUCKETS / 6
-
-
 def test_a_slot_that_is_moving(movable: RedisClusterServer) -> None:
     """A lock stays held before and after its keys have moved; a new lock is an error."""
     lock = cache_lock("moving", timeout=60)
@@ -281,16 +246,3 @@ def test_a_silent_node_costs_no_lease_in_others(
         clock.jump(101, settle=False)
         wait_for(lambda: all(lock.remaining > 290 for lock in others), 30, "not renewed")
     assert all(lock.release() for lock in others)
-
-
-def test_many_are_renewed(cluster: RedisClusterServer, clock: HeldClock) -> None:
-    """Hundreds of locks, in all buckets, are renewed, and one that is gone is found out alone."""
-    locks = [cache_lock(f"many:{number}", timeout=60) for number in range(300)]
-    assert all(lock.acquire() for lock in locks)
-    with cluster.node_of(listing_of("many:7")).client() as client:
-        store = locate().store()
-        assert isinstance(store, ClusterStore)
-        assert client.delete(store._keys["many:7"].lock)
-    clock.advance(21)
-    assert [lock.name for lock in locks if lock.remaining < 55] == ["many:7"]
-    assert [lock.name for lock in locks if not lock.release()] == ["many:7"]
