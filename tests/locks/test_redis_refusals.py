@@ -63,20 +63,6 @@ def test_the_commands_that_are_listed_are_enough(admin: Any) -> None:
     assert find_refused() == []
 
 
-def test_scripts_use_the_commands_that_are_listed() -> None:
-    """The list of commands, in the docs too, is that of the scripts and of what goes beside."""
-    scripts = [one for one in vars(redis_store).values() if isinstance(one, redis_store.Script)]
-    used = {
-        name.lower()
-        for script in scripts
-        for name in re.findall(r"(?:call\(|pcall\(|\{)'([A-Z]+)'", script.source)
-    }
-    assert used | {"eval", "evalsha", "blpop", "mget"} == set(redis_store.COMMANDS)
-    of_connections = {"hello", "select", "ping", "info"}
-    allowed = {word[1:] for word in documented_acl() if word.startswith("+")}
-    assert allowed == of_connections | set(redis_store.COMMANDS)
-
-
 @contextmanager
 def refusing_by_acl() -> Iterator[None]:
     """Let the block end in an error that says what to do about the ACL, or in none."""
