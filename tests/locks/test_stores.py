@@ -13,9 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from django.core.cache.backends.base import BaseCache
-from django.core.cache.backends.memcached import PyMemcacheCache
-from django.core.cache.backends.redis import RedisCache
 from django.db import connections, transaction
 from django.test import TestCase
 from pytest_django import DjangoDbBlocker, Settings
@@ -27,17 +24,12 @@ from django_celery_safe import (
     cache_lock,
     find_lock,
     idempotent,
-    iter_locks,
 )
-from django_celery_safe.leases.holder import Holder
 from django_celery_safe.leases.renewer import renewer
-from django_celery_safe.locks.stores import locate, redis
-from django_celery_safe.locks.stores.base import Acquired, LockRequest, Store
+from django_celery_safe.locks.stores import redis
+from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
-from django_celery_safe.locks.stores.memcached import MemcachedStore
-from django_celery_safe.locks.stores.portable import PortableStore
-from django_celery_safe.locks.stores.redis import RedisStore
 from tests.clock import HeldClock
 from tests.conftest import MakeDatabase, MakeRedisCache, require
 from tests.locks.renewals import get_lock
@@ -117,40 +109,6 @@ def test_several_memcached_servers_are_refused(
     settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": location}}
     with pytest.raises(ConfigurationError, match=r"one of its several servers.*alias with one"):
         cache_lock("x").acquire()
-
-
-def test_each_cache_has_its_store(settings: Settings, tmp_path: Path) -> None:
-    """A known cache, or a subclass of one, has a store of its own; any other the portable one."""
-    stores: dict[str, type[Store]] = {
-        "django_redis.cache.RedisCache": RedisStore,
-        "django.core.cache.backends.redis.RedisCache": RedisStore,
-        "django.core.cache.backends.memcached.PyMemcacheCache": MemcachedStore,
-        "django.core.cache.backends.locmem.LocMemCache": LocalStore,
-        "diskcache.DjangoCache": PortableStore,
-        f"{__name__}.OwnRedisCache": RedisStore,
-        f"{__name__}.OwnMemcachedCache": MemcachedStore,
-        f"{__name__}.OwnCache": PortableStore,
-    }
-    locations = {RedisStore: "redis://127.0.0.1:1/0", MemcachedStore: "127.0.0.1:1"}
-    for backend, store in stores.items():
-        location = locations.get(store, str(tmp_path))
-        settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": location}}
-        assert type(locate().store()) is store
-
-
-class OwnRedisCache(RedisCache):
-    """A project's own subclass of a backend of Django."""
-
-
-class OwnMemcachedCache(PyMemcacheCache):
-    """Another."""
-
-
-class OwnCache(BaseCache):
-    """A backend that nobody knows."""
-
-    def __init__(self, location: str, params: dict[str, Any]) -> None:
-        super().__init__(params)
 
 
 def test_local_memory_is_refused_in_a_pool_of_processes(locks_in_memory: None) -> None:
@@ -253,20 +211,6 @@ def test_django_redis_and_rediscache_share_a_lock(
         assert lock
         settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "other"}
         assert not cache_lock("x").acquire()
-
-
-def test_a_long_list_is_complete(in_redis: None, redis_server: RedisServer) -> None:
-    """Locks of several pages are listed once each, those whose leases end together too."""
-    store = locate().store()
-    names = [f"many:{number}" for number in range(2500)]
-    for number, name in enumerate(names):
-        token = f"{number:032}"
-        assert isinstance(store.acquire(name, token, 60, Holder("here", 1)), Acquired)
-    with redis_server.client() as client:
-        index = ":1:celery_safe:locks"
-        end = client.zrange(index, -1, -1, withscores=True)[0][1]
-        client.zadd(index, dict.fromkeys(client.zrange(index, 0, 999), end))
-    assert sorted(lock.name for lock in iter_locks()) == sorted(names)
 
 
 def test_a_gone_postgres_is_not_a_held_lock(
