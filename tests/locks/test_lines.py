@@ -213,25 +213,3 @@ def test_a_lock_outlives_the_silence_of_the_connection_that_renews_it(
             clock.jump(13, settle=False)
             wait_for(lambda: later.remaining > 25 and lock.remaining > 25, 30, "not renewed")
     assert not losses
-
-
-def test_a_holder_that_asks_a_silent_server_gets_an_error_while_it_is_silent(
-    clock: HeldClock, settings: Settings
-) -> None:
-    """As soon as the client's own timeout is over, although a renewal is under way."""
-    with RedisServer() as server:
-        settings.CACHES = {
-            "default": {
-                "BACKEND": REDIS_BACKENDS["django-redis"],
-                "LOCATION": server.url,
-                "OPTIONS": {"CONNECTION_POOL_KWARGS": {"socket_timeout": 0.5}},
-            }
-        }
-        with cache_lock("silent", timeout=LEASE) as lock:
-            clock.advance(11)
-            with server.silence():
-                clock.jump(11, settle=False)
-                with pytest.raises(LockBackendError):
-                    lock.ensure()
-                with pytest.raises(LockBackendError):
-                    lock.extend(60)
