@@ -244,17 +244,6 @@ def test_retries_that_come_back_are_spread(mailbox: Mailbox) -> None:
 
 
 @pytest.mark.usefixtures("locks_in_memory")
-def test_a_retry_never_waits_longer_than_the_broker_lets_it(mailbox: Mailbox) -> None:
-    """Half the visibility timeout: beyond the whole it is delivered again, and multiplies."""
-    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 20}
-    importing = Importing(mailbox, on_conflict="retry", retry_delay=60)
-    message = importing.message()
-    with held_by(LOCK, "other"):
-        mailbox.deliver(message)
-    assert mailbox.take_one().delay <= 10
-
-
-@pytest.mark.usefixtures("locks_in_memory")
 def test_a_lock_shows_what_celery_shows_of_the_call(mailbox: Mailbox, settings: Settings) -> None:
     """Redacted arguments stay so, after a conflict, too; with SHOW_ARGUMENTS off none is shown."""
 
