@@ -19,11 +19,9 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.concurrency.guard import find_guarded
-from django_celery_safe.delivery.header import FORMAT
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
-from tests.concurrency.test_options import KINDS, held_names
-from tests.concurrency.test_without_message import by_apply, eagerly
+from tests.concurrency.test_options import held_names
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
 
@@ -305,63 +303,6 @@ def test_a_deferred_call_is_refused_before_the_commit(plain: Any, mailbox: Mailb
 # Tasks that are not decorated.
 
 
-def make_undecorated(mailbox: Mailbox, kind: str) -> Any:
-    """Return a SafeTask of that kind, without ``@single_instance``."""
-    function, _, _, options = KINDS[kind]
-    assert function is not None
-    return mailbox.task(function, base=SafeTask, name=NAME, **options)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "class"])
-def test_every_kind_of_task_can_be_asked(kind: str, mailbox: Mailbox) -> None:
-    """By message, ``.apply()`` and eagerly; without a key, calls are the same as decorated."""
-    task = make_undecorated(mailbox, kind)
-    function, template, argument, options = KINDS[kind]
-    assert function is not None
-    asked = {"single_instance": {"key": template}}
-    task.apply_async((argument,), **asked)
-    assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", [f"{NAME}:7"])
-    assert held_names() == []
-    alone = single_instance(function)
-    decorated = mailbox.task(alone, base=SafeTask, name="tests.decorated", **options)
-    for args in [(argument,), (argument, 10), (argument, 11)]:
-        task.apply_async(args, single_instance={})
-        expected = decorated.lock_name(*args).removeprefix("tests.decorated:")
-        assert mailbox.take_one().ours["key"] == expected
-    assert by_apply(task, argument) == []
-    assert task.apply((argument,), **asked).get() == [f"{NAME}:7"]
-    assert eagerly(task, argument) == []
-    assert task.apply_async((argument,), **asked).get() == [f"{NAME}:7"]
-
-
-class Parent(SafeTask):
-    """A task class with a run method."""
-
-    name = "tests.parent"
-
-    def run(self, pk: int, limit: int = 10) -> Any:
-        """Return what is locked."""
-        return held_names()
-
-
-class Child(Parent):
-    """One that builds on it."""
-
-    name = "tests.child"
-
-    def run(self, pk: int, limit: int = 10) -> Any:
-        """Return what is locked here, and in the parent's run."""
-        return [held_names(), super().run(pk)]
-
-
-def test_a_class_and_its_parent_are_two_tasks(mailbox: Mailbox) -> None:
-    """The run of the parent that a class calls is a part of its own run."""
-    parent, child = (mailbox.app.register_task(cls()) for cls in (Parent, Child))
-    for task, expected in ((parent, ["tests.parent:7"]), (child, [["tests.child:7"]] * 2)):
-        task.apply_async((7,), single_instance={"key": "{pk}"})
-        assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", expected)
-
-
 def test_a_call_inside_its_own_run_asks_for_nothing(mailbox: Mailbox) -> None:
     """A direct call takes no lock, and so meets none; one that asks meets that of the run."""
 
@@ -385,36 +326,3 @@ def test_a_call_inside_its_own_run_asks_for_nothing(mailbox: Mailbox) -> None:
 
 
 # Retries.
-
-
-def test_a_retry_keeps_the_options(mailbox: Mailbox) -> None:
-    """Each run of one call is under the lock of that call, and ends a conflict as it says."""
-
-    def failing(self: Any, number: int) -> Any:
-        if self.request.retries == 2:
-            return work(number)
-        assert held_names() == [LOCK]
-        raise KeyError(number)
-
-    task = mailbox.task(
-        single_instance(key="{number}")(failing),
-        base=SafeTask,
-        bind=True,
-        name=NAME,
-        default_retry_delay=0,
-        autoretry_for=(KeyError,),
-    )
-    message = call(mailbox, task, **CALL)
-    for retries in (1, 2):
-        assert mailbox.deliver(message).state == "RETRY"
-        assert held_names() == []
-        message = mailbox.take_one()
-        assert message.headers["retries"] == retries
-        ours = {"task": NAME, "key": "feed-42", "options": CALL, "format": FORMAT}
-        assert message.ours == ours
-    with held_by(LOCK, "other"):
-        state, error = mailbox.deliver(message)
-    assert (state, type(error)) == ("FAILURE", AlreadyRunning)
-    state, ((name, remaining),) = mailbox.deliver(message)
-    assert (state, name) == ("SUCCESS", LOCK)
-    assert 90 < remaining <= 100
