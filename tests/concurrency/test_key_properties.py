@@ -6,14 +6,12 @@ tells that by comparing what arrives, part by part. ``SAFE_EXAMPLES=200000`` tri
 that many for each property.
 """
 
-import json
 import os
-import re
 import unicodedata
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import UTC, date, datetime, time, timedelta, timezone
+from datetime import UTC, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, IntEnum, StrEnum
 from itertools import combinations_with_replacement
@@ -27,10 +25,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kombu.exceptions import SerializationError
-from kombu.serialization import registry
 
 from django_celery_safe import NotSerializable
-from django_celery_safe.concurrency.keys import DIGITS
 from django_celery_safe.conf import UNSET
 from tests.concurrency.test_keys import key_of, travel
 
@@ -401,18 +397,6 @@ def test_only_what_a_call_says_counts_not_how() -> None:
 
 # Secrets in keys.
 
-secrets = st.integers(16**10, 16**40).map("{:x}".format)
-
-
-@many
-@given(secrets, st.sampled_from([UNSET, ["a"], lambda a, b: [a], lambda a, b: {"x": a}]), seeds)
-def test_a_hashed_key_shows_nothing(secret: str, rule: Any, random: Random) -> None:
-    """Hexadecimal text, which could hide in a key, is in none that is hashed."""
-    hidden = random.choice([secret, [secret], {secret: 1}, {1: secret.encode()}, int(secret, 16)])
-    key = key_of(hidden, key=rule)
-    assert re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", key)
-    assert secret not in key
-
 
 class Secret:
     """A value that can't be sent, and whose repr shows a secret."""
@@ -438,31 +422,6 @@ def test_a_named_text_from_a_key_function_is_its_text() -> None:
     """A member of an enum of str is the same key in a lock's name as in a message's header."""
     key = key_of(1, key=lambda a, b: OldColor.RED)
     assert f"{key}" == travel(key) == "red"
-
-
-@pytest.fixture
-def dated() -> Iterator[str]:
-    """A serializer of one's own, whose mark of a date is not kombu's."""
-
-    def write(value: Any) -> str:
-        return json.dumps(value, default=lambda day: {"$date": day.isoformat()})
-
-    def read(text: str) -> Any:
-        return json.loads(text, object_hook=decode)
-
-    def decode(found: dict[str, Any]) -> Any:
-        return date.fromisoformat(found["$date"]) if "$date" in found else found
-
-    registry.register("dated", write, read, "application/x-dated", "utf-8")
-    yield "dated"
-    registry.unregister("dated")
-
-
-def test_a_serializer_of_ones_own_decides_on_what_arrives(dated: str) -> None:
-    """Plain values too are what the task's serializer makes of them, whichever it is."""
-    value = {"$date": "2026-11-01"}
-    assert travel(value, dated) == date(2026, 11, 1)
-    assert key_of(value, serializer=dated) == key_of(date(2026, 11, 1), serializer=dated)
 
 
 def test_what_shows_itself_otherwise_is_told_apart_with_pickle() -> None:
