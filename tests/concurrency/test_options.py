@@ -99,13 +99,6 @@ def test_standing_above_the_task_decorator_is_refused(kind: str, mailbox: Mailbo
     assert app.finalized is (kind == "finalized app task")
 
 
-@pytest.mark.parametrize("what", ["{feed_url}", SafeTask])
-def test_what_is_no_function_is_refused(what: Any) -> None:
-    """A key given by position, or a task class, is a TypeError that says how to write it."""
-    with pytest.raises(TypeError, match=r"instead of a function.*above run.*key="):
-        single_instance(what)
-
-
 def test_a_decorated_function_looks_as_before(mailbox: Mailbox) -> None:
     """Name, module, docstring, annotations and signature stay, and so does what Celery makes."""
     for decorate in (single_instance, single_instance(key=["feed_url"], timeout=5)):
@@ -236,18 +229,6 @@ class ClassBasedPlain(Task):  # type: ignore[type-arg]
     run = ClassBased.run
 
 
-@pytest.mark.parametrize("base", [Task, SafeTask])
-def test_every_kind_of_task_runs_under_its_lock(
-    kind: str, base: Any, mailbox: Mailbox, locks_in_memory: None
-) -> None:
-    """Each way to make a task takes the lock that its template names, and frees it."""
-    task = make_task(mailbox, kind, base)
-    task.delay(KINDS[kind][2])
-    outcome = mailbox.deliver(mailbox.take_one())
-    assert outcome == ("SUCCESS", [f"{task.name}:7"])
-    assert held_names() == []
-
-
 def test_the_key_of_the_send_is_the_key_of_the_run(
     kind: str, mailbox: Mailbox, locks_in_memory: None
 ) -> None:
@@ -277,19 +258,6 @@ def test_models_have_the_key_of_their_dump(mailbox: Mailbox, locks_in_memory: No
     task.delay(Album(pk=8))
     names = [mailbox.deliver(message).value for message in mailbox.take()]
     assert names[0] == names[1] != names[2]
-
-
-def test_a_body_that_runs_later_is_refused() -> None:
-    """A coroutine or generator function can't be decorated: its lock would be gone too early."""
-
-    async def coroutine() -> None: ...
-
-    def generator() -> object:
-        yield
-
-    for function in (coroutine, generator):
-        with pytest.raises(ConfigurationError, match=f"{function.__qualname__}.*before its body"):
-            single_instance(function)
 
 
 @shared_task(base=SafeTask)
