@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+import psutil
+
 
 class Line:
     """
@@ -87,6 +89,12 @@ class Line:
         with suppress(OSError):
             one.shutdown(socket.SHUT_RDWR)
         one.close()
+
+
+def connections_to(port: int) -> int:
+    """Return how many connections this process has to a port."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(bool(one.raddr) and one.raddr.port == port for one in found)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
-import psutil
 import pytest
 from pymemcache.client.base import Client
 from pytest_django import Settings
@@ -26,6 +25,7 @@ from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, require
+from tests.locks.lines import connections_to
 from tests.locks.renewals import get_lock
 from tests.processes import run_in_processes, wait_for
 from tests.sending.test_relay_trouble import Proxy
@@ -66,7 +66,7 @@ def fragile(settings: Settings) -> Iterator[MemcachedServer]:
         yield server
 
 
-# The server gone, restarted, silent, full
+# The server gone, restarted, silent
 
 
 @pytest.mark.parametrize("options", [{}, {"ignore_exc": True, "use_pooling": True}], ids=str)
@@ -167,13 +167,7 @@ def test_a_renewal_waits_as_told(fragile: MemcachedServer, settings: Settings) -
             fragile.resume()
         assert waiting.result(10) == [True]
     assert patient.extend(renewal, within=10) == [True]
-    assert connections_to(fragile) == 1
-
-
-def connections_to(server: MemcachedServer) -> int:
-    """Return how many connections this process has to the server."""
-    found = psutil.Process().net_connections("tcp")
-    return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
+    assert connections_to(fragile.port) == 1
 
 
 def test_a_server_without_cas_hangs_nobody(settings: Settings) -> None:

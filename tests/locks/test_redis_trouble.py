@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 from django.core.cache import cache
 from pytest_django import Settings
@@ -73,12 +72,6 @@ def wait_for_waiters(server: RedisServer, number: int) -> None:
     """Wait until so many clients wait at the server."""
     with server.client() as admin:
         wait_for(lambda: admin.info("clients")["blocked_clients"] == number, 20, "too few wait")
-
-
-def connections_to(server: RedisServer) -> int:
-    """Return how many connections this process has to the server."""
-    found = psutil.Process().net_connections("tcp")
-    return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
 
 
 # Scripts forgotten, connections cut
@@ -330,21 +323,6 @@ def test_nobodys_token_frees_nothing(in_redis: None) -> None:
 
 
 # Many at once
-
-
-def test_a_thousand_locks_fit_the_default_pool(
-    fragile_redis: RedisServer, losses: list[str], clock: HeldClock
-) -> None:
-    """One process holds and renews 1,000 locks over a few connections, and the cache works on."""
-    locks = [cache_lock(f"many:{number}", timeout=60) for number in range(1000)]
-    assert all(lock.acquire() for lock in locks)
-    clock.advance(21)
-    assert all(lock.remaining > 55 for lock in locks)
-    assert connections_to(fragile_redis) <= 4
-    cache.set("x", 1)
-    assert cache.get("x") == 1
-    assert all(lock.release() for lock in locks)
-    assert not losses
 
 
 def test_many_waiters_need_no_pool(fragile_redis: RedisServer, settings: Settings) -> None:

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 from django.core.cache import cache
 from pytest_django import Settings
@@ -12,6 +11,7 @@ from pytest_django import Settings
 from django_celery_safe import CacheLock, LockBackendError, cache_lock, iter_locks
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, require
+from tests.locks.lines import connections_to
 from tests.processes import wait_for
 from tests.servers import RedisServer, SentinelServer, ServerPool
 
@@ -63,12 +63,6 @@ def without_backend_errors(ask: Callable[[], bool]) -> Callable[[], bool]:
     return retry_on_disconnect
 
 
-def connections_to(server: RedisServer) -> int:
-    """Return how many connections this process has to the server."""
-    found = psutil.Process().net_connections("tcp")
-    return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
-
-
 def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer, clock: HeldClock) -> None:
     """Locks that the replica has are held, excluded and renewed in it after a planned failover."""
     with cache_lock("renewed", timeout=600) as lock, cache_lock("asked") as other:
@@ -87,7 +81,7 @@ def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer, clock: HeldC
             assert holds(sentinel.second, "new")
         assert other.release()
         assert not holds(sentinel.second, "asked")
-    assert connections_to(sentinel.first) == 0
+    assert connections_to(sentinel.first.port) == 0
 
 
 def test_a_killed_master_is_replaced(sentinel: SentinelServer) -> None:

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from redis import Redis
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from django_celery_safe.locks.stores.wire import Wire
+from tests.locks.lines import connections_to
 from tests.processes import run_in_processes, wait_for
 from tests.servers import RedisServer
 
@@ -24,26 +24,20 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-def connections_to(server: RedisServer) -> int:
-    """Return how many connections this process has to the server."""
-    found = psutil.Process().net_connections("tcp")
-    return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
-
-
 def test_it_closes_with_its_owner(redis_server: RedisServer) -> None:
     """A wire that goes out of use closes its connection, also as a part of a cycle."""
     gc.collect()  # what other tests left
-    before = connections_to(redis_server)
+    before = connections_to(redis_server.port)
     with warnings.catch_warnings(), redis_server.client() as client:
         warnings.simplefilter("error")
         for _ in range(5):
             wire = Wire(client)
             assert wire.ask("PING") == b"PONG"
             wire.itself = wire  # type: ignore[attr-defined]
-        assert connections_to(redis_server) > before
+        assert connections_to(redis_server.port) > before
         del wire
         gc.collect()
-        assert connections_to(redis_server) == before
+        assert connections_to(redis_server.port) == before
 
 
 def test_an_interrupted_connection_is_closed(redis_server: RedisServer) -> None:
@@ -53,7 +47,7 @@ def test_an_interrupted_connection_is_closed(redis_server: RedisServer) -> None:
         raise SystemExit
 
     gc.collect()  # what other tests left
-    before = connections_to(redis_server)
+    before = connections_to(redis_server.port)
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
         with redis_server.client() as client:
@@ -61,7 +55,7 @@ def test_an_interrupted_connection_is_closed(redis_server: RedisServer) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(SystemExit):
                 wire.ask("BLPOP", "nothing here", "1", within=10)
-            assert connections_to(redis_server) == before
+            assert connections_to(redis_server.port) == before
             assert wire.ask("ECHO", "another", within=10) == b"another"
             wire.close()
     finally:
@@ -101,19 +95,19 @@ def pack_numbers(url: str) -> list[object]:
 def test_a_connection_opened_in_haste_is_not_for_others(redis_server: RedisServer) -> None:
     """A request waits as long as its settings say, on a connection that another opened, too."""
     gc.collect()  # what other tests left
-    before = connections_to(redis_server)
+    before = connections_to(redis_server.port)
     with Redis.from_url(redis_server.url, socket_timeout=30) as client:
         wire = Wire(client)
         for _ in range(3):
             assert wire.ask("PING", within=0.5) == b"PONG"
-        assert connections_to(redis_server) == before + 1
+        assert connections_to(redis_server.port) == before + 1
         # Three times as long as the first one waits.
         assert wire.ask("BLPOP", "nothing here", "1.5") is None
-        assert connections_to(redis_server) == before + 1
+        assert connections_to(redis_server.port) == before + 1
         assert wire.ask("PING", within=0.5) == b"PONG"
-        assert connections_to(redis_server) == before + 1
+        assert connections_to(redis_server.port) == before + 1
         wire.close()
-        assert connections_to(redis_server) == before
+        assert connections_to(redis_server.port) == before
 
 
 @pytest.mark.parametrize(("own", "within"), [(None, 0.2), (30, 0.2), (0.2, 30)])
