@@ -100,12 +100,6 @@ class RaisingCache(DictCache):
         return super().__getattribute__(name)
 
 
-class UntouchableCache(DictCache):
-    """Has no touch()."""
-
-    touch = BaseCache.touch
-
-
 class LateTouchCache(DictCache):
     """Lets someone else take what it touches, as when the lease ends in between."""
 
@@ -220,17 +214,6 @@ def test_a_body_keeps_its_result_when_the_cache_breaks(
         with cache_lock("y"):
             RaisingCache.raising.add("delete")
     assert "The lock 'y' could not be released or extended and ends by its lease" in caplog.text
-
-
-def test_a_cache_without_touch_can_not_extend(use: UseCache) -> None:
-    """On a cache without touch() a lock is held for one lease; to extend it is an error."""
-    use(UntouchableCache)
-    with cache_lock("x") as lock:
-        with pytest.raises(LockBackendError, match=r"extend.*touch"):
-            lock.ensure()
-        assert lock.held
-        assert not cache_lock("x").acquire()
-    assert find_lock("x") is None
 
 
 def test_an_extension_never_makes_two_trust(use: UseCache) -> None:
