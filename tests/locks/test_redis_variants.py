@@ -44,32 +44,23 @@ def client(**given: Any) -> dict[str, Any]:
 
 
 KEYS: dict[str, dict[str, Any]] = {
-    "prefix": {"KEY_PREFIX": "shop"},
     "key function": {"KEY_FUNCTION": f"{__name__}.surround", "KEY_PREFIX": "shop"},
     "hashed keys": {"KEY_FUNCTION": f"{__name__}.digest"},
 }
 
 DJANGO_REDIS: dict[str, dict[str, Any]] = {
-    "json": options(SERIALIZER="django_redis.serializers.json.JSONSerializer"),
-    "zlib": options(COMPRESSOR="django_redis.compressors.zlib.ZlibCompressor"),
     "herd": options(CLIENT_CLASS="django_redis.client.HerdClient"),
     "decoded": client(decode_responses=True),
-    "resp2": client(protocol=2),
     "python parser": options(PARSER_CLASS="redis.connection._RESP2Parser"),
-    "small pool": client(max_connections=1),
     "blocking pool": options(
         CONNECTION_POOL_CLASS="redis.BlockingConnectionPool",
         CONNECTION_POOL_KWARGS={"max_connections": 1, "timeout": 1},
     ),
-    "no timeouts": client(socket_timeout=None, socket_connect_timeout=None),
 }
 
 DJANGO: dict[str, dict[str, Any]] = {
     "decoded": options(decode_responses=True),
     "resp2": options(protocol=2),
-    "blocking pool": options(
-        pool_class="redis.BlockingConnectionPool", max_connections=1, timeout=1
-    ),
 }
 
 VARIANTS: dict[str, tuple[RedisCacheKind, dict[str, Any]]] = {
