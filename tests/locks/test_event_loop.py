@@ -28,7 +28,6 @@ async def in_loop(action: Callable[[], Any]) -> Any:
 
 ACTIONS: dict[str, Callable[[CacheLock], Any]] = {
     "acquire": CacheLock.acquire,
-    "with": CacheLock.__enter__,
     "decorated": lambda lock: lock(lambda: None)(),
 }
 OWNERS: dict[str, Callable[[CacheLock], Any]] = {

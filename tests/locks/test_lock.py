@@ -15,7 +15,6 @@ from django_celery_safe import (
     cache_lock,
 )
 from django_celery_safe.leases.clock import boottime
-from django_celery_safe.leases.clock import clock as leases_clock
 from tests.clock import HeldClock
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory")
@@ -91,11 +90,3 @@ def test_a_lock_is_not_held_after_its_machine_was_suspended(clock: HeldClock) ->
     with cache_lock("suspended", timeout=60) as lock:
         clock.jump(3600)
         assert (lock.held, lock.remaining) == (False, 0.0)
-
-
-def test_waiting_sleeps_as_gevent_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ``time.sleep()`` that is replaced after our import is the one that waits."""
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    leases_clock.sleep(1.5)
-    assert slept == [1.5]
