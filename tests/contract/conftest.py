@@ -78,10 +78,3 @@ def use_store(
                 settings.CACHES["default"]["BACKEND"] = "tests.contract.plain.PlainCache"
 
     return use
-
-
-@pytest.fixture(params=params(*SHARED_STORES, "local"))
-def any_store(request: pytest.FixtureRequest, use_store: Callable[[str], None]) -> str:
-    """Every store in turn."""
-    use_store(request.param)
-    return str(request.param)

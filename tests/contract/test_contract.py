@@ -15,7 +15,6 @@ from tests.clock import HeldClock
 from tests.conftest import MakeDatabase
 from tests.contract import cases
 from tests.contract.conftest import SHARED_STORES, params
-from tests.processes import run_in_processes
 from tests.servers.databases import DatabaseKind
 
 UseStore = Callable[[str], None]
@@ -91,14 +90,3 @@ def test_local_store_excludes_threads(use_store: UseStore) -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(race, range(8)))
     assert Counter(won) == dict.fromkeys(names, 1)
-
-
-def test_local_store_is_each_process_its_own(use_store: UseStore) -> None:
-    """Local memory can't keep processes apart: both get the lock."""
-    use_store("local")
-    assert run_in_processes(take_for_ever, 2) == [True, True]
-
-
-def take_for_ever() -> bool:
-    """Take a lock and keep it."""
-    return cache_lock("for ever").acquire()
