@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from django_celery_safe import (
     ConfigurationError,
     SafeTask,
-    SafeTaskMixin,
     idempotent,
     iter_locks,
     single_instance,
@@ -76,16 +74,6 @@ def without_trace(function: Function) -> Function:
     return inner
 
 
-def renamed(function: Function) -> Function:
-    """Rename an argument, and have another default for it."""
-
-    @functools.wraps(function)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, limit=kwargs.pop("most", 100), **kwargs)
-
-    return inner
-
-
 def unchanged(function: Function) -> Function:
     """Change nothing: the base class does."""
     return function
@@ -110,13 +98,6 @@ class SchemaTask(SchemaMixin, SafeTask):  # type: ignore[misc, type-arg]
     typing = False
 
 
-class TenantTask(SafeTaskMixin, SchemaMixin, SafeTask.__mro__[2]):  # type: ignore[misc, type-arg]
-    """Ours above the tenant's class."""
-
-    abstract = True
-    typing = False
-
-
 def session_first(session: Session, x: Any) -> Any:
     """Get a session, and then the argument."""
     assert isinstance(session, Session)
@@ -131,12 +112,6 @@ def session_last(x: Any, session: Session) -> Any:
 
 def only(x: Any) -> Any:
     """Get the argument."""
-    return note(x)
-
-
-def limited(x: Any, limit: int = 10) -> Any:
-    """Get the argument, and a limit that the decorator chooses."""
-    assert limit in (100, 3)
     return note(x)
 
 
@@ -171,24 +146,12 @@ CHANGES: Final = {
     "session by name": Change(with_session, session_last),
     "session after self": Change(with_session_bound, bound_session, options={"bind": True}),
     "argument taken out": Change(without_trace, only, more={"trace": "t"}),
-    "other default": Change(renamed, limited),
-    "argument renamed": Change(renamed, limited, more={"most": 3}),
     "schema of a class": Change(unchanged, only, SchemaTask),
-    "schema of a class below": Change(unchanged, only, TenantTask),
 }
 PLACES: Final = {
     "above": lambda change, ours, function: change(ours(function)),
     "below": lambda change, ours, function: ours(change(function)),
 }
-CALLS: Final[list[tuple[tuple[Any, ...], dict[str, Any]]]] = [
-    ((), {}),
-    ((5,), {}),
-    ((), {"x": 5}),
-    ((5, 6, 7), {}),
-    ((5,), {"trace": "t"}),
-    ((5,), {"most": 3}),
-    ((), {"y": 5}),
-]
 OURS: Final[dict[str, Any]] = {
     "single_instance": single_instance(on_conflict="raise"),
     "key": single_instance(on_conflict="raise", key="{x}"),
@@ -214,27 +177,6 @@ def make(mailbox: Mailbox, change: Change, place: Any, ours: Any) -> Any:
     """Return a task with our decorator, and the change above or below it."""
     function = place(change.decorate, ours, change.function)
     return mailbox.task(function, base=change.base, name="tests.changed", **change.options)
-
-
-def accepts(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call can be sent."""
-    with suppress(TypeError):
-        task.apply_async(args, kwargs)
-        return True
-    return False
-
-
-@pairwise("ours", {**OURS, "step": stages.step})
-def test_calls_that_fit_the_plain_task_fit_ours(
-    change: Change, place: Any, ours: Any, mailbox: Mailbox
-) -> None:
-    """Celery accepts and refuses the same calls as it does without our decorator."""
-    task = make(mailbox, change, place, ours)
-    function = change.decorate(change.function)
-    plain = mailbox.task(function, base=change.base, name="tests.plain", **change.options)
-    fit = [accepts(plain, *call) for call in CALLS]
-    assert [accepts(task, *call) for call in CALLS] == fit
-    assert True in fit
 
 
 @pairwise("ours", OURS)
@@ -334,26 +276,6 @@ def test_a_step_gets_what_a_decorator_adds(place: Any, mailbox: Mailbox) -> None
     assert [value for value, _ in runs] == [({"a": 1}, 5, run.pk)]
     run.refresh_from_db()
     assert run.status == "succeeded"
-
-
-def test_a_retry_with_other_arguments_is_another_call(mailbox: Mailbox) -> None:
-    """It runs under the lock of its own arguments, and frees the lock of the first send."""
-
-    def work(self: Any, x: int) -> Any:
-        if x == 5:
-            raise self.retry((6,), countdown=60)
-        return note(x)
-
-    task = mailbox.task(OURS["unique"](work), bind=True, base=SafeTask, name="tests.changed")
-    task.delay(5)
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
-    assert list(iter_locks()) == []
-    (retry,) = mailbox.take()
-    assert [task.delay(x).is_duplicate for x in (5, 6)] == [False, False]
-    assert mailbox.deliver(retry).value == 6
-    assert runs == [
-        (6, sorted([task.lock_name(6), *(f"sent:{task.lock_name(x)}" for x in (5, 6))]))
-    ]
 
 
 def test_an_error_callback_runs_alone(mailbox: Mailbox) -> None:
