@@ -57,7 +57,7 @@ def test_numbers_too_long_to_print_have_keys() -> None:
     assert key_of(huge, serializer="pickle") == key_of(huge)
 
 
-@pytest.mark.parametrize("key", [lambda a, b: (a, b), "{a}-{b}"])
+@pytest.mark.parametrize("key", [UNSET, lambda a, b: (a, b), "{a}-{b}"])
 def test_it_does_not_matter_how_a_call_is_written(key: Any) -> None:
     """Position, keyword and default are the same call, also for a function and a template."""
     same = {key_of(1, key=key), key_of(1, 2, key=key), key_of(b=2, a=1, key=key)}
