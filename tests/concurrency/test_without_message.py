@@ -56,13 +56,9 @@ def work(number: int) -> Any:
 @pytest.mark.parametrize(
     ("kind", "base", "call"),
     [
-        ("plain", Task, directly),
         ("bound", SafeTask, by_run),
         ("class", Task, by_apply),
-        ("class", SafeTask, directly),
         ("bound autoretry", SafeTask, eagerly),
-        ("bound autoretry", Task, by_run),
-        ("pydantic", Task, eagerly),
         ("pydantic", SafeTask, by_apply),
     ],
 )
