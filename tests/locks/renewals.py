@@ -1,7 +1,5 @@
 """Leases and their renewals, as a test sees them in the store."""
 
-import math
-
 from django_celery_safe import HeldLock, find_lock
 from django_celery_safe.leases.clock import clock
 from django_celery_safe.leases.renewer import renewer
@@ -27,18 +25,6 @@ def stop_renewing(lock: CacheLock) -> None:
     """Let a held lock's lease go on to its end, as if the thread that renews it hung."""
     assert lock.lease is not None
     renewer.remove(lock.lease)
-
-
-def wait_for_renewal(name: str) -> None:
-    """Wait until the rest of a lock's lease grows, as nothing else but a renewal lets it."""
-    last = math.inf
-
-    def grows() -> bool:
-        nonlocal last
-        before, last = last, get_lock(name).remaining or 0.0
-        return last > before
-
-    wait_for(grows, 30, "it is not renewed")
 
 
 def wait_for_renewals(*locks: CacheLock) -> None:
