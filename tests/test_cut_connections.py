@@ -23,9 +23,9 @@ from tests.app.tasks import add
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
-from tests.idempotency.gateway import Gateway
 from tests.idempotency.test_claims_in_trouble import gateway
 from tests.idempotency.test_flags_race import end_sessions
+from tests.locks.lines import Line
 from tests.processes import wait_for
 from tests.routing import AllIn
 from tests.sending.carrying import Carried
@@ -190,7 +190,7 @@ def test_the_wrapper_of_a_block_that_connects_ends_with_the_block(postgres_alias
 
 
 def test_a_change_of_a_projects_table_is_not_repeated(
-    gateway: tuple[str, str, Gateway],
+    gateway: tuple[str, str, Line],
 ) -> None:
     """It may look at rows of this app; if its answer is lost, only the project can repeat it."""
     direct, through, way = gateway
@@ -200,32 +200,32 @@ def test_a_change_of_a_projects_table_is_not_repeated(
     before = person.email
     longer = Person.everyone.using(through).exclude(email__in=nobody)
     with pytest.raises(DatabaseError):
-        way.lose_next_answer()
+        way.cut_after = 0
         longer.update(email=Concat("email", Value("x")))
     person.refresh_from_db()
     assert person.email == f"{before}x"
 
 
 @contextmanager
-def answer_lost(alias: str, way: Gateway, statement: str) -> Iterator[None]:
+def answer_lost(alias: str, way: Line, statement: str) -> Iterator[None]:
     """Lose the answer to the first statement of the block that begins so."""
     has_lost: list[str] = []
 
     def lose(execute: Any, sql: str, *more: Any) -> Any:
         if sql.startswith(statement) and not has_lost:
             has_lost.append(sql)
-            way.lose_next_answer()
+            way.cut_after = 0
         return execute(sql, *more)
 
     connection = connections[alias]
     connection.ensure_connection()
     with connection.execute_wrapper(lose):
         yield
-    assert way.has_lost_it
+    assert way.cut_after is None
 
 
 def test_a_lock_whose_release_gets_no_answer_is_free(
-    gateway: tuple[str, str, Gateway], settings: Settings
+    gateway: tuple[str, str, Line], settings: Settings
 ) -> None:
     """The release is asked for again, and what it finds is no loss of the lock."""
     _, through, way = gateway
@@ -240,7 +240,7 @@ def test_a_lock_whose_release_gets_no_answer_is_free(
 
 @pytest.mark.parametrize("statement", ["INSERT", "UPDATE"])
 def test_a_claim_that_gets_no_answer_once_is_ours(
-    statement: str, gateway: tuple[str, str, Gateway]
+    statement: str, gateway: tuple[str, str, Line]
 ) -> None:
     """It is asked for again, and what it finds is no other process."""
     _, through, way = gateway

@@ -25,9 +25,9 @@ from tests.app.models import Person
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
-from tests.idempotency.gateway import Gateway
 from tests.idempotency.test_claims import LONG, add, add_and_finish, add_first, follow
 from tests.idempotency.test_flags_race import end_sessions, isolate
+from tests.locks.lines import Line, line_to
 from tests.processes import FunctionProcess, start_in_process, tell, wait_for
 from tests.sending.carrying import Carried
 from tests.sending.conftest import hearing
@@ -499,32 +499,32 @@ def test_a_file_that_is_locked_for_long_does_not_undo_the_work(
 @pytest.fixture
 def gateway(
     postgres_alias: str, postgres_server: PostgresServer
-) -> Iterator[tuple[str, str, Gateway]]:
-    """The alias of a database, another one that leads there through a gateway, and that."""
+) -> Iterator[tuple[str, str, Line]]:
+    """The alias of a database, another one that leads there by a line, and that line."""
     direct = connections.settings[postgres_alias]
     names = ("ENGINE", "NAME", "USER")
-    with Gateway(postgres_server.host, postgres_server.port) as gateway:
+    with line_to(postgres_server.port) as line:
         settings = {name: direct[name] for name in names}
-        settings |= {"HOST": "127.0.0.1", "PORT": str(gateway.port)}
+        settings |= {"HOST": "127.0.0.1", "PORT": str(line.port)}
         with registered("through-gateway", settings):
-            yield postgres_alias, "through-gateway", gateway
+            yield postgres_alias, "through-gateway", line
 
 
 def test_an_answer_that_gets_lost_does_not_lose_the_claim(
-    gateway: tuple[str, str, Gateway],
+    gateway: tuple[str, str, Line],
 ) -> None:
     """The record was finished and the answer got lost: a second look finds that it was us."""
     direct, through, way = gateway
     with hearing(claim_lost) as told, idempotent(KEY, using=through) as claim:
         assert claim
-        way.lose_next_answer()
+        way.cut_after = 0
         claim.finish("stored")
-        assert way.has_lost_it
+        assert way.cut_after is None
     assert told == []
     assert result_of_repeat(direct) == "stored"
 
 
-def test_a_failure_whose_answer_gets_lost_is_a_failure(gateway: tuple[str, str, Gateway]) -> None:
+def test_a_failure_whose_answer_gets_lost_is_a_failure(gateway: tuple[str, str, Line]) -> None:
     """The second try finds the record no longer claimed, because the first one has written it."""
     direct, through, way = gateway
     with (
@@ -532,35 +532,35 @@ def test_a_failure_whose_answer_gets_lost_is_a_failure(gateway: tuple[str, str, 
         pytest.raises(ValueError, match="of the work"),
         idempotent(KEY, using=through),
     ):
-        way.lose_next_answer()
+        way.cut_after = 0
         raise ValueError("of the work")
-    assert way.has_lost_it
+    assert way.cut_after is None
     assert [event["signal"] for event in told] == [CLAIM_FAILED]
     assert record_of(direct).state == IdempotencyRecord.State.FAILED
 
 
 def test_a_message_that_is_put_back_is_not_lost_with_the_answer(
-    gateway: tuple[str, str, Gateway], mailbox: Mailbox
+    gateway: tuple[str, str, Line], mailbox: Mailbox
 ) -> None:
     """A carried task whose message is to be redelivered is not reported as lost."""
     direct, through, way = gateway
     carried = Carried(mailbox, through)
 
     def requeue(task: Any, *args: object) -> None:
-        way.lose_next_answer()
+        way.cut_after = 0
         raise Reject("again", requeue=True)
 
     carried.body = requeue
     message = carried.send()
     with hearing(claim_lost) as told:
         assert mailbox.deliver(message).state == "REJECTED"
-    assert (way.has_lost_it, told) == (True, [])
+    assert (way.cut_after is None, told) == (True, [])
     carried.alias = direct
     assert (carried.row.token, carried.row.error.partition(":")[0]) == ("", "Reject")
 
 
 def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(
-    gateway: tuple[str, str, Gateway],
+    gateway: tuple[str, str, Line],
 ) -> None:
     """A process that does not know whether it has the claim does nothing; another works later."""
     direct, through, way = gateway
@@ -575,7 +575,7 @@ def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(
         idempotent(KEY, using=through, timeout=600),
     ):
         pytest.fail("the block ran")
-    assert way.has_lost_it
+    assert way.cut_after is None
     assert record_of(direct).state == IdempotencyRecord.State.RUNNING
     assert not try_once(direct, "too early")
     end_lease(direct)
@@ -583,10 +583,10 @@ def test_a_claim_whose_answer_gets_lost_is_free_after_its_lease(
     assert record_of(direct).claims == 3
 
 
-def _lose_answers_to(statement: str, way: Gateway) -> Any:
+def _lose_answers_to(statement: str, way: Line) -> Any:
     def execute(run: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
         if sql.startswith(statement):
-            way.lose_next_answer()
+            way.cut_after = 0
         return run(sql, params, many, context)
 
     return execute
