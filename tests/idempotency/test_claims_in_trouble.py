@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -302,7 +301,7 @@ def test_a_time_limit_during_the_claim_leaves_as_one(postgres_alias: str) -> Non
     assert result_of_repeat(postgres_alias) == "of the second"
 
 
-@pytest.mark.parametrize("way", ["end", "raise", "exit", "finish"])
+@pytest.mark.parametrize("way", ["end", "raise", "finish"])
 def test_a_forked_child_leaves_the_claim_to_its_parent(way: str, postgres_alias: str) -> None:
     """However a child leaves the block that it was forked in, only its parent ends the claim."""
     with start_in_process(fork_inside, postgres_alias, way) as process:
@@ -325,15 +324,11 @@ def fork_inside(alias: str, way: str) -> tuple[int, str]:
                     claim.finish("of the parent")
                 elif way == "raise":
                     raise ValueError(way)
-                elif way == "exit":
-                    sys.exit()
                 elif way == "finish":
                     claim.finish("of the child")
             left_by = "end"
         except ValueError:
             left_by = "raise"
-        except SystemExit:
-            left_by = "exit"
         except ConfigurationError as error:
             left_by = "finish" if "the process that forked this one" in str(error) else ""
         finally:
@@ -344,40 +339,6 @@ def fork_inside(alias: str, way: str) -> tuple[int, str]:
 
 
 # The database.
-
-
-def test_a_failure_is_noted_by_a_new_connection(
-    postgres_alias: str, postgres_server: PostgresServer
-) -> None:
-    """If the server ended the session, the next who comes need not wait for the lease."""
-    with (
-        hearing(claim_lost, CLAIM_FAILED) as told,
-        pytest.raises(ValueError, match="of the work"),
-        idempotent(KEY, using=postgres_alias),
-    ):
-        end_sessions(postgres_server, postgres_alias)
-        raise ValueError("of the work")
-    assert [event["signal"] for event in told] == [CLAIM_FAILED]
-    assert record_of(postgres_alias).state == IdempotencyRecord.State.FAILED
-    assert try_once(postgres_alias, "of the second")
-
-
-def test_what_was_committed_is_done_though_the_connection_breaks(
-    postgres_alias: str, postgres_server: PostgresServer
-) -> None:
-    """If the server ends the session after the commit, another finds that it was ours."""
-    with (
-        hearing(claim_lost, CLAIM_FAILED) as told,
-        idempotent(KEY, using=postgres_alias) as claim,
-    ):
-        with transaction.atomic(using=postgres_alias):
-            Person.everyone.using(postgres_alias).create(pk=1)
-            claim.finish("stored")
-        end_sessions(postgres_server, postgres_alias)
-    assert told == []
-    connections[postgres_alias].close()  # it broke under the caller, and nobody has asked since
-    assert result_of_repeat(postgres_alias) == "stored"
-    assert record_of(postgres_alias).claims == 1
 
 
 def test_a_database_that_can_only_be_read_for_a_while_is_asked_again(
@@ -412,28 +373,6 @@ def test_a_database_that_can_only_be_read_for_a_while_is_asked_again(
     assert "read-only transaction" in caplog.text
     assert result_of_repeat(postgres_alias) == "stored"
     assert record_of(postgres_alias).claims == 1
-
-
-def test_a_database_that_is_back_within_the_lease_is_told(
-    postgres_alias: str, postgres_server: PostgresServer
-) -> None:
-    """While the server restarts, a decorated function comes back until it is noted."""
-
-    @idempotent("{number}", using=postgres_alias)
-    def work(number: int) -> int:
-        postgres_server.stop()
-        starting.start()
-        return 2 * number
-
-    starting = threading.Timer(0.3, postgres_server.start)
-    try:
-        assert work(1) == 2
-    finally:
-        starting.join()
-        postgres_server.start()
-    assert work(1) == 2
-    records = IdempotencyRecord.objects.using(postgres_alias)
-    assert [(record.state, record.claims) for record in records.all()] == [("done", 1)]
 
 
 @pytest.mark.parametrize("error", [None, ValueError("of the work")])
