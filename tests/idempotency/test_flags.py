@@ -1,6 +1,5 @@
 """do_once on one connection: its rows, its flags and its errors."""
 
-import logging
 import uuid
 from datetime import datetime
 from typing import Any
@@ -78,28 +77,28 @@ def test_only_the_flag_is_saved(person: Person) -> None:
 
 
 def test_at_most_once_sets_the_flag_first(person: Person) -> None:
-    """Under at_most_once the flag is stored when the block begins, and stays when it fails."""
+    """The flag is stored when the block begins, and stays when it fails, which is signalled."""
     with (
-        pytest.raises(ValueError, match="no"),
+        hearing(once_failed) as failures,
+        pytest.raises(ValueError, match="no") as caught,
         Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once") as row,
     ):
         assert row is not None
         assert Person.everyone.get(pk=person.pk).is_welcome_email_sent is True
         raise ValueError("no")
+    assert [(one["pk"], one["error"]) for one in failures] == [(person.pk, caught.value)]
     with Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once") as row:
         assert row is None
 
 
 def test_inside_another_transaction_is_refused(person: Person) -> None:
-    """Inside atomic() do_once is refused, unless durable=False lets the outer one decide."""
-    with transaction.atomic():
-        with (
-            pytest.raises(WrongTransaction, match="inside another transaction"),
-            Person.do_once(person.pk, "is_welcome_email_sent"),
-        ):
-            pytest.fail("the block ran")
-        with Person.do_once(person.pk, "is_welcome_email_sent", durable=False) as row:
-            assert row is not None
+    """Inside atomic() do_once is refused, because a rollback would take the flag back."""
+    with (
+        transaction.atomic(),
+        pytest.raises(WrongTransaction, match="inside another transaction"),
+        Person.do_once(person.pk, "is_welcome_email_sent"),
+    ):
+        pytest.fail("the block ran")
 
 
 @pytest.mark.parametrize(
@@ -227,24 +226,6 @@ def test_a_transaction_elsewhere_does_not_matter(two_databases: tuple[str, str])
         Person.do_once(1, "is_welcome_email_sent", using=writer) as row,
     ):
         assert row is not None
-
-
-def test_a_failure_that_is_never_repeated_is_told(
-    person: Person, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Under at_most_once a failed block is signalled, and logged at ERROR, with its error."""
-    error = ValueError("mailbox full")
-    with (
-        hearing(once_failed) as failures,
-        pytest.raises(ValueError, match="mailbox full"),
-        Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once"),
-    ):
-        raise error
-    ((failure),) = failures
-    assert (failure["pk"], failure["error"]) == (person.pk, error)
-    (record,) = [record for record in caplog.records if record.name.endswith(".once_failed")]
-    assert record.levelno == logging.ERROR
-    assert "ValueError: mailbox full" in record.getMessage()
 
 
 @pytest.mark.parametrize("wish", [Retry("later"), Reject("busy", requeue=True)])

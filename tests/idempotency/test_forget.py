@@ -13,6 +13,8 @@ from django_celery_safe import AlreadyClaimed, forget_record, idempotent
 from django_celery_safe.idempotency.record_table import record_table
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
 from tests.processes import wait_for
+from tests.servers import PostgresServer
+from tests.servers.databases import waits_for_a_lock
 
 #: A lease that no test outlasts.
 LEASE = timedelta(hours=10)
@@ -58,7 +60,9 @@ def test_work_that_runs_is_not_forgotten(db_alias: str) -> None:
 
 
 @pytest.mark.sql
-def test_a_claim_that_commits_meanwhile_is_safe(postgres_alias: str) -> None:
+def test_a_claim_that_commits_meanwhile_is_safe(
+    postgres_alias: str, postgres_server: PostgresServer
+) -> None:
     """The DELETE waits for a claim that is not committed, and leaves its record."""
     begin("mail:1", postgres_alias, timedelta(seconds=-1))
     row = record_table(postgres_alias).at("mail:1")
@@ -67,17 +71,12 @@ def test_a_claim_that_commits_meanwhile_is_safe(postgres_alias: str) -> None:
         with closing(connections[postgres_alias]):
             return forget_record("mail:1", using=postgres_alias)
 
-    def somebody_waits() -> bool:
-        with connections[postgres_alias].cursor() as cursor:
-            cursor.execute("SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)")
-            return bool(cursor.fetchone()[0])
-
     with ThreadPoolExecutor(1) as pool:
         with transaction.atomic(using=postgres_alias):
             holder = encode_holder("mail:1", Holder("web2", 43))
             assert row.try_claim("new", LEASE, holder=holder, digest="", claims=2)
             forgotten = pool.submit(forget)
-            wait_for(somebody_waits, 20)
+            wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 20)
         with pytest.raises(AlreadyClaimed):
             forgotten.result()
     assert row.get().token == "new"
