@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 from celery import Task
-from django.db import connections, transaction
+from django.db import connections
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from pytest_django import Settings
@@ -18,7 +18,6 @@ from django_celery_safe import (
     AlreadyClaimed,
     IdempotencyConflict,
     SafeTask,
-    WrongTransaction,
     idempotent,
     iter_locks,
     single_instance,
@@ -29,7 +28,6 @@ from django_celery_safe.events import TASK_OWN_COPY
 from django_celery_safe.idempotency.record_table import read_claim, record_table
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import IdempotencyRecord
-from tests.app.models import Person
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox, Message
 from tests.concurrency.test_without_message import by_apply, by_run, directly, eagerly
@@ -52,7 +50,6 @@ class Ordering:
         self,
         mailbox: Mailbox,
         using: str | None = None,
-        body: Callable[..., Any] | None = None,
         base: Any = SafeTask,
         **options: Any,
     ) -> None:
@@ -63,7 +60,7 @@ class Ordering:
 
         def ordering(task: Any, number: int, currency: str = "EUR") -> Any:
             self.runs.append(task.request.retries)
-            return f"{number} {currency}" if body is None else body(task)
+            return f"{number} {currency}"
 
         options.setdefault("acks_late", True)
         self.task = mailbox.task(
@@ -193,15 +190,6 @@ def test_a_copy_does_it_when_the_other_is_gone(ordering: Ordering) -> None:
     assert ordering.records.get().claims == 2
 
 
-def test_a_copy_comes_before_the_broker_delivers_again(ordering: Ordering) -> None:
-    """It waits for half the visibility timeout at most: beyond the whole it would multiply."""
-    mailbox, message = ordering.mailbox, ordering.message()
-    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 6}
-    ordering.is_done_elsewhere()
-    mailbox.deliver(message)
-    assert mailbox.take_one().delay <= 3
-
-
 @pytest.mark.parametrize("way", [directly, eagerly])
 def test_without_a_message_it_is_an_error(way: Callable[..., Any], ordering: Ordering) -> None:
     """A direct call can't come back: AlreadyClaimed names the task that does it."""
@@ -313,30 +301,6 @@ def test_a_retry_that_is_not_raised_does_it(
     assert done == [7]
 
 
-@pytest.mark.parametrize("left", ["atomic()", "autocommit off"])
-def test_work_that_leaves_a_transaction_open_is_not_done(
-    mailbox: Mailbox, sqlite_immediate_alias: str, left: str
-) -> None:
-    """It is rolled back, so the work has failed, and its next call does it."""
-    alias = sqlite_immediate_alias
-
-    def work(task: Any) -> str:
-        if task.request.retries == 0:
-            if left == "atomic()":
-                transaction.atomic(using=alias).__enter__()
-            else:
-                transaction.set_autocommit(False, using=alias)
-            Person.everyone.using(alias).create(pk=1)
-        return "done"
-
-    ordering = Ordering(mailbox, using=alias, body=work)
-    message = ordering.message()
-    state, error = mailbox.deliver(message)
-    assert (state, type(error)) == ("FAILURE", WrongTransaction)
-    assert not Person.everyone.using(alias).exists()
-    assert mailbox.deliver(message.with_headers(retries=1)) == ("SUCCESS", "done")
-
-
 def test_a_retry_without_delay_waits_for_the_end_of_its_run(
     mailbox: Mailbox, make_database: MakeDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,18 +321,6 @@ def test_a_retry_without_delay_waits_for_the_end_of_its_run(
     assert mailbox.deliver(message) == ("SUCCESS", "7 EUR")
     ending.join()
     assert mailbox.take() == []
-
-
-def test_a_message_that_meets_its_own_run_for_long_comes_back(
-    mailbox: Mailbox, make_database: MakeDatabase
-) -> None:
-    """Delivered again while it runs, a message holds no slot until its run has ended."""
-    ordering = Ordering(mailbox, using=make_database("sqlite"))
-    message = ordering.message()
-    ordering.is_done_elsewhere(message.id)
-    assert mailbox.deliver(message).state == "IGNORED"
-    assert mailbox.take_one().id == message.id
-    assert ordering.runs == []
 
 
 # Keys, and kinds of tasks.
