@@ -63,18 +63,6 @@ def test_the_dictionary_of_the_document() -> None:
     assert stages.make_plan({"sub_tasks": [[NOTE, 1]]}).params == "{}"
 
 
-def test_describe_shows_stages_and_arguments() -> None:
-    """A line for each stage and for each of its entries, with its arguments."""
-    plan = stages.make_plan([(add, 2.5, {"number": 2}), (note, 1), (add, 2.5)])
-    assert plan.describe() == (
-        "Stage 1 of 2, priority 2.5\n"
-        '  tests.stages.tasks.add {"number": 2}\n'
-        "  tests.stages.tasks.add\n"
-        "Stage 2 of 2, priority 1\n"
-        "  tests.stages.tasks.note"
-    )
-
-
 # Invalid plans.
 
 
@@ -87,7 +75,6 @@ def entries() -> Iterator[Any]:
 #: A plan, the part that the error names, and the error's reason.
 INVALID: list[tuple[Any, str, str]] = [
     ([], "it", "has no entries"),
-    (7, "7", "is not a list of entries"),
     (NOTE, f"'{NOTE}'", "is not a list of entries"),
     (plain, "<@task: tests.stages.tasks.plain", "is not a list of entries"),
     ([(note, 1), NOTE], f"entry 2, '{NOTE}',", "is not an entry"),
@@ -100,18 +87,16 @@ INVALID: list[tuple[Any, str, str]] = [
     ([(NOTE, 1, ["a"])], "entry 1", "has the arguments ['a']. Give them by name"),
     ([(NOTE, 1, {1: "a"})], "entry 1", "has the arguments {1: 'a'}. Give them by name"),
     ([(NOTE, 1, {"value": object()})], "entry 1", "has arguments that can't be kept: JSON"),
-    ([(NOTE, 1, {"value": "x" * 65536})], "entry 1", "can't be kept: it is 65,549 characters"),
     ([("tests.stages.tasks.not", 1)], "entry 1", f"does not know. Did you mean {NOTE!r}?"),
     ([(len, 1)], "entry 1", "<built-in function len>, which is not a task"),
     ([(plain.s({}, "a"), 1)], "entry 1", "has a signature of tests.stages.tasks.plain, whose arg"),
     ([(NOTE, 1), (NOTE, 1, {"size": 1})], "entry 2", "does not take (params) and size ("),
-    ([(NOTE, 1, {"params": {}})], "entry 1", "does not take (params) and params"),
     ([(plain, 1, {"size": 1})], "entry 1", "does not take (data, name) and size ("),
-    ([("celery.chord", 1)], "entry 1", "neither a @stages.step nor a SafeTask"),
     ({"sub_task": [[NOTE, 1]]}, "its key 'sub_task'", "Did you mean 'sub_tasks'?"),
     ({"params": {}}, "it", "has no 'sub_tasks'"),
-    ({"sub_tasks": [[NOTE, 1], [NOTE]]}, f"entry 2, ['{NOTE}'],", "has 1 parts"),
     ({"sub_tasks": [[NOTE, 1]], "params": 7}, "its params", "are 7. Give a dict"),
+    ({"sub_tasks": [[NOTE, 1]], "params": {1: 2}}, "its params", "are {1: 2}. Give a dict"),
+    ({"sub_tasks": [[NOTE, 1]], "params": {"a": object()}}, "its params", "JSON can't take it"),
 ]
 
 
@@ -123,22 +108,6 @@ def test_an_invalid_plan_is_refused(plan: Any, where: str, says: str) -> None:
     text = str(caught.value)
     assert text.startswith(f"The plan can't be run: {where}")
     assert says in text
-
-
-@pytest.mark.parametrize(
-    ("params", "says"),
-    [
-        ({"file": object()}, "can't be kept: JSON can't take it (TypeError"),
-        ({"ratios": [float("-inf")]}, "can't be kept: JSON can't take it (ValueError"),
-        ({1: 2}, "are {1: 2}. Give a dict"),
-    ],
-)
-def test_invalid_params_are_refused(params: Any, says: str) -> None:
-    """Params are a dict with names, of plain data; also those given anew."""
-    with pytest.raises(ConfigurationError) as caught:
-        stages.make_plan(stages.make_plan([(note, 1)]), params)
-    assert str(caught.value).startswith("The plan can't be run: its params")
-    assert says in str(caught.value)
 
 
 def test_params_are_given_once() -> None:
@@ -247,29 +216,9 @@ def test_above_single_instance_it_is_a_mistake() -> None:
         stages.step(single_instance(work))
 
 
-def test_it_decorates_functions() -> None:
-    """Anything but a function is refused."""
-    for thing in (None, int):
-        with pytest.raises(TypeError, match=r"@stages.step got .* instead of a function"):
-            stages.step(thing)  # type: ignore[type-var]
-
-
 def test_a_function_takes_params() -> None:
     """One without a place for the params is refused, and told how to write it."""
     functions: list[Any] = [lambda: None, lambda run, step: None, lambda **rest: None]
     for function in functions:
         with pytest.raises(TypeError, match=r"which takes no params. Write: def .*\(params\): ..."):
-            stages.step(function)
-
-
-def test_functions_without_a_body_are_refused() -> None:
-    """A coroutine or generator function would count as done before its body ran."""
-
-    async def later(params: Any) -> None: ...
-
-    def yielding(params: Any) -> Iterator[int]:
-        yield 1
-
-    for function in (later, yielding):
-        with pytest.raises(ConfigurationError, match="the step would count as done"):
             stages.step(function)
