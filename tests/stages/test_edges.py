@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from celery.app.task import Context
-from celery.exceptions import Retry
 from celery.signals import task_revoked, task_unknown
 from django.db import transaction
 
-from django_celery_safe import ClaimLost, SafeTask, TaskPoisoned, WrongTransaction, stages
+from django_celery_safe import ClaimLost, SafeTask, WrongTransaction, stages
 from django_celery_safe.models import StageRun
 from django_celery_safe.signals import task_poisoned
 from django_celery_safe.stages.step_table import StepTable
@@ -150,7 +149,6 @@ def test_a_duplicate_that_fails_before_its_claim_fails_nothing_that_runs(staged:
         (2, {}, "succeeded"),
         (3, {}, "failed"),
         (1, {"max_deaths": 1, "autoretry_for": (Exception,)}, "failed"),
-        (5, {"max_deaths": None}, "succeeded"),
     ],
 )
 def test_a_step_that_kills_its_process_fails(
@@ -161,16 +159,12 @@ def test_a_step_that_kills_its_process_fails(
     message = staged.take_one()
     for number in range(deaths):
         begin_and_die(staged, message, f"dead{number}")
-    is_run = status == "succeeded"
     with hearing(task_poisoned) as heard:
-        state, value = staged.deliver(message)
+        staged.deliver(message)
     assert statuses(run) == (status, status[0])
     step = staged.step("a")
-    assert (staged.calls, step.deaths) == (["a"] if is_run else [], deaths)
-    assert (state, step.error_type) == (
-        ("SUCCESS", "") if is_run else ("FAILURE", TaskPoisoned.__name__)
-    )
-    assert step.error == ("" if is_run else str(value))
+    is_run = status == "succeeded"
+    assert (staged.calls, step.error_type) == ((["a"], "") if is_run else ([], "TaskPoisoned"))
     assert [one["task_id"] for one in heard] == ([] if is_run else [message.id])
 
 
@@ -193,7 +187,7 @@ def test_a_step_that_ends_its_process_dies(staged: Staged) -> None:
 
 
 @pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
-@pytest.mark.parametrize("end", ["well", "with an error", "by a retry"])
+@pytest.mark.parametrize("end", ["well", "with an error"])
 def test_a_forked_child_does_not_end_its_parent_s_step(staged: Staged, end: str) -> None:
     """It leaves the function as the parent does, and the step is the parent's alone."""
 
@@ -202,8 +196,6 @@ def test_a_forked_child_does_not_end_its_parent_s_step(staged: Staged, end: str)
         if not child:
             if end == "with an error":
                 raise ValueError("child")
-            if end == "by a retry":
-                raise Retry("child", when=60)
             return {"a": "child"}
         os.waitpid(child, 0)
         return {"a": str(staged.step("a").status)}
