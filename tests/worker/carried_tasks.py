@@ -43,12 +43,6 @@ def note_failure(args: Any, exception: BaseException, task_id: str, **details: A
     Room(Path(args[0])).journal.write("failed", id=task_id, error=type(exception).__name__)
 
 
-@shared_task(**CARRIED, acks_late=True, reject_on_worker_lost=True)
-def stay_late(self: Any, room: str, alias: str) -> None:
-    """Stay as ``stay`` does, with a message that the broker delivers again."""
-    wait(enter(self, room, alias))
-
-
 @shared_task(**CARRIED, time_limit=3)
 def stay_too_long(self: Any, room: str, alias: str) -> None:
     """Stay until the worker kills the process at the hard time limit."""
@@ -86,12 +80,3 @@ def lead(self: Any, room: str, alias: str) -> None:
 def trail(self: Any, room: str, alias: str) -> None:
     """Write once, after ``lead``."""
     write_once(self, room, alias)
-
-
-@shared_task(**CARRIED)
-def try_again(self: Any, room: str, alias: str, retries: int) -> int:
-    """Be retried so many times, after a moment each."""
-    enter(self, room, alias)
-    if self.request.retries < retries:
-        raise self.retry(countdown=0.5)
-    return retries

@@ -11,11 +11,8 @@ from typing import Any
 
 from celery import shared_task
 from celery.exceptions import Ignore, Reject
-from pydantic import BaseModel
 
 from django_celery_safe import SafeTask, single_instance
-from tests.app.celery import app
-from tests.app.tasks import add
 from tests.processes import wait_for
 from tests.worker.rooms import Room
 
@@ -65,10 +62,6 @@ def act(task: Any, room: str, how: str) -> None:
         match how, number:
             case "fail", _:
                 raise KeyError(how)
-            case "retry until it fails", _:
-                raise task.retry(countdown=0, exc=KeyError(how))
-            case "fail once", 1:
-                raise KeyError(how)
             case "exit", _:
                 raise SystemExit(how)
             case "ignore", 1:
@@ -81,8 +74,6 @@ def act(task: Any, room: str, how: str) -> None:
                 raise task.retry(countdown=COUNTDOWN)
             case "retry now", 1:
                 raise task.retry(countdown=0)
-            case "replace", 1:
-                raise task.replace(add.si(1, 2))
             case "replace by itself", 1:
                 raise task.replace(task.si(room, how))
 
@@ -90,18 +81,6 @@ def act(task: Any, room: str, how: str) -> None:
 @make_task()
 def noted(self: Any, room: str, how: str) -> None:
     """Run as most tasks do."""
-    act(self, room, how)
-
-
-@make_task({"unique_until": "start"})
-def started(self: Any, room: str, how: str) -> None:
-    """Be sent once until it starts."""
-    act(self, room, how)
-
-
-@make_task(max_retries=1)
-def retried_once(self: Any, room: str, how: str) -> None:
-    """Run, and be retried once at most."""
     act(self, room, how)
 
 
@@ -141,46 +120,7 @@ def lost(self: Any, room: str, how: str) -> None:
     act(self, room, how)
 
 
-@make_task(retry_on_worker_lost=True, default_retry_delay=COUNTDOWN)
-def lost_later(self: Any, room: str, how: str) -> None:
-    """Be sent again by Celery, later, if the process dies."""
-    act(self, room, how)
-
-
 @make_task(autoretry_for=(KeyError,), default_retry_delay=0, max_retries=1)
 def autoretried(self: Any, room: str, how: str) -> None:
     """Be retried once, at once, by Celery itself."""
     act(self, room, how)
-
-
-@make_task(autoretry_for=(KeyError,), default_retry_delay=COUNTDOWN)
-def autoretried_later(self: Any, room: str, how: str) -> None:
-    """Be retried later by Celery itself."""
-    act(self, room, how)
-
-
-class Order(BaseModel):
-    """An argument that pydantic checks in the worker."""
-
-    number: int
-
-
-@make_task(pydantic=True)
-def modelled(self: Any, room: str, how: str, order: Order) -> None:
-    """Run with a model."""
-    assert isinstance(order, Order)
-    act(self, room, how)
-
-
-class ClassBased(SafeTask):
-    """A task class with a run method."""
-
-    name = f"{__name__}.class_based"
-
-    @single_instance(key="{room}", unique_until="end")
-    def run(self, room: str, how: str) -> None:
-        """Run as a method of the task's class."""
-        act(self, room, how)
-
-
-class_based = app.register_task(ClassBased())

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from celery import shared_task
-from celery.exceptions import Ignore, Reject
 
 from django_celery_safe import SafeTask, cache_lock, single_instance
 from tests.processes import wait_for
@@ -61,26 +60,8 @@ def hang(self: Any, room: str, name: str) -> None:
                 wait_for(gate.exists, 60)
 
 
-@shared_task(
-    base=SafeTask,
-    bind=True,
-    autoretry_for=(ConnectionError,),
-    default_retry_delay=0,
-    max_retries=2,
-)
+@shared_task(base=SafeTask, bind=True)
 @single_instance(key="{room}", unique_until="end", on_conflict="retry", retry_delay=0.2)
-def unique(self: Any, room: str, how: str = "stay") -> Any:
-    """Be sent once for each room until it ends, in this way."""
-    if how == "stay":
-        return Room(Path(room)).stay(self)
-    with Room(Path(room)).entered(self):
-        match how:
-            case "exception":
-                raise KeyError(how)
-            case "ignore":
-                raise Ignore(how)
-            case "reject":
-                raise Reject(how, requeue=False)
-            case "one retry too many":
-                raise self.retry()
-        raise ConnectionError(how)
+def unique(self: Any, room: str) -> Any:
+    """Be sent once for each room until it ends."""
+    return Room(Path(room)).stay(self)

@@ -24,10 +24,3 @@ class Witnessed(SafeTask):
 def two_at_once(self: Any, room: str) -> Any:
     """Stay in the room; come back if two are there."""
     return Room(Path(room)).stay(self)
-
-
-@shared_task(base=Witnessed, bind=True, acks_late=True, reject_on_worker_lost=True)
-@single_instance(key=["room"], timeout=10)
-def redelivered(self: Any, room: str) -> Any:
-    """Stay in the room for longer than the broker waits for an acknowledgement."""
-    return Room(Path(room)).stay(self)

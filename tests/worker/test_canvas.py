@@ -17,10 +17,8 @@ from celery.exceptions import ChordError, Reject
 from django.db import transaction
 
 from django_celery_safe import (
-    AlreadyRunning,
     SafeTask,
     find_lock,
-    release_lock,
     send_on_commit,
     single_instance,
 )
@@ -133,11 +131,6 @@ PLACES: dict[str, tuple[Callable[[Parts], Signature[Any]], Any, str]] = {
         [None, "b"],
         "a b kept",
     ),
-    "chord in a chord": (
-        lambda p: chord([chord([p.step("a"), p.twin], p.keep()), p.step("b")], p.keep()),
-        [["a", None], "b"],
-        "a b kept kept",
-    ),
 }
 
 
@@ -193,55 +186,31 @@ def step_of_call(journal: Journal, **options: Any) -> Signature[Any]:
     return note.si(key, "locked", "locked").set(single_instance={"key": key, **options})
 
 
-GOING_ON: dict[str, dict[str, Any]] = {
-    "skip": {"on_conflict": "skip"},
-    "retry": {"on_conflict": "retry", "retry_delay": 0.2},
-}
-FAILING: dict[str, dict[str, Any]] = {
-    "wait in vain": {"on_conflict": "wait", "blocking_timeout": 0.2},
-    "reject": {"on_conflict": "reject"},
-}
-
-
-@pytest.mark.parametrize("way", GOING_ON)
-def test_a_canvas_goes_on_over_a_conflict(way: str, journal: Journal) -> None:
-    """Skipped it goes on with None; else it comes back, and goes on with its result."""
+def test_a_canvas_goes_on_over_a_conflict(journal: Journal) -> None:
+    """A run that is skipped gives None to the rest of a chain, and to the body of a chord."""
     parts = Parts(journal)
-    locked = step_of_call(journal, **GOING_ON[way])
-    with held_by(f"{note.name}:{parts.path}", "other", 60) as lock:
-        linked = chain(locked.clone(), parts.keep()).delay()
-        twin = linked.parent
-        if way != "skip":
-            wait_for(lambda: twin.state == "RETRY", SOON)
-            assert journal.entries() == []
-            assert release_lock(lock)
-        assert linked.get(timeout=SOON) == (None if way == "skip" else "locked")
-        wait_for(lambda: twin.state == "SUCCESS", SOON)  # stored after the next was sent
-    with held_by(f"{note.name}:{parts.path}", "other", 60) as lock:
-        joined = chord([locked.clone(), parts.step("a")], parts.keep()).delay()
-        wait_for(lambda: journal.count("a"), SOON)
-        if way != "skip":
-            assert not joined.ready()
-            assert release_lock(lock)
-        assert joined.get(timeout=SOON) == [None if way == "skip" else "locked", "a"]
-    finish_all()
-    effects = ["a", "kept", "kept"] + ["locked"] * (0 if way == "skip" else 2)
-    assert effects_in(journal) == effects
-
-
-@pytest.mark.parametrize("way", FAILING)
-def test_a_canvas_fails_on_a_conflict(way: str, journal: Journal) -> None:
-    """Rejected, or waited for in vain: chain and chord fail, and nothing hangs."""
-    parts = Parts(journal)
-    locked = step_of_call(journal, **FAILING[way])
-    error = Reject if way == "reject" else AlreadyRunning
+    locked = step_of_call(journal, on_conflict="skip")
     with held_by(f"{note.name}:{parts.path}", "other", 60):
         linked = chain(locked.clone(), parts.keep()).delay()
-        with pytest.raises(error):
+        joined = chord([locked.clone(), parts.step("a")], parts.keep()).delay()
+        assert linked.get(timeout=SOON) is None
+        assert joined.get(timeout=SOON) == [None, "a"]
+        wait_for(lambda: linked.parent.state == "SUCCESS", SOON)  # stored after the next was sent
+    finish_all()
+    assert effects_in(journal) == ["a", "kept", "kept"]
+
+
+def test_a_canvas_fails_on_a_conflict(journal: Journal) -> None:
+    """If a run is rejected, its chain and its chord fail, and nothing hangs."""
+    parts = Parts(journal)
+    locked = step_of_call(journal, on_conflict="reject")
+    with held_by(f"{note.name}:{parts.path}", "other", 60):
+        linked = chain(locked.clone(), parts.keep()).delay()
+        with pytest.raises(Reject):
             linked.get(timeout=SOON)
         assert linked.parent.state == "FAILURE"
         joined = chord([locked.clone(), parts.step("a")], parts.keep()).delay()
-        with pytest.raises((ChordError, error)):
+        with pytest.raises((ChordError, Reject)):
             joined.get(timeout=SOON)
         wait_for(lambda: joined.state == "FAILURE", SOON)
         wait_for(lambda: journal.count("a"), SOON)

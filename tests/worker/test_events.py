@@ -246,14 +246,10 @@ def run_after_kill(scene: Scene) -> None:
     scene.begin()
 
 
-def terminate(how: str) -> Action:
-    """Revoke the running task with this signal."""
-
-    def action(scene: Scene) -> None:
-        tell_workers("revoke", scene.result.id, terminate=True, signal=how)
-        scene.end("REVOKED")
-
-    return action
+def terminated(scene: Scene) -> None:
+    """Revoke the running task with a signal that its process can't handle."""
+    tell_workers("revoke", scene.result.id, terminate=True, signal="SIGKILL")
+    scene.end("REVOKED")
 
 
 def revoke_then_send(scene: Scene) -> None:
@@ -341,10 +337,9 @@ def refusal(task: Any, state: str, error: Any, *more: Any, **options: Any) -> li
     return [Step(send(task, *more, **options), WAITING, 0), Step(refused(state, error), FREE)]
 
 
-def limited(task: Any, limit: str) -> list[Step]:
+def limited(task: Any) -> list[Step]:
     """Return the steps of a run that a time limit ends; how soon it begins does not matter."""
-    options: dict[str, Any] = {limit: TIME_LIMIT}
-    return [Step(send(task, **options), WAITING, 0), Step(result("FAILURE"), FREE)]
+    return [Step(send(task, time_limit=TIME_LIMIT), WAITING, 0), Step(result("FAILURE"), FREE)]
 
 
 TABLE = [
@@ -365,18 +360,6 @@ TABLE = [
     Row("retry", once(event_tasks.noted, "retry", "RETRY", WAITING_FOR_RETRY), stages=EVERYWHERE),
     Row("retry, then success", twice(event_tasks.noted, "retry now", "SUCCESS")),
     Row(
-        "the last retry fails",
-        twice(event_tasks.retried_once, "retry until it fails", "FAILURE"),
-    ),
-    Row(
-        "until it starts",
-        [
-            Step(send(event_tasks.started, "retry"), WAITING, 0),
-            Step(begin, RUNNING_ALONE, 0),
-            Step(end("RETRY"), FREE),
-        ],
-    ),
-    Row(
         "revoked before the start",
         [Step(revoke_then_send, WAITING, 0), Step(refused("REVOKED"), FREE)],
         stages=RABBITMQ,
@@ -388,17 +371,15 @@ TABLE = [
             Step(revoke_waiting, WAITING_FOR_RETRY),
         ],
     ),
-    Row("terminated by SIGTERM", [*sent(), Step(terminate("SIGTERM"), FREE)]),
-    Row("terminated by SIGKILL", [*sent(), Step(terminate("SIGKILL"), FREE)]),
+    Row("terminated", [*sent(), Step(terminated, FREE)]),
     Row("SystemExit", once(event_tasks.noted, "exit", "FAILURE")),
     Row(
         "expired before it was taken",
         [Step(send(expires=1), None), Step(wait, FREE), Step(refused("REVOKED"), FREE)],
         stages=RABBITMQ,
     ),
-    Row("soft time limit", limited(event_tasks.noted, "soft_time_limit")),
-    Row("hard time limit", limited(event_tasks.noted, "time_limit"), stages=DATABASE),
-    Row("hard time limit, acknowledged late", limited(event_tasks.late, "time_limit")),
+    Row("hard time limit", limited(event_tasks.noted), stages=DATABASE),
+    Row("hard time limit, acknowledged late", limited(event_tasks.late)),
     Row(
         "hard time limit, delivered again",
         [
@@ -463,30 +444,15 @@ TABLE = [
             Step(end("SUCCESS"), FREE),
         ],
     ),
-    Row("replace", once(event_tasks.noted, "replace", "SUCCESS")),
     Row("replace by itself", twice(event_tasks.noted, "replace by itself", "SUCCESS")),
-    Row("class-based", once(event_tasks.class_based, "succeed", "SUCCESS")),
-    Row("autoretry, then success", twice(event_tasks.autoretried, "fail once", "SUCCESS")),
     Row("autoretry exhausted", twice(event_tasks.autoretried, "fail", "FAILURE")),
-    Row(
-        "autoretry later",
-        once(event_tasks.autoretried_later, "fail", "RETRY", WAITING_FOR_RETRY),
-    ),
-    Row(
-        "pydantic",
-        [*sent(event_tasks.modelled, "succeed", {"number": 1}), Step(end("SUCCESS"), FREE)],
-    ),
-    Row(
-        "pydantic refuses the arguments",
-        refusal(event_tasks.modelled, "FAILURE", None, "succeed", {"number": "many"}),
-    ),
     Row(
         "before_start fails",
         refusal(event_tasks.noted, "FAILURE", KeyError, "fail before the start"),
     ),
 ]
 if IS_CELERY_57:
-    TABLE += [
+    TABLE.append(
         Row(
             "child killed, sent again by Celery",
             [
@@ -494,12 +460,8 @@ if IS_CELERY_57:
                 Step(run_after_kill, RUNNING, 0),
                 Step(end("SUCCESS"), FREE),
             ],
-        ),
-        Row(
-            "child killed, sent again later",
-            [*sent(event_tasks.lost_later), Step(killed("RETRY"), WAITING_FOR_RETRY)],
-        ),
-    ]
+        )
+    )
 
 
 # --- the tests

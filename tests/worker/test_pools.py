@@ -29,8 +29,6 @@ POOLS = {"prefork": 2, "threads": 4, "solo": 1, "gevent": 20}
 TOGETHER = ["prefork", "threads", "gevent"]
 #: Seconds until a result must be there; less than any lease that is to be freed.
 SOON = 20
-#: Ways in which a task can end without a result, and after how many runs.
-ENDINGS = {"exception": 1, "ignore": 1, "reject": 1, "one retry too many": 3, "autoretry": 3}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,9 +140,9 @@ def test_a_task_beyond_its_time_limit_keeps_its_lock_until_it_ends(rooms: dict[s
     wait_for(lambda: not any(map(find_lock, names)), SOON, "a lock is held still")
 
 
-def send_to_all(rooms: dict[str, Room], how: str = "stay") -> dict[str, Any]:
+def send_to_all(rooms: dict[str, Room]) -> dict[str, Any]:
     """Send the unique task to the worker of each pool, for the room of that pool."""
-    return {pool: unique.apply_async((room.path, how), queue=pool) for pool, room in rooms.items()}
+    return {pool: unique.apply_async((room.path,), queue=pool) for pool, room in rooms.items()}
 
 
 def senders(rooms: dict[str, Room]) -> dict[str, str | None]:
@@ -172,17 +170,3 @@ def test_the_same_is_sent_again_when_the_run_ends(rooms: dict[str, Room]) -> Non
         first = send_to_all(rooms)
         assert {result.is_duplicate for result in first.values()} == {False}
     assert [room.gauge.violations() for room in rooms.values()] == [[]] * len(POOLS)
-
-
-def test_every_end_frees_the_lock(rooms: dict[str, Room]) -> None:
-    """The same can be sent again at once, in whatever way a run ends for good."""
-    parts = {
-        how: {pool: Room(room.folder / how) for pool, room in rooms.items()} for how in ENDINGS
-    }
-    for how, places in parts.items():
-        for room in places.values():
-            room.folder.mkdir()
-        send_to_all(places, how)
-    for how, places in parts.items():
-        until_all(places, lambda _, room: len(room.runs()) == ENDINGS[how])  # noqa: B023
-        wait_for(lambda: senders(places) == NOBODY, SOON, f"{how} left a lock behind")  # noqa: B023

@@ -37,17 +37,3 @@ def test_with_a_limit_as_many_run_and_the_next_comes_back(room: Room) -> None:
     for result in (second, third):
         assert result.get(timeout=SOON) == [result.id, 0]
     assert room.gauge.highest() == 2
-
-
-def test_with_a_limit_one_message_does_not_run_beside_itself(room: Room) -> None:
-    """Delivered again while it runs, it comes back, though a place is free."""
-    first = tasks.two_at_once.delay(room.path)
-    room.until(room.runs, "the first did not start")
-    tasks.two_at_once.apply_async((room.path,), task_id=first.id)
-    room.until(lambda: room.tries(first.id) >= 2, "it was not delivered again")
-    second = tasks.two_at_once.delay(room.path)
-    room.until(lambda: room.runs(second.id), "the other place is not free")
-    assert len(room.runs(first.id)) == 1
-    room.open()
-    assert second.get(timeout=SOON) == [second.id, 0]
-    room.until(lambda: len(room.runs(first.id)) == 2, "the other delivery was lost", SOON)
