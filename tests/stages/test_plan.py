@@ -63,6 +63,12 @@ def test_the_dictionary_of_the_document() -> None:
     assert stages.make_plan({"sub_tasks": [[NOTE, 1]]}).params == "{}"
 
 
+def test_describe_shows_arguments() -> None:
+    """The text of a plan has the arguments of each entry beside its task."""
+    plan = stages.make_plan([(add, 1, {"number": 2})])
+    assert plan.describe().endswith('\n  tests.stages.tasks.add {"number": 2}')
+
+
 # Invalid plans.
 
 
