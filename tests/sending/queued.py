@@ -30,10 +30,7 @@ class RedisQueues:
 
     def take(self, *names: str) -> list[Published]:
         """Take all messages."""
-        return [
-            Published(**{**vars(one), "properties": without(one.properties, NEW)})
-            for one in take_published(self.server, self.database)
-        ]
+        return take_published(self.server, self.database)
 
     def forget(self, queues: Iterable[str], exchanges: Iterable[str]) -> None:
         """Remove all."""

@@ -17,25 +17,20 @@ from uuid import UUID, uuid4
 
 import pytest
 from amqp import PreconditionFailed
-from celery import Celery, _state, chain, chord, group, shared_task
-from celery.canvas import Signature, StampingVisitor
+from celery import Celery, _state, chain, chord, shared_task
+from celery.canvas import Signature
 from celery.signals import after_task_publish, before_task_publish
 from django.db import connections, transaction
 from kombu import Exchange, Queue, binding
-from kombu.transport.native_delayed_delivery import (
-    bind_queue_to_native_delayed_delivery_exchange,
-    declare_native_delayed_delivery_exchanges_and_queues,
-)
 
 from django_celery_safe import SafeTask, send_on_commit, single_instance
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.sending.publisher import DELAYED
 from django_celery_safe.sending.relay import Relay
 from tests.app.tasks import add, note, total
 from tests.conftest import MakeRedisCache
 from tests.listening import receiving
-from tests.processes import start_in_process, wait_for
+from tests.processes import wait_for
 from tests.sending.conftest import hearing
 from tests.sending.published import Published, run_here
 from tests.sending.queued import Queues, RabbitMQQueues, RedisQueues, comparable, without
@@ -47,9 +42,8 @@ if TYPE_CHECKING:
 #: Seconds until a result must be there.
 PATIENCE = 60
 
-#: A moment in UTC, and one whose time zone is not said, which for Celery is UTC too.
+#: A moment in UTC.
 LATER = datetime(2100, 1, 1, 12, 30, 0, 123456, tzinfo=UTC)
-LATER_NAIVE = LATER.replace(tzinfo=None)
 
 
 @shared_task(base=SafeTask)
@@ -67,33 +61,6 @@ def special(*args: Any) -> None:
 @shared_task(name="tests.sending.plain_celery")
 def plain_celery(*args: Any) -> None:
     """Have Celery's own base."""
-
-
-@shared_task(base=SafeTask)
-def send_from_a_run(alias: str | None) -> None:
-    """Send what a running task hands on, directly or into the outbox of a database."""
-    canvas = chain(add.s(1), group(add.s(2), add.s(3)))
-    if alias is None:
-        add.delay(0)
-        canvas.delay()
-    else:
-        with never_published(alias):
-            add.apply_async((0,), outbox=True, using=alias)
-            send_on_commit(canvas, outbox=True, using=alias)
-
-
-class CustomerStamp(StampingVisitor):
-    """Stamps every signature of a canvas."""
-
-    def on_signature(self, sig: Signature[Any], **headers: Any) -> dict[str, Any]:
-        """Add a header and name it as a stamp."""
-        return {"customer": [7, "Ann"], "stamped_headers": ["customer"]}
-
-
-def stamped(signature: Signature[Any]) -> Signature[Any]:
-    """Return the signature, stamped."""
-    signature.stamp(visitor=CustomerStamp())
-    return signature
 
 
 @contextmanager
@@ -183,10 +150,10 @@ class Line:
         result = self.send()
         return self.take(), result
 
-    def relayed(self, keep: Callable[[], Any] | None = None) -> tuple[list[Published], Any]:
+    def relayed(self) -> tuple[list[Published], Any]:
         """Send through outbox and relay; return the messages, and the result."""
         self.prepare()
-        result = (keep or self.keep)()
+        result = self.keep()
         assert self.take() == []
         self.prepare()
         self.relay()
@@ -282,7 +249,6 @@ KINDS: dict[str, Kind] = {
         options={"queue": UNKNOWN, "priority": 5}, queues=("all",), exchanges=("shop", "shop2")
     ),
     "eta": Kind(options={"eta": LATER, "priority": 0}),
-    "eta, naive": Kind(options={"eta": LATER_NAIVE}),
     "lzma, pickle": Kind(
         lambda: add.s((1, {2}), LATER), options={"compression": "lzma", "serializer": "pickle"}
     ),
@@ -290,6 +256,7 @@ KINDS: dict[str, Kind] = {
     "links": Kind(options={"link": [note.s("journal"), add.s(1)], "link_error": [add.si(1)]}),
     "other options": Kind(
         options={
+            "task_id": UUID(int=9),
             "app_id": "shop",
             "message_id": "m",
             "type": "order",
@@ -314,14 +281,8 @@ KINDS: dict[str, Kind] = {
     "single instance for this call": Kind(
         options={"single_instance": {"key": "{x}", "timeout": 50, "on_conflict": "skip"}},
     ),
-    "chunks, stamped": Kind(
-        lambda: stamped(add.chunks(zip(range(4), range(4), strict=True), 2).group())
-    ),
     "chord of chords": Kind(
         lambda: chord([chord([add.s(1), add.s(2)], total.s()), add.s(3)], total.s())
-    ),
-    "group, then group, then task": Kind(
-        lambda: chain(group(add.s(1), add.s(2)), group(total.s(), total.s()), total.s())
     ),
 }
 
@@ -367,13 +328,6 @@ CONFIGURED: dict[str, Kind] = {
 
 #: Features that Redis lacks, or forgets unless a consumer or a declaration comes first.
 ON_RABBITMQ: dict[str, Kind] = {
-    "unknown queue": KINDS["unknown queue"],
-    **{name: CONFIGURED[name] for name in ("route with exchange", "declaration")},
-    "fanout": Kind(
-        options={"queue": shop(kind="fanout"), "mandatory": True},
-        queues=("all",),
-        exchanges=("shop",),
-    ),
     "exchange object": Kind(
         options={"exchange": Exchange("shop", type="topic"), "routing_key": "shop.add"},
         queues=("all",),
@@ -390,14 +344,6 @@ ON_RABBITMQ: dict[str, Kind] = {
         },
         queues=("all",),
         exchanges=("shop",),
-    ),
-    "quorum queue": Kind(
-        options={
-            "queue": Queue("sure", queue_arguments={"x-queue-type": "quorum"}),
-            "exchange": "",
-            "routing_key": "sure",
-        },
-        queues=("sure",),
     ),
 }
 
@@ -440,56 +386,6 @@ def test_the_relay_declares_a_queue_as_the_sender_would(make_line: MakeLine) -> 
             assert len(line.take()) == 1
         with pytest.raises(PreconditionFailed):
             Queue("all", max_priority=3)(connection.default_channel).queue_declare()
-
-
-def test_apply_async_with_outbox_is_the_same(make_line: MakeLine) -> None:
-    """A task's own apply_async with outbox=True makes the message of one without."""
-    options = {**KINDS["other options"].options, **KINDS["links"].options, "task_id": UUID(int=9)}
-    line = make_line(Kind(options=options))
-    direct, result = line.directly()
-
-    def keep() -> Any:
-        with never_published(line.alias):
-            return add.apply_async((1,), {"y": 2}, outbox=True, using=line.alias, **options)
-
-    relayed, kept_result = line.relayed(keep)
-    assert len(relayed) == 1
-    assert comparable(relayed, kept_result) == comparable(direct, result)
-
-
-def relay_here(alias: str, conf: dict[str, Any]) -> int:
-    """In another process: relay with an app that is configured as the sender's."""
-    app = Celery("own")
-    app.conf.update(conf)
-    relay = Relay(alias)
-    relay.drain()
-    return relay.count
-
-
-def test_another_process_relays_all_kinds_at_once(make_line: MakeLine) -> None:
-    """In one batch of another process, each kind's messages are those of its direct send."""
-    everything = Kind(queues=("celery", "far", "all"), exchanges=("shop", "shop2"))
-    line = make_line(everything)
-    rows = OutboxMessage.objects.using(line.alias)
-    sends, kept = {}, {}
-    for name, line.kind in KINDS.items():
-        sends[name] = line.directly()
-    for name, line.kind in KINDS.items():
-        line.clear_locks()
-        known = set(rows.values_list("task_id", flat=True))
-        kept[name] = line.keep(), set(rows.values_list("task_id", flat=True)) - known
-    line.kind = everything
-    line.prepare()
-    count = rows.count()
-    with start_in_process(relay_here, line.alias, line.app.conf.changes) as process:
-        assert process.result() == count
-    assert not rows.exists()
-    messages = line.take()
-    assert len(messages) == count
-    for name, (result, ids) in kept.items():
-        own = [message for message in messages if message.id in ids]
-        direct, direct_result = sends[name]
-        assert comparable(own, result) == comparable(direct, direct_result), name
 
 
 def test_what_receivers_change_before_the_publication_is_kept(make_line: MakeLine) -> None:
@@ -594,7 +490,6 @@ def moved(messages: list[Published], *names: str) -> list[Published]:
 EXPIRES: dict[str, tuple[Callable[[], Any], int]] = {
     "seconds": (lambda: 60, 2),
     "naive moment": (lambda: datetime.now(UTC).replace(tzinfo=None) + timedelta(seconds=60), 1),
-    "text": (lambda: f"{datetime.now(UTC) + timedelta(seconds=60):%Y-%m-%dT%H:%M:%S}Z", 2),
 }
 
 
@@ -631,82 +526,6 @@ def test_what_expired_before_the_relay_is_sent_as_expired(make_line: MakeLine) -
     wait_until(datetime.now(UTC) + timedelta(seconds=0.05))
     assert line.relay() == 1
     assert line.take()[0].properties["expiration"] == "0"
-
-
-QUORUM = Queue(
-    "sure",
-    Exchange("sure", type="topic"),
-    routing_key="sure.tasks",
-    queue_arguments={"x-queue-type": "quorum"},
-)
-
-
-@pytest.fixture
-def delaying(make_line: MakeLine) -> Line:
-    """What sends to a quorum queue; the queue ``probe`` gets a copy of each delayed message."""
-    kind = Kind(
-        conf={"task_queues": [QUORUM], "task_default_queue": "sure"},
-        queues=("sure", "probe"),
-        exchanges=("sure",),
-    )
-    line = make_line(kind)
-    with line.app.connection_for_write() as connection:
-        declare_native_delayed_delivery_exchanges_and_queues(connection, "classic")
-        channel = connection.default_channel
-        QUORUM(channel).declare()
-        bind_queue_to_native_delayed_delivery_exchange(connection, QUORUM)
-        probe = Queue("probe")(channel)
-        probe.declare()
-        probe.bind_to(DELAYED, "#")
-    return line
-
-
-def delay_of(message: Published) -> tuple[int, str]:
-    """Return the delay in a routing key, s, and the rest of the key."""
-    *bits, key = message.properties["delivery_info"]["routing_key"].split(".", 28)
-    return int("".join(bits), 2), key
-
-
-@pytest.mark.long
-@on_rabbitmq
-def test_a_delay_of_a_quorum_queue_is_what_is_left_at_the_relay(delaying: Line) -> None:
-    """RabbitMQ's routing key is made anew from the ETA; if that has passed, for one second."""
-    delaying.kind.make().apply_async(countdown=60)
-    (direct,) = delaying.queues.take("probe")
-    with never_published(delaying.alias):
-        for countdown in (60, 1):
-            send_on_commit(add.s(1, y=2), using=delaying.alias, outbox=True, countdown=countdown)
-    wait_until(datetime.now(UTC) + timedelta(seconds=2.1))
-    before = datetime.now(UTC)
-    delaying.relay()
-    relayed, late = delaying.queues.take("probe")
-    left = (datetime.fromisoformat(relayed.headers["eta"]) - before).total_seconds()
-    seconds, key = delay_of(relayed)
-    assert delay_of(direct) == (60, "sure.tasks")
-    assert key == "sure.tasks"
-    assert seconds <= 58
-    assert left - 5 < seconds < left + 1
-    assert delay_of(late) == (1, "sure.tasks")
-    assert comparable(moved([relayed], "eta", "delivery_info")) == comparable(
-        moved([direct], "eta", "delivery_info")
-    )
-
-
-def test_what_a_running_task_hands_on_is_relayed(make_line: MakeLine) -> None:
-    """Inside a task root and parent are those of its run, as in a direct send."""
-    line, sent = make_line(), []
-    for alias in (None, line.alias):
-        result = send_from_a_run.delay(alias)
-        (run,) = line.take()
-        assert run_here(line.app, run) is None
-        if alias:
-            assert line.take() == []
-            line.relay()
-        messages = line.take()
-        for name in ("root_id", "parent_id"):
-            assert [message.headers[name] for message in messages] == [result.id] * 2
-        sent.append(comparable(messages))
-    assert sent[1] == sent[0]
 
 
 @pytest.mark.long
