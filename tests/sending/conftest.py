@@ -1,7 +1,6 @@
 """Fixtures: published messages, separate Celery apps, and receivers of signals."""
 
 import gc
-import inspect
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -42,6 +41,12 @@ def connections_of_this_module(redis_server: RedisServer) -> Iterator[None]:
 def sent(redis_server: RedisServer, broker: Celery) -> Callable[[], list[Published]]:
     """Take what waits in the queues of the private Redis, which were empty before the test."""
     return lambda: take_published(redis_server)
+
+
+@pytest.fixture
+def alias(db_alias: str) -> str:
+    """The alias of a database of this test."""
+    return db_alias
 
 
 def ids(messages: list[Published]) -> list[str]:
@@ -141,12 +146,6 @@ class _FieldsHandler(logging.Handler):
         extra = vars(record).items()
         fields = {name[5:]: value for name, value in extra if name.startswith("safe_")}
         self.heard.append({"signal": self.event, **fields})
-
-
-def line_above() -> str:
-    """Return how a warning names the line above that of the call."""
-    caller = inspect.stack(context=0)[1]
-    return f"{caller.filename}:{caller.lineno - 1} in {caller.function}"
 
 
 def take_records(caplog: pytest.LogCaptureFixture, event: Event) -> list[logging.LogRecord]:
