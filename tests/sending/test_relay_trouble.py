@@ -32,12 +32,11 @@ from django_celery_safe.signals import message_dead, task_send_failed
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.processes import dead_port, wait_for
-from tests.sending.conftest import MakeApp, hearing
+from tests.sending.conftest import MakeApp, hearing, ids
 from tests.sending.published import Published, take_published
 from tests.sending.test_relay import (
     drain,
     dying_sender,
-    ids,
     leave,
     make_due,
     rabbitmq_app,
@@ -97,8 +96,6 @@ class Proxy:
         self.target = port
         #: How many more connections are cut, and after how many bytes of the client.
         self.cuts, self.after = 0, 0
-        #: How many connections there were.
-        self.count = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
@@ -122,7 +119,6 @@ class Proxy:
         with suppress(OSError):
             while True:
                 client = self._listener.accept()[0]
-                self.count += 1
                 limit = None
                 if self.cuts > 0:
                     self.cuts, limit = self.cuts - 1, self.after
@@ -180,23 +176,16 @@ def changed(properties: str, **changes: Any) -> str:
     return json.dumps({name: value for name, value in new.items() if value is not None})
 
 
-def with_option(properties: str, name: str, value: Any) -> str:
-    """Return a row's properties with another option of its publication."""
-    return changed(properties, options={**json.loads(properties)["options"], name: value})
-
-
 POISON: dict[str, tuple[str, Callable[[str], str]]] = {
     "broken JSON": ("properties", lambda text: text[:-20]),
-    "another kind of JSON": ("properties", lambda text: f'["{SECRET}"]'),
     "no headers": (
         "properties",
         lambda text: changed(text, options={"exchange": "", "declare": []}),
     ),
-    "odd declaration": ("properties", lambda text: with_option(text, "declare", [{SECRET: 1}])),
-    "odd date": (
+    "odd declaration": (
         "properties",
-        lambda text: with_option(
-            text, "headers", {"eta": {"__type__": "datetime", "__value__": "tomorrow"}}
+        lambda text: changed(
+            text, options={**json.loads(text)["options"], "declare": [{SECRET: 1}]}
         ),
     ),
     "odd chord": ("chord_calls", lambda text: '[["nothing"]]'),
@@ -239,17 +228,6 @@ def test_a_poison_message_is_set_aside(
     assert str(told[1]["error"]) in dead.error
     assert [len(messages_of(caplog, level)) for level in ("WARNING", "ERROR")] == [1, 1]
     assert_no_secret(dead.error, caplog.text)
-
-
-def test_what_only_a_worker_can_judge_is_sent(outbox: str, sent: Sent) -> None:
-    """The relay does not read bodies: garbage, or an unknown content type, goes to the worker."""
-    wanted = leave(outbox)
-    properties = changed(table(outbox).get().properties, content_type="application/unheard-of")
-    table(outbox).update(body=b"\xff\x00", properties=properties)
-    assert drain(outbox) == 1
-    (message,) = sent()
-    assert [message.id] == wanted
-    assert (message.data, message.content_type) == (b"\xff\x00", "application/unheard-of")
 
 
 def test_a_redis_key_of_another_type(
@@ -322,15 +300,6 @@ def out_of_memory(server: RedisServer) -> Iterator[None]:
 
 
 @contextmanager
-def read_only(server: RedisServer) -> Iterator[None]:
-    """It is the replica of a master that is not there."""
-    with server.client() as client:
-        client.replicaof(server.host, dead_port())
-        yield
-        client.replicaof("NO", "ONE")
-
-
-@contextmanager
 def other_password(server: RedisServer) -> Iterator[None]:
     """It wants a password that the relay has not."""
     with server.client() as client:
@@ -344,7 +313,6 @@ TROUBLES = [
     stopped,
     pytest.param(paused, marks=pytest.mark.long),  # each of its tries is waited for
     out_of_memory,
-    read_only,
     other_password,
 ]
 
@@ -393,44 +361,12 @@ def test_a_broker_that_is_gone_is_waited_for(
     assert trouble is paused or len(published) == 3
 
 
-def test_rows_are_given_back_at_once(outbox: str, own_redis: RedisServer, own_task: Any) -> None:
-    """Another relay need not wait for a lease; drain() raises the error."""
-    leave(outbox, 3, task=own_task)
-    own_redis.stop()
-    with pytest.raises(BrokerGone, match="OperationalError"):
-        drain(outbox)
-    wait_for(lambda: table(outbox).due().count() == 3, 20)
-    own_redis.start()
-    assert drain(outbox) == 3
-
-
-def test_a_fault_that_lasts_is_told_once_a_minute(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """
-    The pause doubles up to half a minute; a new fault after a good time is told at once.
-
-    Under SERIALIZABLE others are faster now and then, which is no fault.
-    """
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    trouble = trouble_module.Trouble("default")
-    pauses = []
-    for _ in range(10):
-        pauses.append(trouble.pause(BrokerGone(OSError("refused"))))
-        now[0] += pauses[-1]
-    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
-    assert sum(pauses[:-1]) > 120
-    assert len(messages_of(caplog, "ERROR")) == 3
+def test_a_lost_race_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """Under SERIALIZABLE others are faster now and then: the relay goes on, without an error."""
     lost = OperationalError("another transaction was faster")
     lost.__cause__ = psycopg.errors.SerializationFailure()
-    assert trouble.pause(lost) == 0.5
-    assert len(messages_of(caplog, "ERROR")) == 3
-    trouble.is_over()
-    trouble.is_over()
-    assert len(messages_of(caplog, "WARNING")) == 1
-    assert trouble.pause(BrokerGone(OSError("refused"))) == 0.5
-    assert len(messages_of(caplog, "ERROR")) == 4
+    assert trouble_module.Trouble("default").pause(lost) == 0.5
+    assert messages_of(caplog, "ERROR") == []
 
 
 def test_a_restart_costs_nothing(outbox: str, own_redis: RedisServer, own_task: Any) -> None:
@@ -489,27 +425,6 @@ def test_a_connection_that_is_cut_in_mid_batch(
         assert proxy.cuts == 0
     assert set(ids(take_published(own_redis, 0))) == set(wanted)
     assert not table(outbox).exists()
-
-
-@pytest.mark.long
-def test_an_idle_connection_that_rabbitmq_closed(
-    outbox: str, rabbitmq_server: RabbitMQServer, make_app: MakeApp
-) -> None:
-    """It opens anew, and nobody notices."""
-    with closing(Proxy(rabbitmq_server.port)) as proxy:
-        url = f"amqp://guest:guest@127.0.0.1:{proxy.port}//"
-        app = rabbitmq_app(make_app, rabbitmq_server, broker_write_url=url)
-        task = app.tasks[add.name]
-        relay = Relay(outbox)
-        wanted = leave(outbox, 2, task=task)
-        relay.drain()
-        proxy.drop()
-        wanted += leave(outbox, 2, task=task)
-        with hearing(task_send_failed) as failures:
-            relay.drain()
-        relay.close()
-        assert (failures, proxy.count) == ([], 2)
-    assert take_from_rabbitmq(app) == wanted
 
 
 def test_a_transport_that_is_not_installed_uses_up_no_attempt(
@@ -625,9 +540,7 @@ def taking_no_writes(alias: str, server: PostgresServer) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("fault", ["stopped", "read-only"])
 def test_a_database_gone_in_mid_relay(
-    fault: str,
     postgres_alias: str,
     postgres_server: PostgresServer,
     sent: Sent,
@@ -639,9 +552,7 @@ def test_a_database_gone_in_mid_relay(
     wanted = leave(alias, 5)
     connections[alias].close()
     with ExitStack() as outage:
-        is_stopped = fault == "stopped"
-        gone = stopped(postgres_server) if is_stopped else taking_no_writes(alias, postgres_server)
-        faults, record_sent = [gone], Relay._record_sent
+        faults, record_sent = [stopped(postgres_server)], Relay._record_sent
 
         def record_and_lose(*args: Any, **options: Any) -> None:
             record_sent(*args, **options)
@@ -737,7 +648,6 @@ def test_only_those_wait_that_need_what_is_gone(
     redis_server: RedisServer,
     make_app: MakeApp,
     settings: "Settings",
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A chord of unique tasks needs both, and holds up none that needs only the other of them."""
     urls = {
@@ -762,8 +672,6 @@ def test_only_those_wait_that_need_what_is_gone(
     assert set(table(outbox).values_list("task_id", flat=True)) == {*both, *waiting}
     assert attempts(outbox) == [0] * 4
     assert not table(outbox).due().exists()
-    # One line for each server, or pair of servers, that is missed.
-    assert [line[:14] for line in messages_of(caplog, "WARNING")] == ["2 message(s) s"] * 2
     own_redis.start()
     make_due(outbox)
     assert drain(outbox) == 4
