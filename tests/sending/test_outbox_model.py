@@ -10,7 +10,7 @@ from model_bakery import baker
 
 from django_celery_safe import batches
 from django_celery_safe.databases import Now
-from django_celery_safe.models import OutboxMessage, OutboxRelay
+from django_celery_safe.models import OutboxMessage
 from django_celery_safe.models.message_states import OutboxMessages
 from tests.plans import plan_of
 from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
@@ -18,12 +18,6 @@ from tests.processes import meet, run_in_processes, start_in_process, tell, wait
 TABLE = OutboxMessage._meta.db_table
 MINUTE = timedelta(minutes=1)
 SECOND = timedelta(seconds=1)
-
-
-@pytest.fixture
-def alias(db_alias: str) -> str:
-    """The alias of a database of this test."""
-    return db_alias
 
 
 def table(alias: str) -> OutboxMessages:
@@ -100,14 +94,6 @@ def test_each_row_is_in_one_state(alias: str) -> None:
         assert (keys(found(SECOND)), keys(found(2 * MINUTE))) == ([row[name]], [])
     assert keys(rows.failed_before(SECOND)) == [row["failed"]]
     assert keys(rows.failed_before(2 * MINUTE)) == []
-
-
-def test_a_row_shows_no_argument() -> None:
-    """Its text has only the task's name and id."""
-    row = OutboxMessage(task="shop.pay", task_id="7", body=b"secret", properties="secret")
-    assert str(row) == "shop.pay[7]"
-    assert repr(row) == "<OutboxMessage: shop.pay[7]>"
-    assert str(OutboxRelay(host="here", pid=7)) == "here pid 7"
 
 
 # Claiming.
