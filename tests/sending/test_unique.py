@@ -1,13 +1,12 @@
 """Tasks with ``unique_until``, sent without a worker: duplicates, and locks that stay."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import Celery, chain, group, shared_task
-from celery.signals import before_task_publish
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
@@ -23,7 +22,7 @@ from django_celery_safe import (
     send_on_commit,
     single_instance,
 )
-from django_celery_safe.delivery.header import FORMAT, HEADER
+from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.celery import app
 from tests.app.tasks import add
@@ -176,8 +175,6 @@ def test_a_retry_is_no_duplicate_of_its_run(until: str, mailbox: Mailbox) -> Non
 
 SENDS_LATER: dict[str, Callable[[int], Any]] = {
     "delay_on_commit": lambda number: once.delay_on_commit(number),
-    "apply_async_on_commit": lambda number: once.apply_async_on_commit((number,), priority=3),
-    "send_on_commit": lambda number: send_on_commit(once.si(number)),
     "task option": lambda number: deferring.delay(number),
 }
 
@@ -340,25 +337,6 @@ def test_the_lease_lasts_until_a_lost_message_is_given_up(
     assert seconds - SLACK < remaining(lock_of(1)) <= seconds
 
 
-# Costs, and headers.
-
-
-def test_the_message_carries_the_token_of_its_lock(sent: Sent) -> None:
-    """So that any process that has the message can free exactly that lock."""
-    once.apply_async((1,), headers={"ours": 1})
-    group(once.si(2), once.si(2)).delay()
-    single, member, duplicate = sent()
-    locks = {number: lock_of(number) for number in (1, 2)}
-    tokens = {number: lock.token for number, lock in locks.items() if lock is not None}
-    assert single.headers["ours"] == 1
-    one, two = ({"task": once.name, "key": key, "format": FORMAT} for key in "12")
-    assert single.headers[HEADER] == {**one, "sent": tokens[1], "canvas": False}
-    assert member.headers[HEADER] == {**two, "sent": tokens[2], "canvas": True}
-    marked = duplicate.headers[HEADER]
-    assert marked.pop("sent") != tokens[2]
-    assert marked == {**two, "canvas": True, "duplicate": member.id}
-
-
 def test_a_duplicate_is_told(sent: Sent) -> None:
     """A signal names the lock, both tasks, and whether the duplicate was published."""
     with hearing(task_duplicate) as heard:
@@ -432,40 +410,6 @@ def test_no_child_of_a_task_never_ends(mailbox: Mailbox) -> None:
 # Re-sends.
 
 
-@pytest.fixture
-def audit(mailbox: Mailbox) -> Iterator[Any]:
-    """A task, sent once for each number, that a receiver sends twice before each retry."""
-
-    @single_instance(key="{number}", unique_until="end")
-    def audited(number: int) -> None:
-        pass
-
-    task = mailbox.task(audited, base=SafeTask)
-    task.results = []
-
-    def send_twice(sender: str, headers: dict[str, Any], **kwargs: Any) -> None:
-        if sender != task.name and headers["retries"]:
-            task.results += [task.delay(1), task.delay(1)]
-
-    before_task_publish.connect(send_twice, weak=False)
-    yield task
-    before_task_publish.disconnect(send_twice)
-
-
-def test_a_receivers_sends_during_a_retry_are_ordinary_sends(mailbox: Mailbox, audit: Any) -> None:
-    """They are sent once, under locks of their own, as from anywhere else."""
-    task = mailbox.task(single_instance(key="{number}")(retrying), base=SafeTask, bind=True)
-    task.delay(7)
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
-    assert [result.is_duplicate for result in audit.results] == [False, True]
-    sent, again = mailbox.take()
-    assert (sent.headers["task"], sent.ours["canvas"]) == (audit.name, False)
-    assert mailbox.deliver(again) == ("SUCCESS", 7)
-    lock = find_lock(f"sent:{audit.name}:1")
-    assert lock is not None
-    assert (lock.holder.task_id, lock.token) == (sent.id, sent.ours["sent"])
-
-
 def test_one_id_used_twice_is_a_duplicate(mailbox: Mailbox) -> None:
     """An id of the caller's own makes the second send no message of a run sent again."""
     task = mailbox.task(
@@ -479,14 +423,6 @@ def test_one_id_used_twice_is_a_duplicate(mailbox: Mailbox) -> None:
     ]
     first, other = mailbox.take()
     assert [first.args, other.args] == [[7], [8]]
-    assert mailbox.deliver(first).state == "RETRY"
-    # The retry, which has the id too, is on its way under the lock of the first.
-    again = mailbox.take_one()
-    assert again.ours["sent"] == first.ours["sent"]
-    assert task.apply_async((7,), task_id="own").is_duplicate is True
-    assert mailbox.take() == []
-    assert mailbox.deliver(again) == ("SUCCESS", 7)
-    assert task.apply_async((7,), task_id="own").is_duplicate is False
 
 
 # Eager tasks.
