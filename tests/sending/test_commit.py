@@ -1,8 +1,7 @@
 """When a task is sent: at the commit it belongs to, and only then."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,13 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from django_celery_safe import SafeTask, WrongTransaction, send_on_commit, single_instance
 from django_celery_safe.delivery.copies import resending
 from django_celery_safe.sending import capture as capture_module
-from tests.app.models import Person
-from tests.app.tasks import add, total
+from tests.app.tasks import add
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.interruption import Interruption
 from tests.locks.test_fork import in_child
 from tests.sending.conftest import MakeApp, ids, rolled_back
 from tests.sending.published import Published, ids_in
-from tests.servers import RedisServer
 from tests.servers.databases import without_autocommit
 
 if TYPE_CHECKING:
@@ -66,31 +63,6 @@ def test_a_rollback_sends_nothing(sent: Sent) -> None:
     with transaction.atomic():
         kept = add.delay_on_commit(2)
     assert ids(sent()) == [kept.id]
-
-
-def test_a_block_of_do_once_sends_with_its_flag(sent: Sent) -> None:
-    """What a block sends on commit is sent only if the flag is committed."""
-    person = Person.everyone.create()
-    for error in (ValueError("no"), None):
-        with suppress(ValueError), Person.do_once(person.pk, "is_badge_printed"):
-            kept = add.delay_on_commit(1)
-            assert sent() == []
-            if error:
-                raise error
-    assert ids(sent()) == [kept.id]
-
-
-def test_a_rollback_leaves_nothing_of_a_chord(sent: Sent, redis_server: RedisServer) -> None:
-    """The result backend gets the chord's data at the commit, too."""
-    with rolled_back():
-        send_on_commit(chord([group(add.s(1), add.s(2)), add.s(3)], total.s()))
-    with redis_server.client(db=2) as client:
-        assert client.keys("*") == []
-        with transaction.atomic():
-            send_on_commit(chord([group(add.s(1), add.s(2)), add.s(3)], total.s()))
-            assert client.keys("*") == []
-        assert client.keys("*") != []
-    assert len(sent()) == 3
 
 
 def test_a_savepoint_takes_only_its_own_sends_back(sent: Sent) -> None:
@@ -380,29 +352,3 @@ def test_only_signatures_are_sent(sent: Sent) -> None:
         with pytest.raises(TypeError, match="instead of a signature"):
             send_on_commit(wrong)
     assert sent() == []
-
-
-def test_tasks_of_two_apps_wait_for_one_commit(
-    make_app: MakeApp, broker: Celery, sent: Sent
-) -> None:
-    """Each app's messages are its own; none leaves before the commit."""
-    own = make_app(task_default_queue="own")
-    with transaction.atomic():
-        add.delay_on_commit(1)
-        own.tasks[add.name].delay_on_commit(2)
-        assert sent() == []
-    assert sorted(message.queue for message in sent()) == ["celery", "own"]
-
-
-def test_threads_wait_for_their_own_transactions(sent: Sent, make_database: MakeDatabase) -> None:
-    """A commit in one thread sends nothing of another thread's transaction."""
-    alias = make_database("sqlite")
-
-    def send() -> str:
-        with closing(connections[alias]), transaction.atomic(using=alias):
-            return str(add.apply_async_on_commit((1,), using=alias).id)
-
-    with ThreadPoolExecutor(1) as pool, rolled_back(using=alias):
-        add.apply_async_on_commit((2,), using=alias)
-        committed = pool.submit(send).result()
-    assert ids(sent()) == [committed]

@@ -10,11 +10,10 @@ from celery.result import AsyncResult, EagerResult, GroupResult
 from django.db import transaction
 from django.test import TestCase, TransactionTestCase, override_settings
 
-from django_celery_safe import SafeTask, WrongTransaction, send_on_commit
+from django_celery_safe import SafeTask, send_on_commit
 from tests.app.celery import app
 from tests.app.models import Person
 from tests.app.tasks import add, total
-from tests.conftest import MakeDatabase
 from tests.sending.published import ids_in, take_published
 from tests.servers import RedisServer
 
@@ -32,13 +31,6 @@ def join(*args: object, **kwargs: object) -> list[Any]:
 @shared_task(base=SafeTask, send_on_commit=True)
 def join_later(value: object) -> object:
     """Wait for the commit with every send."""
-    effects.append(value)
-    return value
-
-
-@shared_task
-def join_plainly(value: object) -> object:
-    """Be a plain Celery task."""
     effects.append(value)
     return value
 
@@ -61,10 +53,8 @@ def fail() -> None:
 
 #: A signature, what it returns, and the type of its result.
 CANVASES: dict[str, tuple[Callable[[], Signature[Any]], Any, type]] = {
-    "plain task": (lambda: join_plainly.s(3), 3, EagerResult),
     "chain": (lambda: chain(app.signature(add.name, (1, 2)), add.s(3)), 6, EagerResult),
     "group from a generator": (lambda: group(add.s(n) for n in range(3)), [0, 1, 2], GroupResult),
-    "empty group": (lambda: group([]), [], GroupResult),
     "chord of chords": (
         lambda: chord([chord([add.s(1), add.s(2)], total.s()), add.s(4)], total.s()),
         7,
@@ -179,16 +169,6 @@ class RealCommitTests(Eager, TransactionTestCase):
         assert effects == ["inside", person.pk]
         assert result.get() == "greeted"
         assert join_later.delay(3).get() == 3
-
-
-@pytest.mark.usefixtures("broker")
-@pytest.mark.django_db(transaction=True)
-def test_the_wrong_database_is_an_error_in_eager_mode_too(make_database: MakeDatabase) -> None:
-    """Tests find out what would be sent too early in production."""
-    app.conf.task_always_eager = True
-    other = make_database("sqlite")
-    with transaction.atomic(using=other), pytest.raises(WrongTransaction):
-        join.delay_on_commit(1)
 
 
 @pytest.mark.usefixtures("broker", "db")
