@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import get_current_span
 from sentry_sdk.integrations.celery import CeleryIntegration
 
-from django_celery_safe import SafeTask, iter_locks, send_on_commit, single_instance, stages
+from django_celery_safe import SafeTask, send_on_commit, single_instance, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, StageRun
 from django_celery_safe.sending.relay import Relay
@@ -246,32 +246,6 @@ def test_steps(tracer: Any, alias: str, mailbox: Mailbox) -> None:
     assert StageRun.objects.get().status == "succeeded"
 
 
-def locked() -> list[str]:
-    """Return the names of the locks that are held."""
-    return [lock.name for lock in iter_locks()]
-
-
-@pytest.mark.usefixtures("locks_in_memory")
-def test_a_unique_send_may_be_repeated_after_its_run(tracer: Any, mailbox: Mailbox) -> None:
-    """The lock of the send is held during the run, a retry included, and free after it."""
-
-    def try_again(self: Any, number: int) -> list[str]:
-        if not self.request.retries:
-            raise self.retry(countdown=0)
-        return locked()
-
-    unique = single_instance(key="{number}", unique_until="end")(try_again)
-    task = mailbox.task(unique, name="tests.unique", base=SafeTask, bind=True)
-    first = task.delay(7)
-    assert task.delay(7).id == first.id
-    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
-    assert task.delay(7).is_duplicate
-    held = mailbox.deliver(mailbox.take_one()).value
-    assert sorted(held) == ["sent:tests.unique:7", "tests.unique:7"]
-    assert locked() == []
-    assert not task.delay(7).is_duplicate
-
-
 @pytest.mark.usefixtures("locks_in_memory")
 def test_a_copy(tracer: Any, mailbox: Mailbox) -> None:
     """The copy of a message that met its own lock has the trace of the message."""
@@ -308,22 +282,3 @@ def test_the_span_of_a_send_is_not_current_after_the_call(
     assert {span.parent and span.parent.span_id for span in ended} == {request_id}
     first, *_ = mailbox.take()
     assert format(ended[0].get_span_context().span_id, "016x") in first.headers["traceparent"]
-
-
-@pytest.mark.usefixtures("locks_in_memory")
-def test_what_is_not_published_leaves_no_span_behind(
-    spans: InMemorySpanExporter, alias: str, mailbox: Mailbox
-) -> None:
-    """Code after a rollback, or after a duplicate, does not run in the span of the send."""
-    unique = single_instance(key="{number}", unique_until="end")(nothing)
-    task = mailbox.task(unique, name="tests.traced", base=SafeTask)
-    outside = get_current_span()
-    for outbox in (True, False):
-        with transaction.atomic(using=alias):
-            task.apply_async_on_commit((1,), using=alias, outbox=outbox)
-            transaction.set_rollback(True, using=alias)
-    assert get_current_span() is outside
-    assert (spans.get_finished_spans(), mailbox.take()) == ((), [])
-    assert [task.delay(1).is_duplicate for _ in range(2)] == [False, True]
-    assert get_current_span() is outside
-    assert len(mailbox.take()) == len(spans.get_finished_spans()) == 1
