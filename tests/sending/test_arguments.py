@@ -66,7 +66,6 @@ SENDS: dict[str, Callable[[Any, Any], Any]] = {
     "delay": lambda a, k: take.delay(*a, **k),
     "on commit with pickle": lambda a, k: take.apply_async_on_commit(a, k, serializer="pickle"),
     "group": lambda a, k: send_on_commit(group(take.s(1), take.s(*a, **k))),
-    "body of a chord": lambda a, k: send_on_commit(chord([take_plainly.s()], take.si(*a, **k))),
     "chord in a chain in a group": lambda a, k: send_on_commit(
         group(take_plainly.s(), chain(take_plainly.s(), chord([take.s(*a, **k)], take.s())))
     ),

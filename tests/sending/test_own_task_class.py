@@ -74,15 +74,10 @@ BY_DEFAULT = {
 WAYS: dict[str, Callable[[str], Any]] = {
     "delay": lambda name: TASKS[name].delay(1),
     "delay_on_commit": lambda name: TASKS[name].delay_on_commit(1),
-    "apply_async_on_commit": lambda name: TASKS[name].apply_async_on_commit((1,), {}),
     "delay, on commit by default": lambda name: BY_DEFAULT[name].delay(1),
-    "delay_on_commit, also by default": lambda name: BY_DEFAULT[name].delay_on_commit(1),
     "outbox": lambda name: TASKS[name].apply_async_on_commit((1,), outbox=True),
-    "apply_async, outbox": lambda name: TASKS[name].apply_async((1,), outbox=True),
-    "until_done": lambda name: TASKS[name].apply_async_on_commit((1,), outbox="until_done"),
     "signature": lambda name: send_on_commit(TASKS[name].s(1)),
     "chain": lambda name: send_on_commit(chain(TASKS[name].si(1), TASKS[name].si(2))),
-    "signature, outbox": lambda name: send_on_commit(TASKS[name].s(1), outbox=True),
 }
 
 

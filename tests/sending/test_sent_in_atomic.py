@@ -1,6 +1,5 @@
 """``WARN_IN_ATOMIC``: sends that leave before the transaction around them commits are told."""
 
-import inspect
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,6 @@ from django.test import TestCase, override_settings
 
 from django_celery_safe import SafeTask, send_on_commit
 from django_celery_safe.events import SENT_IN_ATOMIC
-from django_celery_safe.usage import calling_line
 from tests.app.tasks import add, total
 from tests.conftest import MakeDatabase
 from tests.sending.conftest import take_records
@@ -87,22 +85,6 @@ def test_a_plain_send_in_a_transaction_is_told(
         assert f"{add.name} is sent inside atomic() of '{other}', by {place}: " in record.message
         assert vars(record)["safe_place"] == place
     assert len(sent()) == 3 * count
-
-
-@pytest.mark.parametrize(
-    ("path", "passed"),
-    [
-        ("/srv/shop/celery_report.py", False),
-        ("/srv/shop/venv/bin/celery", True),
-        ("C:/shop/celery/__main__.py", True),
-    ],
-)
-def test_a_program_of_the_project_is_a_place(path: str, passed: bool) -> None:
-    """A module run as a program counts as the project's code, unless it is Celery's own."""
-    names: dict[str, Any] = {"__name__": "__main__", "calling_line": calling_line}
-    exec(compile("place = calling_line()", path, "exec"), names)
-    here = f"{__file__}:{inspect.stack(context=0)[0].lineno - 1} in "
-    assert names["place"].startswith(here if passed else f"{path}:1 in <module>")
 
 
 @pytest.mark.usefixtures("switched_on")

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from celery.exceptions import Ignore, Reject
 from django.db import connections, transaction
 
 from django_celery_safe import SafeTask, current_claim, stages
@@ -99,23 +98,6 @@ def test_an_error_of_the_class_fails_the_row(place: str, owned: Owned) -> None:
     (again,) = owned.relay()
     assert owned.mailbox.deliver(again).state == "SUCCESS"
     assert owned.states() == []
-
-
-@pytest.mark.parametrize(
-    ("error", "states", "place"),
-    [
-        (Ignore(), [], PLACES[0]),
-        (Reject("not ours"), ["failed"], PLACES[1]),
-        (Reject("later", requeue=True), ["pending"], PLACES[2]),
-    ],
-)
-def test_how_other_ends_leave_the_row(
-    error: Exception, states: list[str], place: str, owned: Owned
-) -> None:
-    """They mean the same as in the task itself."""
-    owned.errors[place] = error
-    owned.mailbox.deliver(owned.send())
-    assert owned.states() == states
 
 
 def test_a_class_that_calls_the_task_in_a_transaction(owned: Owned) -> None:
