@@ -65,7 +65,6 @@ PLACES: dict[str, tuple[Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]],
 SENDS: dict[str, Callable[[Any, Any], Any]] = {
     "delay": lambda a, k: take.delay(*a, **k),
     "on commit with pickle": lambda a, k: take.apply_async_on_commit(a, k, serializer="pickle"),
-    "group": lambda a, k: send_on_commit(group(take.s(1), take.s(*a, **k))),
     "chord in a chain in a group": lambda a, k: send_on_commit(
         group(take_plainly.s(), chain(take_plainly.s(), chord([take.s(*a, **k)], take.s())))
     ),

@@ -96,10 +96,10 @@ def test_a_delay_of_a_quorum_queue_is_what_is_left_at_the_publication() -> None:
         probe = Queue("probe", delayed, routing_key="#")(connection.default_channel)
         probe.declare()
         key = calculate_routing_key(90, "sure.tasks")
-        options = {"exchange": DELAYED, "routing_key": key, "connection": connection}
+        options: dict[str, Any] = {"exchange": DELAYED, "connection": connection}
         with transaction.atomic():
             for countdown in (60, -5):
-                add.apply_async_on_commit((1,), countdown=countdown, **options)
+                add.apply_async_on_commit((1,), countdown=countdown, routing_key=key, **options)
         keys = [probe.get(no_ack=True).delivery_info["routing_key"] for _ in range(2)]
     delays = [int("".join(key.split(".")[:28]), 2) for key in keys]
     assert 0 < delays[0] <= 60
