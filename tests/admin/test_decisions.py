@@ -80,8 +80,7 @@ def test_a_lock_that_changed_hands(root: Visitor) -> None:
     entry = LogEntry.objects.get()
     assert entry.object_id == "mail"
     assert entry.change_message.startswith("Released: process: web1 pid 42; ")
-    held = find_lock("feed")
-    assert held.token == token
+    assert find_lock("feed").token == token
 
 
 def test_a_record_that_is_worked_on(root: Visitor) -> None:

@@ -1,5 +1,5 @@
 """
 The example site in a browser: real Chromium, web server, prefork worker, Redis and mail server.
 
-The pictures in the docs are ``admin-*-desktop-light.png`` of ``SAFE_TEST_SCREENSHOTS=folder``.
+``SAFE_TEST_SCREENSHOTS=folder`` keeps the pictures; the docs show the upper part of four of them.
 """

@@ -83,41 +83,53 @@ def test_lock_of_a_killed_process_is_released(
 HOLD = f"""if True:
     import signal, django
     django.setup()
-    from django_celery_safe.leases.holder import describe_lock_holder
-    from django_celery_safe.locks.stores import locate
-    holder = describe_lock_holder(None, None, False, 600)
-    locate().store().acquire({LOCK!r}, "0" * 32, 600, holder)
+    from django_celery_safe import cache_lock
+    lock = cache_lock({LOCK!r}, timeout=600)
+    assert lock.acquire()
     print("held", flush=True)
     signal.pause()
 """
-#: Makes staff, leaves messages in each state, and runs that ended in the last hours.
+#: Makes staff, and leaves messages and runs in each state, and some that ended in the last day.
 FILL = f"""
     from datetime import timedelta
     from accounts.models import User
     from django.contrib.auth.models import Permission
     from django.db import connection, transaction
     from django.db.models.functions import Now
-    from django_celery_safe.models import OutboxMessage, StageRun
+    from django_celery_safe.models import OutboxMessage, OutboxRelay, StageRun, StageStep
     from orders.tasks import place_order
     staff = User.objects.create_user("staff", password={PASSWORD!r}, is_staff=True)
-    names = ["view_outboxmessage", "view_stagerun", "view_lock", "release_lock"]
-    staff.user_permissions.set(Permission.objects.filter(codename__in=names))
-    rows = OutboxMessage.objects.all()
-    for state in ("pending", "dead", "sent"):
+    staff.user_permissions.set(
+        Permission.objects.filter(content_type__app_label="django_celery_safe").exclude(
+            codename__contains="idempotency"))
+    OutboxRelay.objects.create(host="web1", pid=4711, seen_at=Now())
+    rows, ended = OutboxMessage.objects.all(), {{"due_at": None, "ended_at": Now()}}
+    for changes in ({{}}, {{"due_at": None, "sent_at": Now()}}, {{}},
+                    {{**ended, "error_type": "ValueError", "error": "the order has no address"}}):
         with transaction.atomic():
-            place_order(f"{{state}}@example.com")
+            place_order("nora@example.com")
             connection.run_on_commit.clear()
-        row = rows.latest("pk")
-        if state == "dead":
-            row.fail("OperationalError: [Errno 111] Connection refused to amqp://orders:**"
-                     "@broker-eu-west-1b.internal.example.com:5672/orders-production", attempts=1)
-        elif state == "sent":
-            rows.filter(pk=row.pk).update(due_at=None, sent_at=Now())
-    for hour in range(20):
-        status = "failed" if hour % 7 == 3 else "succeeded"
-        StageRun.objects.bulk_create([
-            StageRun(status=status, stages=1, created_at=Now(), stage_at=Now(),
-                     ended_at=Now() - timedelta(hours=hour + 0.5))
-            for _ in range(1 + hour % 5)
+        rows.filter(pk=rows.latest("pk").pk).update(created_at=Now(), **changes)
+    unsent = rows.filter(due_at__isnull=False).latest("pk")
+    unsent.fail("OperationalError: [Errno 111] Connection refused to amqp://orders:**"
+                "@broker-eu-west-1b.internal.example.com:5672", attempts=1)
+    rows.bulk_create([
+        OutboxMessage(task="orders.tasks.ship", task_id=f"{{hour}}-{{n}}", body=b"", properties="",
+                      created_at=Now(), ended_at=Now() - timedelta(hours=hour + 0.5))
+        for hour in range(24) for n in range((hour * 7 + 3) % 6)
+    ])
+    ago = timedelta(minutes=40)
+    for name, status, done, failed in [
+        ("Lisbon", "succeeded", 7, 0), ("Kyoto", "failed", 2, 1), ("Oslo", "running", 5, 0)
+    ]:
+        run = StageRun(name=name, status=status, stages=1, created_at=Now() - ago, stage_at=Now())
+        run.ended_at = None if status == "running" else Now() - ago / 2
+        run.save()
+        statuses = done * ["succeeded"] + failed * ["failed"] + (7 - done - failed) * ["waiting"]
+        StageStep.objects.bulk_create([
+            StageStep(run=run, stage=1, position=n, priority=0, task="albums.tasks.make_page",
+                      task_id=f"{{run.pk}}-{{n}}", status=each,
+                      **({{"error": "OSError: page-3.jpg is torn"}} if each == "failed" else {{}}))
+            for n, each in enumerate(statuses)
         ])
 """
