@@ -32,7 +32,7 @@ from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..transactions import aliases_in_atomic
 from .acquisition import give_back, record_lost, try_acquire
-from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic
+from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
 from .stores import get_store
 from .stores.base import Store
 
@@ -63,6 +63,8 @@ class _Mine(threading.local):
     fence: int | None = None
     #: The lock as the last failed attempt saw it, with its holder.
     contender: HeldLock | None = None
+    #: Whether the block has asked if it has the lock.
+    asked = False
 
 
 class CacheLock:
@@ -200,6 +202,7 @@ class CacheLock:
             LockNotAcquired: This object does not hold the lock.
             LockBackendError: The store did not answer; whether it is ours is not known.
         """
+        self._mine.asked = True
         lease = self._our_lease()
         refuse_event_loop(self.name)
         if lease.lost or not renewer.extend(lease, lease.seconds):
@@ -215,6 +218,7 @@ class CacheLock:
                 acquired the lock for it, for example through
                 ``await sync_to_async(lock.acquire)()``.
         """
+        self._mine.asked = True
         if self._mine.lease is None:
             refuse_event_loop(self.name)
         return self.remaining > 0
@@ -251,6 +255,7 @@ class CacheLock:
     @property
     def contender(self) -> HeldLock | None:
         """The lock as the last :meth:`acquire` found it held; None: :meth:`acquire` succeeded."""
+        self._mine.asked = True
         return self._mine.contender
 
     def __bool__(self) -> bool:
@@ -266,10 +271,14 @@ class CacheLock:
             if self._mine.lease is not before:
                 self._take_back()
             raise
+        self._mine.asked = False
         return self
 
     def __exit__(self, *exc_info: *ExcInfo) -> None:
         if self.lease is None:
+            contender = self._mine.contender
+            if exc_info[0] is None and contender is not None and not self._mine.asked:
+                warn_not_asked(self.name, contender.holder)
             return
         try:
             self.release()

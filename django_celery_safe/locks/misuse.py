@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from celery.local import Proxy
 
 from ..compat import is_django_task
 from ..exceptions import ConfigurationError
+from ..leases.holder import Holder
 from ..texts import get_logger
 from ..usage import calling_line
 
@@ -56,6 +58,16 @@ def refuse_misplaced(function: Any, decorator: str, early: str) -> None:
             f"coroutine or generator function returns before its body runs, and {early} then. Move "
             f"the work into a function without async and yield, and decorate that."
         )
+
+
+def warn_not_asked(name: str, holder: Holder) -> None:
+    """Warn, at the line of its ``with``, about a block that ran while another held the lock."""
+    warnings.warn(
+        f"A block ran without the lock {name!r}, which {holder} held, and did not ask. Write: with "
+        f"cache_lock(...) as lock: if lock: ...",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 #: The places that a warning has named, each once in a process.
