@@ -41,10 +41,20 @@ HOW_TO: Final = "CONTRIBUTING.md says how to translate: 'Translate the admin'."
 
 
 @pytest.mark.sql
-def test_atomic_requests(root: Visitor, settings: Settings) -> None:
-    """With ATOMIC_REQUESTS all decisions work, each by itself, and locks in that database too."""
-    # The test's clients read the setting at each request; the alias ends with the test.
-    connections.settings["site"]["ATOMIC_REQUESTS"] = True
+def test_atomic_requests(root: Visitor, settings: Settings, make_database: MakeDatabase) -> None:
+    """
+    With ATOMIC_REQUESTS all decisions work, each by itself, and locks in that database too.
+
+    So they do in a database that a project adds when the admin has its URLs already.
+    """
+    root.get(FIRST)
+    later = make_database("sqlite-immediate", "later")
+    # The test's clients read the setting at each request; the aliases end with the test.
+    for alias in ("site", later):
+        connections.settings[alias]["ATOMIC_REQUESTS"] = True
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": later}
+    hold("feed")
+    assert [row["Lock"] for row in root.get(LOCKS).rows] == ["feed"]
     settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "site"}
     take_each(root)
     assert LogEntry.objects.count() == len(CASES)
