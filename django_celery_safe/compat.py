@@ -20,7 +20,8 @@ _IS_CELERY_57: Final = celery.VERSION[:2] >= (5, 7)
 
 def is_django_task(value: object) -> bool:
     """Return whether a value is a task of ``django.tasks``, which is new in Django 6.0."""
-    return isinstance(value, getattr(sys.modules.get("django.tasks"), "Task", ()))
+    # By type: isinstance() would evaluate a lazy task of Celery, and finalize its app.
+    return issubclass(type(value), getattr(sys.modules.get("django.tasks"), "Task", ()))
 
 
 def has_models(task: Any, layers: Iterable[Any]) -> bool:
