@@ -367,7 +367,7 @@ def test_a_faulty_task(number: str, said: str, find: Said) -> None:
 
 @pytest.mark.parametrize("find", SILENT)
 def test_a_task_in_order(find: Said) -> None:
-    """What resembles a fault, and is none, gives no message."""
+    """A setting that only resembles a fault gives no message."""
     assert find() == {}
 
 

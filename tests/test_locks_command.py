@@ -155,7 +155,7 @@ def test_nothing_can_steer_the_terminal() -> None:
     assert run("release", name, "--force", "--no-input") == f"Released feed:{ESCAPED}.\n"
 
 
-#: What is known of a holder, and words of what ``show`` says of its life.
+#: A holder, and words that ``show`` says about whether it lives.
 HOLDERS: Final[list[tuple[dict[str, Any], str]]] = [
     ({"renewed": True, "lease": 79_200.0}, "renewed it 2h ago, so it lives or died since"),
     ({"renewed": True, "lease": 270_000.0}, "overdue: most likely its holder is dead, stopped"),

@@ -111,7 +111,7 @@ def row_action(
     The method returns a false value, or raises one of our errors, if it can't.
 
     Args:
-        label: What it does.
+        label: The verb on the button.
         done: What was done, for the log and the user.
         refused: Why it returned a false value.
         ask: The consequences: there is a confirmation page first.

@@ -1,4 +1,4 @@
-"""What the broker does to messages: sends that block or get lost, lost tasks, early redelivery."""
+"""Checks of the broker: sends that block or get lost, lost tasks, early redelivery."""
 
 from __future__ import annotations
 

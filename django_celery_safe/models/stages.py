@@ -476,7 +476,7 @@ class StageStep(ListedRow):
 
     @property
     def shown_params(self) -> str:
-        """What it returned for later stages, as JSON; "" without ``SHOW_ARGUMENTS``."""
+        """The params that it returned for later stages, as JSON; "" without ``SHOW_ARGUMENTS``."""
         return shown(self.params_text)
 
     @property

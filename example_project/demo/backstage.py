@@ -1,4 +1,4 @@
-"""What stands behind each scene: servers and processes, waiting and killing, and printing."""
+"""The surroundings of each scene: servers and processes, waiting and killing, and printing."""
 
 import os
 import re
@@ -164,7 +164,7 @@ class Show:
 
     @property
     def log(self) -> str:
-        """What the worker and the relay logged."""
+        """The log of the worker and the relay."""
         return self._log.read_text(errors="replace")
 
     def print_table(self, promises: list[Promise]) -> None:

@@ -16,7 +16,7 @@ class Case(NamedTuple):
     A decision, and a row that it fits.
 
     Attributes:
-        done: What the page tells.
+        done: The beginning of the page's message.
         make: Makes the row; returns its primary key.
         column: The column that the decision changes.
         asks: Whether there is a confirmation page first.

@@ -85,7 +85,7 @@ class Visitor(NamedTuple):
         return self.get(page.response["Location"]) if page.status == 302 else page
 
     def confirm(self, url: str, decision: str, *selected: Any, **more: Any) -> Page:
-        """Take a decision that was confirmed; return the page that tells what came of it."""
+        """Take a decision that was confirmed; return the page with the outcome."""
         return self.take(url, decision, *selected, confirmed="1", **more)
 
 

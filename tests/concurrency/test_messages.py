@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Task
@@ -20,6 +21,7 @@ from django_celery_safe import (
     AlreadyRunning,
     CacheLock,
     LockBackendError,
+    LockLost,
     SafeTask,
     find_lock,
     iter_locks,
@@ -350,6 +352,25 @@ def test_what_comes_after_a_long_run_is_dropped(store: None, mailbox: Mailbox) -
     assert find_lock(LOCK) is None
     # A retry is another message with the same id.
     assert mailbox.deliver(copy.with_headers(retries=1)).state == "SUCCESS"
+
+
+@pytest.mark.parametrize("error", [Reject("later", requeue=True), LockLost("x")], ids=repr)
+def test_a_long_run_that_gave_up_is_followed_by_another(
+    error: Exception, mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """A run that puts its message back, or lost its lock, leaves the work to the next delivery."""
+    mailbox.app.conf.broker_transport_options = {"visibility_timeout": 0}
+    body = Mock(side_effect=[error, None])
+
+    @single_instance(key="{number}")
+    def work(number: int) -> None:
+        body()
+
+    mailbox.task(work, name=NAME, base=SafeTask, acks_late=True).delay(7)
+    message = mailbox.take_one()
+    assert mailbox.deliver(message).state in {"REJECTED", "FAILURE"}
+    late = replace(message, delivery_info={**message.delivery_info, "redelivered": True})
+    assert (mailbox.deliver(late).state, body.call_count) == ("SUCCESS", 2)
 
 
 def test_the_end_of_a_long_run_can_not_be_marked(
