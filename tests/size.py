@@ -108,7 +108,7 @@ PARTS: Final = (
         15_250,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
-    Part("tests", "lines", 33_460, lambda: sum_code("tests")),
+    Part("tests", "lines", 33_461, lambda: sum_code("tests")),
     Part("example", "lines", 1_400, lambda: sum_code("example_project")),
     Part("docs", "words", 91_200, lambda: sum_words("docs", without=["zh"])),
 )
