@@ -11,6 +11,7 @@ from pytest_django import Settings
 
 from django_celery_safe.locks.stores import local
 from tests.admin.pages import Visitor, make_visitor
+from tests.app.celery import app
 from tests.conftest import MakeDatabase
 from tests.routing import AllIn, routed_by
 from tests.servers.databases import DatabaseKind
@@ -24,9 +25,10 @@ def site(db_kind: DatabaseKind, make_database: MakeDatabase) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def _locks_in_memory() -> None:
-    """Begin without locks, wherever a test does not say where they live."""
+def _as_new() -> None:
+    """Begin without locks in memory, and send by the test project's app: no test's before."""
     local.clear()
+    app.set_current()
 
 
 @pytest.fixture(autouse=True)

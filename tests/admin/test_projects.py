@@ -76,7 +76,6 @@ class Split(AllIn):
         return str(self.replica) if ours else self.alias
 
 
-@pytest.mark.quarantine("2026-11-26", "an earlier test's app, with a dead broker, was current")
 def test_replica(site: str, make_database: MakeDatabase) -> None:
     """Rows are shown and decided about where they are written: a replica may be behind."""
     root = make_visitor(is_superuser=True)

@@ -22,9 +22,6 @@ SHARED_STORES = [
     "pgbouncer",
 ]
 
-#: Stores whose leases are whole seconds.
-COARSE_STORES = ["memcached", "portable"]
-
 #: Stores whose cases are nightly: they have the code of another.
 NIGHTLY_STORES = ["redis-cache", "redis-plain", "pgbouncer"]
 
