@@ -9,7 +9,6 @@ from django.db import transaction
 from pytest_django import Settings
 
 from django_celery_safe import NotSerializable, cache_lock, forget_record, idempotent
-from django_celery_safe.databases import Now
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage
 from tests.app.tasks import add
 from tests.commands import listed, run
@@ -92,6 +91,6 @@ def test_task_ids_and_names(alias: str) -> None:
     rows = OutboxMessage.objects.using(alias)
     assert [rows.get(task_id=name).task_id for name in short] == short
     first, second = PAIRS["case"]
-    rows.filter(task_id=first).update(task="shop.sell", due_at=None, dead_at=Now())
-    rows.filter(task_id=second).update(task="shop.SELL", due_at=None, dead_at=Now())
+    rows.filter(task_id=first).update(task="shop.sell", due_at=None, state="dead")
+    rows.filter(task_id=second).update(task="shop.SELL", due_at=None, state="dead")
     assert [row["task_id"] for row in listed("celery_outbox", "--task", "shop.sell")] == [first]

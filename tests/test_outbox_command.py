@@ -251,6 +251,7 @@ def test_show_has_all_of_a_message(alias: str) -> None:
     """Its error, its process and the lines of its traceback, which may steer no terminal."""
     message = leave(alias)
     OutboxMessage.objects.using(alias).update(
+        state="failed",
         due_at=None,
         ended_at=Now(),
         error_type="ValueError",

@@ -68,7 +68,6 @@ def maker(model: Any, moments: str, before: timedelta = 0 * DAY, **values: Any) 
     return lambda alias, number, age: make(model, alias, number, age - before, moments, **values)
 
 
-SENT: Final[dict[str, Any]] = {"moments": "sent_at ended_at", "due_at": None}
 make_expired = maker(IdempotencyRecord, "expires_at", 7 * DAY, state="done")
 make_orphaned = maker(IdempotencyRecord, "ends_at", state="running")
 
@@ -101,15 +100,16 @@ def found_by(find: Callable[[str], Any], number: int) -> Callable[[str], Any]:
 
 OLD: Final = {
     "sent": Old(
-        maker(OutboxMessage, "sent_at", due_at=None),
+        maker(OutboxMessage, "sent_at", state="sent", due_at=None),
         *(found_by(housekeeping.get_prunable, 0), "safe_outbox_sent"),
     ),
     "done": Old(
-        maker(OutboxMessage, **SENT), found_by(housekeeping.get_prunable, 1), "safe_outbox_done"
+        maker(OutboxMessage, "ended_at", state="done", due_at=None),
+        *(found_by(housekeeping.get_prunable, 1), "safe_outbox_ended"),
     ),
     "failed": Old(
-        maker(OutboxMessage, **SENT, error_type="ValueError"),
-        *(found_by(housekeeping.get_prunable, 2), "safe_outbox_failed"),
+        maker(OutboxMessage, "ended_at", state="failed", due_at=None),
+        *(found_by(housekeeping.get_prunable, 2), "safe_outbox_ended"),
     ),
     "expired": Old(make_expired, found_by(record_table.get_prunable, 0), "safe_record_expires"),
     "orphaned": Old(make_orphaned, found_by(record_table.get_prunable, 1), "safe_record_running"),

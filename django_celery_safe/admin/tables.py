@@ -21,7 +21,7 @@ from .pages import LEVELS, ReadOnlyAdmin, badge, columns, permission, row_action
 
 
 class StateFilter(SimpleListFilter):
-    """Filters messages by their state, which is no column."""
+    """Filters messages by their state, with the condition of its index."""
 
     title = _("state")
     parameter_name = "state"
@@ -47,7 +47,7 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
     fields = readonly_fields = (
         *("task", "task_id", "shown", "attempts", "starts", "deaths", "resent"),
         *columns(OutboxMessage, "created_at", "due_at", "sent_at", "started_at", "ended_at"),
-        *columns(OutboxMessage, "dead_at", "process", "arguments", longest=None),
+        *columns(OutboxMessage, "process", "arguments", longest=None),
         *("error_type", "error", "traceback"),
     )
     actions = ("retry", "discard")
@@ -57,7 +57,7 @@ class OutboxMessageAdmin(ReadOnlyAdmin):
     @admin.display(description=_("state"))
     def shown(self, row: Any) -> SafeString:
         """The state as a coloured word."""
-        return badge(LEVELS.get(row.state, "quiet"), row.state.label)
+        return badge(LEVELS.get(row.state, "quiet"), row.get_state_display())
 
     @row_action(
         pgettext_lazy("action", "Retry"),

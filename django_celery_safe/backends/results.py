@@ -118,7 +118,7 @@ def read_row(task: AnyTask, row: Any) -> AnyResult:
         enqueued_at=_moment_of(row, row.created_at),
         started_at=_moment_of(row, row.started_at),
         last_attempted_at=_moment_of(row, row.started_at),
-        finished_at=_moment_of(row, row.ended_at or row.dead_at),
+        finished_at=_moment_of(row, row.ended_at),
         errors=[_read_error(row)] if status == TaskResultStatus.FAILED else [],
         worker_ids=list_workers(row.starts, decode_holder(row.holder, HeldLock("")).holder),
     )

@@ -117,13 +117,13 @@ def count(rows: QuerySet[Any], most: int) -> Figure:
 def outbox_figures(alias: str, most: int) -> OutboxFigures:
     """Return the figures of the outbox in a database, each up to ``most``; four queries."""
     messages = OutboxMessage.objects.using(alias)
-    pending = Q(sent_at__isnull=True, token="")
+    pending = Q(state=OutboxMessage.State.PENDING)
     # Rows that are due soonest come first: pending messages before running and sent ones.
     live = messages.filter(due_at__isnull=False).order_by("due_at", "pk")[: most + 1]
     seen = live.aggregate(
         total=Count("pk"),
         pending=Count("pk", filter=pending),
-        running=Count("pk", filter=~Q(token="")),
+        running=Count("pk", filter=Q(state=OutboxMessage.State.RUNNING)),
         oldest_at=Min("created_at", filter=pending),
         due_at=Min("due_at"),
         asked_at=Max(Now()),
@@ -135,7 +135,7 @@ def outbox_figures(alias: str, most: int) -> OutboxFigures:
         sent=Figure(min(waiting, most), is_cut),
         running=Figure(min(seen["running"], most), is_cut),
         failed=count(messages.failed().order_by("-ended_at"), most),
-        dead=count(messages.dead().order_by("-dead_at"), most),
+        dead=count(messages.dead().order_by("-ended_at"), most),
         oldest_s=seconds_between(seen["oldest_at"], seen["asked_at"]),
         lag_s=seconds_between(seen["due_at"], seen["asked_at"]) or 0.0,
         relay=find_relay(alias),

@@ -11,6 +11,7 @@ from django.apps import apps
 from django.db import connections, models, transaction
 from django.db.models import Case, F, IntegerField, Q, When
 from django.db.models.functions import Length
+from django.utils.translation import gettext_lazy as _
 
 from .. import batches, conf
 from ..databases import Now
@@ -24,6 +25,23 @@ from .text import LONGEST_TYPE, end_of_traceback, storable
 if TYPE_CHECKING:
     from ..sending.outbox import CarriedAttempt
     from .outbox import OutboxMessage
+
+
+class State(models.TextChoices):
+    """
+    The states of messages.
+
+    ``due_at`` is the next look at a message, whatever its state: when it is to be sent, to be
+    sent again because no worker has started its task, or when the lease of its run expires.
+    """
+
+    PENDING = "pending", _("Pending")
+    SENT = "sent", _("Sent")
+    RUNNING = "running", _("Running")
+    DONE = "done", _("Done")
+    FAILED = "failed", _("Failed")
+    DEAD = "dead", _("Dead")
+
 
 #: Shortest and longest time until a message that could not be sent is tried again; it
 #: doubles with each attempt.
@@ -40,25 +58,22 @@ CLAIMED: Final = (
 )  # fmt: skip
 #: Columns that no list shows and that may not fit into memory.
 UNLISTED: Final = ("body", "properties", "chord_calls", "result", "traceback")
-#: Changes to a claimed row: if it still has a run's token, the run's process has died.
-COUNT_DEATH: Final = count_death(~Q(token=""))
-#: Messages that have a due time, and messages that were sent and whose task has not ended.
-DUE: Final = Q(due_at__isnull=False)
-SENT: Final = Q(sent_at__isnull=False, ended_at__isnull=True)
+#: Changes to a claimed row: if it is still running, its process has died.
+COUNT_DEATH: Final = count_death(Q(state=State.RUNNING))
+#: Messages that are still looked at, and messages that need no further look, as in the indexes.
+LIVE: Final = Q(due_at__isnull=False)
+OVER: Final = Q(ended_at__isnull=False)
 #: Messages whose row stays until their task has ended.
 CARRIED: Final = ~Q(attempt="")
-#: Messages whose task succeeded, and messages whose task ended in an error.
-DONE: Final = Q(ended_at__isnull=False, error_type="")
-FAILED: Final = Q(ended_at__isnull=False) & ~Q(error_type="")
 #: Bytes of a row; one character is one byte, because the texts are ASCII JSON.
 SIZE: Final = Length("body") + Length("properties") + Length("chord_calls")
 
 
-def _why_again(row: OutboxMessage, token: str, sent_at: datetime | None) -> str:
-    """Return why a relay re-sends a carried message; "": it is sent for the first time."""
-    if token:
+def _why_again(row: OutboxMessage, before: str) -> str:
+    """Return why a relay re-sends a message that was in that state; "": it is the first time."""
+    if before == State.RUNNING:
         return f"its process died (death {row.deaths})"
-    return "" if sent_at is None else f"no worker began it, {row.resent} time(s) so far"
+    return f"no worker began it, {row.resent} time(s) so far" if before == State.SENT else ""
 
 
 class OutboxMessages(models.QuerySet["OutboxMessage"]):
@@ -69,17 +84,17 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         return self.annotate(asked_at=Now()).defer(*UNLISTED)
 
     def in_state(self, state: str) -> OutboxMessages:
-        """Messages in a state of :class:`OutboxMessage.State`."""
-        rows: OutboxMessages = getattr(self, self.model.State(state))()
+        """Messages in a state."""
+        rows: OutboxMessages = getattr(self, State(state))()
         return rows
 
     def pending(self) -> OutboxMessages:
         """Messages that a relay still has to send or re-send, due or not."""
-        return self.filter(due_at__isnull=False, sent_at__isnull=True, token="")
+        return self.filter(LIVE, state=State.PENDING)
 
     def running(self) -> OutboxMessages:
         """Messages whose task a worker runs now, or ran when its process died."""
-        return self.filter(due_at__isnull=False).exclude(token="")
+        return self.filter(LIVE, state=State.RUNNING)
 
     def due(self) -> OutboxMessages:
         """Messages that a relay may send now, longest waiting first."""
@@ -87,19 +102,19 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def dead(self) -> OutboxMessages:
         """Messages that could not be sent and are not tried again."""
-        return self.filter(dead_at__isnull=False)
+        return self.filter(OVER, state=State.DEAD)
 
     def sent(self) -> OutboxMessages:
         """Messages that a broker has or had: kept for a while, or until their task starts."""
-        return self.filter(sent_at__isnull=False, ended_at__isnull=True, token="")
+        return self.filter(state=State.SENT)
 
     def done(self) -> OutboxMessages:
         """Messages whose task succeeded; they stay for ``RETENTION["sent"]``."""
-        return self.filter(DONE)
+        return self.filter(OVER, state=State.DONE)
 
     def failed(self) -> OutboxMessages:
         """Messages whose task ended in an error."""
-        return self.filter(FAILED)
+        return self.filter(OVER, state=State.FAILED)
 
     def carried(self, task_id: str) -> OutboxMessages:
         """The message of a task that is carried until done: one row or none."""
@@ -107,22 +122,22 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def given_up(self) -> OutboxMessages:
         """Messages that wait for an operator: they could not be sent, or their task failed."""
-        return self.filter(FAILED | Q(dead_at__isnull=False))
+        return self.filter(OVER, state__in=[State.FAILED, State.DEAD])
 
     def retryable(self) -> OutboxMessages:
         """Messages that could not be sent at least once, dead or not, or whose task failed."""
-        unsent = Q(sent_at__isnull=True, ended_at__isnull=True, attempts__gt=0, token="")
-        return self.filter(unsent | FAILED)
+        unsent = Q(state=State.PENDING, attempts__gt=0)
+        return self.filter(unsent | Q(state__in=[State.FAILED, State.DEAD]))
 
     def discardable(self) -> OutboxMessages:
         """Messages that an operator may delete so that their task does not run, or run again."""
-        waiting = Q(due_at__isnull=False, token="")
-        return self.filter(waiting | FAILED | Q(dead_at__isnull=False))
+        carried = Q(state=State.SENT, due_at__isnull=False)
+        return self.filter(carried | Q(state__in=[State.PENDING, State.FAILED, State.DEAD]))
 
     def sent_before(self, age: timedelta) -> OutboxMessages:
         """Messages sent more than ``age`` ago that are not carried until done, oldest first."""
-        sent = self.filter(due_at__isnull=True, ended_at__isnull=True)
-        return sent.filter(sent_at__lt=Now() - age).order_by("sent_at")
+        sent = self.sent().filter(due_at__isnull=True, sent_at__lt=Now() - age)
+        return sent.order_by("sent_at")
 
     def done_before(self, age: timedelta) -> OutboxMessages:
         """Messages whose task succeeded more than ``age`` ago, oldest first."""
@@ -157,9 +172,9 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             with attempt, transaction.atomic(using=self.db):
                 rows, taken = self._claim(due, limit, lease)
         claimed = {values[0]: self.model.from_db(self.db, CLAIMED, values) for values in taken}
-        for pk, _size, due_at, token, sent_at in rows:
+        for pk, _size, due_at, state in rows:
             claimed[pk].due_at = due_at
-            claimed[pk].why_again = _why_again(claimed[pk], token, sent_at)
+            claimed[pk].why_again = _why_again(claimed[pk], state)
         return [claimed[row[0]] for row in rows]
 
     def _claim(self, due: OutboxMessages, limit: int, lease: timedelta) -> tuple[Any, Any]:
@@ -170,7 +185,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             self.filter(pk=0).update(attempts=0)
         skip = features.has_select_for_update_skip_locked
         # Read only sizes here: a hundred whole rows may not fit into memory.
-        sized = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "token", "sent_at")
+        sized = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "state")
         found = list(sized.select_for_update(skip_locked=skip)[:limit])
         most, totals = batches.BATCH_BYTES, accumulate(size for _, size, *_ in found)
         rows = [row for row, total in zip(found, totals, strict=True) if total <= most]
@@ -251,7 +266,8 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
     def settle(self, *, keep: bool) -> int:
         """Record that the messages were sent: delete them, or ``keep`` them for the retention."""
         if keep:
-            return self.pending().update(due_at=None, sent_at=Now(), error="")
+            sets = {"state": State.SENT, "due_at": None, "sent_at": Now(), "error": ""}
+            return self.pending().update(**sets)
         return self.pending().erase()
 
     def extend(self, token: str, lease: timedelta) -> int:
@@ -285,8 +301,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         sets: dict[str, Any] = {"error": "", "error_type": ""}
         if returned:
             sets["result"] = returned
-        ours = self.claimed(token)
-        return bool(ours.update(ended_at=Now(), due_at=None, token="", **sets))
+        return bool(self.claimed(token).update(**_ended(State.DONE), **sets))
 
     def end_or_erase(self, token: str, *, keep: bool) -> bool:
         """Record a success, or delete the row; True if the claim still held the message."""
@@ -296,9 +311,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Record that a task ended in an error; True if the claim still held the message."""
         return bool(
             self.claimed(token).update(
-                ended_at=Now(),
-                due_at=None,
-                token="",
+                **_ended(State.FAILED),
                 error_type=error_type[:LONGEST_TYPE],
                 error=storable(error),
                 traceback=end_of_traceback(traceback),
@@ -311,7 +324,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         if died:
             sets |= DIED
         ours = self.claimed(token)
-        return bool(ours.update(token="", sent_at=None, error=storable(error), **sets))
+        return bool(ours.update(state=State.PENDING, token="", error=storable(error), **sets))
 
     def was_put_back(self, error: str) -> bool:
         """Return whether a message was put back with this error, and no run has begun since."""
@@ -330,7 +343,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Make failed and dead messages due now, with as many attempts as new messages."""
         self._for_write = True  # the rows may have been read from a replica
         sets = {
-            "dead_at": None, "ended_at": None, "sent_at": None, "due_at": Now(),
+            "state": State.PENDING, "ended_at": None, "due_at": Now(),
             "attempts": 0, "deaths": 0, "resent": 0, "error_type": "", "traceback": "",
         }  # fmt: skip
         rows = change_returning(self.retryable(), sets, "task", "task_id")
@@ -353,11 +366,11 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         starting its task counts as one more re-send.
         """
         resent = Case(
-            When(token="", sent_at__isnull=False, then=F("resent") + 1),
+            When(state=State.SENT, then=F("resent") + 1),
             default=F("resent"),
             output_field=IntegerField(),
         )
-        return {**COUNT_DEATH, "resent": resent, "token": "", "sent_at": None}
+        return {**COUNT_DEATH, "resent": resent, "token": "", "state": State.PENDING}
 
     def _emit(self, event: Event, rows: list[tuple[str, str]]) -> None:
         """Emit an event at the commit for each message that an operator retried or discarded."""
@@ -372,7 +385,12 @@ def _pending_row(alias: str) -> Any:
 
 def _carried_until(wait: Any) -> dict[str, Any]:
     """Return the changes of a row that was sent, and stays until its task is done."""
-    return {"due_at": Now() + wait, "sent_at": Now(), "attempts": 0}
+    return {"state": State.SENT, "due_at": Now() + wait, "sent_at": Now(), "attempts": 0}
+
+
+def _ended(state: State) -> dict[str, Any]:
+    """Return the changes of a row that needs no further look."""
+    return {"state": state, "ended_at": Now(), "due_at": None, "token": ""}
 
 
 def _carry(alias: str) -> tuple[Any, dict[str, Any]]:

@@ -17,13 +17,12 @@ from .columns import ExactCharField, ExactTextField, PartialIndex
 from .listing import ListedRow
 from .message_states import (
     CARRIED,
-    DONE,
-    DUE,
-    FAILED,
+    LIVE,
     LONGEST_DELAY,
-    SENT,
+    OVER,
     SHORTEST_DELAY,
     OutboxMessages,
+    State,
 )
 from .text import LONGEST_TYPE, storable
 
@@ -38,15 +37,7 @@ class OutboxMessage(ListedRow):
     the database server's clock.
     """
 
-    class State(models.TextChoices):
-        """The states of messages, each a method of their queryset."""
-
-        PENDING = "pending", _("Pending")
-        SENT = "sent", _("Sent")
-        RUNNING = "running", _("Running")
-        DONE = "done", _("Done")
-        FAILED = "failed", _("Failed")
-        DEAD = "dead", _("Dead")
+    State = State
 
     json_keys = (
         "id", "database", "state", "task", "task_id", "age_s", "due_in_s", "process", "attempts",
@@ -64,14 +55,14 @@ class OutboxMessage(ListedRow):
     chord = ExactCharField(max_length=32, default="")
     #: The calls that register the chord, as JSON; one row of each chord has them.
     chord_calls = ExactTextField(default="")
-    #: When a relay should send it, unless its state changes first: at once, after no worker has
-    #: started its task for long, or when the lease of its run expires. None: never.
+    state = ExactCharField(_("state"), max_length=8, choices=State.choices, default=State.PENDING)
+    #: The next look of a relay at it; see ``State``. None: none.
     due_at = models.DateTimeField(_("due at"), null=True)
     #: How many times sending failed although the broker was available.
     attempts = models.PositiveSmallIntegerField(_("attempts"), default=0)
     #: The last error.
     error = ExactTextField(_("error"), default="")
-    dead_at = models.DateTimeField(_("dead at"), null=True)
+    #: When it was sent last, even if it is pending again.
     sent_at = models.DateTimeField(_("sent at"), null=True)
     #: The id of this attempt of its task, from the header; "": not carried until done.
     attempt = ExactCharField(max_length=32, default="")
@@ -87,6 +78,7 @@ class OutboxMessage(ListedRow):
     #: The last process that died in the task, as JSON like ``holder``.
     last_death = ExactTextField(default="")
     started_at = models.DateTimeField(_("started at"), null=True)
+    #: When its task ended, or sending it was given up.
     ended_at = models.DateTimeField(_("ended at"), null=True)
     #: The argument of ``current_claim().finish()``, as JSON; "": the task did not call it. A task
     #: with a result is not run again. For a successful Django task: its return value.
@@ -109,37 +101,21 @@ class OutboxMessage(ListedRow):
             ("discard_outboxmessage", "Can discard outbox message"),
         )
         indexes = (
-            PartialIndex(fields=["due_at", "id"], name="safe_outbox_due", rows=DUE),
-            PartialIndex(
-                fields=["dead_at"], name="safe_outbox_dead", rows=Q(dead_at__isnull=False)
-            ),
+            PartialIndex(fields=["due_at", "id"], name="safe_outbox_due", rows=LIVE),
             PartialIndex(fields=["chord"], name="safe_outbox_chord", rows=~Q(chord="")),
-            PartialIndex(fields=["sent_at"], name="safe_outbox_sent", rows=SENT),
+            PartialIndex(
+                fields=["sent_at"],
+                name="safe_outbox_sent",
+                rows=Q(state=State.SENT),
+                whole_fields=["state", "sent_at"],
+            ),
             models.Index(fields=["attempt"], name="safe_outbox_attempt"),
             PartialIndex(fields=["task_id"], name="safe_outbox_task_id", rows=CARRIED),
-            # Two indexes, because done and failed messages have different retentions.
-            PartialIndex(
-                fields=["ended_at"],
-                name="safe_outbox_done",
-                rows=DONE,
-                whole_fields=["error_type", "ended_at"],
-            ),
-            PartialIndex(fields=["ended_at"], name="safe_outbox_failed", rows=FAILED),
+            PartialIndex(fields=["state", "ended_at"], name="safe_outbox_ended", rows=OVER),
         )
 
     def __str__(self) -> str:
         return f"{self.task}[{self.task_id}]"
-
-    @property
-    def state(self) -> State:
-        """Its state, from the columns that the states' querysets filter by."""
-        if self.ended_at:
-            return self.State.FAILED if self.error_type else self.State.DONE
-        if self.dead_at:
-            return self.State.DEAD
-        if self.token:
-            return self.State.RUNNING
-        return self.State.SENT if self.sent_at else self.State.PENDING
 
     @property
     def age_s(self) -> float:
@@ -165,16 +141,16 @@ class OutboxMessage(ListedRow):
     @property
     def finished(self) -> bool:
         """Whether the task called ``current_claim().finish()`` and has not ended well since."""
-        return bool(self.result) and self.state != self.State.DONE
+        return bool(self.result) and self.state != State.DONE
 
     @property
     def reason(self) -> str:
         """Why it is in its state and what comes next, for a list; "": nothing to report."""
         facts = []
-        if self.state == self.State.RUNNING:
+        if self.state == State.RUNNING:
             facts.append(self.process)
         elif self.due_in_s:
-            is_sent = self.state == self.State.SENT
+            is_sent = self.state == State.SENT
             due = gettext("sent again in {time}") if is_sent else gettext("due in {time}")
             facts.append(due.format(time=duration(self.due_in_s)))
         if self.attempts:
@@ -204,7 +180,8 @@ class OutboxMessage(ListedRow):
         self.attempts += 1
         self.error = error = storable(error)
         if self.attempts >= attempts:
-            row.update(attempts=self.attempts, error=error, due_at=None, dead_at=Now())
+            ended = {"state": State.DEAD, "due_at": None, "ended_at": Now()}
+            row.update(attempts=self.attempts, error=error, **ended)
             return True
         delay = min(SHORTEST_DELAY * 2 ** (self.attempts - 1), LONGEST_DELAY)
         row.update(attempts=self.attempts, error=error, due_at=Now() + delay)

@@ -42,7 +42,7 @@ from ..values import decode
 from .capture import Captured, capture
 from .followers import carried_followers, end_with_body, send_followers
 from .going_on import ending, publish_again
-from .message_table import Claimed, MessageTable, message_table
+from .message_table import ENDED, Claimed, MessageTable, message_table
 from .outbox import can_carry, name_attempt
 
 logger = get_logger(__name__)
@@ -244,7 +244,7 @@ class Run:
 
         if follow is not None:
             self.claim.stop_renewing()  # the row is locked until the commit
-        return self.claim.end_by(write, lambda: not row.filter(ended_at__isnull=True).exists())
+        return self.claim.end_by(write, lambda: not row.exclude(state__in=ENDED).exists())
 
     def _record(self, error: BaseException) -> bool:
         if self.resent is not None:

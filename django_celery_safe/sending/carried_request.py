@@ -18,7 +18,7 @@ from ..delivery.header import get_header
 from ..delivery.worker import in_background
 from ..foreign_errors import describe_error
 from ..texts import get_logger
-from .message_table import message_table
+from .message_table import ENDED, message_table
 
 logger = get_logger(__name__)
 
@@ -81,7 +81,7 @@ class SafeRequest(Request):
             row = table.find(header["attempt"])
             if row is None and table.goes_on(self.id):
                 return  # a retry continues the task, under another attempt
-            if (row is None or row.ended_at) and backend.get_state(
+            if (row is None or row.state in ENDED) and backend.get_state(
                 self.id
             ) not in states.READY_STATES:
                 backend.mark_as_failure(

@@ -12,6 +12,9 @@ from ..databases import Now
 from ..leases.lease_table import LeaseTable
 from ..statements import Param, Statement
 
+#: The states of a message whose task has ended.
+ENDED: Final = ("done", "failed")
+
 
 class Claimed(NamedTuple):
     """
@@ -60,7 +63,7 @@ class MessageTable(LeaseTable):
 
     def goes_on(self, task_id: str) -> bool:
         """Return whether any attempt of a task has not ended; slow, because no index helps."""
-        return bool(_rows(self.alias).filter(task_id=task_id, ended_at=None).exists())
+        return bool(_rows(self.alias).filter(task_id=task_id).exclude(state__in=ENDED).exists())
 
     def delete(self, name: str, token: str) -> bool:
         """Delete a message that is not kept; return whether the claim still held it."""
@@ -87,20 +90,21 @@ _DELETE: Final = Statement(
 
 
 def _claim(alias: str) -> tuple[Any, dict[str, Any]]:
-    from ..models.message_states import COUNT_DEATH  # needs the app registry
+    from ..models.message_states import COUNT_DEATH, State  # needs the app registry
 
-    free = Q(token="") | Q(due_at__lt=Now())
+    free = Q(state__in=[State.PENDING, State.SENT]) | Q(state=State.RUNNING, due_at__lt=Now())
     sets = {
+        "state": State.RUNNING,
         "token": Param("token"),
         "due_at": Now() + Param("lease", DurationField()),
         "holder": Param("holder"),
         "started_at": Now(),
         "starts": F("starts") + 1,
         "resent": 0,
-        # If the row was still claimed, its process died and the lease expired.
+        # If the row was still running, its process died and the lease expired.
         **COUNT_DEATH,
     }
-    return _message(alias).filter(free, due_at__isnull=False), sets
+    return _message(alias).filter(free), sets
 
 
 _CLAIM: Final = Statement(

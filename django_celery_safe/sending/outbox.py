@@ -51,6 +51,7 @@ _EMPTY: Final = {
     **dict.fromkeys(
         ("error", "error_type", "traceback", "token", "holder", "last_death", "result"), "''"
     ),
+    "state": "'pending'",
 }
 
 
@@ -166,7 +167,7 @@ def rewrite(
     message_of_row = {
         name: getattr(row, name) for name in ("task", "body", "properties", "attempt")
     }
-    sets = {**message_of_row, "due_at": due_at, "token": "", "sent_at": None, "attempts": 0}
+    sets = {**message_of_row, "due_at": due_at, "token": "", "state": "pending", "attempts": 0}
     if other_work:
         sets["result"] = ""
     written = change_returning(rows, sets, "id", "starts")

@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 CASES: Final = [
     Case("release", "Released", Lock, LOCKS, lambda: rows.hold("feed") and "feed", "token"),
-    Case("retry", "Made due", OutboxMessage, OUTBOX, lambda: rows.leave_dead().pk, "dead_at",
+    Case("retry", "Made due", OutboxMessage, OUTBOX, lambda: rows.leave_dead().pk, "state",
          asks=False),
     Case("discard", "Discarded", OutboxMessage, OUTBOX, lambda: rows.leave_dead().pk, "pk"),
     Case("forget", "Forgotten", IdempotencyRecord, RECORDS, lambda: rows.record("paid:7").pk, "pk"),

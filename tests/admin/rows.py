@@ -77,7 +77,7 @@ def leave_dead(error: str = "no route to host") -> OutboxMessage:
 
 def leave_sent() -> OutboxMessage:
     """Let a message be there that was sent."""
-    return leave(due_at=None, sent_at=Now())
+    return leave(state="sent", due_at=None, sent_at=Now())
 
 
 # Records

@@ -44,7 +44,8 @@ def be_seen(ago: float) -> None:
 
 def ended(hours: float, error: str = "") -> None:
     """Let a carried task have ended so many hours ago."""
-    rows.leave(due_at=None, ended_at=Now() - timedelta(hours=hours), error_type=error)
+    ended_at = Now() - timedelta(hours=hours)
+    rows.leave(state="failed" if error else "done", due_at=None, ended_at=ended_at)
 
 
 @pytest.fixture

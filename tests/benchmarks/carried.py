@@ -162,7 +162,7 @@ def count_all(alias: str) -> tuple[int, int, outbox.Row]:
             assert not OutboxMessage.objects.using(alias).exists(), "it was not carried to its end"
     connections[alias].close()
     # As it is once it was sent.
-    return of_a_send, of_a_run, {**row, "sent_at": timezone.now()}
+    return of_a_send, of_a_run, {**row, "state": "sent", "sent_at": timezone.now()}
 
 
 def figures_of(batches: Mapping[str, Sequence[Batch]]) -> list[Figure]:

@@ -103,9 +103,10 @@ FILL = f"""
         Permission.objects.filter(content_type__app_label="django_celery_safe").exclude(
             codename__contains="idempotency"))
     OutboxRelay.objects.create(host="web1", pid=4711, seen_at=Now())
-    rows, ended = OutboxMessage.objects.all(), {{"due_at": None, "ended_at": Now()}}
-    for changes in ({{}}, {{"due_at": None, "sent_at": Now()}}, {{}},
-                    {{**ended, "error_type": "ValueError", "error": "the order has no address"}}):
+    rows = OutboxMessage.objects.all()
+    failed = {{"state": "failed", "due_at": None, "ended_at": Now()}}
+    for changes in ({{}}, {{"state": "sent", "due_at": None, "sent_at": Now()}}, {{}},
+                    {{**failed, "error_type": "ValueError", "error": "the order has no address"}}):
         with transaction.atomic():
             place_order("nora@example.com")
             connection.run_on_commit.clear()
@@ -115,7 +116,7 @@ FILL = f"""
                 "@broker-eu-west-1b.internal.example.com:5672", attempts=1)
     rows.bulk_create([
         OutboxMessage(task="orders.tasks.ship", task_id=f"{{hour}}-{{n}}", body=b"", properties="",
-                      created_at=Now(), ended_at=Now() - timedelta(hours=hour + 0.5))
+                      state="done", created_at=Now(), ended_at=Now() - timedelta(hours=hour + 0.5))
         for hour in range(24) for n in range((hour * 7 + 3) % 6)
     ])
     ago = timedelta(minutes=40)

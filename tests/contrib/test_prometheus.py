@@ -84,9 +84,9 @@ def test_figures(site: str, settings: Settings) -> None:
     """
     rows.leave(due_at=Now() - timedelta(seconds=30))
     rows.leave()
-    rows.leave(due_at=Now() + timedelta(seconds=60), sent_at=Now(), attempt="a")
-    rows.leave(due_at=Now() + timedelta(seconds=60), token="t", attempt="b")
-    rows.leave(due_at=None, ended_at=Now(), error_type="ValueError")
+    rows.leave(due_at=Now() + timedelta(seconds=60), state="sent", attempt="a")
+    rows.leave(due_at=Now() + timedelta(seconds=60), state="running", attempt="b")
+    rows.leave(state="failed", due_at=None, ended_at=Now())
     rows.leave_dead()
     rows.leave_sent()
     OutboxRelay.objects.create(pk=1, host="web1", pid=7, seen_at=Now())

@@ -592,8 +592,8 @@ MUTATIONS = {
     "models": [
         M(
             "models.message_states:OutboxMessages.pending",
-            'sent_at__isnull=True, token="")',
-            "sent_at__isnull=True)",
+            "state=State.PENDING)",
+            "state__in=[State.PENDING, State.RUNNING])",
             "a relay gives back a message that a worker runs",
         ),
         M(
@@ -604,8 +604,8 @@ MUTATIONS = {
         ),
         M(
             "models.message_states:OutboxMessages.end",
-            "ours = self.claimed(token)",
-            "ours = self",
+            "self.claimed(token).update(",
+            "self.update(",
             "a run that lost its claim ends the row of the run that has it",
         ),
         M(
@@ -616,8 +616,8 @@ MUTATIONS = {
         ),
         M(
             "models.message_states:OutboxMessages.discardable",
-            'waiting = Q(due_at__isnull=False, token="")',
-            "waiting = Q(due_at__isnull=False)",
+            "carried = Q(state=State.SENT, due_at__isnull=False)",
+            "carried = Q(state__in=[State.SENT, State.RUNNING])",
             "an operator discards a message whose task runs",
         ),
         M(

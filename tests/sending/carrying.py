@@ -105,5 +105,5 @@ def leave_dead(carried: Carried, message: Message, *, after_body: bool = False) 
     with pytest.raises(Death):
         carried.mailbox.deliver(message)
     carried.body = body
-    carried.rows.update(sent_at=Now(), error="", **before)
+    carried.rows.update(state="running", error="", **before)
     carried.make_due()

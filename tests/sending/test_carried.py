@@ -142,7 +142,7 @@ def test_messages_of_what_is_done_or_discarded_do_nothing(
     assert [carried.mailbox.deliver(message).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
     assert carried.calls == [1]
     assert (carried.row.state, carried.row.due_at) == ("done", None)
-    carried.rows.update(sent_at=None, attempts=1)  # as if its sender had failed
+    carried.rows.update(attempts=1)  # as if its sender had failed
     assert carried.rows.revive() == 0
 
 
@@ -418,7 +418,7 @@ def test_a_message_that_is_done_while_its_duplicate_is_revoked(carried: Carried)
     """The delivery that ran it has ended its row, which stays done."""
 
     def end() -> None:
-        carried.rows.update(ended_at=Now(), due_at=None, token="")
+        carried.rows.update(state="done", ended_at=Now(), due_at=None, token="")
 
     message = carried.send()
     request = Context(message.headers, headers=message.headers)
@@ -604,7 +604,7 @@ def test_a_sender_that_records_too_late_records_nothing(carried: Carried, goes_o
     sent = {carried.row.pk: CarriedAttempt(message.ours["attempt"], 0.0, 0)}
     with suppress(SystemExit):
         carried.mailbox.deliver(message)
-    carried.rows.update(sent_at=None, due_at=Now())
+    carried.rows.update(state="pending", due_at=Now())
     carried.rows.record_sent(sent)
     assert carried.row.state == "pending"
     carried.mailbox.take()

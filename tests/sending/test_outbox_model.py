@@ -25,9 +25,10 @@ def table(alias: str) -> OutboxMessages:
     return OutboxMessage.objects.using(alias)
 
 
-def make(alias: str, number: int = 1, **moments: timedelta) -> list[int]:
+def make(alias: str, number: int = 1, state: str = "pending", **moments: timedelta) -> list[int]:
     """Make equal rows with these moments, from now by the database's clock; return their keys."""
-    made = baker.make(OutboxMessage, number, _using=alias, _bulk_create=True, due_at=None)
+    same = {"state": state, "due_at": None}
+    made = baker.make(OutboxMessage, number, _using=alias, _bulk_create=True, **same)
     keys = [row.pk for row in made]
     table(alias).filter(pk__in=keys).update(
         **{name: Now() + delta for name, delta in moments.items()}
@@ -55,17 +56,16 @@ def one_of_each(alias: str) -> dict[str, int]:
     """Make a row in each state; return their keys."""
     (late,), (early,) = make(alias, due_at=-MINUTE), make(alias, due_at=-2 * MINUTE)
     (waiting,) = make(alias, due_at=MINUTE)
-    (dead,), (sent,) = make(alias, dead_at=-MINUTE), make(alias, sent_at=-MINUTE)
+    (dead,) = make(alias, state="dead", ended_at=-MINUTE)
+    (sent,) = make(alias, state="sent", sent_at=-MINUTE)
     return {"late": late, "early": early, "waiting": waiting, "dead": dead, "sent": sent}
 
 
 def one_carried_of_each(alias: str) -> dict[str, int]:
     """Make a row of a carried task in each of the states that only such have; return their keys."""
-    (carried,) = make(alias, sent_at=-MINUTE, due_at=MINUTE)
-    (running,) = make(alias, due_at=MINUTE)  # begun before its sender recorded that it was sent
-    (done,), (failed,) = (make(alias, sent_at=-MINUTE, ended_at=-MINUTE) for _ in range(2))
-    table(alias).filter(pk=running).update(token="t")
-    table(alias).filter(pk=failed).update(error_type="ValueError")
+    (carried,) = make(alias, state="sent", sent_at=-MINUTE, due_at=MINUTE)
+    (running,) = make(alias, state="running", due_at=MINUTE)
+    (done,), (failed,) = (make(alias, state=each, ended_at=-MINUTE) for each in ("done", "failed"))
     return {"carried": carried, "running": running, "done": done, "failed": failed}
 
 
@@ -240,7 +240,7 @@ def test_settle(alias: str) -> None:
     everything.filter(pk=row["late"]).update(error="refused")
     assert everything.filter(pk__in=[row["late"], row["dead"]]).settle(keep=True) == 1
     kept = everything.get(pk=row["late"])
-    assert (kept.due_at, kept.dead_at, kept.error) == (None, None, "")
+    assert (kept.due_at, kept.ended_at, kept.error) == (None, None, "")
     assert set(keys(everything.sent())) == {row["late"], row["sent"]}
     assert everything.settle(keep=False) == 2
     assert set(keys(everything.all())) == {row["late"], row["dead"], row["sent"]}
@@ -256,7 +256,7 @@ def test_fail_backs_off_and_then_sets_aside(alias: str) -> None:
         assert row.fail(f"error {number}", attempts=10) is False
         delays.append(due_in(alias, key))
         (row,) = table(alias).all()
-        assert (row.attempts, row.error, row.dead_at) == (number, f"error {number}", None)
+        assert (row.attempts, row.error, row.ended_at) == (number, f"error {number}", None)
     assert delays == [in_about(n) for n in (5, 10, 20, 40, 80, 160, 320, 600, 600)]
     assert row.fail("the last", attempts=10) is True
     (row,) = table(alias).dead()
@@ -274,8 +274,7 @@ def test_fail_comes_too_late(attempts: int, alias: str) -> None:
     for row in claimed:
         row.fail("late", attempts=attempts)
     (row,) = table(alias).all()
-    assert (row.pk, row.attempts, row.error, row.dead_at, row.due_at) == (kept, 0, "", None, None)
-    assert row.sent_at is not None
+    assert (row.pk, row.attempts, row.error, row.state, row.due_at) == (kept, 0, "", "sent", None)
 
 
 def test_revive(alias: str) -> None:
@@ -324,14 +323,15 @@ def test_telling_of_a_chord_keeps_no_other_waiting(alias: str) -> None:
 def test_states_are_found_by_an_index(alias: str) -> None:
     """Among many rows they are not searched for, nor sorted."""
     make(alias, 20, due_at=-SECOND)
-    make(alias, 20, dead_at=-SECOND)
-    make(alias, 20, sent_at=-timedelta(days=9))
-    make(alias, 1500, sent_at=-SECOND)
+    make(alias, 20, state="dead", ended_at=-SECOND)
+    make(alias, 20, state="sent", sent_at=-timedelta(days=9))
+    make(alias, 1500, state="sent", sent_at=-SECOND)
+    make(alias, 1500, state="done", ended_at=-SECOND)
     make(alias, 1500, due_at=MINUTE)
     table(alias).update(attempt="a")  # as if each were carried, under its own task id
     for rows, index in (
         (table(alias).due()[:100], "safe_outbox_due"),
-        (table(alias).dead(), "safe_outbox_dead"),
+        (table(alias).dead(), "safe_outbox_ended"),
         (table(alias).sent_before(timedelta(days=8)), "safe_outbox_sent"),
         (table(alias).carried("17"), "safe_outbox_task_id"),
     ):

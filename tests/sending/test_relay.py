@@ -553,7 +553,7 @@ def test_a_row_for_another_relay_waits_for_it(
     assert drain(alias) == 2
     assert ids(sent()) == others
     left = table(alias).annotate(now=Now()).get()
-    assert (left.task_id, left.attempts, left.dead_at) == (wanted, 0, None)
+    assert (left.task_id, left.attempts, left.state) == (wanted, 0, "pending")
     assert timedelta(seconds=5) < left.due_at - left.now <= relay_module.PUT_OFF
     assert left.error.startswith(reason)
     assert left.error in caplog.text

@@ -60,12 +60,12 @@ def test_an_error_without_a_traceback_has_its_class(by_hand: ByHand) -> None:
     """As of a process that was killed at its time limit, or a message that can't be sent."""
     result = work.add.enqueue(1)
     for name, error in (("TimeLimitExceeded", TimeLimitExceeded), ("SomethingOfNobody", Exception)):
-        by_hand.rows.update(ended_at=Now(), due_at=None, error_type=name, error="it ended")
+        ended = {"state": "failed", "ended_at": Now(), "due_at": None}
+        by_hand.rows.update(**ended, error_type=name, error="it ended")
         found = the_error(result)
         assert found.exception_class is error
         assert found.traceback.endswith(": it ended")
-    dead = {"ended_at": None, "dead_at": Now(), "sent_at": None, "error_type": ""}
-    by_hand.rows.update(**dead, error="no such exchange")
+    by_hand.rows.update(state="dead", error_type="", error="no such exchange")
     error = the_error(result)
     assert error.exception_class is CelerySafeError
     assert error.traceback.endswith("CelerySafeError: no such exchange")

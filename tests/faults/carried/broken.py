@@ -39,7 +39,8 @@ def begin_done(claim: Any) -> None:
     """Record that a task is done when its run begins; the end of the run finds the row."""
     begin(claim)
     claim.stop_renewing()
-    claim.table.at(claim.name).filter(token=claim.token).update(ended_at=Now(), due_at=None)
+    ours = claim.table.at(claim.name).filter(token=claim.token)
+    ours.update(state="done", ended_at=Now(), due_at=None)
 
 
 begin: Final = carried.MessageClaim.begin

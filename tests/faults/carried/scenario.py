@@ -34,7 +34,7 @@ VARIANTS = {
 #: task, and it is sent again since no worker began its task.
 TRIGGERS: Final = {
     "gone": Trigger(OutboxMessage, "DELETE", row="OLD"),
-    "failed": Trigger(OutboxMessage, "UPDATE OF ended_at", "OLD.ended_at IS NULL", "OLD"),
+    "failed": Trigger(OutboxMessage, "UPDATE OF state", "NEW.state = 'failed'", "OLD"),
     "resent": Trigger(OutboxMessage, "UPDATE OF resent", "NEW.resent > OLD.resent", "OLD"),
     "death": Trigger(OutboxMessage, "UPDATE OF deaths", "NEW.deaths > OLD.deaths", "OLD"),
 }

@@ -110,7 +110,7 @@ class History:
                 row.starts,
                 row.ended_at is not None,
             )
-        rows = OutboxMessage.objects.using(alias).filter(sent_at__isnull=True)
+        rows = OutboxMessage.objects.using(alias).pending()
         history.left = list(map(str, rows))
         history.messages, history.successes = ledger.tally("message"), ledger.tally("success")
         for entry in witness.journal.entries():
