@@ -2,18 +2,16 @@
 
 import re
 import tomllib
-from datetime import timedelta
 from typing import Any
 
-from django.dispatch import Signal
+import pytest
 from packaging.version import Version
 
-from django_celery_safe import conf, exceptions, signals
 from django_celery_safe.locks import stores
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from tests.company.neighbours import NEIGHBOURS
-from tests.docs import events
 from tests.docs.pages import ROOT, find_broken_link, names_in, page, pages
+from tests.docs.reference import PAGES, renewed
 
 PACKAGE = ROOT / "django_celery_safe"
 
@@ -57,29 +55,11 @@ def test_readme_commands() -> None:
         assert extra in project["optional-dependencies"]
 
 
-def test_settings() -> None:
-    """The settings page has every setting, in order, with its default."""
-    settings = page("docs/reference/settings.md")
-    listed = {
-        name: eval(names_in(settings.section(f"`{name}`"))[0], {"timedelta": timedelta})
-        for name in settings.headings(2)
-    }
-    assert list(listed.items()) == list(conf.DEFAULTS.items())
-
-
-def test_signals() -> None:
-    """The page of events is what the declarations say, and every signal of theirs is public."""
-    assert page("docs/reference/signals.md").text.endswith(events.MARK + events.made())
-    public = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
-    declared = events.declared().items()
-    assert public == {n: ways[0].signal for n, ways in declared if ways[0].signal is not None}
-
-
-def test_errors() -> None:
-    """The table of errors has the bases of each."""
-    for name, bases, _ in page("docs/reference/errors.md").rows():
-        found = getattr(exceptions, names_in(name)[0])
-        assert names_in(bases) == [base.__name__ for base in found.__bases__]
+@pytest.mark.parametrize("name", PAGES)
+def test_the_reference(name: str) -> None:
+    """The reference says what docstrings, declarations and the commands' help say."""
+    text = page(f"docs/reference/{name}.md").text
+    assert text == renewed(name, text), "python -m tests.docs writes it anew"
 
 
 def test_columns() -> None:
