@@ -104,7 +104,7 @@ def call(name: str, function: Any) -> str:
         if each.name not in {"self", "cls"}
     )
     bare = signature.replace(parameters=[*given], return_annotation=inspect.Signature.empty)
-    return f"{name}{bare}"
+    return f"{name}{bare}".replace("'", '"')
 
 
 def wrapped(line: str) -> str:
