@@ -59,7 +59,7 @@ def read_surface() -> dict[str, list[str]]:
             *_iter_options(
                 "cache_lock", "single_instance", "idempotent", "IdempotentMixin.do_once"
             ),
-            *(f"SafeTask {name}" for name in get_annotations(_get("SafeTaskMixin"))),
+            *(f"SafeTaskMixin {name}" for name in get_annotations(_get("SafeTaskMixin"))),
         ],
         "sends": [*_iter_options("send_on_commit")],
         "actions": [*actions],

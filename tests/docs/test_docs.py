@@ -2,18 +2,16 @@
 
 import re
 import tomllib
-from datetime import timedelta
 from typing import Any
 
-from django.dispatch import Signal
+import pytest
 from packaging.version import Version
 
-from django_celery_safe import conf, exceptions, signals
 from django_celery_safe.locks import stores
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from tests.company.neighbours import NEIGHBOURS
-from tests.docs import events
 from tests.docs.pages import ROOT, find_broken_link, names_in, page, pages
+from tests.docs.reference import PAGES, renewed
 
 PACKAGE = ROOT / "django_celery_safe"
 
@@ -47,39 +45,22 @@ def test_one_sentence_a_line() -> None:
 
 def test_readme_commands() -> None:
     """The README's two commands are one line each, which sets up .venv by itself."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for name, extra, program in [
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    for name, group, program in [
         ("demo", "demo", "example_project/manage.py demo"),
         ("tests", "test", '-m pytest -m "not long" -n 6 --dist worksteal'),
     ]:
         (block,) = (b for b in page("README.md").blocks() if b.marker == f"command: {name}")
-        assert f"pip install -q -e '.[{extra}]' && .venv/bin/python {program}\n" in block.code
-        assert extra in project["optional-dependencies"]
+        assert block.code.startswith("python3 -m venv .venv && ")
+        assert block.code.endswith(f"--group {group} && .venv/bin/python {program}\n")
+        assert group in groups
 
 
-def test_settings() -> None:
-    """The settings page has every setting, in order, with its default."""
-    settings = page("docs/reference/settings.md")
-    listed = {
-        name: eval(names_in(settings.section(f"`{name}`"))[0], {"timedelta": timedelta})
-        for name in settings.headings(2)
-    }
-    assert list(listed.items()) == list(conf.DEFAULTS.items())
-
-
-def test_signals() -> None:
-    """The page of events is what the declarations say, and every signal of theirs is public."""
-    assert page("docs/reference/signals.md").text.endswith(events.MARK + events.made())
-    public = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
-    declared = events.declared().items()
-    assert public == {n: ways[0].signal for n, ways in declared if ways[0].signal is not None}
-
-
-def test_errors() -> None:
-    """The table of errors has the bases of each."""
-    for name, bases, _ in page("docs/reference/errors.md").rows():
-        found = getattr(exceptions, names_in(name)[0])
-        assert names_in(bases) == [base.__name__ for base in found.__bases__]
+@pytest.mark.parametrize("name", PAGES)
+def test_the_reference(name: str) -> None:
+    """The reference says what docstrings, declarations and the commands' help say."""
+    text = page(f"docs/reference/{name}.md").text
+    assert text == renewed(name, text), "python -m tests.docs writes it anew"
 
 
 def test_columns() -> None:
