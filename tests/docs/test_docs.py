@@ -31,6 +31,15 @@ def test_every_page_is_reached() -> None:
         assert language - reached == {index.path}
 
 
+def test_llms() -> None:
+    """A coding agent finds every page in llms.txt, which is short."""
+    llms = page("llms.txt")
+    listed = {(ROOT / link).resolve() for link in llms.links()}
+    docs = {each for each in pages() if each.name.startswith("docs/") and not each.is_chinese}
+    assert [each.name for each in docs if each.path not in listed] == []
+    assert len(llms.text.splitlines()) < 60
+
+
 def test_one_sentence_a_line() -> None:
     """A line of running text holds one sentence, so that a change shows as what it is."""
     faults = []
@@ -84,10 +93,12 @@ def test_refused_caches() -> None:
 
 
 def test_contributing() -> None:
-    """CONTRIBUTING.md names files and folders that exist, and what is defined in them."""
+    """CONTRIBUTING.md has every folder of the package, and names what is where it says."""
     contributing = page("CONTRIBUTING.md")
-    folders = [n for row in contributing.rows("Where things live") for n in names_in(row[0])]
-    assert [folder for folder in folders if not (ROOT / folder).exists()] == []
+    drawn = set(re.findall(r"\b(\w+(?:/|\.py))", contributing.section("Where things live")))
+    rooms = {f"{init.parent.name}/" for init in PACKAGE.glob("*/__init__.py")}
+    assert rooms - drawn == {"migrations/", "templatetags/"}
+    assert [name for name in drawn if not any((r / name).exists() for r in (PACKAGE, ROOT))] == []
     for question, answer in contributing.rows("Where is …?"):
         file, *names = names_in(answer)
         source = (PACKAGE / file).read_text()
