@@ -30,7 +30,7 @@ from django_celery_safe.contrib.prometheus import (
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxRelay, StageRun, StageStep
 from tests.admin import rows
-from tests.admin.conftest import _locks_in_memory, site
+from tests.admin.conftest import _as_new, site
 from tests.admin.rows import HOLDER, hold
 from tests.conftest import MakeRedisCache
 from tests.docs.pages import ROOT, names_in, page
@@ -38,7 +38,7 @@ from tests.locks.conftest import fragile_redis
 from tests.servers import RedisServer
 from tests.servers.databases import gone_settings, registered
 
-__all__ = ["_locks_in_memory", "fragile_redis", "site"]
+__all__ = ["_as_new", "fragile_redis", "site"]
 
 DASHBOARD: Final = ROOT / "docs" / "dashboards" / "celery-safe.json"
 WATCH: Final = "docs/how-to/watch-it.md"
