@@ -119,7 +119,7 @@ def test_versions() -> None:
     project, grid = pyproject["project"], pyproject["tool"]["grid"]
     bounds = dict(one.split(">=") for one in project["dependencies"])
     bounds["python"] = project["requires-python"].removeprefix(">=")
-    cells = page("docs/reference/versions.md").rows("The grid")
+    cells = page("docs/reference/works-with.md").rows("The grid")
     for column, name in enumerate(("python", "django")):
         classifiers = "\n".join(project["classifiers"]).lower()
         named = re.findall(rf"{name} :: (\d+\.\d+)$", classifiers, re.M)
