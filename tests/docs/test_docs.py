@@ -87,8 +87,8 @@ def test_columns() -> None:
 
 
 def test_refused_caches() -> None:
-    """The page on stores names every cache that is refused."""
-    refused = page("docs/explanation/stores.md").section("Refused uses, and why")
+    """The page on where locks live names every cache that is refused."""
+    refused = page("docs/how-to/choose-where-locks-live.md").section("Refused caches")
     assert [path for path in stores.REFUSED if path.rpartition(".")[2] not in refused] == []
 
 
