@@ -3,14 +3,12 @@
 import re
 import tomllib
 from datetime import timedelta
-from typing import Any
 
 from django.dispatch import Signal
 from packaging.version import Version
 
 from django_celery_safe import conf, exceptions, signals
 from django_celery_safe.locks import stores
-from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from tests.company.neighbours import NEIGHBOURS
 from tests.docs import events
 from tests.docs.pages import ROOT, find_broken_link, names_in, page, pages
@@ -80,20 +78,6 @@ def test_errors() -> None:
     for name, bases, _ in page("docs/reference/errors.md").rows():
         found = getattr(exceptions, names_in(name)[0])
         assert names_in(bases) == [base.__name__ for base in found.__bases__]
-
-
-def test_columns() -> None:
-    """The pages on how things work have every column of their rows."""
-    tables: list[tuple[str, str, list[Any]]] = [
-        ("how-sending-works", "Columns of a row", [OutboxMessage]),
-        ("how-once-works", "Columns of a record", [IdempotencyRecord]),
-        ("how-stages-work", "Columns of the rows", [StageRun, StageStep]),
-    ]
-    for name, heading, models in tables:
-        section = page(f"docs/explanation/{name}.md").section(heading)
-        cells = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
-        listed = {name for cell in cells for name in names_in(cell)}
-        assert listed == {f.name for each in models for f in each._meta.fields} - {"id"}
 
 
 def test_refused_caches() -> None:
