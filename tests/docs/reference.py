@@ -44,6 +44,7 @@ MEMBERS: Final = {
     "Claim": "finish ensure",
     "Plan": "describe",
     "Progress": "percent",
+    "StageProgress": "done",
     "StageRun": "wait resume abort is_aborted params steps error_step progress progress_by_stage",
     "StageStep": "arguments options params",
 }
@@ -234,13 +235,12 @@ def made_signals() -> str:
     about = comments(events, r'\w+ = \w+\(\s*"(\w+)"')
     signals, others = [], ["## Events that are only logged"]
     for name, ways in declared().items():
+        records = "\n".join(f"- {logging.getLevelName(way.level)}: `{shown(way)}`" for way in ways)
+        if ways[0].signal is None:
+            others.append(f"### {name}\n\n{records}")
+            continue
         fields = ", ".join(f"`{field}`" for field in ways[0].fields)
-        records = [f"- {logging.getLevelName(way.level)}: `{shown(way)}`" for way in ways]
-        text = f"{name}\n\n{about[name]}\n\nFields: {fields}\n\n" + "\n".join(records)
-        if ways[0].signal is not None:
-            signals.append(f"## {text}")
-        else:
-            others.append(f"### {text}")
+        signals.append(f"## {name}\n\n{about[name]}\n\nFields: {fields}\n\n{records}")
     return "\n\n".join([*signals, *others, "## Metrics", *metrics()])
 
 

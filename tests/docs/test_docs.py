@@ -2,13 +2,11 @@
 
 import re
 import tomllib
-from typing import Any
 
 import pytest
 from packaging.version import Version
 
 from django_celery_safe.locks import stores
-from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from tests.company.neighbours import NEIGHBOURS
 from tests.docs.pages import ROOT, find_broken_link, names_in, page, pages
 from tests.docs.reference import PAGES, renewed
@@ -70,20 +68,6 @@ def test_the_reference(name: str) -> None:
     """The reference says what docstrings, declarations and the commands' help say."""
     text = page(f"docs/reference/{name}.md").text
     assert text == renewed(name, text), "python -m tests.docs writes it anew"
-
-
-def test_columns() -> None:
-    """The pages on how things work have every column of their rows."""
-    tables: list[tuple[str, str, list[Any]]] = [
-        ("how-sending-works", "Columns of a row", [OutboxMessage]),
-        ("how-once-works", "Columns of a record", [IdempotencyRecord]),
-        ("how-stages-work", "Columns of the rows", [StageRun, StageStep]),
-    ]
-    for name, heading, models in tables:
-        section = page(f"docs/explanation/{name}.md").section(heading)
-        cells = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
-        listed = {name for cell in cells for name in names_in(cell)}
-        assert listed == {f.name for each in models for f in each._meta.fields} - {"id"}
 
 
 def test_refused_caches() -> None:
