@@ -11,7 +11,6 @@ import textwrap
 from argparse import Action, ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -50,11 +49,14 @@ MEMBERS: Final = {
 }
 #: What the querysets of models have for users.
 SELECTIONS: Final = {
-    "OutboxMessage": "pending sent running done failed dead revive discard",
-    "IdempotencyRecord": "running busy done failed forget",
+    "OutboxMessage": "pending running failed dead revive discard",
+    "IdempotencyRecord": "running done failed forget",
     "StageRun": "active stopped older erase",
-    "StageStep": "in_order waiting running orphaned failed",
 }
+#: Models of which a user may meet the rows, and nothing else.
+INNER: Final = {"DatabaseLock", "Fence", "Lock", "OutboxRelay"}
+#: Errors that say by themselves what to write instead.
+MISTAKES: Final = {"ConfigurationError", "TypeError"}
 #: Attributes of a claim that only this package reads.
 HIDDEN: Final = {"is_repeat", "is_finished", "asked_at", "is_held"}
 #: A sentence's end, as ``test_one_sentence_a_line`` knows it.
@@ -86,11 +88,10 @@ def explained(docstring: str) -> Iterator[str]:
             listed = ((name, said) for name, said in items(body) if name not in HIDDEN)
             yield "\n".join(f"- `{name}`: {said}" for name, said in listed)
         elif title == "Raises":
-            yield "Raises:\n\n" + "\n".join(f"- `{name}`: {said}" for name, said in items(body))
+            listed = [f"- `{name}`: {said}" for name, said in items(body) if name not in MISTAKES]
+            yield "\n".join(["Raises:", "", *listed]) if listed else ""
         elif title == "Returns":
             yield "Returns: " + prose(body)
-        elif title == "Example":
-            yield f"```{'pycon' if '>>>' in body else 'python'}\n{body.strip()}\n```"
 
 
 def call(name: str, function: Any) -> str:
@@ -137,9 +138,10 @@ def described(name: str, value: Any) -> Iterator[str]:
         yield f"```python\ndef {wrapped(call(name, value))}: ...\n```"
     if is_error(value) and value.__bases__ != (django_celery_safe.CelerySafeError,):
         yield "A kind of " + ", ".join(f"`{base.__name__}`" for base in value.__bases__) + "."
-    about = filter(None, explained(inspect.getdoc(value) or ""))
-    # Of a module only the first line: its names have sections of their own.
-    yield from islice(about, 1 if isinstance(value, ModuleType) else None)
+    about = inspect.getdoc(value) or ""
+    if isinstance(value, ModuleType) or name in INNER:
+        about = about.partition("\n")[0]  # users don't call it
+    yield from filter(None, explained(about))
     for each in MEMBERS.get(name, "").split():
         yield member(value, each)
     if name in SELECTIONS:
