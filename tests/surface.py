@@ -2,7 +2,7 @@
 Lists the public surface: all names that a user may have to learn, beside limits that may only fall.
 
 ``python -m tests.surface`` prints each kind with its names, and ends with 1 if a kind or the sum
-is above its limit. The names are read from the code, and so is docs/reference: ``python -m tests.docs``.
+is above its limit. The names are read from the code, and docs/reference is made of it.
 """
 
 import os
