@@ -26,6 +26,9 @@ nox.options.sessions = ["oldest", "newest"]
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 GRID = PROJECT["tool"]["grid"]
+#: The requirements of the tests; they need some of the extras, too.
+TEST = nox.project.dependency_groups(PROJECT, "test")
+TESTED = "[memcached,prometheus,redis]"
 #: Extras that users install, whose lower bounds are promises.
 EXTRAS = ("memcached", "mysql", "prometheus", "redis")
 #: Most of the time the tests wait.
@@ -119,10 +122,10 @@ def test_wheel(session: nox.Session, pins: Sequence[str], tests: Sequence[str]) 
     folder = Path(session.create_tmp()).resolve()
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(pins))
-    session.install("-q", "hatchling")
+    session.install("-q", "hatchling", "hatch-fancy-pypi-readme")
     session.run("python", "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder), silent=True)
     wheel = max(folder.glob("*.whl"), key=os.path.getmtime)
-    session.install("-q", "--upgrade", "-c", str(constraints), f"{wheel}[test]")
+    session.install("-q", "--upgrade", "-c", str(constraints), f"{wheel}{TESTED}", *TEST)
     # With `nox -r` there is a wheel of the same version already.
     session.install("-q", "--force-reinstall", "--no-deps", str(wheel))
     session.run("python", "-m", "pip", "check")
@@ -187,7 +190,7 @@ def coverage(session: nox.Session) -> None:
 
     With the newest Django, which has the tasks that a part of the package is for.
     """
-    session.install("-q", "-e", ".[test]", "coverage>=7.10", "pytest-cov>=7")
+    session.install("-q", "-e", f".{TESTED}", *TEST, "coverage>=7.10", "pytest-cov>=7")
     # A process that coverage watches can't be forked at any moment: its own lock may be taken.
     forks = "tests/locks/test_fork.py::test_a_child_forked_at_any_moment_can_lock"
     quick = ["-m", "not long", f"--deselect={forks}"]

@@ -15,6 +15,8 @@ from typing import Any
 ROOT = Path(__file__).parent
 #: Where the wheel, the sdist and the notes are put.
 DIST = ROOT / "dist"
+#: What pyproject.toml says as long as nobody knows the repository's address.
+PLACEHOLDER = "https://example.com/"
 
 
 def main() -> int:
@@ -51,8 +53,8 @@ def find_faults(project: dict[str, Any], changelog: str, status: str, tags: str)
         faults.append(f"CHANGELOG.md has no heading `## [{version}] - DATE`")
     elif not find_notes(changelog, version).strip():
         faults.append(f"CHANGELOG.md says nothing of {version}")
-    if "Source" not in project.get("urls", {}):
-        faults.append("pyproject.toml has no Source in [project.urls], for the README's links")
+    if PLACEHOLDER in project.get("urls", {}).get("Source", PLACEHOLDER):
+        faults.append("pyproject.toml has no Source in [project.urls], or only the placeholder")
     return faults
 
 

@@ -115,6 +115,13 @@ fresh_copy() {
     git -c safe.directory="$PWD" archive HEAD | tar -x -C "$work/$1"
 }
 
+# Make a virtual environment with everything that working on the package needs.
+install_dev() {
+    python3 -m venv .venv
+    .venv/bin/pip install -q -U pip
+    .venv/bin/pip install -q -c constraints.txt -e '.[memcached,prometheus,redis]' --group dev
+}
+
 # Install the programs of Debian that are missing; an argument is one more package.
 install_programs() {
     local as_root=() packages

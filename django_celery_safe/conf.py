@@ -148,33 +148,55 @@ def alias(value: Any, what: str) -> Any:
 
 #: Each setting: its default, and the function that validates its value.
 SETTINGS: Final[dict[str, tuple[Any, Callable[[Any, str], Any]]]] = {
-    #: Cache alias that holds the locks.
+    #: Alias of the cache that holds the locks. Give locks an alias with a database number of
+    #: their own: ``cache.clear()`` frees every lock in its database.
     "LOCK_CACHE": ("default", alias),
-    #: Database alias that holds the locks instead of the cache; None: the cache.
+    #: Alias of the database that holds the locks instead of the cache; None: the cache holds them.
+    #: It needs ``manage.py migrate django_celery_safe --database=<alias>``, and on SQLite a file
+    #: of its own.
     "LOCK_DATABASE": (None, alias),
-    #: Lease of a lock.
+    #: The lease of locks, of ``idempotent`` claims, of carried tasks and of steps: how long they
+    #: stay held after their process died, a duration from 1 ms to a year. A holder renews its
+    #: lease whenever a third of it has passed, so it does not limit how long work may take. A
+    #: longer lease survives a longer outage of the store, and lets others wait longer after a
+    #: crash.
     "LOCK_TIMEOUT": (30, LEASE.seconds),
-    #: How long a message that was sent prevents sending the same task again.
+    #: How long a message with ``unique_until`` that got lost keeps the same task from being sent
+    #: again, a duration; the message's ``countdown`` or ``eta`` is added. Choose a little more
+    #: than the longest time that a message waits in your queue.
     "SENT_TIMEOUT": (3600, LEASE.seconds),
-    #: Defer every ``.delay()`` of a SafeTask made inside ``atomic()`` to its commit.
+    #: Whether a plain ``.delay()`` or ``.apply_async()`` of a SafeTask inside ``atomic()`` waits
+    #: for the commit. A task's own ``send_on_commit``, and that of a call, override it.
     "SEND_ON_COMMIT": (False, switch),
-    #: Log every plain ``.delay()`` of a SafeTask inside ``atomic()``.
+    #: Whether a plain send of a SafeTask inside ``atomic()`` that does not wait for the commit is
+    #: logged with its line in your code (``sent_in_atomic``). For development and tests: each
+    #: report inspects the call stack.
     "WARN_IN_ATOMIC": (False, switch),
-    #: Keep messages that are sent on commit in the outbox until the broker has them;
-    #: "until_done": until their task has ended.
+    #: True: the outbox keeps every message of a SafeTask that is sent on commit, until a broker
+    #: has it. "until_done": it keeps every message, also that of a plain ``.delay()``, until the
+    #: task has ended. A task's own ``outbox``, and that of a call, override it.
     "OUTBOX": (False, outbox),
-    #: Longest time for a publication right after the commit, with the outbox.
+    #: How long all publications right after one commit may take together, with the outbox: a
+    #: duration of at most 30 s. A relay sends the messages that remain, and those of the next
+    #: ``OUTBOX_SEND_TIMEOUT``. Redis and AMQP keep it; other transports have timeouts of their
+    #: own. If the sender dies, a relay sends its messages 5 s later than this.
     "OUTBOX_SEND_TIMEOUT": (2, SEND.seconds),
-    #: How long a task that is carried until done may wait for a worker before its message is
-    #: re-sent; the time doubles with each re-send.
+    #: When a relay re-sends the message of a carried task that no worker has started, a duration
+    #: from its send or its ``eta`` on; it doubles with each re-send, at most seven times. A second
+    #: message of a task that only waited in a long queue does nothing.
     "OUTBOX_RESEND_AFTER": (600, RESEND.seconds),
-    #: How many processes may die in a task, which runs again after each death, before it fails;
-    #: None: any number.
+    #: How many processes may die in a carried task or a step before it fails with TaskPoisoned
+    #: instead of running again; None: any number. A task's own ``max_deaths`` overrides it.
     "MAX_DEATHS": (3, max_deaths),
-    #: Store and show the arguments of the task that holds a lock.
+    #: Whether a lock stores the arguments of the task that holds it, as its message shows them,
+    #: cut to 200 characters, and commands and pages show arguments. Redact them with Celery's
+    #: ``argsrepr`` and ``kwargsrepr``.
     "SHOW_ARGUMENTS": (True, switch),
-    #: How long rows are kept: sent messages or those whose task is done, messages of tasks that
-    #: failed, records of ``idempotent``, and runs of stages that ended. One value is for all.
+    #: How long a relay keeps rows, a duration, None for ever; one value for all, or a dict:
+    #: ``"sent"`` for messages that were sent, or whose carried task succeeded; ``"failed"`` for
+    #: messages of carried tasks that failed; ``"records"`` for records of ``idempotent``, counted
+    #: from the end of their work (a later request does the work again); ``"runs"`` for runs of
+    #: stages that ended. Dead messages stay.
     "RETENTION": ({kind: default for kind, (default, _) in RETENTIONS.items()}, retentions),
 }
 #: The default of each setting.

@@ -5,7 +5,7 @@ The fields of an event are those in its text, and ``more``. An event whose name 
 ``signals`` is also sent as that signal; the others are only logged.
 
 The comment above a declaration says when it happens. docs/reference/signals.md is made of these
-declarations and comments, by ``python -m tests.docs.events``.
+declarations and comments, by ``python -m tests.docs``.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ TASK_CONFLICT = Event(
 )
 
 #: A message arrived, but another run stood in its way: a run with the same task id held the task's
-#: lock, another run held the claim of the message's [`idempotent`](../how-to/do-once-by-key.md)
+#: lock, another run held the claim of the message's [`idempotent`](../how-to/do-once.md)
 #: work, or another run of the same [step of stages](../how-to/run-tasks-in-stages.md) had not
 #: ended.
 #: `name` is that lock, key or step.
 #: The message is sent again as a copy, and `delay` is the number of seconds until that copy
-#: arrives; see [its own copy](../explanation/its-own-copy.md).
+#: arrives; see [its own copy](../explanation/how-it-works.md).
 TASK_OWN_COPY = Event(
     "task_own_copy",
     INFO,
@@ -125,7 +125,7 @@ TASK_NOT_RELAYED = TASK_LOST.also(
 
 #: A message of the outbox could not be sent in 20 attempts although the broker was available, and
 #: now waits until you
-#: [decide](../how-to/send-through-the-outbox.md#decide-about-a-message-that-fails).
+#: [decide](../how-to/send-through-the-outbox.md).
 #: `error` is the exception, and `kept` is always True.
 MESSAGE_DEAD = Event(
     "message_dead",
@@ -155,7 +155,7 @@ TASK_POISONED = Event(
 
 #: A message reached a worker and its task's function was not called; `reason` says why.
 #: A carried task or a step has ended, or another process runs it; an earlier run of a redelivered
-#: message [has ended](../explanation/its-own-copy.md); or the message was a duplicate when it was
+#: message [has ended](../explanation/how-it-works.md); or the message was a duplicate when it was
 #: sent, and was published only because a canvas waits for it.
 TASK_NOT_RUN = Event("task_not_run", INFO, "Task %(task)s[%(task_id)s] is not run: %(reason)s.")
 
@@ -214,7 +214,7 @@ CLAIM_FAILED = Event("claim_failed", WARNING, "%(key)r was not done (%(error)s).
 
 #: This process did the work of a row and lost its claim: the lease ended, and another process may
 #: do the work, or may have done it; or the row was deleted or changed.
-#: `key` is the key of [`idempotent`](../how-to/do-once-by-key.md) work; for a
+#: `key` is the key of [`idempotent`](../how-to/do-once.md) work; for a
 #: [carried task](../how-to/carry-a-task-until-it-is-done.md) or a step it is `<task>[<task id>]`.
 CLAIM_LOST = Event(
     "claim_lost",
@@ -256,7 +256,7 @@ STEP_FAILED = Event(
     more="step",
 )
 
-#: [A sweep](../how-to/run-tasks-in-stages.md#sweep) found that a run had stopped before its end,
+#: [A sweep](../how-to/run-tasks-in-stages.md) found that a run had stopped before its end,
 #: and repaired it.
 #: `reason` says what the sweep found and did; `task` and `task_id` are empty if it repaired a whole
 #: stage.

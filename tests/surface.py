@@ -2,7 +2,7 @@
 Lists the public surface: all names that a user may have to learn, beside limits that may only fall.
 
 ``python -m tests.surface`` prints each kind with its names, and ends with 1 if a kind or the sum
-is above its limit. The names are read from the code; ``test_surface`` holds docs/reference to them.
+is above its limit. The names are read from the code, and docs/reference is made of it.
 """
 
 import os
@@ -59,7 +59,7 @@ def read_surface() -> dict[str, list[str]]:
             *_iter_options(
                 "cache_lock", "single_instance", "idempotent", "IdempotentMixin.do_once"
             ),
-            *(f"SafeTask {name}" for name in get_annotations(_get("SafeTaskMixin"))),
+            *(f"SafeTaskMixin {name}" for name in get_annotations(_get("SafeTaskMixin"))),
         ],
         "sends": [*_iter_options("send_on_commit")],
         "actions": [*actions],

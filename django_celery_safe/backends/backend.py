@@ -33,7 +33,7 @@ class SafeCeleryBackend(BaseTaskBackend):
 
     A task is sent when the transaction around ``enqueue`` commits, through the outbox unless
     ``OPTIONS`` says otherwise, and its result is read from the outbox.
-    docs/reference/django-tasks.md explains the options and the attributes of a result.
+    docs/how-to/use-django-tasks.md explains the options and the attributes of a result.
     """
 
     supports_defer = True

@@ -3,7 +3,7 @@ System checks: mistakes that would let a lock, a task or an e-mail go wrong, one
 
 ``manage.py check`` shows the messages, those that query a server or matter only where workers are
 deployed with ``--deploy``. A Celery worker shows no checks, so ours are logged when it starts.
-docs/reference/checks.md lists the ids.
+docs/reference/settings.md lists the ids.
 """
 
 from __future__ import annotations

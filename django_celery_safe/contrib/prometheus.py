@@ -3,7 +3,7 @@ Metrics for Prometheus: figures of the tables and locks, and a counter of events
 
 It needs the extra ``prometheus``. :class:`TableCollector` queries the databases and the store of
 the locks at each scrape, so only one process needs to export it. :func:`count_events` counts the
-events of its own process, so every process calls it. docs/reference/metrics.md lists the metrics.
+events of its own process, so every process calls it. docs/reference/signals.md lists the metrics.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class HeldLock(NamedTuple):
 
     @property
     def age(self) -> float | None:
-        """Seconds since the acquisition, by this machine's clock and the holder's; None: ?"""
+        """Seconds since the acquisition, by the clocks of both machines; None: unknown."""
         return max(0.0, time.time() - self.holder.since) if self.holder.since else None
 
     @property

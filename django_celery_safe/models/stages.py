@@ -363,7 +363,11 @@ class StageRun(ListedRow):
 
 
 class StageStep(ListedRow):
-    """One task of a run, with its arguments, its state and its outcome."""
+    """
+    One task of a run, with its arguments, its state and its outcome.
+
+    Change a step only through its run.
+    """
 
     json_keys = (
         "task", "task_id", "status", "stage", "process", "started_at", "ended_at", "duration_s",

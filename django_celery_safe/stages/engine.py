@@ -80,21 +80,25 @@ def start(
     A stage starts exactly once, when all steps of the previous stage have succeeded; its
     steps find the results of that stage in their params. If a step fails after its retries,
     the steps that have not started are aborted. The run and its messages are written in one
-    transaction: inside ``atomic()`` the run starts when that block commits.
+    transaction: inside ``atomic()`` the run starts when that block commits. The router chooses
+    their database.
 
     Args:
         plan: A list of ``(task, priority)`` or ``(task, priority, arguments)``. A task is an
             object or a name and may appear several times. Priorities are numbers; the highest
             runs first. Arguments are a dict that only this entry's function receives.
+            Names in it that begin with an @ are options, such as ``"@queue"``.
             A dictionary with such a list and the params also works: ``{"sub_tasks": [...],
-            "params": {...}}``.
+            "params": {...}}``. A :class:`Plan` works, too. At most 100,000 entries.
         params: A dict of plain data for the steps; None: empty. At most 64 KB of JSON,
             including the params that the steps add.
         key: No second run with this key starts before the first run has ended; "": any number
             of runs. At most 255 characters, such as ``"album:7"``.
         name: The name that lists and errors show to people; "": the run's key or number.
+            It is cut to 255 characters.
         url: The object that the run is about, to which the admin links: an object with
-            ``get_absolute_url()``, or a URL; "": none.
+            ``get_absolute_url()``, or a URL; "": none. A URL begins with ``/``, ``http://`` or
+            ``https://``.
 
     Returns:
         The run. ``run.wait()`` waits for its end, and ``run.progress`` says how far it is.

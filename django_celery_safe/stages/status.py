@@ -17,7 +17,9 @@ class Status(TextChoices):
     The status of a run or of a step.
 
     A run waits until its first step starts. A step waits for its stage, for a worker,
-    or for its next retry.
+    or for its next retry. The process of a running step may have died. A step fails after its
+    retries; a run fails with its step, or if the params of a stage are too large together.
+    ``STOPPED`` is the set of the statuses of a run that has ended.
     """
 
     WAITING = "waiting", _("Waiting")

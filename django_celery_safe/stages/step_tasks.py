@@ -43,10 +43,11 @@ def step(function: Any = conf.UNSET, /) -> Any:
     a run, the function gets the run's params as its first argument and the arguments of the
     plan's entry by name. If its signature has ``run`` or ``step``, it also gets the rows of
     :class:`StageRun` and :class:`StageStep`. A step may run again if its process died in it.
+    ``@idempotent`` belongs below it.
 
     The function returns a dict, whose values the next stages find in their params; None or
     True; False, which fails the step; or ``(success, dict)``. An exception also fails the
-    step, after the task's retries.
+    step, after the task's retries. Any other return value fails it with InvalidResult.
 
     A direct call runs the plain function, with None for ``run`` and ``step``.
 

@@ -25,7 +25,8 @@ def locks_in_memory() -> Iterator[None]:
     """
     Keep locks in this process's memory, and clear them before and after the block.
 
-    Inside the block, ``LOCK_CACHE`` and ``LOCK_DATABASE`` are not used.
+    Inside the block, ``LOCK_CACHE`` and ``LOCK_DATABASE`` are not used. The pytest fixture of
+    the same name covers a whole test; ``-p no:django_celery_safe`` turns its plugin off.
     """
     backend = {"BACKEND": "django.core.cache.backends.locmem.LocMemCache", "LOCATION": MEMORY}
     ours = {**conf.given(), "LOCK_CACHE": MEMORY, "LOCK_DATABASE": None}

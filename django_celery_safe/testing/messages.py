@@ -31,6 +31,8 @@ class Sent:
     """
     A task message that was sent, and kept instead of published.
 
+    Its ``task``, ``task_id``, ``args`` and ``kwargs`` are as a worker would get them.
+
     Attributes:
         headers: The message's headers, such as ``eta`` and ``expires``.
         properties: The options of its publication: ``exchange``, ``routing_key``, ``priority`` …

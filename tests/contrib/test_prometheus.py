@@ -41,7 +41,7 @@ from tests.servers.databases import gone_settings, registered
 __all__ = ["_as_new", "fragile_redis", "site"]
 
 DASHBOARD: Final = ROOT / "docs" / "dashboards" / "celery-safe.json"
-WATCH: Final = "docs/how-to/watch-it.md"
+DEPLOY: Final = "docs/how-to/deploy.md"
 REFERENCE: Final = "docs/reference/metrics.md"
 
 Samples = dict[tuple[str, ...], float]
@@ -217,7 +217,7 @@ def test_dashboard_and_alerts() -> None:
         used = {each.strip() for text in grouped for each in text.split(",")}
         used |= set(re.findall(r'(\w+)(?:=|!=|=~|!~)"', query))
         assert used <= {*METRICS[name], "instance"}, query
-    (rules,) = (each for each in page(WATCH).blocks() if each.code.startswith("groups:"))
+    (rules,) = (each for each in page(DEPLOY).blocks() if each.code.startswith("groups:"))
     assert names_of(rules.code)
     assert names_of(rules.code) <= METRICS.keys()
 
@@ -232,7 +232,7 @@ def test_the_view_of_the_how_to(
     registry = CollectorRegistry()
     monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
     monkeypatch.setattr(prometheus_client, "generate_latest", partial(generate_latest, registry))
-    (view,) = (each for each in page(WATCH).blocks() if "def metrics(" in each.code)
+    (view,) = (each for each in page(DEPLOY).blocks() if "def metrics(" in each.code)
     names: dict[str, Any] = {}
     leaves = "@transaction.non_atomic_requests"  # of the default database
     assert leaves in view.code

@@ -120,7 +120,8 @@ class Page:
 @cache
 def pages() -> list[Page]:
     """Return every page: those at the root, and those of docs/."""
-    names = ("README.md", "README.zh.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+    top = ("README", "README.zh", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+    names = [*(f"{name}.md" for name in top), "llms.txt"]
     docs = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
     return [page(name) for name in (*names, *docs)]
 

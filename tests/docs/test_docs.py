@@ -2,18 +2,14 @@
 
 import re
 import tomllib
-from datetime import timedelta
-from typing import Any
 
-from django.dispatch import Signal
+import pytest
 from packaging.version import Version
 
-from django_celery_safe import conf, exceptions, signals
 from django_celery_safe.locks import stores
-from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
 from tests.company.neighbours import NEIGHBOURS
-from tests.docs import events
 from tests.docs.pages import ROOT, find_broken_link, names_in, page, pages
+from tests.docs.reference import PAGES, renewed
 
 PACKAGE = ROOT / "django_celery_safe"
 
@@ -33,6 +29,15 @@ def test_every_page_is_reached() -> None:
         assert language - reached == {index.path}
 
 
+def test_llms() -> None:
+    """A coding agent finds every page in llms.txt, which is short."""
+    llms = page("llms.txt")
+    listed = {(ROOT / link).resolve() for link in llms.links()}
+    docs = {each for each in pages() if each.name.startswith("docs/") and not each.is_chinese}
+    assert [each.name for each in docs if each.path not in listed] == []
+    assert len(llms.text.splitlines()) < 60
+
+
 def test_one_sentence_a_line() -> None:
     """A line of running text holds one sentence, so that a change shows as what it is."""
     faults = []
@@ -47,66 +52,37 @@ def test_one_sentence_a_line() -> None:
 
 def test_readme_commands() -> None:
     """The README's two commands are one line each, which sets up .venv by itself."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for name, extra, program in [
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    for name, group, program in [
         ("demo", "demo", "example_project/manage.py demo"),
         ("tests", "test", '-m pytest -m "not long" -n 6 --dist worksteal'),
     ]:
         (block,) = (b for b in page("README.md").blocks() if b.marker == f"command: {name}")
-        assert f"pip install -q -e '.[{extra}]' && .venv/bin/python {program}\n" in block.code
-        assert extra in project["optional-dependencies"]
+        assert block.code.startswith("python3 -m venv .venv && ")
+        assert block.code.endswith(f"--group {group} && .venv/bin/python {program}\n")
+        assert group in groups
 
 
-def test_settings() -> None:
-    """The settings page has every setting, in order, with its default."""
-    settings = page("docs/reference/settings.md")
-    listed = {
-        name: eval(names_in(settings.section(f"`{name}`"))[0], {"timedelta": timedelta})
-        for name in settings.headings(2)
-    }
-    assert list(listed.items()) == list(conf.DEFAULTS.items())
-
-
-def test_signals() -> None:
-    """The page of events is what the declarations say, and every signal of theirs is public."""
-    assert page("docs/reference/signals.md").text.endswith(events.MARK + events.made())
-    public = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
-    declared = events.declared().items()
-    assert public == {n: ways[0].signal for n, ways in declared if ways[0].signal is not None}
-
-
-def test_errors() -> None:
-    """The table of errors has the bases of each."""
-    for name, bases, _ in page("docs/reference/errors.md").rows():
-        found = getattr(exceptions, names_in(name)[0])
-        assert names_in(bases) == [base.__name__ for base in found.__bases__]
-
-
-def test_columns() -> None:
-    """The pages on how things work have every column of their rows."""
-    tables: list[tuple[str, str, list[Any]]] = [
-        ("how-sending-works", "Columns of a row", [OutboxMessage]),
-        ("how-once-works", "Columns of a record", [IdempotencyRecord]),
-        ("how-stages-work", "Columns of the rows", [StageRun, StageStep]),
-    ]
-    for name, heading, models in tables:
-        section = page(f"docs/explanation/{name}.md").section(heading)
-        cells = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
-        listed = {name for cell in cells for name in names_in(cell)}
-        assert listed == {f.name for each in models for f in each._meta.fields} - {"id"}
+@pytest.mark.parametrize("name", PAGES)
+def test_the_reference(name: str) -> None:
+    """The reference says what docstrings, declarations and the commands' help say."""
+    text = page(f"docs/reference/{name}.md").text
+    assert text == renewed(name, text), "python -m tests.docs writes it anew"
 
 
 def test_refused_caches() -> None:
-    """The page on stores names every cache that is refused."""
-    refused = page("docs/explanation/stores.md").section("Refused uses, and why")
+    """The page on where locks live names every cache that is refused."""
+    refused = page("docs/how-to/choose-where-locks-live.md").section("Refused caches")
     assert [path for path in stores.REFUSED if path.rpartition(".")[2] not in refused] == []
 
 
 def test_contributing() -> None:
-    """CONTRIBUTING.md names files and folders that exist, and what is defined in them."""
+    """CONTRIBUTING.md has every folder of the package, and names what is where it says."""
     contributing = page("CONTRIBUTING.md")
-    folders = [n for row in contributing.rows("Where things live") for n in names_in(row[0])]
-    assert [folder for folder in folders if not (ROOT / folder).exists()] == []
+    drawn = set(re.findall(r"\b(\w+(?:/|\.py))", contributing.section("Where things live")))
+    rooms = {f"{init.parent.name}/" for init in PACKAGE.glob("*/__init__.py")}
+    assert rooms - drawn == {"migrations/", "templatetags/"}
+    assert [name for name in drawn if not any((r / name).exists() for r in (PACKAGE, ROOT))] == []
     for question, answer in contributing.rows("Where is …?"):
         file, *names = names_in(answer)
         source = (PACKAGE / file).read_text()
@@ -127,7 +103,7 @@ def test_versions() -> None:
     project, grid = pyproject["project"], pyproject["tool"]["grid"]
     bounds = dict(one.split(">=") for one in project["dependencies"])
     bounds["python"] = project["requires-python"].removeprefix(">=")
-    cells = page("docs/reference/versions.md").rows("The grid")
+    cells = page("docs/reference/works-with.md").rows("The grid")
     for column, name in enumerate(("python", "django")):
         classifiers = "\n".join(project["classifiers"]).lower()
         named = re.findall(rf"{name} :: (\d+\.\d+)$", classifiers, re.M)

@@ -12,16 +12,17 @@ CHANGELOG = """# Changelog
 - A lock.
 ## [1.0.0] - 2026-11-01
 """
-URLS = {"Source": "https://example.com/repository"}
+URLS = {"Source": "https://git.example.org/repository"}
+PLACEHOLDERS = {"Source": "https://example.com/repository"}
 
 
 def test_faults() -> None:
     """A release is refused with a sentence for each thing that is missing."""
     for version, urls, status, tags, said in [
         ("1.0.1", URLS, "", "v1.0.0", []),
-        ("1.0.1", {}, "", "v1.0.0\nv1.0.1", ["there is a tag v1.0.1", "no Source"]),
+        ("1.0.1", PLACEHOLDERS, "", "v1.0.1", ["there is a tag v1.0.1", "placeholder"]),
         ("1.0.0", URLS, "", "", ["says nothing"]),
-        ("2.0.0", {}, "?? a", "v2.0.0", ["uncommitted", "tag", "no heading", "no Source"]),
+        ("2.0.0", {}, "?? a", "v2.0.0", ["uncommitted", "tag", "no heading", "placeholder"]),
     ]:
         project: dict[str, Any] = {"version": version, "urls": urls}
         faults = find_faults(project, CHANGELOG, status, tags)

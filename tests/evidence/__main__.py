@@ -1,9 +1,6 @@
-"""Write the pages of figures and their pictures from the files in docs/evidence."""
+"""Write the pages of figures from the files in docs/evidence."""
 
-import os
 from pathlib import Path
-
-import django
 
 from tests.evidence.files import FOLDER, ROOT, load
 from tests.evidence.pages import evidence_part, performance_part
@@ -16,12 +13,7 @@ PAGES = {"evidence": ("faults", evidence_part), "performance": ("benchmarks", pe
 
 
 def main() -> None:
-    """Write each page of which there are files, and all pictures."""
-    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
-    django.setup()
-    from tests.evidence.plots import draw_all  # what it draws imports models
-
-    draw_all(load("faults", FOLDER), load("benchmarks", FOLDER), ROOT / "docs" / "pictures")
+    """Write each page of which there are files."""
     for name, (kind, make) in PAGES.items():
         if files := load(kind, FOLDER):
             page = path_of(name)

@@ -1,6 +1,7 @@
 """Locks by each client of Redis: Django's RedisCache alone, and django-redis."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from django.core.cache import caches
 from pytest_django import Settings
 
 from django_celery_safe import cache_lock
-from tests.docs.pages import names_in, page
+from tests.docs.pages import page
 from tests.processes.settings import settings_environment
 from tests.processes.worker import ROOT
 from tests.servers import RedisServer
@@ -40,8 +41,8 @@ assert find_lock("feed:42") is None
 print("done")
 """
 
-#: The columns of the table in the docs, and the backends that they describe.
-COLUMNS = {"django-redis": 1, "django": 2}
+#: The clients in the order in which the docs show them.
+CLIENTS = ["django-redis", "django"]
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -85,19 +86,19 @@ def test_locks_without_django_redis(run_without: Run, locks_alone: None) -> None
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-@pytest.mark.parametrize("kind", COLUMNS)
+@pytest.mark.parametrize("kind", CLIENTS)
 def test_the_settings_of_the_docs(kind: str, redis_server: RedisServer, settings: Settings) -> None:
-    """Each client takes the settings of its column, and they mean the same to both."""
+    """Each client takes the settings that the docs show, and they mean the same to both."""
     redis_server.flush()
-    rows = page("docs/how-to/choose-where-locks-live.md").rows("Put them in Redis")
-    backend, location, timeouts, others, *_ = [row[COLUMNS[kind]] for row in rows]
-
-    def value(cell: str) -> Any:
-        return eval(names_in(cell)[0])
-
-    url = str(value(location)).replace("127.0.0.1:6379", f"127.0.0.1:{redis_server.port}")
-    cache = {"BACKEND": value(backend), "LOCATION": url}
-    settings.CACHES = {"default": {**cache, "OPTIONS": {**value(timeouts), **value(others)}}}
+    shown = page("docs/how-to/choose-where-locks-live.md").section("Put them in Redis")
+    blocks = re.findall(r"```python\n(CACHES.*?)```", shown, re.DOTALL)
+    exec(blocks[CLIENTS.index(kind)], names := {"CACHES": dict[str, Any]()})
+    cache = names["CACHES"]["locks"]
+    url = cache["LOCATION"].replace("127.0.0.1:6379", f"127.0.0.1:{redis_server.port}")
+    named: dict[str, Any] = {"client_name": "shop"}
+    named = {"CONNECTION_POOL_KWARGS": named} if kind == "django-redis" else named
+    options = {**cache["OPTIONS"], **named}
+    settings.CACHES = {"default": {**cache, "LOCATION": url, "OPTIONS": options}}
     with cache_lock("feed:42") as lock, redis_server.client(db=1) as admin:
         assert lock
         assert "shop" in {client["name"] for client in admin.client_list()}

@@ -1,13 +1,11 @@
 """Locks in a Redis Cluster: slots that move, nodes that go away, and each client for clusters."""
 
 import contextlib
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 from pytest_django import Settings
@@ -24,8 +22,8 @@ from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.redis_cluster import ClusterStore
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, caches_of_cluster, require
+from tests.docs.pages import page
 from tests.processes import wait_for
-from tests.processes.worker import ROOT
 from tests.servers import RedisClusterServer, RedisServer, ServerPool
 
 HOW_TO = "docs/how-to/choose-where-locks-live.md"
@@ -36,33 +34,21 @@ SOCKET_TIMEOUT = 1.0
 
 @pytest.fixture
 def caches_by(
-    redis_cluster: RedisClusterServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_cluster: RedisClusterServer, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], CacheSettings]:
-    """Make CACHES in the cluster by each client, with the classes that the docs show."""
-    blocks = re.findall(
-        r"```python\n# shop/caches.py\n(.*?)```", (ROOT / HOW_TO).read_text(), re.DOTALL
-    )
-    (tmp_path / "shop").mkdir()
-    (tmp_path / "shop" / "__init__.py").touch()
-    (tmp_path / "shop" / "caches.py").write_text("\n".join(blocks))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("shop", "shop.caches"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    timeouts = {"socket_timeout": 5}
-    backends: dict[str, tuple[str, dict[str, Any]]] = {
-        "django": ("shop.caches.ClusterCache", timeouts),
-        "django-redis": (
-            "django_redis.cache.RedisCache",
-            {
-                "CONNECTION_FACTORY": "shop.caches.ClusterConnectionFactory",
-                "REDIS_CLIENT_KWARGS": timeouts,
-            },
-        ),
-    }
+    """Make CACHES in the cluster by each client; by django-redis as the docs show it."""
+    blocks = [block.code for block in page(HOW_TO).blocks()]
+    module, code = (code for code in blocks if "ClusterConnectionFactory" in code)
+    monkeypatch.setitem(sys.modules, "shop.caches", shop_caches := ModuleType("shop.caches"))
+    exec(module, vars(shop_caches))
+    exec(code, names := {"CACHES": CacheSettings()})
+    shown = names["CACHES"]["locks"]
+    options = shown["OPTIONS"]["REDIS_CLIENT_KWARGS"]
+    django = {"BACKEND": "tests.cluster_caches.ClusterCache", "OPTIONS": options}
 
     def make(client: str) -> CacheSettings:
-        backend, options = backends[client]
-        return {"default": {"BACKEND": backend, "LOCATION": redis_cluster.url, "OPTIONS": options}}
+        cache = shown if client == "django-redis" else django
+        return {"default": {**cache, "LOCATION": redis_cluster.url}}
 
     return make
 

@@ -36,8 +36,8 @@ INSTALL: Final = (
     "Django's RedisCache redis."
 )
 
-#: Caches in which two processes could hold one lock, and why (measured in
-#: docs/explanation/stores.md).
+#: Caches in which two processes could hold one lock, and why (the measurements are in
+#: docs/how-to/choose-where-locks-live.md).
 REFUSED: Final = {
     "django.core.cache.backends.filebased.FileBasedCache": (
         "its add() is a read and then a write, so several processes get the same lock, and it "
