@@ -37,7 +37,7 @@ from tests.concurrency.conftest import mailbox
 from tests.concurrency.holders import held_by
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeRedisCache
-from tests.docs.events import declared
+from tests.docs.reference import declared
 from tests.listening import handling, receiving
 from tests.locks.conftest import fragile_redis
 from tests.processes import dead_port, wait_for

@@ -33,7 +33,7 @@ from tests.admin import rows
 from tests.admin.conftest import _as_new, site
 from tests.admin.rows import HOLDER, hold
 from tests.conftest import MakeRedisCache
-from tests.docs.pages import ROOT, names_in, page
+from tests.docs.pages import ROOT, page
 from tests.locks.conftest import fragile_redis
 from tests.servers import RedisServer
 from tests.servers.databases import gone_settings, registered
@@ -42,7 +42,6 @@ __all__ = ["_as_new", "fragile_redis", "site"]
 
 DASHBOARD: Final = ROOT / "docs" / "dashboards" / "celery-safe.json"
 DEPLOY: Final = "docs/how-to/deploy.md"
-REFERENCE: Final = "docs/reference/metrics.md"
 
 Samples = dict[tuple[str, ...], float]
 
@@ -244,12 +243,3 @@ def test_the_view_of_the_how_to(
     assert {one.labels["source"]: one.value for one in up.samples} == {
         "outbox": 1, "stages": 1, "locks": 1,
     }  # fmt: skip
-
-
-@pytest.mark.repository
-def test_reference() -> None:
-    """The reference page has every metric, in order, with its labels."""
-    for heading, metrics in {"Figures": FIGURES, "Counter": COUNTERS}.items():
-        rows = page(REFERENCE).rows(heading)
-        listed = [(names_in(name)[0], tuple(names_in(labels))) for name, labels, _ in rows]
-        assert listed == list(metrics.items())
