@@ -105,11 +105,11 @@ OLD: Final = {
     ),
     "done": Old(
         maker(OutboxMessage, "ended_at", state="done", due_at=None),
-        *(found_by(housekeeping.get_prunable, 1), "safe_outbox_ended"),
+        *(found_by(housekeeping.get_prunable, 1), "safe_outbox_done"),
     ),
     "failed": Old(
         maker(OutboxMessage, "ended_at", state="failed", due_at=None),
-        *(found_by(housekeeping.get_prunable, 2), "safe_outbox_ended"),
+        *(found_by(housekeeping.get_prunable, 2), "safe_outbox_failed"),
     ),
     "expired": Old(make_expired, found_by(record_table.get_prunable, 0), "safe_record_expires"),
     "orphaned": Old(make_orphaned, found_by(record_table.get_prunable, 1), "safe_record_running"),
@@ -215,12 +215,13 @@ def is_deletion(sql: str, table: str) -> bool:
 
 @pytest.mark.sql
 def test_old_rows_are_found_by_an_index(alias: str) -> None:
-    """Each query uses its index, and sorts nothing, even beside many young rows."""
+    """Each query uses its index, MariaDB's any with the state; none sorts, beside many rows."""
     make_each(alias, DAY, 1000)
     make_each(alias, 8 * DAY, 20)
     for old in OLD.values():
         plan = plan_of(old.find(alias)[:500])
-        assert old.index in plan
+        partial = connections[alias].features.supports_partial_indexes
+        assert (old.index if partial else "safe_") in plan
         assert "Sort" not in plan
         assert "TEMP B-TREE" not in plan
 

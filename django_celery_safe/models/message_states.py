@@ -60,9 +60,9 @@ CLAIMED: Final = (
 UNLISTED: Final = ("body", "properties", "chord_calls", "result", "traceback")
 #: Changes to a claimed row: if it is still running, its process has died.
 COUNT_DEATH: Final = count_death(Q(state=State.RUNNING))
-#: Messages that are still looked at, and messages that need no further look, as in the indexes.
+#: Messages that are still looked at, and messages that wait for an operator.
 LIVE: Final = Q(due_at__isnull=False)
-OVER: Final = Q(ended_at__isnull=False)
+GIVEN_UP: Final = Q(state__in=[State.FAILED, State.DEAD])
 #: Messages whose row stays until their task has ended.
 CARRIED: Final = ~Q(attempt="")
 #: Bytes of a row; one character is one byte, because the texts are ASCII JSON.
@@ -102,7 +102,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def dead(self) -> OutboxMessages:
         """Messages that could not be sent and are not tried again."""
-        return self.filter(OVER, state=State.DEAD)
+        return self.filter(state=State.DEAD)
 
     def sent(self) -> OutboxMessages:
         """Messages that a broker has or had: kept for a while, or until their task starts."""
@@ -110,11 +110,11 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def done(self) -> OutboxMessages:
         """Messages whose task succeeded; they stay for ``RETENTION["sent"]``."""
-        return self.filter(OVER, state=State.DONE)
+        return self.filter(state=State.DONE)
 
     def failed(self) -> OutboxMessages:
         """Messages whose task ended in an error."""
-        return self.filter(OVER, state=State.FAILED)
+        return self.filter(state=State.FAILED)
 
     def carried(self, task_id: str) -> OutboxMessages:
         """The message of a task that is carried until done: one row or none."""
@@ -122,17 +122,16 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
 
     def given_up(self) -> OutboxMessages:
         """Messages that wait for an operator: they could not be sent, or their task failed."""
-        return self.filter(OVER, state__in=[State.FAILED, State.DEAD])
+        return self.filter(GIVEN_UP)
 
     def retryable(self) -> OutboxMessages:
         """Messages that could not be sent at least once, dead or not, or whose task failed."""
-        unsent = Q(state=State.PENDING, attempts__gt=0)
-        return self.filter(unsent | Q(state__in=[State.FAILED, State.DEAD]))
+        return self.filter(Q(state=State.PENDING, attempts__gt=0) | GIVEN_UP)
 
     def discardable(self) -> OutboxMessages:
         """Messages that an operator may delete so that their task does not run, or run again."""
         carried = Q(state=State.SENT, due_at__isnull=False)
-        return self.filter(carried | Q(state__in=[State.PENDING, State.FAILED, State.DEAD]))
+        return self.filter(carried | Q(state=State.PENDING) | GIVEN_UP)
 
     def sent_before(self, age: timedelta) -> OutboxMessages:
         """Messages sent more than ``age`` ago that are not carried until done, oldest first."""

@@ -19,7 +19,6 @@ from .message_states import (
     CARRIED,
     LIVE,
     LONGEST_DELAY,
-    OVER,
     SHORTEST_DELAY,
     OutboxMessages,
     State,
@@ -111,7 +110,22 @@ class OutboxMessage(ListedRow):
             ),
             models.Index(fields=["attempt"], name="safe_outbox_attempt"),
             PartialIndex(fields=["task_id"], name="safe_outbox_task_id", rows=CARRIED),
-            PartialIndex(fields=["state", "ended_at"], name="safe_outbox_ended", rows=OVER),
+            # Done, failed and dead messages are listed, counted and deleted apart.
+            PartialIndex(
+                fields=["ended_at"],
+                name="safe_outbox_done",
+                rows=Q(state=State.DONE),
+                whole_fields=["state", "ended_at"],
+            ),
+            PartialIndex(
+                fields=["ended_at"], name="safe_outbox_failed", rows=Q(state=State.FAILED)
+            ),
+            PartialIndex(
+                fields=["ended_at"],
+                name="safe_outbox_dead",
+                rows=Q(state=State.DEAD),
+                whole_fields=["ended_at", "state"],
+            ),
         )
 
     def __str__(self) -> str:
