@@ -74,7 +74,7 @@ def classified(prefix: str) -> list[str]:
     return sorted((one[1] for one in found if one), key=Version)
 
 
-PYTHONS = [*classified("Programming Language :: Python"), *GRID["python_untested"]]
+PYTHONS = classified("Programming Language :: Python")
 DJANGOS = classified("Framework :: Django")
 CELERIES: list[str] = GRID["celery"]
 

@@ -37,7 +37,7 @@ COMMANDS: Final = {
 #: The members of classes that users call or read, beside the attributes in their docstrings.
 MEMBERS: Final = {
     "CacheLock": "acquire release extend ensure held remaining token fence contender not_acquired",
-    "HeldLock": "kind place age renewed_ago overdue liveness as_json",
+    "HeldLock": "kind place as_json",
     "SafeTaskMixin": "delay_on_commit apply_async_on_commit apply_async lock_name",
     "IdempotentMixin": "do_once",
     "Claim": "finish ensure",
