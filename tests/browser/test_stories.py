@@ -112,8 +112,10 @@ FILL = f"""
             connection.run_on_commit.clear()
         rows.filter(pk=rows.latest("pk").pk).update(created_at=Now(), **changes)
     unsent = rows.filter(due_at__isnull=False).latest("pk")
-    unsent.fail("OperationalError: [Errno 111] Connection refused to amqp://orders:**"
-                "@broker-eu-west-1b.internal.example.com:5672", attempts=1)
+    unsent.attempts = 19
+    unsent.fail("AccessRefused: (403) access to exchange 'orders' in vhost "
+                "'eu-west-1b.internal.example.com' refused for user 'shop'", attempts=20)
+    rows.filter(pk=unsent.pk).update(created_at=Now() - timedelta(hours=2))
     rows.bulk_create([
         OutboxMessage(task="orders.tasks.ship", task_id=f"{{hour}}-{{n}}", body=b"", properties="",
                       state="done", created_at=Now(), ended_at=Now() - timedelta(hours=hour + 0.5))
