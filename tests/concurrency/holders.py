@@ -12,10 +12,12 @@ from django_celery_safe.locks.stores.base import Acquired
 
 
 @contextmanager
-def held_by(name: str, task_id: str | None, seconds: float = 30) -> Iterator[HeldLock]:
-    """Let the run ``task_id`` on another machine hold the lock during the block."""
+def held_by(
+    name: str, task_id: str | None, seconds: float = 30, *, host: str = "elsewhere", pid: int = 4711
+) -> Iterator[HeldLock]:
+    """Let the run ``task_id`` in another process hold the lock during the block."""
     store, token = locate().store(), uuid.uuid4().hex
-    holder = Holder("elsewhere", 4711, time.time(), True, "tests.other", task_id)
+    holder = Holder(host, pid, time.time(), True, "tests.other", task_id)
     assert isinstance(store.acquire(name, token, seconds, holder), Acquired)
     lock = store.peek(name)
     assert lock is not None

@@ -10,9 +10,10 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
+from billiard.exceptions import WorkerLostError
 from celery.app.task import Context
 from celery.exceptions import Reject, Retry, SoftTimeLimitExceeded
-from celery.signals import before_task_publish, task_revoked
+from celery.signals import before_task_publish, task_received, task_revoked
 from django.db import transaction
 from kombu import Connection
 from pytest_django import Settings
@@ -28,13 +29,14 @@ from django_celery_safe import (
 )
 from django_celery_safe.concurrency.sent import SentLock
 from django_celery_safe.delivery import copies
-from django_celery_safe.leases.holder import Holder
+from django_celery_safe.leases.holder import HOST, Holder
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
 from django_celery_safe.locks.stores.base import LockRequest
 from django_celery_safe.locks.stores.local import LocalStore
+from tests.background import settle
 from tests.concurrency.holders import held_by
-from tests.concurrency.mailbox import Mailbox
+from tests.concurrency.mailbox import Mailbox, Message, end_child
 from tests.concurrency.test_options import held_names
 from tests.interruption import Interruption
 from tests.listening import receiving
@@ -45,6 +47,8 @@ from tests.versions import IS_CELERY_57
 __all__ = ["store"]
 
 NAME = "tests.once"
+#: Larger than any process id (Linux: PID_MAX_LIMIT).
+NO_PROCESS = 2**22 + 1
 #: A lease of runs, s.
 LEASE = 30
 #: The lease of a message that waits, s.
@@ -140,6 +144,17 @@ def test_an_interrupted_release_frees_both(
     assert held_names() == []
     assert task.delay(7).is_duplicate is False
     assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", "done")
+
+
+def test_a_send_whose_answer_was_lost_keeps_no_later_send_out(
+    mailbox: Mailbox, store: type[InterruptedStore]
+) -> None:
+    """The store has taken the lock for a message that no one will get, and it is given back."""
+    task = unique(mailbox, work, {})
+    store.after["acquire"] = LockBackendError("the store", "acquire", "the answer got lost")
+    with pytest.raises(LockBackendError, match="the answer got lost"):
+        task.delay(7)
+    assert task.delay(7).is_duplicate is False
 
 
 def renewed_names() -> set[str]:
@@ -247,6 +262,23 @@ def test_a_death_between_the_two_locks_leaves_nothing_for_long(
     assert mailbox.deliver(message) == ("SUCCESS", "done")
     assert held_names() == []
     assert task.delay(7).is_duplicate is False
+
+
+@pytest.mark.parametrize(("pid", "left"), [(NO_PROCESS, []), (4711, [f"{NAME}:7"])])
+def test_of_two_deliveries_the_death_of_one_frees_nothing_of_the_other(
+    pid: int, left: list[str], mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """The run's lock is freed only if the dead process held it; the message's lock is kept."""
+    unique(mailbox, work, {}).delay(7)
+    message = mailbox.take_one()
+    killed, other = mailbox.receive(message), mailbox.receive(message)
+    for request in (killed, other):
+        task_received.send(request=request, sender=None)
+    killed.worker_pid = NO_PROCESS
+    with held_by(f"{NAME}:7", message.id, host=HOST, pid=pid):
+        end_child(killed, WorkerLostError("signal 9"))
+        settle()
+        assert sorted(held_names()) == [f"sent:{NAME}:7", *left]
 
 
 # Rejected, and retried by hand.
@@ -477,6 +509,24 @@ def test_a_lock_that_nobody_holds_any_more_drops_no_message(
     assert mailbox.deliver(message) == ("SUCCESS", "done")
 
 
+def revoke(task: Any, message: Message) -> None:
+    """Discard a message that was revoked before its run, as a worker's main process does."""
+    request = Context({**message.headers, "headers": message.headers})
+    task_revoked.send(sender=task, request=request, terminated=False, signum=None, expired=False)
+
+
+def test_a_second_delivery_that_is_revoked_leaves_the_lock_of_a_live_run(
+    mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """The same stays a duplicate while the first delivery runs."""
+    task = unique(mailbox, work, {})
+    first = task.delay(7)
+    with held_by(f"{NAME}:7", first.id):
+        revoke(task, mailbox.take_one())
+        settle()
+        assert task.delay(7).id == first.id
+
+
 def test_a_revoked_message_frees_a_lock_that_the_worker_knows_nothing_of(
     mailbox: Mailbox, locks_in_memory: None
 ) -> None:
@@ -485,6 +535,5 @@ def test_a_revoked_message_frees_a_lock_that_the_worker_knows_nothing_of(
     message = mailbox.take_one()
     assert held_names() == [f"sent:{NAME}:7"]
     plain = mailbox.app.task(name="tests.plain", base=SafeTask)(work)
-    request = Context({**message.headers, "headers": message.headers})
-    task_revoked.send(sender=plain, request=request, terminated=False, signum=None, expired=False)
+    revoke(plain, message)
     wait_for(lambda: held_names() == [], 20)

@@ -13,12 +13,13 @@ from typing import NamedTuple
 #: The tests that hold the promises of each room.
 TESTS = {
     "ground": "tests/test_databases.py tests/test_pruning.py tests/test_exceptions.py "
-    "tests/test_signals.py tests/test_texts.py tests/test_mistakes.py tests/sending/test_relay.py",
+    "tests/test_signals.py tests/test_texts.py tests/test_mistakes.py tests/sending/test_relay.py "
+    "tests/locks/test_fork.py",
     "leases": "tests/locks tests/contract tests/idempotency",
     "locks": "tests/locks tests/contract",
-    "delivery": "tests/delivery tests/concurrency tests/worker",
+    "delivery": "tests/delivery tests/concurrency tests/worker tests/sending/test_carried.py",
     "concurrency": "tests/concurrency tests/sending/test_unique.py tests/worker",
-    "sending": "tests/sending tests/worker",
+    "sending": "tests/sending tests/worker tests/tasks_backend",
     "idempotency": "tests/idempotency",
     "stages": "tests/stages",
     "models": "tests/sending tests/stages tests/idempotency",

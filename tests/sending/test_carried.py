@@ -35,6 +35,7 @@ from django_celery_safe import (
     TaskPoisoned,
     WrongTransaction,
     cache_lock,
+    find_lock,
     iter_locks,
     release_lock,
     send_on_commit,
@@ -56,6 +57,7 @@ from tests.app.models import Person
 from tests.background import before_its_update, settle
 from tests.concurrency.mailbox import end_child
 from tests.kinds import more_for_claim
+from tests.listening import receiving
 from tests.processes import dead_port
 from tests.sending.carrying import Body, Carried, leave_dead
 from tests.sending.conftest import hearing
@@ -217,15 +219,16 @@ def test_a_run_that_lost_its_lease_ends_nothing(carried: Carried, is_closed: boo
     assert carried.calls == [1, 1]
 
 
-@pytest.mark.parametrize("retention", [0, 60])
+@pytest.mark.parametrize(("retention", "end"), [(0, None), (60, None), (0, ValueError())])
 def test_a_run_that_lost_its_claim_leaves_the_row_alone(
-    carried: Carried, settings: "Settings", retention: int
+    carried: Carried, settings: "Settings", retention: int, end: Exception | None
 ) -> None:
     """Another run has it, and has not ended; without its row it would be lost with its process."""
     settings.DJANGO_CELERY_SAFE = {"RETENTION": {"sent": retention}}
-    carried.body = lambda task: carried.rows.update(token="another")
+    fail = raising(end) if end else lambda task: None
+    carried.body = lambda task: carried.rows.update(token="another") and fail(task)
     state, error = carried.mailbox.deliver(carried.send())
-    assert (state, type(error.__cause__)) == ("IGNORED", ClaimLost)
+    assert (state, type(error.__cause__)) == ("IGNORED", type(end) if end else ClaimLost)
     assert (carried.row.state, carried.row.token) == ("running", "another")
 
 
@@ -744,6 +747,19 @@ def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: "Sett
 def make_unique(carried: Carried, name: str, **options: Any) -> Any:
     """Make a carried task whose message is unique until its run has ended."""
     return carried.make_task(name, single_instance(key=[], unique_until="end", **options))
+
+
+def test_a_row_ends_after_the_lock_of_its_run(carried: Carried) -> None:
+    """Another run can take the lock as soon as the row says that this run is done."""
+    held: list[bool] = []
+
+    def look(*args: Any, **event: Any) -> None:
+        held.append(find_lock("tests.carried:7") is not None)
+
+    carried.body = look
+    with receiving(message_done, look):
+        carried.mailbox.deliver(carried.send(single_instance={"key": "7"}))
+    assert held == [True, False]
 
 
 def test_a_duplicate_leaves_no_row(carried: Carried) -> None:

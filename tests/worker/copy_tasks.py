@@ -66,10 +66,3 @@ def replacing_slowly(self: Any, room: str, page: int = 0) -> int:
 def limited(self: Any, room: str) -> Any:
     """Stay in the room beyond its hard time limit."""
     return Room(Path(room)).stay(self)
-
-
-@shared_task(**LATE)
-@single_instance(key=["room"], timeout=LEASE, unique_until="end")
-def unique(self: Any, room: str) -> Any:
-    """Stay in the room, and be sent once until that ends."""
-    return Room(Path(room)).stay(self)

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from billiard.exceptions import TimeLimitExceeded
 
-from django_celery_safe import find_lock
-from tests.app.celery import tell_workers
 from tests.conftest import LOOKING_OFTEN, app_on_redis
 from tests.processes import CeleryWorker
 from tests.servers import RedisServer
@@ -31,8 +29,6 @@ pytestmark = needs_quick_redelivery
 VISIBILITY_TIMEOUT = 20
 #: Seconds for what has to come; a lease is 3 s or 6 s, a time limit 12 s.
 PATIENCE = 30
-#: Seconds for which a lock that is kept is looked at.
-LOOK = 0.5
 
 
 class Story:
@@ -161,26 +157,5 @@ def test_a_run_that_its_time_limit_ends_is_not_repeated(begin: Any) -> None:
     story.until_copies(1)
     with pytest.raises(TimeLimitExceeded):
         story.result.get(timeout=PATIENCE)
-    story.until_over()
-    assert story.retries() == [0]
-
-
-@pytest.mark.long
-def test_a_second_delivery_that_is_revoked_leaves_the_lock_of_a_live_run(begin: Any) -> None:
-    """Revoked without terminate, it frees nothing: the same stays a duplicate until the end."""
-    task = copy_tasks.unique
-    story = begin(task)
-    (run,) = [name for name in story.room.runs()[0]["locks"] if not name.startswith("sent:")]
-    tell_workers("revoke", story.id, reply=True, limit=1)
-    story.deliver_again()
-    story.room.until(lambda: story.says("Discarding revoked task"), "it was not discarded")
-    ends_at = time.monotonic() + LOOK
-    while time.monotonic() < ends_at:
-        assert find_lock(f"sent:{run}") is not None
-        time.sleep(0.05)
-    again = task.delay(story.room.path)
-    assert (again.is_duplicate, again.id) == (True, story.id)
-    story.room.open()
-    story.room.until(lambda: find_lock(f"sent:{run}") is None, "the run's end did not free it")
     story.until_over()
     assert story.retries() == [0]

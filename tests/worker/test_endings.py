@@ -18,8 +18,7 @@ from celery.signals import worker_process_shutdown
 from django.db import connections
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, find_lock, iter_locks, single_instance
-from django_celery_safe.delivery.header import HEADER
+from django_celery_safe import SafeTask, iter_locks, single_instance
 from tests.app.celery import app, tell_workers
 from tests.conftest import app_on_redis
 from tests.processes import CeleryWorker, wait_for
@@ -32,8 +31,6 @@ from tests.worker.rooms import Room
 WITHOUT_TASKS = [app for app in INSTALLED_APPS if app != "tests.app"]
 #: Seconds until what happens at once must have happened; far less than any lease.
 SOON = 15
-#: Countdown of a retry that is not to come while the test looks, s.
-COUNTDOWN = 600
 #: Names the environment variable with the file whose presence lets a worker's children go.
 KEEPS_CHILDREN = "SAFE_KEEPS_CHILDREN"
 
@@ -109,31 +106,6 @@ def test_a_message_given_to_a_child_that_ends_frees_its_lock_when_revoked(
         wait_for(lambda: result.state == "REVOKED", SOON, "it was not revoked")
         room.until(lambda: locks_in(room) == [], "its lock is held", SOON)
         assert room.runs() == []
-
-
-# Two deliveries of one message.
-
-
-def test_of_two_deliveries_the_others_lock_is_kept(room: Room) -> None:
-    """The killed run's lock is free at once; the message's is the other's, which is to run."""
-    run = f"{late.name}:{room.path}"
-    with CeleryWorker("tests.app", arguments=["--include", __name__]) as worker:
-        result = late.delay(room.path)
-        room.until(room.runs, "it does not run")
-        before = find_lock(f"sent:{run}")
-        assert before is not None
-        ours = {"task": late.name, "key": room.path, "sent": before.token}
-        again: dict[str, Any] = {"task_id": result.id, "headers": {HEADER: ours}}
-        app.send_task(late.name, (room.path,), countdown=COUNTDOWN, **again)
-        received = f"[{result.id}] received"
-        wait_for(lambda: worker.log.count(received) == 2, SOON, "the second was not delivered")
-        kill_run(room)
-        room.until(lambda: find_lock(run) is None, "its lock is held", SOON)
-        assert late.delay(room.path).id == result.id
-        assert len(room.runs()) == 1
-    after = find_lock(f"sent:{run}")
-    assert after is not None
-    assert after.token == before.token
 
 
 # A worker that has no single-instance task.
