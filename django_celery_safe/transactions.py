@@ -306,7 +306,8 @@ def _execute_repeatedly(
 
     On MySQL, two statements may deadlock if one locks an index first and the other its row.
     Under SERIALIZABLE, PostgreSQL refuses one of two statements. No statement of ours does
-    something else if an earlier execution was written and only its answer got lost.
+    something else if an earlier execution was written and only its answer got lost; a message
+    may then have two rows, which are claimed and ended together, or sent one after the other.
     """
     connection = context["connection"]
     ask = partial(execute, sql, params, many, context)

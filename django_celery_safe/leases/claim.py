@@ -65,11 +65,6 @@ class Claim(ABC):
     Attributes:
         key: The name of the work; for a message or a step ``<task>[<task id>]``.
         result: The result that :meth:`finish` recorded; None while the work is not done.
-        is_repeat: Whether the work had already been done before.
-        is_finished: Whether :meth:`finish` was called, inside a transaction or not.
-        asked_at: When the statement that wrote the token was sent, by :data:`clock`.
-        lease: The row's lease, which is renewed; None until :meth:`begin`.
-        is_held: Whether this process still holds the row, as far as it knows.
     """
 
     #: The table that has the row; each kind of claim annotates it with its own type.
@@ -88,9 +83,13 @@ class Claim(ABC):
         self.table = table
         self.name, self.key, self.seconds = name, key, seconds
         self.result: Any = None
+        #: Whether the work had been done before, whether :meth:`finish` was called, inside a
+        #: transaction or not, and whether this process still holds the row, as far as it knows.
         self.is_repeat = self.is_finished = self.is_held = False
         self.token = os.urandom(16).hex()
+        #: When the statement that wrote the token was sent, by :data:`clock`.
         self.asked_at = 0.0
+        #: The row's lease, which is renewed; None until :meth:`begin`.
         self.lease: Lease[Any] | None = None
         #: Whether the renewing thread can see the row and renews its lease.
         self._renews = False

@@ -231,20 +231,20 @@ class Run:
     def end(self, follow: Callable[[], object] | None = None) -> bool:
         """End the row of a task that is done, with what follows; return whether it was ours."""
         table, name, token = self.claim.table, self.claim.name, self.claim.token
-        row, keep = table.at(name), conf.keeps_sent()
+        row, keep = partial(table.at, name), conf.keeps_sent()  # most ends need no queryset
         # A finished task has its result in the row already.
         returned = "" if self.claim.is_finished else self.returned
 
         def write() -> bool:
             with nullcontext() if follow is None else ending(table.alias):
-                ours: bool = row.end(token, returned) if keep else table.delete(name, token)
+                ours: bool = row().end(token, returned) if keep else table.delete(name, token)
                 if ours and follow is not None:
                     follow()
             return ours
 
         if follow is not None:
             self.claim.stop_renewing()  # the row is locked until the commit
-        return self.claim.end_by(write, lambda: not row.exclude(state__in=ENDED).exists())
+        return self.claim.end_by(write, lambda: not row().exclude(state__in=ENDED).exists())
 
     def _record(self, error: BaseException) -> bool:
         if self.resent is not None:

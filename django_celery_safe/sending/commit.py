@@ -185,7 +185,9 @@ def hold(
 
     connection = transaction.get_connection(using)
     was_in_atomic = connection.in_atomic_block
-    if not (outbox and captured.messages) or (was_in_atomic and not canvas):
+    # The row of a single message needs no transaction: its INSERT commits by itself.
+    several = canvas if was_in_atomic else len(captured.messages) > 1
+    if not (outbox and several):
         leave(outbox if captured.messages else False)
         return result
     for attempt in attempts(connection.alias, "The row of a message"):

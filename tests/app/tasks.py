@@ -4,7 +4,7 @@ from pathlib import Path
 
 from celery import shared_task
 
-from django_celery_safe import SafeTask, cache_lock
+from django_celery_safe import SafeTask
 from tests.processes import Journal
 
 
@@ -25,9 +25,3 @@ def add(x: int, y: int = 0) -> int:
 def total(numbers: list[int]) -> int:
     """Return the sum of a list."""
     return sum(numbers)
-
-
-@shared_task(base=SafeTask)
-def lock_something() -> bool:
-    """Tell whether a lock could be acquired."""
-    return cache_lock("something").acquire()

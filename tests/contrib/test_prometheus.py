@@ -193,9 +193,8 @@ def test_each_signal_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # Names, the dashboard and the docs
 
 
-FIGURES: Final = {PREFIX + name: labels for name, (_, labels) in GAUGES.items()}
-COUNTERS: Final = {f"{PREFIX}{COUNTER}_total": LABELS}
-METRICS: Final = FIGURES | COUNTERS
+METRICS: Final = {PREFIX + name: labels for name, (_, labels) in GAUGES.items()}
+METRICS[f"{PREFIX}{COUNTER}_total"] = LABELS
 
 
 def names_of(queries: str) -> set[str]:

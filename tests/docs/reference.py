@@ -57,8 +57,6 @@ SELECTIONS: Final = {
 INNER: Final = {"DatabaseLock", "Fence", "Lock", "OutboxRelay"}
 #: Errors that say by themselves what to write instead.
 MISTAKES: Final = {"ConfigurationError", "TypeError"}
-#: Attributes of a claim that only this package reads.
-HIDDEN: Final = {"is_repeat", "is_finished", "asked_at", "is_held"}
 #: A sentence's end, as ``test_one_sentence_a_line`` knows it.
 END: Final = re.compile(r"(?<=[^\d\s][.!?]) +(?=[A-Z])")
 
@@ -85,8 +83,7 @@ def explained(docstring: str) -> Iterator[str]:
     yield prose(first)
     for title, body in zip(parts[::2], map(textwrap.dedent, parts[1::2]), strict=True):
         if title in {"Args", "Attributes"}:
-            listed = ((name, said) for name, said in items(body) if name not in HIDDEN)
-            yield "\n".join(f"- `{name}`: {said}" for name, said in listed)
+            yield "\n".join(f"- `{name}`: {said}" for name, said in items(body))
         elif title == "Raises":
             listed = [f"- `{name}`: {said}" for name, said in items(body) if name not in MISTAKES]
             yield "\n".join(["Raises:", "", *listed]) if listed else ""

@@ -165,6 +165,15 @@ def test_what_died_is_sent_again_by_a_relay(carried: Carried) -> None:
 
 
 @pytest.mark.sql
+def test_a_row_that_was_written_twice_is_one_task(carried: Carried) -> None:
+    """The answer of its INSERT got lost, and the connection was cut: it was repeated."""
+    message = carried.send(1)
+    carried.rows.create(**{**carried.rows.values().get(), "id": None})
+    assert [carried.mailbox.deliver(message).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
+    assert not carried.rows.exists()
+
+
+@pytest.mark.sql
 def test_a_redelivered_message_takes_over_when_the_lease_is_over(carried: Carried) -> None:
     """With acks_late the broker may be faster than a relay; the death counts all the same."""
     message = carried.send(1)
