@@ -118,7 +118,8 @@ def keep(captured: Captured, departure: Departure, outbox: Outbox = True) -> Out
             raise
         raise ConfigurationError(
             f"The database {alias!r} has no outbox, or one of another release: {said}. Run "
-            f"manage.py migrate django_celery_safe --database={alias}."
+            f"manage.py migrate django_celery_safe --database={alias}; if that has nothing to do, "
+            f"run it with zero first, which deletes the rows."
         ) from error
     written = [(pk, row.task_id) for pk, row in zip(ids, rows, strict=True)]
     return OutboxBatch(departure, written, chord, list(map(CarriedAttempt.of, messages)))

@@ -70,7 +70,7 @@ def performance_part(benchmarks: Sequence[Evidence]) -> str:
             cells = (
                 name,
                 shown(figure.value),
-                f"{shown(values[0])} to {shown(values[-1])}",
+                f"{shown(values[0])} to {shown(values[-1])}" if values[1:] else "one run",
                 limit if figure.ok else f"{limit}, missed",
                 figure.note,
             )

@@ -141,8 +141,8 @@ class Lab:
         own = TESTS[room].split()
         runs = [[*selection, *own] for selection in RUNS]
         if candidates:
-            # No quick test that runs none of the lines can fail by them.
-            runs[:1] = filter(None, [candidates[:CANDIDATES], candidates[CANDIDATES:MOST]])
+            # The room's own tests follow: what a child process runs has no context.
+            runs[:0] = filter(None, [candidates[:CANDIDATES], candidates[CANDIDATES:MOST]])
         for selection in runs:
             left_out: list[str] = []
             for _ in range(TIMES):
