@@ -186,6 +186,8 @@ def make_line(
 ) -> Iterator[MakeLine]:
     """Make what a test sends through, with locks in Redis; leave nothing of it on the broker."""
     settings.CACHES = redis_cache_settings("django-redis")
+    # On a loaded machine RabbitMQ may answer later than in 2 s: it would be asked once more.
+    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
     before = _state._tls.current_app  # type: ignore[attr-defined]
     # Kombu has one pool for all apps with equal options.
     own_pool = {**queues.transport_options, "client_properties": {"id": uuid4().hex}}
