@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parent
 #: Where the wheel, the sdist and the notes are put.
 DIST = ROOT / "dist"
-#: What pyproject.toml says as long as nobody knows the repository's address.
+#: The beginning of the addresses in pyproject.toml until the repository has one.
 PLACEHOLDER = "https://example.com/"
 
 

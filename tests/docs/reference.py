@@ -47,7 +47,7 @@ MEMBERS: Final = {
     "StageRun": "wait resume abort is_aborted params steps error_step progress progress_by_stage",
     "StageStep": "arguments options params",
 }
-#: What the querysets of models have for users.
+#: The methods of querysets that users call, by the model.
 SELECTIONS: Final = {
     "OutboxMessage": "pending running failed dead revive discard",
     "IdempotencyRecord": "running done failed forget",
