@@ -117,6 +117,8 @@ TASK_KEPT = TASK_LOST.also(
     "%(error)s",
     level=WARNING,
 )
+#: The same of a further message of that commit, for the same reason.
+TASK_KEPT_TOO = TASK_KEPT.also(level=INFO)
 TASK_NOT_RELAYED = TASK_LOST.also(
     "Task %(task)s[%(task_id)s] could not be sent from the outbox in attempt %(attempts)d: "
     "%(error)s",

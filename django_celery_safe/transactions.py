@@ -10,12 +10,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from django.db import Error, InterfaceError, InternalError, OperationalError, connections
+from django.db import (
+    Error,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    connections,
+    transaction,
+)
 from django.db.backends.signals import connection_created
 
 from .databases import is_lost_race
@@ -44,9 +51,11 @@ OUR_STATEMENTS: Final = (
     *(
         f"{verb} {quote}{OUR_TABLES}"
         for verb in ("UPDATE", "DELETE FROM", "INSERT INTO", "INSERT IGNORE INTO")
-        for quote in ('"', "`")
+        for quote in ('"', "`", "")
     ),
 )
+#: Rows that one statement changes by their keys; every database accepts that many parameters.
+MOST_KEYS: Final = 500
 #: Time after which there is no further try, s: each may have waited for a lock until the
 #: database's timeout.
 LONGEST_RACE: Final = 20.0
@@ -240,6 +249,36 @@ def attempts(alias: str, what: str) -> Iterator[TransactionTry]:
         yield attempt
         if not attempt.is_lost:
             return
+
+
+def change_locked(rows: Any, columns: Sequence[str], **sets: Any) -> list[tuple[Any, ...]]:
+    """
+    Update or delete the rows of a queryset, and return columns of each row as it was before.
+
+    Args:
+        sets: The new values; none: delete the rows, without Django's signals, whose receivers
+            could fail.
+    """
+    alias, found = rows.db, list[tuple[Any, ...]]()
+    for attempt in attempts(alias, f"A change of {rows.model._meta.verbose_name_plural}"):
+        with attempt, transaction.atomic(using=alias):
+            lock_whole(alias, rows.model)
+            # All processes lock in the same order, so that they can't deadlock.
+            locked = rows.order_by("pk").select_for_update()
+            found = list(locked.values_list("pk", *columns))
+            for first in range(0, len(found), MOST_KEYS):
+                keys = [row[0] for row in found[first : first + MOST_KEYS]]
+                own = rows.model._base_manager.using(alias).filter(pk__in=keys)
+                own.update(**sets) if sets else own._raw_delete(alias)
+    return [row[1:] for row in found]
+
+
+def lock_whole(alias: str, model: type[Model]) -> None:
+    """Take the single lock of a database that can't lock rows, such as SQLite: any write does."""
+    if connections[alias].features.has_select_for_update:
+        return
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"DELETE FROM {model._meta.db_table} WHERE 1 = 0")  # noqa: S608
 
 
 def repeat_lost_races(alias: str, ask: Callable[[], T]) -> T:

@@ -136,8 +136,7 @@ def leave_sent(alias: str, age: float = 0) -> OutboxMessage:
     """Let a message be there that was sent ``age`` s ago."""
     row = leave(alias)
     rows = OutboxMessage.objects.using(alias).filter(pk=row.pk)
-    rows.settle(keep=True)
-    rows.update(sent_at=Now() - timedelta(seconds=age))
+    rows.update(state="sent", due_at=None, sent_at=Now() - timedelta(seconds=age))
     return row
 
 

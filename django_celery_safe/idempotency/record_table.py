@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from django.db import connections, router
-from django.db.models import DurationField
 
-from .. import conf
+from .. import conf, queries
 from ..databases import MYSQL, Now, refuse_unfit, refuse_untested
 from ..exceptions import AlreadyClaimed
 from ..leases.holder import HeldLock, plain_name
 from ..leases.lease_table import LeaseTable, read_holder
 from ..sending.housekeeping import add_pruning
-from ..statements import Param, Statement
 
 if TYPE_CHECKING:
     from ..models.idempotency import IdempotencyRecord, IdempotencyRecords
@@ -53,7 +51,7 @@ class RecordTable(LeaseTable):
 
     def find(self, name: str) -> IdempotencyRecord | None:
         """Return the key's record, with the server's time as ``asked_at``; None: no record."""
-        return _FIND.find(self.alias, key=plain_name(name))
+        return self.at(name).annotate(asked_at=Now()).first()
 
     def add_if_absent(
         self, key: str, token: str, lease: timedelta, *, holder: str, digest: str
@@ -61,9 +59,9 @@ class RecordTable(LeaseTable):
         """Add a record held by this claim; return False if another process was first."""
         if connections[self.alias].vendor == MYSQL:
             refuse_unfit(self.alias, "record what is done once")
-        return _ADD.execute(
-            self.alias, key=plain_name(key), token=token, lease=lease, holder=holder, digest=digest
-        )
+        values = {"key": plain_name(key), "token": token, "holder": holder, "digest": digest}
+        seconds = lease.total_seconds()
+        return bool(queries.execute(self.alias, "add_record", **values, lease=seconds))
 
     def finish(self, key: str, token: str, result: str, keep: timedelta | None, error: str) -> bool:
         """
@@ -75,36 +73,8 @@ class RecordTable(LeaseTable):
             error: Why there is no result; "": there is one.
         """
         values = {"key": plain_name(key), "token": token, "result": result, "error": error}
-        return _FINISH.execute(self.alias, keep=keep, **values)
-
-
-_FIND: Final = Statement(
-    lambda alias: (RecordTable(alias).all().filter(key=Param("key")).annotate(asked_at=Now()), None)
-)
-_ADD: Final = Statement(lambda alias: (_make_new_record(), None))
-_FINISH: Final = Statement(
-    lambda alias: (
-        RecordTable(alias).all().running().filter(key=Param("key"), token=Param("token")),
-        {
-            "state": _record_model().State.DONE,
-            "result": Param("result"),
-            "error": Param("error"),
-            "ended_at": Now(),
-            "expires_at": Now() + Param("keep", DurationField()),
-        },
-    )
-)
-
-
-def _make_new_record() -> IdempotencyRecord:
-    values = {name: Param(name) for name in ("key", "token", "holder", "digest")}
-    model = _record_model()
-    return model(
-        state=model.State.RUNNING,
-        ends_at=Now() + Param("lease", DurationField()),
-        claimed_at=Now(),
-        **values,
-    )
+        seconds = None if keep is None else keep.total_seconds()
+        return bool(queries.execute(self.alias, "finish_record", **values, keep=seconds))
 
 
 def record_table(using: str | None = None) -> RecordTable:

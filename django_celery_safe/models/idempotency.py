@@ -14,7 +14,7 @@ from ..databases import Now
 from ..events import RECORD_FORGOTTEN
 from ..leases.holder import HeldLock, decode_holder
 from ..leases.lease_table import read_holder
-from ..statements import change_returning
+from ..transactions import change_locked
 from .columns import ExactCharField, ExactTextField, PartialIndex
 from .listing import ListedRow
 from .text import storable
@@ -107,7 +107,7 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
     def forget(self) -> int:
         """Delete the records, so that the next caller does the work again; log each of them."""
         self._for_write = True  # the rows may have been read from a replica
-        rows = change_returning(self, None, "key", "state", "holder")
+        rows = change_locked(self, ("key", "state", "holder"))
 
         def emit_all() -> None:
             for key, state, holder in rows:

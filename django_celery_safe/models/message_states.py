@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
-from django.apps import apps
 from django.db import connections, models, transaction
-from django.db.models import Case, F, IntegerField, Q, When
+from django.db.models import Q
 from django.db.models.functions import Length
 from django.utils.translation import gettext_lazy as _
 
-from .. import batches, conf
+from .. import batches, queries
 from ..databases import Now
 from ..emitting import Event
 from ..events import MESSAGE_DISCARDED, MESSAGE_RETRIED
-from ..leases.lease_table import DIED, count_death
-from ..statements import Param, Statement, change_returning
-from ..transactions import attempts
+from ..leases.lease_table import DIED
+from ..transactions import attempts, change_locked, lock_whole
 from .text import LONGEST_TYPE, end_of_traceback, storable
 
 if TYPE_CHECKING:
-    from ..sending.outbox import CarriedAttempt
     from .outbox import OutboxMessage
 
 
@@ -49,8 +46,6 @@ SHORTEST_DELAY: Final = timedelta(seconds=5)
 LONGEST_DELAY: Final = timedelta(minutes=10)
 #: Longest time to hold the lock of a database that locks as a whole, such as SQLite, s.
 LONGEST_LOCK: Final = 1.0
-#: How many times the time until a message is re-sent doubles while no worker starts its task.
-MOST_DOUBLINGS: Final = 7
 #: The columns of a claimed row that a relay needs, in the order of the model's fields.
 CLAIMED: Final = (
     "id", "task", "task_id", "body", "properties", "chord", "chord_calls", "attempts", "attempt",
@@ -58,8 +53,6 @@ CLAIMED: Final = (
 )  # fmt: skip
 #: Columns that no list shows and that may not fit into memory.
 UNLISTED: Final = ("body", "properties", "chord_calls", "result", "traceback")
-#: Changes to a claimed row: if it is still running, its process has died.
-COUNT_DEATH: Final = count_death(Q(state=State.RUNNING))
 #: Messages that are still looked at, and messages that wait for an operator.
 LIVE: Final = Q(due_at__isnull=False)
 GIVEN_UP: Final = Q(state__in=[State.FAILED, State.DEAD])
@@ -147,7 +140,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         return self.failed().filter(ended_at__lt=Now() - age).order_by("ended_at")
 
     def claim(
-        self, limit: int, lease: timedelta, *, since: datetime | None = None
+        self, limit: int, lease: timedelta, token: str, *, since: datetime | None = None
     ) -> list[OutboxMessage]:
         """
         Claim due rows, to send them within ``lease``; no other relay gets them until then.
@@ -157,6 +150,7 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         Args:
             limit: The maximum number of rows. Together they also have at most ``BATCH_BYTES``,
                 unless it is a single row.
+            token: The claim of the relay.
             since: Skip rows that were due before this moment. Otherwise PostgreSQL would read
                 past all deleted rows that an older snapshot might still see.
 
@@ -169,41 +163,25 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             return []  # without taking the lock that would block all other writers
         for attempt in attempts(self.db, "The claim of messages"):
             with attempt, transaction.atomic(using=self.db):
-                rows, taken = self._claim(due, limit, lease)
+                rows = self._lock_fitting(due, limit)
+                values = {"ids": [row[0] for row in rows], "lease": lease.total_seconds()}
+                taken = queries.fetch(self.db, "claim_due", **values, token=token)
         claimed = {values[0]: self.model.from_db(self.db, CLAIMED, values) for values in taken}
         for pk, _size, due_at, state in rows:
-            claimed[pk].due_at = due_at
+            claimed[pk].due_at, claimed[pk].token = due_at, token
             claimed[pk].why_again = _why_again(claimed[pk], state)
         return [claimed[row[0]] for row in rows]
 
-    def _claim(self, due: OutboxMessages, limit: int, lease: timedelta) -> tuple[Any, Any]:
-        """Claim rows; return them as they were before and as they are now."""
-        features = connections[self.db].features
-        if not features.has_select_for_update:
-            # The database has a single lock, which any write takes.
-            self.filter(pk=0).update(attempts=0)
-        skip = features.has_select_for_update_skip_locked
+    def _lock_fitting(self, due: OutboxMessages, limit: int) -> Any:
+        """Lock rows that together fit into memory; return keys, sizes, due times and states."""
+        lock_whole(self.db, self.model)
+        skip = connections[self.db].features.has_select_for_update_skip_locked
         # Read only sizes here: a hundred whole rows may not fit into memory.
         sized = due.annotate(size=SIZE).values_list("pk", "size", "due_at", "state")
         found = list(sized.select_for_update(skip_locked=skip)[:limit])
         most, totals = batches.BATCH_BYTES, accumulate(size for _, size, *_ in found)
         rows = [row for row, total in zip(found, totals, strict=True) if total <= most]
-        rows = rows or found[:1]
-        taken = change_returning(
-            self.filter(pk__in=[row[0] for row in rows]),
-            {"due_at": Now() + lease, **self._brought_back()},
-            *CLAIMED,
-        )
-        return rows, taken
-
-    def release(self, delay: timedelta = timedelta()) -> int:
-        """Make claimed rows due again after ``delay``, without recording an error."""
-        # Not "now + 0": SQLite's clock counts ms, but a sum has µs.
-        return self.pending().update(due_at=Now() + delay if delay else Now())
-
-    def put_off(self, delay: timedelta, error: str) -> int:
-        """Make claimed rows due again after ``delay``, because they could not be sent now."""
-        return self.pending().update(due_at=Now() + delay, error=storable(error))
+        return rows or found[:1]
 
     def register_chord(
         self, chord: str, register: Callable[[OutboxMessage | None, float], None], seconds: float
@@ -236,39 +214,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
                     register(unregistered.exclude(chord_calls="").first(), seconds)
                     unregistered.update(chord="")
 
-    def record_sent(self, sent: Mapping[int, CarriedAttempt | None]) -> None:
-        """
-        Record that messages of this outbox, a queryset of all its rows, were sent.
-
-        Args:
-            sent: The attempt of each message by its row's key; None: its row ends now.
-        """
-        ended = [pk for pk, attempt in sent.items() if attempt is None]
-        if len(ended) == 1 and not conf.keeps_sent():
-            _ERASE_PENDING.execute(self.db, pk=ended[0])
-        elif ended:
-            self.filter(pk__in=ended).settle(keep=conf.keeps_sent())
-        alike: dict[tuple[timedelta, int], list[str]] = {}
-        for attempt in filter(None, sent.values()):
-            # A relay re-sends the message if no worker has started its task by then.
-            doublings = min(attempt.resent, MOST_DOUBLINGS)
-            wait = timedelta(seconds=attempt.wait) + conf.resend_after() * 2**doublings
-            alike.setdefault((wait, attempt.starts), []).append(attempt.name)
-        for (wait, starts), names in alike.items():
-            # If the task has started since then, its run decides when the row is due.
-            if len(names) == 1:
-                _CARRY.execute(self.db, attempt=names[0], starts=starts, wait=wait)
-            else:
-                rows = self.filter(attempt__in=names, starts=starts).pending()
-                rows.update(**_carried_until(wait))
-
-    def settle(self, *, keep: bool) -> int:
-        """Record that the messages were sent: delete them, or ``keep`` them for the retention."""
-        if keep:
-            sets = {"state": State.SENT, "due_at": None, "sent_at": Now(), "error": ""}
-            return self.pending().update(**sets)
-        return self.pending().erase()
-
     def extend(self, token: str, lease: timedelta) -> int:
         """Renew the lease of a claim; return how many rows it still held."""
         return self.claimed(token).update(due_at=Now() + lease)
@@ -289,22 +234,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Take back that a claim counted as start number ``starts``: its task did not begin."""
         never: dict[str, Any] = {"started_at": None} if starts == 1 else {}
         self.claimed(token).update(starts=starts - 1, holder="", **never)
-
-    def end(self, token: str, returned: str = "") -> bool:
-        """
-        Record that a task succeeded; return whether the claim still held the message.
-
-        Args:
-            returned: The return value of the task, as JSON; "": the row keeps its result.
-        """
-        sets: dict[str, Any] = {"error": "", "error_type": ""}
-        if returned:
-            sets["result"] = returned
-        return bool(self.claimed(token).update(**_ended(State.DONE), **sets))
-
-    def end_or_erase(self, token: str, *, keep: bool) -> bool:
-        """Record a success, or delete the row; True if the claim still held the message."""
-        return self.end(token) if keep else bool(self.claimed(token).erase())
 
     def fail_task(self, token: str, error_type: str, error: str, traceback: str) -> bool:
         """Record that a task ended in an error; True if the claim still held the message."""
@@ -345,31 +274,16 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             "state": State.PENDING, "ended_at": None, "due_at": Now(),
             "attempts": 0, "deaths": 0, "resent": 0, "error_type": "", "traceback": "",
         }  # fmt: skip
-        rows = change_returning(self.retryable(), sets, "task", "task_id")
+        rows = change_locked(self.retryable(), ("task", "task_id"), **sets)
         self._emit(MESSAGE_RETRIED, rows)
         return len(rows)
 
     def discard(self) -> int:
         """Delete rows so that their tasks do not run, or do not run again."""
         self._for_write = True
-        rows = change_returning(self.discardable(), None, "task", "task_id")
+        rows = change_locked(self.discardable(), ("task", "task_id"))
         self._emit(MESSAGE_DISCARDED, rows)
         return len(rows)
-
-    @staticmethod
-    def _brought_back() -> dict[str, Any]:
-        """
-        Return the changes of a row that a relay claims, besides ``due_at``.
-
-        An expired lease counts as one more death; a message that was sent without a worker
-        starting its task counts as one more re-send.
-        """
-        resent = Case(
-            When(state=State.SENT, then=F("resent") + 1),
-            default=F("resent"),
-            output_field=IntegerField(),
-        )
-        return {**COUNT_DEATH, "resent": resent, "token": "", "state": State.PENDING}
 
     def _emit(self, event: Event, rows: list[tuple[str, str]]) -> None:
         """Emit an event at the commit for each message that an operator retried or discarded."""
@@ -377,27 +291,6 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
             event.emit_on_commit(self.model, using=self.db, task=task, task_id=task_id)
 
 
-def _pending_row(alias: str) -> Any:
-    rows: Any = apps.get_model("django_celery_safe", "OutboxMessage").objects
-    return rows.using(alias).pending().filter(pk=Param("pk"))
-
-
-def _carried_until(wait: Any) -> dict[str, Any]:
-    """Return the changes of a row that was sent, and stays until its task is done."""
-    return {"state": State.SENT, "due_at": Now() + wait, "sent_at": Now(), "attempts": 0}
-
-
 def _ended(state: State) -> dict[str, Any]:
     """Return the changes of a row that needs no further look."""
     return {"state": state, "ended_at": Now(), "due_at": None, "token": ""}
-
-
-def _carry(alias: str) -> tuple[Any, dict[str, Any]]:
-    rows: Any = apps.get_model("django_celery_safe", "OutboxMessage").objects.using(alias)
-    rows = rows.pending().filter(attempt=Param("attempt"), starts=Param("starts"))
-    return rows, _carried_until(Param("wait", models.DurationField()))
-
-
-#: Most sends have one row.
-_CARRY: Final = Statement(_carry)
-_ERASE_PENDING: Final = Statement(lambda alias: (_pending_row(alias), None), deletes=True)

@@ -65,7 +65,7 @@ class OutboxMessage(ListedRow):
     sent_at = models.DateTimeField(_("sent at"), null=True)
     #: The id of this attempt of its task, from the header; "": not carried until done.
     attempt = ExactCharField(max_length=32, default="")
-    #: The claim of the run; "": no worker runs the task.
+    #: The claim of whoever sends it or runs its task; "": nobody does.
     token = ExactCharField(max_length=32, default="")
     #: The process that runs the task, or ran it last, as JSON; see ``encode_holder``.
     holder = ExactTextField(default="")
@@ -190,13 +190,13 @@ class OutboxMessage(ListedRow):
         Returns:
             True if the message is dead now.
         """
-        row = type(self).objects.using(self._state.db).pending().filter(pk=self.pk)
+        row = type(self).objects.using(self._state.db).claimed(self.token).filter(pk=self.pk)
         self.attempts += 1
         self.error = error = storable(error)
         if self.attempts >= attempts:
-            ended = {"state": State.DEAD, "due_at": None, "ended_at": Now()}
+            ended = {"state": State.DEAD, "due_at": None, "ended_at": Now(), "token": ""}
             row.update(attempts=self.attempts, error=error, **ended)
             return True
         delay = min(SHORTEST_DELAY * 2 ** (self.attempts - 1), LONGEST_DELAY)
-        row.update(attempts=self.attempts, error=error, due_at=Now() + delay)
+        row.update(attempts=self.attempts, error=error, due_at=Now() + delay, token="")
         return False

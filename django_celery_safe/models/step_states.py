@@ -12,8 +12,8 @@ from django.db.models.functions import Coalesce
 
 from ..databases import Now
 from ..leases.lease_table import DIED
+from ..sending.outbox import MOST_DOUBLINGS
 from ..stages.status import NOT_REGISTERED, Status
-from .message_states import MOST_DOUBLINGS
 from .text import LONGEST_TYPE, end_of_traceback, storable
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from ..values import decode
 from .capture import Captured, capture
 from .followers import carried_followers, end_with_body, send_followers
 from .going_on import ending, publish_again
-from .message_table import ENDED, Claimed, MessageTable, message_table
+from .message_table import Claimed, MessageTable, message_table
 from .outbox import can_carry, name_attempt
 
 logger = get_logger(__name__)
@@ -231,20 +231,19 @@ class Run:
     def end(self, follow: Callable[[], object] | None = None) -> bool:
         """End the row of a task that is done, with what follows; return whether it was ours."""
         table, name, token = self.claim.table, self.claim.name, self.claim.token
-        row, keep = partial(table.at, name), conf.keeps_sent()  # most ends need no queryset
         # A finished task has its result in the row already.
         returned = "" if self.claim.is_finished else self.returned
 
         def write() -> bool:
             with nullcontext() if follow is None else ending(table.alias):
-                ours: bool = row().end(token, returned) if keep else table.delete(name, token)
+                ours = table.end(name, token, returned)
                 if ours and follow is not None:
                     follow()
             return ours
 
         if follow is not None:
             self.claim.stop_renewing()  # the row is locked until the commit
-        return self.claim.end_by(write, lambda: not row().exclude(state__in=ENDED).exists())
+        return self.claim.end_by(write, lambda: table.has_ended(name))
 
     def _record(self, error: BaseException) -> bool:
         if self.resent is not None:
@@ -275,11 +274,9 @@ class Run:
         for message in captured.messages:
             if can_carry(message):
                 name_attempt(message, alias)
-        row = self.claim.table.at(self.claim.name)
+        name, replaced = self.claim.name, self._is_replaced
         return self.claim.ask(
-            lambda: publish_again(
-                alias, row, token, self._task_id, captured, other_work=self._is_replaced
-            )
+            lambda: publish_again(alias, name, token, self._task_id, captured, other_work=replaced)
         )
 
 

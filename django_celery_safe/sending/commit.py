@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from celery import Celery
 from celery.canvas import Signature
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
-from kombu.exceptions import OperationalError
 
 from .. import conf
-from ..delivery.header import HEADER
-from ..events import TASK_KEPT, TASK_LOST, TASK_SENT
+from ..events import TASK_LOST, TASK_SENT
 from ..exceptions import ConfigurationError, WrongTransaction
 from ..foreign_errors import describe_error, find_interruption
 from ..locks import HeldLock
@@ -26,11 +22,11 @@ from ..texts import get_logger
 from ..transactions import aliases_in_atomic, attempts, in_atomic
 from .broker import BrokerGone, is_backend_gone, pooled_producer
 from .capture import Captured, Message, capture
-from .departure import Departure, OutboxBatch
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
-from .publisher import Publisher, bounded_publisher, takes_lock
-from .unsent import allow_get, refuse_get
+from .publisher import Publisher
+from .sender import Send, Sender
+from .unsent import allow_get, last_callback, refuse_get, settle
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult
@@ -175,77 +171,154 @@ def hold(
     with capture(app) as captured:
         result = as_sent_result(send(options))
 
-    def leave(outbox: Outbox) -> None:
-        departure = Departure.join(using)
-        kept = keep(captured, departure, outbox) if outbox else None
-        if kept is not None and not was_in_atomic:
-            departure.rows.trust()
+    def leave() -> None:
         refuse_get(result, using)
-        transaction.on_commit(Held(departure, app, captured, result, producer, kept), using=using)
+        if outbox and captured.messages:
+            sender = Sender.join(using, is_sure=not was_in_atomic)
+            keep(Send(sender, captured, result), outbox)
+        else:
+            transaction.on_commit(Held.join(using, captured, result, producer), using=using)
 
     connection = transaction.get_connection(using)
     was_in_atomic = connection.in_atomic_block
     # The row of a single message needs no transaction: its INSERT commits by itself.
     several = canvas if was_in_atomic else len(captured.messages) > 1
     if not (outbox and several):
-        leave(outbox if captured.messages else False)
+        leave()
         return result
     for attempt in attempts(connection.alias, "The row of a message"):
         with attempt, transaction.atomic(using=using):
-            leave(outbox)
+            leave()
             attempt.is_won = True
     return result
 
 
 @dataclass
-class Held:
+class Shared:
     """
-    The captured messages of one call; the commit calls this object to publish them.
+    What the sends of one commit that have no rows share, so that it waits once for a server.
 
     Attributes:
-        departure: The departure that all sends of that commit share.
-        producer: The caller's own producer; None: one from the app's pool.
-        kept: The rows of the messages in the outbox, if there are any.
-        goes_on: Whether a running task continues with these messages, so that they are not
-            duplicates of its own message.
+        has_begun: Whether the commit has happened; a later send belongs to another commit.
+        publishers: The publishers by broker.
+        faults: Errors of result backends that did not register a chord, by app.
+        without_results: The apps whose result backend failed to subscribe to a result.
+        interruption: A soft time limit that interrupted a subscription; raised when all messages
+            of the send are out.
     """
 
-    departure: Departure
-    app: Celery
+    has_begun: bool = False
+    publishers: dict[Hashable, Publisher] = field(default_factory=dict)
+    faults: dict[Celery, Exception] = field(default_factory=dict)
+    without_results: set[Celery] = field(default_factory=set)
+    interruption: SoftTimeLimitExceeded | None = None
+
+
+@dataclass
+class Held:
+    """
+    The messages of one call that have no rows; the commit calls this object to publish them.
+
+    Attributes:
+        producer: The caller's own producer; None: one from the app's pool.
+    """
+
+    shared: Shared
     captured: Captured
     result: Any
     producer: Any
-    kept: OutboxBatch | None
-    goes_on: bool = False
+
+    @classmethod
+    def join(cls, using: str | None, captured: Captured, result: Any, producer: Any) -> Held:
+        """Return the send of a call, which shares its waits with the others of the transaction."""
+        before = last_callback(using, cls)
+        shared = Shared() if before is None or before.shared.has_begun else before.shared
+        return cls(shared, captured, result, producer)
 
     def __call__(self) -> None:
-        """Publish all messages."""
-        self.departure.has_begun = True
+        """
+        Publish all messages; a failure is emitted and affects neither the commit nor the rest.
+
+        Raises:
+            SoftTimeLimitExceeded: A soft time limit of the task that commits was reached.
+        """
+        self.shared.has_begun = True
         allow_get(self.result)
-        _publish_held(self)
+        interruption: SoftTimeLimitExceeded | None = None
+        stopped = self._register_chords()
+        for message in self.captured.messages:
+            error, duplicate = stopped, None
+            if error is None:
+                error, duplicate = self._publish(message)
+            if error is not None:
+                interruption = error if isinstance(error, SoftTimeLimitExceeded) else interruption
+                self._record_failure(message, error)
+                continue
+            if self.result is not None and self.result.id == message.task_id:
+                settle(self.result, message.options["headers"], duplicate)
+            if duplicate is None:
+                interruption = self._announce(message) or interruption
+        if (interruption := interruption or self.shared.interruption) is not None:
+            raise interruption
 
-    def timeout_error(self) -> Exception | None:
-        """Return why no more messages are published at this commit; None: there is time."""
-        # Messages without the outbox must be sent now, because no relay sends them later.
-        if self.kept is None or time.monotonic() < self.departure.give_up_at:
-            return None
-        return OperationalError("OUTBOX_SEND_TIMEOUT is over for this commit; a relay sends it")
-
-    def publisher(self, app: Celery) -> Publisher:
-        """Return the publisher of an app's messages, which all sends of the commit share."""
+    def _publisher(self, app: Celery) -> Publisher:
         # By identity: two connections with the same URI may have different options.
-        connection = None if self.producer is None else id(self.producer.connection)
-        publishers, key = self.departure.publishers, (app, connection, self.kept is not None)
+        key = app, None if self.producer is None else id(self.producer.connection)
+        publishers = self.shared.publishers
         if key not in publishers:
-            publishers[key] = self._make_publisher(app)
+            lend = partial(pooled_producer, app, self.producer)
+            publishers[key] = Publisher(app, lend, prepare=partial(_subscribe_to, self.shared))
         return publishers[key]
 
-    def _make_publisher(self, app: Celery) -> Publisher:
-        if self.kept is not None:
-            departure = self.departure
-            return bounded_publisher(app, departure.timeout, lambda: not departure.is_time_over)
-        lend = partial(pooled_producer, app, self.producer)
-        return Publisher(app, lend, prepare=partial(_subscribe_to, self.departure))
+    def _publish(self, message: Message) -> tuple[Exception | None, HeldLock | None]:
+        """Publish a message; return the error, and the lock that makes it a duplicate."""
+        try:
+            return None, self._publisher(message.app).publish(message)
+        except BrokerGone as gone:
+            return gone.error, None
+        except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
+            return error, None
+
+    def _announce(self, message: Message) -> SoftTimeLimitExceeded | None:
+        """Emit that a message was sent; return a soft time limit that interrupted a receiver."""
+        try:
+            self._publisher(message.app).announce(message)
+            TASK_SENT.emit(
+                send_on_commit, task=message.task, task_id=message.task_id, relayed=False
+            )
+        except SoftTimeLimitExceeded as limit:
+            return limit
+        return None
+
+    def _register_chords(self) -> Exception | None:
+        """Register chords; return the error that keeps a chord from ever completing, or None."""
+        calls, faults = self.captured.chord_calls, self.shared.faults
+        if not calls:
+            return None
+        app = calls[0].app
+        if app in faults:
+            return faults[app]  # don't wait for this backend again
+        try:
+            for call in calls:
+                call.register()
+        except Exception as error:  # noqa: BLE001 - it is emitted with each message
+            if is_backend_gone(app, error):
+                faults[app] = error
+            return error
+        return None
+
+    def _record_failure(self, message: Message, error: Exception) -> None:
+        if self.result is not None and self.result.send_error is None:
+            self.result.send_error = error
+        TASK_LOST.emit(
+            send_on_commit,
+            exc_info=error,
+            task=message.task,
+            task_id=message.task_id,
+            error=error,
+            kept=False,
+            attempts=0,
+        )
 
 
 def _lasting_producer(app: Celery, options: dict[str, Any]) -> Any:
@@ -274,136 +347,7 @@ def as_sent_result(result: AsyncResult[T]) -> SentResult[T]:
     return sent
 
 
-def _publish_held(held: Held) -> None:
-    """Publish all messages; a failure is emitted and affects neither the commit nor the rest."""
-    if held.kept is None:
-        _publish_all(held, [])
-    elif held.kept.begin():
-        sent: list[int] = []
-        try:
-            _publish_all(held, sent)
-        finally:
-            held.kept.end(sent)
-
-
-def _publish_all(held: Held, sent: list[int]) -> None:
-    """
-    Publish the messages that can be published, and emit the outcome of each message.
-
-    Args:
-        sent: The numbers of the messages that the broker has are added to this list.
-
-    Raises:
-        SoftTimeLimitExceeded: A soft time limit of the task that commits was reached.
-    """
-    messages = held.captured.messages
-    interruption: SoftTimeLimitExceeded | None = None
-    stopped = _prepare_chords(held)
-    if stopped is None and held.kept is not None and len(messages) > 1:
-        stopped = _publish_together(held, sent)
-    together = len(sent)
-    for number, message in enumerate(messages):
-        error, duplicate = None, None
-        if number >= together:
-            error = stopped or held.timeout_error()
-            if error is None:
-                error, duplicate = _publish(held, message)
-            if isinstance(error, SoftTimeLimitExceeded):
-                interruption = error
-                if held.kept is not None:  # a relay sends the others
-                    stopped = error
-        if error is not None:
-            _record_failure(held, message, error)
-            continue
-        if number >= together:
-            sent.append(number)
-        if held.result is not None and held.result.id == message.task_id:
-            settle(held.result, message.options["headers"], duplicate)
-        if duplicate is not None and held.kept is not None:
-            held.kept.drop(number)
-        if duplicate is None:
-            interruption = _announce(held, message) or interruption
-            stopped = stopped or (interruption if held.kept is not None else None)
-    interruption = interruption or held.departure.interruption
-    if isinstance(stopped, SoftTimeLimitExceeded):
-        interruption = stopped
-    if interruption is not None:
-        raise interruption
-
-
-def _announce(held: Held, message: Message) -> SoftTimeLimitExceeded | None:
-    """Emit that a message was sent; return a soft time limit that interrupted a receiver."""
-    try:
-        held.publisher(message.app).announce(message)
-        TASK_SENT.emit(send_on_commit, task=message.task, task_id=message.task_id, relayed=False)
-    except SoftTimeLimitExceeded as limit:
-        return limit
-    return None
-
-
-def _publish_together(held: Held, sent: list[int]) -> Exception | None:
-    """Publish many messages in one request; return why no more can be published."""
-    messages = held.captured.messages
-    if any(one.app is not held.app or takes_lock(one) for one in messages):
-        return None
-    if (late := held.timeout_error()) is not None:
-        return late
-    in_time = takewhile(lambda _: held.timeout_error() is None, messages)
-    try:
-        held.publisher(held.app).publish_together(in_time, lambda _: sent.append(len(sent)))
-    except BrokerGone as gone:
-        return gone.error
-    except SoftTimeLimitExceeded as error:
-        return error
-    return None
-
-
-def _publish(held: Held, message: Message) -> tuple[Exception | None, HeldLock | None]:
-    """Publish a message; return the error, and the lock that makes the message a duplicate."""
-    try:
-        is_retry = held.goes_on and bool(message.options["headers"].get("retries"))
-        publisher = held.publisher(message.app)
-        return None, publisher.publish(message, again=held.goes_on, begun=is_retry)
-    except BrokerGone as gone:
-        return gone.error, None
-    except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run
-        return error, None
-
-
-def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
-    """Record on the result of a send whether its message was published or was a duplicate."""
-    ours = headers.get(HEADER)
-    is_marked = isinstance(ours, dict) and "duplicate" in ours  # it was published for its canvas
-    result.is_duplicate = held is not None or is_marked
-    if held is not None and held.holder.task_id is not None:
-        result.id = held.holder.task_id
-
-
-def _prepare_chords(held: Held) -> Exception | None:
-    """Register chords; return the error that keeps a chord from ever completing, or None."""
-    calls = held.captured.chord_calls
-    if not calls:
-        return None
-    if (late := held.timeout_error()) is not None:
-        return late
-    app, faults = calls[0].app, held.departure.faults
-    backend = "result backend of chords", app, held.kept is not None
-    if backend in faults:
-        return faults[backend]  # don't wait for this backend again
-    try:
-        if held.kept is not None:
-            held.kept.register_chord(calls)
-        else:
-            for call in calls:
-                call.register()
-    except Exception as error:  # noqa: BLE001 - it is emitted with each message
-        if is_backend_gone(app, error):
-            faults[backend] = error
-        return error
-    return None
-
-
-def _subscribe_to(departure: Departure, message: Message, producer: Any) -> None:
+def _subscribe_to(shared: Shared, message: Message, producer: Any) -> None:
     """
     Subscribe to the result of a message that will be published.
 
@@ -411,32 +355,16 @@ def _subscribe_to(departure: Departure, message: Message, producer: Any) -> None
     logged as a warning, because a caller that waits for a result requests it again. A soft time
     limit is raised once all messages are published.
     """
-    if not message.result_wanted or message.app in departure.without_results:
+    if not message.result_wanted or message.app in shared.without_results:
         return
     outer = sys.exc_info()[1]
     backend: Any = message.app.backend
     try:
         backend.on_task_call(producer, message.task_id)
     except Exception as error:  # noqa: BLE001 - the messages must go out whatever it is
-        departure.without_results.add(message.app)
-        departure.interruption = find_interruption(error, outer) or departure.interruption
+        shared.without_results.add(message.app)
+        shared.interruption = find_interruption(error, outer) or shared.interruption
         logger.warning(
             "The result backend did not take a subscription, and the task is sent all the same: %s",
             describe_error(error),
         )
-
-
-def _record_failure(held: Held, message: Message, error: Exception) -> None:
-    if held.result is not None and held.result.send_error is None:
-        held.result.send_error = error
-    kept = held.kept is not None
-    event = TASK_KEPT if kept else TASK_LOST
-    event.emit(
-        send_on_commit,
-        exc_info=None if kept else error,
-        task=message.task,
-        task_id=message.task_id,
-        error=error,
-        kept=kept,
-        attempts=0,
-    )

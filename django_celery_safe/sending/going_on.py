@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import transaction
 
-from .. import conf
 from .capture import Captured
-from .commit import Held
-from .departure import Departure, OutboxBatch
+from .message_table import message_table
 from .outbox import attempt_id_of, keep, rewrite
+from .sender import Send, Sender
 
 
 @contextmanager
@@ -36,7 +34,7 @@ def ending(using: str) -> Iterator[None]:
 
 
 def publish_again(
-    using: str, row: Any, token: str, task_id: str, captured: Captured, *, other_work: bool
+    using: str, name: str, token: str, task_id: str, captured: Captured, *, other_work: bool
 ) -> bool:
     """
     Continue a carried task with other messages: those of a retry or of a replacement.
@@ -45,7 +43,7 @@ def publish_again(
     row. If no message has the task's id, the task's row ends.
 
     Args:
-        row: The row of the task.
+        name: The attempt of the task that its row is for.
         token: The token of the run's claim.
         other_work: Whether the messages are for other work, so that a result that this task was
             finished with does not count for them.
@@ -55,25 +53,18 @@ def publish_again(
     """
     own = [one for one in captured.messages if one.task_id == task_id][:1]
     others = [one for one in captured.messages if one not in own]
+    table = message_table(using)
     with ending(using):
-        departure = Departure.join(using)
-        kept = (
-            rewrite(own[0], departure, row.filter(token=token), other_work=other_work)
-            if own
-            else None
-        )
-        if kept is None and (own or not row.end_or_erase(token, keep=conf.keeps_sent())):
+        sender = Sender.join(using)
+        if own:
+            send = Send(sender, Captured(own), goes_on=True)
+            ours = rewrite(send, name, token, other_work=other_work)
+        else:
+            ours = table.end(name, token)
+        if not ours:
             # An earlier call may have committed, and only the answer got lost.
             names = list(filter(None, map(attempt_id_of, captured.messages)))
-            return bool(row.model.objects.using(using).filter(attempt__in=names).exists())
-        if kept is not None:
-            _publish_on_commit(departure, Captured(own), kept)
+            return bool(table.all().filter(attempt__in=names).exists())
         if others:
-            rest = Captured(others, captured.chord_calls)
-            _publish_on_commit(departure, rest, keep(rest, departure))
+            keep(Send(sender, Captured(others, captured.chord_calls), goes_on=True))
     return True
-
-
-def _publish_on_commit(departure: Departure, captured: Captured, kept: OutboxBatch) -> None:
-    held = Held(departure, captured.messages[0].app, captured, None, None, kept, goes_on=True)
-    transaction.on_commit(held, using=departure.using)

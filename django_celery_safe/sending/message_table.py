@@ -1,16 +1,14 @@
-"""The outbox as a table of leases, for runs of carried tasks and the thread that renews them."""
+"""The outbox as a table of leases, for senders, relays, and the runs of carried tasks."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from django.db.models import DurationField, F, Q
-
+from .. import conf, queries
 from ..databases import Now
 from ..leases.lease_table import LeaseTable
-from ..statements import Param, Statement
 
 #: The states of a message whose task has ended.
 ENDED: Final = ("done", "failed")
@@ -34,7 +32,7 @@ class Claimed(NamedTuple):
 
 
 class MessageTable(LeaseTable):
-    """The outbox of one database, for runs and the thread that renews their leases."""
+    """The outbox of one database."""
 
     purpose = "hold an outbox"
     models = ("OutboxMessage",)
@@ -42,13 +40,19 @@ class MessageTable(LeaseTable):
     def __init__(self, alias: str) -> None:
         super().__init__("messages", alias)
 
+    def all(self) -> Any:
+        """Return a queryset of all messages."""
+        from ..models.outbox import OutboxMessage  # needs the app registry
+
+        return OutboxMessage.objects.using(self.alias)
+
     def at(self, name: str) -> Any:
         """Return a queryset of this attempt's message; it has one row or none."""
-        return _rows(self.alias).filter(attempt=name)
+        return self.all().filter(attempt=name)
 
     def find(self, name: str) -> Any:
         """Return a message, with the server's time as ``asked_at``; None: it was deleted."""
-        return _FIND.find(self.alias, attempt=name)
+        return self.at(name).defer("body", "properties").annotate(asked_at=Now()).first()
 
     def claim(self, name: str, token: str, seconds: float, holder: str) -> Claimed | None:
         """
@@ -57,61 +61,61 @@ class MessageTable(LeaseTable):
         Returns:
             The claimed columns; None: the message must not run.
         """
-        values = {"attempt": name, "token": token, "holder": holder}
-        row = _CLAIM.update_returning(self.alias, lease=timedelta(seconds=seconds), **values)
-        return None if row is None else Claimed(*row)
+        values = {"attempt": name, "token": token, "lease": seconds, "holder": holder}
+        rows = queries.fetch(self.alias, "claim_message", **values)
+        return Claimed(*rows[0]) if rows else None
+
+    def end(self, name: str, token: str, returned: str = "") -> bool:
+        """
+        Record that a task succeeded, or delete its message if none is kept.
+
+        Args:
+            returned: The return value of the task, as JSON; "": the row keeps its result.
+
+        Returns:
+            Whether the claim still held the message.
+        """
+        ends = "end_message" if conf.keeps_sent() else "erase_message"
+        values = {"attempt": name, "token": token, "result": returned or None}
+        return bool(queries.execute(self.alias, ends, **values))
+
+    def has_ended(self, name: str) -> bool:
+        """Return whether the task of a message has ended, or its message is gone."""
+        return not self.at(name).exclude(state__in=ENDED).exists()
 
     def goes_on(self, task_id: str) -> bool:
         """Return whether any attempt of a task has not ended; slow, because no index helps."""
-        return bool(_rows(self.alias).filter(task_id=task_id).exclude(state__in=ENDED).exists())
+        return bool(self.all().filter(task_id=task_id).exclude(state__in=ENDED).exists())
 
-    def delete(self, name: str, token: str) -> bool:
-        """Delete a message that is not kept; return whether the claim still held it."""
-        return _DELETE.execute(self.alias, attempt=name, token=token)
+    def record_sent(self, token: str, sent: Mapping[int, float | None]) -> None:
+        """
+        Record that the broker has messages that a sender or a relay has claimed.
 
+        Args:
+            token: The token of the claim. What a run or a relay has claimed since stays as it is.
+            sent: For each row's key: after how many seconds a relay sends the message again; None:
+                its row ends now.
+        """
+        alike: dict[float | None, list[int]] = {}
+        for pk, wait in sent.items():
+            alike.setdefault(wait, []).append(pk)
+        for wait, ids in alike.items():
+            ends = "keep_sent" if conf.keeps_sent() else "erase_sent"
+            name = ends if wait is None else "carry_sent"
+            queries.execute(self.alias, name, ids=ids, token=token, wait=wait)
 
-def _rows(alias: str) -> Any:
-    from ..models.outbox import OutboxMessage  # needs the app registry
+    def give_back(
+        self, token: str, ids: Sequence[int], delay: float = 0.0, error: str | None = None
+    ) -> None:
+        """
+        Let any relay send messages that a sender or a relay has claimed and not sent.
 
-    return OutboxMessage.objects.using(alias)
-
-
-def _message(alias: str) -> Any:
-    return _rows(alias).filter(attempt=Param("attempt"))
-
-
-_FIND: Final = Statement(
-    lambda alias: (_message(alias).defer("body", "properties").annotate(asked_at=Now()), None)
-)
-
-_DELETE: Final = Statement(
-    lambda alias: (_message(alias).filter(token=Param("token")), None), deletes=True
-)
-
-
-def _claim(alias: str) -> tuple[Any, dict[str, Any]]:
-    from ..models.message_states import COUNT_DEATH, State  # needs the app registry
-
-    free = Q(state__in=[State.PENDING, State.SENT]) | Q(state=State.RUNNING, due_at__lt=Now())
-    sets = {
-        "state": State.RUNNING,
-        "token": Param("token"),
-        "due_at": Now() + Param("lease", DurationField()),
-        "holder": Param("holder"),
-        "started_at": Now(),
-        "starts": F("starts") + 1,
-        "resent": 0,
-        # If the row was still running, its process died and the lease expired.
-        **COUNT_DEATH,
-    }
-    return _message(alias).filter(free), sets
-
-
-_CLAIM: Final = Statement(
-    _claim,
-    lambda quote: ", ".join(map(quote, Claimed._fields)),
-    changed=lambda alias: _message(alias).filter(token=Param("token")),
-)
+        Args:
+            delay: Seconds from now until they are due.
+            error: Why they could not be sent; None: the error before stays.
+        """
+        values = {"ids": list(ids), "token": token, "delay": delay, "error": error}
+        queries.execute(self.alias, "give_back", **values)
 
 
 @lru_cache

@@ -10,6 +10,7 @@ others, and finally set aside as dead.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -46,7 +47,8 @@ from ..texts import get_logger
 from .broker import BrokerGone, OwnConnection, is_backend_gone, register_all
 from .capture import Message
 from .housekeeping import Housekeeping
-from .outbox import EXPIRED, CarriedAttempt
+from .message_table import message_table
+from .outbox import EXPIRED, resend_delay
 from .publisher import Publisher
 from .serialization import ForAnotherRelay, to_message
 from .trouble import Trouble
@@ -65,11 +67,11 @@ LONGEST_WAIT: Final = 10.0
 #: How many times a message is tried before it is dead: for about two hours, see ``models``.
 ATTEMPTS: Final = 20
 #: Delay of a message that could not be sent because another service, such as the store of its
-#: lock, is unavailable.
-PUT_OFF: Final = timedelta(seconds=10)
-#: Delay of a message if the broker stopped answering on both tries. The message may be the
+#: lock, is unavailable, s.
+PUT_OFF: Final = 10.0
+#: Delay of a message if the broker stopped answering on both tries, s. The message may be the
 #: cause, so others go first.
-PUT_BEHIND: Final = timedelta(seconds=60)
+PUT_BEHIND: Final = 60.0
 #: How often a busy relay looks for due rows starting with the oldest, s.
 LOOK_BACK: Final = 1.0
 #: Pause when nothing is due, s.
@@ -134,7 +136,9 @@ class Relay:
                 f"committed. Give the relay an alias without it: --database=ALIAS."
             )
         conf.keeps_sent()  # otherwise a setting that is not valid would show only after sending
-        self.using = using
+        self.using, self._table = using, message_table(using)
+        #: The claim of all rows that it holds.
+        self._token = os.urandom(16).hex()
         self._attempts = attempts
         #: The relay's chores besides sending.
         self.housekeeping = Housekeeping(using)
@@ -143,9 +147,8 @@ class Relay:
         self._publishers: dict[Celery, Publisher] = {}
         #: Rows of the batch without an outcome yet.
         self._left: set[int] = set()
-        #: Rows that were sent, with the attempts of their messages; None: the row ends once its
-        #: message is sent.
-        self._sent: dict[int, CarriedAttempt | None] = {}
+        #: Rows that were sent: how many seconds later they are sent again; None: they end.
+        self._sent: dict[int, float | None] = {}
         #: Messages that were sent, but not announced to receivers yet.
         self._unannounced: list[Message] = []
         #: When the last claimed row was due, and until when the relay looks only at later rows.
@@ -236,18 +239,16 @@ class Relay:
         """
         rows: list[OutboxMessage] = []
         if self._since is not None and time.monotonic() < self._looks_back_at:
-            rows = self._rows().claim(BATCH, LEASE, since=self._since)
+            rows = self._rows().claim(BATCH, LEASE, self._token, since=self._since)
         if not rows:
             self._looks_back_at = time.monotonic() + LOOK_BACK
-            rows = self._rows().claim(BATCH, LEASE)
+            rows = self._rows().claim(BATCH, LEASE, self._token)
         if rows:
             self._since = rows[-1].due_at
         return rows
 
     def _rows(self) -> Any:
-        from ..models.outbox import OutboxMessage  # needs the app registry
-
-        return OutboxMessage.objects.using(self.using)
+        return self._table.all()
 
     def _read(self, rows: list[OutboxMessage]) -> list[ClaimedMessage]:
         claimed: list[ClaimedMessage] = []
@@ -313,7 +314,7 @@ class Relay:
             raise
         except BrokerGone as gone:
             if gone.message is not None:
-                self._rows().filter(pk=one.row.pk).put_off(PUT_BEHIND, str(gone))
+                self._table.give_back(self._token, [one.row.pk], PUT_BEHIND, str(gone))
                 self._left.discard(one.row.pk)
             raise
         except (PutOff, LockBackendError) as error:
@@ -351,9 +352,7 @@ class Relay:
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         self._left.discard(one.row.pk)
-        row = one.row
-        attempt = CarriedAttempt.of(one.message, row.starts, row.resent) if row.attempt else None
-        self._sent[one.row.pk] = None if is_duplicate else attempt
+        self._sent[one.row.pk] = None if is_duplicate else resend_delay(one.message, one.row.resent)
         self.count += 1
         if is_duplicate:
             return  # publish_once has reported it
@@ -366,8 +365,8 @@ class Relay:
     def _end_expired(self, one: ClaimedMessage) -> None:
         """Fail a task that expired: some brokers drop its message, so no worker fails it."""
         self._left.discard(one.row.pk)
-        rows = self._rows().pending().filter(pk=one.row.pk)
-        if rows.fail_task("", "RuntimeError", EXPIRED, ""):
+        rows = self._rows().filter(pk=one.row.pk)
+        if rows.fail_task(self._token, "RuntimeError", EXPIRED, ""):
             MESSAGE_FAILED.emit(Relay, task=one.row.task, task_id=one.row.task_id, error=EXPIRED)
 
     def _announce(self) -> None:
@@ -379,22 +378,22 @@ class Relay:
 
     def _settle(self) -> None:
         if self._sent:
-            self._rows().record_sent(self._sent)
+            self._table.record_sent(self._token, self._sent)
             self._sent = {}
 
     def _give_back(self) -> None:
         """Make the rows that were not reached due now, instead of when the lease expires."""
         if self._left:
-            self._rows().filter(pk__in=self._left).release()
+            self._table.give_back(self._token, list(self._left))
 
     def _put_off(self, ids: list[int], reason: str) -> None:
         logger.warning(
             "%d message(s) stay in the outbox for another %.0f s: %s",
             len(ids),
-            PUT_OFF.total_seconds(),
+            PUT_OFF,
             reason,
         )
-        self._rows().filter(pk__in=ids).put_off(PUT_OFF, reason)
+        self._table.give_back(self._token, ids, PUT_OFF, reason)
         self._left.difference_update(ids)
 
     def _fail(self, row: OutboxMessage, error: Exception) -> None:

@@ -36,13 +36,14 @@ from .arguments import check_arguments, explain
 from .capture import CAPTURED, GATE, install
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
-from .commit import as_sent_result, hold, must_wait, settle
+from .commit import as_sent_result, hold, must_wait
 from .deduplicate import publish_once
 from .eager import is_put_off, is_waiting, put_off, run_sent
 from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
+from .unsent import settle
 
 if TYPE_CHECKING:
     from celery.canvas import Signature

@@ -1,14 +1,24 @@
-"""Results of tasks that wait for a commit: waiting for one inside the transaction has no end."""
+"""Sends that wait for a commit, and their results: waiting for one inside it has no end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from django.db import transaction
 
+from ..delivery.header import HEADER
 from ..exceptions import WrongTransaction
+from ..locks import HeldLock
+
+C = TypeVar("C")
+
+
+def last_callback(using: str | None, kind: type[C]) -> C | None:
+    """Return the open transaction's last ``on_commit`` callback of a kind; None: it has none."""
+    callbacks = transaction.get_connection(using).run_on_commit
+    return next((one for _, one, *_ in reversed(callbacks) if isinstance(one, kind)), None)
 
 
 def refuse_get(result: Any, using: str | None) -> None:
@@ -21,6 +31,15 @@ def allow_get(result: Any) -> None:
     """Let ``get()`` be Celery's own: the transaction has committed."""
     for part in _parts(result):
         part.__dict__.pop("get", None)
+
+
+def settle(result: Any, headers: dict[str, Any], held: HeldLock | None) -> None:
+    """Record on the result of a send whether its message was published or was a duplicate."""
+    ours = headers.get(HEADER)
+    is_marked = isinstance(ours, dict) and "duplicate" in ours  # it was published for its canvas
+    result.is_duplicate = held is not None or is_marked
+    if held is not None and held.holder.task_id is not None:
+        result.id = held.holder.task_id
 
 
 def _get(result: Any, using: str | None, *args: Any, **kwargs: Any) -> Any:

@@ -19,8 +19,8 @@ from kombu.serialization import prepare_accept_content
 from ..delivery.call import load_tasks
 from ..exceptions import WrongTransaction
 from ..sending.deduplicate import publish_once
-from ..sending.departure import rows_of
-from ..sending.outbox import CarriedAttempt
+from ..sending.message_table import message_table
+from ..sending.outbox import resend_delay
 from ..sending.serialization import to_message
 from ..transactions import aliases_in_atomic
 from .messages import Sent, as_sent, check_task, committing, kept_from_broker
@@ -117,7 +117,7 @@ def drain_outbox(using: str = DEFAULT_DB_ALIAS, *, limit: int = 1000) -> Iterato
     with kept_from_broker(get_app(), outbox_too=True) as sent:
         with committing():
             yield deliveries
-        while (found := take(rows_of(using))) is not None:
+        while (found := take(message_table(using).all())) is not None:
             if len(deliveries) == limit:
                 raise AssertionError(
                     f"The outbox of {using!r} is not empty after {limit} messages; the next is "
@@ -134,7 +134,7 @@ def take(rows: Any) -> tuple[Celery, Sent] | None:
             call.register()
         headers = message.options["headers"]
         duplicate = publish_once(headers, lambda: None, again=True)
-        rows.record_sent({row.pk: CarriedAttempt.of(message, row.starts)})
+        message_table(rows.db).record_sent(row.token, {row.pk: resend_delay(message)})
         if duplicate is None:
             return message.app, as_sent(
                 message.data,

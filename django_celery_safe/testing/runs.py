@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from celery import Celery
 from django.db import transaction
 
-from ..sending.departure import rows_of
+from ..sending.message_table import message_table
 from ..stages import engine, step_messages
 from ..stages.plan import Plan
 from ..stages.status import Status
@@ -87,14 +87,16 @@ def _send_again(run: StageRun) -> None:
         return
     with transaction.atomic(using=store.alias):
         steps = list(store.steps().filter(run=run.pk, stage=run.stage).waiting())
-        rows_of(store.alias).filter(task_id__in=[step.task_id for step in steps]).erase()
+        message_table(store.alias).all().filter(
+            task_id__in=[step.task_id for step in steps]
+        ).erase()
         step_messages.send(store, steps)
 
 
 def _take_step(run: StageRun, retried: list[Sent]) -> tuple[Celery, Sent] | None:
     """Take the next message of a run's steps, from the outbox or from the retried messages."""
     ids = set(run.steps.values_list("task_id", flat=True))
-    found = take(rows_of(run.find_database()).filter(task_id__in=ids))
+    found = take(message_table(run.find_database()).all().filter(task_id__in=ids))
     again = [one for one in retried if one.task_id in ids]
     if found is not None or not again:
         return found

@@ -244,7 +244,9 @@ def measure_looks(name: str, few: str, many: str, *, due: int = BATCH) -> list[F
 
     def claim(alias: str) -> list[OutboxMessage]:
         with rolled_back(alias):
-            return OutboxMessage.objects.using(alias).claim(BATCH, LEASE + timedelta(days=2))
+            return OutboxMessage.objects.using(alias).claim(
+                BATCH, LEASE + timedelta(days=2), "benchmark"
+            )
 
     figures = []
     for look, call in (("due()", find), ("claim", claim)):

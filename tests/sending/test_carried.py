@@ -44,7 +44,7 @@ from django_celery_safe import (
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.sending import carried as carried_module
-from django_celery_safe.sending.outbox import CarriedAttempt
+from django_celery_safe.sending.message_table import message_table
 from django_celery_safe.sending.publisher import Publisher
 from django_celery_safe.signals import (
     claim_lost,
@@ -613,11 +613,11 @@ def test_a_sender_that_records_too_late_records_nothing(carried: Carried, goes_o
     """The task has begun meanwhile, and is to be sent again: a relay has to do that soon."""
     carried.body = retry_once if goes_on == "by a retry" else raising(SystemExit(1))
     message = carried.send(1)
-    sent = {carried.row.pk: CarriedAttempt(message.ours["attempt"], 0.0, 0)}
+    pk, token = carried.row.pk, "the sender's"
     with suppress(SystemExit):
         carried.mailbox.deliver(message)
     carried.rows.update(state="pending", due_at=Now())
-    carried.rows.record_sent(sent)
+    message_table(carried.alias).record_sent(token, {pk: 60.0})
     assert carried.row.state == "pending"
     carried.mailbox.take()
     assert [one.ours["attempt"] for one in carried.relay()] == [carried.row.attempt]

@@ -23,9 +23,9 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.models import OutboxMessage
-from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import outbox
 from django_celery_safe.sending import publisher as publisher_module
+from django_celery_safe.sending.message_table import MessageTable
 from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.models import Person
 from tests.app.tasks import add, total
@@ -33,7 +33,6 @@ from tests.listening import receiving
 from tests.processes import dead_port
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, rolled_back
 from tests.sending.published import Published, ids_in
-from tests.versions import IS_KOMBU_57
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -391,12 +390,12 @@ def test_a_row_that_can_not_be_deleted_stays(
     def refuse(*_: object, **__: object) -> None:
         raise DatabaseError("server closed the connection")
 
-    monkeypatch.setattr(OutboxMessages, "record_sent", refuse)
+    monkeypatch.setattr(MessageTable, "record_sent", refuse)
     with transaction.atomic(using=alias):
         result = keep(1, alias)
     assert ids(sent()) == row_ids(alias) == [result.id]
     assert result.send_error is None
-    (warning,) = [record for record in caplog.records if record.name.endswith("departure")]
+    (warning,) = [record for record in caplog.records if record.name.endswith("sender")]
     assert warning.levelname == "WARNING"
     assert "a relay sends them" in warning.getMessage()
 
@@ -414,28 +413,19 @@ def group_interrupted_at_its_second(monkeypatch: pytest.MonkeyPatch) -> Any:
     return group(add.s(1), add.s(2).set(task_id=interrupted), add.s(3))
 
 
-@pytest.mark.parametrize(
-    ("in_one_request", "published"),
-    [(1, 1), (100, 0 if IS_KOMBU_57 else 1)],
-)
 def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
-    in_one_request: int,
-    published: int,
-    alias: str,
-    sent: Sent,
-    monkeypatch: pytest.MonkeyPatch,
+    alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Published rows are deleted, the others are due, and the committing task gets the limit."""
-    monkeypatch.setattr(publisher_module, "TOGETHER", in_one_request)
     members = group_interrupted_at_its_second(monkeypatch)
     with pytest.raises(SoftTimeLimitExceeded), transaction.atomic(using=alias):
         result = send_on_commit(members, using=alias, outbox=True)
     wanted = [part.id for part in result]
-    assert ids(sent()) == wanted[:published]
-    assert row_ids(alias) == wanted[published:]
+    assert ids(sent()) == wanted[:1]
+    assert row_ids(alias) == wanted[1:]
     due = OutboxMessage.objects.using(alias).due()
     assert [(row.task_id, row.attempts) for row in due.order_by("pk")] == [
-        (task_id, 0) for task_id in wanted[published:]
+        (task_id, 0) for task_id in wanted[1:]
     ]
     assert isinstance(result.send_error, SoftTimeLimitExceeded)
 

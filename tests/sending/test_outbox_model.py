@@ -7,17 +7,21 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 from model_bakery import baker
+from pytest_django import Settings
 
-from django_celery_safe import batches
+from django_celery_safe import batches, queries
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.models.message_states import OutboxMessages
+from django_celery_safe.sending.message_table import message_table
 from tests.plans import plan_of
 from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
 
 TABLE = OutboxMessage._meta.db_table
 MINUTE = timedelta(minutes=1)
 SECOND = timedelta(seconds=1)
+#: The claim of a relay.
+TOKEN = "c" * 32
 
 
 def table(alias: str) -> OutboxMessages:
@@ -105,9 +109,9 @@ def test_claim_takes_the_longest_waiting_first(alias: str) -> None:
     third, first, second = (make(alias, due_at=-n * MINUTE)[0] for n in (1, 3, 2))
     table(alias).filter(pk=third).update(due_at=table(alias).get(pk=second).due_at)
     make(alias, due_at=MINUTE)
-    assert keys(table(alias).claim(2, MINUTE)) == [first, min(second, third)]
-    assert keys(table(alias).claim(100, MINUTE)) == [max(second, third)]
-    assert keys(table(alias).claim(100, MINUTE)) == []
+    assert keys(table(alias).claim(2, MINUTE, TOKEN)) == [first, min(second, third)]
+    assert keys(table(alias).claim(100, MINUTE, TOKEN)) == [max(second, third)]
+    assert keys(table(alias).claim(100, MINUTE, TOKEN)) == []
 
 
 @pytest.mark.sql
@@ -116,12 +120,12 @@ def test_claimed_rows_are_due_when_the_lease_is_over(alias: str) -> None:
     row = one_of_each(alias)
     others = table(alias).exclude(pk__in=[row["early"], row["late"]]).order_by("pk")
     before = list(others.values())
-    assert keys(table(alias).claim(10, MINUTE)) == [row["early"], row["late"]]
+    assert keys(table(alias).claim(10, MINUTE, TOKEN)) == [row["early"], row["late"]]
     assert list(others.values()) == before
     assert due_in(alias, row["late"]) == in_about(60)
-    assert keys(table(alias).claim(10, MINUTE)) == []
+    assert keys(table(alias).claim(10, MINUTE, TOKEN)) == []
     table(alias).filter(pk=row["late"]).update(due_at=Now() - SECOND)
-    assert keys(table(alias).claim(10, MINUTE)) == [row["late"]]
+    assert keys(table(alias).claim(10, MINUTE, TOKEN)) == [row["late"]]
 
 
 def make_large(alias: str, *megabytes: int) -> list[int]:
@@ -141,7 +145,7 @@ def test_a_claim_takes_no_more_than_fits_into_memory(
     """It ends before the row that would be too much; a row that is too large comes alone."""
     monkeypatch.setattr(batches, "BATCH_BYTES", 3 * 1024 * 1024)
     first, second, huge, last = make_large(alias, 1, 1, 4, 1)
-    claims = [table(alias).claim(100, MINUTE) for _ in range(4)]
+    claims = [table(alias).claim(100, MINUTE, TOKEN) for _ in range(4)]
     assert [keys(rows) for rows in claims] == [[first, second], [huge], [last], []]
     assert [len(row.body) for row in claims[0]] == [1024 * 1024] * 2
     assert table(alias).due().count() == 0
@@ -153,7 +157,7 @@ def test_a_claim_counts_all_of_a_row(alias: str, monkeypatch: pytest.MonkeyPatch
     table(alias).filter(pk=made[0]).update(properties="x" * 2000)
     table(alias).filter(pk=made[1]).update(chord_calls="x" * 2000)
     monkeypatch.setattr(batches, "BATCH_BYTES", 3000)
-    assert [keys(table(alias).claim(100, MINUTE)) for _ in range(2)] == [made[:1], made[1:]]
+    assert [keys(table(alias).claim(100, MINUTE, TOKEN)) for _ in range(2)] == [made[:1], made[1:]]
 
 
 @pytest.mark.sql
@@ -161,16 +165,16 @@ def test_a_claim_that_begins_later_passes_by_what_was_due_before(alias: str) -> 
     """It takes rows from that moment on, and each says when it was due."""
     early, late = make(alias, due_at=-2 * MINUTE)[0], make(alias, due_at=-MINUTE)[0]
     since = table(alias).get(pk=late).due_at
-    (row,) = table(alias).claim(100, MINUTE, since=since)
+    (row,) = table(alias).claim(100, MINUTE, TOKEN, since=since)
     assert (row.pk, row.due_at) == (late, since)
-    assert keys(table(alias).claim(100, MINUTE)) == [early]
+    assert keys(table(alias).claim(100, MINUTE, TOKEN)) == [early]
 
 
 def claim_all(alias: str) -> list[int]:
     """Claim a few rows at a time until none is due; return the keys, each as often as got."""
     got: list[int] = []
     meet()
-    while claimed := table(alias).claim(7, 10 * MINUTE):
+    while claimed := table(alias).claim(7, 10 * MINUTE, TOKEN):
         got += keys(claimed)
     return got
 
@@ -199,7 +203,7 @@ def race(alias: str) -> None:
 def claim_and_wait(alias: str) -> None:
     """Claim two rows in a transaction that does not end."""
     with transaction.atomic(using=alias):
-        tell(keys(table(alias).claim(2, MINUTE)))
+        tell(keys(table(alias).claim(2, MINUTE, TOKEN)))
         threading.Event().wait()
 
 
@@ -211,39 +215,52 @@ def test_a_claim_does_not_wait_for_another(postgres_alias: str) -> None:
         assert other.receive() == made[:2]
         with connections[alias].cursor() as cursor:
             cursor.execute("SET lock_timeout = '5s'")
-        assert keys(table(alias).claim(100, MINUTE)) == made[2:]
+        assert keys(table(alias).claim(100, MINUTE, TOKEN)) == made[2:]
         other.kill()
-        assert keys(wait_for(lambda: table(alias).claim(100, MINUTE))) == made[:2]
+        assert keys(wait_for(lambda: table(alias).claim(100, MINUTE, TOKEN))) == made[:2]
 
 
 # Steps.
 
 
-def test_release(alias: str) -> None:
-    """Pending rows are due again after the delay; no attempt is counted, others are left alone."""
+@pytest.mark.sql
+def test_what_is_given_back_is_due_again(alias: str) -> None:
+    """At once or after a delay, with the error or without; what others have is left alone."""
     row = one_of_each(alias)
-    everything = table(alias)
-    assert everything.filter(pk=row["early"]).release() == 1
-    # SQLite writes microseconds, and its clock has none: it may be due a millisecond later.
-    wait_for(lambda: keys(everything.due()) == [row["late"], row["early"]])
-    assert everything.release(MINUTE) == 3
-    assert keys(everything.due()) == []
+    everything, outbox = table(alias), message_table(alias)
+    pending = [row["early"], row["late"], row["waiting"]]
+    everything.filter(pk__in=pending).update(token=TOKEN)
+    outbox.give_back("another's", pending)
+    outbox.give_back(TOKEN, [row["early"], row["dead"]])
+    # It was due before "late", and is now due after it.
+    assert keys(everything.due()) == [row["late"], row["early"]]
+    outbox.give_back(TOKEN, pending, 60.0, "refused")
+    assert keys(everything.due()) == [row["early"]]  # it was not claimed any more
     assert due_in(alias, row["waiting"]) == in_about(60)
+    assert [one.error for one in everything.order_by("pk") if one.error] == ["refused"] * 2
     assert {one.attempts for one in everything.all()} == {0}
-    assert (keys(everything.dead()), keys(everything.sent())) == ([row["dead"]], [row["sent"]])
 
 
-def test_settle(alias: str) -> None:
-    """Sent rows are deleted, or kept and marked as sent; dead ones are left alone."""
+@pytest.mark.sql
+def test_what_was_sent_ends(
+    alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is deleted, kept, or carried on; of more rows than one statement takes."""
     row = one_of_each(alias)
-    everything = table(alias)
-    everything.filter(pk=row["late"]).update(error="refused")
-    assert everything.filter(pk__in=[row["late"], row["dead"]]).settle(keep=True) == 1
-    kept = everything.get(pk=row["late"])
-    assert (kept.due_at, kept.ended_at, kept.error) == (None, None, "")
+    everything, outbox = table(alias), message_table(alias)
+    everything.filter(pk__in=[row["early"], row["late"]]).update(token=TOKEN, error="refused")
+    outbox.record_sent(TOKEN, {row["late"]: 60.0, row["dead"]: None, row["waiting"]: None})
+    assert due_in(alias, row["late"]) == in_about(60)
     assert set(keys(everything.sent())) == {row["late"], row["sent"]}
-    assert everything.settle(keep=False) == 2
-    assert set(keys(everything.all())) == {row["late"], row["dead"], row["sent"]}
+    monkeypatch.setattr(settings, "DJANGO_CELERY_SAFE", {"RETENTION": {"sent": 60}})
+    outbox.record_sent(TOKEN, {row["early"]: None})
+    kept = everything.get(pk=row["early"])
+    assert (kept.state, kept.due_at, kept.ended_at, kept.error) == ("sent", None, None, "")
+    monkeypatch.undo()
+    monkeypatch.setattr(queries, "MOST_VALUES", 2)
+    everything.update(token=TOKEN)
+    outbox.record_sent(TOKEN, dict.fromkeys(row.values()))
+    assert keys(everything.all()) == []
 
 
 @pytest.mark.sql
@@ -268,9 +285,9 @@ def test_fail_backs_off_and_then_sets_aside(alias: str) -> None:
 def test_fail_comes_too_late(attempts: int, alias: str) -> None:
     """A row that somebody else sent meanwhile stays sent, and one that is gone stays gone."""
     kept, gone = make(alias, 2, due_at=-SECOND)
-    claimed = table(alias).claim(2, MINUTE)
-    table(alias).filter(pk=kept).settle(keep=True)
-    table(alias).filter(pk=gone).settle(keep=False)
+    claimed = table(alias).claim(2, MINUTE, TOKEN)
+    table(alias).filter(pk=kept).update(state="sent", due_at=None, token="")
+    table(alias).filter(pk=gone).erase()
     for row in claimed:
         row.fail("late", attempts=attempts)
     (row,) = table(alias).all()

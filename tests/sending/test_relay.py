@@ -168,8 +168,8 @@ def test_queries_are_counted_by_batches(
         # The UPDATE returns nothing, so its rows are looked for before and after it.
         assert words == {"SELECT": 3 + 3 * 2 + 2, "UPDATE": 3, "DELETE": 3}
     else:
-        # It looks before it locks all others out; the lock is one more UPDATE.
-        assert words == {"SELECT": 3 + 3 + 2, "UPDATE": 3 + 3, "DELETE": 3}
+        # It looks before it locks all others out; the lock is a DELETE of nothing.
+        assert words == {"SELECT": 3 + 3 + 2, "UPDATE": 3, "DELETE": 3 + 3}
     assert len(sent()) == 250
 
 
@@ -554,7 +554,7 @@ def test_a_row_for_another_relay_waits_for_it(
     assert ids(sent()) == others
     left = table(alias).annotate(now=Now()).get()
     assert (left.task_id, left.attempts, left.state) == (wanted, 0, "pending")
-    assert timedelta(seconds=5) < left.due_at - left.now <= relay_module.PUT_OFF
+    assert timedelta(seconds=5) < left.due_at - left.now <= timedelta(seconds=relay_module.PUT_OFF)
     assert left.error.startswith(reason)
     assert left.error in caplog.text
 

@@ -25,7 +25,7 @@ from django_celery_safe.models import (
     StageRun,
     StageStep,
 )
-from django_celery_safe.sending import departure
+from django_celery_safe.sending import sender
 from django_celery_safe.signals import claim_lost, run_ended, step_failed
 from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
@@ -134,7 +134,7 @@ def test_queries_are_few(
     """A step takes 3 queries, and the one that ends its stage 9, however many steps there are."""
     # Otherwise a slow commit would claim its rows, or leave them to a relay.
     settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "OUTBOX_SEND_TIMEOUT": 30}
-    monkeypatch.setattr(departure, "GRACE", 60.0)
+    monkeypatch.setattr(sender, "GRACE", 60.0)
     more = more_for_claim(staged.alias)
     run, counts = staged.start("abcdefghijkl", "mn"), []
     waiting = staged.take()

@@ -67,5 +67,5 @@ read: Final = relaying.ClaimedMessage.of
 
 def due_or_running(rows: Any) -> Any:
     """Return what is due, and what a worker runs just now; once, or no task would ever end."""
-    running = Q(due_at__isnull=False, deaths=0) & ~Q(token="")
+    running = Q(state="running", deaths=0)
     return rows.filter(Q(due_at__lte=Now()) | running).order_by("due_at", "pk")

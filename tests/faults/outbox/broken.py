@@ -40,19 +40,19 @@ class OutboxMessagesByCursor(OutboxMessages):
     """Forgets rows that are committed, or given back, after higher ids were sent."""
 
     def claim(
-        self, limit: int, lease: timedelta, *, since: datetime | None = None
+        self, limit: int, lease: timedelta, token: str, *, since: datetime | None = None
     ) -> list[OutboxMessage]:
         """Claim rows that are due, as far as they come after the last."""
         path = CursorRelay.cursor
         last = int(path.read_text()) if path.exists() else 0
-        return OutboxMessages.claim(self.filter(pk__gt=last), limit, lease, since=since)
+        return OutboxMessages.claim(self.filter(pk__gt=last), limit, lease, token, since=since)
 
 
 class DeletingRelay(relay.Relay):
     """Deletes what it will send before it sends it."""
 
     def _publish(self, app: Any, claimed: list[relay.ClaimedMessage], stop_at: float) -> None:
-        self._rows().filter(pk__in=[one.row.pk for one in claimed]).settle(keep=False)
+        self._rows().filter(pk__in=[one.row.pk for one in claimed]).erase()
         super()._publish(app, claimed, stop_at)
 
 

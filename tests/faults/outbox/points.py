@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
-from django_celery_safe.models import message_states
 from django_celery_safe.models.message_states import OutboxMessages
-from django_celery_safe.sending import commit, departure, publisher
+from django_celery_safe.sending import commit, publisher
+from django_celery_safe.sending.message_table import MessageTable
 from django_celery_safe.sending.publisher import Publisher
+from django_celery_safe.sending.sender import Sender
 from tests.faults.outbox.plan import CUT_OFF, RELAY, SENDER
 
 
@@ -43,26 +44,23 @@ PLACES: Final[Mapping[str, Mapping[str, Place]]] = {
     SENDER: {
         "before the INSERT": Place(commit, "keep", "before"),
         "after the INSERT": Place(commit, "keep", "after"),
-        "after the commit": Place(commit, "_publish_held", "before"),
+        "after the commit": Place(Sender, "send_all", "before"),
         "inside the publication": Place(publisher, "put", "inside"),
-        "after the publication": Place(commit, "_publish", "after"),
-        "after the delete": Place(departure.OutboxBatch, "end", "after"),
+        "after the publication": Place(Sender, "_publish", "after"),
+        "after the delete": Place(Sender, "send_all", "after"),
     },
     CUT_OFF: {
         "after the INSERT": Place(commit, "keep", "after"),
-        "after the commit": Place(commit, "_publish_held", "before"),
+        "after the commit": Place(Sender, "send_all", "before"),
     },
     RELAY: {
         # Where rows were claimed, or nearly; not where none was due.
-        "after the claim's SELECT": Place(
-            message_states, "change_returning", "before", lambda rows: bool(rows.exists())
-        ),
-        "after the claim's UPDATE": Place(message_states, "change_returning", "after", bool),
+        "after the claim's SELECT": Place(OutboxMessages, "_lock_fitting", "after", bool),
         "after the claim": Place(OutboxMessages, "claim", "after", bool),
         "inside the publication": Place(publisher, "put", "inside"),
         "after a publication": Place(publisher, "put", "after"),
-        "before the delete": Place(OutboxMessages, "record_sent", "before"),
-        "after the delete": Place(OutboxMessages, "record_sent", "after"),
+        "before the delete": Place(MessageTable, "record_sent", "before"),
+        "after the delete": Place(MessageTable, "record_sent", "after"),
         "inside the heartbeat": Place(OutboxMessages, "recall", "after"),
         # Where the transport publishes a batch in one request.
         "inside the pipeline": Place(Publisher, "publish_together", "inside"),

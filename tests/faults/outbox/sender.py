@@ -14,7 +14,7 @@ from celery import chain, chord, group
 from django.db import connections, transaction
 
 from django_celery_safe import send_on_commit
-from django_celery_safe.sending import departure
+from django_celery_safe.sending import sender
 from tests.app.celery import app
 from tests.app.models import Person
 from tests.faults.outbox import broken, work
@@ -42,8 +42,8 @@ def send(
         numbers: The first transaction's, and the step to the next.
     """
     logging.basicConfig(filename=witness.log)
-    assert hasattr(departure, "GRACE")
-    departure.GRACE = GRACE  # type: ignore[misc]
+    assert hasattr(sender, "GRACE")
+    sender.GRACE = GRACE  # type: ignore[misc]
     app.finalize()
     if point is not None:
         lay(role, point, hit, partial(witness.record_kill, role, point, os.getpid()))

@@ -1,0 +1,149 @@
+"""
+The statements of the hot path, which ``queries.sql`` holds as texts.
+
+The ORM would take longer to compile them at each use than the database takes to run them. A text
+becomes the statement of one kind of database once in each process: that database's clock, its
+quotes, and what reads a changed row. All other statements are the ORM's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from django.db import connections
+
+from .databases import MYSQL
+
+#: The values of a list that one statement gets at most: SQLite before 3.32 accepts 999.
+MOST_VALUES: Final = 900
+#: The server's time in UTC, and the time some seconds from now, for each kind of database.
+CLOCKS: Final = {
+    "postgresql": (
+        "statement_timestamp()",
+        r"(statement_timestamp() + make_interval(secs => \1))",
+    ),
+    "sqlite": (
+        "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')",
+        r"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', \1 || ' seconds')",
+    ),
+    MYSQL: ("utc_timestamp(6)", r"(utc_timestamp(6) + INTERVAL \1 SECOND)"),
+}
+
+
+class Query(NamedTuple):
+    """
+    A statement of one kind of database.
+
+    Attributes:
+        sql: Its text, with a placeholder of its name for each parameter.
+        reread: The SELECT of the changed rows, where UPDATE returns none; "": none is needed.
+    """
+
+    sql: str
+    reread: str
+
+
+def execute(alias: str, name: str, /, **values: Any) -> int:
+    """Execute a statement; return how many rows it changed. A long list is split."""
+    query, changed = _find(connections[alias].vendor, name), 0
+    with connections[alias].cursor() as cursor:
+        for part in _split(values):
+            cursor.execute(*_spread(query.sql, part))
+            changed += cursor.rowcount
+    return changed
+
+
+def fetch(alias: str, name: str, /, **values: Any) -> list[tuple[Any, ...]]:
+    """Execute a statement; return the rows that it finds or changes. A long list is split."""
+    query, rows = _find(connections[alias].vendor, name), list[tuple[Any, ...]]()
+    with connections[alias].cursor() as cursor:
+        for part in _split(values):
+            cursor.execute(*_spread(query.sql, part))
+            if query.reread:
+                if not cursor.rowcount:
+                    continue
+                cursor.execute(*_spread(query.reread, part))
+            rows += cursor.fetchall()  # SQLite has not done it before it was read
+    return rows
+
+
+def insert(
+    alias: str, name: str, rows: Sequence[Mapping[str, Any]]
+) -> tuple[list[tuple[Any, ...]], int]:
+    """
+    Insert rows in one statement.
+
+    Returns:
+        What it returns of the rows, in any order; and, for MySQL, which returns nothing, the key
+        of the first row.
+    """
+    sql = _find(connections[alias].vendor, name).sql
+    if not (returns := connections[alias].features.can_return_rows_from_bulk_insert):
+        sql = sql.partition("\nRETURNING ")[0]
+    head, places, tail = re.split(r"(?<=VALUES )(\(.*?\n\))", sql, maxsplit=1, flags=re.DOTALL)
+    params, several = dict(rows[0]), [places]
+    for number, row in enumerate(rows[1:], 1):
+        several.append(re.sub(r"%\((\w+)\)s", rf"%(\1_{number})s", places))
+        params |= {f"{column}_{number}": value for column, value in row.items()}
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"{head}{', '.join(several)}{tail}", params)
+        return (cursor.fetchall(), 0) if returns else ([], cursor.lastrowid)
+
+
+def _split(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the values once for each part of the list that is among them, or once."""
+    listed = next((name for name, value in values.items() if isinstance(value, list)), None)
+    if listed is None:
+        yield values
+        return
+    whole = values[listed]
+    for first in range(0, len(whole), MOST_VALUES):
+        yield {**values, listed: whole[first : first + MOST_VALUES]}
+
+
+def _spread(sql: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return a statement and its parameters, with one for each value of a list."""
+    for name, value in list(values.items()):
+        if isinstance(value, list):
+            del values[name]
+            single = {f"{name}_{number}": one for number, one in enumerate(value)}
+            values |= single
+            sql = sql.replace(f"%({name})s", ", ".join(f"%({one})s" for one in single))
+    return sql, values
+
+
+@cache
+def _find(vendor: str, name: str) -> Query:
+    """Return a statement for a kind of database."""
+    text, _, changed = _read()[name].partition("\n-- changed: ")
+    reread = ""
+    if vendor != MYSQL:
+        text = text.replace("_binary ", "")
+    else:
+        if changed:
+            text, _, columns = text.partition("\nRETURNING ")
+            table = text.split()[1]
+            # Without FOR UPDATE, REPEATABLE READ would show the state at the transaction's start.
+            reread = f"SELECT {columns} FROM {table} WHERE {changed} FOR UPDATE"  # noqa: S608
+        if text.endswith("\nON CONFLICT DO NOTHING"):
+            text = text.removesuffix("\nON CONFLICT DO NOTHING").replace("INSERT", "INSERT IGNORE")
+    return Query(_adapt(text, vendor), _adapt(reread, vendor))
+
+
+def _adapt(text: str, vendor: str) -> str:
+    now, after = CLOCKS[vendor]
+    text = re.sub(r":(\w+)", r"%(\1)s", text)
+    text = re.sub(r"\bNOW\b", now, re.sub(r"\bAFTER\((.*?s)\)", after, text))
+    return text.replace('"', "`") if vendor == MYSQL else text
+
+
+@cache
+def _read() -> dict[str, str]:
+    """Return the texts by their names."""
+    text = Path(__file__).with_name("queries.sql").read_text(encoding="utf-8")
+    _, *parts = re.split(r"^-- (\w+) --\n", text, flags=re.MULTILINE)
+    return {name: sql.strip() for name, sql in zip(parts[::2], parts[1::2], strict=True)}

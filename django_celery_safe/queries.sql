@@ -1,0 +1,98 @@
+-- The statements of the hot path, for PostgreSQL, SQLite, MariaDB and MySQL; see queries.py.
+--
+-- :name        a parameter; of a list: one parameter for each of its values
+-- NOW          the server's clock
+-- AFTER(:s)    in s seconds; NULL: NULL
+-- changed      the condition by which MySQL and MariaDB read what they do not return
+--
+-- The SET of MySQL sees what stands before it in the same SET: what reads a column comes before
+-- what changes it.
+
+-- add_messages --
+INSERT INTO django_celery_safe_outboxmessage (
+    task, task_id, properties, body, chord, chord_calls, attempt, token, created_at, due_at, state,
+    attempts, starts, deaths, resent, error, error_type, traceback, holder, last_death, result
+) VALUES (
+    :task, :task_id, :properties, _binary :body, :chord, :chord_calls, :attempt, :token, NOW,
+    AFTER(:held), 'pending', 0, 0, 0, 0, '', '', '', '', '', ''
+)
+RETURNING id, task_id
+
+-- rewrite_message --
+UPDATE django_celery_safe_outboxmessage
+SET task = :task, body = _binary :body, properties = :properties, attempt = :attempt,
+    due_at = AFTER(:held), token = :sender, state = 'pending', attempts = 0,
+    result = COALESCE(:result, result)
+WHERE attempt = :name AND token = :token
+RETURNING id
+-- changed: attempt = :attempt AND token = :sender
+
+-- find_written --
+SELECT id FROM django_celery_safe_outboxmessage WHERE id IN (:ids) AND token = :token
+
+-- hold_messages --
+UPDATE django_celery_safe_outboxmessage
+SET due_at = AFTER(:held)
+WHERE id IN (:ids) AND token = :token
+RETURNING id
+-- changed: id IN (:ids) AND token = :token
+
+-- claim_due --
+UPDATE django_celery_safe_outboxmessage
+SET deaths = CASE WHEN state = 'running' THEN deaths + 1 ELSE deaths END,
+    last_death = CASE WHEN state = 'running' THEN holder ELSE last_death END,
+    resent = CASE WHEN state = 'sent' THEN resent + 1 ELSE resent END,
+    state = 'pending', token = :token, due_at = AFTER(:lease)
+WHERE id IN (:ids)
+RETURNING id, task, task_id, body, properties, chord, chord_calls, attempts, attempt, starts,
+    deaths, resent
+-- changed: id IN (:ids)
+
+-- erase_sent --
+DELETE FROM django_celery_safe_outboxmessage WHERE id IN (:ids) AND token = :token
+
+-- keep_sent --
+UPDATE django_celery_safe_outboxmessage
+SET state = 'sent', due_at = NULL, token = '', sent_at = NOW, error = ''
+WHERE id IN (:ids) AND token = :token
+
+-- carry_sent --
+UPDATE django_celery_safe_outboxmessage
+SET state = 'sent', due_at = AFTER(:wait), token = '', sent_at = NOW, attempts = 0
+WHERE id IN (:ids) AND token = :token
+
+-- give_back --
+UPDATE django_celery_safe_outboxmessage
+SET due_at = AFTER(:delay), token = '', error = COALESCE(:error, error)
+WHERE id IN (:ids) AND token = :token
+
+-- claim_message --
+UPDATE django_celery_safe_outboxmessage
+SET deaths = CASE WHEN state = 'running' THEN deaths + 1 ELSE deaths END,
+    last_death = CASE WHEN state = 'running' THEN holder ELSE last_death END,
+    state = 'running', token = :token, due_at = AFTER(:lease), holder = :holder,
+    started_at = NOW, starts = starts + 1, resent = 0
+WHERE attempt = :attempt
+    AND (state IN ('pending', 'sent') OR (state = 'running' AND due_at < NOW))
+RETURNING deaths, last_death, result, starts
+-- changed: attempt = :attempt AND token = :token
+
+-- end_message --
+UPDATE django_celery_safe_outboxmessage
+SET state = 'done', ended_at = NOW, due_at = NULL, token = '', error = '', error_type = '',
+    result = COALESCE(:result, result)
+WHERE attempt = :attempt AND token = :token
+
+-- erase_message --
+DELETE FROM django_celery_safe_outboxmessage WHERE attempt = :attempt AND token = :token
+
+-- add_record --
+INSERT INTO django_celery_safe_idempotencyrecord (
+    "key", state, token, holder, digest, claims, claimed_at, ends_at, result, error
+) VALUES (:key, 'running', :token, :holder, :digest, 1, NOW, AFTER(:lease), '', '')
+ON CONFLICT DO NOTHING
+
+-- finish_record --
+UPDATE django_celery_safe_idempotencyrecord
+SET state = 'done', result = :result, error = :error, ended_at = NOW, expires_at = AFTER(:keep)
+WHERE "key" = :key AND token = :token AND state = 'running'
