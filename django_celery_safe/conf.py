@@ -202,6 +202,9 @@ SETTINGS: Final[dict[str, tuple[Any, Callable[[Any, str], Any]]]] = {
 #: The default of each setting.
 DEFAULTS: Final = {name: default for name, (default, _) in SETTINGS.items()}
 
+#: How long rows of each kind are kept, if the project does not say it.
+DEFAULT_RETENTIONS: Final = retentions({}, "RETENTION")
+
 
 def given() -> dict[str, Any]:
     """Return the project's settings dict, unchanged."""
@@ -234,7 +237,8 @@ def resend_after() -> timedelta:
 
 def retention(kind: str) -> timedelta | None:
     """Return how long rows of a kind are kept; 0: not at all; None: for ever."""
-    return retentions(given().get("RETENTION", {}), "RETENTION")[kind]
+    value = given().get("RETENTION", DEFAULT_RETENTIONS)
+    return (value if value is DEFAULT_RETENTIONS else retentions(value, "RETENTION"))[kind]
 
 
 def keeps_sent() -> bool:

@@ -9,7 +9,7 @@ quotes, and what reads a changed row. All other statements are the ORM's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,8 +18,8 @@ from django.db import connections
 
 from .databases import MYSQL
 
-#: The values of a list that one statement gets at most: SQLite before 3.32 accepts 999.
-MOST_VALUES: Final = 900
+#: The place of keys, which stand in the text: a database accepts a limited number of parameters.
+IDS: Final = "%(ids)s"
 #: The server's time in UTC, and the time some seconds from now, for each kind of database.
 CLOCKS: Final = {
     "postgresql": (
@@ -47,28 +47,29 @@ class Query(NamedTuple):
     reread: str
 
 
-def execute(alias: str, name: str, /, **values: Any) -> int:
-    """Execute a statement; return how many rows it changed. A long list is split."""
-    query, changed = _find(connections[alias].vendor, name), 0
+def execute(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) -> int:
+    """
+    Execute a statement; return how many rows it changed.
+
+    Args:
+        ids: The keys that it has for ``:ids``.
+    """
+    query = _find(connections[alias].vendor, name)
     with connections[alias].cursor() as cursor:
-        for part in _split(values):
-            cursor.execute(*_spread(query.sql, part))
-            changed += cursor.rowcount
-    return changed
+        cursor.execute(query.sql.replace(IDS, ", ".join(map(str, ids))), values)
+        return int(cursor.rowcount)
 
 
-def fetch(alias: str, name: str, /, **values: Any) -> list[tuple[Any, ...]]:
-    """Execute a statement; return the rows that it finds or changes. A long list is split."""
-    query, rows = _find(connections[alias].vendor, name), list[tuple[Any, ...]]()
+def fetch(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) -> list[Any]:
+    """Execute a statement, as :func:`execute` does; return the rows that it finds or changes."""
+    query, keys = _find(connections[alias].vendor, name), ", ".join(map(str, ids))
     with connections[alias].cursor() as cursor:
-        for part in _split(values):
-            cursor.execute(*_spread(query.sql, part))
-            if query.reread:
-                if not cursor.rowcount:
-                    continue
-                cursor.execute(*_spread(query.reread, part))
-            rows += cursor.fetchall()  # SQLite has not done it before it was read
-    return rows
+        cursor.execute(query.sql.replace(IDS, keys), values)
+        if query.reread:
+            if not cursor.rowcount:
+                return []
+            cursor.execute(query.reread.replace(IDS, keys), values)
+        return list(cursor.fetchall())  # SQLite has not done it before it was read
 
 
 def insert(
@@ -92,28 +93,6 @@ def insert(
     with connections[alias].cursor() as cursor:
         cursor.execute(f"{head}{', '.join(several)}{tail}", params)
         return (cursor.fetchall(), 0) if returns else ([], cursor.lastrowid)
-
-
-def _split(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the values once for each part of the list that is among them, or once."""
-    listed = next((name for name, value in values.items() if isinstance(value, list)), None)
-    if listed is None:
-        yield values
-        return
-    whole = values[listed]
-    for first in range(0, len(whole), MOST_VALUES):
-        yield {**values, listed: whole[first : first + MOST_VALUES]}
-
-
-def _spread(sql: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return a statement and its parameters, with one for each value of a list."""
-    for name, value in list(values.items()):
-        if isinstance(value, list):
-            del values[name]
-            single = {f"{name}_{number}": one for number, one in enumerate(value)}
-            values |= single
-            sql = sql.replace(f"%({name})s", ", ".join(f"%({one})s" for one in single))
-    return sql, values
 
 
 @cache

@@ -1,6 +1,6 @@
 -- The statements of the hot path, for PostgreSQL, SQLite, MariaDB and MySQL; see queries.py.
 --
--- :name        a parameter; of a list: one parameter for each of its values
+-- :name        a parameter; :ids stands for the keys themselves
 -- NOW          the server's clock
 -- AFTER(:s)    in s seconds; NULL: NULL
 -- changed      the condition by which MySQL and MariaDB read what they do not return

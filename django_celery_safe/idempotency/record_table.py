@@ -37,6 +37,7 @@ class RecordTable(LeaseTable):
 
     purpose = "say what is done"
     models = ("IdempotencyRecord",)
+    named, ends = "key", "ends_at"
 
     def __init__(self, alias: str) -> None:
         super().__init__("records", alias)

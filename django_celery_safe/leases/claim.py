@@ -194,12 +194,6 @@ class Claim(ABC):
             renewer.remove(self.lease)
             self._renews = False
 
-    def renew(self) -> None:
-        """Resume renewing the lease, if a transaction of the work stopped the renewal."""
-        if self.is_held and not self._renews and self.lease is not None and self.table.renews():
-            self._renews = True
-            renewer.add(self.lease)
-
     @contextmanager
     def current(self) -> Iterator[None]:
         """
@@ -391,23 +385,14 @@ class Claim(ABC):
             raise ConfigurationError(f"The claim of {self.key!r} was finished before.")
 
     def _record_done(self, text: str) -> None:
-        alias, lease = self.table.alias, self.lease
+        alias = self.table.alias
         if in_atomic(alias):
-            # From here to the commit, the row's database lock keeps others away. The renewing
-            # thread must not wait for that lock, because other leases depend on the thread.
-            try:
-                self.stop_renewing()
-                if lease is not None:
-                    renewer.finish_renewal(lease)
-                ours = self._write_done(text)
-            except BaseException:
-                self.renew()  # the work may continue, and the row is not locked
-                raise
+            # From here to the commit, the row's database lock keeps others away.
+            ours = self._write_done(text)
             if ours:
                 transaction.on_commit(self._commit, using=alias)
         else:
             ours = self.ask(lambda: self._write_and_commit(text))
-            self.stop_renewing()
             if ours:
                 self._commit()
         if not ours:

@@ -9,13 +9,14 @@ from datetime import timedelta
 from typing import Any, ClassVar, Final
 
 from django.apps import apps
-from django.db import Error, connections
+from django.db import Error, connections, transaction
 from django.db.models import Case, F, IntegerField, Q, When
 
+from ..databases import Now
 from ..exceptions import ConfigurationError, LockBackendError
 from ..foreign_errors import describe_error
 from ..transactions import busy_timeout, in_testcase_only, lacks_table, leave_pool
-from .holder import HeldLock, decode_holder
+from .holder import HeldLock, decode_holder, plain_name
 from .store import LeaseStore, Renewable
 
 #: Tick of SQLite's clock, s: a lease may end that much earlier.
@@ -92,24 +93,56 @@ class LeaseTable(DatabaseLeases):
     """
 
     early: ClassVar[float] = 2 * CLOCK_TICK
+    #: The columns of a row's name and of the end of its lease.
+    named: ClassVar[str]
+    ends: ClassVar[str]
 
     def __init__(self, rows: str, alias: str) -> None:
         super().__init__(f'the {rows} in DATABASES["{alias}"]', alias)
 
     @abstractmethod
+    def all(self) -> Any:
+        """Return a queryset of all rows, which has ``claimed(*tokens)``."""
+
+    @abstractmethod
     def at(self, name: str) -> Any:
-        """Return a queryset of the row with this name, which has ``extend(token, lease)``."""
+        """Return a queryset of the row with this name."""
 
     @abstractmethod
     def find(self, name: str) -> Any:
         """Return the row with this name and the server's time as ``asked_at``; None: no row."""
 
-    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+    def extend(
+        self, renewals: Sequence[Renewable], within: float | None = None
+    ) -> list[bool | None]:
+        alike: dict[float, dict[str, str]] = {}
+        for one in renewals:
+            alike.setdefault(one.seconds, {})[one.token] = plain_name(one.name)
+        found: dict[str, bool | None] = {}
         with self._errors("extend"), busy_timeout(self.alias, within):
-            return [
-                bool(self.at(one.name).extend(one.token, timedelta(seconds=one.seconds)))
-                for one in renewals
-            ]
+            for seconds, names in alike.items():
+                found |= self._extend(names, timedelta(seconds=seconds))
+        return [found.get(one.token, False) for one in renewals]
+
+    def _extend(self, names: dict[str, str], lease: timedelta) -> dict[str, bool | None]:
+        """
+        Extend the leases of rows that nobody has locked.
+
+        Args:
+            names: The name of each row by its token.
+
+        Returns:
+            By token: True for each row that was extended, None for each that is locked.
+        """
+        held = self.all().claimed(*names).filter(**{f"{self.named}__in": list(names.values())})
+        skip = connections[self.alias].features.has_select_for_update_skip_locked
+        with transaction.atomic(using=self.alias):
+            free = held.select_for_update(skip_locked=skip)
+            keys = dict(free.values_list("token", "pk"))
+            # By the keys: MariaDB would read the whole table for a subquery.
+            self.all().filter(pk__in=list(keys.values())).update(**{self.ends: Now() + lease})
+        locked = held.values_list("token", flat=True) if len(keys) < len(names) else ()
+        return {**dict.fromkeys(locked), **dict.fromkeys(keys, True)}
 
     def peek(self, name: str) -> HeldLock | None:
         with self._errors("peek"):

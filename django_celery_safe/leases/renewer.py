@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 from weakref import WeakSet
@@ -114,8 +114,8 @@ class Renewer:
             # If the answer is lost, the lease has the old or the new length: trust the shorter.
             lease.seconds = min(before, seconds)
             try:
-                extended: bool
-                (extended,) = lease.store.extend([Renewal(lease.name, lease.token, seconds)])
+                (outcome,) = lease.store.extend([Renewal(lease.name, lease.token, seconds)])
+                extended = bool(outcome)
             except BaseException:
                 # The lease may expire sooner than planned.
                 lease.renew_at = min(lease.renew_at, asked_at + lease.seconds * RETRY_AFTER)
@@ -385,7 +385,7 @@ class Lane:
                 renewer.changed.notify_all()
         if not all(outcomes):
             for lease, extended in zip(free, outcomes, strict=True):
-                if not extended:
+                if extended is False:
                     self._lost(lease)
         if len(free) < len(leases):
             later = clock.now()
@@ -394,8 +394,8 @@ class Lane:
         with self._mutex:
             self._wakes_at = min([self._wakes_at, *[lease.renew_at for lease in leases]])
 
-    def _ask(self, leases: list[Lease[Any]], within: float) -> list[bool]:
-        """Extend leases in one request; return for each whether it is ours; on failure, []."""
+    def _ask(self, leases: list[Lease[Any]], within: float) -> Sequence[bool | None]:
+        """Extend leases in one request; return what the store does; on failure, []."""
         if self._store.connects_threads:
             with self._mutex:
                 self._is_connected = True
@@ -413,6 +413,8 @@ class Lane:
                 # That it was handed over does not matter: one request for many leases may last.
                 if extended and lease.seconds == seconds and asked_at > lease.asked_at:
                     lease.began(asked_at)
+                elif extended is None:
+                    lease.renew_at = asked_at + seconds * RETRY_AFTER
         return outcomes
 
     def _failed(self, leases: list[Lease[Any]], asked_at: float, error: Exception) -> None:

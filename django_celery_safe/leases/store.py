@@ -52,7 +52,9 @@ class LeaseStore(ABC):
     where: str
 
     @abstractmethod
-    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+    def extend(
+        self, renewals: Sequence[Renewable], within: float | None = None
+    ) -> Sequence[bool | None]:
         """
         Extend each lease to end ``seconds`` from now, if its token still holds it.
 
@@ -62,6 +64,9 @@ class LeaseStore(ABC):
         Args:
             within: Give up if the answer takes longer than this, s, if the store supports
                 that; None: use the timeouts in the cache's settings.
+
+        Returns:
+            Whether each is still held; None: it is, and a transaction has it locked.
         """
 
     @abstractmethod

@@ -51,9 +51,9 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
         """Records whose work is not running."""
         return self.exclude(state=IdempotencyRecord.State.RUNNING, ends_at__gte=Now())
 
-    def claimed(self, token: str) -> IdempotencyRecords:
-        """Records still held by the claim with this token."""
-        return self.running().filter(token=token)
+    def claimed(self, *tokens: str) -> IdempotencyRecords:
+        """Records still held by the claims with these tokens."""
+        return self.running().filter(token__in=tokens)
 
     def is_done_by(self, token: str) -> bool:
         """Return whether the claim with this token finished the work."""
@@ -88,10 +88,6 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
                 error="",
             )
         )
-
-    def extend(self, token: str, lease: timedelta) -> int:
-        """Renew the lease of a claim; return how many rows it still held."""
-        return self.claimed(token).update(ends_at=Now() + lease)
 
     def fail(self, token: str, error: str, keep: timedelta | None) -> bool:
         """Record that the claimed work failed; False if the claim had lost the record."""

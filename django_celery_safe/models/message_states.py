@@ -164,8 +164,8 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         for attempt in attempts(self.db, "The claim of messages"):
             with attempt, transaction.atomic(using=self.db):
                 rows = self._lock_fitting(due, limit)
-                values = {"ids": [row[0] for row in rows], "lease": lease.total_seconds()}
-                taken = queries.fetch(self.db, "claim_due", **values, token=token)
+                ids, seconds = [row[0] for row in rows], lease.total_seconds()
+                taken = ids and queries.fetch(self.db, "claim_due", ids, token=token, lease=seconds)
         claimed = {values[0]: self.model.from_db(self.db, CLAIMED, values) for values in taken}
         for pk, _size, due_at, state in rows:
             claimed[pk].due_at, claimed[pk].token = due_at, token
@@ -214,13 +214,9 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
                     register(unregistered.exclude(chord_calls="").first(), seconds)
                     unregistered.update(chord="")
 
-    def extend(self, token: str, lease: timedelta) -> int:
-        """Renew the lease of a claim; return how many rows it still held."""
-        return self.claimed(token).update(due_at=Now() + lease)
-
-    def claimed(self, token: str) -> OutboxMessages:
-        """Messages still held by the claim with this token."""
-        return self.filter(token=token)
+    def claimed(self, *tokens: str) -> OutboxMessages:
+        """Messages still held by the claims with these tokens."""
+        return self.filter(token__in=tokens)
 
     def finish(self, token: str, result: str) -> bool:
         """Record the argument of ``finish()``; True if the claim still held the message."""

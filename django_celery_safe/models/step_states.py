@@ -94,17 +94,13 @@ class StageSteps(models.QuerySet["StageStep"]):
         """Steps that messages with this task id run."""
         return self.filter(task_id=task_id)
 
-    def claimed(self, token: str) -> StageSteps:
-        """Steps still held by the claim with this token."""
-        return self.running().filter(token=token)
+    def claimed(self, *tokens: str) -> StageSteps:
+        """Steps still held by the claims with these tokens."""
+        return self.running().filter(token__in=tokens)
 
     def is_done_by(self, token: str) -> bool:
         """Return whether the claim with this token finished the step."""
         return self.filter(status=Status.SUCCEEDED, token=token).exists()
-
-    def extend(self, token: str, lease: timedelta) -> int:
-        """Renew the lease of a claim; return how many rows it still held."""
-        return self.claimed(token).update(ends_at=Now() + lease)
 
     def put_back(
         self,

@@ -75,9 +75,6 @@ class MessageClaim(Claim):
         ours: bool = self.table.at(self.name).finish(self.token, text or NOTHING)
         return ours
 
-    def _go_on(self) -> None:
-        self.renew()
-
 
 class Run:
     """
@@ -242,7 +239,7 @@ class Run:
             return ours
 
         if follow is not None:
-            self.claim.stop_renewing()  # the row is locked until the commit
+            self.claim.stop_renewing()  # the row may be gone before the claim ends
         return self.claim.end_by(write, lambda: table.has_ended(name))
 
     def _record(self, error: BaseException) -> bool:

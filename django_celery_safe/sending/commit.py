@@ -25,8 +25,8 @@ from .capture import Captured, Message, capture
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .publisher import Publisher
-from .sender import Send, Sender
-from .unsent import allow_get, last_callback, refuse_get, settle
+from .sender import Send, Sender, last_callback
+from .unsent import allow_get, refuse_get, settle
 
 if TYPE_CHECKING:
     from celery.result import AsyncResult

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +36,7 @@ class MessageTable(LeaseTable):
 
     purpose = "hold an outbox"
     models = ("OutboxMessage",)
+    named, ends = "attempt", "due_at"
 
     def __init__(self, alias: str) -> None:
         super().__init__("messages", alias)
@@ -102,10 +103,10 @@ class MessageTable(LeaseTable):
         for wait, ids in alike.items():
             ends = "keep_sent" if conf.keeps_sent() else "erase_sent"
             name = ends if wait is None else "carry_sent"
-            queries.execute(self.alias, name, ids=ids, token=token, wait=wait)
+            queries.execute(self.alias, name, ids, token=token, wait=wait)
 
     def give_back(
-        self, token: str, ids: Sequence[int], delay: float = 0.0, error: str | None = None
+        self, token: str, ids: Iterable[int], delay: float = 0.0, error: str | None = None
     ) -> None:
         """
         Let any relay send messages that a sender or a relay has claimed and not sent.
@@ -114,8 +115,7 @@ class MessageTable(LeaseTable):
             delay: Seconds from now until they are due.
             error: Why they could not be sent; None: the error before stays.
         """
-        values = {"ids": list(ids), "token": token, "delay": delay, "error": error}
-        queries.execute(self.alias, "give_back", **values)
+        queries.execute(self.alias, "give_back", ids, token=token, delay=delay, error=error)
 
 
 @lru_cache

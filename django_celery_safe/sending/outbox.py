@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -76,25 +75,18 @@ def keep(send: Send, outbox: Outbox = True) -> None:
         to_row(message, [] if number else calls, send.chord, attempt_id_of(message))
         for number, message in enumerate(messages)
     ]
-    with _explaining(sender.using):
-        ids = _insert(sender, rows)
-    sender.add(send, ids)
-
-
-@contextmanager
-def _explaining(alias: str) -> Iterator[None]:
-    """Say what to do if the outbox's table is missing, or of another release."""
     try:
-        yield
+        ids = _insert(sender, rows)
     except DatabaseError as error:
         said = describe_error(error).splitlines()[0]  # what follows may show the row
         if f"{OUR_TABLES}outboxmessage" not in said:
             raise
         raise ConfigurationError(
-            f"The database {alias!r} has no outbox, or one of another release: {said}. Run "
-            f"manage.py migrate django_celery_safe --database={alias}; if that has nothing to do, "
-            f"run it with zero first, which deletes the rows."
+            f"The database {sender.using!r} has no outbox, or one of another release: {said}. Run "
+            f"manage.py migrate django_celery_safe --database={sender.using}; if that has nothing "
+            f"to do, run it with zero first, which deletes the rows."
         ) from error
+    sender.add(send, ids)
 
 
 def can_carry(message: Message) -> bool:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
@@ -137,6 +137,7 @@ class Relay:
             )
         conf.keeps_sent()  # otherwise a setting that is not valid would show only after sending
         self.using, self._table = using, message_table(using)
+        self._rows = self._table.all()
         #: The claim of all rows that it holds.
         self._token = os.urandom(16).hex()
         self._attempts = attempts
@@ -239,16 +240,13 @@ class Relay:
         """
         rows: list[OutboxMessage] = []
         if self._since is not None and time.monotonic() < self._looks_back_at:
-            rows = self._rows().claim(BATCH, LEASE, self._token, since=self._since)
+            rows = self._rows.claim(BATCH, LEASE, self._token, since=self._since)
         if not rows:
             self._looks_back_at = time.monotonic() + LOOK_BACK
-            rows = self._rows().claim(BATCH, LEASE, self._token)
+            rows = self._rows.claim(BATCH, LEASE, self._token)
         if rows:
             self._since = rows[-1].due_at
         return rows
-
-    def _rows(self) -> Any:
-        return self._table.all()
 
     def _read(self, rows: list[OutboxMessage]) -> list[ClaimedMessage]:
         claimed: list[ClaimedMessage] = []
@@ -339,10 +337,10 @@ class Relay:
             register_all([] if row is None else to_message(row)[1], seconds)
 
         try:
-            self._rows().register_chord(one.row.chord, register, LONGEST_WAIT)
+            self._rows.register_chord(one.row.chord, register, LONGEST_WAIT)
         except IntegrityError:
             # The backend keeps chords in a table, and a process registered this one and died.
-            self._rows().filter(chord=one.row.chord).update(chord="")
+            self._rows.filter(chord=one.row.chord).update(chord="")
         except Exception as error:
             if is_backend_gone(one.message.app, error):
                 raise PutOff(
@@ -365,7 +363,7 @@ class Relay:
     def _end_expired(self, one: ClaimedMessage) -> None:
         """Fail a task that expired: some brokers drop its message, so no worker fails it."""
         self._left.discard(one.row.pk)
-        rows = self._rows().filter(pk=one.row.pk)
+        rows = self._rows.filter(pk=one.row.pk)
         if rows.fail_task(self._token, "RuntimeError", EXPIRED, ""):
             MESSAGE_FAILED.emit(Relay, task=one.row.task, task_id=one.row.task_id, error=EXPIRED)
 
@@ -384,7 +382,7 @@ class Relay:
     def _give_back(self) -> None:
         """Make the rows that were not reached due now, instead of when the lease expires."""
         if self._left:
-            self._table.give_back(self._token, list(self._left))
+            self._table.give_back(self._token, self._left)
 
     def _put_off(self, ids: list[int], reason: str) -> None:
         logger.warning(

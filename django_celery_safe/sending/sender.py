@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
@@ -32,7 +32,9 @@ from .capture import Captured, Message
 from .message_table import message_table
 from .outbox import resend_delay
 from .publisher import Publisher, bounded_publisher
-from .unsent import allow_get, last_callback, settle
+from .unsent import allow_get, settle
+
+C = TypeVar("C")
 
 logger = get_logger(__name__)
 
@@ -41,6 +43,12 @@ logger = get_logger(__name__)
 GRACE: Final = 5.0
 #: Errors that must not escape from the commit if a row's state can't be read or written.
 UNSETTLED: Final = (DatabaseError, CelerySafeError)
+
+
+def last_callback(using: str | None, kind: type[C]) -> C | None:
+    """Return the open transaction's last ``on_commit`` callback of a kind; None: it has none."""
+    callbacks = transaction.get_connection(using).run_on_commit
+    return next((one for _, one, *_ in reversed(callbacks) if isinstance(one, kind)), None)
 
 
 class Send:
@@ -186,8 +194,8 @@ class Sender:
         if self._is_sure:
             return set(self._kept)
         name = "find_written" if time.monotonic() < self._ours_until else "hold_messages"
-        values = {"ids": list(self._kept), "token": self.token, "held": self.held}
-        return {pk for (pk,) in queries.fetch(self.using, name, **values)}
+        values = {"token": self.token, "held": self.held}
+        return {pk for (pk,) in queries.fetch(self.using, name, self._kept, **values)}
 
     def _send(self, pk: int, kept: Kept) -> None:
         """Publish a message, unless the time is over; report the outcome."""
@@ -269,7 +277,8 @@ class Sender:
         table, left = message_table(self.using), [pk for pk in ours if pk not in self._sent]
         try:
             table.record_sent(self.token, self._sent)
-            table.give_back(self.token, left)
+            if left:
+                table.give_back(self.token, left)
         except UNSETTLED as error:
             what = "stay in the outbox, so that a relay sends them, again if need be"
             self._warn(ours, what, error)

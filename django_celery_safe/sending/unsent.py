@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from django.db import transaction
 
 from ..delivery.header import HEADER
 from ..exceptions import WrongTransaction
 from ..locks import HeldLock
-
-C = TypeVar("C")
-
-
-def last_callback(using: str | None, kind: type[C]) -> C | None:
-    """Return the open transaction's last ``on_commit`` callback of a kind; None: it has none."""
-    callbacks = transaction.get_connection(using).run_on_commit
-    return next((one for _, one, *_ in reversed(callbacks) if isinstance(one, kind)), None)
 
 
 def refuse_get(result: Any, using: str | None) -> None:

@@ -33,6 +33,7 @@ class StepTable(LeaseTable):
 
     purpose = "hold runs of stages and their outbox"
     models = ("StageRun", "StageStep", "OutboxMessage")
+    named, ends = "id", "ends_at"
 
     def __init__(self, alias: str) -> None:
         super().__init__("steps", alias)
@@ -48,6 +49,10 @@ class StepTable(LeaseTable):
         from ..models.stages import StageStep  # needs the app registry
 
         return StageStep.objects.using(self.alias)
+
+    def all(self) -> StageSteps:
+        """Return the steps."""
+        return self.steps()
 
     def at(self, name: str) -> StageSteps:
         """Return a queryset with the step of this id: one row or none."""

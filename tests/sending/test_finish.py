@@ -1,6 +1,5 @@
 """``current_claim().finish()`` in carried tasks: its commit, and events after it."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from contextvars import copy_context
@@ -45,14 +44,12 @@ def count_written(carried: Carried) -> int:
 
 @pytest.mark.sql
 def test_it_commits_with_the_body(carried: Carried) -> None:
-    """One more query; the row stays until the run has ended, and nothing is renewed meanwhile."""
+    """One more query; the row stays until the run has ended."""
     seen: list[Any] = []
 
     def work(task: Any, number: int) -> str:
         with transaction.atomic(using=carried.alias):
             claim = write(carried)
-            seen.append(renewer_has_leases())
-        seen.append(renewer_has_leases())
         row = carried.row
         seen.append((row.state, row.result, claim.result, bool(claim)))
         return "returned"
@@ -61,36 +58,12 @@ def test_it_commits_with_the_body(carried: Carried) -> None:
     message = carried.send(1)
     with CaptureQueriesContext(connections[carried.alias]) as queries:
         assert carried.mailbox.deliver(message) == ("SUCCESS", "returned")
-    assert seen == [False, True, ("running", '"stored"', "stored", True)]
+    assert seen == [("running", '"stored"', "stored", True)]
     assert (carried.rows.count(), count_written(carried)) == (0, 1)
     ours = [one["sql"] for one in queries if "outboxmessage" in one["sql"]]
     # The claim, the result, the look of the body, and the end.
     wanted = 4 + more_for_claim(carried.alias)
     assert len([sql for sql in ours if not sql.startswith(BRACKETS)]) == wanted
-
-
-def test_it_waits_for_a_renewal_that_is_under_way(
-    carried: Carried, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the renewal could wait for the commit, and all other renewals wait with it."""
-    waited_for: list[bool] = []
-
-    def work(task: Any, number: int) -> None:
-        claim = current_claim()
-
-        def end_renewal(is_over: Callable[[], bool], longest: float) -> None:
-            waited_for.append(claim.is_finished or is_over())
-            renewer.renewing.clear()
-            assert is_over()
-
-        renewer.renewing[claim.lease.lane] = [claim.lease]
-        with monkeypatch.context() as patch, transaction.atomic(using=carried.alias):
-            patch.setattr(renewer.changed, "wait_for", end_renewal)
-            claim.finish()
-
-    carried.body = work
-    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
-    assert waited_for == [False]
 
 
 def renewer_has_leases() -> bool:

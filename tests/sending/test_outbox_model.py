@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 from django.db import connections, transaction
+from django.test.utils import CaptureQueriesContext
 from model_bakery import baker
 from pytest_django import Settings
 
-from django_celery_safe import batches, queries
+from django_celery_safe import batches
 from django_celery_safe.databases import Now
+from django_celery_safe.leases.store import Renewal
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending.message_table import message_table
@@ -245,7 +247,7 @@ def test_what_is_given_back_is_due_again(alias: str) -> None:
 def test_what_was_sent_ends(
     alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is deleted, kept, or carried on; of more rows than one statement takes."""
+    """It is deleted, kept, or carried on, in one statement however many keys there are."""
     row = one_of_each(alias)
     everything, outbox = table(alias), message_table(alias)
     everything.filter(pk__in=[row["early"], row["late"]]).update(token=TOKEN, error="refused")
@@ -257,10 +259,30 @@ def test_what_was_sent_ends(
     kept = everything.get(pk=row["early"])
     assert (kept.state, kept.due_at, kept.ended_at, kept.error) == ("sent", None, None, "")
     monkeypatch.undo()
-    monkeypatch.setattr(queries, "MOST_VALUES", 2)
     everything.update(token=TOKEN)
-    outbox.record_sent(TOKEN, dict.fromkeys(row.values()))
+    outbox.record_sent(TOKEN, dict.fromkeys([*row.values(), *range(10**6, 10**6 + 5000)]))
     assert keys(everything.all()) == []
+
+
+@pytest.mark.sql
+def test_leases_are_renewed_together(alias: str) -> None:
+    """By two statements for any number; what a transaction has locked is left out, and not lost."""
+    made, connection = make(alias, 50, state="running", due_at=SECOND), connections[alias]
+    for key in made:
+        table(alias).filter(pk=key).update(attempt=f"a{key}", token=f"t{key}")
+    renewals = [Renewal(f"a{key}", f"t{key}", 60.0) for key in [*made, 10**6]]
+    with CaptureQueriesContext(connection) as queries:
+        assert message_table(alias).extend(renewals[:-1]) == [True] * 50
+    assert [one["sql"].split()[0] for one in queries if TABLE in one["sql"]] == ["SELECT", "UPDATE"]
+    assert all(due_in(alias, key) == in_about(60) for key in made)
+    other, locks = connection.copy(), connection.features.has_select_for_update
+    if locks:
+        other.set_autocommit(False)
+        with other.cursor() as cursor:
+            cursor.execute(f"SELECT id FROM {TABLE} WHERE id = {made[0]} FOR UPDATE")
+    first = None if locks else True
+    assert message_table(alias).extend(renewals) == [first, *[True] * 49, False]
+    other.close()
 
 
 @pytest.mark.sql

@@ -165,8 +165,8 @@ def test_queries_are_counted_by_batches(
     if db_kind == "postgres":
         assert words == {"SELECT": 3 + 2, "UPDATE": 3, "DELETE": 3}
     elif db_kind == "mariadb":
-        # The UPDATE returns nothing, so its rows are looked for before and after it.
-        assert words == {"SELECT": 3 + 3 * 2 + 2, "UPDATE": 3, "DELETE": 3}
+        # The UPDATE returns nothing, so its rows are read after it.
+        assert words == {"SELECT": 3 + 3 + 2, "UPDATE": 3, "DELETE": 3}
     else:
         # It looks before it locks all others out; the lock is a DELETE of nothing.
         assert words == {"SELECT": 3 + 3 + 2, "UPDATE": 3, "DELETE": 3 + 3}

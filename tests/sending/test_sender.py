@@ -19,7 +19,6 @@ from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from kombu.exceptions import OperationalError
 
-from django_celery_safe import queries as queries_module
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage
@@ -131,20 +130,6 @@ def test_the_sends_of_a_commit_look_for_their_rows_once(
     assert ids(sent()) == [result.id for result in results]
     words = [query["sql"].split()[0] for query in queries.captured_queries if TABLE in query["sql"]]
     assert words == ["SELECT", "DELETE"]
-
-
-def test_more_rows_than_one_statement_looks_for(
-    alias: str, sent: Sent, settings: "Settings", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are looked for in parts, and all are sent."""
-    settings.DJANGO_CELERY_SAFE = {"OUTBOX_SEND_TIMEOUT": 30}
-    monkeypatch.setattr(queries_module, "MOST_VALUES", 3)
-    with transaction.atomic(using=alias):
-        singles = [keep(number, alias).id for number in range(4)]
-        members = send_on_commit(group(add.s(n) for n in range(5)), using=alias, outbox=True)
-        singles += [keep(number, alias).id for number in range(2)]
-    assert sorted(ids(sent())) == sorted([*singles, *(one.id for one in members)])
-    assert not table(alias).exists()
 
 
 # Callbacks of others.

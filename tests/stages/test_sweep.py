@@ -21,8 +21,8 @@ from django_celery_safe.delivery.header import Header, with_header
 from django_celery_safe.events import RUN_REPAIRED
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
-from django_celery_safe.models.message_states import MOST_DOUBLINGS
 from django_celery_safe.pruning import prune_some
+from django_celery_safe.sending.outbox import MOST_DOUBLINGS
 from django_celery_safe.signals import run_ended
 from django_celery_safe.stages import Status
 from django_celery_safe.stages.repairs import SETTLING, UNSTARTED_AFTER, Repair, get_prunable

@@ -52,7 +52,7 @@ class DeletingRelay(relay.Relay):
     """Deletes what it will send before it sends it."""
 
     def _publish(self, app: Any, claimed: list[relay.ClaimedMessage], stop_at: float) -> None:
-        self._rows().filter(pk__in=[one.row.pk for one in claimed]).erase()
+        self._rows.filter(pk__in=[one.row.pk for one in claimed]).erase()
         super()._publish(app, claimed, stop_at)
 
 
