@@ -42,6 +42,7 @@ from ..events import (
 )
 from ..exceptions import ConfigurationError, LockBackendError
 from ..foreign_errors import describe_error
+from ..leases.clock import clock
 from ..leases.holder import holder_text
 from ..texts import get_logger
 from .broker import BrokerGone, OwnConnection, is_backend_gone, register_all
@@ -155,6 +156,8 @@ class Relay:
         #: When the last claimed row was due, and until when the relay looks only at later rows.
         self._since: datetime | None = None
         self._looks_back_at = 0.0
+        #: When it looked last, and from when on it judges; both by :data:`clock`.
+        self._looked_at = self._judges_at = clock.now()
         #: How many messages it has sent, and how many turns it has taken.
         self.count = self.turns = 0
 
@@ -239,14 +242,28 @@ class Relay:
         this method starts with the oldest row.
         """
         rows: list[OutboxMessage] = []
+        due = self._rows if self._judges() else self._rows.exclude(state="running")
         if self._since is not None and time.monotonic() < self._looks_back_at:
-            rows = self._rows.claim(BATCH, LEASE, self._token, since=self._since)
+            rows = due.claim(BATCH, LEASE, self._token, since=self._since)
         if not rows:
             self._looks_back_at = time.monotonic() + LOOK_BACK
-            rows = self._rows.claim(BATCH, LEASE, self._token)
+            rows = due.claim(BATCH, LEASE, self._token)
+        self._looked_at = clock.now()
         if rows:
             self._since = rows[-1].due_at
         return rows
+
+    def _judges(self) -> bool:
+        """
+        Return whether a run whose lease is over counts as dead for this relay now.
+
+        Who was absent does not judge: after a suspension of the machine, a failover, or a long
+        write transaction of SQLite, living processes first get the time to renew their leases.
+        """
+        now, patience = clock.now(), conf.lock_timeout() / 2
+        if now - self._looked_at > patience:
+            self._judges_at = now + patience
+        return now >= self._judges_at
 
     def _read(self, rows: list[OutboxMessage]) -> list[ClaimedMessage]:
         claimed: list[ClaimedMessage] = []

@@ -4,7 +4,7 @@ import asyncio
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ from django_celery_safe.delivery.header import HEADER
 from django_celery_safe.sending import carried as carried_module
 from django_celery_safe.sending.message_table import message_table
 from django_celery_safe.sending.publisher import Publisher
+from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import (
     claim_lost,
     message_brought_back,
@@ -55,6 +56,7 @@ from django_celery_safe.signals import (
 )
 from tests.app.models import Person
 from tests.background import before_its_update, settle
+from tests.clock import held_clock
 from tests.concurrency.mailbox import end_child
 from tests.kinds import more_for_claim
 from tests.listening import receiving
@@ -146,6 +148,17 @@ def test_messages_of_what_is_done_or_discarded_do_nothing(
     assert (carried.row.state, carried.row.due_at) == ("done", None)
     carried.rows.update(attempts=1)  # as if its sender had failed
     assert carried.rows.revive() == 0
+
+
+def test_a_relay_that_was_absent_does_not_judge(carried: Carried) -> None:
+    """Half a lease long it brings no run back: living processes renew their leases first."""
+    with held_clock() as clock, closing(Relay(carried.alias)) as relay:
+        clock.advance(10.0)
+        assert relay.relay_batch() == 0
+        leave_dead(carried, carried.send(1))
+        for seconds, found in ((16.0, 0), (14.0, 0), (1.5, 1)):
+            clock.advance(seconds)
+            assert relay.relay_batch() == found
 
 
 @pytest.mark.sql
