@@ -9,7 +9,7 @@ quotes, and what reads a changed row. All other statements are the ORM's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,7 +18,7 @@ from django.db import connections
 
 from .databases import MYSQL
 
-#: The place of keys, which stand in the text: a database accepts a limited number of parameters.
+#: The place of keys. Several stand in the text: a database accepts a limited number of parameters.
 IDS: Final = "%(ids)s"
 #: The server's time in UTC, and the time some seconds from now, for each kind of database.
 CLOCKS: Final = {
@@ -54,26 +54,36 @@ def execute(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) ->
     Args:
         ids: The keys that it has for ``:ids``.
     """
-    query = _find(connections[alias].vendor, name)
-    with connections[alias].cursor() as cursor:
-        cursor.execute(query.sql.replace(IDS, ", ".join(map(str, ids))), values)
+    connection = connections[alias]
+    sql = _place(_find(connection.vendor, name).sql, [*ids], values)
+    with connection.cursor() as cursor:
+        cursor.execute(sql, values)
         return int(cursor.rowcount)
 
 
 def fetch(alias: str, name: str, ids: Iterable[int] = (), /, **values: Any) -> list[Any]:
     """Execute a statement, as :func:`execute` does; return the rows that it finds or changes."""
-    query, keys = _find(connections[alias].vendor, name), ", ".join(map(str, ids))
-    with connections[alias].cursor() as cursor:
-        cursor.execute(query.sql.replace(IDS, keys), values)
+    connection, keys = connections[alias], [*ids]
+    query = _find(connection.vendor, name)
+    with connection.cursor() as cursor:
+        cursor.execute(_place(query.sql, keys, values), values)
         if query.reread:
             if not cursor.rowcount:
                 return []
-            cursor.execute(query.reread.replace(IDS, keys), values)
+            cursor.execute(_place(query.reread, keys, values), values)
         return list(cursor.fetchall())  # SQLite has not done it before it was read
 
 
+def _place(sql: str, ids: Sequence[int], values: dict[str, Any]) -> str:
+    """Give a statement its keys: one as a parameter, for which a client knows the text already."""
+    if len(ids) == 1:
+        values["ids"] = ids[0]
+        return sql
+    return sql.replace(IDS, ", ".join(map(str, ids)))
+
+
 def insert(
-    alias: str, name: str, rows: Sequence[Mapping[str, Any]]
+    alias: str, name: str, rows: Sequence[dict[str, Any]]
 ) -> tuple[list[tuple[Any, ...]], int]:
     """
     Insert rows in one statement.
@@ -82,17 +92,27 @@ def insert(
         What it returns of the rows, in any order; and, for MySQL, which returns nothing, the key
         of the first row.
     """
-    sql = _find(connections[alias].vendor, name).sql
-    if not (returns := connections[alias].features.can_return_rows_from_bulk_insert):
-        sql = sql.partition("\nRETURNING ")[0]
-    head, places, tail = re.split(r"(?<=VALUES )(\(.*?\n\))", sql, maxsplit=1, flags=re.DOTALL)
-    params, several = dict(rows[0]), [places]
-    for number, row in enumerate(rows[1:], 1):
-        several.append(re.sub(r"%\((\w+)\)s", rf"%(\1_{number})s", places))
-        params |= {f"{column}_{number}": value for column, value in row.items()}
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"{head}{', '.join(several)}{tail}", params)
+    connection, values = connections[alias], rows[0]
+    returns = connection.features.can_return_rows_from_bulk_insert
+    sql = _for_rows(connection.vendor, name, len(rows), returns=returns)
+    if len(rows) > 1:
+        values = {f"{key}_{n}": value for n, row in enumerate(rows) for key, value in row.items()}
+    with connection.cursor() as cursor:
+        cursor.execute(sql, values)
         return (cursor.fetchall(), 0) if returns else ([], cursor.lastrowid)
+
+
+@cache
+def _for_rows(vendor: str, name: str, count: int, *, returns: bool) -> str:
+    """Return an INSERT of so many rows, whose parameters have the numbers of their rows."""
+    sql = _find(vendor, name).sql
+    if not returns:
+        sql = sql.partition("\nRETURNING ")[0]
+    if count == 1:
+        return sql
+    head, places, tail = re.split(r"(?<=VALUES )(\(.*?\n\))", sql, maxsplit=1, flags=re.DOTALL)
+    numbered = (re.sub(r"%\((\w+)\)s", rf"%(\1_{n})s", places) for n in range(count))
+    return f"{head}{', '.join(numbered)}{tail}"
 
 
 @cache

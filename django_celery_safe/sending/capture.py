@@ -248,8 +248,16 @@ class _PublishIntercepted(BaseException):
         self.body, self.options = body, options
 
 
+def stand_in(app: Celery) -> Any:
+    """Return a producer for sends inside :func:`capture`, which takes none from the app's pool."""
+    amqp: Any = app.amqp
+    if not hasattr(amqp, "celery_safe_stand_in"):
+        amqp.celery_safe_stand_in = _StandIn(app.connection_for_write())
+    return amqp.celery_safe_stand_in
+
+
 class _StandIn:
-    """Replaces the producer while messages are captured."""
+    """Replaces the producer while messages are captured; its connection is never opened."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection

@@ -21,7 +21,7 @@ from ..locks import HeldLock
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic, attempts, in_atomic
 from .broker import BrokerGone, is_backend_gone, pooled_producer
-from .capture import Captured, Message, capture
+from .capture import Captured, Message, capture, stand_in
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .publisher import Publisher
@@ -169,7 +169,7 @@ def hold(
             f"app's broker, {app.connection_for_write().as_uri()}. Leave it out, or outbox=False."
         )
     with capture(app) as captured:
-        result = as_sent_result(send(options))
+        result = as_sent_result(send({**options, "producer": stand_in(app)}))
 
     def leave() -> None:
         refuse_get(result, using)
