@@ -34,7 +34,7 @@ class Mutation(NamedTuple):
 
     Attributes:
         where: The module below the package and the qualified name of a function, a class or an
-            assigned name: ``leases.claim:Claim.end_by``.
+            assigned name, ``leases.claim:Claim.end_by``; or a statement, ``queries.sql:end_message``.
         old: A text that the source of this place has exactly once.
         new: The text that replaces it.
         breaks: The fault that a user would see.
@@ -48,7 +48,9 @@ class Mutation(NamedTuple):
     @property
     def path(self) -> Path:
         """The file, relative to the package."""
-        return Path(*self.where.partition(":")[0].split(".")).with_suffix(".py")
+        module = self.where.partition(":")[0]
+        is_sql = module.endswith(".sql")
+        return Path(module) if is_sql else Path(*module.split(".")).with_suffix(".py")
 
     def apply(self, source: str) -> str:
         """
@@ -68,8 +70,12 @@ class Mutation(NamedTuple):
 
     def _split(self, source: str) -> tuple[str, str, str]:
         name = self.where.partition(":")[2]
-        first, last = _find_lines(ast.parse(source), name.split("."))
         lines = source.splitlines(keepends=True)
+        if self.path.suffix == ".sql":
+            first = lines.index(f"-- {name} --\n") + 1
+            last = first + next(n for n, line in enumerate(lines[first:]) if not line.strip())
+        else:
+            first, last = _find_lines(ast.parse(source), name.split("."))
         place = "".join(lines[first - 1 : last])
         if place.count(self.old) != 1:
             raise LookupError(f"{self.where} has {place.count(self.old)} times: {self.old!r}")

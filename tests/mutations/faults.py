@@ -42,7 +42,7 @@ MUTATIONS = {
         ),
         M(
             "leases.renewer:Lane._renew",
-            "if not extended:",
+            "if extended is False:",
             "if False:",
             "a holder never hears that its lease was lost",
         ),
@@ -367,7 +367,7 @@ MUTATIONS = {
             "a task for another database's transaction is sent at once",
         ),
         M(
-            "sending.commit:_publish",
+            "sending.commit:Held._publish",
             "except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run",
             "except ArithmeticError as error:",
             "an error of one send skips the other callbacks of the commit",
@@ -603,9 +603,9 @@ MUTATIONS = {
             "the newest messages are sent first",
         ),
         M(
-            "models.message_states:OutboxMessages.end",
-            "self.claimed(token).update(",
-            "self.update(",
+            "queries.sql:end_message",
+            " AND token = :token",
+            "",
             "a run that lost its claim ends the row of the run that has it",
         ),
         M(
