@@ -25,10 +25,10 @@ LIMITS: Final = {
     "unique_until send": 23,
     "unique_until run": 41,
     "outbox call and commit": 36,
-    "relay of one": 17,
+    "relay of one": 19,
     "do_once": 8,
-    "idempotent run": 43,
-    "start": 54,
+    "idempotent run": 40,
+    "start": 53,
     "step and next stage": 105,
     "last step": 61,
 }

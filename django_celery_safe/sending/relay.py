@@ -156,7 +156,9 @@ class Relay:
         #: When the last claimed row was due, and until when the relay looks only at later rows.
         self._since: datetime | None = None
         self._looks_back_at = 0.0
-        #: When it looked last, and from when on it judges; both by :data:`clock`.
+        #: Half of the usual lease, s; when it looked last, and from when on it judges, both by
+        #: :data:`clock`.
+        self._patience = conf.lock_timeout() / 2
         self._looked_at = self._judges_at = clock.now()
         #: How many messages it has sent, and how many turns it has taken.
         self.count = self.turns = 0
@@ -260,9 +262,9 @@ class Relay:
         Who was absent does not judge: after a suspension of the machine, a failover, or a long
         write transaction of SQLite, living processes first get the time to renew their leases.
         """
-        now, patience = clock.now(), conf.lock_timeout() / 2
-        if now - self._looked_at > patience:
-            self._judges_at = now + patience
+        now = clock.now()
+        if now - self._looked_at > self._patience:
+            self._judges_at = now + self._patience
         return now >= self._judges_at
 
     def _read(self, rows: list[OutboxMessage]) -> list[ClaimedMessage]:
