@@ -29,7 +29,7 @@ from ..leases.lease import Lease
 from ..locks import HeldLock
 from ..locks.stores.base import Store
 from ..texts import get_logger
-from .header import declare_field, get_header, is_flag, with_header
+from .header import get_header, with_header
 
 T = TypeVar("T")
 
@@ -48,10 +48,6 @@ PAUSE: Final = 0.05
 MARK_LASTS: Final = 24 * 3600.0
 #: Shortest delay of a copy, s: the lease's end is known only to the millisecond.
 SHORTEST_DELAY: Final = 0.05
-
-
-#: Whether this message is a copy that waited for the end of another run or claim.
-declare_field("copy", is_flag)
 
 
 class Rejected(Reject, Ignore):

@@ -29,9 +29,8 @@ from ..databases import is_lost_race
 from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, resend_later
 from ..delivery.deaths import ends_process, refuse_after_deaths
-from ..delivery.header import declare_field, get_header, is_text
+from ..delivery.header import get_header
 from ..delivery.worker import connect_receivers
-from ..delivery.wrappers import add_wrapper
 from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
 from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit, text_of
@@ -518,8 +517,3 @@ def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
     if found.token == claim.token:  # it was claimed, but the answer got lost
         return claim, Claimed(*(getattr(found, name) for name in Claimed._fields))
     return "another process runs it" if found.state == "running" else f"it is {found.state}"
-
-
-#: Alias of the database with the message's row; ``serialization`` declares ``attempt``.
-declare_field("using", is_text)
-add_wrapper("attempt", run_carried, outermost=True)

@@ -311,9 +311,9 @@ MUTATIONS = {
             "a forged token of another length cuts a lock's value in the wrong place",
         ),
         M(
-            "delivery.wrappers:add_wrapper",
-            "0 if outermost else len(_wrappers)",
-            "len(_wrappers)",
+            "delivery.wrappers:wrap_run",
+            "in reversed(WRAPPERS)",
+            "in WRAPPERS",
             "a carried run ends its row inside of its lock",
         ),
         M(
