@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 from celery.app.task import Context
@@ -88,22 +88,19 @@ class Resent(NamedTuple):
 _resent: ContextVar[Resent | None] = ContextVar("django_celery_safe_resent", default=None)
 
 
-@contextmanager
-def resending(task_id: str | None, *, unchanged: bool = False) -> Iterator[None]:
+def resending(task_id: str | None, send: Callable[[], T], *, unchanged: bool = False) -> T:
     """
-    Mark sends inside the block as re-sends of the running task, which are never held back.
+    Call ``send``, whose sends re-send the running task, and so are never held back.
 
     Args:
         task_id: The id of the running task, because receivers of Celery's signals may send
-            other tasks; None: mark all sends.
+            other tasks; None: all sends are meant.
         unchanged: Whether the message is the same in everything, including the key.
     """
-    before = _resent.get()
-    try:
-        _resent.set(Resent(task_id, unchanged))  # in the block: a signal handler may raise here
-        yield
-    finally:
-        _resent.set(before)
+    # In a context of its own: a signal handler that raises can't leave this one so.
+    context = copy_context()
+    context.run(_resent.set, Resent(task_id, unchanged))
+    return context.run(send)
 
 
 def find_resent(task_id: str | None) -> Resent | None:
@@ -249,8 +246,7 @@ def _send(task: Any, request: Context, signature: Any) -> None:
         if isinstance(shown := getattr(request, name, None), str):
             signature.options[name] = shown
     try:
-        with resending(request.id, unchanged=True):
-            signature.apply_async()
+        resending(request.id, signature.apply_async, unchanged=True)
     except Exception as error:
         # With acks_late the broker still has the message and can redeliver it;
         # without, the task visibly fails with this error.

@@ -8,7 +8,6 @@ from typing import Any, Final, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 from .. import conf
-from ..exceptions import ConfigurationError
 from ..texts import get_logger
 
 logger = get_logger(__name__)
@@ -41,12 +40,9 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_lease(value: object) -> bool:
-    try:
-        conf.LEASE.seconds(value, "period")
-    except ConfigurationError:
-        return False
-    return True
+def _is_lease(value: Any) -> bool:
+    is_number = type(value) in (int, float)
+    return is_number and conf.SHORTEST_LEASE <= value <= conf.LONGEST_LEASE
 
 
 def _is_description(value: object) -> bool:

@@ -55,7 +55,7 @@ class SafeRequest(Request):
         self._fail_if_ended(error)
         send_task_failure(self, exc_info, error)
         logger.error(
-            "The process of %s[%s] died; a relay sends it again when its lease is over: %s",
+            "The process of %s[%s] died; a relay sends it again: %s",
             self.name,
             self.id,
             describe_error(error),

@@ -172,8 +172,8 @@ def hold(
             f"{producer.connection.as_uri()}, which no row can keep: a relay sends through the "
             f"app's broker, {app.connection_for_write().as_uri()}. Leave it out, or outbox=False."
         )
-    with capture(app) as captured:
-        result = as_sent_result(send(options))
+    captured = Captured()
+    result = as_sent_result(capture(app, captured, lambda: send(options)))
 
     def leave(outbox: Outbox) -> None:
         departure = Departure.join(using)

@@ -279,15 +279,15 @@ MUTATIONS = {
             "a unique task with a countdown can be sent twice before it runs",
         ),
         M(
-            "concurrency.message_endings:_on_failure",
-            "if not isinstance(exception, WorkerLostError | TimeLimitExceeded):",
-            "if True:",
+            "concurrency.message_endings:settle",
+            "outcome.pid not in (None, os.getpid())",
+            "False",
             "the lock of a killed run is held for a whole lease",
         ),
         M(
-            "concurrency.message_endings:_is_of",
-            "and lock.holder.pid == pid",
-            "",
+            "concurrency.message_endings:_free_after_death",
+            "and not outcome.ended(held.holder)",
+            "and False",
             "a killed process frees the lock of a living one",
         ),
         M(
@@ -324,8 +324,8 @@ MUTATIONS = {
         ),
         M(
             "delivery.copies:resending",
-            "_resent.set(before)",
-            "pass",
+            "context.run(_resent.set, Resent(task_id, unchanged))",
+            "_resent.set(Resent(task_id, unchanged))",
             "every later send of the process counts as a retry and is not held back",
         ),
         M(
@@ -422,14 +422,14 @@ MUTATIONS = {
         ),
         M(
             "sending.task:SafeTaskMixin.retry",
-            "with resending(self.request.id):",
-            "with resending('other'):",
+            "resending(self.request.id,",
+            "resending('other',",
             "a retry inside a transaction is held back and dropped by the rollback",
         ),
         M(
             "sending.capture:capture",
-            "CAPTURED.set(before)",
-            "pass",
+            "context.run(CAPTURED.set, captured)",
+            "CAPTURED.set(captured)",
             "every later send of the process is swallowed",
         ),
     ],

@@ -1,6 +1,7 @@
 """Tasks that are carried until done: their row after each event, run by real tracers."""
 
 import asyncio
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from celery.exceptions import (
 )
 from celery.signals import (
     after_task_publish,
+    task_received,
     task_rejected,
     task_revoked,
 )
@@ -43,6 +45,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery.header import HEADER
+from django_celery_safe.leases.holder import HOST, Holder, encode_holder
 from django_celery_safe.sending import carried as carried_module
 from django_celery_safe.sending.outbox import CarriedAttempt
 from django_celery_safe.sending.publisher import Publisher
@@ -121,6 +124,7 @@ def test_the_row_stays_until_the_task_is_done(carried: Carried) -> None:
         for queries in (sending, running)
     ]
     assert counts == [1, 2 + more_for_claim(carried.alias)]
+    gc.collect()
     assert not carried_module._runs
 
 
@@ -865,6 +869,24 @@ def test_a_connection_that_ended_during_the_task(carried: Carried, state: str) -
     carried.body = lose_connection
     assert carried.mailbox.deliver(carried.send()).state == state
     assert [row.state for row in carried.rows.all()] == (["failed"] if state == "FAILURE" else [])
+
+
+@pytest.mark.parametrize(("pid", "is_due"), [(2**22 + 1, True), (1, False)])
+def test_the_task_of_a_killed_process_is_due_at_once(
+    pid: int, is_due: bool, carried: Carried
+) -> None:
+    """The worker that lost it makes it due, unless another process has claimed it meanwhile."""
+    message = carried.send()
+    leave_dead(carried, message)
+    holder = encode_holder(message.id, Holder(host=HOST, pid=pid))
+    carried.rows.update(holder=holder, due_at=Now() + timedelta(seconds=30))
+    request = carried.mailbox.receive(message)
+    request.worker_pid = 2**22 + 1  # larger than any process id
+    task_received.send(sender=None, request=request)
+    end_child(request, WorkerLostError("signal 9"))
+    settle()
+    assert len(carried.relay()) == is_due
+    assert carried.row.deaths == is_due
 
 
 def test_a_death_after_the_end_of_the_task(
