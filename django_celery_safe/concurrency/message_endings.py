@@ -20,13 +20,9 @@ from ..delivery.worker import in_background, is_dead_soon
 from ..leases.holder import place_names
 from ..locks import HeldLock
 from ..locks.stores import get_store, locate
-from ..locks.stores.base import Store
-from ..texts import get_logger
 from .guard import Guarded, find_guarded_as_asked, get_lock_name
 from .options import Options
 from .sent import find_sent
-
-logger = get_logger(__name__)
 
 #: The function that a message's lock guards, its options, and the message's header.
 Asked: TypeAlias = tuple[Guarded, Options, Header]
@@ -46,62 +42,45 @@ def settle(outcome: Outcome) -> None:
         case _:
             asked = find_guarded_as_asked(outcome.task, outcome.request)
             if asked is not None and outcome.kind in ("revoked", "expired"):
-                _free_unless_running(outcome, asked)
+                _in_background(lambda: _free_unless_running(outcome, asked))
             elif asked is not None and outcome.pid not in (None, os.getpid()):
-                _free_after_death(outcome, asked)
+                _in_background(lambda: _free_after_death(outcome, asked))
 
 
 def _free_unless_running(outcome: Outcome, asked: Asked) -> None:
     sent = find_sent(outcome.request)
-
-    def free() -> None:
-        # The message may have been delivered twice and refused the second time, while the
-        # first delivery still runs.
-        if sent is not None and _find_run(get_store(), outcome, asked) is None:
-            sent.move(0)
-
-    _in_background(free)
+    # The message may have been delivered twice and refused the second time, while the first
+    # delivery still runs.
+    if sent is not None and _find_run(outcome, asked) is None:
+        sent.move(0)
 
 
 def _free_after_death(outcome: Outcome, asked: Asked) -> None:
-    task, request, pid = outcome.task, outcome.request, outcome.pid or 0
-    store = get_store()
-    sent = find_sent(request)
-    ended = not outcome.comes_again and outcome.when is None
+    task, request, store = outcome.task, outcome.request, get_store()
+    sent, held = find_sent(request), _find_run(outcome, asked)
+    if held is not None and not outcome.ended(held.holder):
+        held = None
+    if held is None and sent is None:
+        return
 
-    def free() -> None:
-        held = _find_run(store, outcome, asked)
-        if held is not None and not outcome.ended(held.holder):
-            held = None
-        if held is None and sent is None:
-            return
-
-        # As a run does at its own end; first, because its lease may expire right after its death.
-        done = False
-        if held is not None and ended and task.acks_late:
-            done = mark_end(task, request, store, time.time() - held.holder.since)
-        if not is_dead_soon(pid):
-            logger.info(
-                "Process %d of task %s[%s] does not end; its locks end by their leases.",
-                pid,
-                task.name,
-                outcome.task_id,
-            )
-            return
-        if held is not None:
-            store.release(held.name, held.token, held.remaining)
-        # If the message was delivered twice, the other delivery keeps its lock.
-        if sent is not None and not outcome.comes_again and (outcome.is_only or done):
-            sent.move(0.0 if ended else sent.lease(outcome.when, request.expires))
-
-    _in_background(free)
+    # As a run does at its own end; first, because its lease may expire right after its death.
+    ended, done = not outcome.comes_again and outcome.when is None, False
+    if held is not None and ended and task.acks_late:
+        done = mark_end(task, request, store, time.time() - held.holder.since)
+    if not is_dead_soon(outcome.pid or 0):
+        return  # its locks end by their leases
+    if held is not None:
+        store.release(held.name, held.token, held.remaining)
+    # If the message was delivered twice, the other delivery keeps its lock.
+    if sent is not None and not outcome.comes_again and (outcome.is_only or done):
+        sent.move(0.0 if ended else sent.lease(outcome.when, request.expires))
 
 
-def _find_run(store: Store, outcome: Outcome, asked: Asked) -> HeldLock | None:
+def _find_run(outcome: Outcome, asked: Asked) -> HeldLock | None:
     """Return the lock that a run of this message holds; None: no run holds it."""
     name = get_lock_name(outcome.task, outcome.request, *asked)
     for place in place_names(name, asked[1].limit):
-        held = store.peek(place)
+        held = get_store().peek(place)
         if held is not None and held.holder.task_id == outcome.request.id:
             return held._replace(name=place)
     return None

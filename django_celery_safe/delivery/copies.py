@@ -121,9 +121,7 @@ def resend_later(
     Raises:
         Retry: Always, if the message was sent.
     """
-    delay = min(delay, _longest_delay(task))
-    signature = task.signature_from_request(request, countdown=delay)
-    _send(task, request, signature)
+    delay, signature = _send(task, request, delay)
     raise Retry(why, when=delay, sig=signature)  # type: ignore[arg-type]
 
 
@@ -143,11 +141,7 @@ def requeue_self(task: Any, request: Context, contender: HeldLock) -> NoReturn:
     left = contender.remaining
     if left is None:  # the store does not report it
         left = conf.lock_timeout()
-    delay = min(max(left, SHORTEST_DELAY), _longest_delay(task))
-    signature = task.signature_from_request(request, countdown=delay)
-    header: Any = {**get_header(request), "task": task.name, "copy": True}
-    signature.options.update(with_header(signature.options, header))
-    _send(task, request, signature)
+    delay, _ = _send(task, request, max(left, SHORTEST_DELAY), copy=True)
     TASK_OWN_COPY.emit(
         requeue_self,
         name=contender.name,
@@ -240,7 +234,13 @@ def _end_marker(task: Any, request: Context) -> str:
     return f"{task.name}:ended:{request.id}:{attempt}"
 
 
-def _send(task: Any, request: Context, signature: Any) -> None:
+def _send(task: Any, request: Context, delay: float, **fields: Any) -> tuple[float, Any]:
+    """Re-send the message; return its delay and signature. ``fields`` are added to its header."""
+    delay = min(delay, _longest_delay(task))
+    signature = task.signature_from_request(request, countdown=delay)
+    if fields:
+        header = {**get_header(request), "task": task.name, **fields}
+        signature.options.update(with_header(signature.options, header))
     for name in ("argsrepr", "kwargsrepr"):
         # Otherwise Celery would compute it again, and reveal redacted arguments.
         if isinstance(shown := getattr(request, name, None), str):
@@ -253,6 +253,7 @@ def _send(task: Any, request: Context, signature: Any) -> None:
         if task.acks_late:
             raise Rejected(error, requeue=True) from error
         raise
+    return delay, signature
 
 
 def _longest_delay(task: Any) -> float:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, NamedTuple
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from celery import signals, states
 from celery._state import _task_stack  # type: ignore[attr-defined]
@@ -39,9 +38,10 @@ HANDLERS: Final = (
 #: The kinds of outcomes of which only the main process of a worker knows: a process was killed.
 DEATHS: Final = ("lost", "timed out", "cancelled", "re-sent", "terminated")
 
+_handler: Final = functools.cache(lambda path: import_string(f"django_celery_safe.{path}"))
 #: Requests that this worker has received, for as long as Celery keeps them. A redelivered
 #: message has another request with the same id.
-_received: WeakSet[Any] = WeakSet()
+_received: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 class Outcome(NamedTuple):
@@ -95,7 +95,7 @@ def connect() -> None:
 
 
 def _on_received(request: Any, **kwargs: Any) -> None:
-    _received.add(request)
+    _received[id(request)] = request
 
 
 def _on_prerun(task: Any, **kwargs: Any) -> None:
@@ -124,7 +124,7 @@ def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: A
 def _on_retry(sender: Any, request: Any, reason: Any = None, **kwargs: Any) -> None:
     if reason is None:  # the worker has lost its connection to the broker
         _report_death("cancelled", sender, request.id, comes_again=bool(sender.acks_late))
-    elif any(one._context is request for one in _received):
+    elif any(one._context is request for one in _find(request.id)):
         _report_death("re-sent", sender, request.id, error=reason, when=reason.when or 0.0)
     elif not request.is_eager:
         _report_run("retried", sender, reason)
@@ -141,7 +141,7 @@ def _on_revoked(sender: Any, request: Any, terminated: bool, expired: bool, **kw
     error = RuntimeError(f"The task {how}.")
     # The pool may have given the message to a child that ended before reading it. If it is then
     # revoked, the main process accepts and ends it (_put_back in celery/concurrency/asynpool.py).
-    accepted_by = (one.worker_pid for one in _received if one._context is request)
+    accepted_by = (one.worker_pid for one in _find(request.id) if one._context is request)
     if terminated and os.getpid() not in accepted_by:
         _report_death("terminated", sender, request.id, request, error=error)
     else:
@@ -183,15 +183,11 @@ def _report(outcome: Outcome) -> None:
         _handler(path)(outcome)
 
 
-@functools.cache
-def _handler(path: str) -> Callable[[Outcome], None]:
-    handler: Callable[[Outcome], None] = import_string(f"django_celery_safe.{path}")
-    return handler
-
-
 def _find(task_id: str) -> list[Any]:
     """Return Celery's requests of the messages with this id that this worker has."""
-    return [request for request in _received if request.id == task_id]
+    # At once, because another thread may add one.
+    found = [reference() for reference in _received.valuerefs()]
+    return [request for request in found if request is not None and request.id == task_id]
 
 
 os.register_at_fork(after_in_child=_received.clear)

@@ -26,18 +26,9 @@ _TOKEN: Final = re.compile("[0-9a-f]{32}")
 Header: TypeAlias = dict[str, Any]
 
 
-def is_text(value: object) -> bool:
-    """Return whether a value is a text."""
-    return isinstance(value, str)
-
-
 def is_token(value: object) -> bool:
     """Return whether a value is a token; its length matters, because scripts split by it."""
     return isinstance(value, str) and _TOKEN.fullmatch(value) is not None
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
 
 
 def _is_lease(value: Any) -> bool:
@@ -47,31 +38,34 @@ def _is_lease(value: Any) -> bool:
 
 def _is_description(value: object) -> bool:
     names = {"backend", "queue_name", "run_after", "enqueued_at"}
-    return isinstance(value, dict) and value.keys() == names and all(map(is_text, value.values()))
+    if not isinstance(value, dict) or value.keys() != names:
+        return False
+    return all(isinstance(text, str) for text in value.values())
 
 
-#: All fields of the header, each with a function that returns whether a value is possible.
-_FIELDS: Final[dict[str, Callable[[Any], bool]]] = {
+#: All fields of the header, each with its type, or a function that returns whether a value is
+#: possible.
+_FIELDS: Final[dict[str, type | Callable[[Any], bool]]] = {
     "format": lambda value: type(value) is int and value > 0,
     # The key that calls of the same work share, what replaces the task's name before it in the
     # names of locks, and the ``single_instance`` options that the caller gave for this call.
-    "key": is_text,
-    "lock": is_text,
-    "options": lambda value: isinstance(value, Mapping),
+    "key": str,
+    "lock": str,
+    "options": dict,
     # The token of the lock that the message has held since it was sent, and for how long after
     # that, s, the lock is held whatever happens to the message.
     "sent": is_token,
     "period": _is_lease,
     # Whether other tasks wait for this message, so even a duplicate is published; and the id of the
     # task that was sent before this duplicate, whose run does nothing.
-    "canvas": _is_flag,
-    "duplicate": is_text,
+    "canvas": bool,
+    "duplicate": str,
     # Whether this message is a copy that waited for the end of another run or claim.
-    "copy": _is_flag,
+    "copy": bool,
     # The attempt of its task that this message is for, and the alias of the database with the row
     # of that name, which keeps the message until the task is done.
     "attempt": is_token,
-    "using": is_text,
+    "using": str,
     # The id of the step that the message runs.
     "step": lambda value: type(value) is int,
     # How a Django task was enqueued.
@@ -105,7 +99,12 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
         return Header()
     if found.get("task") != task:
         return Header()  # copied from another message, along with its other headers
-    wrong = [name for name in found if name in _FIELDS and not _FIELDS[name](found[name])]
+    wrong = [
+        name
+        for name, value in found.items()
+        if (rule := _FIELDS.get(name)) is not None
+        and not (isinstance(value, rule) if isinstance(rule, type) else rule(value))
+    ]
     if "format" not in wrong and found.get("format", FORMAT) > FORMAT:
         logger.warning(
             "The header %r of a message for %s is of format %s, and this release knows %s: "

@@ -18,11 +18,11 @@ Wrapper: TypeAlias = Callable[[Any, Context, Function, Args, Kwargs], Any]
 #: The wrappers, the outermost first, each after the header field with which a message requests it.
 #: As texts, because this room knows nothing of higher ones.
 WRAPPERS: Final = (
-    ("attempt", "django_celery_safe.sending.carried.run_carried"),
-    ("options", "django_celery_safe.concurrency.guard.run_as_asked"),
-    ("step", "django_celery_safe.stages.step_tasks.run_plain"),
+    ("attempt", "sending.carried.run_carried"),
+    ("options", "concurrency.guard.run_as_asked"),
+    ("step", "stages.step_tasks.run_plain"),
 )
-_import: Callable[[str], Wrapper] = functools.cache(import_string)
+_wrapper: Final = functools.cache(lambda path: import_string(f"django_celery_safe.{path}"))
 
 
 def wrap_run(task: Any) -> Function:
@@ -39,7 +39,7 @@ def wrap_run(task: Any) -> Function:
         header, inner = get_header(request), run
         for field, path in reversed(WRAPPERS):
             if field in header:
-                inner = functools.partial(_call, _import(path), task, request, inner)
+                inner = functools.partial(_call, _wrapper(path), task, request, inner)
         return inner(*args, **kwargs)
 
     return wrapped

@@ -1,4 +1,4 @@
-"""What a worker does before a run, and after a death: in threads, beside the pool's forks."""
+"""What a worker does before a run, and in threads beside the pool's forks."""
 
 import os
 from contextvars import copy_context
@@ -9,9 +9,7 @@ from celery.app.task import Context
 
 from django_celery_safe.delivery import worker
 from django_celery_safe.delivery.call import run_for
-from django_celery_safe.delivery.endings import Outcome
 from django_celery_safe.delivery.worker import in_background
-from django_celery_safe.leases.holder import HOST, Holder
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 
@@ -36,24 +34,6 @@ def test_a_new_child_waits_for_background_work(monkeypatch: pytest.MonkeyPatch) 
     future.result(60)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "killed", "host", "pid", "ours"),
-    [
-        ("terminated", 4711, HOST, 4711, True),
-        ("terminated", 4711, HOST, 4712, False),  # another run has taken the lease over
-        ("terminated", 4711, "elsewhere", 4711, False),
-        ("terminated", None, HOST, 4712, True),  # which process ran it is not known
-        ("revoked", None, HOST, 4712, False),  # this delivery never ran
-    ],
-)
-def test_what_the_killed_run_of_a_message_held(
-    kind: str, killed: int | None, host: str, pid: int, ours: bool
-) -> None:
-    """A killed process may have lost its row to another one of the same machine."""
-    outcome = Outcome(kind, task=None, request=None, pid=killed)
-    assert outcome.ended(Holder(host=host, pid=pid)) is ours
 
 
 def test_a_run_begins_without_what_the_last_one_left(mailbox: Mailbox) -> None:

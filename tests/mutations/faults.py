@@ -329,7 +329,7 @@ MUTATIONS = {
             "every later send of the process counts as a retry and is not held back",
         ),
         M(
-            "delivery.copies:resend_later",
+            "delivery.copies:_send",
             "delay = min(delay, _longest_delay(task))",
             "pass",
             "a message that waits beyond the visibility timeout multiplies",

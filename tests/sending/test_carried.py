@@ -871,14 +871,17 @@ def test_a_connection_that_ended_during_the_task(carried: Carried, state: str) -
     assert [row.state for row in carried.rows.all()] == (["failed"] if state == "FAILURE" else [])
 
 
-@pytest.mark.parametrize(("pid", "is_due"), [(2**22 + 1, True), (1, False)])
+@pytest.mark.parametrize(
+    ("host", "pid", "is_due"),
+    [(HOST, 2**22 + 1, True), (HOST, 1, False), ("elsewhere", 2**22 + 1, False)],
+)
 def test_the_task_of_a_killed_process_is_due_at_once(
-    pid: int, is_due: bool, carried: Carried
+    host: str, pid: int, is_due: bool, carried: Carried
 ) -> None:
     """The worker that lost it makes it due, unless another process has claimed it meanwhile."""
     message = carried.send()
     leave_dead(carried, message)
-    holder = encode_holder(message.id, Holder(host=HOST, pid=pid))
+    holder = encode_holder(message.id, Holder(host=host, pid=pid))
     carried.rows.update(holder=holder, due_at=Now() + timedelta(seconds=30))
     request = carried.mailbox.receive(message)
     request.worker_pid = 2**22 + 1  # larger than any process id
