@@ -342,7 +342,9 @@ def run_carried(
     # After a bare os.fork() the child also gets here, and must not end the claim.
     if run.is_called and not run.claim.is_of_parent():
         _succeed(run, request, result)
-        request.safe_ended = None if run.claim.is_held else "attempt"  # type: ignore[attr-defined]
+        if not run.claim.is_held:
+            _runs.pop(request, None)
+            request.safe_ended = "attempt"  # type: ignore[attr-defined]
     return result
 
 

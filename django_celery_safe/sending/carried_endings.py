@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from celery import states
+from celery.backends.base import DisabledBackend
 from django.db import DEFAULT_DB_ALIAS
 
 from ..databases import Now
@@ -19,7 +21,7 @@ from ..foreign_errors import describe_error
 from ..leases.holder import HOST, HeldLock, decode_holder
 from ..transactions import TRIES
 from .carried import end_run
-from .message_table import MessageTable, message_table
+from .message_table import ENDED, MessageTable, message_table
 
 FAILURE: Final = "That a carried task has ended could not be recorded; a relay sends it again."
 
@@ -36,7 +38,7 @@ def record(outcome: Outcome) -> None:
         case "timed out" if not outcome.comes_again:
             _in_background(_fail, outcome)
         case "lost":
-            _in_background(_make_due, outcome)
+            _in_background(_follow_death, outcome)
         case "unknown" | "undecodable" if outcome.error is not None:
             _in_background(_note, outcome)
 
@@ -57,12 +59,30 @@ def _note(table: MessageTable, outcome: Outcome) -> None:
     unclaimed.update(error=storable(f"A worker on {HOST} {text}"))
 
 
-def _make_due(table: MessageTable, outcome: Outcome) -> None:
+def _follow_death(table: MessageTable, outcome: Outcome) -> None:
     """Let a relay send a task whose process was killed again before its lease is over."""
     row = table.find(outcome.header["attempt"])
-    is_ours = row is not None and row.token and _is_of(outcome, row)
-    if is_ours and is_dead_soon(outcome.pid or 0):
-        table.at(outcome.header["attempt"]).claimed(row.token).update(due_at=Now())
+    if row is None:
+        has_ended = not table.goes_on(outcome.task_id)  # a retry has another attempt
+    else:
+        has_ended = row.state in ENDED
+        if row.token and _is_of(outcome, row) and is_dead_soon(outcome.pid or 0):
+            table.at(outcome.header["attempt"]).claimed(row.token).update(due_at=Now())
+    if has_ended:
+        _store_failure(outcome)
+
+
+def _store_failure(outcome: Outcome) -> None:
+    """Store a failure, as Celery does, if the row has ended but no result was stored."""
+    task, request = outcome.task, outcome.request
+    backend: Any = task.backend
+    if isinstance(backend, DisabledBackend):
+        return  # the project stores no results
+    if backend.get_state(outcome.task_id) not in states.READY_STATES:
+        stores = not request.ignore_result or task.store_errors_even_if_ignored
+        backend.mark_as_failure(
+            outcome.task_id, outcome.error, request=request, store_result=stores
+        )
 
 
 def _fail(table: MessageTable, outcome: Outcome) -> None:

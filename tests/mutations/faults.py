@@ -317,6 +317,12 @@ MUTATIONS = {
             "a carried run ends its row inside of its lock",
         ),
         M(
+            "delivery.endings:_on_prerun",
+            "_running.set(frozenset())",
+            "pass",
+            "a run that a time limit ended is still there for the next one",
+        ),
+        M(
             "delivery.call:run_for",
             "_running.set(before | {(request.id, id(function))})",
             "pass",
@@ -395,6 +401,12 @@ MUTATIONS = {
             "self._give_back()",
             "pass",
             "what a relay could not send waits a minute for another one",
+        ),
+        M(
+            "sending.carried_endings:_follow_death",
+            ".update(due_at=Now())",
+            "",
+            "a carried task whose process was killed waits for the end of its lease",
         ),
         M(
             "sending.carried:Run.end",

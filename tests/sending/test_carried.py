@@ -1,7 +1,6 @@
 """Tasks that are carried until done: their row after each event, run by real tracers."""
 
 import asyncio
-import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -58,7 +57,7 @@ from django_celery_safe.signals import (
 )
 from tests.app.models import Person
 from tests.background import before_its_update, settle
-from tests.concurrency.mailbox import end_child
+from tests.concurrency.mailbox import Message, end_child
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port
@@ -68,6 +67,8 @@ from tests.sending.conftest import hearing
 if TYPE_CHECKING:
     from pytest_django import Settings
 
+#: Larger than any process id (Linux: PID_MAX_LIMIT).
+NO_PROCESS = 2**22 + 1
 #: Statements that open and close transactions.
 BRACKETS = ("BEGIN", "COMMIT", "SAVEPOINT", "RELEASE")
 
@@ -124,7 +125,6 @@ def test_the_row_stays_until_the_task_is_done(carried: Carried) -> None:
         for queries in (sending, running)
     ]
     assert counts == [1, 2 + more_for_claim(carried.alias)]
-    gc.collect()
     assert not carried_module._runs
 
 
@@ -871,9 +871,18 @@ def test_a_connection_that_ended_during_the_task(carried: Carried, state: str) -
     assert [row.state for row in carried.rows.all()] == (["failed"] if state == "FAILURE" else [])
 
 
+def lose(carried: Carried, message: Message) -> None:
+    """Report to the worker's main process that the process of a run was killed."""
+    request = carried.mailbox.receive(message)
+    task_received.send(sender=None, request=request)
+    request.worker_pid = NO_PROCESS
+    end_child(request, WorkerLostError("signal 9"))
+    settle()
+
+
 @pytest.mark.parametrize(
     ("host", "pid", "is_due"),
-    [(HOST, 2**22 + 1, True), (HOST, 1, False), ("elsewhere", 2**22 + 1, False)],
+    [(HOST, NO_PROCESS, True), (HOST, 1, False), ("elsewhere", NO_PROCESS, False)],
 )
 def test_the_task_of_a_killed_process_is_due_at_once(
     host: str, pid: int, is_due: bool, carried: Carried
@@ -883,11 +892,7 @@ def test_the_task_of_a_killed_process_is_due_at_once(
     leave_dead(carried, message)
     holder = encode_holder(message.id, Holder(host=host, pid=pid))
     carried.rows.update(holder=holder, due_at=Now() + timedelta(seconds=30))
-    request = carried.mailbox.receive(message)
-    request.worker_pid = 2**22 + 1  # larger than any process id
-    task_received.send(sender=None, request=request)
-    end_child(request, WorkerLostError("signal 9"))
-    settle()
+    lose(carried, message)
     assert len(carried.relay()) == is_due
     assert carried.row.deaths == is_due
 
@@ -901,10 +906,8 @@ def test_a_death_after_the_end_of_the_task(
     assert not carried.rows.exists()
     result = carried.task.AsyncResult(message.id)
     result.forget()
-    end_child(carried.mailbox.receive(message), WorkerLostError("signal 9"))
-    settle()
+    lose(carried, message)
     assert result.state == "FAILURE"
     carried.task.backend = DisabledBackend(app=carried.mailbox.app)
-    end_child(carried.mailbox.receive(message), WorkerLostError("signal 9"))
-    settle()
+    lose(carried, message)
     assert [record.message for record in caplog.records if record.exc_info] == []
