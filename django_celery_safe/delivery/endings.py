@@ -92,6 +92,8 @@ def connect() -> None:
     for receiver in (*receivers, _on_revoked, _on_unknown, _on_rejected):
         signal = getattr(signals, receiver.__name__.replace("_on", "task"))
         signal.connect(receiver, dispatch_uid=__name__)
+    for _, _, path in HANDLERS:
+        _handler(path)  # imported now: a child of the pool inherits it
 
 
 def _on_received(request: Any, **kwargs: Any) -> None:
