@@ -63,8 +63,10 @@ def _free_after_death(outcome: Outcome, asked: Asked) -> None:
     if held is None and sent is None:
         return
 
+    # A carried message comes again by its row.
+    comes_again = outcome.comes_again or (outcome.kind == "lost" and "attempt" in outcome.header)
     # As a run does at its own end; first, because its lease may expire right after its death.
-    ended, done = not outcome.comes_again and outcome.when is None, False
+    ended, done = not comes_again and outcome.when is None, False
     if held is not None and ended and task.acks_late:
         done = mark_end(task, request, store, time.time() - held.holder.since)
     if not is_dead_soon(outcome.pid or 0):
@@ -72,7 +74,7 @@ def _free_after_death(outcome: Outcome, asked: Asked) -> None:
     if held is not None:
         store.release(held.name, held.token, held.remaining)
     # If the message was delivered twice, the other delivery keeps its lock.
-    if sent is not None and not outcome.comes_again and (outcome.is_only or done):
+    if sent is not None and not comes_again and (outcome.is_only or done):
         sent.move(0.0 if ended else sent.lease(outcome.when, request.expires))
 
 

@@ -887,14 +887,20 @@ def lose(carried: Carried, message: Message) -> None:
 def test_the_task_of_a_killed_process_is_due_at_once(
     host: str, pid: int, is_due: bool, carried: Carried
 ) -> None:
-    """The worker that lost it makes it due, unless another process has claimed it meanwhile."""
-    message = carried.send()
+    """
+    The worker that lost it makes it due, unless another process has claimed it meanwhile.
+
+    It comes again, so the same is still a duplicate.
+    """
+    task = carried.make_task("tests.killed", single_instance(key=[], unique_until="end"))
+    message = carried.send(task=task)
     leave_dead(carried, message)
     holder = encode_holder(message.id, Holder(host=host, pid=pid))
     carried.rows.update(holder=holder, due_at=Now() + timedelta(seconds=30))
     lose(carried, message)
     assert len(carried.relay()) == is_due
     assert carried.row.deaths == is_due
+    assert find_lock(f"sent:{task.lock_name()}") is not None
 
 
 def test_a_death_after_the_end_of_the_task(
