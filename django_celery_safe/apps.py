@@ -15,18 +15,15 @@ class DjangoCelerySafeConfig(AppConfig):
 
     def ready(self) -> None:
         from . import checks, transactions
-        from .concurrency import message_endings
+        from .delivery import endings
         from .idempotency import record_table
         from .models.stages import RunRoom, StageRun
-        from .sending import carried, carried_endings, housekeeping
-        from .stages import decisions, progress, repairs, worker_signals
+        from .sending import housekeeping
+        from .stages import decisions, progress, repairs
 
         checks.connect()
         transactions.connect()
-        message_endings.connect()
-        carried.connect()
-        carried_endings.connect()
-        worker_signals.connect()
+        endings.connect()
         # Relays do the chores in this order.
         housekeeping.connect()
         repairs.connect()

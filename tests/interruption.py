@@ -20,7 +20,7 @@ class Interruption:
     Args:
         others: Whether calls of functions outside the package count, too.
         spared: Functions at whose call it never raises.
-        after: The only kind of object after whose methods, in C, it raises; None: anywhere.
+        after: The only kinds of objects after whose methods, in C, it raises; None: anywhere.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Interruption:
         *,
         others: bool = False,
         spared: Collection[CodeType] = (),
-        after: type | None = None,
+        after: type | tuple[type, ...] | None = None,
     ) -> None:
         self.number, self.inside = number, inside
         self.others, self.spared, self.after = others, spared, after

@@ -27,7 +27,7 @@ from kombu.utils.json import loads
 
 from .. import exceptions
 from ..databases import read_moment
-from ..delivery.header import declare_field, is_text, read_header
+from ..delivery.header import read_header
 from ..leases.holder import HeldLock, Holder, decode_holder
 from ..values import decode
 
@@ -59,14 +59,6 @@ def describe(task: AnyTask) -> dict[str, str]:
         "run_after": "" if task.run_after is None else task.run_after.isoformat(),
         "enqueued_at": timezone.now().isoformat(),
     }
-
-
-def _is_description(value: object) -> bool:
-    names = {"backend", "queue_name", "run_after", "enqueued_at"}
-    return isinstance(value, dict) and value.keys() == names and all(map(is_text, value.values()))
-
-
-declare_field(FIELD, _is_description, is_given=True)
 
 
 def make_result(

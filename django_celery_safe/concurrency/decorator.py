@@ -9,7 +9,6 @@ from .. import conf
 from ..delivery.call import layers
 from ..locks.misuse import refuse_misplaced
 from .guard import run_alone
-from .message_endings import watch
 from .options import (
     GivenOptions,
     Key,
@@ -100,7 +99,6 @@ def single_instance(
     Source:
         The Celery task cookbook, "Ensuring a task is only executed one at a time".
     """
-    watch(runs=unique_until is not None)
     options = make_options(
         key=key,
         lock=lock,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -35,8 +35,7 @@ from ..delivery.copies import (
     requeue_self,
     resend_later,
 )
-from ..delivery.header import Header, declare_field, get_header, is_text
-from ..delivery.wrappers import add_wrapper
+from ..delivery.header import Header, get_header
 from ..events import TASK_CONFLICT, TASK_NOT_RUN
 from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
@@ -70,20 +69,11 @@ def run_alone(function: Function, options: Options) -> Function:
     return alone
 
 
-def _run_as_asked(task: Any, request: Context, run: Function, args: Args, kwargs: Kwargs) -> Any:
+def run_as_asked(task: Any, request: Context, run: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run a task without ``@single_instance`` alone, because the caller's options ask for it."""
     if find_guarded(task) is not None:
         return run(*args, **kwargs)
     return _run(Guarded(run, DEFAULTS, False), task, request, args, kwargs)
-
-
-#: The key that calls of the same work share, see ``keys``.
-declare_field("key", is_text)
-#: Replaces the task's name before the key in the names of its locks.
-declare_field("lock", is_text)
-#: The ``single_instance`` options that the caller gave for this call.
-declare_field("options", lambda value: isinstance(value, Mapping))
-add_wrapper("options", _run_as_asked)
 
 
 def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwargs: Kwargs) -> Any:

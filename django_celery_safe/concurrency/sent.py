@@ -27,18 +27,9 @@ from celery.exceptions import Ignore, Retry
 
 from .. import conf
 from ..delivery.copies import MessageGoesOn, is_requeued
-from ..delivery.header import (
-    HEADER,
-    Header,
-    declare_field,
-    get_header,
-    is_flag,
-    is_text,
-    is_token,
-    read_header,
-)
+from ..delivery.header import HEADER, Header, get_header, read_header
 from ..events import LOCK_NOT_RELEASED
-from ..exceptions import CelerySafeError, ConfigurationError, LockBackendError, WrongTransaction
+from ..exceptions import CelerySafeError, LockBackendError, WrongTransaction
 from ..leases.clock import clock
 from ..leases.holder import Holder
 from ..leases.lease import Lease
@@ -50,24 +41,6 @@ from ..locks.stores.base import Acquired, LockRequest, Store
 from .options import Options
 
 T = TypeVar("T")
-
-
-def _is_lease(value: object) -> bool:
-    try:
-        conf.LEASE.seconds(value, "period")
-    except ConfigurationError:
-        return False
-    return True
-
-
-#: Token of the lock that the message has held since it was sent.
-declare_field("sent", is_token)
-#: How long the lock is held after the send, s, whatever happens to the message.
-declare_field("period", _is_lease)
-#: Whether other tasks wait for this message, so even a duplicate is published.
-declare_field("canvas", is_flag)
-#: Id of the task that was sent before this duplicate; the duplicate's run does nothing.
-declare_field("duplicate", is_text)
 
 
 #: The lock of each running message, for as long as Celery keeps the request.

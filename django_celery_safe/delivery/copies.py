@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 from celery.app.task import Context
@@ -29,7 +29,7 @@ from ..leases.lease import Lease
 from ..locks import HeldLock
 from ..locks.stores.base import Store
 from ..texts import get_logger
-from .header import declare_field, get_header, is_flag, with_header
+from .header import get_header, with_header
 
 T = TypeVar("T")
 
@@ -48,10 +48,6 @@ PAUSE: Final = 0.05
 MARK_LASTS: Final = 24 * 3600.0
 #: Shortest delay of a copy, s: the lease's end is known only to the millisecond.
 SHORTEST_DELAY: Final = 0.05
-
-
-#: Whether this message is a copy that waited for the end of another run or claim.
-declare_field("copy", is_flag)
 
 
 class Rejected(Reject, Ignore):
@@ -92,22 +88,19 @@ class Resent(NamedTuple):
 _resent: ContextVar[Resent | None] = ContextVar("django_celery_safe_resent", default=None)
 
 
-@contextmanager
-def resending(task_id: str | None, *, unchanged: bool = False) -> Iterator[None]:
+def resending(task_id: str | None, send: Callable[[], T], *, unchanged: bool = False) -> T:
     """
-    Mark sends inside the block as re-sends of the running task, which are never held back.
+    Call ``send``, whose sends re-send the running task, and so are never held back.
 
     Args:
         task_id: The id of the running task, because receivers of Celery's signals may send
-            other tasks; None: mark all sends.
+            other tasks; None: all sends are meant.
         unchanged: Whether the message is the same in everything, including the key.
     """
-    before = _resent.get()
-    try:
-        _resent.set(Resent(task_id, unchanged))  # in the block: a signal handler may raise here
-        yield
-    finally:
-        _resent.set(before)
+    # In a context of its own: a signal handler that raises can't leave this one so.
+    context = copy_context()
+    context.run(_resent.set, Resent(task_id, unchanged))
+    return context.run(send)
 
 
 def find_resent(task_id: str | None) -> Resent | None:
@@ -128,9 +121,7 @@ def resend_later(
     Raises:
         Retry: Always, if the message was sent.
     """
-    delay = min(delay, _longest_delay(task))
-    signature = task.signature_from_request(request, countdown=delay)
-    _send(task, request, signature)
+    delay, signature = _send(task, request, delay)
     raise Retry(why, when=delay, sig=signature)  # type: ignore[arg-type]
 
 
@@ -150,11 +141,7 @@ def requeue_self(task: Any, request: Context, contender: HeldLock) -> NoReturn:
     left = contender.remaining
     if left is None:  # the store does not report it
         left = conf.lock_timeout()
-    delay = min(max(left, SHORTEST_DELAY), _longest_delay(task))
-    signature = task.signature_from_request(request, countdown=delay)
-    header: Any = {**get_header(request), "task": task.name, "copy": True}
-    signature.options.update(with_header(signature.options, header))
-    _send(task, request, signature)
+    delay, _ = _send(task, request, max(left, SHORTEST_DELAY), copy=True)
     TASK_OWN_COPY.emit(
         requeue_self,
         name=contender.name,
@@ -247,20 +234,26 @@ def _end_marker(task: Any, request: Context) -> str:
     return f"{task.name}:ended:{request.id}:{attempt}"
 
 
-def _send(task: Any, request: Context, signature: Any) -> None:
+def _send(task: Any, request: Context, delay: float, **fields: Any) -> tuple[float, Any]:
+    """Re-send the message; return its delay and signature. ``fields`` are added to its header."""
+    delay = min(delay, _longest_delay(task))
+    signature = task.signature_from_request(request, countdown=delay)
+    if fields:
+        header = {**get_header(request), "task": task.name, **fields}
+        signature.options.update(with_header(signature.options, header))
     for name in ("argsrepr", "kwargsrepr"):
         # Otherwise Celery would compute it again, and reveal redacted arguments.
         if isinstance(shown := getattr(request, name, None), str):
             signature.options[name] = shown
     try:
-        with resending(request.id, unchanged=True):
-            signature.apply_async()
+        resending(request.id, signature.apply_async, unchanged=True)
     except Exception as error:
         # With acks_late the broker still has the message and can redeliver it;
         # without, the task visibly fails with this error.
         if task.acks_late:
             raise Rejected(error, requeue=True) from error
         raise
+    return delay, signature
 
 
 def _longest_delay(task: Any) -> float:

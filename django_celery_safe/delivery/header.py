@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
+from .. import conf
 from ..texts import get_logger
 
 logger = get_logger(__name__)
@@ -21,39 +22,66 @@ _TOKEN: Final = re.compile("[0-9a-f]{32}")
 
 
 #: Plain values by field name. ``task`` names the task that the message is for, because headers
-#: get copied to other messages. All other fields are optional, and are declared where they are
-#: used.
+#: get copied to other messages. All other fields are optional; see ``_FIELDS``.
 Header: TypeAlias = dict[str, Any]
 
 
-class Field(NamedTuple):
-    """
-    The rule for a field of the header.
-
-    Attributes:
-        is_valid: Returns whether a value is possible for this field.
-        is_given: Whether the caller of a send may set the field. A send drops all other fields
-            from the caller's header, and sets them itself.
-    """
-
-    is_valid: Callable[[Any], bool]
-    is_given: bool
+def is_token(value: object) -> bool:
+    """Return whether a value is a token; its length matters, because scripts split by it."""
+    return isinstance(value, str) and _TOKEN.fullmatch(value) is not None
 
 
-_fields: Final[dict[str, Field]] = {}
+def _is_lease(value: Any) -> bool:
+    is_number = type(value) in (int, float)
+    return is_number and conf.SHORTEST_LEASE <= value <= conf.LONGEST_LEASE
+
+
+def _is_description(value: object) -> bool:
+    names = {"backend", "queue_name", "run_after", "enqueued_at"}
+    if not isinstance(value, dict) or value.keys() != names:
+        return False
+    return all(isinstance(text, str) for text in value.values())
+
+
+#: All fields of the header, each with its type, or a function that returns whether a value is
+#: possible.
+_FIELDS: Final[dict[str, type | Callable[[Any], bool]]] = {
+    "format": lambda value: type(value) is int and value > 0,
+    # The key that calls of the same work share, what replaces the task's name before it in the
+    # names of locks, and the ``single_instance`` options that the caller gave for this call.
+    "key": str,
+    "lock": str,
+    "options": dict,
+    # The token of the lock that the message has held since it was sent, and for how long after
+    # that, s, the lock is held whatever happens to the message.
+    "sent": is_token,
+    "period": _is_lease,
+    # Whether other tasks wait for this message, so even a duplicate is published; and the id of the
+    # task that was sent before this duplicate, whose run does nothing.
+    "canvas": bool,
+    "duplicate": str,
+    # Whether this message is a copy that waited for the end of another run or claim.
+    "copy": bool,
+    # The attempt of its task that this message is for, and the alias of the database with the row
+    # of that name, which keeps the message until the task is done.
+    "attempt": is_token,
+    "using": str,
+    # The id of the step that the message runs.
+    "step": lambda value: type(value) is int,
+    # How a Django task was enqueued.
+    "django_task": _is_description,
+}
+#: The fields that the caller of a send may set. A send drops all other fields from the caller's
+#: header, and sets them itself.
+_GIVEN: Final = ("step", "django_task")
 #: The header of each message that runs, for as long as Celery keeps its request.
 _headers: Final[WeakKeyDictionary[Any, Header]] = WeakKeyDictionary()
-
-
-def declare_field(name: str, is_valid: Callable[[Any], bool], *, is_given: bool = False) -> None:
-    """Declare a field of the header; see :class:`Field`."""
-    _fields[name] = Field(is_valid, is_given)
 
 
 def read_given_fields(headers: Mapping[str, Any] | None, task: str) -> Header:
     """Return the fields that the caller of a send may set and has set; empty without any."""
     header = read_header(headers, task)
-    given = {name: header[name] for name in header if name in _fields and _fields[name].is_given}
+    given: Header = {name: header[name] for name in _GIVEN if name in header}
     return {"task": header["task"], **given} if given else {}
 
 
@@ -74,7 +102,8 @@ def read_header(headers: Mapping[str, Any] | None, task: str | None) -> Header:
     wrong = [
         name
         for name, value in found.items()
-        if name in _fields and not _fields[name].is_valid(value)
+        if (rule := _FIELDS.get(name)) is not None
+        and not (isinstance(value, rule) if isinstance(rule, type) else rule(value))
     ]
     if "format" not in wrong and found.get("format", FORMAT) > FORMAT:
         logger.warning(
@@ -126,26 +155,3 @@ def with_header(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
     """Return the options of a send with ``header`` added to the message's headers."""
     ours = {**header, "format": FORMAT}
     return {**options, "headers": {**(options.get("headers") or {}), HEADER: ours}}
-
-
-def is_text(value: object) -> bool:
-    """Return whether a value is a text."""
-    return isinstance(value, str)
-
-
-def is_token(value: object) -> bool:
-    """Return whether a value is a token; its length matters, because scripts split by it."""
-    return isinstance(value, str) and _TOKEN.fullmatch(value) is not None
-
-
-def is_flag(value: object) -> bool:
-    """Return whether a value is True or False."""
-    return isinstance(value, bool)
-
-
-def is_id(value: object) -> bool:
-    """Return whether a value is the key of a row."""
-    return type(value) is int
-
-
-declare_field("format", lambda value: type(value) is int and value > 0)

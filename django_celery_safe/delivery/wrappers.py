@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from celery.app.task import Context
+from django.utils.module_loading import import_string
 
 from .call import Args, Function, Kwargs, find_request
 from .header import find_ours, get_header
@@ -14,21 +15,14 @@ from .header import find_ours, get_header
 #: Called with a task, its request, the function to run, and its arguments; may run it or not.
 Wrapper: TypeAlias = Callable[[Any, Context, Function, Args, Kwargs], Any]
 
-
-class _Entry(NamedTuple):
-    """A wrapper, and the header field with which a message requests it."""
-
-    field: str
-    wrapper: Wrapper
-
-
-#: The outermost first: ``attempt`` (sending), ``options`` (concurrency), then ``step`` (stages).
-_wrappers: Final[list[_Entry]] = []
-
-
-def add_wrapper(field: str, wrapper: Wrapper, *, outermost: bool = False) -> None:
-    """Add a wrapper for messages with ``field`` in their header, inside the existing ones."""
-    _wrappers.insert(0 if outermost else len(_wrappers), _Entry(field, wrapper))
+#: The wrappers, the outermost first, each after the header field with which a message requests it.
+#: As texts, because this room knows nothing of higher ones.
+WRAPPERS: Final = (
+    ("attempt", "sending.carried.run_carried"),
+    ("options", "concurrency.guard.run_as_asked"),
+    ("step", "stages.step_tasks.run_plain"),
+)
+_wrapper: Final = functools.cache(lambda path: import_string(f"django_celery_safe.{path}"))
 
 
 def wrap_run(task: Any) -> Function:
@@ -39,13 +33,13 @@ def wrap_run(task: Any) -> Function:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         request = task.request  # read once, because it costs more than the rest
         found = find_ours(request)
-        asks = isinstance(found, Mapping) and any(field in found for field, _ in _wrappers)
+        asks = isinstance(found, Mapping) and any(field in found for field, _ in WRAPPERS)
         if not asks or (request := find_request(task, run)) is None:
             return run(*args, **kwargs)
         header, inner = get_header(request), run
-        for field, wrapper in reversed(_wrappers):
+        for field, path in reversed(WRAPPERS):
             if field in header:
-                inner = functools.partial(_call, wrapper, task, request, inner)
+                inner = functools.partial(_call, _wrapper(path), task, request, inner)
         return inner(*args, **kwargs)
 
     return wrapped

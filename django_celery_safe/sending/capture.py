@@ -15,8 +15,8 @@ import copy
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
@@ -106,8 +106,8 @@ class ChordCall:
             getattr(self.app.backend, self.method)(*self.args, **self.kwargs)
             return
         # Otherwise making the group's result would subscribe to it, through the app's own backend.
-        with capture(self.app):
-            getattr(backend, self.method)(*self.args, **self.kwargs)
+        method = getattr(backend, self.method)
+        capture(self.app, Captured(), functools.partial(method, *self.args, **self.kwargs))
 
 
 @dataclass(slots=True)
@@ -124,22 +124,19 @@ class Captured:
     chord_calls: list[ChordCall] = field(default_factory=list)
 
 
-@contextmanager
-def capture(app: Celery) -> Iterator[Captured]:
+def capture(app: Celery, captured: Captured, send: Callable[[], T]) -> T:
     """
-    Keep every message that is sent inside the block, in order, in the yielded object.
+    Call ``send``, and keep every message that it sends, in order, in ``captured``.
 
     Nothing connects to the broker or the result backend. Ids, results and
     argument checks are as in any other send.
     """
     install(app)
     _install_in_backend(app)
-    captured, before = Captured(), CAPTURED.get()
-    try:
-        CAPTURED.set(captured)  # in the block: a signal handler may raise here
-        yield captured
-    finally:
-        CAPTURED.set(before)
+    # In a context of its own: a signal handler that raises can't leave this one capturing.
+    context = copy_context()
+    context.run(CAPTURED.set, captured)
+    return context.run(send)
 
 
 def install(app: Celery) -> None:

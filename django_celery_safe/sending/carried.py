@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import traceback
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from celery._state import get_current_task
@@ -29,9 +29,8 @@ from ..databases import is_lost_race
 from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, resend_later
 from ..delivery.deaths import ends_process, refuse_after_deaths
-from ..delivery.header import declare_field, get_header, is_text
-from ..delivery.worker import connect_receivers
-from ..delivery.wrappers import add_wrapper
+from ..delivery.endings import Outcome
+from ..delivery.header import get_header
 from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
 from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned
 from ..foreign_errors import describe_error, find_soft_time_limit, text_of
@@ -44,6 +43,8 @@ from .followers import carried_followers, end_with_body, send_followers
 from .going_on import ending, publish_again
 from .message_table import Claimed, MessageTable, message_table
 from .outbox import can_carry, name_attempt
+
+T = TypeVar("T")
 
 logger = get_logger(__name__)
 
@@ -101,23 +102,23 @@ class Run:
         self._is_replaced = False
         self.has_followers = bool(request.chain or request.callbacks or request.chord)
 
-    @contextmanager
-    def keeping(self, *, unchanged: bool = False) -> Iterator[None]:
+    def keep(self, send: Callable[[], T], *, unchanged: bool = False) -> T:
         """
-        Keep the messages that are sent in the block until the run has ended.
+        Call ``send``, and keep the messages that it sends until the run has ended.
 
         Args:
             unchanged: Whether the run's own message is sent again, because it did not begin.
         """
         self.has_begun = self.has_begun and not unchanged
-        with capture(self.task.app) as captured:
-            try:
-                yield
-            except Ignore:
-                self._is_replaced = True
-                self._add(captured)
-                raise
+        captured = Captured()
+        try:
+            result = capture(self.task.app, captured, send)
+        except Ignore:
+            self._is_replaced = True
+            self._add(captured)
+            raise
         self._add(captured)
+        return result
 
     def _add(self, captured: Captured) -> None:
         if self.resent is None:
@@ -335,6 +336,9 @@ def run_carried(
     # After a bare os.fork() the child also gets here, and must not end the claim.
     if run.is_called and not run.claim.is_of_parent():
         _succeed(run, request, result)
+        if not run.claim.is_held:
+            _runs.pop(request, None)
+            request.safe_ended = "attempt"  # type: ignore[attr-defined]
     return result
 
 
@@ -410,40 +414,19 @@ def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
     return result
 
 
-def connect() -> None:
-    """Connect to signals for ends outside of ``run_carried``, such as an autoretry."""
-    connect_receivers(
-        __name__, success=_on_success, failure=_on_failure, retry=_on_retry, postrun=_on_postrun
-    )
-
-
-def _on_success(sender: Any, **kwargs: Any) -> None:
-    if (run := _find_open(sender)) is not None:
-        run.succeed()
-
-
-def _on_failure(sender: Any, exception: BaseException, **kwargs: Any) -> None:
-    if (run := _find_open(sender)) is not None:
-        run.fail(exception)
-
-
-def _on_retry(sender: Any, reason: BaseException | None = None, **kwargs: Any) -> None:
-    # If the main process of a worker cancels a run, there is no reason.
-    if reason is not None and (run := _find_open(sender)) is not None:
-        run.fail(reason)
-
-
-def _on_postrun(task: Any, **kwargs: Any) -> None:
-    if (run := _find_open(task)) is not None:
+def end_run(outcome: Outcome) -> None:
+    """End a run whose outcome only Celery knows, such as one that ``autoretry_for`` decides."""
+    is_over = outcome.kind == "over"
+    run = _runs.pop(outcome.request, None) if is_over else _runs.get(outcome.request)
+    if run is None or not run.claim.is_held or run.claim.is_of_parent():
+        return
+    if is_over:
         run.claim.end()
         run.record_failure(RuntimeError("Its result can't be stored, or what follows it be sent."))
-    _runs.pop(task.request, None)
-
-
-def _find_open(task: Any) -> Run | None:
-    """Return the run of a task that ends now, if its outcome is not recorded yet."""
-    run = _runs.get(task.request)
-    return None if run is None or not run.claim.is_held or run.claim.is_of_parent() else run
+    elif outcome.kind == "succeeded":
+        run.succeed()
+    else:
+        run.fail(outcome.error)
 
 
 def _check_storable(task: Any, request: Context, result: Any) -> None:
@@ -512,8 +495,3 @@ def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
     if found.token == claim.token:  # it was claimed, but the answer got lost
         return claim, Claimed(*(getattr(found, name) for name in Claimed._fields))
     return "another process runs it" if found.state == "running" else f"it is {found.state}"
-
-
-#: Alias of the database with the message's row; ``serialization`` declares ``attempt``.
-declare_field("using", is_text)
-add_wrapper("attempt", run_carried, outermost=True)

@@ -1,109 +1,111 @@
 """
-Recording ends of a carried task that its run can't record: a killed process, a revoked message.
+Recording ends of a carried task that its run did not record, or can't: its process was killed.
 
-Celery reports these to the main process of a worker. A relay handles all others, such as the
-death of a whole worker, when the lease has expired.
+A relay handles all others, such as the death of a whole worker, when the lease has expired.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
-from celery.app.task import Context
-from celery.exceptions import TimeLimitExceeded
+from celery import states
+from celery.backends.base import DisabledBackend
 from django.db import DEFAULT_DB_ALIAS
 
-from ..delivery.header import Header, get_header, read_header
-from ..delivery.worker import (
-    connect_receivers,
-    find_received,
-    held_by_run,
-    in_background,
-    returns_after_time_limit,
-    was_put_back,
-)
+from ..databases import Now
+from ..delivery.endings import Outcome
+from ..delivery.worker import in_background, is_dead_soon
 from ..events import MESSAGE_FAILED
 from ..foreign_errors import describe_error
-from ..leases.holder import HOST
+from ..leases.holder import HOST, HeldLock, decode_holder
 from ..transactions import TRIES
-from .message_table import message_table
-from .outbox import EXPIRED
+from .carried import end_run
+from .message_table import ENDED, MessageTable, message_table
 
 FAILURE: Final = "That a carried task has ended could not be recorded; a relay sends it again."
 
 
-def connect() -> None:
-    """Connect to the signals that Celery sends in the main process of a worker."""
-    connect_receivers(
-        __name__,
-        failure=_on_failure,
-        revoked=_on_revoked,
-        unknown=_on_unknown,
-        rejected=_on_rejected,
-    )
+def record(outcome: Outcome) -> None:
+    """Record in the row of a carried message how the message, or its run, has ended."""
+    match outcome.kind:
+        case "succeeded" | "failed" | "retried" | "over":
+            end_run(outcome)
+        case _ if "attempt" not in outcome.header:
+            return
+        case "terminated" | "revoked" | "expired":
+            _in_background(_fail, outcome)
+        case "timed out" if not outcome.comes_again:
+            _in_background(_fail, outcome)
+        case "lost":
+            _in_background(_follow_death, outcome)
+        case "unknown" | "undecodable" if outcome.error is not None:
+            _in_background(_note, outcome)
 
 
-def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: Any) -> None:
-    """Fail a task that was killed at its hard time limit, unless the broker redelivers it."""
-    if not isinstance(exception, TimeLimitExceeded) or returns_after_time_limit(sender):
-        return
-    for request in find_received(task_id):
-        _fail(get_header(request._context), sender.name, task_id, exception, is_running=True)
+def _in_background(act: Callable[[MessageTable, Outcome], object], outcome: Outcome) -> None:
+    table = message_table(outcome.header.get("using", DEFAULT_DB_ALIAS))
+    in_background(lambda: act(table, outcome), table.close, FAILURE)
 
 
-def _on_revoked(
-    sender: Any, request: Context, terminated: bool, expired: bool, **kwargs: Any
-) -> None:
-    """Fail a task that expired or was revoked, before its run or during it."""
-    # If this delivery never ran, another delivery of the message may be running.
-    is_running = terminated and not was_put_back(request)
-    error = RuntimeError(EXPIRED if expired else "The task was revoked.")
-    _fail(get_header(request), sender.name, request.id or "", error, is_running=is_running)
-
-
-def _on_unknown(name: str, message: Any, **kwargs: Any) -> None:
-    """Record in the row that this worker does not know the task; another worker may know it."""
-    _note(read_header(message.headers, name), f"A worker on {HOST} does not know the task {name}.")
-
-
-def _on_rejected(message: Any, exc: Exception | None, **kwargs: Any) -> None:
-    """Record in the row that this worker refused to read the message; another may accept it."""
-    if exc is not None:
-        header = read_header(message.headers, message.headers.get("task"))
-        _note(header, f"A worker on {HOST} refused the message: {describe_error(exc)}")
-
-
-def _note(header: Header, text: str) -> None:
+def _note(table: MessageTable, outcome: Outcome) -> None:
+    """Record in the row why this worker can't run the message; another may run it."""
     from ..models.text import storable  # needs the app registry
 
-    if "attempt" not in header:
-        return
-    table = message_table(header.get("using", DEFAULT_DB_ALIAS))
-    unclaimed = table.at(header["attempt"]).filter(token="", due_at__isnull=False)
-    in_background(lambda: unclaimed.update(error=storable(text)), table.close, FAILURE)
+    text = f"refused the message: {describe_error(outcome.error)}"
+    if outcome.kind == "unknown":
+        text = f"does not know the task {outcome.request.task}."
+    unclaimed = (
+        table.at(outcome.header["attempt"]).exclude(state="running").filter(due_at__isnull=False)
+    )
+    unclaimed.update(error=storable(f"A worker on {HOST} {text}"))
 
 
-def _fail(
-    header: Header, task: str, task_id: str, error: BaseException, *, is_running: bool
-) -> None:
-    if "attempt" not in header:
-        return
-    table = message_table(header.get("using", DEFAULT_DB_ALIAS))
-    is_of_worker = held_by_run(task_id)
+def _follow_death(table: MessageTable, outcome: Outcome) -> None:
+    """Let a relay send a task whose process was killed again before its lease is over."""
+    row = table.find(outcome.header["attempt"])
+    if row is None:
+        has_ended = not table.goes_on(outcome.task_id)  # a retry has another attempt
+    else:
+        has_ended = row.state in ENDED
+        if _is_of(outcome, row) and is_dead_soon(outcome.pid or 0):
+            table.at(outcome.header["attempt"]).claimed(row.token).update(due_at=Now())
+    if has_ended:
+        _store_failure(outcome)
 
-    def fail() -> None:
-        # A process that is being killed may give its claim back between the look and the update.
-        for _ in range(TRIES):
-            row = table.find(header["attempt"])
-            if row is None or row.due_at is None:
-                return
-            if row.token and not (is_running and is_of_worker(row)):
-                return
-            # A row that has ended meanwhile has an empty token, too.
-            unended = table.at(header["attempt"]).filter(due_at__isnull=False)
-            if unended.fail_task(row.token, type(error).__name__, str(error).strip(), ""):
-                said = describe_error(error)
-                MESSAGE_FAILED.emit(_fail, task=task, task_id=task_id, error=said)
-                return
 
-    in_background(fail, table.close, FAILURE)
+def _store_failure(outcome: Outcome) -> None:
+    """Store a failure, as Celery does, if the row has ended but no result was stored."""
+    task, request = outcome.task, outcome.request
+    backend: Any = task.backend
+    if isinstance(backend, DisabledBackend):
+        return  # the project stores no results
+    if backend.get_state(outcome.task_id) not in states.READY_STATES:
+        stores = not request.ignore_result or task.store_errors_even_if_ignored
+        backend.mark_as_failure(
+            outcome.task_id, outcome.error, request=request, store_result=stores
+        )
+
+
+def _fail(table: MessageTable, outcome: Outcome) -> None:
+    """Fail a task that was killed for good, or whose message never runs."""
+    error = outcome.error
+    # A process that is being killed may give its claim back between the look and the update.
+    for _ in range(TRIES):
+        row = table.find(outcome.header["attempt"])
+        if row is None or row.due_at is None:
+            return
+        if row.state == "running" and not _is_of(outcome, row):
+            return
+        # A row that has ended meanwhile has an empty token, too.
+        unended = table.at(outcome.header["attempt"]).filter(due_at__isnull=False)
+        if unended.fail_task(row.token, type(error).__name__, str(error).strip(), ""):
+            said = describe_error(error)
+            MESSAGE_FAILED.emit(_fail, task=outcome.task.name, task_id=outcome.task_id, error=said)
+            return
+
+
+def _is_of(outcome: Outcome, row: Any) -> bool:
+    """Return whether the run whose process was killed holds the row."""
+    held_by = decode_holder(row.holder, HeldLock("")).holder
+    return row.state == "running" and outcome.ended(held_by)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from billiard.exceptions import WorkerLostError
-from celery import states
 from celery.app.task import Context
-from celery.backends.base import DisabledBackend
 from celery.worker import state
 from celery.worker.request import Request
 from celery.worker.state import task_ready
-from django.db import DEFAULT_DB_ALIAS
 
 from ..compat import as_exception, fail_rejected, retries_after_death, send_task_failure
 from ..delivery.header import get_header
-from ..delivery.worker import in_background
 from ..foreign_errors import describe_error
 from ..texts import get_logger
-from .message_table import ENDED, message_table
 
 logger = get_logger(__name__)
-
-FAILURE: Final = "Whether a task whose process died had ended could not be found out."
 
 
 class SafeRequest(Request):
@@ -52,10 +45,9 @@ class SafeRequest(Request):
         task_ready(self)
         if self.task.acks_late:
             self.acknowledge()
-        self._fail_if_ended(error)
         send_task_failure(self, exc_info, error)
         logger.error(
-            "The process of %s[%s] died; a relay sends it again when its lease is over: %s",
+            "The process of %s[%s] died; a relay sends it again: %s",
             self.name,
             self.id,
             describe_error(error),
@@ -68,24 +60,3 @@ class SafeRequest(Request):
         by_broker = task.acks_late and task.reject_on_worker_lost
         comes_otherwise = by_broker or retries_after_death(task)
         return "attempt" in get_header(self._context) and not comes_otherwise
-
-    def _fail_if_ended(self, error: Exception) -> None:
-        """Store a failure, as Celery does, if the row has ended but no result was stored."""
-        header = get_header(self._context)
-        table = message_table(header.get("using", DEFAULT_DB_ALIAS))
-
-        def fail() -> None:
-            backend: Any = self.task.backend
-            if isinstance(backend, DisabledBackend):
-                return  # the project stores no results
-            row = table.find(header["attempt"])
-            if row is None and table.goes_on(self.id):
-                return  # a retry continues the task, under another attempt
-            if (row is None or row.state in ENDED) and backend.get_state(
-                self.id
-            ) not in states.READY_STATES:
-                backend.mark_as_failure(
-                    self.id, error, request=self._context, store_result=self.store_errors
-                )
-
-        in_background(fail, table.close, FAILURE)

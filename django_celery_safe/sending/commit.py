@@ -168,8 +168,8 @@ def hold(
             f"{producer.connection.as_uri()}, which no row can keep: a relay sends through the "
             f"app's broker, {app.connection_for_write().as_uri()}. Leave it out, or outbox=False."
         )
-    with capture(app) as captured:
-        result = as_sent_result(send({**options, "producer": stand_in(app)}))
+    captured, given = Captured(), {**options, "producer": stand_in(app)}
+    result = as_sent_result(capture(app, captured, lambda: send(given)))
 
     def leave() -> None:
         refuse_get(result, using)

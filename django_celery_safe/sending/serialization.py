@@ -17,7 +17,6 @@ from celery.result import result_from_tuple
 from kombu import Exchange, Queue, binding
 from kombu.utils.json import dumps, loads
 
-from ..delivery.header import declare_field, is_token
 from ..exceptions import NotSerializable
 from ..leases.holder import GARBLED, describe_arguments
 from .capture import ChordCall, Message
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from ..models.outbox import OutboxMessage
 
 
-#: The attempt of its task that this message is for. It names the row that keeps the message
-#: until the task is done; without it the row ends once the message is sent.
-declare_field("attempt", is_token)
 #: The length of the columns for names and ids, in characters.
 LONGEST_NAME: Final = 255
 #: The format of ``properties``. A release whose rows an older relay would misread increases it.

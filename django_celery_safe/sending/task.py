@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,7 +21,6 @@ from .. import conf
 from ..compat import dump_models
 from ..concurrency.guard import Guarded, find_guarded, name_lock, options_for
 from ..concurrency.keys import call_key
-from ..concurrency.message_endings import watch
 from ..concurrency.options import DEFAULTS, Options, check_key_names, options_of_call
 from ..concurrency.sent import SentLock, find_lock_of, find_sent
 from ..delivery.call import is_as_sent
@@ -140,7 +139,6 @@ class SafeTaskMixin(Task[P, R]):
             conf.max_deaths(task.max_deaths, f"max_deaths of {task.name}")
         if task.Request == CeleryTask.Request:  # a project's own is left alone
             task.Request = "django_celery_safe.sending.carried_request:SafeRequest"
-        watch(runs=True)  # an older release of the code may have sent with unique_until
         # On the instance, because run() of a class may call its parent's.
         task.run = wrap_run(task)  # type: ignore[method-assign]
         wrap_class(task)
@@ -208,8 +206,7 @@ class SafeTaskMixin(Task[P, R]):
             raise error  # the task's outcome is decided, or its run did not begin
         if self.request.is_eager:
             return super().retry(*args, **kwargs)
-        with resending(self.request.id):
-            retry = super().retry(*args, **kwargs)
+        retry = resending(self.request.id, partial(super().retry, *args, **kwargs))
         # With throw=False, only these show that the task goes on, and when the message arrives.
         request: Any = self.request
         request.safe_retry, request.safe_retries = retry, getattr(request, "safe_retries", 0) + 1
@@ -220,8 +217,8 @@ class SafeTaskMixin(Task[P, R]):
         if self.request.is_eager:
             return super().on_replace(sig)
         run = find_run(self.request.id)
-        with resending(None), nullcontext() if run is None else run.keeping():
-            return super().on_replace(sig)
+        send = partial(resending, None, partial(super().on_replace, sig))
+        return send() if run is None else run.keep(send)
 
     def _read_options(self, options: dict[str, Any]) -> None:
         """Refuse misspelt options; make ``task_id`` a text, because ids are compared as texts."""
@@ -295,8 +292,8 @@ class SafeTaskMixin(Task[P, R]):
         # A worker's main process sends the retry of a killed run like any other message.
         run = find_run(options.get("task_id")) if resent is not None else None
         if run is not None and resent is not None and CAPTURED.get() is None:
-            with run.keeping(unchanged=resent.unchanged):
-                return self._send(args, kwargs, options, resent, waits=waits)
+            send = partial(self._send, args, kwargs, options, resent, waits=waits)
+            return run.keep(send, unchanged=resent.unchanged)
         again = resent is not None or options.get("retries")
         carried = read_header(options.get("headers"), self.name) if again else Header()
         header = carried
@@ -348,12 +345,9 @@ class SafeTaskMixin(Task[P, R]):
             return held is None
 
         install(self.app)
-        before = GATE.get()
-        try:
-            GATE.set(publish)  # in the block: a signal handler may raise here
-            result = self._publish(args, kwargs, options)
-        finally:
-            GATE.set(before)
+        context = copy_context()
+        context.run(GATE.set, publish)
+        result = context.run(self._publish, args, kwargs, options)
         headers, held = outcomes[result.id]
         if held is not None:
             backend: Any = self.backend

@@ -19,8 +19,7 @@ from ..delivery.call import (
     run_for,
     show_signature,
 )
-from ..delivery.header import declare_field, get_header, is_id
-from ..delivery.wrappers import add_wrapper
+from ..delivery.header import get_header
 from ..exceptions import InvalidResult
 from ..locks.misuse import refuse_misplaced
 from .running import STEP_RESULT, Outcome, Work, run_step
@@ -166,8 +165,3 @@ def read_dictionary(task: str, result: Any) -> Outcome:
         )
     error = str(result.get("error_info") or 'its "result" is False')
     return Outcome(result, result["result"], result.get("params"), error)
-
-
-#: Id of the step that the message runs.
-declare_field("step", is_id, is_given=True)
-add_wrapper("step", run_plain)

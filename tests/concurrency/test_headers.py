@@ -195,7 +195,6 @@ FORGED: dict[str, Any] = {
     "key list": {"key": ["7"]},
     "duplicate list": {"duplicate": ["x"]},
     "copy 3": {"copy": 3},
-    "met text": {"copy": "a" * 32, "met": "abc"},
 }
 
 

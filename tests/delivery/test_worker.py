@@ -1,15 +1,19 @@
-"""Work in threads of a worker's main process, beside the pool's forks."""
+"""What a worker does before a run, and in threads beside the pool's forks."""
 
 import os
+from contextvars import copy_context
 from threading import Event, Timer
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from celery.app.task import Context
 
 from django_celery_safe.delivery import worker
-from django_celery_safe.delivery.worker import held_by_run, in_background
-from django_celery_safe.leases.holder import HOST, Holder, encode_holder
+from django_celery_safe.delivery.call import run_for
+from django_celery_safe.delivery.worker import in_background
+from tests.concurrency.conftest import mailbox
+from tests.concurrency.mailbox import Mailbox
+
+__all__ = ["mailbox"]
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -32,27 +36,13 @@ def test_a_new_child_waits_for_background_work(monkeypatch: pytest.MonkeyPatch) 
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-class Received:
-    """A request of Celery's for a message that process 4711 runs."""
+def test_a_run_begins_without_what_the_last_one_left(mailbox: Mailbox) -> None:
+    """A time limit may have ended a run just before it was taken out of its context."""
 
-    id, worker_pid = "ran here", 4711
+    def look() -> list[str]:
+        values = copy_context().items()
+        return [one.name for one, value in values if value and "celery_safe" in one.name]
 
-
-@pytest.mark.parametrize(
-    ("task_id", "host", "pid", "ours"),
-    [
-        ("ran here", HOST, 4711, True),
-        ("ran here", HOST, 4712, False),  # another run has taken the lease over
-        ("ran here", "elsewhere", 4711, False),
-        ("not watched", HOST, 4712, True),
-        ("not watched", "elsewhere", 4712, False),
-    ],
-)
-def test_a_row_that_a_run_of_this_worker_holds(
-    task_id: str, host: str, pid: int, ours: bool
-) -> None:
-    """A killed process may have lost its row to another one of the same machine."""
-    request: Any = Received()
-    worker._received.add(request)
-    row = SimpleNamespace(holder=encode_holder("a row", Holder(host=host, pid=pid)))
-    assert held_by_run(task_id)(row) is ours
+    mailbox.task(look, name="tests.look").delay()
+    message = mailbox.take_one()
+    assert run_for(Context(id="limited"), mailbox.deliver, (message,), {}) == ("SUCCESS", [])

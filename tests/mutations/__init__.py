@@ -34,7 +34,8 @@ class Mutation(NamedTuple):
 
     Attributes:
         where: The module below the package and the qualified name of a function, a class or an
-            assigned name, ``leases.claim:Claim.end_by``; or a statement, ``queries.sql:end_message``.
+            assigned name, ``leases.claim:Claim.end_by``; or of a statement,
+            ``queries.sql:end_message``.
         old: A text that the source of this place has exactly once.
         new: The text that replaces it.
         breaks: The fault that a user would see.

@@ -22,6 +22,7 @@ from celery.exceptions import (
 )
 from celery.signals import (
     after_task_publish,
+    task_received,
     task_rejected,
     task_revoked,
 )
@@ -43,6 +44,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery.header import HEADER
+from django_celery_safe.leases.holder import HOST, Holder, encode_holder
 from django_celery_safe.sending import carried as carried_module
 from django_celery_safe.sending.message_table import message_table
 from django_celery_safe.sending.publisher import Publisher
@@ -57,7 +59,7 @@ from django_celery_safe.signals import (
 from tests.app.models import Person
 from tests.background import before_its_update, settle
 from tests.clock import held_clock
-from tests.concurrency.mailbox import end_child
+from tests.concurrency.mailbox import Message, end_child
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port
@@ -67,6 +69,8 @@ from tests.sending.conftest import hearing
 if TYPE_CHECKING:
     from pytest_django import Settings
 
+#: Larger than any process id (Linux: PID_MAX_LIMIT).
+NO_PROCESS = 2**22 + 1
 #: Statements that open and close transactions.
 BRACKETS = ("BEGIN", "COMMIT", "SAVEPOINT", "RELEASE")
 
@@ -880,6 +884,38 @@ def test_a_connection_that_ended_during_the_task(carried: Carried, state: str) -
     assert [row.state for row in carried.rows.all()] == (["failed"] if state == "FAILURE" else [])
 
 
+def lose(carried: Carried, message: Message) -> None:
+    """Report to the worker's main process that the process of a run was killed."""
+    request = carried.mailbox.receive(message)
+    task_received.send(sender=None, request=request)
+    request.worker_pid = NO_PROCESS
+    end_child(request, WorkerLostError("signal 9"))
+    settle()
+
+
+@pytest.mark.parametrize(
+    ("host", "pid", "is_due"),
+    [(HOST, NO_PROCESS, True), (HOST, 1, False), ("elsewhere", NO_PROCESS, False)],
+)
+def test_the_task_of_a_killed_process_is_due_at_once(
+    host: str, pid: int, is_due: bool, carried: Carried
+) -> None:
+    """
+    The worker that lost it makes it due, unless another process has claimed it meanwhile.
+
+    It comes again, so the same is still a duplicate.
+    """
+    task = carried.make_task("tests.killed", single_instance(key=[], unique_until="end"))
+    message = carried.send(task=task)
+    leave_dead(carried, message)
+    holder = encode_holder(message.id, Holder(host=host, pid=pid))
+    carried.rows.update(holder=holder, due_at=Now() + timedelta(seconds=30))
+    lose(carried, message)
+    assert len(carried.relay()) == is_due
+    assert carried.row.deaths == is_due
+    assert find_lock(f"sent:{task.lock_name()}") is not None
+
+
 def test_a_death_after_the_end_of_the_task(
     carried: Carried, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -889,10 +925,8 @@ def test_a_death_after_the_end_of_the_task(
     assert not carried.rows.exists()
     result = carried.task.AsyncResult(message.id)
     result.forget()
-    end_child(carried.mailbox.receive(message), WorkerLostError("signal 9"))
-    settle()
+    lose(carried, message)
     assert result.state == "FAILURE"
     carried.task.backend = DisabledBackend(app=carried.mailbox.app)
-    end_child(carried.mailbox.receive(message), WorkerLostError("signal 9"))
-    settle()
+    lose(carried, message)
     assert [record.message for record in caplog.records if record.exc_info] == []

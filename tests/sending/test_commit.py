@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,15 +96,14 @@ def test_a_soft_time_limit_in_a_send_changes_no_later_send(
         with transaction.atomic():
             add.delay_on_commit(1)
         once.delay(number)
-        with resending(None):
-            pass
+        resending(None, str)
         with monkeypatch.context() as patch, transaction.atomic():
             patch.setitem(once.app.conf, "task_always_eager", True)
             once.delay_on_commit(-number)
 
     places = set()
     for number in range(1, 100):
-        interruption = Interruption(number, {send.__code__}, after=ContextVar)
+        interruption = Interruption(number, {send.__code__}, after=(ContextVar, Context))
         with suppress(SoftTimeLimitExceeded), interruption.watching():
             send()
         assert switched_on() == [], interruption.place
@@ -126,8 +125,8 @@ def test_a_child_that_is_forked_during_an_apps_first_send_can_send(make_app: Mak
     with capture_module._installing:  # as that thread would
 
         def send() -> str:
-            with capture_module.capture(task.app) as captured:
-                task.delay(1)
+            captured = capture_module.Captured()
+            capture_module.capture(task.app, captured, lambda: task.delay(1))
             return str(len(captured.messages))
 
         assert in_child(send) == "1"

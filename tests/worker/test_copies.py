@@ -82,10 +82,6 @@ class Story:
         """Wait until the broker has no message of it any more."""
         self.room.until(lambda: not self.messages(), "messages are left over", PATIENCE)
 
-    def take_turn(self) -> None:
-        """Let go on what stands still."""
-        (self.room.folder / "turn").touch()
-
     def kill(self, number: int) -> None:
         """Kill the process of a run, and let later ones leave the room."""
         os.kill(self.room.runs()[number - 1]["pid"], signal.SIGKILL)
@@ -114,27 +110,7 @@ def worker(redis_server: RedisServer) -> Iterator[CeleryWorker]:
 def begin(worker: CeleryWorker, redis_server: RedisServer, tmp_path: Path) -> Iterator[Any]:
     """Send a task and wait until it runs; at the test's end nothing of it waits."""
     yield lambda task, **options: Story(worker, redis_server, tmp_path, task, **options)
-    for gate in ("gate", "turn"):
-        (tmp_path / gate).touch()
-
-
-@pytest.mark.parametrize(
-    ("task", "retries"),
-    [(copy_tasks.ending_slowly, [0, 1]), (copy_tasks.replacing_slowly, [0, 0])],
-    ids=["retry", "replacement"],
-)
-def test_what_follows_a_run_meets_its_slow_end(task: Any, retries: list[int], begin: Any) -> None:
-    """
-    Its copy is not dropped when the run before it ends well.
-
-    A retry's copy is another message than that run; the copy of a replacement has the run's id.
-    """
-    story = begin(task)
-    story.until_copies(1)
-    story.take_turn()
-    assert story.result.get(timeout=PATIENCE) == 1
-    story.until_over()
-    assert story.retries() == retries
+    (tmp_path / "gate").touch()
 
 
 def test_a_killed_run_is_run_again_by_its_copy(begin: Any) -> None:

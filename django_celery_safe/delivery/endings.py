@@ -1,0 +1,195 @@
+"""
+How messages end: what Celery reports, translated once.
+
+The process of a run reports how the run ends. A worker's main process reports runs whose process
+was killed, and messages that reach no run. Each report becomes an :class:`Outcome`, and the
+handlers of higher rooms write what is theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
+
+from celery import signals, states
+from celery._state import _task_stack  # type: ignore[attr-defined]
+from celery.app.task import Context
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from django.utils.module_loading import import_string
+
+from ..compat import acknowledges_timeout
+from ..leases.claim import _current as _claims
+from ..leases.holder import HOST, Holder
+from .call import _running
+from .copies import MessageGoesOn
+from .header import HEADER, Header, find_ours, get_header
+
+#: The handlers, as texts because this room knows nothing of higher ones. Of what the process of a
+#: run reports, a handler gets these kinds, of messages with this field in their header. Of what a
+#: worker's main process reports it gets everything, and must not wait.
+HANDLERS: Final = (
+    ("sent", ("over",), "concurrency.message_endings.settle"),
+    ("attempt", ("succeeded", "failed", "retried", "over"), "sending.carried_endings.record"),
+    ("step", ("failed", "retried"), "stages.worker_signals.record"),
+)
+#: The kinds of outcomes of which only the main process of a worker knows: a process was killed.
+DEATHS: Final = ("lost", "timed out", "cancelled", "re-sent", "terminated")
+
+_handler: Final = functools.cache(lambda path: import_string(f"django_celery_safe.{path}"))
+#: Requests that this worker has received, for as long as Celery keeps them. A redelivered
+#: message has another request with the same id.
+_received: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+class Outcome(NamedTuple):
+    """
+    The end of one delivery of a message, or of its run.
+
+    Attributes:
+        kind: How a run ended: ``succeeded``, ``failed`` or ``retried``, and then ``over`` in any
+            case; or one of ``DEATHS``; or why the message reached no run: it was ``revoked``,
+            ``expired``, of an ``unknown`` task, or ``undecodable``.
+        task: The task; None: this worker could not find it.
+        request: The request as the task sees it.
+        error: The error behind that; None: there is none, or it is not known.
+        comes_again: Whether the broker delivers the message again.
+        when: When a message that was sent again is run, seconds or a time; None: it was not.
+        pid: The process that was killed; None: none was, or it is not known.
+        is_only: Whether this worker has no other delivery of the message.
+    """
+
+    kind: str
+    task: Any
+    request: Any
+    error: Any = None
+    comes_again: bool = False
+    when: float | datetime | None = None
+    pid: int | None = None
+    is_only: bool = True
+
+    @property
+    def header(self) -> Header:
+        """Our header of the message."""
+        return get_header(self.request)
+
+    @property
+    def task_id(self) -> str:
+        """The id of the task; empty if the message has none."""
+        return self.request.id or ""
+
+    def ended(self, holder: Holder) -> bool:
+        """Return whether the holder of a lock or row is the run whose process was killed."""
+        is_of_worker = holder.host == HOST and self.pid in (None, holder.pid)
+        return self.kind in DEATHS and is_of_worker
+
+
+def connect() -> None:
+    """Connect to all signals with which Celery reports the begin and the end of a message."""
+    receivers = (_on_received, _on_prerun, _on_success, _on_failure, _on_retry, _on_postrun)
+    for receiver in (*receivers, _on_revoked, _on_unknown, _on_rejected):
+        signal = getattr(signals, receiver.__name__.replace("_on", "task"))
+        signal.connect(receiver, dispatch_uid=__name__)
+    for _, _, path in HANDLERS:
+        _handler(path)  # imported now: a child of the pool inherits it
+
+
+def _on_received(request: Any, **kwargs: Any) -> None:
+    _received[id(request)] = request
+
+
+def _on_prerun(task: Any, **kwargs: Any) -> None:
+    """Forget what a time limit may have kept the last run of this thread from forgetting."""
+    if len(_task_stack) == 1 and not task.request.is_eager:
+        _claims.set(())
+        _running.set(frozenset())
+
+
+def _on_success(sender: Any, **kwargs: Any) -> None:
+    _report_run("succeeded", sender)
+
+
+def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: Any) -> None:
+    if not isinstance(exception, WorkerLostError | TimeLimitExceeded) or not _find(task_id):
+        if sender.request.id == task_id:
+            _report_run("failed", sender, exception)
+    elif isinstance(exception, TimeLimitExceeded):
+        # Otherwise the message is acknowledged.
+        again = bool(sender.acks_late and not acknowledges_timeout(sender))
+        _report_death("timed out", sender, task_id, error=exception, comes_again=again)
+    else:
+        _report_death("lost", sender, task_id, error=exception)
+
+
+def _on_retry(sender: Any, request: Any, reason: Any = None, **kwargs: Any) -> None:
+    if reason is None:  # the worker has lost its connection to the broker
+        _report_death("cancelled", sender, request.id, comes_again=bool(sender.acks_late))
+    elif any(one._context is request for one in _find(request.id)):
+        _report_death("re-sent", sender, request.id, error=reason, when=reason.when or 0.0)
+    elif not request.is_eager:
+        _report_run("retried", sender, reason)
+
+
+def _on_postrun(task: Any, state: str | None, retval: Any = None, **kwargs: Any) -> None:
+    if not task.request.is_eager:
+        again = state in (None, states.RETRY) or isinstance(retval, MessageGoesOn)
+        _report_run("over", task, comes_again=again)
+
+
+def _on_revoked(sender: Any, request: Any, terminated: bool, expired: bool, **kwargs: Any) -> None:
+    how = "expired before it was begun" if expired else "was revoked"
+    error = RuntimeError(f"The task {how}.")
+    # The pool may have given the message to a child that ended before reading it. If it is then
+    # revoked, the main process accepts and ends it (_put_back in celery/concurrency/asynpool.py).
+    accepted_by = (one.worker_pid for one in _find(request.id) if one._context is request)
+    if terminated and os.getpid() not in accepted_by:
+        _report_death("terminated", sender, request.id, request, error=error)
+    else:
+        _report(Outcome("expired" if expired else "revoked", sender, request, error))
+
+
+def _on_unknown(message: Any, exc: Any = None, kind: str = "unknown", **kwargs: Any) -> None:
+    headers = {"task": None, **(getattr(message, "headers", None) or {})}
+    _report(Outcome(kind, None, Context(headers), exc))
+
+
+def _on_rejected(message: Any, exc: Any = None, **kwargs: Any) -> None:
+    _on_unknown(message, exc, "undecodable")
+
+
+def _report_run(kind: str, task: Any, error: Any = None, *, comes_again: bool = False) -> None:
+    request = task.request
+    # Read directly, because most messages have no header of ours.
+    found = find_ours(request) if request.is_eager else getattr(request, HEADER, None)
+    if not isinstance(found, dict):
+        return
+    ended = getattr(request, "safe_ended", None)  # the field whose wrapper has recorded the end
+    for field, kinds, path in HANDLERS:
+        if field in found and field != ended and kind in kinds:
+            _handler(path)(Outcome(kind, task, request, error, comes_again))
+
+
+def _report_death(kind: str, task: Any, task_id: str, request: Any = None, **facts: Any) -> None:
+    """Report that the process of a run was killed; None: of which delivery is not known."""
+    same = _find(task_id)
+    pids = {one._context: one.worker_pid for one in same if one.worker_pid}
+    for each in pids if request is None else (request,):
+        only = len(same) <= 1
+        _report(Outcome(kind, task, each, pid=pids.get(each), is_only=only, **facts))
+
+
+def _report(outcome: Outcome) -> None:
+    for _, _, path in HANDLERS:
+        _handler(path)(outcome)
+
+
+def _find(task_id: str) -> list[Any]:
+    """Return Celery's requests of the messages with this id that this worker has."""
+    # At once, because another thread may add one.
+    found = [reference() for reference in _received.valuerefs()]
+    return [request for request in found if request is not None and request.id == task_id]
+
+
+os.register_at_fork(after_in_child=_received.clear)
