@@ -202,6 +202,9 @@ SETTINGS: Final[dict[str, tuple[Any, Callable[[Any, str], Any]]]] = {
 #: The default of each setting.
 DEFAULTS: Final = {name: default for name, (default, _) in SETTINGS.items()}
 
+#: Types of values that can't change in place; and what was checked, by name, with its outcome.
+UNCHANGING: Final = (bool, int, float, str, timedelta, type(None))
+_checked: Final[dict[str, tuple[Any, Any]]] = {}
 #: How long rows of each kind are kept, if the project does not say it.
 DEFAULT_RETENTIONS: Final = retentions({}, "RETENTION")
 
@@ -217,7 +220,14 @@ def given() -> dict[str, Any]:
 def get(name: str) -> Any:
     """Return the setting ``name``, validated: the project's value, or the default."""
     default, check = SETTINGS[name]
-    return check(given().get(name, default), name)
+    value = given().get(name, default)
+    # Most are read at each send or run. A value that can't change in place is checked once.
+    if name not in _checked or _checked[name][0] is not value:
+        checked = check(value, name)
+        if not isinstance(value, UNCHANGING):
+            return checked
+        _checked[name] = value, checked
+    return _checked[name][1]
 
 
 def get_each(*names: str) -> list[Any]:

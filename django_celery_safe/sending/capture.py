@@ -16,10 +16,9 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from celery import Celery
 from celery.backends.base import Backend
@@ -31,9 +30,6 @@ T = TypeVar("T")
 
 #: Keeps the messages that are made in this context; None: they are published.
 CAPTURED: ContextVar[Captured | None] = ContextVar("django_celery_safe_captured", default=None)
-#: Decides whether the next message of this context is published; None: it is. It has no effect
-#: before :func:`install`.
-GATE: ContextVar[Gate | None] = ContextVar("django_celery_safe_gate", default=None)
 _installing = threading.Lock()
 
 
@@ -43,9 +39,6 @@ def _renew_mutex() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_mutex)
-
-#: Called with a message's headers and a function that publishes it; returns whether it did.
-Gate: TypeAlias = Callable[[dict[str, Any], Callable[[], object]], bool]
 
 
 @dataclass(slots=True)
@@ -107,7 +100,7 @@ class ChordCall:
             return
         # Otherwise making the group's result would subscribe to it, through the app's own backend.
         method = getattr(backend, self.method)
-        capture(self.app, Captured(), functools.partial(method, *self.args, **self.kwargs))
+        capture(self.app, Captured(), lambda _: method(*self.args, **self.kwargs))
 
 
 @dataclass(slots=True)
@@ -124,9 +117,11 @@ class Captured:
     chord_calls: list[ChordCall] = field(default_factory=list)
 
 
-def capture(app: Celery, captured: Captured, send: Callable[[], T]) -> T:
+def capture(app: Celery, captured: Captured, send: Callable[[Any], T]) -> T:
     """
     Call ``send``, and keep every message that it sends, in order, in ``captured``.
+
+    It gets a producer for its sends; with that, they need none from the app's pool.
 
     Nothing connects to the broker or the result backend. Ids, results and
     argument checks are as in any other send.
@@ -136,16 +131,18 @@ def capture(app: Celery, captured: Captured, send: Callable[[], T]) -> T:
     # In a context of its own: a signal handler that raises can't leave this one capturing.
     context = copy_context()
     context.run(CAPTURED.set, captured)
-    return context.run(send)
+    return context.run(send, app.amqp.celery_safe_stand_in)  # type: ignore[attr-defined]
 
 
 def install(app: Celery) -> None:
-    """Let ``GATE`` apply to the sends of an app, and ``CAPTURED`` to their messages."""
+    """Let ``CAPTURED`` apply to the sends of an app."""
     if hasattr(app.amqp.send_task_message, "celery_safe"):
         return
     app = _unwrap(app)
     with _installing:
-        _switch(app.amqp, "send_task_message", functools.partial(_keep, app), _send_through)
+        amqp: Any = app.amqp
+        amqp.celery_safe_stand_in = _StandIn(app.connection_for_write())
+        _switch(amqp, "send_task_message", functools.partial(_keep, app))
 
 
 def _install_in_backend(app: Celery) -> None:
@@ -245,14 +242,6 @@ class _PublishIntercepted(BaseException):
         self.body, self.options = body, options
 
 
-def stand_in(app: Celery) -> Any:
-    """Return a producer for sends inside :func:`capture`, which takes none from the app's pool."""
-    amqp: Any = app.amqp
-    if not hasattr(amqp, "celery_safe_stand_in"):
-        amqp.celery_safe_stand_in = _StandIn(app.connection_for_write())
-    return amqp.celery_safe_stand_in
-
-
 class _StandIn:
     """Replaces the producer while messages are captured; its connection is never opened."""
 
@@ -264,53 +253,6 @@ class _StandIn:
 
     def revive(self, channel: Any) -> None:
         """Do nothing: there is no connection to revive."""
-
-
-class _Dropped(BaseException):
-    """Leaves Celery's sender at the moment of publication, because the message is dropped."""
-
-
-class _DecidingProducer:
-    """Replaces the producer while a gate decides whether the message goes out."""
-
-    def __init__(self, producer: Any, name: str, gate: Gate) -> None:
-        self._producer, self._name, self._gate = producer, name, gate
-        self.connection = producer.connection
-
-    def publish(self, body: Any, *, serializer: str, headers: Any, **options: Any) -> None:
-        # First, so that the gate does not decide about a message that can't be sent.
-        content_type, encoding, data = serialize(self._name, body, serializer, checked=True)
-
-        def publish_now() -> None:
-            self._producer.publish(
-                data,
-                content_type=content_type,
-                content_encoding=encoding,
-                headers=headers,
-                **options,
-            )
-
-        if not self._gate(headers, publish_now):
-            raise _Dropped
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._producer, name)
-
-
-def _send_through(
-    original: Callable[..., Any], producer: Any, name: str, message: Any, **options: Any
-) -> None:
-    gate = GATE.get()
-    if gate is None:
-        original(producer, name, message, **options)
-        return
-    # In a separate context: a dropped message never gets to `after_task_publish`, whose
-    # receivers would reset what those of `before_task_publish` have set.
-    context = copy_context()
-    # The gate is for this message only: receivers of Celery's signals may send others.
-    context.run(GATE.set, None)
-    with suppress(_Dropped):
-        context.run(original, _DecidingProducer(producer, name, gate), name, message, **options)
 
 
 def _keep(

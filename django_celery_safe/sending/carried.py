@@ -112,7 +112,7 @@ class Run:
         self.has_begun = self.has_begun and not unchanged
         captured = Captured()
         try:
-            result = capture(self.task.app, captured, send)
+            result = capture(self.task.app, captured, lambda _: send())
         except Ignore:
             self._is_replaced = True
             self._add(captured)

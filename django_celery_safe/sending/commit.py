@@ -21,7 +21,7 @@ from ..locks import HeldLock
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic, attempts, in_atomic
 from .broker import BrokerGone, is_backend_gone, pooled_producer
-from .capture import Captured, Message, capture, stand_in
+from .capture import Captured, Message, capture
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .publisher import Publisher
@@ -168,8 +168,10 @@ def hold(
             f"{producer.connection.as_uri()}, which no row can keep: a relay sends through the "
             f"app's broker, {app.connection_for_write().as_uri()}. Leave it out, or outbox=False."
         )
-    captured, given = Captured(), {**options, "producer": stand_in(app)}
-    result = as_sent_result(capture(app, captured, lambda: send(given)))
+    captured = Captured()
+    result = as_sent_result(
+        capture(app, captured, lambda ours: send({**options, "producer": ours}))
+    )
 
     def leave() -> None:
         refuse_get(result, using)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextvars import copy_context
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +14,8 @@ from celery._state import get_current_task
 from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
 from celery.result import EagerResult
 from celery.states import PENDING
+from celery.utils.saferepr import saferepr
+from celery.utils.time import maybe_make_aware
 from kombu.exceptions import EncodeError
 from kombu.utils.uuid import uuid
 
@@ -28,11 +30,10 @@ from ..delivery.copies import Resent, find_resent, resending
 from ..delivery.header import FORMAT, HEADER, Header, read_given_fields, read_header
 from ..delivery.wrappers import wrap_run
 from ..exceptions import NotSerializable, TaskPoisoned
-from ..locks import HeldLock
 from ..texts import get_logger
 from . import installed
 from .arguments import check_arguments, explain
-from .capture import CAPTURED, GATE, install
+from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
 from .commit import as_sent_result, hold, must_wait
@@ -337,26 +338,37 @@ class SafeTaskMixin(Task[P, R]):
             return result
         if eager:
             return self._run_once(options, header, lambda given: self._publish(args, kwargs, given))
-        outcomes: dict[str, tuple[dict[str, Any], HeldLock | None]] = {}
+        headers = self._headers_to_be(args, kwargs, options, header)
+        sent: list[SentResult[R]] = []
 
-        def publish(headers: dict[str, Any], publish_now: Callable[[], object]) -> bool:
-            held = publish_once(headers, publish_now, again=again)
-            outcomes[headers.get("id", "")] = headers, held
-            return held is None
+        def publish() -> None:
+            given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
+            final = {**options, "task_id": headers["id"], "headers": given}
+            sent.append(self._publish(args, kwargs, final))
 
-        install(self.app)
-        context = copy_context()
-        context.run(GATE.set, publish)
-        result = context.run(self._publish, args, kwargs, options)
-        headers, held = outcomes[result.id]
-        if held is not None:
-            backend: Any = self.backend
-            backend.remove_pending_result(result)
-        settle(result, headers, held)  # not a new result: a parent's trail has this one
+        held = publish_once(headers, publish, again=again)
+        result = sent[0] if sent else as_sent_result(self.AsyncResult(headers["id"]))
+        settle(result, headers, held)
         if again:
             # A message that replaces its own run takes over that run's lock.
             self._pass_on(read_header(headers, self.name).get("sent"), options)
         return result
+
+    def _headers_to_be(
+        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
+    ) -> dict[str, Any]:
+        """Return those headers of a message to be built that the lock of its send needs."""
+        delay = options.get("countdown") or options.get("eta")  # as Celery does
+        moments = {"eta": delay, "expires": options.get("expires", self.expires)}
+        headers = {"task": self.name, "id": options.get("task_id") or uuid(), HEADER: header}
+        for name, moment in moments.items():
+            if isinstance(moment, datetime):
+                moment = maybe_make_aware(moment, self.app.timezone)
+            headers[name] = moment
+        if conf.get("SHOW_ARGUMENTS"):
+            headers["argsrepr"] = options.get("argsrepr") or saferepr(args or ())
+            headers["kwargsrepr"] = options.get("kwargsrepr") or saferepr(kwargs or {})
+        return headers
 
     def _run_once(
         self,

@@ -126,7 +126,7 @@ def test_a_child_that_is_forked_during_an_apps_first_send_can_send(make_app: Mak
 
         def send() -> str:
             captured = capture_module.Captured()
-            capture_module.capture(task.app, captured, lambda: task.delay(1))
+            capture_module.capture(task.app, captured, lambda _: task.delay(1))
             return str(len(captured.messages))
 
         assert in_child(send) == "1"
