@@ -896,6 +896,7 @@ def lose(carried: Carried, message: Message) -> None:
 @pytest.mark.parametrize(
     ("host", "pid", "is_due"),
     [(HOST, NO_PROCESS, True), (HOST, 1, False), ("elsewhere", NO_PROCESS, False)],
+    ids=["its own", "another process's", "another host's"],
 )
 def test_the_task_of_a_killed_process_is_due_at_once(
     host: str, pid: int, is_due: bool, carried: Carried
