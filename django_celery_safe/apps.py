@@ -19,17 +19,16 @@ class DjangoCelerySafeConfig(AppConfig):
         from .idempotency import record_table
         from .models.stages import RunRoom, StageRun
         from .sending import carried, carried_endings, housekeeping
-        from .stages import decisions, progress, repairs, worker_signals
+        from .stages import decisions, progress, step_table
 
         checks.connect()
         transactions.connect()
         message_endings.connect()
         carried.connect()
         carried_endings.connect()
-        worker_signals.connect()
         # Relays do the chores in this order.
         housekeeping.connect()
-        repairs.connect()
+        step_table.connect()
         record_table.connect()
         StageRun.room = RunRoom(
             progress.progress,

@@ -23,12 +23,15 @@ from ..delivery.worker import (
     was_put_back,
 )
 from ..events import MESSAGE_FAILED
-from ..foreign_errors import describe_error
+from ..foreign_errors import describe_error, text_of
 from ..leases.holder import HOST
 from ..transactions import TRIES
+from .followed import Fault, fail_message, find_follower
 from .message_table import message_table
 from .outbox import EXPIRED
 
+#: The error of a message whose task its worker does not know: Celery's name for it.
+NOT_REGISTERED: Final = "NotRegistered"
 FAILURE: Final = "That a carried task has ended could not be recorded; a relay sends it again."
 
 
@@ -63,24 +66,33 @@ def _on_revoked(
 
 def _on_unknown(name: str, message: Any, **kwargs: Any) -> None:
     """Record in the row that this worker does not know the task; another worker may know it."""
-    _note(read_header(message.headers, name), f"A worker on {HOST} does not know the task {name}.")
+    why = "since it does not know the task: it runs another release, or does not import the module."
+    _note(message, NOT_REGISTERED, why)
 
 
 def _on_rejected(message: Any, exc: Exception | None, **kwargs: Any) -> None:
     """Record in the row that this worker refused to read the message; another may accept it."""
     if exc is not None:
-        header = read_header(message.headers, message.headers.get("task"))
-        _note(header, f"A worker on {HOST} refused the message: {describe_error(exc)}")
+        _note(message, type(exc).__name__, f"which it refused: {text_of(exc)}.")
 
 
-def _note(header: Header, text: str) -> None:
+def _note(message: Any, error_type: str, why: str) -> None:
     from ..models.text import storable  # needs the app registry
 
+    headers = message.headers or {}
+    header = read_header(headers, headers.get("task"))
     if "attempt" not in header:
         return
+    text = f"A worker on {HOST} dropped the message, {why} A relay sends the message again later."
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
     unclaimed = table.at(header["attempt"]).filter(token="", due_at__isnull=False)
-    in_background(lambda: unclaimed.update(error=storable(text)), table.close, FAILURE)
+
+    def note() -> None:
+        follower = find_follower(header)
+        if unclaimed.update(error=storable(text)) and follower is not None:
+            follower.note(headers.get("id") or "", Fault(error_type, text))
+
+    in_background(note, table.close, FAILURE)
 
 
 def _fail(
@@ -89,7 +101,7 @@ def _fail(
     if "attempt" not in header:
         return
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
-    is_of_worker = held_by_run(task_id)
+    is_of_worker, follower = held_by_run(task_id), find_follower(header)
 
     def fail() -> None:
         # A process that is being killed may give its claim back between the look and the update.
@@ -101,9 +113,10 @@ def _fail(
                 return
             # A row that has ended meanwhile has an empty token, too.
             unended = table.at(header["attempt"]).filter(due_at__isnull=False)
-            if unended.fail_task(row.token, type(error).__name__, str(error).strip(), ""):
+            if fail_message(follower, task_id, unended, row.token, Fault.of(error)):
                 said = describe_error(error)
-                MESSAGE_FAILED.emit(_fail, task=task, task_id=task_id, error=said)
+                if follower is None:
+                    MESSAGE_FAILED.emit(_fail, task=task, task_id=task_id, error=said)
                 return
 
     in_background(fail, table.close, FAILURE)

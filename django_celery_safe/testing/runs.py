@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery
-from django.db import transaction
 
+from ..databases import Now
 from ..sending.departure import rows_of
-from ..stages import engine, step_messages
+from ..stages import engine
 from ..stages.plan import Plan
 from ..stages.status import Status
-from ..stages.step_table import StepTable
 from .deliveries import deliver, get_app, refuse_transaction, take
 from .messages import Sent, kept_from_broker
 
@@ -63,15 +62,15 @@ def run_stages(
         else:
             run = run_or_plan
             _send_again(run)
-        returns, retried = Counter[str](), list[Sent]()
-        while (found := _take_step(run, retried)) is not None:
+        returns = Counter[str]()
+        while (found := _take_step(run)) is not None:
             app, message = found
             returns[message.task_id] += 1
             if returns[message.task_id] > MOST_RETURNS:
                 raise AssertionError(
                     f"{run} does not end: the message of {message} came back {MOST_RETURNS} times."
                 )
-            retried += deliver(app, message, sent).sent
+            deliver(app, message, sent)
     run.refresh_from_db()
     if run.status not in Status.STOPPED:
         left = ", ".join(f"{step} is {step.status}" for step in run.steps.unfinished())
@@ -82,21 +81,15 @@ def run_stages(
 def _send_again(run: StageRun) -> None:
     """Re-send the messages that a run's stage waits for; a TestCase may have kept them."""
     run.refresh_from_db()
-    store = StepTable(run.find_database())
-    if run.status in Status.STOPPED:
-        return
-    with transaction.atomic(using=store.alias):
-        steps = list(store.steps().filter(run=run.pk, stage=run.stage).waiting())
-        rows_of(store.alias).filter(task_id__in=[step.task_id for step in steps]).erase()
-        step_messages.send(store, steps)
+    rows = _messages_of(run).filter(token="", due_at__isnull=False)
+    rows.update(state=rows.model.State.PENDING, due_at=Now())
 
 
-def _take_step(run: StageRun, retried: list[Sent]) -> tuple[Celery, Sent] | None:
-    """Take the next message of a run's steps, from the outbox or from the retried messages."""
-    ids = set(run.steps.values_list("task_id", flat=True))
-    found = take(rows_of(run.find_database()).filter(task_id__in=ids))
-    again = [one for one in retried if one.task_id in ids]
-    if found is not None or not again:
-        return found
-    retried.remove(again[0])
-    return get_app(), again[0]
+def _take_step(run: StageRun) -> tuple[Celery, Sent] | None:
+    """Take the next message of a run's steps out of the outbox."""
+    return take(_messages_of(run))
+
+
+def _messages_of(run: StageRun) -> Any:
+    ids = run.steps.open().values_list("task_id", flat=True)
+    return rows_of(run.find_database()).carried(*ids)
