@@ -87,6 +87,10 @@ class MessageClaim(Claim):
         self.renew()
 
 
+class NoAnswer(WillBeRedelivered):
+    """The database did not say what follows the message, so the task was not called."""
+
+
 class Run:
     """
     The run of a carried task in this process.
@@ -120,7 +124,7 @@ class Run:
         Begin to renew the lease, and begin what follows the message.
 
         Raises:
-            WillBeRedelivered: The database did not answer, so nothing has begun.
+            NoAnswer: What follows could not be read, so nothing has begun.
         """
         self.claim.begin()
         if (follower := self.follower) is None:
@@ -128,7 +132,7 @@ class Run:
         try:
             self.unrun = self.claim.ask(lambda: follower.begin(self._task_id))
         except DatabaseError as error:
-            raise WillBeRedelivered(f"No answer: {describe_error(error)}") from error
+            raise NoAnswer(f"No answer: {describe_error(error)}") from error
         if self.found.result:
             follower.finish(self.found.result)
 
@@ -315,7 +319,8 @@ class Run:
             case Reject() | Retry() | WillBeRedelivered():
                 # The broker has the message, or will have it; otherwise a relay re-sends it.
                 self._let_wait(Fault.of(error))
-                return self.put_back(conf.resend_after().total_seconds(), describe_error(error))
+                is_away, later = isinstance(error, NoAnswer), conf.resend_after().total_seconds()
+                return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
             case Ignore() if not follows:
                 return self.end()
             case Exception() | CancelledError():  # Celery also fails the task with these

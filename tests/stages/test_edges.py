@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from celery.app.task import Context
 from celery.signals import task_revoked, task_unknown
 from django.db import transaction
 
-from django_celery_safe import ClaimLost, SafeTask, WrongTransaction, stages
+from django_celery_safe import SafeTask, WrongTransaction, stages
 from django_celery_safe.models import StageRun
+from django_celery_safe.sending.message_table import message_table
 from django_celery_safe.signals import task_poisoned
-from django_celery_safe.stages.step_table import StepTable
+from django_celery_safe.stages.follower import StepFollower
 from tests.background import before_its_update, settle
 from tests.concurrency.mailbox import Message
 from tests.conftest import MakeDatabase
@@ -91,11 +93,10 @@ def test_a_message_that_is_refused_fails_the_step_that_waits(
 @pytest.mark.parametrize("gives_back", [False, True])
 def test_a_run_that_is_terminated_fails_its_step(gives_back: bool, staged: Staged) -> None:
     """The process that runs it is killed, so that the step fails, even as it is given back."""
-    table = StepTable(staged.alias)
 
     def give_back() -> None:
-        (step,) = table.steps().filter(status="running")
-        assert table.at(str(step.pk)).put_back(step.token, "waiting", "SystemExit", "-241")
+        (row,) = staged.messages("a")
+        assert staged.messages("a").put_back(row.token, timedelta(), "SystemExit: -241")
 
     def meet(task: Any) -> None:
         with before_its_update(give_back) if gives_back else nullcontext():
@@ -104,7 +105,7 @@ def test_a_run_that_is_terminated_fails_its_step(gives_back: bool, staged: Stage
     staged.bodies["a"] = meet
     run = staged.start("a", "b")
     message = staged.take_one()
-    assert type(staged.deliver(message).value) is ClaimLost
+    assert staged.deliver(message).state == "IGNORED"  # it lost its claim
     assert statuses(run) == ("failed", "fa")
     assert staged.step("a").error == "The task was revoked."
 
@@ -127,7 +128,7 @@ def test_a_duplicate_that_fails_before_its_claim_fails_nothing_that_runs(staged:
 
     def meet(task: Any) -> None:
         task.fails = True
-        assert staged.deliver_elsewhere(message).state == "FAILURE"
+        assert staged.deliver_elsewhere(message).state == "IGNORED"
 
     staged.bodies["a"] = meet
     run = staged.start("a", "b", task=fussy)
@@ -179,8 +180,8 @@ def test_a_step_that_ends_its_process_dies(staged: Staged) -> None:
     message = staged.take_one()
     with pytest.raises(SystemExit):
         staged.deliver(message)
-    step = staged.step("a")
-    assert (step.status, step.deaths, step.last_death) == ("waiting", 1, step.holder)
+    (row,) = staged.messages("a")
+    assert (shown(run), row.deaths, row.last_death) == ("w", 1, row.holder)
     assert staged.deliver(message).state == "FAILURE"
     assert statuses(run) == ("failed", "f")
     assert f"process {os.getpid()} on " in staged.step("a").error
@@ -242,8 +243,9 @@ def test_a_dead_step_of_an_aborted_run_is_not_run(staged: Staged) -> None:
 
 def begin_and_die(staged: Staged, message: Message, token: str) -> None:
     """Begin a step as a process that dies in it, and whose lease is over."""
-    store = StepTable(staged.alias)
-    assert store.claim_step(message.ours["step"], message.id, token, -1.0, "") is not None
+    table = message_table(staged.alias)
+    assert table.claim(message.ours["attempt"], token, -1.0, "") is not None
+    assert StepFollower(message.ours["step"], staged.alias).begin(message.id) == ""
 
 
 # Code that has changed, or is not loaded.
