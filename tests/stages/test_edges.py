@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from celery import Task
 from celery.app.task import Context
 from celery.signals import task_revoked, task_unknown
 from django.db import transaction
@@ -22,6 +23,7 @@ from tests.concurrency.mailbox import Message
 from tests.conftest import MakeDatabase
 from tests.routing import AllIn, routed_by
 from tests.sending.conftest import hearing
+from tests.stages.tasks import note
 from tests.stages.test_messages import Staged, shown
 
 
@@ -270,6 +272,44 @@ def test_a_stage_that_can_not_be_begun_fails_the_run(staged: Staged) -> None:
     assert statuses(run) == ("failed", "sa")
     assert run.error.startswith("Stage 2 can't be begun: TypeError")
     assert (run.error_step, staged.step("a").error, staged.take()) == (None, "", [])
+
+
+def test_a_worker_whose_task_is_no_safe_task_fails_the_step(staged: Staged) -> None:
+    """Nothing there would end the message, so the step's row says what to write."""
+    app = staged.mailbox.app
+    name = "tests.unsafe"
+    run = staged.start("a", "b", task=staged.make_task(name=name))
+    app.tasks.unregister(name)
+    staged.make_task(Task, name)
+    assert staged.deliver(staged.take_one()).state == "FAILURE"
+    assert statuses(run) == ("failed", "fa")
+    assert "is no SafeTask on this worker" in staged.step("a").error
+    assert not staged.tables()[2]
+
+
+def test_a_step_that_replaces_itself_fails(staged: Staged) -> None:
+    """The other task is not sent: the run would not know its end."""
+    staged.bodies["a"] = lambda task: task.replace(note.si({}))
+    run = staged.start("a", "b")
+    staged.deliver(staged.take_one())
+    assert (*statuses(run), staged.take()) == ("failed", "fa", [])
+
+
+def test_a_step_whose_function_is_not_called_fails(staged: Staged) -> None:
+    """What stands above @stages.step swallows the call, which would count as done."""
+
+    class Absent(SafeTask):
+        """Calls nothing."""
+
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            """Do nothing."""
+
+    run = staged.start("a", "b", task=staged.make_task(Absent, "tests.absent"))
+    staged.deliver(staged.take_one())
+    assert (*statuses(run), staged.calls) == ("failed", "fa", [])
+    assert "Its function was not called" in staged.step("a").error
 
 
 # Several databases.

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from random import Random
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from django.db import OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from django_celery_safe import ClaimLost, SafeTask, WrongTransaction, idempotent, stages
+from django_celery_safe import SafeTask, WrongTransaction, idempotent, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.models import (
     DatabaseLock,
@@ -108,7 +108,7 @@ class Staged:
 
     def step(self, name: str) -> StageStep:
         """Return the row of the only step with this name."""
-        step: StageStep = self.steps.get(arguments_text=f'{{"name": "{name}"}}')
+        step: StageStep = self.steps.get(arguments_text__contains=f'"name": "{name}"')
         return step
 
     def messages(self, name: str) -> Any:
