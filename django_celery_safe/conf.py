@@ -234,6 +234,9 @@ def resend_after() -> timedelta:
 
 def retention(kind: str) -> timedelta | None:
     """Return how long rows of a kind are kept; 0: not at all; None: for ever."""
+    if "RETENTION" not in given():  # each end of a carried task asks
+        default, span = RETENTIONS[kind]
+        return span.delta(default, kind)
     return retentions(given().get("RETENTION", {}), "RETENTION")[kind]
 
 

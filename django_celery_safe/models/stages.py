@@ -19,7 +19,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
-from ..stages.entry_options import MARK, EntryParts, split
+from ..stages.entry_options import EntryParts, read_entry
 from ..stages.status import NOT_REGISTERED, Status
 from ..statements import Param, Statement
 from ..texts import get_logger
@@ -69,10 +69,6 @@ class StageRuns(models.QuerySet["StageRun"]):
         """Runs that no row of the project has protected from deletion in the last day."""
         long_ago = Q(protected_at__lt=Now() - PROTECTED_FOR)
         return self.filter(Q(protected_at__isnull=True) | long_ago)
-
-    def record_begun(self) -> int:
-        """Record that the first step of a run has started."""
-        return self.filter(status=Status.WAITING).update(status=Status.RUNNING)
 
     def counted(self) -> StageRuns:
         """Runs with the number of their steps as ``total``, and of succeeded steps as ``done``."""
@@ -483,10 +479,7 @@ class StageStep(ListedRow):
     @property
     def parts(self) -> EntryParts:
         """The arguments and the options."""
-        if not self.arguments_text:
-            return EntryParts({}, {})
-        given = decode(self.arguments_text)
-        return split(given) if MARK in self.arguments_text else EntryParts(given, {})
+        return read_entry(self.arguments_text)
 
     @property
     def params(self) -> dict[str, Any]:

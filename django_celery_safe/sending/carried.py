@@ -28,7 +28,7 @@ from ..databases import is_lost_race
 from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, resend_later
 from ..delivery.deaths import ends_process, refuse_after_deaths
-from ..delivery.header import declare_field, get_header, is_text
+from ..delivery.header import Header, declare_field, get_header, is_text
 from ..delivery.worker import connect_receivers
 from ..delivery.wrappers import add_wrapper
 from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
@@ -39,7 +39,7 @@ from ..leases.clock import clock
 from ..texts import get_logger
 from ..values import decode
 from .capture import Captured, capture
-from .followed import NOTHING, Fault, Held, fail_message, find_follower
+from .followed import NOTHING, Fault, Follower, Held, fail_message, find_follower
 from .followers import carried_followers, end_with_body, send_followers
 from .going_on import ending, publish_again
 from .message_table import ENDED, Claimed, MessageTable, message_table
@@ -108,12 +108,19 @@ class Run:
         unrun: Why the follower does not let the task be called; "": it does.
     """
 
-    def __init__(self, claim: MessageClaim, task: Any, request: Context, found: Claimed) -> None:
+    def __init__(
+        self,
+        claim: MessageClaim,
+        task: Any,
+        request: Context,
+        found: Claimed,
+        follower: Follower | None,
+    ) -> None:
         # Not the request: as the weak key of this run, it would never be freed.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
         claim.find_run = ref(self)
         self.found, self.returned, self.unrun = found, "", ""
-        self.follower = find_follower(get_header(request))
+        self.follower = follower
         self.is_called = self.has_begun = False
         self.resent: Captured | None = None
         self._is_replaced = False
@@ -130,7 +137,7 @@ class Run:
         if (follower := self.follower) is None:
             return
         try:
-            self.unrun = self.claim.ask(lambda: follower.begin(self._task_id))
+            self.unrun = follower.begin(self._task_id)
         except DatabaseError as error:
             raise NoAnswer(f"No answer: {describe_error(error)}") from error
         if self.found.result:
@@ -396,17 +403,17 @@ def run_carried(
         TaskPoisoned: So many processes died in the task that it is not run again.
         ClaimLost: When the work was done, another run had claimed the message.
     """
-    run = _runs.get(request)
-    if run is None and (run := _find_outer(request)) is not None:
+    run, header = _runs.get(request), get_header(request)
+    if run is None and (run := _find_outer(header)) is not None:
         _runs[request] = run
     if request.is_eager or (run is not None and run.is_called):
         return function(*args, **kwargs)
     if run is None:
-        begun = _begin(task, request)
+        begun = _begin(task, request, header)
         if isinstance(begun, str):
             _emit_not_run(task, request, begun)
             raise MessageGoesOn(f"Not run: {begun}")
-        run = _runs[request] = Run(begun[0], task, request, begun[1])
+        run = _runs[request] = Run(begun[0], task, request, begun[1], find_follower(header))
     run.is_called = not is_hook
     try:
         result = _call(run, request, partial(function, *args, **kwargs))
@@ -420,9 +427,9 @@ def run_carried(
     return result
 
 
-def _find_outer(request: Context) -> Run | None:
+def _find_outer(header: Header) -> Run | None:
     """Return the run inside which the task is called again: Celery then copies its request."""
-    attempt = get_header(request).get("attempt")
+    attempt = header.get("attempt")
     claims = (one for one in working_claims() if isinstance(one, MessageClaim))
     return next((one.find_run() for one in claims if one.name == attempt), None)
 
@@ -553,9 +560,8 @@ def _is_for_autoretry(task: Any, error: BaseException) -> bool:
     return is_error and hasattr(task, "_orig_run")
 
 
-def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
+def _begin(task: Any, request: Context, header: Header) -> tuple[MessageClaim, Claimed] | str:
     """Claim the message; return the claim and its row, or why the message must not run."""
-    header = get_header(request)
     alias = header.get("using", DEFAULT_DB_ALIAS)
     if alias not in connections.settings:
         raise ConfigurationError(

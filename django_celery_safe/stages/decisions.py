@@ -13,7 +13,7 @@ from ..values import NotPlain
 from .engine import drop_messages, emit_of_run, encode_params, go_on, stop
 from .status import Status
 from .step_messages import send
-from .step_table import StepTable
+from .step_table import StepTable, table_in
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
@@ -90,7 +90,7 @@ def abort(run: StageRun) -> None:
 
 
 def _store_of(run: StageRun) -> StepTable:
-    return StepTable(run.find_database())
+    return table_in(run.find_database())
 
 
 def _checked(run: StageRun, now: StageRun | None, action: str) -> StageRun:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
 from django.db import IntegrityError, connections, transaction
-from django.db.models import Exists
 
 from ..databases import MYSQL, Now, refuse_unfit
 from ..emitting import Event
@@ -29,12 +28,12 @@ from ..sending.commit import must_wait
 from ..sending.followed import Fault
 from ..texts import get_logger
 from ..transactions import attempts
-from ..values import NotPlain, encode
+from ..values import NotPlain, decode, encode
 from .labels import NO_LABELS, Labels, make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import BATCH, StepTable, step_table
+from .step_table import BATCH, Step, StepTable, step_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
@@ -166,16 +165,14 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
     return run
 
 
-def leave(store: StepTable, pk: int, stage: int, write: Callable[[], bool]) -> bool:
+def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
     """
-    End the message of a step, after its run has continued, if the step's stage is complete.
+    Continue a run whose stage seems to be complete, and end the message of its last step.
 
     Args:
         pk: The run.
         write: Ends the message; returns whether its claim still held it.
     """
-    if not store.is_complete(pk, stage):
-        return write()
     with store.runs().locked(pk) as run:
         if run is not None and run.status not in Status.STOPPED:
             go_on(store, run)
@@ -211,13 +208,11 @@ def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
 
 def go_on(store: StepTable, run: StageRun) -> None:
     """Start the next stage of a locked run, or end the run, if its stage is complete."""
-    stages = run.steps.filter(stage__in=[run.stage, run.stage + 1])
-    left = stages.filter(stage=run.stage).unfinished()
-    rows = list(stages.filter(~Exists(left)))
+    rows = store.hand_over(run.pk, run.stage)
     if not rows:
         return
     ended = [step for step in rows if step.stage == run.stage]
-    following = [step for step in rows if step.stage == run.stage + 1]
+    following = rows[len(ended) :]
     try:
         run.params_text = encode_params(run, ended)
     except NotPlain as error:
@@ -246,7 +241,7 @@ def go_on(store: StepTable, run: StageRun) -> None:
         stop(store, run, Status.FAILED, what)
 
 
-def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
+def encode_params(run: StageRun, ended: Iterable[StageStep | Step]) -> str:
     """
     Return the params of a run after these steps, as JSON.
 
@@ -257,11 +252,11 @@ def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
     return encode(params, LONGEST_PARAMS) if params else "{}"
 
 
-def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
+def merge(run: StageRun, steps: Iterable[StageStep | Step]) -> dict[str, Any]:
     """Return a run's params with the values that these steps returned; later steps win."""
-    params, by = run.params, dict[str, "StageStep"]()
+    params, by = run.params, dict[str, Any]()
     for step in steps:
-        for key, value in step.params.items():
+        for key, value in (decode(step.params_text) if step.params_text else {}).items():
             if key in by and params[key] != value:
                 logger.warning(
                     "Two steps of %s returned %r, and that of the later one in the plan is kept: "

@@ -15,10 +15,10 @@ from ..exceptions import InvalidResult
 from ..sending.followed import NOTHING, Fault, Held
 from ..values import NotPlain, decode, encode
 from . import engine
-from .entry_options import MARK, split
+from .entry_options import read_entry
 from .plan import LONGEST_PARAMS
 from .status import Status
-from .step_table import Found, StepTable
+from .step_table import Found, table_in
 
 if TYPE_CHECKING:
     from ..models.stages import StageStep
@@ -65,7 +65,7 @@ class StepFollower:
     """
 
     def __init__(self, pk: int, alias: str) -> None:
-        self.pk, self.table = pk, StepTable(alias)
+        self.pk, self.table = pk, table_in(alias)
         #: The step as it was begun; None: it was not, or there is none.
         self.found: Found | None = None
         self.is_recorded = False
@@ -85,7 +85,7 @@ class StepFollower:
             engine.put_back(self.table, self._row(), found.run, DIED)
             return self._go_without(f"its run is {found.run_status}")
         if found.run_status == Status.WAITING:
-            self.table.runs().filter(pk=found.run).record_begun()
+            self.table.begin_run(found.run)
         return ""
 
     def _go_without(self, why: str) -> str:
@@ -102,8 +102,7 @@ class StepFollower:
     @property
     def options(self) -> dict[str, Any]:
         """The options of the plan's entry."""
-        text = "" if self.found is None else self.found.arguments
-        return split(decode(text)).options if MARK in text else {}
+        return read_entry("" if self.found is None else self.found.arguments).options
 
     def read(self) -> StageStep:
         """Return the row of the step, with its run; one query."""
@@ -145,9 +144,9 @@ class StepFollower:
             # If the claim was lost, this changes nothing, and write() says so.
             self.table.succeed(self.pk, self._task_id, self._params, held)
             self.is_recorded = True
-        if self.found is None:
+        if self.found is None or not self.table.is_complete(self.found.run, self.found.stage):
             return write()
-        return engine.leave(self.table, self.found.run, self.found.stage, write)
+        return engine.leave(self.table, self.found.run, write)
 
     def wait(self, held: Held, fault: Fault) -> None:
         """Let the step wait for the message that is sent again, unless its run has stopped."""

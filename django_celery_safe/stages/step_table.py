@@ -51,8 +51,16 @@ error_type = '', error = '', traceback = ''
 WHERE id = %s AND task_id = %s AND status = 'running'
 """
 IF_HELD: Final = "AND EXISTS (SELECT 1 FROM {message} WHERE attempt = %s AND token = %s)"
+BEGIN_RUN: Final = "UPDATE {run} SET status = 'running' WHERE id = %s AND status = 'waiting'"
 FIND_UNFINISHED: Final = """
 SELECT id FROM {step} WHERE run_id = %s AND stage = %s AND status <> 'succeeded' LIMIT 1
+"""
+#: The steps of a stage and of the next one; none if a step of the former is unfinished.
+HAND_OVER: Final = """
+SELECT id, run_id, stage, task, task_id, arguments, params FROM {step}
+WHERE run_id = %s AND stage IN (%s, %s) AND NOT EXISTS
+(SELECT 1 FROM {step} u WHERE u.run_id = %s AND u.stage = %s AND u.status <> 'succeeded')
+ORDER BY stage, position
 """
 
 
@@ -67,8 +75,23 @@ class Found(NamedTuple):
     params: str
 
 
+class Step(NamedTuple):
+    """A step as one stage hands over to the next, like its row."""
+
+    pk: int
+    run_id: int
+    stage: int
+    task: str
+    task_id: str
+    arguments_text: str
+    params_text: str
+
+    def __str__(self) -> str:
+        return f"{self.task}[{self.task_id}]"
+
+
 class StepTable:
-    """The runs and steps in one database."""
+    """The runs and steps in one database; see ``table_in``."""
 
     def __init__(self, alias: str) -> None:
         refuse_untested(alias, "hold runs of stages")
@@ -107,12 +130,17 @@ class StepTable:
 
     def begin(self, pk: int, task_id: str) -> Found | None:
         """Set a step to running, unless it has ended, and return it; None: there is no such."""
-        returns = connections[self.alias].vendor != MYSQL
-        text, ids = BEGIN + RETURNING if returns else BEGIN, [pk, task_id]
-        row = self._execute(text, ids, returns=returns)
-        if row is None or not returns:
-            row = self._execute(FIND, ids, returns=True)
-        return None if row is None else Found(*row)
+        ids = [pk, task_id]
+        if connections[self.alias].vendor == MYSQL:
+            self._execute(BEGIN, ids)
+            rows = self._find(FIND, ids)
+        else:
+            rows = self._find(BEGIN + RETURNING, ids) or self._find(FIND, ids)
+        return Found(*rows[0]) if rows else None
+
+    def begin_run(self, pk: int) -> None:
+        """Record that the first step of a run has started."""
+        self._execute(BEGIN_RUN, [pk])
 
     def succeed(self, pk: int, task_id: str, params: str, held: Held | None) -> None:
         """
@@ -127,13 +155,20 @@ class StepTable:
 
     def is_complete(self, run: int, stage: int) -> bool:
         """Return whether all steps of a stage have succeeded."""
-        return self._execute(FIND_UNFINISHED, [run, stage], returns=True) is None
+        return not self._find(FIND_UNFINISHED, [run, stage])
 
-    def _execute(self, text: str, params: list[Any], *, returns: bool = False) -> Any:
-        """Execute a statement; return its first row, or the number of changed rows."""
+    def hand_over(self, run: int, stage: int) -> list[Step]:
+        """Return the steps of a complete stage and of the next one; []: it is not complete."""
+        return [Step(*row) for row in self._find(HAND_OVER, [run, stage, stage + 1, run, stage])]
+
+    def _execute(self, text: str, params: list[Any]) -> None:
         with connections[self.alias].cursor() as cursor:
             cursor.execute(_prepare(self.alias, text), params)
-            return cursor.fetchone() if returns else cursor.rowcount
+
+    def _find(self, text: str, params: list[Any]) -> list[tuple[Any, ...]]:
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(_prepare(self.alias, text), params)
+            return list(cursor.fetchall())
 
 
 def _model(name: str) -> Any:
@@ -154,7 +189,11 @@ def _prepare(alias: str, text: str) -> str:
 
 def step_table() -> StepTable:
     """Return the runs and steps in the database to which the router writes them."""
-    return StepTable(router.db_for_write(_model("StageRun")))
+    return table_in(router.db_for_write(_model("StageRun")))
+
+
+#: Returns the table in the database with this alias.
+table_in = lru_cache(StepTable)
 
 
 def connect() -> None:
@@ -164,5 +203,5 @@ def connect() -> None:
 
 def get_prunable(alias: str) -> list[StageRuns]:
     """Return a queryset of the runs whose retention has expired."""
-    age, runs = conf.retention("runs"), StepTable(alias).runs()
+    age, runs = conf.retention("runs"), table_in(alias).runs()
     return [] if age is None else [runs.older(age).unprotected().order_by("ended_at")]

@@ -448,10 +448,9 @@ def trouble(alias: str, begins: str, model: Any, times: int) -> Iterator[list[st
 
 @pytest.mark.parametrize(("begins", "model"), [("", StageStep), ("UPDATE", StageRun)])
 def test_a_message_comes_back_when_the_database_is_away(
-    begins: str, model: Any, staged: Staged, settings: Settings
+    begins: str, model: Any, staged: Staged
 ) -> None:
     """At the begin nothing was done yet: the step is not failed, and its message comes again."""
-    settings.DJANGO_CELERY_SAFE = {**settings.DJANGO_CELERY_SAFE, "LOCK_TIMEOUT": 0.2}
     run = staged.start("a")
     message = staged.take_one()
     with trouble(staged.alias, begins, model, 100) as refused:
