@@ -23,7 +23,7 @@ from ..delivery.worker import (
     was_put_back,
 )
 from ..events import MESSAGE_FAILED
-from ..foreign_errors import describe_error, text_of
+from ..foreign_errors import describe_error
 from ..leases.holder import HOST
 from ..transactions import TRIES
 from .followed import Fault, fail_message, find_follower
@@ -66,24 +66,23 @@ def _on_revoked(
 
 def _on_unknown(name: str, message: Any, **kwargs: Any) -> None:
     """Record in the row that this worker does not know the task; another worker may know it."""
-    why = "since it does not know the task: it runs another release, or does not import the module."
-    _note(message, NOT_REGISTERED, why)
+    _note(message, NOT_REGISTERED, f"A worker on {HOST} does not know the task {name}.")
 
 
 def _on_rejected(message: Any, exc: Exception | None, **kwargs: Any) -> None:
     """Record in the row that this worker refused to read the message; another may accept it."""
     if exc is not None:
-        _note(message, type(exc).__name__, f"which it refused: {text_of(exc)}.")
+        said = f"A worker on {HOST} refused the message: {describe_error(exc)}"
+        _note(message, type(exc).__name__, said)
 
 
-def _note(message: Any, error_type: str, why: str) -> None:
+def _note(message: Any, error_type: str, text: str) -> None:
     from ..models.text import storable  # needs the app registry
 
     headers = message.headers or {}
     header = read_header(headers, headers.get("task"))
     if "attempt" not in header:
         return
-    text = f"A worker on {HOST} dropped the message, {why} A relay sends the message again later."
     table = message_table(header.get("using", DEFAULT_DB_ALIAS))
     unclaimed = table.at(header["attempt"]).filter(token="", due_at__isnull=False)
 

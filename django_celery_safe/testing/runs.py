@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery
+from django.db import transaction
 
-from ..databases import Now
 from ..sending.departure import rows_of
-from ..stages import engine
+from ..stages import engine, step_messages
 from ..stages.plan import Plan
 from ..stages.status import Status
+from ..stages.step_table import table_in
 from .deliveries import deliver, get_app, refuse_transaction, take
 from .messages import Sent, kept_from_broker
 
@@ -81,15 +82,16 @@ def run_stages(
 def _send_again(run: StageRun) -> None:
     """Re-send the messages that a run's stage waits for; a TestCase may have kept them."""
     run.refresh_from_db()
-    rows = _messages_of(run).filter(token="", due_at__isnull=False)
-    rows.update(state=rows.model.State.PENDING, due_at=Now())
+    if run.status in Status.STOPPED:
+        return
+    store = table_in(run.find_database())
+    with transaction.atomic(using=store.alias):
+        steps = list(store.steps().filter(run=run.pk, stage=run.stage).waiting())
+        store.messages().carried(*[step.task_id for step in steps]).erase()
+        step_messages.send(store, steps)
 
 
 def _take_step(run: StageRun) -> tuple[Celery, Sent] | None:
     """Take the next message of a run's steps out of the outbox."""
-    return take(_messages_of(run))
-
-
-def _messages_of(run: StageRun) -> Any:
     ids = run.steps.open().values_list("task_id", flat=True)
-    return rows_of(run.find_database()).carried(*ids)
+    return take(rows_of(run.find_database()).carried(*ids))

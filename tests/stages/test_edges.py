@@ -50,7 +50,7 @@ def test_a_worker_that_drops_a_message(staged: Staged) -> None:
     settle()
     step = run.steps.get()
     assert (step.status, step.error_type) == ("waiting", "NotRegistered")
-    assert "does not know the task: it runs another release" in step.error
+    assert "does not know the task tests.staged" in step.error
     staged.deliver(message)
     assert statuses(run) == ("succeeded", "s")
     assert run.steps.get().error == ""
