@@ -178,9 +178,7 @@ def run_step(
     if run is None or not isinstance(run.follower, StepFollower):
         _refuse(task, request, header)
     claim = run.claim
-    outcome = _do(
-        run.follower, task, request, do, lambda error: claim.is_finished or claim.was_lost(error)
-    )
+    outcome = _do(run.follower, task, request, do, lambda: claim.is_finished)
     if not claim.is_finished:
         run.follower.take(outcome, task.name)
     elif not outcome.success:
@@ -193,7 +191,7 @@ def _do(
     task: Any,
     request: Context,
     do: Callable[[StepFollower], Outcome],
-    is_over: Callable[[Exception], bool] = lambda _: False,
+    is_finished: Callable[[], bool] = bool,
 ) -> Outcome:
     """Call the step's function; retry an error up to the number in the plan's entry."""
     try:
@@ -202,7 +200,7 @@ def _do(
         raise
     except Exception as error:
         retries = follower.options.get("retries", 0)
-        if is_over(error) or request.retries >= retries:
+        if is_finished() or request.retries >= retries:
             raise
         raise task.retry(exc=error, max_retries=retries) from error
 
