@@ -11,7 +11,7 @@ import pytest
 from celery import Task
 from celery.app.task import Context
 from celery.signals import task_revoked, task_unknown
-from django.db import transaction
+from django.db import connections, router, transaction
 
 from django_celery_safe import SafeTask, WrongTransaction, stages
 from django_celery_safe.models import StageRun
@@ -310,6 +310,31 @@ def test_a_step_whose_function_is_not_called_fails(staged: Staged) -> None:
     staged.deliver(staged.take_one())
     assert (*statuses(run), staged.calls) == ("failed", "fa", [])
     assert "Its function was not called" in staged.step("a").error
+
+
+class Atomic(SafeTask):
+    """Runs in a transaction."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in a transaction."""
+        with transaction.atomic(using=router.db_for_write(StageRun)):
+            return super().__call__(*args, **kwargs)
+
+
+def test_a_step_of_a_class_that_opens_a_transaction(staged: Staged) -> None:
+    """Its claim stands outside of that, so that others see it, and it ends after the commit."""
+    staged.bodies["a"] = lambda task: {"b": str(staged.deliver_elsewhere(message).state)}
+    run = staged.start("a", "b", task=staged.make_task(Atomic, "tests.atomic"))
+    message = staged.take_one()
+    if connections[staged.alias].vendor != "sqlite":
+        assert staged.deliver(message) == ("SUCCESS", {"b": "IGNORED"})
+    else:
+        del staged.bodies["a"]
+        assert staged.deliver(message).state == "SUCCESS"
+    staged.deliver_all()
+    assert statuses(run) == ("succeeded", "ss")
 
 
 # Several databases.
