@@ -69,8 +69,11 @@ def _find_unsettled(run: StageRun) -> list[StageSteps]:
 
 
 def _restart(store: StepTable, rows: StageSteps) -> list[StageStep]:
-    drop_messages(store, rows)  # so that no earlier run of them counts any more
     steps = list(rows)
+    drop_messages(store, rows)  # so that no earlier run of them counts any more
+    if store.messages().carried(*[step.task_id for step in steps]).exists():
+        run = steps[0].run
+        raise IllegalTransition(str(run), "resume", "a step of it is about to commit its work")
     for step in steps:
         step.task_id = str(uuid.uuid4())
     rows.restart(steps)
