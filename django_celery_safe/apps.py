@@ -19,14 +19,14 @@ class DjangoCelerySafeConfig(AppConfig):
         from .idempotency import record_table
         from .models.stages import RunRoom, StageRun
         from .sending import housekeeping
-        from .stages import decisions, progress, repairs
+        from .stages import decisions, progress, step_table
 
         checks.connect()
         transactions.connect()
         endings.connect()
         # Relays do the chores in this order.
         housekeeping.connect()
-        repairs.connect()
+        step_table.connect()
         record_table.connect()
         StageRun.room = RunRoom(
             progress.progress,

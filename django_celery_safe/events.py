@@ -257,14 +257,6 @@ STEP_FAILED = Event(
     "Step %(task)s[%(task_id)s] of run %(run)s failed: %(error)s",
     more="step",
 )
-
-#: [A sweep](../how-to/run-tasks-in-stages.md) found that a run had stopped before its end,
-#: and repaired it.
-#: `reason` says what the sweep found and did; `task` and `task_id` are empty if it repaired a whole
-#: stage.
-RUN_REPAIRED = Event("run_repaired", WARNING, "Run %(run)s: %(reason)s.", more="task task_id")
-STEP_REPAIRED = RUN_REPAIRED.also("Run %(run)s, step %(task)s[%(task_id)s]: %(reason)s.")
-
 #: A run of stages ended; `status` is `succeeded`, `failed` or `aborted`.
 #: `error` says why the run failed; it is empty if a step failed, since `step_failed` has the error.
 #: If a run is resumed, this event happens again when the run ends again.

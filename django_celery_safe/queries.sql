@@ -96,3 +96,52 @@ ON CONFLICT DO NOTHING
 UPDATE django_celery_safe_idempotencyrecord
 SET state = 'done', result = :result, error = :error, ended_at = NOW, expires_at = AFTER(:keep)
 WHERE "key" = :key AND token = :token AND state = 'running'
+
+-- lock_run --
+UPDATE django_celery_safe_stagerun SET stage = stage WHERE id = :pk
+RETURNING id, "key", name, status, stage, stages, params
+-- changed: id = :pk
+
+-- begin_run --
+UPDATE django_celery_safe_stagerun SET status = 'running' WHERE id = :pk AND status = 'waiting'
+
+-- begin_step --
+UPDATE django_celery_safe_stagestep
+SET status = 'running', started_at = NOW
+WHERE id = :pk AND task_id = :task_id AND status IN ('waiting', 'running')
+RETURNING status, run_id, stage, arguments,
+    (SELECT r.status FROM django_celery_safe_stagerun r WHERE r.id = run_id),
+    (SELECT r.params FROM django_celery_safe_stagerun r WHERE r.id = run_id)
+-- changed: id = :pk AND task_id = :task_id
+
+-- find_step --
+SELECT s.status, s.run_id, s.stage, s.arguments, r.status, r.params
+FROM django_celery_safe_stagestep s JOIN django_celery_safe_stagerun r ON r.id = s.run_id
+WHERE s.id = :pk AND s.task_id = :task_id
+
+-- succeed_step --
+UPDATE django_celery_safe_stagestep
+SET status = 'succeeded', params = :params, ended_at = NOW, error_type = '', error = '',
+    traceback = ''
+WHERE id = :pk AND task_id = :task_id AND status = 'running' AND EXISTS (
+    SELECT 1 FROM django_celery_safe_outboxmessage WHERE attempt = :attempt AND token = :token
+)
+
+-- succeed_eager_step --
+UPDATE django_celery_safe_stagestep
+SET status = 'succeeded', params = :params, ended_at = NOW, error_type = '', error = '',
+    traceback = ''
+WHERE id = :pk AND task_id = :task_id AND status = 'running'
+
+-- find_unfinished_step --
+SELECT id FROM django_celery_safe_stagestep
+WHERE run_id = :run AND stage = :stage AND status <> 'succeeded' LIMIT 1
+
+-- hand_over --
+SELECT id, run_id, stage, task, task_id, arguments, params
+FROM django_celery_safe_stagestep
+WHERE run_id = :run AND stage IN (:stage, :stage + 1) AND NOT EXISTS (
+    SELECT 1 FROM django_celery_safe_stagestep u
+    WHERE u.run_id = :run AND u.stage = :stage AND u.status <> 'succeeded'
+)
+ORDER BY stage, position

@@ -19,7 +19,7 @@ def relay_outbox() -> int:
     """
     Send the due messages in the outboxes of all databases; return how many were sent.
 
-    Like a relay, it also repairs runs of stages and deletes old rows. It is for projects with
+    Like a relay, it also deletes old rows. It is for projects with
     beat but without ``manage.py celery_outbox relay``; any number may run at once.
     """
     ends_at = time.monotonic() + LONGEST_RUN

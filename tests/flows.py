@@ -21,16 +21,16 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 5,
     "single_instance send": 5,
-    "single_instance run": 30,
-    "unique_until send": 23,
+    "single_instance run": 28,
+    "unique_until send": 21,
     "unique_until run": 41,
     "outbox call and commit": 36,
     "relay of one": 19,
     "do_once": 8,
-    "idempotent run": 40,
-    "start": 53,
-    "step and next stage": 105,
-    "last step": 61,
+    "idempotent run": 39,
+    "start": 58,
+    "step and next stage": 115,
+    "last step": 69,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -170,7 +170,7 @@ def test_json_has_moments_in_utc(db_alias: str, settings: Settings) -> None:
         for known in ("timezone", "timezone_name"):
             vars(connection).pop(known, None)
         runs = StageRun.objects.using(db_alias)
-        runs.bulk_create([StageRun(stages=1, created_at=Now(), stage_at=Now())])
+        runs.bulk_create([StageRun(stages=1, created_at=Now())])
         row = runs.listed().latest("pk")
         moment = datetime.fromisoformat(row.as_json()["created_at"])
         assert moment.utcoffset() == timedelta(0)

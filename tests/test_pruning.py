@@ -25,7 +25,7 @@ from django_celery_safe.models import (
 from django_celery_safe.pruning import prune_some
 from django_celery_safe.sending import housekeeping
 from django_celery_safe.sending.relay import Relay
-from django_celery_safe.stages import Status, repairs
+from django_celery_safe.stages import Status, step_table
 from django_celery_safe.tasks import relay_outbox
 from tests.app.models import Cover
 from tests.conftest import MakeDatabase
@@ -113,7 +113,7 @@ OLD: Final = {
     ),
     "expired": Old(make_expired, found_by(record_table.get_prunable, 0), "safe_record_expires"),
     "orphaned": Old(make_orphaned, found_by(record_table.get_prunable, 1), "safe_record_running"),
-    "runs": Old(make_runs, found_by(repairs.get_prunable, 0), "safe_run_ended", batch=1),
+    "runs": Old(make_runs, found_by(step_table.get_prunable, 0), "safe_run_ended", batch=1),
 }
 MODELS: Final = (OutboxMessage, IdempotencyRecord, StageRun)
 

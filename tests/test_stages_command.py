@@ -9,43 +9,36 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from celery import shared_task
+from celery import current_app, shared_task
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, stages
 from django_celery_safe.databases import Now
+from django_celery_safe.delivery.header import Header, with_header
 from django_celery_safe.models import StageRun, StageStep
+from django_celery_safe.sending.followed import Fault
 from django_celery_safe.stages import Status
+from django_celery_safe.stages.follower import StepFollower
 from django_celery_safe.testing import run_stages
 from tests import commands
+from tests.admin.rows import work_on
+from tests.concurrency.conftest import mailbox
+from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.routing import runs_in
-from tests.servers.databases import DatabaseKind, registered, sqlite_settings
+from tests.servers.databases import registered, sqlite_settings
 from tests.stages.tasks import note
-from tests.stages.test_sweep import (
-    Queue,
-    at,
-    begin,
-    claim,
-    deliver,
-    ended,
-    poison,
-    queue,
-)
 
-__all__ = ["queue"]
+__all__ = ["mailbox"]
 
 NAME: Final = note.name
 
-pytestmark = pytest.mark.usefixtures("queue")
-
 
 @pytest.fixture
-def shop(make_database: MakeDatabase, db_kind: DatabaseKind) -> Iterator[str]:
+def shop(mailbox: Mailbox, db_alias: str) -> Iterator[str]:
     """The database with the runs."""
-    alias = make_database(db_kind, "shop")
-    with runs_in(alias):
-        yield alias
+    with runs_in(db_alias):
+        yield db_alias
 
 
 run = partial(commands.run_in_80_columns, "celery_stages")
@@ -65,12 +58,25 @@ def make_older(one: StageRun, age: float) -> None:
     rows.update(created_at=Now() - timedelta(seconds=age))
 
 
+def begin(*stage_sizes: int) -> StageRun:
+    """Start a run of so many stages, with so many steps each; their messages are sent."""
+    last = len(stage_sizes)
+    plan = [(note, last - number) for number, size in enumerate(stage_sizes) for _ in range(size)]
+    return stages.start(plan)
+
+
+def deliver(step: StageStep) -> None:
+    """Run a step in this process."""
+    options = with_header({}, Header(task=step.task, step=step.pk))
+    current_app.tasks[step.task].apply([{}], task_id=step.task_id, throw=True, **options)
+
+
 def fail(one: StageRun) -> StageStep:
     """Let the first step of a run fail by an error."""
     failing = one.steps.filter(status=Status.WAITING)[0]
-    poison(failing)
-    values = {"error_type": "ValueError", "error": "no such album", "note": "", "traceback": ""}
-    at(failing).update(**values)
+    follower = StepFollower(failing.pk, str(one._state.db))
+    fault = Fault("ValueError", "no such album")
+    assert follower.fail(failing.task_id, lambda: True, fault)
     return failing
 
 
@@ -119,8 +125,7 @@ def test_show(shop: str) -> None:
     one = begin(4, 9, 1)
     for step in one.steps[:6]:
         deliver(step)
-    claim(one.steps[6], pid=43)
-    step = one.steps[6]
+    step = work_on(one, number=6)
     values, counts, steps = run("show", str(one.pk)).split("\n\n")
     assert "status        running\ndone          6\ntotal         14\nstage         2\n" in values
     assert [line.split()[2:6] for line in counts.splitlines()] == [
@@ -128,7 +133,7 @@ def test_show(shop: str) -> None:
     ]
     _, running, details, *waiting = steps.splitlines()
     assert running.split()[::2] == ["running", NAME]
-    assert details == f"    {step.task_id}, web1 pid 43"
+    assert details == f"    {step.task_id}, web1 pid 42"
     assert [line.split()[::2] for line in waiting[::2]] == [["waiting", NAME]] * 6
 
 
@@ -146,9 +151,7 @@ def test_show_of_a_failure(shop: str, settings: Settings) -> None:
     (row,) = shown(one.pk)["steps"]
     assert row["reason"] == "ZeroDivisionError: Fraction(1, 0)"
     text = run("show", str(one.pk))
-    assert (
-        f'\n    {row["task_id"]}, {row["process"]}\n    {{"by": 0}}\n    {row["reason"]}\n' in text
-    )
+    assert f'\n    {row["task_id"]}\n    {{"by": 0}}\n    {row["reason"]}\n' in text
     assert "Fraction(1, by)\n" in text
     settings.DJANGO_CELERY_SAFE = {"SHOW_ARGUMENTS": False}
     assert '"by"' not in run("show", str(one.pk))
@@ -157,8 +160,7 @@ def test_show_of_a_failure(shop: str, settings: Settings) -> None:
 def test_show_as_json(shop: str) -> None:
     """--json has the run as in the list, its stages with all counts, and the same steps."""
     one = begin(2, 1)
-    step = one.steps[0]
-    claim(step)
+    step = work_on(one)
     row = shown(one.pk)
     assert [*listed()[0], "by_stage", "steps"] == list(row)
     none = {"succeeded": 0, "failed": 0, "aborted": 0}
@@ -176,15 +178,16 @@ def test_show_as_json(shop: str) -> None:
 # resume, abort
 
 
-def test_resume(shop: str, queue: Queue) -> None:
+def test_resume(shop: str, mailbox: Mailbox) -> None:
     """Failed steps are sent again, succeeded ones are not."""
     one = begin(2, 1)
     deliver(one.steps[0])
     fail(one)
-    before, sent = one.steps[1].task_id, len(queue())
+    before = one.steps[1].task_id
+    mailbox.take()
     told = f"Run {one.pk} is running now: stage 1 of 2, 1 of 3 steps done.\n"
     assert run("resume", str(one.pk)) == told
-    assert queue()[sent:] == [one.steps[1].task_id] != [before]
+    assert mailbox.take_one().id == one.steps[1].task_id != before
     for step in one.steps[1:]:
         deliver(step)
     assert shown(one.pk)["status"] == "succeeded"
@@ -193,7 +196,7 @@ def test_resume(shop: str, queue: Queue) -> None:
 def test_abort(shop: str) -> None:
     """Waiting steps are stopped, and running ones go on."""
     one = begin(2, 1)
-    claim(one.steps[0])
+    work_on(one)
     told = f"Run {one.pk} is aborted now: stage 1 of 2, 0 of 3 steps done.\n"
     assert run("abort", str(one.pk)) == told
     assert [step.status for step in one.steps] == ["running", "aborted", "aborted"]
@@ -202,7 +205,8 @@ def test_abort(shop: str) -> None:
 
 def test_those_that_can_not_be_changed_are_named(shop: str) -> None:
     """Each of several runs is changed if it can be; the others are told of, and the status is 1."""
-    goes, done, other = begin(1), ended(timedelta(), alias=shop), begin(1)
+    goes, done, other = begin(1), begin(1), begin(1)
+    deliver(done.steps[0])
     ids = [str(pk) for pk in (goes.pk, done.pk, 99, other.pk, goes.pk)]
     out, why = refused("abort", *ids)
     assert [line.split()[1] for line in out.splitlines()] == [str(goes.pk), str(other.pk)]

@@ -158,7 +158,6 @@ class StageRunAdmin(StagesAdmin):
         *columns(
             StageRun, "created_at", "ended_at", "duration_s", "reason", "shown_params", longest=None
         ),
-        "note",
     )
     actions = ("resume", "abort")
     has_resume_permission = permission("resume")
@@ -210,8 +209,9 @@ class StageStepAdmin(StagesAdmin):
     search_fields = ("=task_id", "task", "run__name", "run__key")
     ordering = ("-run", "stage", "position")
     fields = readonly_fields = (
-        *("run", "stage", "task", "task_id", "shown", "starts", "deaths", "resent", "priority"),
+        *("run", "stage", "task", "task_id", "shown", "priority"),
+        *columns(StageStep, "starts", "deaths", "resent"),
         *columns(StageStep, "process", "duration_s", "waits_s", "started_at", "ended_at"),
         *columns(StageStep, "shown_arguments", "shown_params", longest=None),
-        *("error_type", "error", "traceback", "note"),
+        *("error_type", "error", "traceback"),
     )

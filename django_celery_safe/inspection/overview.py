@@ -22,7 +22,6 @@ from ..models.outbox import OutboxMessage
 from ..models.outbox_relay import OutboxRelay
 from ..models.stages import StageRun, StageStep
 from ..stages import Status
-from ..stages.repairs import UNSTARTED_AFTER
 
 
 class Figure(NamedTuple):
@@ -181,4 +180,4 @@ def count_active_runs(alias: str, most: int) -> dict[Status, Figure]:
 
 def count_overdue_steps(alias: str, most: int) -> Figure:
     """Count the steps that were sent but not started in time; one query."""
-    return count(StageStep.objects.using(alias).overdue(UNSTARTED_AFTER), most)
+    return count(StageStep.objects.using(alias).overdue(), most)

@@ -109,9 +109,9 @@ class OutboxMessages(models.QuerySet["OutboxMessage"]):
         """Messages whose task ended in an error."""
         return self.filter(state=State.FAILED)
 
-    def carried(self, task_id: str) -> OutboxMessages:
-        """The message of a task that is carried until done: one row or none."""
-        return self.filter(CARRIED, task_id=task_id)
+    def carried(self, *task_ids: str) -> OutboxMessages:
+        """The messages of tasks that are carried until done: one row or none for each."""
+        return self.filter(CARRIED, task_id__in=task_ids)
 
     def given_up(self) -> OutboxMessages:
         """Messages that wait for an operator: they could not be sent, or their task failed."""

@@ -13,21 +13,21 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from django.db import IntegrityError, connections, models, router, transaction
-from django.db.models import Count, Exists, F, OuterRef, Q, Subquery
+from django.db.models import Count, Exists, OuterRef, Q, Subquery
 from django.db.models.functions import Coalesce
 from django.utils.translation import gettext_lazy as _
 
+from .. import queries
 from ..databases import Now
-from ..leases.holder import HeldLock
-from ..leases.lease_table import read_holder
-from ..stages.entry_options import MARK, EntryParts, split
+from ..leases.holder import HeldLock, decode_holder
+from ..stages.entry_options import EntryParts, read_entry
 from ..stages.status import NOT_REGISTERED, Status
-from ..statements import Param, Statement
 from ..texts import get_logger
 from ..transactions import attempts
 from ..values import decode
 from .columns import ExactCharField, ExactTextField, PartialIndex
 from .listing import ListedRow, seconds_between, shown
+from .outbox import OutboxMessage
 from .step_states import IN_ORDER, StageSteps
 from .text import LONGEST_TYPE
 
@@ -70,11 +70,6 @@ class StageRuns(models.QuerySet["StageRun"]):
         long_ago = Q(protected_at__lt=Now() - PROTECTED_FOR)
         return self.filter(Q(protected_at__isnull=True) | long_ago)
 
-    def complete(self) -> StageRuns:
-        """Runs whose stage is finished but whose next stage was never started."""
-        steps = StageStep.objects.filter(run=OuterRef("pk"), stage=OuterRef("stage"))
-        return self.active().filter(~Exists(steps.unfinished()))
-
     def counted(self) -> StageRuns:
         """Runs with the number of their steps as ``total``, and of succeeded steps as ``done``."""
         steps = StageStep.objects.filter(run=OuterRef("pk")).order_by().values("run")
@@ -89,8 +84,8 @@ class StageRuns(models.QuerySet["StageRun"]):
         The lock is an UPDATE, which works on every database. Under a stricter isolation an
         UPDATE fails, where a SELECT would get the lock and continue with outdated values.
         """
-        row = _LOCK.update_returning(self.db, pk=pk)
-        return None if row is None else StageRun.from_db(self.db, _LOCKED, row)
+        rows = queries.fetch(self.db, "lock_run", pk=pk)
+        return StageRun.from_db(self.db, _LOCKED, rows[0]) if rows else None
 
     @contextmanager
     def locked(self, pk: int) -> Iterator[StageRun | None]:
@@ -136,12 +131,6 @@ class StageRuns(models.QuerySet["StageRun"]):
 
 #: Fields that are read when a run is locked; the others are read when they are used.
 _LOCKED: Final = ("id", "key", "name", "status", "stage", "stages", "params_text")
-_LOCKED_COLUMNS: Final = (*_LOCKED[:-1], "params")
-_LOCK: Final = Statement(
-    lambda alias: (StageRun.objects.using(alias).filter(pk=Param("pk")), {"stage": F("stage")}),
-    lambda quote: ", ".join(map(quote, _LOCKED_COLUMNS)),
-    changed=lambda alias: StageRun.objects.using(alias).filter(pk=Param("pk")),
-)
 
 
 class RunRoom(NamedTuple):
@@ -164,7 +153,7 @@ class StageRun(ListedRow):
 
     json_keys = (
         "id", "key", "name", "url", "database", "status", "done", "total", "stage", "stages",
-        "created_at", "ended_at", "age_s", "duration_s", "reason", "note",
+        "created_at", "ended_at", "age_s", "duration_s", "reason",
     )  # fmt: skip
 
     #: The caller's labels of the run; "": none. See ``stages.start``.
@@ -183,13 +172,9 @@ class StageRun(ListedRow):
     #: The run's params and the params that its stages returned, as JSON; see :attr:`params`.
     params_text = ExactTextField(default="{}", db_column="params")
     created_at = models.DateTimeField(_("created at"))
-    #: When its stage started, or was restarted.
-    stage_at = models.DateTimeField()
     ended_at = models.DateTimeField(_("ended at"), null=True)
     #: Why it failed, unless a step's error is the reason.
     error = ExactTextField(default="", blank=True)
-    #: The last repair by a sweep, and its reason.
-    note = ExactTextField(_("note"), default="", blank=True)
     #: The last time that a row of the project prevented its deletion; None: never.
     protected_at = models.DateTimeField(null=True)
 
@@ -371,7 +356,7 @@ class StageStep(ListedRow):
 
     json_keys = (
         "task", "task_id", "status", "stage", "process", "started_at", "ended_at", "duration_s",
-        "waits_s", "remaining_s", "starts", "deaths", "resent", "reason", "note",
+        "waits_s", "remaining_s", "starts", "deaths", "resent", "reason",
     )  # fmt: skip
 
     run = models.ForeignKey(StageRun, models.CASCADE, related_name="+", verbose_name=_("run"))
@@ -387,31 +372,14 @@ class StageStep(ListedRow):
     )
     #: The task id of the message that runs the step. A resumed step gets a new task id.
     task_id = ExactCharField(_("task id"), max_length=36)
-    #: The claim of the delivery that runs the step, or ran it last.
-    token = ExactCharField(max_length=32, default="", blank=True)
-    #: End of its lease.
-    ends_at = models.DateTimeField(null=True)
-    #: The process that runs the step, or ran it last, as JSON; see ``encode_holder``.
-    holder = ExactTextField(default="", blank=True)
-    #: When its message should arrive, or should have arrived; None: when the stage started.
-    due_at = models.DateTimeField(null=True)
     started_at = models.DateTimeField(_("started at"), null=True)
     ended_at = models.DateTimeField(_("ended at"), null=True)
-    #: How many times it was started, its process died, and its message was re-sent because no
-    #: worker had started it.
-    starts = models.PositiveIntegerField(_("starts"), default=0)
-    deaths = models.PositiveIntegerField(_("deaths"), default=0)
-    resent = models.PositiveIntegerField(_("resent"), default=0)
-    #: The last process that died in it, as JSON like ``holder``.
-    last_death = ExactTextField(default="", blank=True)
     #: The params that the step returned for the next stages, as JSON; "": none.
     params_text = ExactTextField(default="", blank=True, db_column="params")
     error_type = ExactCharField(_("error type"), max_length=LONGEST_TYPE, default="", blank=True)
     error = ExactTextField(_("error"), default="", blank=True)
     #: The end of the error's traceback; "": it has none.
     traceback = ExactTextField(_("traceback"), default="", blank=True)
-    #: The last repair by a sweep, and its reason.
-    note = ExactTextField(_("note"), default="", blank=True)
 
     objects = StageSteps.as_manager()
 
@@ -430,35 +398,44 @@ class StageStep(ListedRow):
                 whole_fields=["run", "stage", "status"],
             ),
             models.Index(fields=["task_id"], name="safe_step_task_id"),
-            PartialIndex(
-                fields=["ends_at"],
-                name="safe_step_running",
-                rows=Q(status="running"),
-                whole_fields=["status", "ends_at"],
-            ),
         )
 
     def __str__(self) -> str:
         return f"{self.task}[{self.task_id}]"
 
     @property
-    def lease(self) -> HeldLock:
-        """The process that runs it, or ran it last, and the lease."""
-        return read_holder("", self)
-
-    @property
     def process(self) -> str:
-        """The process that runs it, or ran it last; "": none."""
-        return self.lease.holder.process
+        """The process that runs it, or ran it last; "": none, or not known any more."""
+        holder = vars(self)["message_holder"] or ""
+        return decode_holder(holder, HeldLock("")).holder.process
 
     @property
     def remaining_s(self) -> float | None:
         """Seconds until its lease ends; 0: its process has died; None: it does not run."""
-        return self.lease.remaining if self.status == Status.RUNNING else None
+        if self.status != Status.RUNNING:
+            return None
+        is_held = vars(self)["message_state"] == OutboxMessage.State.RUNNING
+        over = self.seconds_since(vars(self)["message_due_at"]) if is_held else None
+        return 0.0 if over is None else max(0.0, -over)
+
+    @property
+    def starts(self) -> int:
+        """How many times it was started, as long as its message is there."""
+        return vars(self)["message_starts"] or 0
+
+    @property
+    def deaths(self) -> int:
+        """How many of its processes died, as long as its message is there."""
+        return vars(self)["message_deaths"] or 0
+
+    @property
+    def resent(self) -> int:
+        """How many times its message was sent again because no worker had started it."""
+        return vars(self)["message_resent"] or 0
 
     @property
     def waits_s(self) -> float | None:
-        """Seconds since its message should have arrived; None: it does not wait for one."""
+        """Seconds since its message was sent; None: it does not wait for a worker."""
         return self.seconds_since(vars(self)["since"])
 
     @property
@@ -496,10 +473,7 @@ class StageStep(ListedRow):
     @property
     def parts(self) -> EntryParts:
         """The arguments and the options."""
-        if not self.arguments_text:
-            return EntryParts({}, {})
-        given = decode(self.arguments_text)
-        return split(given) if MARK in self.arguments_text else EntryParts(given, {})
+        return read_entry(self.arguments_text)
 
     @property
     def params(self) -> dict[str, Any]:

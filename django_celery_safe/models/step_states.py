@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import models
-from django.db.models import Case, F, Q, When
+from django.db.models import Case, Exists, F, OuterRef, Subquery, When
 from django.db.models.functions import Coalesce
 
 from ..databases import Now
-from ..leases.lease_table import DIED
-from ..sending.outbox import MOST_DOUBLINGS
+from ..sending.followed import Fault
 from ..stages.status import NOT_REGISTERED, Status
+from .message_states import CARRIED
+from .outbox import OutboxMessage
 from .text import LONGEST_TYPE, end_of_traceback, storable
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BATCH: Final = 500
 #: The order of a run's steps.
 IN_ORDER: Final = ("stage", "position")
+#: What a list shows of the message of a step.
+OF_MESSAGE: Final = ("state", "holder", "due_at", "starts", "deaths", "resent")
 
 
 _URGENCY: Final = Case(
@@ -38,10 +40,12 @@ class StageSteps(models.QuerySet["StageStep"]):
     """The states of steps, and the transitions between them."""
 
     def listed(self) -> StageSteps:
-        """Steps as lists show them: see :class:`ListedRow`, and ``since`` when they wait."""
-        sent = Q(run__status__in=[Status.WAITING, Status.RUNNING], stage=F("run__stage"))
-        waits = When(sent, status=Status.WAITING, then=Coalesce("due_at", "run__stage_at"))
-        return self.annotate(asked_at=Now(), since=Case(waits)).defer("params_text", "traceback")
+        """Steps as lists show them: see :class:`ListedRow`, with columns of their messages."""
+        message = _messages()
+        shown = {f"message_{name}": Subquery(message.values(name)[:1]) for name in OF_MESSAGE}
+        since = Subquery(message.values(at=Coalesce("sent_at", "created_at"))[:1])
+        waits = Case(When(status=Status.WAITING, then=since))
+        return self.annotate(asked_at=Now(), since=waits, **shown).defer("params_text", "traceback")
 
     def by_urgency(self) -> StageSteps:
         """Steps in the order in which an operator looks at those of a run: failed ones first."""
@@ -60,12 +64,18 @@ class StageSteps(models.QuerySet["StageStep"]):
         return self.filter(status=Status.RUNNING)
 
     def alive(self) -> StageSteps:
-        """Steps that a worker runs now: their lease has not expired."""
-        return self.running().filter(ends_at__gte=Now())
+        """Steps that a worker runs now: the lease of their message has not expired."""
+        running = OutboxMessage.State.RUNNING
+        return self.running().filter(Exists(_messages().filter(state=running, due_at__gte=Now())))
 
-    def orphaned(self) -> StageSteps:
-        """Steps whose process died: the lease has expired."""
-        return self.running().filter(ends_at__lt=Now())
+    def held(self, attempt: str, token: str) -> StageSteps:
+        """Steps whose message this claim still holds."""
+        messages = OutboxMessage.objects.filter(attempt=attempt, token=token)
+        return self.filter(Exists(messages))
+
+    def open(self) -> StageSteps:
+        """Steps that wait or run."""
+        return self.filter(status__in=[Status.WAITING, Status.RUNNING])
 
     def failed(self) -> StageSteps:
         """Steps that failed, after their retries."""
@@ -75,95 +85,34 @@ class StageSteps(models.QuerySet["StageStep"]):
         """Steps that have not succeeded, and so keep their stage open."""
         return self.exclude(status=Status.SUCCEEDED)
 
-    def overdue(self, patience: timedelta) -> StageSteps:
-        """
-        Steps that were sent, but not started within ``patience``, which doubles at each re-send.
-
-        Unless it was re-sent, a step counts as sent when its stage started.
-        """
+    def overdue(self) -> StageSteps:
+        """Steps whose message was sent again because no worker began it in time."""
         sent = self.waiting().filter(
             run__status__in=[Status.WAITING, Status.RUNNING], stage=F("run__stage")
         )
-        late = Q(pk__in=[])
-        for resent in range(MOST_DOUBLINGS):
-            late |= Q(resent=resent, since__lt=Now() - patience * 2**resent)
-        late |= Q(resent__gte=MOST_DOUBLINGS, since__lt=Now() - patience * 2**MOST_DOUBLINGS)
-        return sent.alias(since=Coalesce("due_at", "run__stage_at")).filter(late)
+        return sent.filter(Exists(_messages().filter(resent__gt=0)))
 
-    def attempt(self, task_id: str) -> StageSteps:
-        """Steps that messages with this task id run."""
-        return self.filter(task_id=task_id)
+    def put_back(self, status: Status, fault: Fault) -> int:
+        """Set steps that run to waiting or aborted after an error; return how many."""
+        ended = Now() if status in Status.STOPPED else None
+        return self.update(status=status, ended_at=ended, **_stored(fault))
 
-    def claimed(self, *tokens: str) -> StageSteps:
-        """Steps still held by the claims with these tokens."""
-        return self.running().filter(token__in=tokens)
-
-    def is_done_by(self, token: str) -> bool:
-        """Return whether the claim with this token finished the step."""
-        return self.filter(status=Status.SUCCEEDED, token=token).exists()
-
-    def put_back(
-        self,
-        token: str,
-        status: Status,
-        error_type: str,
-        error: str,
-        traceback: str = "",
-        *,
-        died: bool = False,
-    ) -> bool:
-        """Set a step to waiting or aborted after an error; True if the claim still held it."""
-        ended = status in Status.STOPPED
-        return bool(
-            self.claimed(token).update(
-                status=status,
-                due_at=None if ended else Now(),
-                ended_at=Now() if ended else None,
-                error_type=error_type[:LONGEST_TYPE],
-                error=storable(error),
-                traceback=end_of_traceback(traceback),
-                **(DIED if died else {}),
-            )
-        )
-
-    def fail(self, error_type: str, error: str, traceback: str = "") -> int:
+    def fail(self, fault: Fault) -> int:
         """Record that the steps failed; return how many."""
-        return self.update(
-            status=Status.FAILED,
-            ended_at=Now(),
-            error_type=error_type[:LONGEST_TYPE],
-            error=storable(error),
-            traceback=end_of_traceback(traceback),
-        )
+        return self.update(status=Status.FAILED, ended_at=Now(), **_stored(fault))
+
+    def note(self, fault: Fault) -> int:
+        """Record why steps still wait; return how many."""
+        return self.update(**_stored(fault))
 
     def abort(self) -> int:
         """Abort the steps that wait; return how many."""
         return self.waiting().update(status=Status.ABORTED, ended_at=Now())
 
-    def requeue_orphan(self, token: str, *, stopped: bool) -> bool:
-        """Set an orphaned step to waiting, or abort it; True if its lease had expired."""
-        return bool(
-            self.orphaned()
-            .filter(token=token)
-            .update(
-                status=Status.ABORTED if stopped else Status.WAITING,
-                due_at=None if stopped else Now(),
-                ended_at=Now() if stopped else None,
-                **DIED,
-            )
-        )
-
-    def record_resent(self) -> int:
-        """Record a re-send of the messages of steps that no worker has started."""
-        return self.waiting().update(due_at=Now(), resent=F("resent") + 1)
-
     def restart(self, steps: Iterable[StageStep]) -> None:
         """Set steps to waiting for a new attempt, each with the task id that was set on it."""
         self.update(
             status=Status.WAITING,
-            due_at=None,
-            resent=0,
-            deaths=0,
             started_at=None,
             ended_at=None,
             params_text="",
@@ -173,3 +122,17 @@ class StageSteps(models.QuerySet["StageStep"]):
         )
         # Not self: its filter may no longer match the rows that were just changed.
         self.model.objects.using(self.db).bulk_update(steps, ["task_id"], batch_size=BATCH)
+
+
+def _messages() -> Any:
+    """Return the message of each step of the outer query."""
+    return OutboxMessage.objects.filter(CARRIED, task_id=OuterRef("task_id"))
+
+
+def _stored(fault: Fault) -> dict[str, Any]:
+    """Return the columns of a step with an error."""
+    return {
+        "error_type": fault.type[:LONGEST_TYPE],
+        "error": storable(fault.text),
+        "traceback": end_of_traceback(fault.traceback),
+    }

@@ -8,10 +8,9 @@ the message. A message whose row has ended, or is claimed by another run, does n
 
 from __future__ import annotations
 
-import traceback
 from asyncio import CancelledError
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -30,15 +29,16 @@ from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, resend_later
 from ..delivery.deaths import ends_process, refuse_after_deaths
 from ..delivery.endings import Outcome
-from ..delivery.header import get_header
+from ..delivery.header import Header, get_header
 from ..events import MESSAGE_DONE, MESSAGE_FAILED, TASK_NOT_RUN, TASK_POISONED
-from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned
-from ..foreign_errors import describe_error, find_soft_time_limit, text_of
+from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned, WrongTransaction
+from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
 from ..leases.clock import clock
 from ..texts import get_logger
 from ..values import decode
 from .capture import Captured, capture
+from .followed import NOTHING, Fault, Follower, Held, fail_message, find_follower
 from .followers import carried_followers, end_with_body, send_followers
 from .going_on import ending, publish_again
 from .message_table import Claimed, MessageTable, message_table
@@ -48,8 +48,8 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 
-#: The result None as JSON. An empty text would mean that the task is not finished.
-NOTHING: Final = "null"
+#: Why a run that has returned is not done.
+RESENT: Final = Fault(Retry.__name__, "The task has re-sent itself.")
 #: How many times a claim is tried if it loses a race; another process progressed each time.
 TRIES: Final = 20
 #: Delay of a message that is re-sent because the database with its row did not answer, s.
@@ -71,10 +71,22 @@ class MessageClaim(Claim):
     def __init__(self, alias: str, attempt: str, task: Any, request: Context) -> None:
         key = f"{task.name}[{request.id}]"
         super().__init__(message_table(alias), attempt, key, conf.lock_timeout())
+        #: What ``finish()`` has recorded.
+        self.text = ""
+
+    def _encode(self, result: Any) -> str:
+        run = self.find_run()
+        follower = None if run is None else run.follower
+        return super()._encode(result) if follower is None else follower.encode(result, self.key)
 
     def _write_done(self, text: str) -> bool:
-        ours: bool = self.table.at(self.name).finish(self.token, text or NOTHING)
+        self.text = text or NOTHING
+        ours: bool = self.table.at(self.name).finish(self.token, self.text)
         return ours
+
+
+class NoAnswer(WillBeRedelivered):
+    """The database did not say what follows the message, so the task was not called."""
 
 
 class Run:
@@ -90,17 +102,49 @@ class Run:
         has_begun: Whether the task itself has begun, as far as is known here.
         returned: The task's return value as JSON, for a row that is kept; "": the value is not
             recorded.
+        follower: What of this package follows the message; None: nothing.
+        unrun: Why the follower does not let the task be called; "": it does.
     """
 
-    def __init__(self, claim: MessageClaim, task: Any, request: Context, found: Claimed) -> None:
+    def __init__(
+        self,
+        claim: MessageClaim,
+        task: Any,
+        request: Context,
+        found: Claimed,
+        follower: Follower | None,
+    ) -> None:
         # Not the request: as the weak key of this run, it would never be freed.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
         claim.find_run = ref(self)
-        self.found, self.returned = found, ""
+        self.found, self.returned, self.unrun = found, "", ""
+        self.follower = follower
         self.is_called = self.has_begun = False
         self.resent: Captured | None = None
         self._is_replaced = False
         self.has_followers = bool(request.chain or request.callbacks or request.chord)
+
+    def begin(self) -> None:
+        """
+        Begin to renew the lease, and begin what follows the message.
+
+        Raises:
+            NoAnswer: What follows could not be read, so nothing has begun.
+        """
+        self.claim.begin()
+        if (follower := self.follower) is None:
+            return
+        try:
+            self.unrun = follower.begin(self._task_id)
+        except DatabaseError as error:
+            raise NoAnswer(f"No answer: {describe_error(error)}") from error
+        if self.found.result:
+            follower.finish(self.found.result)
+
+    @property
+    def held(self) -> Held:
+        """What names the claim of this run in a statement."""
+        return self.claim.name, self.claim.token
 
     def keep(self, send: Callable[[], T], *, unchanged: bool = False) -> T:
         """
@@ -140,7 +184,7 @@ class Run:
         goes_on = self.resent
         try:
             self._uncount_unbegun()
-            ours = self.end(follow) if goes_on is None else self._go_on(goes_on)
+            ours = self._end_well(follow) if goes_on is None else self._go_on(goes_on, RESENT)
         except SoftTimeLimitExceeded:
             if not self._is_ended():
                 raise
@@ -149,8 +193,14 @@ class Run:
             self.claim.end()
         if not ours:
             self.claim.raise_lost()
-        if goes_on is None:
+        if goes_on is None and self.follower is None:
             self._emit_done()
+
+    def _end_well(self, follow: Callable[[], object] | None) -> bool:
+        fault = None if self.follower is None else self.follower.fault
+        if fault is None or self.claim.is_finished:
+            return self.end(follow) or bool(self.unrun)
+        return self._record_fault(fault)
 
     def end_with(self, follow: Callable[[], object]) -> bool:
         """End the row together with what follows; return whether the claim still held it."""
@@ -194,22 +244,34 @@ class Run:
     def record_failure(self, error: BaseException) -> bool:
         """Store the error in the row; return whether the claim still held the row."""
         error = find_soft_time_limit(error) or error
-        # A Django task's result shows the path of the class.
-        name_error = getattr(self.task, "_name_error", None)
-        name = type(error).__name__ if name_error is None else name_error(error)
-        text = text_of(error)
-        trace = "".join(traceback.format_exception(error))
-        row, token = self.claim.table.at(self.claim.name), self.claim.token
-        ours = self.claim.end_by(
-            lambda: row.fail_task(token, name, text, trace),
-            lambda: row.failed().filter(error_type=name).exists(),
-        )
-        if ours:
-            event = TASK_POISONED if isinstance(error, TaskPoisoned) else MESSAGE_FAILED
+        fault = Fault.of(error)
+        if name_error := getattr(self.task, "_name_error", None):
+            fault = fault._replace(type=name_error(error))  # a Django task's result shows the path
+        ours = self._record_fault(fault)
+        is_poisoned = isinstance(error, TaskPoisoned)
+        if ours and (is_poisoned or self.follower is None):
+            event = TASK_POISONED if is_poisoned else MESSAGE_FAILED
             event.emit(
                 run_carried, task=self.task.name, task_id=self._task_id, error=describe_error(error)
             )
         return ours
+
+    def _record_fault(self, fault: Fault) -> bool:
+        """Fail the row and what follows it; return whether the claim still held the row."""
+        row, token = self.claim.table.at(self.claim.name), self.claim.token
+
+        def was_written() -> bool:
+            gone = not row.exists()
+            return gone if self.follower else row.failed().filter(error_type=fault.type).exists()
+
+        return self.claim.end_by(
+            lambda: fail_message(self.follower, self._task_id, row, token, fault), was_written
+        )
+
+    def _let_wait(self, fault: Fault) -> None:
+        """Let what follows the message wait for the next run, before the row says so."""
+        if (follower := self.follower) is not None:
+            self.claim.ask(lambda: follower.wait(self.held, fault))
 
     def put_back(self, delay: float, reason: str, *, died: bool = False) -> bool:
         """Let a relay re-send the message after ``delay``; return whether the claim held it."""
@@ -231,10 +293,17 @@ class Run:
         table, name, token = self.claim.table, self.claim.name, self.claim.token
         # A finished task has its result in the row already.
         returned = "" if self.claim.is_finished else self.returned
+        if (follower := self.follower) is not None and self.claim.is_finished:
+            follower.finish(self.claim.text)
+
+        def end_row() -> bool:
+            return table.end(name, token, returned)
 
         def write() -> bool:
+            if follower is not None:
+                return follower.end(self.held, end_row)
             with nullcontext() if follow is None else ending(table.alias):
-                ours = table.end(name, token, returned)
+                ours = end_row()
                 if ours and follow is not None:
                     follow()
             return ours
@@ -244,30 +313,43 @@ class Run:
         return self.claim.end_by(write, lambda: table.has_ended(name))
 
     def _record(self, error: BaseException) -> bool:
-        if self.resent is not None:
-            return self._go_on(self.resent)
+        follows = self.follower is not None
+        if self.resent is not None and not (follows and self._is_replaced):
+            return self._go_on(self.resent, Fault.of(error))
         match error:
             case Reject() if not is_requeued(error):
                 return self.record_failure(error)
             case Reject() | Retry() | WillBeRedelivered():
                 # The broker has the message, or will have it; otherwise a relay re-sends it.
-                return self.put_back(conf.resend_after().total_seconds(), describe_error(error))
-            case Ignore():
+                self._let_wait(Fault.of(error))
+                is_away, later = isinstance(error, NoAnswer), conf.resend_after().total_seconds()
+                return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
+            case Ignore() if not follows:
                 return self.end()
             case Exception() | CancelledError():  # Celery also fails the task with these
-                return self.record_failure(error)
+                return self.end() if self._has_succeeded() else self.record_failure(error)
+        self._let_wait(Fault.of(error))
         # The process ends, because of a signal or because the task ended it. If a worker has
         # ended it, the worker may have failed the task already.
         back = self.put_back(0.0, describe_error(error), died=ends_process(error))
         return back or self._is_ended()
+
+    def _has_succeeded(self) -> bool:
+        """Return whether what follows has the success of the work, whatever came after that."""
+        if self.follower is None:
+            return False
+        with suppress(WrongTransaction):  # finish() was rolled back
+            self.claim.check_committed()
+        return self.claim.is_finished or self.follower.is_recorded
 
     def _is_ended(self) -> bool:
         """Return whether the task has ended, by whoever recorded that."""
         row = self.claim.table.at(self.claim.name)
         return not self.claim.ask(row.filter(due_at__isnull=False).exists)
 
-    def _go_on(self, captured: Captured) -> bool:
+    def _go_on(self, captured: Captured, why: Fault) -> bool:
         """Write the messages with which the task continues into the outbox, and publish them."""
+        self._let_wait(why)
         alias, token = self.claim.table.alias, self.claim.token
         for message in captured.messages:
             if can_carry(message):
@@ -315,17 +397,17 @@ def run_carried(
         TaskPoisoned: So many processes died in the task that it is not run again.
         ClaimLost: When the work was done, another run had claimed the message.
     """
-    run = _runs.get(request)
-    if run is None and (run := _find_outer(request)) is not None:
+    run, header = _runs.get(request), get_header(request)
+    if run is None and (run := _find_outer(header)) is not None:
         _runs[request] = run
     if request.is_eager or (run is not None and run.is_called):
         return function(*args, **kwargs)
     if run is None:
-        begun = _begin(task, request)
+        begun = _begin(task, request, header)
         if isinstance(begun, str):
             _emit_not_run(task, request, begun)
             raise MessageGoesOn(f"Not run: {begun}")
-        run = _runs[request] = Run(begun[0], task, request, begun[1])
+        run = _runs[request] = Run(begun[0], task, request, begun[1], find_follower(header))
     run.is_called = not is_hook
     try:
         result = _call(run, request, partial(function, *args, **kwargs))
@@ -342,9 +424,9 @@ def run_carried(
     return result
 
 
-def _find_outer(request: Context) -> Run | None:
+def _find_outer(header: Header) -> Run | None:
     """Return the run inside which the task is called again: Celery then copies its request."""
-    attempt = get_header(request).get("attempt")
+    attempt = header.get("attempt")
     claims = (one for one in working_claims() if isinstance(one, MessageClaim))
     return next((one.find_run() for one in claims if one.name == attempt), None)
 
@@ -358,7 +440,7 @@ def _succeed(run: Run, request: Context, result: Any) -> None:
     """
     task, alias = run.task, run.claim.table.alias
     follow = None
-    if run.has_followers and run.resent is None:
+    if run.has_followers and run.resent is None and run.follower is None:
         if not carried_followers(task, request, alias):
             # Celery sends them, and then reports the success.
             end_with_body(task, request, alias, run.end_with)
@@ -398,7 +480,11 @@ def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
     """Run the task, or return the result that it was finished with before its process died."""
     found = run.found
     if run.claim.lease is None:
-        run.claim.begin()
+        run.begin()
+    if run.unrun:
+        if run.is_called:
+            _emit_not_run(run.task, request, run.unrun)
+        return None
     if found.result:
         if run.is_called:
             done = "its work was finished before, and its result is returned"
@@ -450,9 +536,8 @@ def _is_for_autoretry(task: Any, error: BaseException) -> bool:
     return is_error and hasattr(task, "_orig_run")
 
 
-def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
+def _begin(task: Any, request: Context, header: Header) -> tuple[MessageClaim, Claimed] | str:
     """Claim the message; return the claim and its row, or why the message must not run."""
-    header = get_header(request)
     alias = header.get("using", DEFAULT_DB_ALIAS)
     if alias not in connections.settings:
         raise ConfigurationError(
@@ -475,7 +560,7 @@ def _begin(task: Any, request: Context) -> tuple[MessageClaim, Claimed] | str:
             if claimed is not None:
                 return claimed
             found = table.find(claim.name)
-            if found is None or found.token or found.due_at is None:
+            if found is None or found.state not in ("pending", "sent"):
                 break
             # A stricter isolation level refused the claim, because the sender changed the row.
         return found

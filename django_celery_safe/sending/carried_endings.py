@@ -21,8 +21,11 @@ from ..foreign_errors import describe_error
 from ..leases.holder import HOST, HeldLock, decode_holder
 from ..transactions import TRIES
 from .carried import end_run
+from .followed import Fault, fail_message, find_follower
 from .message_table import ENDED, MessageTable, message_table
 
+#: The error of a message whose task its worker does not know: Celery's name for it.
+NOT_REGISTERED: Final = "NotRegistered"
 FAILURE: Final = "That a carried task has ended could not be recorded; a relay sends it again."
 
 
@@ -39,7 +42,9 @@ def record(outcome: Outcome) -> None:
             _in_background(_fail, outcome)
         case "lost":
             _in_background(_follow_death, outcome)
-        case "unknown" | "undecodable" if outcome.error is not None:
+        case "unknown":
+            _in_background(_note, outcome)
+        case "undecodable" if outcome.error is not None:
             _in_background(_note, outcome)
 
 
@@ -52,13 +57,17 @@ def _note(table: MessageTable, outcome: Outcome) -> None:
     """Record in the row why this worker can't run the message; another may run it."""
     from ..models.text import storable  # needs the app registry
 
-    text = f"refused the message: {describe_error(outcome.error)}"
-    if outcome.kind == "unknown":
-        text = f"does not know the task {outcome.request.task}."
-    unclaimed = (
-        table.at(outcome.header["attempt"]).exclude(state="running").filter(due_at__isnull=False)
+    kind, text = (
+        type(outcome.error).__name__,
+        f"refused the message: {describe_error(outcome.error)}",
     )
-    unclaimed.update(error=storable(f"A worker on {HOST} {text}"))
+    if outcome.kind == "unknown":
+        kind, text = NOT_REGISTERED, f"does not know the task {outcome.request.task}."
+    text, follower = f"A worker on {HOST} {text}", find_follower(outcome.header)
+    rows = table.at(outcome.header["attempt"]).exclude(state="running")
+    noted = rows.filter(due_at__isnull=False).update(error=storable(text))
+    if noted and follower is not None:
+        follower.note(outcome.task_id, Fault(kind, text))
 
 
 def _follow_death(table: MessageTable, outcome: Outcome) -> None:
@@ -99,9 +108,13 @@ def _fail(table: MessageTable, outcome: Outcome) -> None:
             return
         # A row that has ended meanwhile has an empty token, too.
         unended = table.at(outcome.header["attempt"]).filter(due_at__isnull=False)
-        if unended.fail_task(row.token, type(error).__name__, str(error).strip(), ""):
+        follower = find_follower(outcome.header)
+        if fail_message(follower, outcome.task_id, unended, row.token, Fault.of(error)):
             said = describe_error(error)
-            MESSAGE_FAILED.emit(_fail, task=outcome.task.name, task_id=outcome.task_id, error=said)
+            if follower is None:
+                MESSAGE_FAILED.emit(
+                    _fail, task=outcome.task.name, task_id=outcome.task_id, error=said
+                )
             return
 
 

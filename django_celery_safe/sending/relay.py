@@ -47,6 +47,7 @@ from ..leases.holder import holder_text
 from ..texts import get_logger
 from .broker import BrokerGone, OwnConnection, is_backend_gone, register_all
 from .capture import Message
+from .followed import Fault, fail_message, find_follower
 from .housekeeping import Housekeeping
 from .message_table import message_table
 from .outbox import EXPIRED, resend_delay
@@ -383,7 +384,10 @@ class Relay:
         """Fail a task that expired: some brokers drop its message, so no worker fails it."""
         self._left.discard(one.row.pk)
         rows = self._rows.filter(pk=one.row.pk)
-        if rows.fail_task(self._token, "RuntimeError", EXPIRED, ""):
+        follower = find_follower(read_header(one.message.options["headers"], one.message.task))
+        fault = Fault(RuntimeError.__name__, EXPIRED)
+        ended = fail_message(follower, one.row.task_id, rows, self._token, fault)
+        if ended and follower is None:
             MESSAGE_FAILED.emit(Relay, task=one.row.task, task_id=one.row.task_id, error=EXPIRED)
 
     def _announce(self) -> None:

@@ -14,7 +14,6 @@ from celery._state import get_current_task
 from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
 from celery.result import EagerResult
 from celery.states import PENDING
-from celery.utils.saferepr import saferepr
 from celery.utils.time import maybe_make_aware
 from kombu.exceptions import EncodeError
 from kombu.utils.uuid import uuid
@@ -366,6 +365,8 @@ class SafeTaskMixin(Task[P, R]):
                 moment = maybe_make_aware(moment, self.app.timezone)
             headers[name] = moment
         if conf.get("SHOW_ARGUMENTS"):
+            from celery.utils.saferepr import saferepr  # not imported with Celery
+
             headers["argsrepr"] = options.get("argsrepr") or saferepr(args or ())
             headers["kwargsrepr"] = options.get("kwargsrepr") or saferepr(kwargs or {})
         return headers

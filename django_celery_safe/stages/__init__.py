@@ -1,8 +1,8 @@
 """
 Tasks in stages: tasks of one priority run together, lower priorities after higher ones.
 
-``plan`` checks what can be run, ``engine`` moves a run from stage to stage, ``running``
-executes one step in a worker, and ``repairs`` holds the sweep that cleans up after a crash.
+``plan`` checks what can be run, ``engine`` moves a run from stage to stage, and ``follower`` is
+what a step adds to the message that carries it: see ``sending.carried``.
 """
 
 from __future__ import annotations

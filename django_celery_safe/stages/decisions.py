@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from django.db import IntegrityError
 
-from ..databases import Now
 from ..events import RUN_RESUMED
 from ..exceptions import IllegalTransition
 from ..values import NotPlain
-from .engine import begin_stage, emit_of_run, encode_params, go_on_locked, stop
+from .engine import drop_messages, emit_of_run, encode_params, go_on, stop
 from .status import Status
-from .step_table import StepTable
+from .step_messages import send
+from .step_table import StepTable, table_in
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
@@ -43,18 +43,17 @@ def _resume(store: StepTable, run: StageRun) -> None:
         # This update comes first because it fails if another run holds the key.
         store.runs().filter(pk=run.pk).update(
             status=Status.RUNNING,
-            stage_at=Now(),
             ended_at=None,
             error="",
             active_key=now.key or None,
         )
-        left = [each for rows in _find_unsettled(now) for each in _restart(rows)]
+        left = [each for rows in _find_unsettled(now) for each in _restart(store, rows)]
         emit_of_run(store, RUN_RESUMED, now, steps=len(left))
         again = [step for step in left if step.stage == now.stage]
         if again:
-            begin_stage(store, now, again)
+            send(store, again)
         else:
-            go_on_locked(store, now)  # the run was stopped while the stage's last step ran
+            go_on(store, now)  # the run was stopped while the stage's last step ran
 
 
 def _find_unsettled(run: StageRun) -> list[StageSteps]:
@@ -69,8 +68,12 @@ def _find_unsettled(run: StageRun) -> list[StageSteps]:
     return [unfinished]
 
 
-def _restart(rows: StageSteps) -> list[StageStep]:
+def _restart(store: StepTable, rows: StageSteps) -> list[StageStep]:
     steps = list(rows)
+    drop_messages(store, rows)  # so that no earlier run of them counts any more
+    if store.messages().carried(*[step.task_id for step in steps]).exists():
+        run = steps[0].run
+        raise IllegalTransition(str(run), "resume", "a step of it is about to commit its work")
     for step in steps:
         step.task_id = str(uuid.uuid4())
     rows.restart(steps)
@@ -90,7 +93,7 @@ def abort(run: StageRun) -> None:
 
 
 def _store_of(run: StageRun) -> StepTable:
-    return StepTable(run.find_database())
+    return table_in(run.find_database())
 
 
 def _checked(run: StageRun, now: StageRun | None, action: str) -> StageRun:

@@ -4,66 +4,45 @@ The changes of a run, from its start to its end.
 One statement records that a step succeeded. After its commit, the step's process checks
 whether the stage is complete. The last step to be recorded sees all the others, so at least
 one process tries to start the next stage; the lock on the run's row makes sure that only one
-does. Every other change is one transaction that locks the run's row first, then the rows of
-the steps that it changes. That transaction also writes the messages of the next steps into
-the outbox. No result backend is involved.
+does. Every other change is one transaction that locks the run's row first, then the message
+that ends, then the rows of steps. That transaction also writes the messages of the next steps
+into the outbox. No result backend is involved.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from traceback import format_exception
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
-from django.db import IntegrityError, OperationalError, connections, transaction
-from django.db.models import Exists
+from django.db import IntegrityError, connections, transaction
 
-from ..databases import MYSQL, Now, is_lost_race, refuse_unfit
+from ..databases import MYSQL, Now, refuse_unfit
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
 from ..exceptions import AlreadyStarted
-from ..foreign_errors import describe_error, find_soft_time_limit, text_of
+from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
+from ..sending.followed import Fault
 from ..texts import get_logger
-from ..transactions import TRIES, attempts
-from ..values import NotPlain, encode
+from ..transactions import attempts
+from ..values import NotPlain, decode, encode
 from .labels import NO_LABELS, Labels, make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import BATCH, COUNTDOWN, StepTable, step_table
+from .step_table import BATCH, Step, StepTable, step_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
     from ..models.step_states import StageSteps
-    from .running import StepClaim
 
 logger = get_logger(__name__)
 
 #: How many times a start tries to write its run while other runs with its key are ending.
 MOST_STARTS: Final = 3
-
-
-class StepError(NamedTuple):
-    """An error as a step's row stores it: type ("": none), text and end of the traceback."""
-
-    type: str
-    text: str
-    traceback: str = ""
-
-    @classmethod
-    def of(cls, error: BaseException) -> StepError:
-        """Return the type and text of an error, or of the soft time limit that it hides."""
-        error = find_soft_time_limit(error) or error
-        # Celery also makes errors to report an event; these were never raised.
-        trace = "".join(format_exception(error)) if error.__traceback__ else ""
-        return cls(type(error).__name__, text_of(error), trace)
-
-    def __str__(self) -> str:
-        return f"{self.type}: {self.text}".strip(": ")
 
 
 def start(
@@ -162,7 +141,6 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
         stages=len(plan.stages),
         params_text=plan.params,
         created_at=Now(),
-        stage_at=Now(),
     )
     run.save(using=store.alias, force_insert=True)
     steps = [
@@ -183,129 +161,58 @@ def _write(store: StepTable, plan: Plan, labels: Labels) -> StageRun:
         steps = list(store.steps().filter(run=run.pk).in_order())
     run.refresh_from_db()
     emit_of_run(store, RUN_STARTED, run, stages=run.stages)
-    begin_stage(store, run, [step for step in steps if step.stage == run.stage])
+    send(store, [step for step in steps if step.stage == run.stage])
     return run
 
 
-def record_begun(store: StepTable, run: StageRun) -> None:
-    """Record that a run's first step has started."""
-    try:
-        store.runs().filter(pk=run.pk, status=Status.WAITING).update(status=Status.RUNNING)
-    except OperationalError as error:
-        if not is_lost_race(error):  # another step of the run may have recorded it
-            raise
-    run.status = Status.RUNNING
-
-
-def follow_success(claim: StepClaim) -> None:
-    """Continue the run of a step whose success has been committed."""
-    step = claim.step
-    try:
-        claim.ask(lambda: leave_stage(claim.table, step))
-    except DatabaseError as error:
-        logger.warning(
-            "Could not check whether stage %s of run %s is complete; if it is, a sweep begins the "
-            "next one: %s",
-            step.stage,
-            step.run_id,
-            describe_error(error),
-        )
-
-
-def leave_stage(store: StepTable, step: StageStep) -> None:
-    """Continue the run of a step that has succeeded, if the step's stage is complete."""
-    if not store.is_complete(step.run_id, step.stage):
-        return
-    with store.runs().locked(step.run_id) as run:
-        if run is not None and run.status not in Status.STOPPED:
-            go_on_locked(store, run)
-
-
-def fail(claim: StepClaim, fault: StepError) -> bool:
-    """Record that a step failed, and stop its run; return whether the claim still held the step."""
-    store, step = claim.table, claim.step
-
-    def ask() -> bool:
-        return _fail(store, store.at(claim.name).claimed(claim.token), step, fault)
-
-    return claim.ask(ask)
-
-
-def fail_attempt(
-    store: StepTable,
-    pk: int | None,
-    task_id: str,
-    fault: StepError,
-    ours: Callable[[StageStep], bool],
-) -> bool:
+def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
     """
-    Fail a step whose message was revoked or expired, or whose process was killed.
+    Continue a run whose stage seems to be complete, and end the message of its last step.
 
     Args:
-        pk: The step; None: the step with this task id, if there is one.
-        ours: Returns whether the attempt that ended is the one that holds the running step.
-
-    Returns:
-        Whether the step was waiting for that message or was run by it.
+        pk: The run.
+        write: Ends the message; returns whether its claim still held it.
     """
-    steps = store.steps().attempt(task_id).select_related("run")
-    # A process that is being killed may give its claim back between the look and the update.
-    for _ in range(TRIES):
-        step = (steps if pk is None else steps.filter(pk=pk)).first()
-        if step is None or step.status in Status.STOPPED:
-            return False
-        if step.status == Status.RUNNING and not ours(step):
-            return False
-        row = store.at(str(step.pk)).attempt(task_id).filter(status=step.status, token=step.token)
-        if _fail(store, row, step, fault):
-            return True
-    return False
-
-
-def put_back(claim: StepClaim, fault: StepError, *, died: bool = False) -> bool:
-    """Make a step wait for its message again; return whether the claim still held it."""
-    store, step = claim.table, claim.step
-
-    def ask() -> bool:
-        with store.runs().locked(step.run_id) as run:
-            stopped = run is None or run.status in Status.STOPPED
-            status = Status.ABORTED if stopped else Status.WAITING
-            row = store.at(claim.name)
-            if row.put_back(claim.token, status, *fault, died=died):
-                return True
-            # An earlier attempt may have succeeded, although its answer was lost.
-            return bool(row.filter(token=claim.token, status=status).exists())
-
-    return claim.ask(ask)
-
-
-def go_on(store: StepTable, pk: int) -> bool:
-    """Continue a run whose stage is complete, or end it if a step failed; return True if so."""
     with store.runs().locked(pk) as run:
-        if run is None or run.status in Status.STOPPED:
-            return False
-        if run.steps.failed().exists():
-            stop(store, run, Status.FAILED)
-            return True
-        return go_on_locked(store, run)
+        if run is not None and run.status not in Status.STOPPED:
+            go_on(store, run)
+        return write()
 
 
-def begin_stage(store: StepTable, run: StageRun, steps: list[StageStep]) -> None:
-    """Send the messages of a locked run's stage; steps with a countdown start later."""
-    if any(COUNTDOWN in step.arguments_text for step in steps):
-        store.delay(steps)
-    send(store, steps, with_countdown=True)
+def fail(store: StepTable, run: StageRun | None, step: StageStep, fault: Fault) -> None:
+    """Record that a step of a locked run failed, unless it has ended, and stop the run."""
+    goes_on = run is not None and run.status not in Status.STOPPED
+    if not store.at(step.pk, step.task_id).open().fail(fault):
+        if run is not None and goes_on:
+            go_on(store, run)  # it has succeeded, and its process died before that
+        return
+    STEP_FAILED.emit_on_commit(
+        start,
+        using=store.alias,
+        run=step.run_id,
+        step=step.pk,
+        task=step.task,
+        task_id=step.task_id,
+        error=str(fault),
+    )
+    if run is not None and goes_on:
+        stop(store, run, Status.FAILED)
 
 
-def go_on_locked(store: StepTable, run: StageRun) -> bool:
+def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
+    """Let a running step wait for its message again; where its run has stopped, abort it."""
+    with store.runs().locked(pk) as run:
+        stopped = run is None or run.status in Status.STOPPED
+        row.running().put_back(Status.ABORTED if stopped else Status.WAITING, fault)
+
+
+def go_on(store: StepTable, run: StageRun) -> None:
     """Start the next stage of a locked run, or end the run, if its stage is complete."""
-    stages = run.steps.filter(stage__in=[run.stage, run.stage + 1])
-    left = stages.filter(stage=run.stage).unfinished()
-    rows = list(stages.filter(~Exists(left)))
+    rows = store.hand_over(run.pk, run.stage)
     if not rows:
-        return False
+        return
     ended = [step for step in rows if step.stage == run.stage]
-    following = [step for step in rows if step.stage == run.stage + 1]
+    following = rows[len(ended) :]
     try:
         run.params_text = encode_params(run, ended)
     except NotPlain as error:
@@ -314,28 +221,27 @@ def go_on_locked(store: StepTable, run: StageRun) -> bool:
             f"steps return less and resume: those that returned something run again."
         )
         stop(store, run, Status.FAILED, what)
-        return True
+        return
     ours = store.runs().filter(pk=run.pk, stage=run.stage)
     if not following:
         ours.update(
             status=Status.SUCCEEDED, params_text=run.params_text, ended_at=Now(), active_key=None
         )
         _emit_ended(store, run, Status.SUCCEEDED, "")
-        return True
+        return
     run.stage += 1
-    ours.update(stage=run.stage, params_text=run.params_text, stage_at=Now())
+    ours.update(stage=run.stage, params_text=run.params_text)
     try:
-        begin_stage(store, run, following)
+        send(store, following)
     except (DatabaseError, SoftTimeLimitExceeded):
         raise
     except Exception as error:  # noqa: BLE001 - sending a task may raise anything
         # The step that has just ended is not to blame, so it stays a success.
         what = f"Stage {run.stage} can't be begun: {describe_error(error)}."
         stop(store, run, Status.FAILED, what)
-    return True
 
 
-def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
+def encode_params(run: StageRun, ended: Iterable[StageStep | Step]) -> str:
     """
     Return the params of a run after these steps, as JSON.
 
@@ -346,11 +252,11 @@ def encode_params(run: StageRun, ended: Iterable[StageStep]) -> str:
     return encode(params, LONGEST_PARAMS) if params else "{}"
 
 
-def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
+def merge(run: StageRun, steps: Iterable[StageStep | Step]) -> dict[str, Any]:
     """Return a run's params with the values that these steps returned; later steps win."""
-    params, by = run.params, dict[str, "StageStep"]()
+    params, by = run.params, dict[str, Any]()
     for step in steps:
-        for key, value in step.params.items():
+        for key, value in (decode(step.params_text) if step.params_text else {}).items():
             if key in by and params[key] != value:
                 logger.warning(
                     "Two steps of %s returned %r, and that of the later one in the plan is kept: "
@@ -364,32 +270,25 @@ def merge(run: StageRun, steps: Iterable[StageStep]) -> dict[str, Any]:
     return params
 
 
-def _fail(store: StepTable, row: StageSteps, step: StageStep, fault: StepError) -> bool:
-    with store.runs().locked(step.run_id) as run:
-        if not row.fail(*fault):
-            # An earlier attempt may have succeeded, although its answer was lost.
-            return store.at(str(step.pk)).failed().attempt(step.task_id).exists()
-        STEP_FAILED.emit_on_commit(
-            start,
-            using=store.alias,
-            run=step.run_id,
-            step=step.pk,
-            task=step.task,
-            task_id=step.task_id,
-            error=str(fault),
-        )
-        if run is not None and run.status not in Status.STOPPED:
-            stop(store, run, Status.FAILED)
-        return True
-
-
 def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> None:
     """End a locked run that is active, and abort its steps that have not started."""
     store.runs().filter(pk=run.pk).update(
         status=status, ended_at=Now(), error=error, active_key=None
     )
-    store.steps().filter(run=run.pk).abort()
+    waiting = store.steps().filter(run=run.pk).waiting()
+    drop_messages(store, waiting.filter(stage=run.stage))
+    waiting.abort()
     _emit_ended(store, run, status, error)
+
+
+def drop_messages(store: StepTable, steps: StageSteps) -> None:
+    """Delete the messages of steps of a locked run, but those that a statement has locked."""
+    ids = list(steps.values_list("task_id", flat=True))
+    skip = connections[store.alias].features.has_select_for_update_skip_locked
+    for first in range(0, len(ids), BATCH):
+        rows = store.messages().carried(*ids[first : first + BATCH])
+        found = list(rows.select_for_update(skip_locked=skip).values_list("pk", flat=True))
+        store.messages().filter(pk__in=found).erase()
 
 
 def _emit_ended(store: StepTable, run: StageRun, status: Status, error: str) -> None:

@@ -14,6 +14,7 @@ from celery import Celery
 
 from .. import conf
 from ..exceptions import ConfigurationError
+from ..values import decode
 
 #: The first character of an option's name.
 MARK: Final = "@"
@@ -47,6 +48,12 @@ def split(given: Mapping[str, Any]) -> EntryParts:
         else:
             parts.arguments[name] = value
     return parts
+
+
+def read_entry(text: str) -> EntryParts:
+    """Return arguments and options as a step's row has them."""
+    given = decode(text) or {}
+    return split(given) if MARK in text else EntryParts(given, {})
 
 
 def make_options(options: Mapping[str, Any], app: Celery) -> dict[str, Any]:

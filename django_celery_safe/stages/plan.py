@@ -210,10 +210,10 @@ def _find_task(task: Any, app: Celery) -> Any:
 
 def _check_task(task: Any, arguments: Mapping[str, Any]) -> None:
     is_step = _check_layers(task)
-    if not is_step and not isinstance(task, SafeTaskMixin):
+    if not isinstance(task, SafeTaskMixin):
         raise InvalidEntry(
-            f"has the task {task.name}, which is neither a @stages.step nor a SafeTask",
-            "Put @stages.step below its @shared_task.",
+            f"has the task {task.name}, which is not a SafeTask",
+            "Write @shared_task(base=SafeTask), and @stages.step below it.",
         )
     form = "(params)" if is_step else "(data, name)"
     given: tuple[Any, ...] = ({},) if is_step else ({}, "")

@@ -1,193 +1,148 @@
-"""The table of steps, as used by workers and by the thread that renews their leases."""
+"""The tables of runs and steps, and the statements that each step executes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from celery.utils.time import maybe_make_aware
+from django.apps import apps
 from django.db import router
-from django.db.models import DurationField, F, Q
 
-from ..databases import Now, refuse_untested
-from ..leases.lease_table import LeaseTable, count_death
-from ..statements import Param, Statement
-from .entry_options import MARK
-from .status import Status
+from .. import conf, queries
+from ..databases import refuse_untested
+from ..exceptions import ConfigurationError
+from ..sending.followed import Held
+from ..sending.housekeeping import add_pruning
+from ..transactions import lacks_table
 
 if TYPE_CHECKING:
-    from ..models.stages import StageRuns, StageStep
+    from ..models.stages import StageRuns
     from ..models.step_states import StageSteps
-
 
 #: Steps that one statement adds or changes; every database accepts that many parameters.
 BATCH: Final = 500
-#: The option's name as it is written in JSON.
-COUNTDOWN: Final = f'"{MARK}countdown"'
+#: Runs that a relay deletes in one turn at most, each with its steps in a transaction.
+MOST_RUNS: Final = 100
+#: The models of the tables.
+MODELS: Final = ("StageRun", "StageStep", "OutboxMessage")
 
 
-class StepTable(LeaseTable):
-    """The runs and steps in one database; a step's lease is named by the step's id."""
+class Found(NamedTuple):
+    """What a message needs of its step, and of the step's run."""
 
-    purpose = "hold runs of stages and their outbox"
-    models = ("StageRun", "StageStep", "OutboxMessage")
-    named, ends = "id", "ends_at"
+    status: str
+    run: int
+    stage: int
+    arguments: str
+    run_status: str
+    params: str
+
+
+class Step(NamedTuple):
+    """A step as one stage hands over to the next, like its row."""
+
+    pk: int
+    run_id: int
+    stage: int
+    task: str
+    task_id: str
+    arguments_text: str
+    params_text: str
+
+    def __str__(self) -> str:
+        return f"{self.task}[{self.task_id}]"
+
+
+class StepTable:
+    """The runs and steps in one database; see ``table_in``."""
 
     def __init__(self, alias: str) -> None:
-        super().__init__("steps", alias)
+        refuse_untested(alias, "hold runs of stages")
+        self.alias = alias
 
     def runs(self) -> StageRuns:
         """Return the runs."""
-        from ..models.stages import StageRun  # needs the app registry
-
-        return StageRun.objects.using(self.alias)
+        rows: StageRuns = _model("StageRun").objects.using(self.alias)
+        return rows
 
     def steps(self) -> StageSteps:
         """Return the steps."""
-        from ..models.stages import StageStep  # needs the app registry
+        rows: StageSteps = _model("StageStep").objects.using(self.alias)
+        return rows
 
-        return StageStep.objects.using(self.alias)
+    def at(self, pk: int, task_id: str) -> StageSteps:
+        """Return a queryset of the step that messages with this task id run: one row or none."""
+        return self.steps().filter(pk=pk, task_id=task_id)
 
-    def all(self) -> StageSteps:
-        """Return the steps."""
-        return self.steps()
+    def messages(self) -> Any:
+        """Return the messages of the outbox that has those of the steps."""
+        return _model("OutboxMessage").objects.using(self.alias)
 
-    def at(self, name: str) -> StageSteps:
-        """Return a queryset with the step of this id: one row or none."""
-        return self.steps().filter(pk=int(name))
-
-    def find(self, name: str) -> StageStep | None:
-        """Return a step, its run and the server's time as ``asked_at``; None: no such step."""
-        found: StageStep | None = _FIND.find(self.alias, pk=int(name))
-        return found
-
-    def claim_step(
-        self, pk: int, task_id: str, token: str, seconds: float, holder: str
-    ) -> StageStep | None:
+    def check_migrated(self, error: Exception) -> None:
         """
-        Claim a message's step, unless a process runs it.
+        Raise an error that explains a database error, if a missing table caused it.
 
-        Returns:
-            The step, with its run's fields that a worker needs; None: the claim failed.
+        Raises:
+            ConfigurationError: A table is missing.
         """
-        from ..models.stages import StageRun  # needs the app registry
+        if lacks_table(self.alias, *map(_model, MODELS)):
+            raise ConfigurationError(
+                f'DATABASES["{self.alias}"] is to hold runs of stages and their outbox, and has no '
+                f"table for that. Run: manage.py migrate django_celery_safe --database={self.alias}"
+            ) from error
 
-        values = {"pk": pk, "task_id": task_id, "token": token, "holder": holder}
-        row = _CLAIM.update_returning(self.alias, lease=timedelta(seconds=seconds), **values)
-        if row is None:
-            return None
-        step: StageStep = row[0]
-        step.run = StageRun.from_db(
-            self.alias, ("id", "status", "params_text"), (step.run_id, *row[1:])
-        )
-        return step
+    def begin(self, pk: int, task_id: str) -> Found | None:
+        """Set a step to running, unless it has ended, and return it; None: there is no such."""
+        values = {"pk": pk, "task_id": task_id}
+        rows = queries.fetch(self.alias, "begin_step", **values)
+        rows = rows or queries.fetch(self.alias, "find_step", **values)
+        return Found(*rows[0]) if rows else None
 
-    def delay(self, steps: Iterable[StageStep]) -> None:
-        """Record when the messages of steps with a countdown should arrive."""
-        delayed: dict[float, list[int]] = {}
-        for step in steps:
-            seconds = step.options.get("countdown")
-            if seconds is not None:
-                delayed.setdefault(seconds, []).append(step.pk)
-        for seconds, pks in delayed.items():
-            due_at = Now() + timedelta(seconds=seconds)
-            for first in range(0, len(pks), BATCH):
-                self.steps().filter(pk__in=pks[first : first + BATCH]).update(due_at=due_at)
+    def begin_run(self, pk: int) -> None:
+        """Record that the first step of a run has started."""
+        queries.execute(self.alias, "begin_run", pk=pk)
 
-    def await_retry(self, pk: int, task_id: str, retry: Any) -> None:
-        """Record when the retried message of a waiting step should arrive."""
-        when = getattr(retry, "when", None)
-        if when is None:
-            return
-        if isinstance(when, datetime):
-            when = (maybe_make_aware(when) - datetime.now(UTC)).total_seconds()
-        step = self.steps().filter(pk=pk).attempt(task_id).waiting()
-        step.update(due_at=Now() + timedelta(seconds=float(when)))
+    def succeed(self, pk: int, task_id: str, params: str, held: Held | None) -> None:
+        """
+        Record that a running step has succeeded.
 
-    def finish(self, pk: int, token: str, params: str) -> bool:
-        """Record that a step succeeded; return whether the claim still held it."""
-        return _FINISH.execute(self.alias, pk=pk, token=token, params=params)
+        Args:
+            held: The attempt and the token of the claim that must still hold its message; None:
+                it has none, in eager mode.
+        """
+        values = {"pk": pk, "task_id": task_id, "params": params}
+        attempt, token = held or ("", "")
+        name = "succeed_step" if held else "succeed_eager_step"
+        queries.execute(self.alias, name, **values, attempt=attempt, token=token)
 
     def is_complete(self, run: int, stage: int) -> bool:
         """Return whether all steps of a stage have succeeded."""
-        return _FIND_UNFINISHED.find(self.alias, run=run, stage=stage) is None
+        return not queries.fetch(self.alias, "find_unfinished_step", run=run, stage=stage)
+
+    def hand_over(self, run: int, stage: int) -> list[Step]:
+        """Return the steps of a complete stage and of the next one; []: it is not complete."""
+        return [Step(*row) for row in queries.fetch(self.alias, "hand_over", run=run, stage=stage)]
 
 
-def _steps(alias: str) -> StageSteps:
-    return _cached_table(alias).steps()
-
-
-def _step(alias: str) -> StageSteps:
-    return _steps(alias).filter(pk=Param("pk"))
-
-
-_FIND: Final = Statement(
-    lambda alias: (_step(alias).select_related("run").annotate(asked_at=Now()), None)
-)
-
-_CLAIM: Final = Statement(
-    lambda alias: (
-        _step(alias)
-        .filter(task_id=Param("task_id"))
-        .filter(Q(status=Status.WAITING) | Q(status=Status.RUNNING, ends_at__lt=Now())),
-        {
-            "status": Status.RUNNING,
-            "token": Param("token"),
-            "ends_at": Now() + Param("lease", DurationField()),
-            "holder": Param("holder"),
-            "started_at": Now(),
-            "starts": F("starts") + 1,
-            # The previous holder died: its lease has expired.
-            **count_death(Q(status=Status.RUNNING)),
-        },
-    ),
-    lambda quote: _of_run(quote, "status", "params"),
-    changed=lambda alias: _step(alias).filter(token=Param("token")),
-    whole=True,
-)
-
-_FINISH: Final = Statement(
-    lambda alias: (
-        _step(alias).filter(status=Status.RUNNING, token=Param("token")),
-        {
-            "status": Status.SUCCEEDED,
-            "params_text": Param("params"),
-            "ended_at": Now(),
-            "error_type": "",
-            "error": "",
-            "traceback": "",
-        },
-    )
-)
-
-_FIND_UNFINISHED: Final = Statement(
-    lambda alias: (
-        _steps(alias).filter(run=Param("run"), stage=Param("stage")).unfinished().only("pk")[:1],
-        None,
-    )
-)
-
-
-def _of_run(quote: Callable[[str], str], *columns: str) -> str:
-    """Return subqueries for columns of a step's run: SQLite's RETURNING knows only one table."""
-    from ..models.stages import StageRun, StageStep  # needs the app registry
-
-    run, step = quote(StageRun._meta.db_table), quote(StageStep._meta.db_table)
-    found = [f"(SELECT {name} FROM {run} r WHERE r.id = {step}.run_id)" for name in columns]  # noqa: S608
-    return ", ".join(found)
+def _model(name: str) -> Any:
+    return apps.get_model("django_celery_safe", name)
 
 
 def step_table() -> StepTable:
     """Return the runs and steps in the database to which the router writes them."""
-    from ..models.stages import StageRun  # needs the app registry
-
-    return _cached_table(router.db_for_write(StageRun))
+    return table_in(router.db_for_write(_model("StageRun")))
 
 
-@lru_cache
-def _cached_table(alias: str) -> StepTable:
-    refuse_untested(alias, "hold runs of stages")
-    # The renewing thread identifies stores by their object identity.
-    return StepTable(alias)
+#: Returns the table in the database with this alias.
+table_in = lru_cache(StepTable)
+
+
+def connect() -> None:
+    """Let relays delete runs that ended long ago."""
+    add_pruning("runs of stages", MODELS, get_prunable, most=MOST_RUNS, batch=1)
+
+
+def get_prunable(alias: str) -> list[StageRuns]:
+    """Return a queryset of the runs whose retention has expired."""
+    age, runs = conf.retention("runs"), table_in(alias).runs()
+    return [] if age is None else [runs.older(age).unprotected().order_by("ended_at")]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, NoReturn, TypeVar, overload
+
+from celery.app.task import Context
+from celery.exceptions import TaskPredicate
 
 from .. import conf
 from ..concurrency.decorator import refuse_lock_below
@@ -19,10 +22,13 @@ from ..delivery.call import (
     run_for,
     show_signature,
 )
-from ..delivery.header import get_header
-from ..exceptions import InvalidResult
+from ..delivery.header import Header, get_header
+from ..exceptions import ConfigurationError, InvalidResult
 from ..locks.misuse import refuse_misplaced
-from .running import STEP_RESULT, Outcome, Work, run_step
+from ..sending.carried import find_run
+from ..sending.followed import Fault
+from .follower import STEP_RESULT, Outcome, StepFollower
+from .step_table import step_table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -88,14 +94,14 @@ def step(function: Any = conf.UNSET, /) -> Any:
             missing = {name: None for name in asked if name not in kwargs}
             return run_for(request, function, args, {**kwargs, **missing})
 
-        def do(work: Work) -> Outcome:
-            ours = {"run": work.run, "step": work.step}
+        def do(follower: StepFollower) -> Outcome:
+            ours = _rows_of(follower) if asked else {}
             # The params replace the message's own argument. A decorator above may have copied or
             # named it, may have added others, and may have taken arguments out.
-            place = request.args[0] if request.args else None
+            place, params = request.args[0] if request.args else None, follower.params
 
             def fill(value: Any) -> Any:
-                return work.params if type(value) is dict and value == place else value
+                return params if type(value) is dict and value == place else value
 
             given = map(fill, args)
             named = {name: fill(value) for name, value in kwargs.items()}
@@ -136,17 +142,92 @@ def read_result(task: str, result: Any) -> Outcome:
     return Outcome(result, success is not False, params, "it returned False")
 
 
+def _rows_of(follower: StepFollower) -> dict[str, Any]:
+    step = follower.read()
+    return {"run": step.run, "step": step}
+
+
 def run_plain(task: Any, request: Any, function: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run a step whose task takes ``(data, name)``; call any other task's function unchanged."""
     if hasattr(function, "stages_step"):
         return function(*args, **kwargs)
 
-    def do(work: Work) -> Outcome:
-        data = {"task_id": work.run.pk, "params": work.params}
+    def do(follower: StepFollower) -> Outcome:
+        assert follower.found is not None
+        data = {"task_id": follower.found.run, "params": follower.params}
         result = run_for(request, function, (data, task.name), kwargs)
         return read_dictionary(task.name, result)
 
     return run_step(task, request, get_header(request), do)
+
+
+def run_step(
+    task: Any, request: Context, header: Header, do: Callable[[StepFollower], Outcome]
+) -> Any:
+    """
+    Call the function of a message's step, and let the message's run know the outcome.
+
+    Raises:
+        ConfigurationError: The task is no SafeTask here, so nothing would end its message.
+        InvalidResult: The outcome can't be recorded.
+    """
+    if request.is_eager:
+        return _run_eagerly(task, request, header, do)
+    run = find_run(request.id)
+    if run is None or not isinstance(run.follower, StepFollower):
+        _refuse(task, request, header)
+    claim = run.claim
+    outcome = _do(run.follower, task, request, do, lambda: claim.is_finished)
+    if not claim.is_finished:
+        run.follower.take(outcome, task.name)
+    elif not outcome.success:
+        raise InvalidResult(task.name, "it fails the step, which it finished before", STEP_RESULT)
+    return outcome.result
+
+
+def _do(
+    follower: StepFollower,
+    task: Any,
+    request: Context,
+    do: Callable[[StepFollower], Outcome],
+    is_finished: Callable[[], bool] = bool,
+) -> Outcome:
+    """Call the step's function; retry an error up to the number in the plan's entry."""
+    try:
+        return do(follower)
+    except TaskPredicate:
+        raise
+    except Exception as error:
+        retries = follower.options.get("retries", 0)
+        if is_finished() or request.retries >= retries:
+            raise
+        raise task.retry(exc=error, max_retries=retries) from error
+
+
+def _run_eagerly(
+    task: Any, request: Context, header: Header, do: Callable[[StepFollower], Outcome]
+) -> Any:
+    follower = StepFollower(header["step"], step_table().alias)
+    if follower.begin(request.id or ""):
+        return None
+    outcome = _do(follower, task, request, do)
+    follower.take(outcome, task.name)
+    if follower.fault is None:
+        follower.end(None, lambda: True)
+    else:
+        follower.fail(request.id or "", lambda: True, follower.fault)
+    return outcome.result
+
+
+def _refuse(task: Any, request: Context, header: Header) -> NoReturn:
+    error = ConfigurationError(
+        f"{task.name} is a step, and is no SafeTask on this worker, so nothing would end its "
+        f"message. Write @shared_task(base=SafeTask)."
+    )
+    follower = StepFollower(header["step"], header.get("using", step_table().alias))
+    message = follower.table.messages().carried(request.id or "")
+    follower.fail(request.id or "", lambda: bool(message.erase()), Fault.of(error))
+    raise error
 
 
 def read_dictionary(task: str, result: Any) -> Outcome:

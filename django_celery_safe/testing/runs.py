@@ -13,7 +13,7 @@ from ..sending.message_table import message_table
 from ..stages import engine, step_messages
 from ..stages.plan import Plan
 from ..stages.status import Status
-from ..stages.step_table import StepTable
+from ..stages.step_table import table_in
 from .deliveries import deliver, get_app, refuse_transaction, take
 from .messages import Sent, kept_from_broker
 
@@ -63,15 +63,15 @@ def run_stages(
         else:
             run = run_or_plan
             _send_again(run)
-        returns, retried = Counter[str](), list[Sent]()
-        while (found := _take_step(run, retried)) is not None:
+        returns = Counter[str]()
+        while (found := _take_step(run)) is not None:
             app, message = found
             returns[message.task_id] += 1
             if returns[message.task_id] > MOST_RETURNS:
                 raise AssertionError(
                     f"{run} does not end: the message of {message} came back {MOST_RETURNS} times."
                 )
-            retried += deliver(app, message, sent).sent
+            deliver(app, message, sent)
     run.refresh_from_db()
     if run.status not in Status.STOPPED:
         left = ", ".join(f"{step} is {step.status}" for step in run.steps.unfinished())
@@ -82,23 +82,17 @@ def run_stages(
 def _send_again(run: StageRun) -> None:
     """Re-send the messages that a run's stage waits for; a TestCase may have kept them."""
     run.refresh_from_db()
-    store = StepTable(run.find_database())
     if run.status in Status.STOPPED:
         return
+    store = table_in(run.find_database())
     with transaction.atomic(using=store.alias):
         steps = list(store.steps().filter(run=run.pk, stage=run.stage).waiting())
-        message_table(store.alias).all().filter(
-            task_id__in=[step.task_id for step in steps]
-        ).erase()
+        ids = [step.task_id for step in steps]
+        message_table(store.alias).all().carried(*ids).erase()
         step_messages.send(store, steps)
 
 
-def _take_step(run: StageRun, retried: list[Sent]) -> tuple[Celery, Sent] | None:
-    """Take the next message of a run's steps, from the outbox or from the retried messages."""
-    ids = set(run.steps.values_list("task_id", flat=True))
-    found = take(message_table(run.find_database()).all().filter(task_id__in=ids))
-    again = [one for one in retried if one.task_id in ids]
-    if found is not None or not again:
-        return found
-    retried.remove(again[0])
-    return get_app(), again[0]
+def _take_step(run: StageRun) -> tuple[Celery, Sent] | None:
+    """Take the next message of a run's steps out of the outbox."""
+    ids = run.steps.open().values_list("task_id", flat=True)
+    return take(message_table(run.find_database()).all().carried(*ids))

@@ -15,6 +15,7 @@ from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
+from django_celery_safe.sending.followed import Fault
 from django_celery_safe.stages import Status
 from tests.app.celery import app
 from tests.app.tasks import add
@@ -119,24 +120,26 @@ def end(run: StageRun, status: Status, **changes: Any) -> StageRun:
     steps = StageStep.objects.using(alias).filter(run=run)
     if status == Status.FAILED:
         first = steps.in_order().first()
-        steps.filter(pk=first.pk).fail("ValueError", "it does not work")
+        steps.filter(pk=first.pk).fail(Fault("ValueError", "it does not work"))
         steps.filter(status=Status.WAITING).abort()
     StageRun.objects.using(alias).filter(pk=run.pk).update(status=status, ended_at=Now(), **changes)
     run.refresh_from_db(using=alias)
     return run
 
 
-def work_on(run: StageRun, lease: float = LEASE, holder: Holder = HOLDER) -> StageStep:
-    """Let a worker have begun a run's first step; with a lease below 0 it died since."""
+def work_on(
+    run: StageRun, lease: float = LEASE, holder: Holder = HOLDER, number: int = 0
+) -> StageStep:
+    """Let a worker have begun a run's step; with a lease below 0 it died since."""
     rows = StageStep.objects.using(run._state.db).filter(run=run)
-    step = rows.in_order().first()
-    rows.filter(pk=step.pk).update(
-        status=Status.RUNNING,
+    step = rows.in_order()[number]
+    rows.filter(pk=step.pk).update(status=Status.RUNNING, started_at=Now())
+    OutboxMessage.objects.using(run._state.db).carried(step.task_id).update(
+        state="running",
         token=os.urandom(16).hex(),
-        ends_at=Now() + timedelta(seconds=lease),
-        started_at=Now(),
+        due_at=Now() + timedelta(seconds=lease),
         starts=1,
         holder=encode_holder(str(step), holder),
     )
     StageRun.objects.using(run._state.db).filter(pk=run.pk).update(status=Status.RUNNING)
-    return rows.get(pk=step.pk)
+    return rows.listed().get(pk=step.pk)

@@ -116,11 +116,11 @@ def test_no_page_needs_a_weaker_policy(root: Visitor) -> None:
     evil = rows.HOLDER._replace(host=EVIL, task=EVIL, task_id=EVIL, arguments=EVIL)
     rows.hold(EVIL, evil)
     record = rows.record(EVIL, "running", rows.LEASE, holder=evil, result=EVIL, error=EVIL)
-    run = rows.end(rows.begin(2, 1, params={EVIL: EVIL}), Status.FAILED, error=EVIL, note=EVIL)
+    run = rows.end(rows.begin(2, 1, params={EVIL: EVIL}), Status.FAILED, error=EVIL)
     step = rows.work_on(rows.begin(1), holder=evil)
     made = [(case, case.make()) for case in CASES]
     OutboxMessage.objects.update(task=EVIL, error=EVIL)
-    StageStep.objects.update(task=EVIL, error=EVIL, error_type=EVIL, note=EVIL)
+    StageStep.objects.update(task=EVIL, error=EVIL, error_type=EVIL)
     pages = [*map(root.open, (record, run, step)), *map(root.get, (STEPS, FIRST))]
     for case, pk in made:
         pages += map(root.get, every_page(case.model, pk).values())

@@ -12,6 +12,7 @@ from django.test.utils import CaptureQueriesContext
 from django_celery_safe.admin import pages as admin_pages
 from django_celery_safe.databases import Now
 from django_celery_safe.models import IdempotencyRecord, OutboxMessage, StageRun, StageStep
+from django_celery_safe.sending.followed import Fault
 from django_celery_safe.stages import Status
 from tests.admin import rows
 from tests.admin.pages import Page, Visitor, every_page
@@ -132,7 +133,7 @@ def test_page_of_a_run(root: Visitor) -> None:
     run = rows.begin(2, 3, params={"album": 7}, **labels)
     first, *_, failing = run.steps
     StageStep.objects.filter(pk=first.pk).update(status=Status.SUCCEEDED)
-    run.steps.filter(pk=failing.pk).fail("ValueError", "no <album>", "File\n  raise <x>")
+    run.steps.filter(pk=failing.pk).fail(Fault("ValueError", "no <album>", "File\n  raise <x>"))
     rows.begin(1)
     page = root.open(run)
     assert page.texts(".safe-stages tr") == [

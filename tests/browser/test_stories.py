@@ -125,7 +125,7 @@ FILL = f"""
     for name, status, done, failed in [
         ("Lisbon", "succeeded", 7, 0), ("Kyoto", "failed", 2, 1), ("Oslo", "running", 5, 0)
     ]:
-        run = StageRun(name=name, status=status, stages=1, created_at=Now() - ago, stage_at=Now())
+        run = StageRun(name=name, status=status, stages=1, created_at=Now() - ago)
         run.ended_at = None if status == "running" else Now() - ago / 2
         run.save()
         statuses = done * ["succeeded"] + failed * ["failed"] + (7 - done - failed) * ["waiting"]

@@ -28,7 +28,7 @@ from django_celery_safe.contrib.prometheus import (
     TableCollector,
 )
 from django_celery_safe.databases import Now
-from django_celery_safe.models import OutboxRelay, StageRun, StageStep
+from django_celery_safe.models import OutboxMessage, OutboxRelay, StageStep
 from tests.admin import rows
 from tests.admin.conftest import _as_new, site
 from tests.admin.rows import HOLDER, hold
@@ -89,16 +89,16 @@ def test_figures(site: str, settings: Settings) -> None:
     rows.leave_dead()
     rows.leave_sent()
     OutboxRelay.objects.create(pk=1, host="web1", pid=7, seen_at=Now())
-    late = rows.begin(2)
-    StageRun.objects.filter(pk=late.pk).update(stage_at=Now() - timedelta(hours=1))
+    rows.begin(2)
+    OutboxMessage.objects.exclude(attempt__in=["", "b"]).update(resent=1)
     rows.work_on(rows.begin(1))
     hold("feed")
     hold("sent:feed", HOLDER._replace(host="", pid=0, renewed=False))
     found = scrape()
     state = ("outbox_messages", site)
     expected = {
-        # Two of them, and a message for each step.
-        (*state, "pending"): 5, (*state, "sent"): 1, (*state, "running"): 1,
+        # Two of them, and a message for each step that waits; one runs.
+        (*state, "pending"): 4, (*state, "sent"): 1, (*state, "running"): 2,
         (*state, "failed"): 1, (*state, "dead"): 1,
         ("stage_runs", site, "waiting"): 1, ("stage_runs", site, "running"): 1,
         ("stage_steps_overdue", site): 2,
@@ -125,7 +125,7 @@ def test_counted_up_to_a_limit(site: str) -> None:
         rows.leave()
         rows.leave_dead()
         rows.begin(1)
-    StageRun.objects.update(stage_at=Now() - timedelta(hours=1))
+    OutboxMessage.objects.exclude(attempt="").update(resent=1)
     with CaptureQueriesContext(connections[site]) as queries:
         found = scrape(TableCollector(most=3))
     assert found["outbox_messages", site, "pending"] == 3

@@ -108,8 +108,8 @@ def staged(*executions: stages.Execution, **changes: Any) -> Any:
         plan,
         runs={1: stages.Run("succeeded", frozenset({"0.0", "1.0"}))},
         steps={
-            1: stages.Step(1, 0, 0, "a", "succeeded", 2, has_end=True),
-            2: stages.Step(1, 1, 0, "b", "succeeded", 2, has_end=True),
+            1: stages.Step(1, 0, 0, "a", "succeeded", has_end=True),
+            2: stages.Step(1, 1, 0, "b", "succeeded", has_end=True),
         },
         messages=Counter("ab"),
         successes=Counter("ab"),
@@ -197,7 +197,6 @@ BAD: dict[str, dict[str, Any]] = {
         "lost params": staged(ONE, replace(TWO, known=0)),
         "early steps": staged(ONE, replace(TWO, begun=15)),
         "stages begun": staged(messages=Counter("abb")),
-        "unrepaired stages": staged(repairs=[stages.Repair(1, "", "its stage was complete")]),
         "steps succeeded": staged(successes=Counter("abb")),
         "needless executions": staged(AGAIN, ONE, TWO, killed={6: 4}),
         "two at once": staged(replace(AGAIN, ended=None), ONE, TWO, killed={6: 15}),

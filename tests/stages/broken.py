@@ -7,6 +7,7 @@ ever; only who begins the next stage is decided by what looks right and is not.
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
@@ -15,7 +16,6 @@ from django.db import DatabaseError, connections, transaction
 
 from django_celery_safe.databases import Now
 from django_celery_safe.events import RUN_ENDED
-from django_celery_safe.models import StageStep
 from django_celery_safe.stages import Status, engine, step_messages
 from django_celery_safe.stages.plan import LONGEST_PARAMS
 from django_celery_safe.stages.step_table import StepTable
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 #: Has the name of an engine that a worker is to have, see ``use_chosen``.
 VARIABLE: Final = "SAFE_TESTS_BROKEN_ENGINE"
 
-#: Tells whether a step that was marked just now was the last of its stage.
-IsLast = Callable[[StepTable, StageStep], bool]
+#: Tells whether a step that was marked just now was the last of its run's stage.
+IsLast = Callable[[StepTable, int, int], bool]
 
 
 def counting() -> AbstractContextManager[None]:
@@ -54,26 +54,31 @@ def use_chosen() -> None:
 
 @contextmanager
 def _ending_stages(is_last: IsLast) -> Iterator[None]:
-    def leave_stage(store: StepTable, step: StageStep) -> None:
-        # Without the run's lock, for which the right one waits.
-        if is_last(store, step):
-            _go_on(store, step)
+    last = threading.local()
 
-    before = engine.leave_stage
-    engine.leave_stage = leave_stage
+    def is_complete(store: StepTable, run: int, stage: int) -> bool:
+        last.stage = stage
+        return is_last(store, run, stage)
+
+    def leave(store: StepTable, pk: int, write: Callable[[], bool]) -> bool:
+        # Without the run's lock, for which the right one waits.
+        _go_on(store, pk, last.stage)
+        return write()
+
+    before = StepTable.is_complete, engine.leave
+    StepTable.is_complete, engine.leave = is_complete, leave  # type: ignore[method-assign]
     try:
         yield
     finally:
-        engine.leave_stage = before
+        StepTable.is_complete, engine.leave = before  # type: ignore[method-assign]
 
 
-def _is_last_by_count(store: StepTable, step: StageStep) -> bool:
-    stage = store.steps().filter(run=step.run_id, stage=step.stage)
-    return not stage.unfinished().exists()
+def _is_last_by_count(store: StepTable, run: int, stage: int) -> bool:
+    return not store.steps().filter(run=run, stage=stage).unfinished().exists()
 
 
-def _is_last_by_counter(store: StepTable, step: StageStep) -> bool:
-    place = [step.run_id, step.stage]
+def _is_last_by_counter(store: StepTable, run: int, stage: int) -> bool:
+    place = [run, stage]
     is_mysql = connections[store.alias].vendor == "mysql"
     there = "ON DUPLICATE KEY UPDATE" if is_mysql else "ON CONFLICT (run, stage) DO UPDATE SET"
     with connections[store.alias].cursor() as cursor:
@@ -82,7 +87,7 @@ def _is_last_by_counter(store: StepTable, step: StageStep) -> bool:
         except DatabaseError:
             _make_counters(store.alias)
             cursor.execute(_RAISE.format(there), place)
-        total = store.steps().filter(run=step.run_id, stage=step.stage).count()
+        total = store.steps().filter(run=run, stage=stage).count()
         # Another step may have raised it, too, since: then both read the same.
         cursor.execute(_READ, place)
         return bool(cursor.fetchone() == (total,))
@@ -108,16 +113,16 @@ def _make_counters(alias: str) -> None:
         logger.debug("The counters were made by another.")
 
 
-def _go_on(store: StepTable, step: StageStep) -> None:
+def _go_on(store: StepTable, pk: int, stage: int) -> None:
     with transaction.atomic(using=store.alias):
-        run = store.runs().get(pk=step.run_id)
+        run = store.runs().get(pk=pk)
         if run.status in Status.STOPPED:
             return
-        params = engine.merge(run, run.steps.filter(stage=step.stage))
-        following = list(run.steps.filter(stage=step.stage + 1))
+        params = engine.merge(run, run.steps.filter(stage=stage))
+        following = list(run.steps.filter(stage=stage + 1))
         changes: dict[str, Any] = {"params_text": encode(params, LONGEST_PARAMS)}
         if following:
-            changes |= {"stage": step.stage + 1, "stage_at": Now()}
+            changes |= {"stage": stage + 1}
         else:
             changes |= {"status": Status.SUCCEEDED, "ended_at": Now()}
         store.runs().filter(pk=run.pk).update(**changes)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from django_celery_safe.delivery import copies
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.routing import runs_in
@@ -18,12 +17,6 @@ def staged(mailbox: Mailbox, db_alias: str) -> Iterator[Staged]:
     """Runs in a database that has no others."""
     with runs_in(db_alias):
         yield Staged(mailbox, db_alias)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait less for the own step: here its holder never ends meanwhile."""
-    monkeypatch.setattr(copies, "OWN_RUN_WAIT", 0.01)
 
 
 @pytest.fixture

@@ -38,11 +38,11 @@ def crash(params: dict[str, Any]) -> None:
 
 @shared_task(base=SafeTask, autoretry_for=(ConnectionError,), default_retry_delay=0, max_retries=3)
 @stages.step
-def reconnect(params: dict[str, Any], step: Any) -> dict[str, Any]:
+def reconnect(params: dict[str, Any]) -> dict[str, Any]:
     """Fail twice, and be retried by Celery."""
-    if step.starts < 2:
+    if (retries := reconnect.request.retries) < 2:
         raise ConnectionError("refused")
-    return {"starts": step.starts}
+    return {"retries": retries}
 
 
 @shared_task(base=SafeTask)

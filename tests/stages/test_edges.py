@@ -4,22 +4,26 @@ import asyncio
 import os
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from celery import Task
 from celery.app.task import Context
 from celery.signals import task_revoked, task_unknown
-from django.db import transaction
+from django.db import connections, router, transaction
 
-from django_celery_safe import ClaimLost, SafeTask, WrongTransaction, stages
+from django_celery_safe import SafeTask, WrongTransaction, stages
 from django_celery_safe.models import StageRun
+from django_celery_safe.sending.message_table import message_table
 from django_celery_safe.signals import task_poisoned
-from django_celery_safe.stages.step_table import StepTable
+from django_celery_safe.stages.follower import StepFollower
 from tests.background import before_its_update, settle
 from tests.concurrency.mailbox import Message
 from tests.conftest import MakeDatabase
 from tests.routing import AllIn, routed_by
 from tests.sending.conftest import hearing
+from tests.stages.tasks import note
 from tests.stages.test_messages import Staged, shown
 
 
@@ -46,7 +50,7 @@ def test_a_worker_that_drops_a_message(staged: Staged) -> None:
     settle()
     step = run.steps.get()
     assert (step.status, step.error_type) == ("waiting", "NotRegistered")
-    assert "does not know the task: it runs another release" in step.error
+    assert "does not know the task tests.staged" in step.error
     staged.deliver(message)
     assert statuses(run) == ("succeeded", "s")
     assert run.steps.get().error == ""
@@ -91,11 +95,10 @@ def test_a_message_that_is_refused_fails_the_step_that_waits(
 @pytest.mark.parametrize("gives_back", [False, True])
 def test_a_run_that_is_terminated_fails_its_step(gives_back: bool, staged: Staged) -> None:
     """The process that runs it is killed, so that the step fails, even as it is given back."""
-    table = StepTable(staged.alias)
 
     def give_back() -> None:
-        (step,) = table.steps().filter(status="running")
-        assert table.at(str(step.pk)).put_back(step.token, "waiting", "SystemExit", "-241")
+        (row,) = staged.messages("a")
+        assert staged.messages("a").put_back(row.token, timedelta(), "SystemExit: -241")
 
     def meet(task: Any) -> None:
         with before_its_update(give_back) if gives_back else nullcontext():
@@ -104,7 +107,7 @@ def test_a_run_that_is_terminated_fails_its_step(gives_back: bool, staged: Stage
     staged.bodies["a"] = meet
     run = staged.start("a", "b")
     message = staged.take_one()
-    assert type(staged.deliver(message).value) is ClaimLost
+    assert staged.deliver(message).state == "IGNORED"  # it lost its claim
     assert statuses(run) == ("failed", "fa")
     assert staged.step("a").error == "The task was revoked."
 
@@ -127,7 +130,7 @@ def test_a_duplicate_that_fails_before_its_claim_fails_nothing_that_runs(staged:
 
     def meet(task: Any) -> None:
         task.fails = True
-        assert staged.deliver_elsewhere(message).state == "FAILURE"
+        assert staged.deliver_elsewhere(message).state == "IGNORED"
 
     staged.bodies["a"] = meet
     run = staged.start("a", "b", task=fussy)
@@ -179,8 +182,8 @@ def test_a_step_that_ends_its_process_dies(staged: Staged) -> None:
     message = staged.take_one()
     with pytest.raises(SystemExit):
         staged.deliver(message)
-    step = staged.step("a")
-    assert (step.status, step.deaths, step.last_death) == ("waiting", 1, step.holder)
+    (row,) = staged.messages("a")
+    assert (shown(run), row.deaths, row.last_death) == ("w", 1, row.holder)
     assert staged.deliver(message).state == "FAILURE"
     assert statuses(run) == ("failed", "f")
     assert f"process {os.getpid()} on " in staged.step("a").error
@@ -242,8 +245,9 @@ def test_a_dead_step_of_an_aborted_run_is_not_run(staged: Staged) -> None:
 
 def begin_and_die(staged: Staged, message: Message, token: str) -> None:
     """Begin a step as a process that dies in it, and whose lease is over."""
-    store = StepTable(staged.alias)
-    assert store.claim_step(message.ours["step"], message.id, token, -1.0, "") is not None
+    table = message_table(staged.alias)
+    assert table.claim(message.ours["attempt"], token, -1.0, "") is not None
+    assert StepFollower(message.ours["step"], staged.alias).begin(message.id) == ""
 
 
 # Code that has changed, or is not loaded.
@@ -268,6 +272,69 @@ def test_a_stage_that_can_not_be_begun_fails_the_run(staged: Staged) -> None:
     assert statuses(run) == ("failed", "sa")
     assert run.error.startswith("Stage 2 can't be begun: TypeError")
     assert (run.error_step, staged.step("a").error, staged.take()) == (None, "", [])
+
+
+def test_a_worker_whose_task_is_no_safe_task_fails_the_step(staged: Staged) -> None:
+    """Nothing there would end the message, so the step's row says what to write."""
+    app = staged.mailbox.app
+    name = "tests.unsafe"
+    run = staged.start("a", "b", task=staged.make_task(name=name))
+    app.tasks.unregister(name)
+    staged.make_task(Task, name)
+    assert staged.deliver(staged.take_one()).state == "FAILURE"
+    assert statuses(run) == ("failed", "fa")
+    assert "is no SafeTask on this worker" in staged.step("a").error
+    assert not staged.tables()[2]
+
+
+def test_a_step_that_replaces_itself_fails(staged: Staged) -> None:
+    """The other task is not sent: the run would not know its end."""
+    staged.bodies["a"] = lambda task: task.replace(note.si({}))
+    run = staged.start("a", "b")
+    staged.deliver(staged.take_one())
+    assert (*statuses(run), staged.take()) == ("failed", "fa", [])
+
+
+def test_a_step_whose_function_is_not_called_fails(staged: Staged) -> None:
+    """What stands above @stages.step swallows the call, which would count as done."""
+
+    class Absent(SafeTask):
+        """Calls nothing."""
+
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            """Do nothing."""
+
+    run = staged.start("a", "b", task=staged.make_task(Absent, "tests.absent"))
+    staged.deliver(staged.take_one())
+    assert (*statuses(run), staged.calls) == ("failed", "fa", [])
+    assert "Its function was not called" in staged.step("a").error
+
+
+class Atomic(SafeTask):
+    """Runs in a transaction."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in a transaction."""
+        with transaction.atomic(using=router.db_for_write(StageRun)):
+            return super().__call__(*args, **kwargs)
+
+
+def test_a_step_of_a_class_that_opens_a_transaction(staged: Staged) -> None:
+    """Its claim stands outside of that, so that others see it, and it ends after the commit."""
+    staged.bodies["a"] = lambda task: {"b": str(staged.deliver_elsewhere(message).state)}
+    run = staged.start("a", "b", task=staged.make_task(Atomic, "tests.atomic"))
+    message = staged.take_one()
+    if connections[staged.alias].vendor != "sqlite":
+        assert staged.deliver(message) == ("SUCCESS", {"b": "IGNORED"})
+    else:
+        del staged.bodies["a"]
+        assert staged.deliver(message).state == "SUCCESS"
+    staged.deliver_all()
+    assert statuses(run) == ("succeeded", "ss")
 
 
 # Several databases.

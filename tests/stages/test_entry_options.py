@@ -4,13 +4,11 @@ from datetime import timedelta
 from typing import Any, Final
 
 import pytest
-from celery import Task
 
 from django_celery_safe import ConfigurationError, SafeTask, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.models import StageRun
-from django_celery_safe.stages.repairs import UNSTARTED_AFTER
-from tests.stages.chores import sweep
+from django_celery_safe.sending.relay import Relay
 from tests.stages.tasks import note, reconnect
 from tests.stages.test_messages import Staged, refuse, shown
 
@@ -51,13 +49,13 @@ def test_an_option_is_no_argument(staged: Staged) -> None:
 
 
 def test_each_message_has_the_options_of_its_entry(staged: Staged) -> None:
-    """Queue and priority hold for each message of a step, also one that a sweep sends again."""
+    """Queue and priority hold for each message of a step, also one that a relay sends again."""
     slow = staged.mailbox.add_queue()
     start(staged, {"@queue": slow, "@priority": 3}, {"@priority": 9})
     for sent_again in (False, True):
         if sent_again:
-            staged.steps.filter(stage=1).update(due_at=Now() - 2 * UNSTARTED_AFTER)
-            assert len(sweep(staged.alias)) == 1
+            staged.messages("a").update(due_at=Now())
+            assert Relay(staged.alias).relay_batch() == 1
         message = staged.take_one()
         assert message.delivery_info["routing_key"] == slow
         assert message.delivery_info["priority"] == 3
@@ -66,26 +64,19 @@ def test_each_message_has_the_options_of_its_entry(staged: Staged) -> None:
 
 
 def test_a_countdown(staged: Staged) -> None:
-    """It counts from the moment at which the stage begins, and once: a sweep waits as long."""
+    """It counts from the moment at which the stage begins, and a relay waits as long."""
     run = start(staged, {}, {"@countdown": timedelta(seconds=LONG)}, {"@countdown": 0})
     assert [step.options.get("countdown") for step in run.steps] == [None, LONG, 0]
     staged.deliver(staged.take_one())
     message = staged.take_one()
     assert LONG - 600 < message.delay <= LONG
-    rows = staged.steps.filter(stage=2)
-    moments = rows.annotate(asked_at=Now()).values_list("due_at", "asked_at").get()
-    assert moments[0] - moments[1] > timedelta(seconds=LONG - 600)
-    assert sweep(staged.alias) == []
-    # So long that its message must have got lost.
-    rows.update(due_at=Now() - 2 * UNSTARTED_AFTER)
-    assert len(sweep(staged.alias)) == 1
-    assert staged.take_one().headers["eta"] is None
+    (row,) = staged.messages("b").listed()
+    assert row.due_in_s > LONG
 
 
-@pytest.mark.parametrize("base", [Task, SafeTask])
-def test_retries(base: Any, staged: Staged) -> None:
+def test_retries(staged: Staged) -> None:
     """A step is retried after an error so often, each time after the task's default delay."""
-    task = staged.make_task(base, "tests.retried", default_retry_delay=LONG)
+    task = staged.make_task(name="tests.retried", default_retry_delay=LONG)
     staged.bodies["a"] = refuse
     slow = staged.mailbox.add_queue()
     run = start(staged, {"@retries": 2, "@queue": slow}, {}, task=task)

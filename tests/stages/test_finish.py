@@ -1,16 +1,12 @@
-"""``current_claim().finish()`` in steps: its commit, and the beginning of the next stage."""
+"""``current_claim().finish()`` in steps: its commit, and what a later run makes of it."""
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 
 from django_celery_safe import InvalidResult, current_claim
-from django_celery_safe.stages.repairs import Repair
 from tests.app.models import Person
-from tests.stages.chores import sweep
 from tests.stages.test_messages import Staged, shown
 
 
@@ -20,8 +16,8 @@ def people(staged: Staged) -> Any:
 
 
 @pytest.mark.sql
-def test_it_commits_with_the_body_and_begins_the_next_stage(staged: Staged) -> None:
-    """The next stage gets the dict of finish(), and begins at the commit, not before."""
+def test_it_commits_with_the_body_and_the_next_stage_gets_it(staged: Staged) -> None:
+    """The next stage gets the dict of finish(), and begins when the step has ended."""
     seen: list[Any] = []
 
     def work(task: Any) -> dict[str, Any]:
@@ -31,14 +27,14 @@ def test_it_commits_with_the_body_and_begins_the_next_stage(staged: Staged) -> N
             people(staged).create(pk=1)
             claim.finish({"width": 640})
             seen.append(staged.mailbox.take())
-        seen.append((shown(run), len(staged.take())))
+        seen.append((shown(run), staged.take()))
         return {"width": "returned"}
 
     staged.bodies["a"] = work
     run = staged.start("a", "b")
     assert staged.deliver(staged.take_one()) == ("SUCCESS", {"width": "returned"})
-    assert seen == [[], ("sw", 1)]
-    staged.deliver(staged.sent[-1])
+    assert seen == [[], ("rw", [])]
+    staged.deliver(staged.take_one())
     run.refresh_from_db()
     assert (run.params, shown(run), people(staged).count()) == (
         {"width": 640, "b": True},
@@ -49,7 +45,7 @@ def test_it_commits_with_the_body_and_begins_the_next_stage(staged: Staged) -> N
 
 @pytest.mark.parametrize("end", ["error", "False", "retry"])
 def test_the_step_stays_done_whatever_happens_after_it(end: str, staged: Staged) -> None:
-    """Only the task reports the error; a redelivered message does nothing."""
+    """Only the task reports the error; its message that comes again does nothing."""
 
     def work(task: Any) -> Any:
         current_claim().finish({"a": 1})
@@ -66,10 +62,30 @@ def test_the_step_stays_done_whatever_happens_after_it(end: str, staged: Staged)
     if end == "False":
         assert type(outcome.value) is InvalidResult
     assert outcome.state == ("RETRY" if end == "retry" else "FAILURE")
-    assert shown(run) == "sw"
-    assert staged.deliver(message) == ("SUCCESS", None)
+    if end == "retry":
+        assert staged.deliver(staged.take_one()) == ("SUCCESS", {"a": 1})
+    assert (shown(run), len(staged.take())) == ("sw", 1)
+    assert staged.deliver(message).state == "IGNORED"
     run.refresh_from_db()
-    assert (run.status, staged.calls) == ("running", ["a"])
+    assert (run.status, run.params, staged.calls) == ("running", {"a": 1}, ["a"])
+
+
+def test_a_process_that_dies_after_it(staged: Staged) -> None:
+    """The run that comes after that returns the result, and the step ends; it is not called."""
+
+    def work(task: Any) -> None:
+        current_claim().finish({"a": 1})
+        raise KeyboardInterrupt
+
+    staged.bodies["a"] = work
+    run = staged.start("a", "b")
+    message = staged.take_one()
+    with pytest.raises(KeyboardInterrupt):
+        staged.deliver(message)
+    assert (shown(run), staged.take()) == ("ww", [])
+    assert staged.deliver(message) == ("SUCCESS", {"a": 1})
+    run.refresh_from_db()
+    assert (shown(run), run.params, staged.calls) == ("sw", {"a": 1}, ["a"])
 
 
 def test_the_next_stage_begins_although_another_callback_of_the_commit_failed(
@@ -89,26 +105,3 @@ def test_the_next_stage_begins_although_another_callback_of_the_commit_failed(
     run = staged.start("a", "b")
     assert staged.deliver(staged.take_one()).state == "FAILURE"
     assert (shown(run), len(staged.take())) == ("sw", 1)
-
-
-@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
-def test_a_sweep_does_not_wait_for_its_commit(staged: Staged) -> None:
-    """A relay that sweeps goes on with its messages, however long the transaction takes."""
-
-    def sweep_elsewhere() -> list[Repair]:
-        with closing(connections[staged.alias]) as connection:
-            with connection.cursor() as cursor:
-                cursor.execute("SET lock_timeout = '5s'")  # an error then
-            return sweep(staged.alias)
-
-    def work(task: Any) -> None:
-        staged.end_lease("a")
-        with transaction.atomic(using=staged.alias):
-            current_claim().finish()
-            with ThreadPoolExecutor(1) as pool:
-                assert pool.submit(sweep_elsewhere).result() == []
-
-    staged.bodies["a"] = work
-    run = staged.start("a")
-    assert staged.deliver(staged.take_one()) == ("SUCCESS", None)
-    assert (shown(run), staged.step("a").deaths) == ("s", 0)

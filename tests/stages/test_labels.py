@@ -10,14 +10,11 @@ from django.db import connections, transaction
 from django.utils.translation import gettext_lazy
 
 from django_celery_safe import AlreadyStarted, ConfigurationError, IllegalTransition, stages
-from django_celery_safe.databases import Now
 from django_celery_safe.models import StageRun
-from django_celery_safe.stages.repairs import SETTLING
 from tests.processes import wait_for
 from tests.routing import runs_in
 from tests.servers import PostgresServer
 from tests.servers.databases import waits_for_a_lock
-from tests.stages.chores import sweep
 from tests.stages.test_messages import Staged, refuse
 
 KEY: Final = "album:7"
@@ -42,18 +39,11 @@ def let_fail(staged: Staged, run: StageRun) -> None:
     staged.bodies.clear()
 
 
-def end_in_a_sweep(staged: Staged, run: StageRun) -> None:
-    """Let a sweep end a run, because the process that ended its last step died after that."""
-    run.steps.update(status="succeeded", ended_at=Now() - 2 * SETTLING)
-    assert len(sweep(staged.alias)) == 1
-
-
 ENDS: Final[dict[str, Callable[[Staged, StageRun], object]]] = {
     "succeeds": succeed,
     "fails": let_fail,
     "is aborted": lambda staged, run: run.abort(),
     "is deleted": lambda staged, run: run.delete(),
-    "is swept": end_in_a_sweep,
 }
 
 

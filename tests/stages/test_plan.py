@@ -139,15 +139,15 @@ def test_the_callers_own_error_comes_through() -> None:
 # Tasks that can be steps.
 
 
-def test_any_celery_task_can_be_a_step(mailbox: Mailbox) -> None:
-    """With @stages.step below it, the task needs no base of ours; bound or not."""
+def test_a_safe_task_can_be_a_step(mailbox: Mailbox) -> None:
+    """With @stages.step below it; bound or not."""
 
     def bound(self: Any, params: dict[str, Any], size: int) -> None: ...
 
     def unbound(params: dict[str, Any], *, size: int, run: Any, step: Any) -> None: ...
 
     for task in (
-        mailbox.task(stages.step(bound), base=Task, bind=True, name="tests.bound"),
+        mailbox.task(stages.step(bound), base=SafeTask, bind=True, name="tests.bound"),
         mailbox.task(stages.step(unbound), base=SafeTask, name="tests.unbound"),
     ):
         plan = stages.make_plan([(task, 1, {"size": 640})])
@@ -166,8 +166,8 @@ def test_a_task_that_can_not_be_a_step_is_refused(mailbox: Mailbox) -> None:
     other: Any = Celery("other", broker="memory://", set_as_current=False)
     model = mailbox.task(stages.step(work), name="tests.model", base=SafeTask, pydantic=True)
     tasks: dict[str, Any] = {
-        "tests.document, which is neither": mailbox.task(
-            document, name="tests.document", base=Task
+        "tests.document, which is not a SafeTask": mailbox.task(
+            stages.step(document), name="tests.document", base=Task
         ),
         "pydantic=True.*Leave that out": model,
         "'tests.theirs', which this process does not know": other.task(

@@ -55,7 +55,7 @@ def test_a_failing_step_fails_the_run(caplog: pytest.LogCaptureFixture) -> None:
 def test_retries_are_run() -> None:
     """A step that Celery retries is run until it is well."""
     run = run_stages([(reconnect, 2), (add, 1, {"number": 4})])
-    assert (run.status, run.params) == (Status.SUCCEEDED, {"starts": 2, "sum": 4})
+    assert (run.status, run.params) == (Status.SUCCEEDED, {"retries": 2, "sum": 4})
 
 
 def test_a_run_goes_on() -> None:

@@ -108,7 +108,6 @@ def describe_run(run: Any) -> list[object]:
         duration(run.age_s),
         run.name or run.key or "-",
         run.reason,
-        run.note and f"Repaired: {run.note}",
     ]
 
 
@@ -123,5 +122,4 @@ def describe_step(step: StageStep) -> list[object]:
         step.shown_arguments,
         step.reason,
         *trace[-LAST_LINES:],
-        step.note and f"Repaired: {step.note}",
     ]

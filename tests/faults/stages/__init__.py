@@ -2,7 +2,7 @@
 Runs of stages while messages arrive twice, workers are killed and the broker is restarted.
 
 Many runs are started (``starter``) on real workers (``work``), beside a relay. Messages arrive
-twice (``twice``), and a ``nemesis`` strikes; then one sweep repairs what that has left. The
+twice (``twice``), and a ``nemesis`` strikes. The
 oracle reads from witnesses outside of the package's tables whether each stage was begun once
 and each step succeeded once.
 """

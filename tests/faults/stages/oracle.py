@@ -34,19 +34,10 @@ class Step(NamedTuple):
     position: int
     task_id: str
     status: str
-    starts: int
     has_end: bool
 
     def __str__(self) -> str:
         return f"step {self.position} of stage {self.stage} of run {self.run}"
-
-
-class Repair(NamedTuple):
-    """A repair by a sweep: of a step, by its task id, or ("") of a run with a complete stage."""
-
-    run: int
-    task_id: str
-    reason: str
 
 
 @dataclass
@@ -89,7 +80,6 @@ class History:
     killed: dict[int, int] = field(default_factory=dict)
     kills: Counter[str] = field(default_factory=Counter)
     again: int = 0
-    repairs: list[Repair] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -107,7 +97,6 @@ class History:
                 row.position,
                 row.task_id,
                 row.status,
-                row.starts,
                 row.ended_at is not None,
             )
         rows = OutboxMessage.objects.using(alias).pending()
@@ -124,10 +113,6 @@ class History:
         ids = {step.task_id: pk for pk, step in history.steps.items()}
         lost = signals.entries("lost")
         history.lost = {(entry["pid"], ids[entry["task_id"]]) for entry in lost}
-        history.repairs = [
-            Repair(entry["run"], entry["task_id"], entry["reason"])
-            for entry in signals.entries("repaired")
-        ]
         for entry in witness.trouble.entries("killed"):
             history.killed.setdefault(entry["child"], entry["at_ns"])
         kills = witness.trouble.entries("killed")
@@ -161,7 +146,7 @@ class History:
 
 
 def stuck_runs(history: History) -> Findings:
-    """After one sweep, every run has succeeded."""
+    """In the end every run has succeeded."""
     for pk, run in history.runs.items():
         if run.status != "succeeded":
             yield f"Run {pk} is {run.status}."
@@ -194,21 +179,11 @@ def early_steps(history: History) -> Findings:
 
 
 def stages_begun(history: History) -> Findings:
-    """Each stage is begun once: its messages are written once, but for those of sweeps."""
-    resent = Counter(repair.task_id for repair in history.repairs)
+    """Each stage is begun once: its messages are written once."""
     for step in history.steps.values():
-        times = history.messages[step.task_id] - resent[step.task_id]
+        times = history.messages[step.task_id]
         if times != 1:
-            yield f"The message of {step} was written {times} times."
-
-
-def unrepaired_stages(history: History) -> Findings:
-    """A stage that is complete needs no sweep to go on, unless a process of its was killed."""
-    for repair in history.repairs:
-        steps = [pk for pk, step in history.steps.items() if step.run == repair.run]
-        ours = [one for pk in steps for one in history.executions[pk]]
-        if not repair.task_id and not history.were_killed(ours):
-            yield f"Run {repair.run}: {repair.reason}."
+            yield f"{step} was begun {times} times."
 
 
 def steps_succeeded(history: History) -> Findings:
@@ -216,11 +191,8 @@ def steps_succeeded(history: History) -> Findings:
     for pk, step in history.steps.items():
         times, begun = history.successes[step.task_id], len(history.executions[pk])
         is_good = step.status == "succeeded" and step.has_end and times == 1
-        if not is_good or not 1 <= begun <= step.starts:
-            yield (
-                f"{step} is {step.status}: succeeded {times} times, "
-                f"begun {step.starts} times by its row and {begun} times in fact."
-            )
+        if not is_good or not begun:
+            yield f"{step} is {step.status}: succeeded {times} times, begun {begun} times."
 
 
 def needless_executions(history: History) -> Findings:
@@ -282,8 +254,6 @@ def count(history: History) -> dict[str, float]:
         "executions": len(executions),
         "steps run again": len(executions) - len(history.executions),
         "steps lost": len(history.lost),
-        "runs that a sweep repaired": len({repair.run for repair in history.repairs}),
-        "repairs": len(history.repairs),
         **{f"seconds {when}": round(number, 1) for when, number in history.seconds.items()},
     }
 
@@ -295,7 +265,6 @@ ORACLE = Oracle(
         lost_params,
         early_steps,
         stages_begun,
-        unrepaired_stages,
         steps_succeeded,
         needless_executions,
         two_at_once,

@@ -15,8 +15,7 @@ LEASE: Final = 3.0
 #: After so many seconds Redis gives out again what was not acknowledged.
 VISIBILITY_TIMEOUT: Final = 4.0
 
-#: How long the sweep lets a step wait to be begun, s: shorter than all has stood still, and
-#: longer than it takes itself, so that it sends nothing twice.
+#: How long a relay lets a step wait to be begun, s: what a broker or a kill lost comes again.
 PATIENCE: Final = 3.0
 
 #: After so many deaths a step fails: more than there are in any.
@@ -49,8 +48,8 @@ class Plan(AnyPlan):
         restarts: How often the broker is.
         workers: How many there are.
         concurrency: Children of each.
-        quiet: When nothing has moved for so long, s, nothing will without a sweep.
-        at_most: All must stand still after this time, s, and again after the sweep.
+        quiet: When nothing has moved for so long, s, nothing will.
+        at_most: All must stand still after this time, s.
     """
 
     database: str = option("postgres", "what has the runs", SERVERS)

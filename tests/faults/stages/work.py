@@ -1,5 +1,5 @@
 """
-The processes of the runs: they start runs, relay, sweep once, or work.
+The processes of the runs: they start runs, relay, or work.
 
 The steps note what they do outside of the package's tables. A process that imports this also
 notes what the package says, if the settings say where. A worker that takes a message puts some
@@ -7,13 +7,11 @@ of them back, at the edge of the broker and below Celery: same id, same headers 
 same body.
 """
 
-import logging
 import random
 import signal
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
@@ -23,15 +21,12 @@ from django.conf import settings
 from django.dispatch import receiver
 
 from django_celery_safe import SafeTask, stages
-from django_celery_safe.events import RUN_REPAIRED
 from django_celery_safe.models import StageRun, StageStep
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import claim_lost
-from django_celery_safe.stages.step_table import step_table
 from tests.faults.scenario import enter, find_witness
-from tests.faults.stages.plan import BEAT, LATEST, PATIENCE, TWICE, Plan
+from tests.faults.stages.plan import BEAT, LATEST, TWICE, Plan
 from tests.stages import broken
-from tests.stages.chores import sweep
 
 Params = dict[str, Any]
 
@@ -49,19 +44,13 @@ def start_runs(plan: Plan) -> None:
 
 
 def relay() -> None:
-    """Relay until a signal, like ``celery_outbox relay``; it sweeps once a minute, too."""
+    """Relay until a signal, like ``celery_outbox relay``."""
     enter()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     relaying = Relay()
     relaying.run(stop)
     relaying.close()
-
-
-def sweep_once() -> None:
-    """Repair what does not go on; the log says what."""
-    enter()
-    sweep(step_table().alias, timedelta(seconds=PATIENCE))
 
 
 @shared_task(base=SafeTask, acks_late=True, reject_on_worker_lost=True)
@@ -96,13 +85,6 @@ def watch() -> None:
     @receiver(claim_lost, weak=False)
     def note_loss(key: str, **kwargs: Any) -> None:
         journal.write("lost", task_id=key.rpartition("[")[2].removesuffix("]"))
-
-    class Repairs(logging.Handler):
-        def emit(self, record: Any) -> None:
-            named = {"run": record.safe_run, "task_id": record.safe_task_id}
-            journal.write("repaired", **named, reason=record.safe_reason)
-
-    RUN_REPAIRED.logger.addHandler(Repairs())
 
     @task_received.connect(weak=False)
     def deliver_again(sender: Any, request: Any, **kwargs: Any) -> None:

@@ -1,0 +1,172 @@
+"""
+The follower of a step's message: what a run of the message means for the step and its run.
+
+A step is recorded first, then its stage is looked at, and its message ends last: in the
+transaction that begins the next stage, if the stage is complete. So whoever dies in between
+leaves a message that comes back, finds its step succeeded, and goes on without calling anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ..exceptions import InvalidResult
+from ..sending.followed import NOTHING, Fault, Held
+from ..values import NotPlain, decode, encode
+from . import engine
+from .entry_options import read_entry
+from .plan import LONGEST_PARAMS
+from .status import Status
+from .step_table import Found, table_in
+
+if TYPE_CHECKING:
+    from ..models.stages import StageStep
+    from ..models.step_states import StageSteps
+
+#: The error type of a step that failed without an exception, so that lists can filter by it.
+RETURNED_FALSE: Final = "ReturnedFalse"
+#: Advice on the value that a step returns.
+STEP_RESULT: Final = (
+    "Return a dict of plain data for the next stages, None, True, False, or (success, dict)."
+)
+NOT_CALLED: Final = Fault(
+    InvalidResult.__name__,
+    "Its function was not called: what is above @stages.step returned something instead.",
+)
+#: Why a step whose message comes back after the end of its run is aborted.
+DIED: Final = Fault("", "Its process died before the run ended.")
+
+
+class Outcome(NamedTuple):
+    """
+    The outcome of a step's function.
+
+    Attributes:
+        result: The value that the function returned.
+        success: Whether the step succeeded.
+        params: The part of the result for the next stages, not yet checked.
+        error: The text to record if the step did not succeed.
+    """
+
+    result: Any
+    success: bool
+    params: Any
+    error: str
+
+
+class StepFollower:
+    """
+    The step of one message, or of one eager call.
+
+    Args:
+        pk: The step.
+        alias: The database with its row and that of its message.
+    """
+
+    def __init__(self, pk: int, alias: str) -> None:
+        self.pk, self.table = pk, table_in(alias)
+        #: The step as it was begun; None: it was not, or there is none.
+        self.found: Found | None = None
+        self.is_recorded = False
+        self.fault: Fault | None = NOT_CALLED
+        #: What it returned for the next stages, as JSON; "": nothing.
+        self._params = self._task_id = ""
+
+    def begin(self, task_id: str) -> str:
+        """Set the step to running; return why its function must not be called, or ""."""
+        self._task_id = task_id
+        self.found = found = self.table.begin(self.pk, task_id)
+        if found is None:
+            return self._go_without("its step is gone, or has another message")
+        if found.status != Status.RUNNING:
+            return self._go_without(f"its step is {found.status}")
+        if found.run_status in Status.STOPPED:
+            engine.put_back(self.table, self._row(), found.run, DIED)
+            return self._go_without(f"its run is {found.run_status}")
+        if found.run_status == Status.WAITING:
+            self.table.begin_run(found.run)
+        return ""
+
+    def _go_without(self, why: str) -> str:
+        self.is_recorded, self.fault = True, None
+        return why
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """A copy of the run's params."""
+        assert self.found is not None
+        params: dict[str, Any] = decode(self.found.params)
+        return params
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the plan's entry."""
+        return read_entry("" if self.found is None else self.found.arguments).options
+
+    def read(self) -> StageStep:
+        """Return the row of the step, with its run; one query."""
+        return self._row().select_related("run").get()
+
+    def take(self, outcome: Outcome, task: str) -> None:
+        """
+        Take what the step's function returned.
+
+        Raises:
+            InvalidResult: It can't be kept for the next stages.
+        """
+        self._params = self.encode(outcome.params, task)
+        self.fault = None if outcome.success else Fault(RETURNED_FALSE, outcome.error)
+
+    def encode(self, result: Any, work: str) -> str:
+        """
+        Return the text that is stored for a step's params.
+
+        Raises:
+            InvalidResult: They are no dict of plain data, or too long.
+        """
+        if result is None:
+            return ""
+        if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):
+            raise InvalidResult(work, f"its params are {result!r:.200}", STEP_RESULT)
+        try:
+            return encode(result, LONGEST_PARAMS, strict=True) if result else ""
+        except NotPlain as error:
+            raise InvalidResult(work, str(error), STEP_RESULT) from error
+
+    def finish(self, text: str) -> None:
+        """Take the argument of ``finish()``, as the message has it."""
+        self._params, self.fault = "" if text == NOTHING else text, None
+
+    def end(self, held: Held | None, write: Callable[[], bool]) -> bool:
+        """Record the success, and end the message together with what follows in the run."""
+        if not self.is_recorded:
+            # If the claim was lost, this changes nothing, and write() says so.
+            self.table.succeed(self.pk, self._task_id, self._params, held)
+            self.is_recorded = True
+        if self.found is None or not self.table.is_complete(self.found.run, self.found.stage):
+            return write()
+        return engine.leave(self.table, self.found.run, write)
+
+    def wait(self, held: Held, fault: Fault) -> None:
+        """Let the step wait for the message that is sent again, unless its run has stopped."""
+        if self.found is not None:
+            engine.put_back(self.table, self._row().held(*held), self.found.run, fault)
+
+    def fail(self, task_id: str, write: Callable[[], bool], fault: Fault) -> bool:
+        """Fail the step together with its message, and stop its run."""
+        step = self.table.at(self.pk, task_id).first()
+        if step is None:
+            return write()
+        with self.table.runs().locked(step.run_id) as run:
+            ours = write()
+            if ours:
+                engine.fail(self.table, run, step, fault)
+        return ours
+
+    def note(self, task_id: str, fault: Fault) -> None:
+        """Show why a worker did not take the message of a step that waits."""
+        self.table.at(self.pk, task_id).waiting().note(fault)
+
+    def _row(self) -> StageSteps:
+        return self.table.at(self.pk, self._task_id)

@@ -1,0 +1,300 @@
+"""What a crash leaves behind is continued by relays, and what has ended is deleted by them."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+from pytest_django import Settings
+
+from django_celery_safe.databases import Now
+from django_celery_safe.models import OutboxMessage, StageRun, StageStep
+from django_celery_safe.pruning import prune_some
+from django_celery_safe.sending.relay import Relay
+from django_celery_safe.signals import message_failed, run_ended
+from django_celery_safe.stages import Status
+from django_celery_safe.stages.step_table import get_prunable
+from tests.concurrency.mailbox import Message
+from tests.processes import wait_for
+from tests.sending.conftest import hearing
+from tests.servers import PostgresServer
+from tests.servers.databases import waits_for_a_lock
+from tests.stages.chores import prune
+from tests.stages.test_edges import begin_and_die, statuses
+from tests.stages.test_messages import Staged, refuse, shown
+
+
+def relay(staged: Staged) -> list[Message]:
+    """Send all messages again, as a relay does when it is time for that; return them."""
+    OutboxMessage.objects.using(staged.alias).filter(due_at__isnull=False).update(due_at=Now())
+    with closing(Relay(staged.alias)) as relaying:
+        relaying.relay_batch()
+    return staged.take()
+
+
+# After a crash.
+
+
+@pytest.mark.sql
+def test_a_step_whose_process_died_is_sent_again(staged: Staged) -> None:
+    """It comes under its id, and says how often its process died."""
+    run = staged.start("a")
+    message = staged.take_one()
+    begin_and_die(staged, message, "dead")
+    (step,) = run.steps.listed()
+    assert (step.status, step.remaining_s, step.starts) == ("running", 0.0, 1)
+    (again,) = relay(staged)
+    assert (again.id, staged.messages("a").get().deaths) == (message.id, 1)
+    (step,) = run.steps.listed()
+    assert (step.deaths, step.remaining_s) == (1, 0.0)
+    staged.deliver(again)
+    assert statuses(run) == ("succeeded", "s")
+
+
+@pytest.mark.sql
+def test_a_step_that_nobody_began_is_sent_again(staged: Staged) -> None:
+    """A message that got lost is sent anew under its id, and counts as overdue from then on."""
+    run = staged.start("a", "b")
+    message = staged.take_one()
+    assert not run.steps.overdue().exists()
+    (again,) = relay(staged)
+    assert again.id == message.id
+    (step,) = run.steps.overdue().listed()
+    assert (step.resent, step.waits_s >= 0) == (1, True)
+    staged.deliver(again)
+    assert (*statuses(run), run.steps.overdue().exists()) == ("running", "sw", False)
+
+
+def test_a_process_that_dies_right_after_the_start(staged: Staged) -> None:
+    """Its messages are in the outbox, and a relay sends them."""
+    with transaction.atomic(using=staged.alias):
+        run = staged.start("a")
+        connections[staged.alias].run_on_commit.clear()
+    assert staged.take() == []
+    for message in relay(staged):
+        staged.deliver(message)
+    assert statuses(run) == ("succeeded", "s")
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize("last", [False, True])
+def test_a_complete_stage_goes_on(staged: Staged, last: bool) -> None:
+    """A step's process died when it had recorded it: its message comes again, and goes on."""
+    run = staged.start("a") if last else staged.start("a", "bc")
+    begin_and_die(staged, staged.take_one(), "dead")
+    run.steps.filter(stage=1).update(status=Status.SUCCEEDED, ended_at=Now())
+    with hearing(run_ended) as ends:
+        (again,) = relay(staged)
+        assert staged.deliver(again) == ("SUCCESS", None)
+    assert statuses(run) == (("succeeded", "s") if last else ("running", "sww"))
+    assert (len(ends), len(staged.take()), staged.calls) == (last, 0 if last else 2, [])
+
+
+def test_a_dead_process_whose_step_has_succeeded_fails_nothing(staged: Staged) -> None:
+    """More processes than allowed have died after that: the run goes on all the same."""
+    run = staged.start("a", "b", task=staged.make_task(name="tests.deadly", max_deaths=1))
+    message = staged.take_one()
+    begin_and_die(staged, message, "dead")
+    run.steps.filter(stage=1).update(status=Status.SUCCEEDED, ended_at=Now())
+    assert staged.deliver(message) == ("SUCCESS", None)
+    assert (*statuses(run), len(staged.take())) == ("running", "sw", 1)
+
+
+def test_a_step_that_expires_fails(staged: Staged) -> None:
+    """A relay does not send it again, and the failure is that of the step alone."""
+    run = staged.start("a", "b", task=staged.make_task(name="tests.expiring", expires=0.01))
+    staged.take()
+    with hearing(message_failed) as failed:
+        assert relay(staged) == []
+    assert (*statuses(run), failed) == ("failed", "fa", [])
+    assert staged.step("a").error == "The task expired before it was begun."
+    assert not OutboxMessage.objects.using(staged.alias).exists()
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize("stop", ["abort", "fail"])
+def test_the_messages_of_a_stopped_run_are_gone(stop: str, staged: Staged) -> None:
+    """A relay sends no step again that was aborted; a resumed run has messages of its own."""
+    staged.bodies["a"] = refuse
+    run = staged.start("abc", "d")
+    messages = staged.take()
+    if stop == "fail":
+        staged.deliver(messages[0])
+    else:
+        run.abort()
+    assert not OutboxMessage.objects.using(staged.alias).exists()
+    assert {staged.deliver(message).state for message in messages} == {"IGNORED"}
+    staged.bodies.clear()
+    run.refresh_from_db()
+    run.resume()
+    staged.deliver_all()
+    assert statuses(run) == ("succeeded", "ssss")
+
+
+# Pruning.
+
+
+def ended(staged: Staged, age: timedelta, status: Status = Status.SUCCEEDED) -> StageRun:
+    """Return a run of one step that ended so long ago."""
+    if status == Status.FAILED:
+        staged.bodies["a"] = refuse
+    run = staged.start("a")
+    if status == Status.ABORTED:
+        run.abort()
+    staged.deliver_all()
+    staged.bodies.clear()
+    rows = StageRun.objects.using(staged.alias).filter(pk=run.pk)
+    rows.update(ended_at=Now() - age)
+    run.refresh_from_db()
+    assert run.status == status
+    return run
+
+
+def ids(staged: Staged) -> set[int]:
+    """Return the ids of all runs; steps of others are an error."""
+    found = set(StageRun.objects.using(staged.alias).values_list("pk", flat=True))
+    steps = StageStep.objects.using(staged.alias)
+    assert set(steps.values_list("run", flat=True)) == found
+    return found
+
+
+@pytest.mark.sql
+def test_what_is_pruned(staged: Staged, settings: Settings) -> None:
+    """Runs that ended, well or not, go when their retention is over, seven days if not said."""
+    old = [ended(staged, timedelta(days=8), status) for status in sorted(Status.STOPPED)]
+    young, goes_on = ended(staged, timedelta(days=6)), staged.start("a")
+    StageRun.objects.using(staged.alias).filter(pk=goes_on.pk).update(
+        created_at=Now() - timedelta(days=30)
+    )
+    assert ids(staged) > {run.pk for run in old}
+    assert prune(staged.alias) == 3
+    assert prune(staged.alias) == 0
+    assert ids(staged) == {young.pk, goes_on.pk}
+    before = settings.DJANGO_CELERY_SAFE
+    settings.DJANGO_CELERY_SAFE = {**before, "RETENTION": {"runs": timedelta(days=5)}}
+    assert prune(staged.alias) == 1
+    settings.DJANGO_CELERY_SAFE = {**before, "RETENTION": {"runs": 0}}
+    assert prune(staged.alias) == 0
+    assert ids(staged) == {goes_on.pk}
+
+
+def test_what_still_runs_is_not_pruned(staged: Staged) -> None:
+    """A run that was stopped stays while one of its steps is at work, and goes after that."""
+
+    def stop(task: Any) -> None:
+        run.abort()
+        StageRun.objects.using(staged.alias).update(ended_at=Now() - timedelta(days=8))
+        assert prune(staged.alias) == 0
+
+    staged.bodies["a"] = stop
+    run = staged.start("a")
+    staged.deliver(staged.take_one())
+    assert prune(staged.alias) == 1
+    assert ids(staged) == set()
+
+
+def test_a_run_that_is_resumed_meanwhile_is_not_pruned(staged: Staged) -> None:
+    """Pruning asks again under the run's lock, so what somebody resumes before that stays."""
+    run = ended(staged, timedelta(days=8), Status.ABORTED)
+    asked: list[str] = []
+
+    def resume(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        result = execute(sql, params, many, context)
+        if sql.startswith("SELECT") and not asked:
+            asked.append(sql)
+            rows = StageRun.objects.using(staged.alias).filter(pk=run.pk)
+            rows.update(status=Status.RUNNING)
+        return result
+
+    (chosen,) = get_prunable(staged.alias)
+    with connections[staged.alias].execute_wrapper(resume):
+        prune_some(chosen, 1, 1)
+    assert asked
+    assert ids(staged) == {run.pk}
+
+
+# Deletion beside a step that ends.
+
+
+@contextmanager
+def before(alias: str, begin_of_sql: str, do: Callable[[], object]) -> Iterator[None]:
+    """Do something once, in this thread, before its first such statement in a transaction."""
+    left = [do]
+
+    def run_first(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        if left and sql.startswith(begin_of_sql) and connections[alias].in_atomic_block:
+            left.pop()()
+        return execute(sql, params, many, context)
+
+    with connections[alias].execute_wrapper(run_first):
+        yield
+
+
+@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
+@pytest.mark.parametrize("prunes", [True, False])
+def test_a_step_that_ends_waits_for_a_deletion(
+    prunes: bool, staged: Staged, postgres_server: PostgresServer
+) -> None:
+    """While a run is being deleted, who ends its stage waits for that, and begins nothing then."""
+    go_on, begun = threading.Event(), threading.Event()
+
+    def work(task: Any) -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    def let_it_end() -> None:
+        go_on.set()
+        wait_for(lambda: waits_for_a_lock(postgres_server, staged.alias), 30)
+
+    staged.bodies["a"] = work
+    run = staged.start("a", "b")
+    message = staged.take_one()
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(staged.deliver_elsewhere, message)
+        assert begun.wait(30)
+        with before(staged.alias, 'DELETE FROM "django_celery_safe_stagestep"', let_it_end):
+            rows = StageRun.objects.using(staged.alias).filter(pk=run.pk)
+            assert rows.erase() if prunes else rows.delete()
+        assert ending.result(30).state == "SUCCESS"
+    assert (ids(staged), staged.take()) == (set(), [])
+
+
+@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
+def test_a_deletion_waits_for_a_stage_that_begins(
+    staged: Staged, postgres_server: PostgresServer
+) -> None:
+    """While a step begins the next stage, a deletion waits for the run, and holds no step."""
+    run, is_ending = staged.start("a", "b"), threading.Event()
+    message = staged.take_one()
+
+    def until_somebody_waits() -> None:
+        is_ending.set()
+        wait_for(lambda: waits_for_a_lock(postgres_server, staged.alias), 30)
+
+    def end() -> None:
+        staged.mailbox.app.set_current()
+        waiting = before(staged.alias, "INSERT INTO", until_somebody_waits)
+        with closing(connections[staged.alias]), waiting:
+            staged.deliver(message)
+
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end)
+        assert is_ending.wait(30)
+        run.delete()
+        ending.result(30)
+    assert ids(staged) == set()
+
+
+def test_a_message_of_a_deleted_run_ends(staged: Staged) -> None:
+    """It finds no step, and a relay does not send it again."""
+    run = staged.start("a")
+    staged.take()
+    run.delete()
+    (message,) = relay(staged)
+    assert staged.deliver(message) == ("SUCCESS", None)
+    assert (staged.calls, shown(run)) == ([], "")
+    assert not OutboxMessage.objects.using(staged.alias).exists()
