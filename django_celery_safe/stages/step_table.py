@@ -52,6 +52,7 @@ WHERE id = %s AND task_id = %s AND status = 'running'
 """
 IF_HELD: Final = "AND EXISTS (SELECT 1 FROM {message} WHERE attempt = %s AND token = %s)"
 BEGIN_RUN: Final = "UPDATE {run} SET status = 'running' WHERE id = %s AND status = 'waiting'"
+BEGIN_STAGE: Final = "UPDATE {run} SET stage = %s, params = %s WHERE id = %s"
 FIND_UNFINISHED: Final = """
 SELECT id FROM {step} WHERE run_id = %s AND stage = %s AND status <> 'succeeded' LIMIT 1
 """
@@ -141,6 +142,10 @@ class StepTable:
     def begin_run(self, pk: int) -> None:
         """Record that the first step of a run has started."""
         self._execute(BEGIN_RUN, [pk])
+
+    def begin_stage(self, run: int, stage: int, params: str) -> None:
+        """Record the next stage of a locked run, and the params that it gets."""
+        self._execute(BEGIN_STAGE, [stage, params, run])
 
     def succeed(self, pk: int, task_id: str, params: str, held: Held | None) -> None:
         """
