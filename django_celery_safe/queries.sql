@@ -105,6 +105,9 @@ RETURNING id, "key", name, status, stage, stages, params
 -- begin_run --
 UPDATE django_celery_safe_stagerun SET status = 'running' WHERE id = :pk AND status = 'waiting'
 
+-- begin_stage --
+UPDATE django_celery_safe_stagerun SET stage = :stage, params = :params WHERE id = :pk
+
 -- begin_step --
 UPDATE django_celery_safe_stagestep
 SET status = 'running', started_at = NOW

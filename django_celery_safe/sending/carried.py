@@ -411,12 +411,15 @@ def run_carried(
     run.is_called = not is_hook
     try:
         result = _call(run, request, partial(function, *args, **kwargs))
+        # After a bare os.fork() the child also gets here, and must not end the claim.
+        is_ours = not run.claim.is_of_parent()
+        if is_ours and run.claim.is_finished:
+            run.claim.check_committed()
     except BaseException as error:
         if not _is_for_autoretry(task, error):
             _fail(run, error)
         raise
-    # After a bare os.fork() the child also gets here, and must not end the claim.
-    if run.is_called and not run.claim.is_of_parent():
+    if run.is_called and is_ours:
         _succeed(run, request, result)
         if not run.claim.is_held:
             _runs.pop(request, None)
@@ -494,10 +497,7 @@ def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
         refuse_after_deaths(run.task, request.id, found.deaths, found.last_death)
     with run.claim.current():
         run.has_begun = run.is_called
-        result = function()
-    if not run.claim.is_of_parent():
-        run.claim.check_committed()
-    return result
+        return function()
 
 
 def end_run(outcome: Outcome) -> None:

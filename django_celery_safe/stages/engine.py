@@ -222,15 +222,14 @@ def go_on(store: StepTable, run: StageRun) -> None:
         )
         stop(store, run, Status.FAILED, what)
         return
-    ours = store.runs().filter(pk=run.pk, stage=run.stage)
     if not following:
-        ours.update(
+        store.runs().filter(pk=run.pk).update(
             status=Status.SUCCEEDED, params_text=run.params_text, ended_at=Now(), active_key=None
         )
         _emit_ended(store, run, Status.SUCCEEDED, "")
         return
     run.stage += 1
-    ours.update(stage=run.stage, params_text=run.params_text)
+    store.begin_stage(run.pk, run.stage, run.params_text)
     try:
         send(store, following)
     except (DatabaseError, SoftTimeLimitExceeded):
@@ -254,7 +253,8 @@ def encode_params(run: StageRun, ended: Iterable[StageStep | Step]) -> str:
 
 def merge(run: StageRun, steps: Iterable[StageStep | Step]) -> dict[str, Any]:
     """Return a run's params with the values that these steps returned; later steps win."""
-    params, by = run.params, dict[str, Any]()
+    params: dict[str, Any] = decode(run.params_text)
+    by = dict[str, Any]()
     for step in steps:
         for key, value in (decode(step.params_text) if step.params_text else {}).items():
             if key in by and params[key] != value:

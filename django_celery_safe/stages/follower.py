@@ -68,6 +68,8 @@ class StepFollower:
         self.pk, self.table = pk, table_in(alias)
         #: The step as it was begun; None: it was not, or there is none.
         self.found: Found | None = None
+        #: The run's params, for the step's function.
+        self.params: dict[str, Any] = {}
         self.is_recorded = False
         self.fault: Fault | None = NOT_CALLED
         #: What it returned for the next stages, as JSON; "": nothing.
@@ -84,6 +86,7 @@ class StepFollower:
         if found.run_status in Status.STOPPED:
             engine.put_back(self.table, self._row(), found.run, DIED)
             return self._go_without(f"its run is {found.run_status}")
+        self.params = decode(found.params)
         if found.run_status == Status.WAITING:
             self.table.begin_run(found.run)
         return ""
@@ -91,13 +94,6 @@ class StepFollower:
     def _go_without(self, why: str) -> str:
         self.is_recorded, self.fault = True, None
         return why
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """A copy of the run's params."""
-        assert self.found is not None
-        params: dict[str, Any] = decode(self.found.params)
-        return params
 
     @property
     def options(self) -> dict[str, Any]:

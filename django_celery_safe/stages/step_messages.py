@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -10,11 +11,10 @@ from celery import Celery, current_app, states
 from django.db import transaction
 
 from ..delivery.call import load_tasks
-from ..delivery.header import Header, with_header
+from ..delivery.header import FORMAT, HEADER, Header
 from ..sending.capture import CAPTURED
 from ..sending.commit import hold
 from ..sending.followed import Fault, find_follower
-from ..sending.outbox import name_attempt
 from .entry_options import read_entry
 from .plan import get_step_layer
 from .step_table import Step, StepTable
@@ -48,7 +48,9 @@ def send(store: StepTable, steps: Sequence[StageStep | Step]) -> None:
                 task.apply_async(args, kwargs, **options)
         captured = CAPTURED.get()
         for message in captured.messages if captured else ():
-            name_attempt(message, store.alias)  # carried, whoever knows the task
+            headers = message.options["headers"]  # it is carried, whoever knows the task
+            attempt = {"attempt": os.urandom(16).hex(), "using": store.alias}
+            headers[HEADER] = {**headers[HEADER], **attempt}
 
     hold(app, send_all, store.alias, {}, outbox=True, canvas=True)
 
@@ -94,7 +96,7 @@ def _message(app: Celery, step: StageStep | Step) -> tuple[Any, ...]:
     args: tuple[Any, ...] = (place,)
     if task is not None and get_step_layer(task) is None:
         args = (place, step.task)
-    header = Header(task=step.task, step=step.pk)
+    header = Header(task=step.task, step=step.pk, format=FORMAT)
     arguments, given = read_entry(step.arguments_text)
     options = {name: given[name] for name in OPTIONS if name in given}
-    return args, arguments, with_header({"task_id": step.task_id, **options}, header)
+    return args, arguments, {"task_id": step.task_id, "headers": {HEADER: header}, **options}

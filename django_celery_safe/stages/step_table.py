@@ -102,6 +102,10 @@ class StepTable:
         """Record that the first step of a run has started."""
         queries.execute(self.alias, "begin_run", pk=pk)
 
+    def begin_stage(self, run: int, stage: int, params: str) -> None:
+        """Record the next stage of a locked run, and the params that it gets."""
+        queries.execute(self.alias, "begin_stage", pk=run, stage=stage, params=params)
+
     def succeed(self, pk: int, task_id: str, params: str, held: Held | None) -> None:
         """
         Record that a running step has succeeded.

@@ -22,10 +22,10 @@ from ..delivery.call import (
     run_for,
     show_signature,
 )
-from ..delivery.header import Header, get_header
+from ..delivery.header import get_header
 from ..exceptions import ConfigurationError, InvalidResult
 from ..locks.misuse import refuse_misplaced
-from ..sending.carried import find_run
+from ..sending.carried import Run, find_run
 from ..sending.followed import Fault
 from .follower import STEP_RESULT, Outcome, StepFollower
 from .step_table import step_table
@@ -89,8 +89,8 @@ def step(function: Any = conf.UNSET, /) -> Any:
     @functools.wraps(function)
     def stepped(*args: Any, **kwargs: Any) -> Any:
         task, request, _ = find_call(stepped, function, args)
-        header = get_header(request)
-        if request is None or "step" not in header:
+        run = None if request is None else find_run(request.id)
+        if request is None or not _is_step(run, request):
             missing = {name: None for name in asked if name not in kwargs}
             return run_for(request, function, args, {**kwargs, **missing})
 
@@ -109,7 +109,7 @@ def step(function: Any = conf.UNSET, /) -> Any:
             result = run_for(request, function, tuple(given), arguments)
             return read_result(task.name, result)
 
-        return run_step(task, request, header, do)
+        return run_step(task, request, run, do)
 
     own = own_signature(function)
     shown = [one for one in own.parameters.values() if one.name not in asked]
@@ -158,11 +158,15 @@ def run_plain(task: Any, request: Any, function: Function, args: Args, kwargs: K
         result = run_for(request, function, (data, task.name), kwargs)
         return read_dictionary(task.name, result)
 
-    return run_step(task, request, get_header(request), do)
+    return run_step(task, request, find_run(request.id), do)
+
+
+def _is_step(run: Run | None, request: Context) -> bool:
+    return "step" in get_header(request) if run is None else run.follower is not None
 
 
 def run_step(
-    task: Any, request: Context, header: Header, do: Callable[[StepFollower], Outcome]
+    task: Any, request: Context, run: Run | None, do: Callable[[StepFollower], Outcome]
 ) -> Any:
     """
     Call the function of a message's step, and let the message's run know the outcome.
@@ -172,10 +176,9 @@ def run_step(
         InvalidResult: The outcome can't be recorded.
     """
     if request.is_eager:
-        return _run_eagerly(task, request, header, do)
-    run = find_run(request.id)
+        return _run_eagerly(task, request, do)
     if run is None or not isinstance(run.follower, StepFollower):
-        _refuse(task, request, header)
+        _refuse(task, request)
     claim = run.claim
     outcome = _do(run.follower, task, request, do, lambda: claim.is_finished)
     if not claim.is_finished:
@@ -204,10 +207,8 @@ def _do(
         raise task.retry(exc=error, max_retries=retries) from error
 
 
-def _run_eagerly(
-    task: Any, request: Context, header: Header, do: Callable[[StepFollower], Outcome]
-) -> Any:
-    follower = StepFollower(header["step"], step_table().alias)
+def _run_eagerly(task: Any, request: Context, do: Callable[[StepFollower], Outcome]) -> Any:
+    follower = StepFollower(get_header(request)["step"], step_table().alias)
     if follower.begin(request.id or ""):
         return None
     outcome = _do(follower, task, request, do)
@@ -219,7 +220,8 @@ def _run_eagerly(
     return outcome.result
 
 
-def _refuse(task: Any, request: Context, header: Header) -> NoReturn:
+def _refuse(task: Any, request: Context) -> NoReturn:
+    header = get_header(request)
     error = ConfigurationError(
         f"{task.name} is a step, and is no SafeTask on this worker, so nothing would end its "
         f"message. Write @shared_task(base=SafeTask)."

@@ -486,12 +486,6 @@ MUTATIONS = {
         ),
         M(
             "stages.engine:go_on",
-            "ours = store.runs().filter(pk=run.pk, stage=run.stage)",
-            "ours = store.runs().filter(pk=run.pk)",
-            "a stage could be begun from a stale look",
-        ),
-        M(
-            "stages.engine:go_on",
             "if not rows:",
             "if False:",
             "a stage begins before the one before it has ended",
