@@ -77,6 +77,7 @@ def try_acquire(
     # Read once: reading Celery's ``request`` costs as much as everything done with it below.
     request = None if task is None else task.request
     holder = describe(task, request, renew, seconds)
+    store.connect()
     asked_at = clock.now()
     try:
         outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit))

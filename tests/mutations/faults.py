@@ -122,15 +122,27 @@ MUTATIONS = {
         ),
         M(
             "locks.stores.redis:RedisStore.release",
-            "or (is_repeated and remaining is not None and remaining > 0)",
+            "or (is_repeat and remaining is not None and remaining > 0)",
             "",
             "a release whose answer was lost is reported as a lost lock",
         ),
         M(
             "locks.stores.redis:RedisStore._run",
-            'return ask("EVAL", script.source',
-            'return ask("EVALSHA", script.sha',
+            'ask(("EVAL", script.source, *rest)',
+            'ask(("EVALSHA", script.sha, *rest)',
             "no lock works after a SCRIPT FLUSH",
+        ),
+        M(
+            "locks.stores.redis_connections:Connections._use",
+            "            connection.disconnect()\n            raise",
+            "            self._keep(connection)\n            raise",
+            "a request gets the late answer of an earlier one",
+        ),
+        M(
+            "locks.acquisition:try_acquire",
+            "    store.connect()\n",
+            "",
+            "a slow greeting of a server is a part of the lease",
         ),
         M(
             "locks.stores.redis:_milliseconds",
