@@ -203,6 +203,11 @@ SETTINGS: Final[dict[str, tuple[Any, Callable[[Any, str], Any]]]] = {
 DEFAULTS: Final = {name: default for name, (default, _) in SETTINGS.items()}
 
 
+#: The project's settings as they were last read, and those that were valid, as :func:`get`
+#: returns them.
+_validated: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+
+
 def given() -> dict[str, Any]:
     """Return the project's settings dict, unchanged."""
     value = getattr(settings, NAME, {})
@@ -213,8 +218,15 @@ def given() -> dict[str, Any]:
 
 def get(name: str) -> Any:
     """Return the setting ``name``, validated: the project's value, or the default."""
-    default, check = SETTINGS[name]
-    return check(given().get(name, default), name)
+    global _validated
+    project = given()
+    known, values = _validated
+    if project != known:
+        known, values = _validated = dict(project), {}
+    if name not in values:
+        default, check = SETTINGS[name]
+        values[name] = check(project.get(name, default), name)
+    return values[name]
 
 
 def get_each(*names: str) -> list[Any]:

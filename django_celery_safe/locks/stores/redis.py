@@ -21,7 +21,7 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar
 
@@ -77,8 +77,6 @@ LISTING: Final = "celery_safe:locks"
 MOST_KNOWN: Final = 10_000
 
 T = TypeVar("T")
-#: Makes a key as the cache does.
-MakeKey = Callable[[str], Any]
 
 #: Each command that locks need, with harmless arguments: ``{key}``, ``{index}`` and ``{wake}``
 #: are keys that the last command deletes.
@@ -176,14 +174,13 @@ class RedisStore(Store):
         self._connections = self.connections_class(client)
         timeout = self._connections.options.get("socket_timeout")
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
-        self._keys = _KnownKeys(partial(self.make_keys, cache.make_key))
+        self._make_key = cache.make_key
+        self._shared = str(cache.make_key(FENCE)), str(cache.make_key(LISTING))
+        self._keys = _KnownKeys(self.make_keys)
 
-    @staticmethod
-    def make_keys(make_key: MakeKey, name: str) -> Keys:
+    def make_keys(self, name: str) -> Keys:
         """Return the keys of a lock, or of a place of a lock."""
-        return Keys(
-            str(make_key(LOCK_KEY + plain_name(name))), str(make_key(FENCE)), str(make_key(LISTING))
-        )
+        return Keys(str(self._make_key(LOCK_KEY + plain_name(name))), *self._shared)
 
     def _key(self, name: str) -> str:
         return self._keys[name].lock

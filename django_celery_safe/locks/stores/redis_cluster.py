@@ -24,7 +24,7 @@ from ...foreign_errors import describe_error
 from ...leases.holder import HeldLock, plain_name, split_place
 from ...leases.store import Renewable
 from .base import Store
-from .redis import LISTING, REFUSALS, Keys, MakeKey, RedisStore, client_of
+from .redis import LISTING, REFUSALS, Keys, RedisStore, client_of
 from .redis_connections import Pop
 
 if TYPE_CHECKING:
@@ -128,15 +128,13 @@ class ClusterStore(RedisStore):
         self.where = f'CACHES["{alias}"] (redis cluster)'
         self._listings = [_tag(number) + str(cache.make_key(LISTING)) for number in range(BUCKETS)]
 
-    @staticmethod
-    def make_keys(make_key: MakeKey, name: str) -> Keys:
+    def make_keys(self, name: str) -> Keys:
         lock = name
         # A place's lock may itself have a name that looks like a place of another lock.
         while (outer := split_place(lock)[0]) != lock:
             lock = outer
         tag = _tag(crc32(plain_name(lock).encode()) % BUCKETS)
-        keys = RedisStore.make_keys(make_key, name)
-        return Keys(*[tag + key for key in keys])
+        return Keys(*[tag + key for key in super().make_keys(name)])
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         ends_at = None if within is None else time.monotonic() + within

@@ -177,9 +177,11 @@ class Connections:
         return answer
 
     def _keep(self, connection: Any, error: Exception | None = None) -> None:
-        # A replica was the primary before; the next connection finds the new one. For a script,
-        # Redis 6.2 reports this in the middle of another error text.
-        if isinstance(error, exceptions.ReadOnlyError) or "READONLY" in str(error):
+        if error is not None and (
+            isinstance(error, exceptions.ReadOnlyError) or "READONLY" in str(error)
+        ):
+            # A replica that was the primary before; the next connection finds the new one. For a
+            # script, Redis 6.2 reports this in the middle of another error text.
             self.close()
         elif len(self._idle) < MOST_IDLE:
             self._idle.append(connection)
