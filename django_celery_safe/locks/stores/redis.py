@@ -319,8 +319,8 @@ class RedisStore(Store):
 
     def ask_time(self) -> float:
         with self.errors("tell the time"):
-            (seconds, microseconds), _ = self._connections.ask(("TIME",))
-        return int(seconds) + int(microseconds) / 1_000_000
+            seconds, microseconds = _listed(self._connections.ask(("TIME",))[0])
+            return int(seconds) + int(microseconds) / 1_000_000
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         text = describe_error(error)
@@ -394,8 +394,8 @@ def _read_positions(answer: Any) -> set[int]:
     return set(map(int, _listed(answer)))
 
 
-def _listed(answer: Any) -> list[Any]:
-    if not isinstance(answer, list):
+def _listed(answer: Any) -> Sequence[Any]:
+    if not isinstance(answer, list | tuple):
         raise TypeError(f"it answered {answer!r:.100}")
     return answer
 
