@@ -8,13 +8,11 @@ MySQL and MariaDB.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 from zoneinfo import ZoneInfo
 
-from django.db import Error, connections
+from django.db import connections
 from django.db.models import BigIntegerField, Func, functions
 
 from .exceptions import ConfigurationError
@@ -83,34 +81,6 @@ def exact_collation(connection: Any) -> str | None:
         return None
     # Both are NO PAD: with PAD SPACE, "a" would equal "a ".
     return "utf8mb4_nopad_bin" if connection.mysql_is_mariadb else "utf8mb4_0900_bin"
-
-
-@contextmanager
-def bounded_session(alias: str, idle: float, wait: float) -> Iterator[None]:
-    """
-    Limit a MySQL session for the block, so that its transactions can't take too long.
-
-    Args:
-        idle: How long a transaction may be idle, s; only MariaDB can enforce this.
-        wait: How long a statement may wait for a row, s.
-    """
-    connection: Any = connections[alias]
-    bounds = {"innodb_lock_wait_timeout": wait}
-    connection.ensure_connection()
-    if connection.mysql_is_mariadb:
-        bounds["idle_write_transaction_timeout"] = idle
-    keep = [f"@safe_{name} = @@SESSION.{name}, SESSION {name} = {bounds[name]}" for name in bounds]
-    restore = [f"SESSION {name} = @safe_{name}" for name in bounds]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SET {', '.join(keep)}")
-    session = connection.connection
-    try:
-        yield
-    finally:
-        # A broken session has been replaced, or will be at its next use.
-        if connection.connection is session:
-            with suppress(Error), connection.cursor() as cursor:
-                cursor.execute(f"SET {', '.join(restore)}")
 
 
 def is_lost_race(error: BaseException) -> bool:

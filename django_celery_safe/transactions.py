@@ -61,6 +61,15 @@ MOST_KEYS: Final = 500
 LONGEST_RACE: Final = 20.0
 
 
+class _Here(threading.local):
+    """The connections that this thread has opened, by alias."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, Any] = {}
+
+
+_here: Final = _Here()
+
 #: Connections and connection pools that the parent had open when it forked this process.
 #: The reference stays, because a client may end the session of an unreferenced connection.
 _inherited: list[Any] = []
@@ -173,6 +182,19 @@ def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block other than TestCase's."""
     opened = [connection.alias for connection in connections.all(initialized_only=True)]
     return [alias for alias in opened if in_atomic(alias)]
+
+
+def has_block() -> bool:
+    """
+    Return whether a connection that this thread has opened is inside an ``atomic()`` block.
+
+    In a tenth of the time of :func:`aliases_in_atomic`, which also finds connections that
+    another thread has opened and shares, as in a test with a live server.
+    """
+    for connection in _here.opened.values():  # noqa: SIM110 - any() takes twice as long
+        if connection.in_atomic_block:
+            return True
+    return False
 
 
 class TransactionTry(AbstractContextManager["TransactionTry", bool]):
@@ -327,10 +349,12 @@ def replace_if_cut(alias: str, session: object) -> bool:
 
 def connect() -> None:
     """Register the repetition of single statements on our tables, outside of transactions."""
-    connection_created.connect(_repeat_statements, dispatch_uid=__name__)
+    connection_created.connect(_on_connection, dispatch_uid=__name__)
+    _here.opened.update({one.alias: one for one in connections.all(initialized_only=True)})
 
 
-def _repeat_statements(connection: Any, **kwargs: Any) -> None:
+def _on_connection(connection: Any, **kwargs: Any) -> None:
+    _here.opened[connection.alias] = connection
     wrappers = connection.execute_wrappers
     if connection.vendor != "sqlite" and _execute_repeatedly not in wrappers:
         # Not the last one: a block of execute_wrapper() that connects removes the last at its end.

@@ -28,9 +28,9 @@ LIMITS: Final = {
     "relay of one": 19,
     "do_once": 8,
     "idempotent run": 39,
-    "start": 58,
-    "step and next stage": 115,
-    "last step": 69,
+    "start": 55,
+    "step and next stage": 108,
+    "last step": 64,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -95,6 +95,7 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     call = functools.partial(run_for, request, guarded.function, args, kwargs)
     if message is None:
         return _run_without_message(lock, options, call)
+    lock.run = task, message
     if "copy" in header or (message.delivery_info or {}).get("redelivered"):
         drop_if_run_ended(task, message, get_store())
     return MessageRun(task, message, header, options, lock, call).run()

@@ -66,13 +66,14 @@ def find_call(
         direct call; and whether the first argument is not from the message: the task, with
         ``bind=True``, or the ``TaskContext`` of a Django task.
     """
-    task = _find_task(decorated, args)
+    current = get_current_task()
+    task = _find_task(decorated, args, current)
     context = getattr(sys.modules.get("django.tasks"), "TaskContext", Task)  # since Django 6.0
     bound = bool(args) and isinstance(args[0], Task | context)
-    return task, find_request(task, function), bound
+    return task, _find_request(task, function, current), bound
 
 
-def _find_task(decorated: Function, args: Args) -> Any:
+def _find_task(decorated: Function, args: Args, current: Any) -> Any:
     # With bind=True, or in the run() of a task class, the first argument is the task.
     if (
         args
@@ -80,7 +81,6 @@ def _find_task(decorated: Function, args: Args) -> Any:
         and (_runs(args[0], decorated) or _inherits(args[0], decorated))
     ):
         return args[0]
-    current = get_current_task()
     if current is not None and _runs(current, decorated):
         return current
     # task.run(...) called directly, or inside another task.
@@ -90,13 +90,16 @@ def _find_task(decorated: Function, args: Args) -> Any:
 
 def find_request(task: Any, function: Function) -> Context | None:
     """Return the request for which ``task`` runs ``function``; None: it is a direct call."""
-    current = get_current_task()
+    return _find_request(task, function, get_current_task())
+
+
+def _find_request(task: Any, function: Function, current: Any) -> Context | None:
     if task is None or current is None:
         return None
     # By its request: a tracer may run a proxy of the task.
     request: Context = task.request
     if (
-        current.request is not request
+        (current is not task and current.request is not request)
         or request.called_directly
         or (request.id, id(function)) in _running.get()
     ):

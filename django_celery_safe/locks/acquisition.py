@@ -13,7 +13,7 @@ from celery._state import get_current_task
 
 from ..exceptions import CelerySafeError, LockBackendError
 from ..leases.clock import clock
-from ..leases.holder import HeldLock, Holder, place_name, place_names
+from ..leases.holder import HeldLock, describe_lock_holder, place_name, place_names
 from ..leases.lease import Lease, Owner
 from ..leases.renewer import renewer
 from .stores.base import Acquired, LockRequest, Store
@@ -52,19 +52,17 @@ def try_acquire(
     limit: int,
     seconds: float,
     patience: float | None,
-    *,
-    describe: Callable[..., Holder],
     on_lost: Callable[[Lease[Any], HeldLock | None], None],
 ) -> Acquisition | HeldLock:
     """
     Try once to acquire a lock for the running task and this thread.
 
     Args:
-        lock: The object that will own the lock; its ``name`` is the lock's name.
+        lock: The object that will own the lock; its ``name`` is the lock's name, and its ``run``
+            the task and the request that run, if they are known already.
         limit: How many may hold the lock at once.
         seconds: Length of the lease.
         patience: See ``Store.acquire``.
-        describe: See ``leases.holder.describe_lock_holder``.
         on_lost: See :class:`Lease`.
 
     Returns:
@@ -73,10 +71,10 @@ def try_acquire(
     Raises:
         LockBackendError: The store did not answer, or answered after the lease had expired.
     """
-    token, task, renew = os.urandom(16).hex(), get_current_task(), store.renews()
-    # Read once: reading Celery's ``request`` costs as much as everything done with it below.
-    request = None if task is None else task.request
-    holder = describe(task, request, renew, seconds)
+    token, renew = os.urandom(16).hex(), store.renews()
+    task, request = lock.run or _find_run()
+    holder = describe_lock_holder(task, request, renew, seconds)
+    store.connect()
     asked_at = clock.now()
     try:
         outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit))
@@ -103,6 +101,11 @@ def try_acquire(
         f"not in time: it took {took:.3g} s, and the lease of {seconds:.3g} s was over by then; "
         f"give the lock a longer timeout",
     )
+
+
+def _find_run() -> tuple[Any, Any]:
+    task = get_current_task()
+    return task, None if task is None else task.request
 
 
 def record_lost(lease: Lease[Store]) -> HeldLock | None:

@@ -27,10 +27,10 @@ from ..exceptions import (
 )
 from ..foreign_errors import ExcInfo
 from ..leases.clock import clock
-from ..leases.holder import HeldLock, describe_lock_holder, holder_text
+from ..leases.holder import HeldLock, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
-from ..transactions import aliases_in_atomic
+from ..transactions import aliases_in_atomic, has_block
 from .acquisition import give_back, record_lost, try_acquire
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
 from .stores import get_store
@@ -77,8 +77,6 @@ class CacheLock:
     object with the same name, and is not held.
     """
 
-    _describe_holder = staticmethod(describe_lock_holder)
-
     def __init__(self, name: str, options: LockOptions) -> None:
         if not isinstance(name, str) or not name:
             raise conf.wrong(name, "name", "name of a lock: give a non-empty str")
@@ -86,6 +84,8 @@ class CacheLock:
         self._mine = _Mine()
         #: The decorated function that the lock guards; None: a block.
         self.function: Callable[..., Any] | None = None
+        #: The task and the request that run, if the maker of the lock knows them; None: look.
+        self.run: tuple[Any, Any] | None = None
 
     def acquire(self, blocking_timeout: conf.Duration | conf.Unset | None = conf.UNSET) -> bool:
         """
@@ -111,12 +111,13 @@ class CacheLock:
             longest = conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
         if asyncio._get_running_loop() is not None:  # a call less in each acquisition
             refuse_event_loop(self.name)
-        if self.remaining > 0:
-            raise ConfigurationError(
-                f"The lock {self.name!r} is held by this very object, and is not reentrant. "
-                f"Release it first, or take it once, in the outermost function that needs it."
-            )
-        self._forget()
+        if self._mine.lease is not None:
+            if self.remaining > 0:
+                raise ConfigurationError(
+                    f"The lock {self.name!r} is held by this very object, and is not reentrant. "
+                    f"Release it first, or take it once, in the outermost function that needs it."
+                )
+            self._forget()
         return self._acquire(longest)
 
     def release(self) -> bool:
@@ -157,7 +158,7 @@ class CacheLock:
             give_back(lease.store, lease.token, lease.name)
             raise
         if released:
-            if aliases := aliases_in_atomic():
+            if has_block() and (aliases := aliases_in_atomic()):
                 warn_in_atomic(self.name, aliases[0], self.function)
             return True
         if not lease.lost:
@@ -359,15 +360,8 @@ class CacheLock:
             give_back(lease.store, lease.token, lease.name)
 
     def _try_acquire(self, store: Store, seconds: float, patience: float | None) -> bool:
-        acquired = try_acquire(
-            self,
-            store,
-            self._options.limit,
-            seconds,
-            patience,
-            describe=self._describe_holder,
-            on_lost=_report_lost,
-        )
+        limit = self._options.limit
+        acquired = try_acquire(self, store, limit, seconds, patience, _report_lost)
         mine = self._mine
         if isinstance(acquired, HeldLock):
             mine.contender = acquired

@@ -31,7 +31,7 @@ class Migration(migrations.Migration):
             name='DatabaseLock',
             fields=[
                 ('key', django_celery_safe.models.columns.ExactCharField(max_length=255, primary_key=True, serialize=False)),
-                ('token', django_celery_safe.models.columns.ExactCharField(max_length=32, unique=True)),
+                ('token', django_celery_safe.models.columns.ExactCharField(max_length=32)),
                 ('fence', models.BigIntegerField()),
                 ('holder', django_celery_safe.models.columns.ExactTextField()),
                 ('ends_at_us', models.BigIntegerField(db_index=True)),
@@ -39,16 +39,6 @@ class Migration(migrations.Migration):
             options={
                 'verbose_name': 'row of a lock',
                 'verbose_name_plural': 'rows of locks',
-                'default_permissions': (),
-            },
-        ),
-        migrations.CreateModel(
-            name='Fence',
-            fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('last', models.BigIntegerField()),
-            ],
-            options={
                 'default_permissions': (),
             },
         ),

@@ -18,14 +18,13 @@ if apps.apps_ready and not apps.is_installed("django_celery_safe"):
     )
 
 from .idempotency import IdempotencyRecord
-from .locks import DatabaseLock, Fence, Lock
+from .locks import DatabaseLock, Lock
 from .outbox import OutboxMessage
 from .outbox_relay import OutboxRelay
 from .stages import StageRun, StageStep
 
 __all__ = [
     "DatabaseLock",
-    "Fence",
     "IdempotencyRecord",
     "Lock",
     "OutboxMessage",

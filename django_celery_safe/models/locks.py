@@ -43,11 +43,12 @@ class DatabaseLock(models.Model):
     A lock that lives in the database of ``LOCK_DATABASE``.
 
     Written by :mod:`django_celery_safe.locks.stores.database` alone. A row whose
-    ``ends_at_us`` has passed is free.
+    ``ends_at_us`` has passed is free; it stays for a while, because the fence must grow.
     """
 
     key = ExactCharField(primary_key=True, max_length=255)
-    token = ExactCharField(max_length=32, unique=True)
+    #: The acquisition that holds the lock; empty after a release.
+    token = ExactCharField(max_length=32)
     fence = models.BigIntegerField()
     #: Name and holder as JSON; see ``encode_holder``.
     holder = ExactTextField()
@@ -61,15 +62,3 @@ class DatabaseLock(models.Model):
 
     def __str__(self) -> str:
         return self.key
-
-
-class Fence(models.Model):
-    """The one row that counts acquisitions in this database."""
-
-    last = models.BigIntegerField()
-
-    class Meta:
-        default_permissions = ()
-
-    def __str__(self) -> str:
-        return str(self.last)

@@ -20,7 +20,7 @@ class NoOwnerCheckStore(RedisStore):
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         """Delete the key, whoever holds it."""
-        return bool(self._wire.ask("DEL", self._key(name)))
+        return bool(self._connections.ask(("DEL", self._key(name)))[0])
 
 
 class NoExpiryStore(RedisStore):
@@ -55,7 +55,7 @@ class ReadThenWriteStore(RedisStore):
         time.sleep(0.001)
         value = f"{request.token}1 {encode_holder(request.name, request.holder)}"
         lease = str(round(request.seconds * 1000))
-        self._wire.ask("SET", self._key(request.name), value, "PX", lease)
+        self._connections.ask(("SET", self._key(request.name), value, "PX", lease))[0]
         return Acquired(1)
 
 

@@ -18,12 +18,11 @@ SHARED_STORES = [
     "cluster",
     "portable",
     "redis-cache",
-    "redis-plain",
     "pgbouncer",
 ]
 
 #: Stores whose cases are nightly: they have the code of another.
-NIGHTLY_STORES = ["redis-cache", "redis-plain", "pgbouncer"]
+NIGHTLY_STORES = ["redis-cache", "pgbouncer"]
 
 
 def params(*stores: str) -> list[Any]:
@@ -71,7 +70,5 @@ def use_store(
         else:
             make_cache: MakeRedisCache = request.getfixturevalue("redis_cache_settings")
             settings.CACHES = make_cache("django-redis" if name == "django-redis" else "django")
-            if name == "redis-plain":
-                settings.CACHES["default"]["BACKEND"] = "tests.contract.plain.PlainCache"
 
     return use

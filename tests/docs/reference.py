@@ -54,7 +54,7 @@ SELECTIONS: Final = {
     "StageRun": "active stopped older erase",
 }
 #: Models of which a user may meet the rows, and nothing else.
-INNER: Final = {"DatabaseLock", "Fence", "Lock", "OutboxRelay"}
+INNER: Final = {"DatabaseLock", "Lock", "OutboxRelay"}
 #: Errors that say by themselves what to write instead.
 MISTAKES: Final = {"ConfigurationError", "TypeError"}
 #: A sentence's end, as ``test_one_sentence_a_line`` knows it.

@@ -66,7 +66,7 @@ def fork_and_go_on() -> dict[str, Any]:
         found = find_lock("parent's")
         seen["same token"] = found is not None and found.token == lock.token
         # Not the one that is used next: a renewal under way may have it just then.
-        clients = locate().store()._wire.ask("CLIENT", "LIST")  # type: ignore[attr-defined]
+        clients = locate().store()._connections.ask(("CLIENT", "LIST"))[0]  # type: ignore[attr-defined]
         seen["connection open"] = f"id={connection} ".encode() in clients
         seen["renewed"] = lock.held
         seen["released"] = lock.release()
@@ -196,7 +196,7 @@ def start_child(function: Callable[[], Any]) -> Callable[[], Any]:
 def connection_id() -> int:
     """Return the number that Redis gave to this thread's connection for locks."""
     store: Any = locate().store()
-    return int(store._wire.ask("CLIENT", "ID"))
+    return int(store._connections.ask(("CLIENT", "ID"))[0])
 
 
 def _acquire(name: str) -> CacheLock:

@@ -19,6 +19,7 @@ from django_celery_safe.leases.holder import HeldLock, Holder
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.locks.stores.local import LocalStore
+from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, MakeDatabase
 from tests.locks.hanging import hanging
@@ -111,10 +112,10 @@ def test_a_lock_freed_by_an_operator_is_lost_though_the_connection_broke(
     assert lock.acquire()
     seen = get_lock("freed")
     assert release_lock(seen)
-    connection = locate().store()._wire._idle[-1]  # type: ignore[attr-defined]
+    connection = locate().store()._connections._idle[-1]  # type: ignore[attr-defined]
     redis_line.drop()
     # The end of the connection has arrived.
-    assert select.select([connection._connection._sock], [], [], 10)[0]
+    assert select.select([connection._sock], [], [], 10)[0]
     assert lock.release() is False
     assert losses == ["freed"]
 
@@ -139,6 +140,21 @@ def test_a_lease_that_was_over_before_the_answer_came_is_an_error(
         lock.acquire()
     assert not lock.held
     assert find_lock("late") is None
+
+
+def test_a_greeting_is_no_part_of_the_lease(
+    in_redis: None, clock: HeldClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease begins with its request, however long it took to connect to the server."""
+    open_connection = Connections._open
+
+    def open_late(own: Connections, within: float | None = None) -> Any:
+        clock.jump(31)
+        return open_connection(own, within)
+
+    monkeypatch.setattr(Connections, "_open", open_late)
+    with cache_lock("greeted", timeout=30) as lock:
+        assert lock.remaining > 29
 
 
 def test_the_last_release_waits_for_no_renewal(

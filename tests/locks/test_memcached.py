@@ -28,7 +28,6 @@ from tests.conftest import CacheSettings, require
 from tests.locks.lines import connections_to
 from tests.locks.renewals import get_lock
 from tests.processes import run_in_processes, wait_for
-from tests.sending.test_relay_trouble import Proxy
 from tests.servers import MemcachedServer, ServerPool
 
 MakeMemcachedCache = Callable[..., CacheSettings]
@@ -184,37 +183,6 @@ def test_a_server_without_cas_hangs_nobody(settings: Settings) -> None:
             locking.result(30)
         finally:
             server.kill()
-
-
-class Older(Proxy):
-    """A proxy that makes of a memcached one before 1.6, which does not know the command ``me``."""
-
-    def change(self, data: bytes) -> bytes:
-        """Return what is passed on."""
-        return data.replace(b"me ", b"1.5 ", 1) if data.startswith(b"me ") else data
-
-
-def test_a_server_that_can_not_tell_the_rest_of_a_lease(
-    memcached: MemcachedServer, settings: Settings
-) -> None:
-    """Before memcached 1.6, and behind proxies: locks work, and the rest is not known."""
-    older = Older(memcached.port)
-    settings.CACHES = {
-        "default": {
-            "BACKEND": "django.core.cache.backends.memcached.PyMemcacheCache",
-            "LOCATION": f"127.0.0.1:{older.port}",
-        }
-    }
-    with closing(older), ThreadPoolExecutor(1) as pool:
-        lock = cache_lock("old", timeout=60)
-        assert lock.acquire()
-        assert cache_lock("old").acquire() is False
-        found = get_lock("old")
-        assert (found.token, found.remaining) == (lock.token, None)
-        waiting = pool.submit(cache_lock("old").acquire, 30)
-        lock.ensure()
-        assert lock.release()
-        assert waiting.result(40)
 
 
 # Leases

@@ -20,6 +20,8 @@ from django_celery_safe import (
     release_lock,
 )
 from django_celery_safe.events import LEASES_NOT_RENEWED
+from django_celery_safe.locks.stores import locate
+from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, RedisCacheKind
 from tests.processes import dead_port, wait_for
@@ -295,6 +297,25 @@ def check_is_text(lock: HeldLock) -> None:
     assert lock.name.startswith("")
     assert isinstance(str(lock.holder), str)
     assert json.dumps(lock.as_json())
+
+
+@pytest.mark.parametrize("answer", [b"OK", [[]], [1, b"x"], [b"a", b"b", b"c"], None])
+def test_a_server_that_answers_nonsense_is_an_error(
+    answer: object, in_redis: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server that is no Redis, or is behind something else, no lock is held, nor free."""
+    monkeypatch.setattr(Connections, "ask", lambda own, *args: (answer, False))
+    store, lock = locate().store(), cache_lock("x")
+    asks: list[Callable[[], object]] = [
+        lambda: cache_lock("x", limit=2).acquire(),
+        lambda: find_lock("x"),
+        lambda: list(iter_locks()),
+        lambda: store.release("x", "t" * 32),
+        lambda: store.ask_time(),
+        lock.acquire,
+    ]
+    assert [or_error(ask) for ask in asks] == ["error"] * len(asks)
+    assert not lock.held
 
 
 def test_a_lock_of_another_type_disturbs_no_other(

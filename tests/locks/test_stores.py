@@ -1,7 +1,6 @@
 """The store that a lock lives in, and places that are refused."""
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from django.db import connections, transaction
+from django.db.models import F
 from django.test import TestCase
+from django.test.utils import CaptureQueriesContext
 from pytest_django import DjangoDbBlocker, Settings
 
 from django_celery_safe import (
@@ -21,15 +21,17 @@ from django_celery_safe import (
     WrongTransaction,
     cache_lock,
     find_lock,
+    iter_locks,
 )
-from django_celery_safe.locks.stores import redis
-from django_celery_safe.locks.stores.base import LockRequest
+from django_celery_safe.leases.holder import HeldLock, Holder
+from django_celery_safe.locks.stores import database, locate, redis
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
+from django_celery_safe.models import DatabaseLock
 from tests.clock import HeldClock
 from tests.conftest import MakeDatabase, MakeRedisCache, require
 from tests.locks.renewals import get_lock
-from tests.processes import start_in_process, tell, wait_for
 from tests.servers import PostgresServer, RedisServer, ServerPool
 from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
 
@@ -242,32 +244,55 @@ def test_a_strict_isolation_level_fails_no_free_lock(
         assert list(pool.map(take, range(4))) == [0, 1, 2, 3]
 
 
-@pytest.mark.long
-def test_a_process_that_stands_still_does_not_keep_others_out(
-    settings: Settings, make_database: MakeDatabase
+@pytest.mark.sql
+def test_two_statements(db_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acquire and release are a statement each; MySQL needs one more, for the answer."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
+    monkeypatch.setattr(database, "PRUNES", 0)
+    with cache_lock("warm up"):
+        pass
+    with CaptureQueriesContext(connections[db_alias]) as asked, cache_lock("counted") as lock:
+        assert lock
+    assert len(asked) == (3 if connections[db_alias].vendor == "mysql" else 2)
+
+
+@pytest.mark.sql
+def test_a_fence_outlives_its_lock_for_an_hour(
+    db_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PostgreSQL ends the session of a process that stops in the middle of an acquisition."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": make_database("postgres")}
-    with start_in_process(stop_while_acquiring) as stopped:
-        stopped.receive()
-        wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED, 20)
-        lock = cache_lock("other")
-        assert lock.acquire()
-        assert lock.release()
+    """A fence grows though a clock is set back; a row that ended an hour ago is deleted."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
+    last = 9_000_000_000_000_000
+    rows = DatabaseLock.objects.using(db_alias)
+    with cache_lock("x") as lock, cache_lock("long-ago"):
+        rows.update(fence=last)
+        found = get_lock("x")
+    assert (found.fence, found.holder.pid) == (last, os.getpid())
+    assert set(rows.values_list("token", "holder")) == {("", "")}
+    assert not list(iter_locks())
+    rows.filter(key="long-ago").update(ends_at_us=F("ends_at_us") - database.KEPT_US)
+    monkeypatch.setattr(database, "PRUNES", 1)
+    with lock:
+        assert lock.fence == last + 1
+        assert list(rows.values_list("key", flat=True)) == ["x"]
 
 
-def stop_while_acquiring() -> None:
-    """Stop this process, by SIGSTOP, when it has the row of the fence locked."""
-    take_number = DatabaseStore._next_fence
-
-    def take_number_and_stop(self: DatabaseStore) -> int:
-        number = take_number(self)
-        tell("stopping")
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return number
-
-    DatabaseStore._next_fence = take_number_and_stop  # type: ignore[method-assign]
-    cache_lock("stopped").acquire()
+@pytest.mark.sql
+def test_a_message_that_is_delivered_twice_at_once_takes_one_place(
+    db_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two deliveries, which saw both places free, gives its own back."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
+    store, holder = locate().store(), Holder(task="t", task_id="twice")
+    assert isinstance(store.acquire("x", "1" * 32, 30, holder, limit=2), Acquired)
+    look, looks = DatabaseStore._held, iter([[HeldLock("other"), None]])
+    monkeypatch.setattr(
+        DatabaseStore, "_held", lambda own, names: next(looks, None) or look(own, names)
+    )
+    met = store.acquire("x", "2" * 32, 30, holder, limit=2)
+    assert isinstance(met, HeldLock)
+    assert met.token == "1" * 32
+    assert [lock.token for lock in iter_locks()] == ["1" * 32]
 
 
 def test_waiters_back_off(

@@ -93,7 +93,14 @@ def locate() -> Location:
 
 def get_store() -> Store:
     """Return this process's store in that place."""
-    return locate().store()
+    project, opened, store = _StoreCache.current
+    # Each acquisition asks, so look again only if a setting has changed.
+    if store is None or project != conf.given() or opened is not _opened_caches():
+        location = locate()
+        store = location.store()
+        if location.kind == "cache":
+            _StoreCache.current = dict(conf.given()), _opened_caches(), store
+    return store
 
 
 def iter_locks(prefix: str | None = None, task: str | None = None) -> Iterator[HeldLock]:
@@ -171,16 +178,28 @@ class _StoreCache:
 
     stores: dict[str, Store] = {}
     caches: object = None
+    #: The settings with which the last store in a cache was found, Django's caches, the store.
+    current: tuple[dict[str, Any], object, Store | None] = {}, None, None
+
+    @classmethod
+    def forget(cls) -> None:
+        """Make new stores from now on."""
+        cls.stores.clear()
+        cls.current = {}, None, None
 
 
 # A forked child must not use its parent's connections.
-os.register_at_fork(after_in_child=lambda: _StoreCache.stores.clear())
+os.register_at_fork(after_in_child=_StoreCache.forget)
+
+
+def _opened_caches() -> object:
+    # Looking up the cache would cost more than everything else before a request. Django replaces
+    # this when the setting CACHES changes.
+    return caches._connections  # type: ignore[attr-defined]
 
 
 def _cache_store(alias: str) -> Store:
-    # Looking up the cache would cost more than everything else before a request, so compare
-    # ``_connections``: Django replaces it when the setting CACHES changes.
-    current: object = caches._connections  # type: ignore[attr-defined]
+    current = _opened_caches()
     if _StoreCache.caches is not current:
         _StoreCache.stores, _StoreCache.caches = {}, current
     store = _StoreCache.stores.get(alias)

@@ -1,29 +1,35 @@
 """
 Locks in a database table, through Django's own connections.
 
-Chosen by the setting ``LOCK_DATABASE``. Every time is read from the database
-server's clock; every decision is one guarded statement. A lock acquired inside an
-open transaction would be invisible to other sessions until the commit, and released
-by a rollback, so that is refused.
+Chosen by the setting ``LOCK_DATABASE``. An acquisition is one upsert and a release one UPDATE,
+each committed by itself; every time is read from the database server's clock. A lock acquired
+inside an open transaction would be invisible to other sessions until the commit, and released by
+a rollback, so that is refused.
+
+A row stays after the release, because it has the lock's fence, which must grow even if the
+server's clock is set back. Acquisitions delete rows that ended an hour ago; a clock that is set
+back by more than that may repeat a fence.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from django.db import Error, connections, transaction
+from django.db import Error, connections
 from django.db.models import F
-from django.db.models.functions import Greatest
 
-from ...databases import CLOCKS, MYSQL, ServerMicroseconds, bounded_session, refuse_unfit
+from ...databases import CLOCKS, MYSQL, ServerMicroseconds, refuse_unfit
 from ...exceptions import CelerySafeError, WrongTransaction
+from ...leases.clock import clock
 from ...leases.holder import HeldLock, decode_holder, encode_holder, place_names, plain_name
 from ...leases.lease_table import DatabaseLeases
 from ...leases.store import Renewable
-from ...transactions import attempts, is_pooled, is_transaction_open, leave_inherited
+from ...transactions import is_pooled, is_transaction_open, leave_inherited
 from .base import Acquired, LockRequest, Store, choose_place
 
 if TYPE_CHECKING:
@@ -33,19 +39,38 @@ if TYPE_CHECKING:
 
 #: Rows that one step of the listing reads.
 PAGE: Final = 1000
-#: How long a session may stop between two statements, s, before the server ends it (SIGSTOP,
-#: a paused machine, a cut network): meanwhile it keeps the fence's row locked.
-MOST_IDLE: Final = 5
-#: How long a statement waits for the fence's row, s.
-LONGEST_WAIT: Final = 15
-#: With a stricter isolation level, acquisitions of different locks would make each other fail.
-BOUNDS: Final = f"""
-SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
-SET LOCAL idle_in_transaction_session_timeout = '{MOST_IDLE}s';
-SET LOCAL lock_timeout = '{LONGEST_WAIT}s'
-"""
 #: Tick of SQLite's clock, which counts milliseconds, µs.
 SQLITE_TICK_US: Final = 1000
+#: How long a row stays after its lease, µs.
+KEPT_US: Final = 3_600_000_000
+#: Which part of the acquisitions delete old rows, and how many at the most: more than come.
+PRUNES: Final = 1 / 100
+PRUNED: Final = 500
+#: How often an acquisition of one of several places is tried, and the longest pause between, s.
+TRIES: Final = 10
+PAUSE: Final = 0.02
+#: Takes a lock that is free: a row that is not there, or whose lease is over.
+UPSERT: Final = """
+INSERT INTO {table} ({key}, {token}, {holder}, {fence}, {ends})
+VALUES (%(key)s, %(token)s, %(holder)s, {now}, {now} + %(lease)s)
+ON CONFLICT ({key}) DO UPDATE SET {token} = excluded.{token}, {holder} = excluded.{holder},
+{fence} = {greatest}({table}.{fence} + 1, excluded.{fence}), {ends} = excluded.{ends}
+WHERE {table}.{ends} <= {now} RETURNING {fence}
+"""
+#: The same for MySQL and MariaDB, which make the changes one after the other.
+UPSERT_OF_MYSQL: Final = """
+INSERT INTO {table} ({key}, {token}, {holder}, {fence}, {ends})
+VALUES (%(key)s, %(token)s, %(holder)s, {now}, {now} + %(lease)s)
+ON DUPLICATE KEY UPDATE {token} = IF({ends} <= {now}, %(token)s, {token}),
+{holder} = IF({ends} <= {now}, %(holder)s, {holder}),
+{fence} = IF({ends} <= {now}, GREATEST({fence} + 1, {now}), {fence}),
+{ends} = IF({ends} <= {now}, {now} + %(lease)s, {ends})
+"""
+#: Another token, so that a renewal under way can't bring the lock back.
+RELEASE: Final = """
+UPDATE {table} SET {token} = '', {holder} = '', {ends} = {now}
+WHERE {key} = %(key)s AND {token} = %(token)s
+"""
 #: Texts with which a server refuses this user's writes, each with its meaning (a clause) and
 #: advice (a sentence).
 REFUSALS: Final = {
@@ -62,8 +87,6 @@ REFUSALS: Final = {
         "Grant the user SELECT, INSERT, UPDATE and DELETE on the tables of django_celery_safe.",
     ),
 }
-#: Primary key of the only row in the fence table.
-FENCE_ROW: Final = 1
 
 
 class DatabaseStore(DatabaseLeases, Store):
@@ -71,7 +94,7 @@ class DatabaseStore(DatabaseLeases, Store):
 
     limits = True
     purpose = "hold the locks"
-    models = ("DatabaseLock", "Fence")
+    models = ("DatabaseLock",)
     client_errors = (Error,)
     refusals = REFUSALS
 
@@ -80,24 +103,22 @@ class DatabaseStore(DatabaseLeases, Store):
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         with self.errors("acquire"):
-            names = place_names(request.name, request.limit)
-            # Only saves the writes below when the lock is held: they are guarded anyway.
-            found = choose_place(self._held(names), request)
-            if isinstance(found, int):
-                self._try_take(names, request)
-                found = choose_place(self._held(names), request)
-        # Another holder acquired and released it in between: report it as held until now.
-        return HeldLock(request.name, remaining=0.0) if isinstance(found, int) else found
+            if connections[self.alias].vendor == MYSQL:
+                refuse_unfit(self.alias, "hold locks")
+            if random.random() < PRUNES:  # noqa: S311
+                self._prune()
+            if request.limit == 1:
+                return self._take_place(request, request.name, 1)
+            return self._take_any_place(request)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         with self.errors("release"):
             connection = connections[self.alias]
             session = connection.connection
-            ours: Any = self._locks().filter(key=plain_name(name), token=token)
-            # One DELETE with its condition. In a project that listens to delete signals,
-            # delete() would select first and then delete by key alone.
-            if ours._raw_delete(self.alias):
-                return True
+            with connection.cursor() as cursor:
+                cursor.execute(self._sql(RELEASE), {"key": plain_name(name), "token": token})
+                if cursor.rowcount:
+                    return True
             # On a new connection it was the second try. The lease was certain when the first
             # one was sent, so that freed the lock, although its answer was lost.
             is_repeated = connection.connection is not session
@@ -161,64 +182,57 @@ class DatabaseStore(DatabaseLeases, Store):
         self.check_migrated(error)
         return super().explain(action, error)
 
-    def _try_take(self, names: list[str], request: LockRequest) -> None:
-        """Insert our row if the lock has none, or overwrite a row whose lease has expired."""
-        if connections[self.alias].vendor == MYSQL:
-            refuse_unfit(self.alias, "hold locks")
-        for attempt in attempts(self.alias, f"The acquisition of {request.name!r}"):
-            with attempt, self._bounded_transaction():
-                self._write(names, request)
-
-    def _write(self, names: list[str], request: LockRequest) -> None:
-        from ...models.locks import DatabaseLock  # needs the app registry
-
-        # An UPDATE comes first, so SQLite takes its write lock with the first statement.
-        fence, name = self._next_fence(), names[0]
-        if len(names) > 1:
-            # The lock on the fence's row keeps all others out until the transaction ends.
-            place = choose_place(self._held(names), request)
-            if not isinstance(place, int):
-                return
-            name = names[place - 1]
-        key = plain_name(name)
-        row = {
+    def _take_place(self, request: LockRequest, name: str, place: int) -> Acquired | HeldLock:
+        """Take a free place of a lock; its first place has the lock's own name."""
+        values: dict[str, str | int] = {
+            "key": plain_name(name),
             "token": request.token,
             "holder": encode_holder(name, request.holder, request.limit),
-            "fence": fence,
-            "ends_at_us": ServerMicroseconds() + _microseconds(request.seconds),
+            "lease": _microseconds(request.seconds),
         }
-        expired = self._locks().filter(key=key, ends_at_us__lte=ServerMicroseconds())
-        if not expired.update(**row):
-            new = DatabaseLock(key=key, **row)
-            # Does nothing if another process was first.
-            self._locks().bulk_create([new], ignore_conflicts=True)
+        is_mysql = connections[self.alias].vendor == MYSQL
+        with connections[self.alias].cursor() as cursor:
+            cursor.execute(self._sql(UPSERT_OF_MYSQL if is_mysql else UPSERT), values)
+            rows = () if is_mysql else cursor.fetchall()
+        if rows:
+            return Acquired(rows[0][0], place)
+        lock = self._find(name)
+        if lock is not None and lock.token == request.token:
+            return Acquired(lock.fence, place)
+        # None: another holder released it in between: report it as held until now.
+        return HeldLock(name, remaining=0.0) if lock is None else lock
 
-    @contextmanager
-    def _bounded_transaction(self) -> Iterator[None]:
-        """Bound the transaction, so a process that stops in it does not keep all others out."""
-        connection = connections[self.alias]
-        # Not inside TestCase's transaction, which started long ago.
-        vendor = "" if connection.in_atomic_block else connection.vendor
-        with ExitStack() as stack:
-            if vendor == MYSQL:
-                stack.enter_context(bounded_session(self.alias, MOST_IDLE, LONGEST_WAIT))
-            stack.enter_context(transaction.atomic(using=self.alias))
-            if vendor == "postgresql":
-                with connection.cursor() as cursor:
-                    cursor.execute(BOUNDS)
-            yield
+    def _take_any_place(self, request: LockRequest) -> Acquired | HeldLock:
+        names = place_names(request.name, request.limit)
+        for _ in range(TRIES):
+            found = choose_place(self._held(names), request)
+            if not isinstance(found, int):
+                return found
+            taken = self._take_place(request, names[found - 1], found)
+            if isinstance(taken, Acquired):
+                if not self._has_twin(names, request):
+                    return taken
+                # Of two deliveries of one message at once, at least the later one sees both.
+                self.release(names[found - 1], request.token)
+            clock.sleep(random.uniform(0, PAUSE))  # noqa: S311
+        return HeldLock(request.name, remaining=0.0)
 
-    def _next_fence(self) -> int:
-        from ...models.locks import Fence  # needs the app registry
+    def _has_twin(self, names: Sequence[str], request: LockRequest) -> bool:
+        """Return whether another acquisition for the same task id has a place, too."""
+        task_id = request.holder.task_id
+        return task_id is not None and any(
+            lock is not None and lock.holder.task_id == task_id and lock.token != request.token
+            for lock in self._held(names)
+        )
 
-        row = Fence.objects.using(self.alias).filter(pk=FENCE_ROW)
-        grown = Greatest(F("last") + 1, ServerMicroseconds())
-        if not row.update(last=grown):
-            row.bulk_create([Fence(pk=FENCE_ROW, last=0)], ignore_conflicts=True)
-            row.update(last=grown)
-        # The UPDATE holds the row's lock until this transaction ends.
-        last: int = row.values_list("last", flat=True).get()
-        return last
+    def _prune(self) -> None:
+        old = self._locks().filter(ends_at_us__lt=ServerMicroseconds() - KEPT_US)
+        with suppress(Error):  # the next acquisitions do it
+            keys = list(old.order_by("ends_at_us").values_list("key", flat=True)[:PRUNED])
+            old.filter(key__in=keys)._raw_delete(self.alias)
+
+    def _sql(self, text: str) -> str:
+        return _compile(self.alias, text)
 
     def _held(self, names: Sequence[str]) -> list[HeldLock | None]:
         """Return the lock at each place; None: the place is free."""
@@ -242,6 +256,22 @@ class DatabaseStore(DatabaseLeases, Store):
         from ...models.locks import DatabaseLock  # needs the app registry
 
         return DatabaseLock.objects.using(self.alias)
+
+
+@lru_cache
+def _compile(alias: str, text: str) -> str:
+    from ...models.locks import DatabaseLock  # needs the app registry
+
+    connection = connections[alias]
+    quote = connection.ops.quote_name
+    columns = {name: quote(name) for name in ("key", "token", "holder", "fence")}
+    return text.strip().format(
+        table=quote(DatabaseLock._meta.db_table),
+        ends=quote("ends_at_us"),
+        now=CLOCKS[connection.vendor],
+        greatest="MAX" if connection.vendor == "sqlite" else "GREATEST",
+        **columns,
+    )
 
 
 def _microseconds(seconds: float) -> int:

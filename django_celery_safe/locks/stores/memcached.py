@@ -1,5 +1,5 @@
 """
-Locks in the memcached server of a PyMemcacheCache, through our own client.
+Locks in the memcached server of a PyMemcacheCache, through our own clients.
 
 Django's HashClient is not used: when it has marked the server as dead, it answers False, which
 would look like a lock that is held. A lock is one item, ``<token><holder>``. memcached can only
@@ -10,32 +10,28 @@ expired. memcached drops items when it is full.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Final, TypeVar
 
-from pymemcache.client.base import Client, PooledClient
-from pymemcache.client.retrying import RetryingClient
+from pymemcache.client.base import Client
 from pymemcache.exceptions import (
     MemcacheError,
     MemcacheServerError,
     MemcacheUnexpectedCloseError,
-    MemcacheUnknownCommandError,
 )
-from pymemcache.pool import ObjectPool
 
 from ...leases.holder import HeldLock, encode_holder, hashed_name, plain_name, read_lock
 from ...leases.store import Renewable
 from .base import Acquired, LockRequest, Store
 
-if TYPE_CHECKING:
-    from django.core.cache.backends.base import BaseCache
+T = TypeVar("T")
 
-#: Pool options that Django's client may have.
-POOLED: Final = ("max_pool_size", "pool_idle_timeout", "lock_generator")
-#: Options for how long a client waits for the server, s.
-TIMEOUTS: Final = ("connect_timeout", "timeout")
+#: Options of Django's client that are not for ours: those of its pool, and of the items' format.
+NOT_OURS: Final = {
+    *("serde", "serializer", "deserializer"),
+    *("max_pool_size", "pool_idle_timeout", "lock_generator"),
+}
 #: Prefix of a lock's name in its key.
 PREFIX: Final = "celery_safe:lock:"
 #: How many times to try to acquire or read a lock that appears and disappears in between.
@@ -44,7 +40,7 @@ TRIES: Final = 5
 NO_CAS: Final = b"0"
 #: Longest key that memcached accepts, bytes.
 LONGEST_KEY: Final = 250
-#: Idle connections that the pool may keep: one for each thread that was busy at the same time.
+#: Idle connections that are kept: one for each thread that was busy at the same time.
 MOST_IDLE: Final = 20
 #: Tick of the server's clock, s.
 TICK: Final = 1
@@ -65,142 +61,127 @@ class MemcachedStore(Store):
     weakness: ClassVar[str] = (
         "memcached forgets items when it is full and all of them when it restarts"
     )
-
     client_errors = (MemcacheError, OSError)
 
     def __init__(self, alias: str, cache: Any) -> None:
         self.where = f'CACHES["{alias}"] (memcached)'
-        self._cache: BaseCache = cache
+        self._cache = cache
         (self._server,) = cache._cache.clients.values()
-        options = {**cache._cache.default_kwargs, "default_noreply": False}
-        for ours in ("serde", "serializer", "deserializer", *POOLED):
-            options.pop(ours, None)
-        self._options = options
-        self._prefix = self._server.key_prefix
-        # After a restart of the server, the first command on each connection finds it closed.
-        self._client = RetryingClient(
-            _make_client(self._server.server, options),
-            attempts=MOST_IDLE + 1,
-            retry_for=(ConnectionError, MemcacheUnexpectedCloseError),
-        )
+        given = {**cache._cache.default_kwargs, "default_noreply": False}
+        self._options = {name: given[name] for name in given.keys() - NOT_OURS}
+        self._idle: list[Client] = []
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         name, token = request.name, request.token
         key, value = self._key(name), (token + encode_holder(name, request.holder)).encode()
-        with self.errors("acquire"):
-            for _ in range(TRIES):
-                if self._client.add(key, value, expire=_expiry(request.seconds)):
-                    return Acquired(None)
-                lock = self._find(name)
-                if lock is not None:
-                    return Acquired(None) if lock.token == token else lock
+        expire = _expiry(request.seconds)
+        for _ in range(TRIES):
+            if self._use("acquire", lambda client: client.add(key, value, expire=expire)):
+                return Acquired(None)
+            lock = self._find("acquire", name)
+            if lock is not None:
+                return Acquired(None) if lock.token == token else lock
         # Others acquired and released it each time: report it as held a moment ago.
         return HeldLock(name)
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        with self.errors("release"):
-            return self._replace(self._client, name, token, b"", GONE)
+        return self._replace("release", name, token, GONE)
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
-        with self.errors("extend"), self._client_within(within) as client:
-            return [
-                self._replace(client, r.name, r.token, None, _expiry(r.seconds)) for r in renewals
-            ]
+        return [
+            self._replace("extend", each.name, each.token, _expiry(each.seconds), within)
+            for each in renewals
+        ]
 
     def peek(self, name: str) -> HeldLock | None:
-        with self.errors("peek"):
-            return self._find(name)
+        return self._find("peek", name)
 
     def emptied_with(self) -> object:
         return self._server.server
 
     def ask_time(self) -> float:
-        with self.errors("tell the time"):
-            now = int(self._client.stats()[b"time"])
         # Whole seconds, of a clock that may be a tick behind: use the middle of the range.
-        return float(now + TICK)
+        return float(int(self._use("tell the time", Client.stats)[b"time"]) + TICK)
 
-    def _find(self, name: str) -> HeldLock | None:
+    def close(self) -> None:
+        with suppress(IndexError):  # another thread may take the last one
+            while self._idle:
+                self._idle.pop().close()
+
+    def _find(self, action: str, name: str) -> HeldLock | None:
         key = self._key(name)
-        value = self._client.get(key)
-        if value is None:
-            return None
-        # The sign of the remaining time differs between versions; before 1.6 there is no "me".
-        left = None
-        with suppress(MemcacheUnknownCommandError):
-            entry = self._client.raw_command(b"me " + self._client.check_key(key))
-            left = re.search(rb" exp=-?(\d+)", entry)
-        return _read_lock(name, value, None if left is None else float(left[1]) - TICK)
-
-    @contextmanager
-    def _client_within(self, within: float | None) -> Iterator[Any]:
-        """Yield a client whose timeouts are ``within`` seconds at most; None: as configured."""
-        if within is None:
-            yield self._client
-            return
-        # A new connection for this use: the pooled connections have the cache's timeouts.
-        given = [self._options.get(name) for name in TIMEOUTS]
-        waits = [within if own is None else min(own, within) for own in given]
-        options = {**self._options, **dict(zip(TIMEOUTS, waits, strict=True))}
-        with closing(Client(self._server.server, **options)) as client:
-            yield client
+        value = self._use(action, lambda client: client.get(key))
+        return None if value is None else read_lock(name, value.decode("utf-8", "replace"))
 
     def _replace(
-        self, client: Any, name: str, token: str, value: bytes | None, expire: int
+        self, action: str, name: str, token: str, expire: int, within: float | None = None
     ) -> bool:
-        """Overwrite the lock if ``token`` holds it; ``value`` None: rewrite the current value."""
-        key = self._key(name)
-        was_ours = False
-        while True:
-            found, unique = client.gets(key)
-            if found is None or not found.startswith(token.encode()):
-                # A release, and the lock disappeared after we saw it: the client's first try,
-                # whose answer was lost, freed it, or its lease expired at this moment.
-                return was_ours and expire == GONE
-            was_ours = True
-            if unique == NO_CAS:
-                raise MemcacheServerError("it was started with -C, without compare-and-set")
-            if client.cas(key, found if value is None else value, unique, expire=expire):
-                return True
-            # The item changed in between: our own renewal wrote it, or the lease expired and
-            # someone else holds the lock.
+        """Overwrite the lock if ``token`` holds it: with nothing if it is to go, or with itself."""
+        key, was_ours = self._key(name), False
+
+        def replace(client: Client) -> bool:
+            nonlocal was_ours
+            while True:
+                found, unique = client.gets(key)
+                if found is None or not found.startswith(token.encode()):
+                    # A release, and the lock disappeared after we saw it: the first try, whose
+                    # answer was lost, freed it, or its lease expired at this moment.
+                    return was_ours and expire == GONE
+                was_ours = True
+                if unique == NO_CAS:
+                    raise MemcacheServerError("it was started with -C, without compare-and-set")
+                # Otherwise the item changed in between: our own renewal wrote it, or the lease
+                # expired and someone else holds the lock.
+                if client.cas(key, b"" if expire == GONE else found, unique, expire=expire):
+                    return True
+
+        return self._use(action, replace, within)
+
+    def _use(self, action: str, ask: Callable[[Client], T], within: float | None = None) -> T:
+        """
+        Ask the server; ask again if an idle connection broke, as in a restart of the server.
+
+        Args:
+            within: Longest time for each step, s, on a connection for this use; None: the cache's.
+        """
+        with self.errors(action):
+            try:
+                if within is None:
+                    return self._ask(self._idle.pop(), ask)
+            except IndexError:
+                pass  # none is idle
+            except (ConnectionError, MemcacheUnexpectedCloseError):
+                self.close()  # the others broke, too
+            return self._ask(self._connect(within), ask, keeps=within is None)
+
+    def _connect(self, within: float | None) -> Client:
+        bounds = {}
+        for timeout in ("connect_timeout", "timeout") if within is not None else ():
+            own = self._options.get(timeout)
+            bounds[timeout] = within if own is None else min(own, within)
+        return Client(self._server.server, **{**self._options, **bounds})
+
+    def _ask(self, client: Client, ask: Callable[[Client], T], *, keeps: bool = True) -> T:
+        try:
+            answer = ask(client)
+            if keeps and len(self._idle) < MOST_IDLE:
+                self._idle.append(client)
+                return answer
+        except BaseException:  # a late answer would be taken for another request's
+            client.close()
+            raise
+        client.close()
+        return answer
 
     def _key(self, name: str) -> str:
         key = str(self._cache.make_key(PREFIX + plain_name(name)))
-        if len(key.encode()) + len(self._prefix) <= LONGEST_KEY:
+        if len(key.encode()) + len(self._server.key_prefix) <= LONGEST_KEY:
             return key
         # KEY_PREFIX is long; the limit for names leaves about 50 characters for it.
         return str(self._cache.make_key(PREFIX + hashed_name(name)))
-
-
-class _Pool(ObjectPool):  # type: ignore[misc]
-    """A pool that closes each connection whose use was interrupted."""
-
-    @contextmanager
-    def get_and_release(self, destroy_on_fail: bool = False) -> Iterator[Any]:
-        # The original neither closes nor returns a connection when gevent's Timeout or a
-        # SystemExit hits.
-        client = self.get()
-        try:
-            yield client
-        except BaseException:
-            self.destroy(client)
-            raise
-        self.release(client)
-
-
-def _make_client(server: Any, options: dict[str, Any]) -> PooledClient:
-    client = PooledClient(server, **options)
-    client.client_pool = _Pool(client._create_client, after_remove=lambda one: one.close())
-    return client
 
 
 def _expiry(seconds: float) -> int:
     # The server's clock ticks once a second, and sometimes twice at once, so an item may live
     # up to two seconds less. The added TICK makes up for one second, and `early` for the other.
     return math.ceil(seconds) + TICK
-
-
-def _read_lock(name: str, value: bytes, remaining: float | None = None) -> HeldLock:
-    left = None if remaining is None else max(0.0, remaining)
-    return read_lock(name, value.decode("utf-8", "replace"), left)

@@ -1,5 +1,5 @@
 """
-Locks in Redis, through the connection of the cache's client.
+Locks in Redis, with the connection class and options of the cache's client.
 
 A lock is one key: ``<token><fence><holder>``, with PX as its lease. All locks share one
 counter for fences and one sorted set that lists the keys, scored by the end of each lease
@@ -21,9 +21,9 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar
 
 from redis.exceptions import NoScriptError
 
@@ -44,8 +44,8 @@ from ...leases.holder import (
 )
 from ...leases.store import Renewable
 from .base import Acquired, Eviction, LockRequest, Store
+from .redis_connections import CLIENT_ERRORS, Connections, Pop
 from .redis_scripts import ACQUIRE, ACQUIRE_PLACE, EXTEND, PAGE_OF_LOCKS, PEEK, RELEASE, Script
-from .wire import CLIENT_ERRORS, PlainWire, Wire
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -76,8 +76,7 @@ LISTING: Final = "celery_safe:locks"
 #: Locks whose keys a store remembers at most.
 MOST_KNOWN: Final = 10_000
 
-#: Makes a key as the cache does.
-MakeKey = Callable[[str], Any]
+T = TypeVar("T")
 
 #: Each command that locks need, with harmless arguments: ``{key}``, ``{index}`` and ``{wake}``
 #: are keys that the last command deletes.
@@ -164,28 +163,33 @@ class RedisStore(Store):
 
     wakes: ClassVar[bool] = True
     limits: ClassVar[bool] = True
-    #: Sends the commands; PlainWire, unlike Wire, leaves its connections to a redis-py pool.
-    wire_class: ClassVar[type[PlainWire]] = Wire
+    connections_class: ClassVar[Any] = Connections
     refusals = REFUSALS
-    client_errors = CLIENT_ERRORS
+    #: The last four: a server, or what stands before it, answered something else than it should.
+    client_errors = (*CLIENT_ERRORS, ValueError, TypeError, AttributeError, LookupError)
 
     def __init__(self, alias: str, cache: BaseCache, client: Any = None) -> None:
         client = client_of(cache) if client is None else client
         self.where = f'CACHES["{alias}"] (redis)'
-        self._wire = self.wire_class(client)
-        timeout = self._wire.options.get("socket_timeout")
+        self._connections = self.connections_class(client)
+        timeout = self._connections.options.get("socket_timeout")
         self._longest_pop = LONGEST_POP if timeout is None else min(LONGEST_POP, timeout / 2)
-        self._keys = _KnownKeys(partial(self.make_keys, cache.make_key))
+        self._make_key = cache.make_key
+        self._shared = str(cache.make_key(FENCE)), str(cache.make_key(LISTING))
+        self._keys = _KnownKeys(self.make_keys)
 
-    @staticmethod
-    def make_keys(make_key: MakeKey, name: str) -> Keys:
+    def make_keys(self, name: str) -> Keys:
         """Return the keys of a lock, or of a place of a lock."""
-        return Keys(
-            str(make_key(LOCK_KEY + plain_name(name))), str(make_key(FENCE)), str(make_key(LISTING))
-        )
+        return Keys(str(self._make_key(LOCK_KEY + plain_name(name))), *self._shared)
 
     def _key(self, name: str) -> str:
         return self._keys[name].lock
+
+    def connect(self) -> None:
+        try:
+            self._connections.connect()
+        except self.client_errors as error:
+            raise self.explain("acquire", error) from error
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
         name, token, seconds, holder, patience, limit = request
@@ -193,14 +197,12 @@ class RedisStore(Store):
             return self._take_place(request)
         keys = self._keys[name]
         args = [token, _milliseconds(seconds), encode_holder(name, holder)]
-        ask = self._wire.ask
         if patience is not None:
             args.append(MARK_LASTS)
-            if patience:
-                ask = partial(self._wire.ask_after_pop, keys.lock + " wake", patience)
-        answer = self._run("acquire", ACQUIRE, keys, args, ask)
-        if not isinstance(answer, list):
-            return Acquired(int(answer))
+        pop = (keys.lock + " wake", patience) if patience else None
+        answer = self._run("acquire", ACQUIRE, keys, args, _read_taken, pop=pop)[0]
+        if isinstance(answer, int):
+            return Acquired(answer)
         # The lock is held, perhaps by this token: the request may have been repeated.
         lock = _read_lock(name, *answer)
         return Acquired(lock.fence) if lock.token == token else lock
@@ -214,24 +216,21 @@ class RedisStore(Store):
         task_id = "" if holder.task_id is None else quoted(holder.task_id)
         mark = "" if patience is None else MARK_LASTS
         args = [token, _milliseconds(seconds), text[:cut], mark, text[cut:], task_id]
-        ask = (
-            partial(self._wire.ask_after_pop, first.lock + " wake", patience) if patience else None
-        )
-        place, found, *left = self._run("acquire", ACQUIRE_PLACE, keys, args, ask)
-        if not left:
-            return Acquired(int(found), place)
-        lock = _read_lock(place_name(name, place), found, *left)
+        pop = (first.lock + " wake", patience) if patience else None
+        (place, answer), _ = self._run("acquire", ACQUIRE_PLACE, keys, args, _read_place, pop=pop)
+        if isinstance(answer, int):
+            return Acquired(answer, place)
+        lock = _read_lock(place_name(name, place), *answer)
         return Acquired(lock.fence, place) if lock.token == token else lock
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
         own, args = self._keys[name], [token]
-        keys = (own.lock, own.listing)
         if PLACE in name:
             args.append(self._keys[split_place(name)[0]].lock)
-        answer, is_repeated = self._run("release", RELEASE, keys, args, self._wire.ask_counted)
+        freed, is_repeat = self._run("release", RELEASE, (own.lock, own.listing), args, int)
         # The lease was certain when the first try was sent, so that try freed the lock,
         # although its answer was lost.
-        return bool(answer) or (is_repeated and remaining is not None and remaining > 0)
+        return bool(freed) or (is_repeat and remaining is not None and remaining > 0)
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         if left <= 2 * LATE or seconds < SHORTEST_WOKEN:
@@ -242,14 +241,15 @@ class RedisStore(Store):
         return min(left - LATE, max(held_for, SHORTEST_POP), longest)
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
-        extended = [True] * len(renewals)
+        extended: list[bool] = []
         # In pages, so that tens of thousands do not block the server.
         for start in range(0, len(renewals), PAGE):
-            for place in self._extend_page(renewals[start : start + PAGE], within):
-                extended[start + place] = False
+            page = renewals[start : start + PAGE]
+            lost = self._extend_page(page, within)
+            extended += [position not in lost for position in range(len(page))]
         return extended
 
-    def _extend_page(self, renewals: Sequence[Renewable], within: float | None) -> list[int]:
+    def _extend_page(self, renewals: Sequence[Renewable], within: float | None) -> set[int]:
         """Return the positions of the renewals whose locks are no longer ours."""
         known = self._keys
         keys = [known[renewals[0].name].listing]
@@ -259,13 +259,12 @@ class RedisStore(Store):
         if len(set(leases)) == 1:
             del leases[1:]  # the script extends all that follow by the last
         milliseconds = " ".join(map(_milliseconds, leases))
-        ask = partial(self._wire.ask, within=within)
-        lost: list[int] = self._run("extend", EXTEND, keys, (tokens, milliseconds), ask)
-        return lost
+        args = (tokens, milliseconds)
+        return self._run("extend", EXTEND, keys, args, _read_positions, within)[0]
 
     def peek(self, name: str) -> HeldLock | None:
-        value, milliseconds = self._run("peek", PEEK, [self._keys[name].lock], [])
-        return None if value is None else _read_lock(name, value, milliseconds)
+        found, _ = self._run("peek", PEEK, [self._keys[name].lock], [], _read_found)
+        return None if found is None else _read_lock(name, *found)
 
     def iter_locks(self) -> Iterator[HeldLock]:
         return self._iter_listed(self._keys[""].listing)
@@ -274,46 +273,41 @@ class RedisStore(Store):
         """Yield the locks on one list."""
         cursor = "0"
         while True:
-            now, after, flat = self._run("list", PAGE_OF_LOCKS, [index], [cursor, str(PAGE)])
-            keys, ends = flat[::2], flat[1::2]
+            args = [cursor, str(PAGE)]
+            (now, cursor, keys, ends), _ = self._run(
+                "list", PAGE_OF_LOCKS, [index], args, _read_listing
+            )
             if keys:
                 with self.errors("list"):
-                    values = self._wire.ask("MGET", *keys)
+                    values, _ = self._connections.ask(("MGET", *keys))
                 # None: released, expired, or lost by the server although it is listed.
                 page = [
                     each for each in zip(keys, values, ends, strict=True) if each[1] is not None
                 ]
                 yield from _read_page(page, now)
-            cursor = after.decode()
             if cursor == "0":
                 return
 
     def emptied_with(self) -> object:
-        kept = self._wire.options
-        service = self._wire.service_name
-        return service, kept.get("host"), kept.get("port"), kept.get("path"), kept.get("db") or 0
+        return self._connections.server
 
     def ask_eviction(self) -> Eviction:
-        return self._ask_eviction(self._wire)
-
-    def _ask_eviction(self, wire: PlainWire) -> Eviction:
         action = "tell how it evicts keys"
         with self.errors(action):
-            answer = wire.ask("INFO", "memory").decode()
-        info = dict(line.split(":", 1) for line in answer.splitlines() if ":" in line)
-        policy = info.get("maxmemory_policy")
-        if policy is None:
+            found = [_read_eviction(text) for text in self._connections.ask_each("INFO", "memory")]
+        evictions = [each for each in found if each is not None]
+        if not evictions:
             raise LockBackendError(self.where, action, "its INFO says nothing of it")
-        return Eviction(policy, int(info.get("maxmemory", "0")), policy == "noeviction")
+        return min(evictions, key=lambda one: (one.spares_locks, one.max_memory == 0))
 
     def ask_refused(self) -> list[str]:
         own = self._keys[f"doctor:{uuid.uuid4().hex}"].lock
         keys = {part: f"{own}:{part}" for part in ("key", "index", "wake")}
         refused = {}
         for command in HARMLESS:
-            words = [word.format(**keys) for word in command.split()]
+            words = tuple(word.format(**keys) for word in command.split())
             try:
-                self._wire.ask(*words)
+                self._connections.ask(words)
             except NoScriptError:
                 continue  # not refused: the server just does not have this script
             except self.client_errors as error:
@@ -325,8 +319,8 @@ class RedisStore(Store):
 
     def ask_time(self) -> float:
         with self.errors("tell the time"):
-            seconds, microseconds = self._wire.ask("TIME")
-        return int(seconds) + int(microseconds) / 1_000_000
+            seconds, microseconds = _listed(self._connections.ask(("TIME",))[0])
+            return int(seconds) + int(microseconds) / 1_000_000
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         text = describe_error(error)
@@ -337,7 +331,7 @@ class RedisStore(Store):
         return super().explain(action, error)
 
     def close(self) -> None:
-        self._wire.close()
+        self._connections.close()
 
     def _run(
         self,
@@ -345,16 +339,19 @@ class RedisStore(Store):
         script: Script,
         keys: Sequence[str],
         args: Sequence[str],
-        ask: Callable[..., Any] | None = None,
-    ) -> Any:
-        """Run a script with the wire's method ``ask``; None: with :meth:`Wire.ask`."""
-        ask = ask or self._wire.ask
+        read: Callable[[Any], T],
+        within: float | None = None,
+        pop: Pop | None = None,
+    ) -> tuple[T, bool]:
+        """Run a script; return its answer as ``read`` reads it, and whether it was repeated."""
+        ask, rest = self._connections.ask, (str(len(keys)), *keys, *args)
         # Not through errors(): a context manager costs as much as building the command.
         try:
             try:
-                return ask("EVALSHA", script.sha, str(len(keys)), *keys, *args)
+                answer, is_repeat = ask(("EVALSHA", script.sha, *rest), within, pop)
             except NoScriptError:  # first use on this server, a SCRIPT FLUSH or a restart
-                return ask("EVAL", script.source, str(len(keys)), *keys, *args)
+                answer, is_repeat = ask(("EVAL", script.source, *rest), within, pop)
+            return read(answer), is_repeat
         except self.client_errors as error:
             raise self.explain(action, error) from error
 
@@ -372,6 +369,49 @@ def client_of(cache: BaseCache) -> Any:
 def _milliseconds(seconds: float) -> str:
     # Rounded up: a lease must not end before its holder stops trusting it.
     return str(math.ceil(seconds * 1000))
+
+
+def _read_taken(answer: Any) -> int | tuple[str, float]:
+    """Return the fence of an acquisition; or the value of a held lock, and its lease, ms."""
+    return _read_value(*answer) if isinstance(answer, list) else int(answer)
+
+
+def _read_place(answer: Any) -> tuple[int, int | tuple[str, float]]:
+    place, *rest = _listed(answer)
+    return int(place), _read_value(*rest) if len(rest) > 1 else int(rest[0])
+
+
+def _read_found(answer: Any) -> tuple[str, float] | None:
+    value, milliseconds = answer
+    return None if value is None else _read_value(value, milliseconds)
+
+
+def _read_value(value: bytes, milliseconds: float) -> tuple[str, float]:
+    return value.decode("utf-8", "replace"), float(milliseconds)
+
+
+def _read_positions(answer: Any) -> set[int]:
+    return set(map(int, _listed(answer)))
+
+
+def _listed(answer: Any) -> Sequence[Any]:
+    if not isinstance(answer, list | tuple):
+        raise TypeError(f"it answered {answer!r:.100}")
+    return answer
+
+
+def _read_listing(answer: Any) -> tuple[int, str, list[bytes], list[bytes]]:
+    """Return the server's time, ms, the next cursor, and keys with the ends of their leases."""
+    now, cursor, flat = answer
+    return int(now), cursor.decode(), flat[::2], flat[1::2]
+
+
+def _read_eviction(text: bytes) -> Eviction | None:
+    info = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
+    policy = info.get("maxmemory_policy")
+    if policy is None:
+        return None
+    return Eviction(policy, int(info.get("maxmemory", "0")), policy == "noeviction")
 
 
 def _read_page(page: Sequence[tuple[bytes, bytes, bytes]], now: float) -> Iterable[HeldLock]:
@@ -396,13 +436,12 @@ def _read_page(page: Sequence[tuple[bytes, bytes, bytes]], now: float) -> Iterab
         return decode_holders([row[HEAD_LENGTH:] for row in rows], heads)
     except GARBLED:
         return [
-            _read_lock(key.decode("utf-8", "replace"), value, max(float(end) - now, 1))
+            _read_lock(key.decode("utf-8", "replace"), *_read_value(value, max(int(end) - now, 1)))
             for key, value, end in page
         ]
 
 
-def _read_lock(name: str, value: bytes, milliseconds: float) -> HeldLock:
-    text = value.decode("utf-8", "replace")
+def _read_lock(name: str, text: str, milliseconds: float) -> HeldLock:
     fence = text[TOKEN_LENGTH:HEAD_LENGTH]
     lock = HeldLock(
         name,

@@ -4,8 +4,9 @@ Locks in a Redis Cluster, with the scripts of :mod:`.redis`.
 A script may only use keys of one slot. So each lock belongs to one of 64 buckets, and a bucket is
 like a separate Redis: the keys of its locks, fence counter and list start with the same hash tag.
 A lock takes as many round trips as in a single Redis; listing all locks takes at least 64.
+redis-py's cluster client finds the nodes, and follows slots that move.
 
-:func:`make_redis_store` chooses the store that fits the client; ``cluster_wire`` finds the nodes.
+:func:`make_redis_store` chooses the store that fits the client.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import time
 from binascii import crc32
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from redis import exceptions
 
 from ...exceptions import CelerySafeError, LockBackendError
 from ...foreign_errors import describe_error
 from ...leases.holder import HeldLock, plain_name, split_place
 from ...leases.store import Renewable
-from .base import Eviction, Store
-from .cluster_wire import ClusterWire, is_cluster
-from .redis import LISTING, REFUSALS, Keys, MakeKey, RedisStore, client_of
+from .base import Store
+from .redis import LISTING, REFUSALS, Keys, RedisStore, client_of
+from .redis_connections import Pop
 
 if TYPE_CHECKING:
     from django.core.cache.backends.base import BaseCache
@@ -33,7 +36,7 @@ BUCKETS: Final = 64
 
 #: Answers of nodes while slots are moved, or after a node was lost.
 CLUSTER_REFUSALS: Final = {
-    r"\b(TRYAGAIN|TryAgainError|ASK|AskError|MOVED|MovedError|non local key)\b": (
+    r"\b(TRYAGAIN|TryAgainError|ASK|AskError|MOVED|MovedError|non local key|TTL exhausted)\b": (
         "the cluster is moving this lock's slot from node to node, and was not done in time",
         "Try again later; `redis-cli --cluster fix` ends a move that was interrupted.",
     ),
@@ -59,32 +62,79 @@ def make_redis_store(alias: str, cache: BaseCache) -> RedisStore:
             raise
         where = f'CACHES["{alias}"] ({type(cache).__name__})'
         raise LockBackendError(where, "connect to the cluster", describe_error(error)) from error
-    kind = ClusterStore if is_cluster(client) else RedisStore
+    # A client of a cluster has a pool for each node.
+    kind = ClusterStore if hasattr(client, "nodes_manager") else RedisStore
     return kind(alias, cache, client)
+
+
+class ClusterClient:
+    """Sends commands as :class:`Connections` does, through redis-py's client of the cluster."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.options: dict[str, Any] = client.get_connection_kwargs()
+
+    @property
+    def server(self) -> object:
+        """Which cluster it is: host and port of its primaries."""
+        return frozenset((node.host, node.port) for node in self._client.get_primaries())
+
+    def connect(self) -> None:
+        """Connect to the node of the next request; not needed: the client probes its pools."""
+
+    def close(self) -> None:
+        """Close nothing: the connections are the cache's."""
+
+    def node_of(self, key: str) -> Any:
+        """Return the node that has the key's slot, as far as the client knows."""
+        return self._client.get_node_from_key(key)
+
+    def ask(
+        self, command: tuple[Any, ...], within: float | None = None, pop: Pop | None = None
+    ) -> tuple[Any, bool]:
+        """
+        Do what :meth:`Connections.ask` does, but for ``within``: the cache's timeouts hold.
+
+        After a pop, another client's command may be first: a cluster takes no two at once.
+        """
+        if pop is not None:
+            self._send("BLPOP", pop[0], str(pop[1]))
+        if command[0] != "EVALSHA":
+            return self._send(*command), False
+        try:
+            # A command for a node is sent once, unlike one for a key.
+            node = self.node_of(command[3])
+            return self._send(*command, target_nodes=node), False
+        except (exceptions.ConnectionError, exceptions.ClusterDownError):
+            return self._send(*command), True
+
+    def ask_each(self, *command: str) -> list[Any]:
+        """Return the answer of each primary."""
+        return [self._send(*command, target_nodes=node) for node in self._client.get_primaries()]
+
+    def _send(self, *command: Any, **options: Any) -> Any:
+        return self._client.execute_command(*command, NEVER_DECODE=True, **options)
 
 
 class ClusterStore(RedisStore):
     """Locks in one cluster, spread over its nodes."""
 
     has_parts: ClassVar[bool] = True
-    wire_class: ClassVar[Any] = ClusterWire
+    connections_class: ClassVar[Any] = ClusterClient
     refusals = CLUSTER_REFUSALS | REFUSALS
 
     def __init__(self, alias: str, cache: BaseCache, client: Any = None) -> None:
         super().__init__(alias, cache, client)
-        self._cluster = cast(ClusterWire, self._wire)
         self.where = f'CACHES["{alias}"] (redis cluster)'
         self._listings = [_tag(number) + str(cache.make_key(LISTING)) for number in range(BUCKETS)]
 
-    @staticmethod
-    def make_keys(make_key: MakeKey, name: str) -> Keys:
+    def make_keys(self, name: str) -> Keys:
         lock = name
         # A place's lock may itself have a name that looks like a place of another lock.
         while (outer := split_place(lock)[0]) != lock:
             lock = outer
         tag = _tag(crc32(plain_name(lock).encode()) % BUCKETS)
-        keys = RedisStore.make_keys(make_key, name)
-        return Keys(*[tag + key for key in keys])
+        return Keys(*[tag + key for key in super().make_keys(name)])
 
     def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
         ends_at = None if within is None else time.monotonic() + within
@@ -101,18 +151,12 @@ class ClusterStore(RedisStore):
         return extended
 
     def part(self, name: str) -> object:
-        return self._cluster.known_node(self._keys[name].listing)
+        node = self._connections.node_of(self._keys[name].listing)
+        return node.host, node.port
 
     def iter_locks(self) -> Iterator[HeldLock]:
         for listing in self._listings:
             yield from self._iter_listed(listing)
-
-    def emptied_with(self) -> object:
-        return self._cluster.nodes()
-
-    def ask_eviction(self) -> Eviction:
-        found = [self._ask_eviction(wire) for wire in self._cluster.primaries()]
-        return min(found, key=lambda one: (one.spares_locks, one.max_memory == 0))
 
     def explain(self, action: str, error: Exception) -> CelerySafeError:
         return Store.explain(self, action, error)

@@ -38,7 +38,7 @@ class ExtendsAnyStore(RedisStore):
 
     def _expire(self, renewal: Renewable) -> Any:
         milliseconds = str(round(renewal.seconds * 1000))
-        return self._wire.ask("PEXPIRE", self._key(renewal.name), milliseconds)
+        return self._connections.ask(("PEXPIRE", self._key(renewal.name), milliseconds))[0]
 
 
 class RevivingStore(RedisStore):
@@ -70,7 +70,7 @@ class ForgetfulFenceStore(RedisStore):
         if not isinstance(outcome, Acquired):
             return outcome
         with self.errors("acquire"):
-            fence = int(self._wire.ask("INCR", self._key("fences of a broken store")))
+            fence = int(self._connections.ask(("INCR", self._key("fences of a broken store")))[0])
             return outcome._replace(fence=fence)
 
 
@@ -85,7 +85,7 @@ class CountsPlacesStore(RedisStore):
             return super().take(request)
         place = names[holders]
         with self.errors("acquire"):
-            self._wire.ask("DEL", self._key(place))
+            self._connections.ask(("DEL", self._key(place)))[0]
         outcome = super().take(request._replace(name=place, patience=None, limit=1))
         return outcome._replace(place=holders + 1) if isinstance(outcome, Acquired) else outcome
 
