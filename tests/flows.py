@@ -21,9 +21,9 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 5,
     "single_instance send": 5,
-    "single_instance run": 28,
+    "single_instance run": 29,
     "unique_until send": 21,
-    "unique_until run": 41,
+    "unique_until run": 42,
     "outbox call and commit": 36,
     "relay of one": 19,
     "do_once": 8,
