@@ -78,6 +78,8 @@ PUT_BEHIND: Final = 60.0
 LOOK_BACK: Final = 1.0
 #: Pause when nothing is due, s.
 IDLE: Final = 1.0
+#: Time without a look after which a relay counts as absent even where leases are shorter, s.
+LONGEST_IDLE: Final = 5 * IDLE
 
 
 class PutOff(Exception):
@@ -157,10 +159,10 @@ class Relay:
         #: When the last claimed row was due, and until when the relay looks only at later rows.
         self._since: datetime | None = None
         self._looks_back_at = 0.0
-        #: Half of the usual lease, s; when it looked last, and from when on it judges, both by
-        #: :data:`clock`.
+        #: Half of the usual lease, s; when it last did something, and from when on it judges,
+        #: both by :data:`clock`.
         self._patience = conf.lock_timeout() / 2
-        self._looked_at = self._judges_at = clock.now()
+        self._awake_at = self._judges_at = clock.now()
         #: How many messages it has sent, and how many turns it has taken.
         self.count = self.turns = 0
 
@@ -229,6 +231,7 @@ class Relay:
             self._settle()
             self._give_back()
             self._announce()
+            self._awake_at = clock.now()
         return len(rows)
 
     def close(self) -> None:
@@ -251,7 +254,7 @@ class Relay:
         if not rows:
             self._looks_back_at = time.monotonic() + LOOK_BACK
             rows = due.claim(BATCH, LEASE, self._token)
-        self._looked_at = clock.now()
+        self._awake_at = clock.now()
         if rows:
             self._since = rows[-1].due_at
         return rows
@@ -264,7 +267,7 @@ class Relay:
         write transaction of SQLite, living processes first get the time to renew their leases.
         """
         now = clock.now()
-        if now - self._looked_at > self._patience:
+        if now - self._awake_at > max(self._patience, LONGEST_IDLE):
             self._judges_at = now + self._patience
         return now >= self._judges_at
 
