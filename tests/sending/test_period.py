@@ -62,7 +62,7 @@ def test_a_second_send_within_the_period_is_a_duplicate(
     first, second, other = hourly.delay(1), hourly.delay(1), hourly.delay(2)
     assert [one.is_duplicate for one in (first, second, other)] == [False, True, False]
     assert second.id == first.id
-    if name != "portable":  # which can't tell
+    if name not in {"memcached", "portable"}:  # which can't tell
         assert PERIOD - SLACK < remaining(lock_of(1, hourly.name)) <= PERIOD
     assert release_lock(lock_of(1, hourly.name))
     third = hourly.delay(1)
