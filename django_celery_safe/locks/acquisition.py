@@ -74,7 +74,8 @@ def try_acquire(
     token, renew = os.urandom(16).hex(), store.renews()
     task, request = lock.run or _find_run()
     holder = describe_lock_holder(task, request, renew, seconds)
-    store.connect()
+    if store.greets:
+        store.connect()
     asked_at = clock.now()
     try:
         outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit))

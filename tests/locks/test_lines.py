@@ -112,7 +112,7 @@ def test_a_lock_freed_by_an_operator_is_lost_though_the_connection_broke(
     assert lock.acquire()
     seen = get_lock("freed")
     assert release_lock(seen)
-    connection = locate().store()._connections._idle[-1]  # type: ignore[attr-defined]
+    connection = locate().store()._connections.idle[-1]  # type: ignore[attr-defined]
     redis_line.drop()
     # The end of the connection has arrived.
     assert select.select([connection._sock], [], [], 10)[0]

@@ -66,7 +66,7 @@ def test_a_greeting_has_no_numbers_for_hiredis(redis_server: RedisServer) -> Non
     with Redis.from_url(redis_server.url, db=2, protocol=3) as client:
         own = Connections(client)
         own.connect()
-        (connection,) = own._idle
+        (connection,) = own.idle
         packed = connection.pack_command("SELECT", 2, 1.5, b"x")
         assert packed == [b"*4\r\n$6\r\nSELECT\r\n$1\r\n2\r\n$3\r\n1.5\r\n$1\r\nx\r\n"]
         assert "Hiredis" not in type(connection._command_packer).__name__

@@ -140,8 +140,8 @@ MUTATIONS = {
         ),
         M(
             "locks.acquisition:try_acquire",
-            "    store.connect()\n",
-            "",
+            "store.connect()",
+            "pass",
             "a slow greeting of a server is a part of the lease",
         ),
         M(

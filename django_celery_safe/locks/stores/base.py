@@ -105,6 +105,8 @@ class Store(LeaseStore):
     shared: ClassVar[bool] = True
     #: Whether a release wakes a waiter; otherwise waiters poll.
     wakes: ClassVar[bool] = False
+    #: Whether a new connection has a greeting, which is not to be a part of a lease.
+    greets: ClassVar[bool] = False
     #: Shortest and longest lease that the store can keep, s.
     shortest_lease: ClassVar[float] = conf.SHORTEST_LEASE
     longest_lease: ClassVar[float] = conf.LONGEST_LEASE
@@ -117,7 +119,7 @@ class Store(LeaseStore):
     refusals: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def connect(self) -> None:
-        """Have an open connection for the next request: its greeting is no part of a lease."""
+        """Have an open connection for the next request, if the store :attr:`greets`."""
 
     def acquire(
         self,

@@ -232,7 +232,7 @@ class DatabaseStore(DatabaseLeases, Store):
             old.filter(key__in=keys)._raw_delete(self.alias)
 
     def _sql(self, text: str) -> str:
-        return _compile(self.alias, text)
+        return _compile(self.alias, connections[self.alias].vendor, text)
 
     def _held(self, names: Sequence[str]) -> list[HeldLock | None]:
         """Return the lock at each place; None: the place is free."""
@@ -259,17 +259,16 @@ class DatabaseStore(DatabaseLeases, Store):
 
 
 @lru_cache
-def _compile(alias: str, text: str) -> str:
+def _compile(alias: str, vendor: str, text: str) -> str:
     from ...models.locks import DatabaseLock  # needs the app registry
 
-    connection = connections[alias]
-    quote = connection.ops.quote_name
+    quote = connections[alias].ops.quote_name
     columns = {name: quote(name) for name in ("key", "token", "holder", "fence")}
     return text.strip().format(
         table=quote(DatabaseLock._meta.db_table),
         ends=quote("ends_at_us"),
-        now=CLOCKS[connection.vendor],
-        greatest="MAX" if connection.vendor == "sqlite" else "GREATEST",
+        now=CLOCKS[vendor],
+        greatest="MAX" if vendor == "sqlite" else "GREATEST",
         **columns,
     )
 

@@ -162,6 +162,7 @@ class RedisStore(Store):
     """
 
     wakes: ClassVar[bool] = True
+    greets: ClassVar[bool] = True
     limits: ClassVar[bool] = True
     connections_class: ClassVar[Any] = Connections
     refusals = REFUSALS
@@ -186,6 +187,8 @@ class RedisStore(Store):
         return self._keys[name].lock
 
     def connect(self) -> None:
+        if self._connections.idle:
+            return
         try:
             self._connections.connect()
         except self.client_errors as error:

@@ -70,6 +70,9 @@ def make_redis_store(alias: str, cache: BaseCache) -> RedisStore:
 class ClusterClient:
     """Sends commands as :class:`Connections` does, through redis-py's client of the cluster."""
 
+    #: The client connects to each node when it needs it.
+    idle = True
+
     def __init__(self, client: Any) -> None:
         self._client = client
         self.options: dict[str, Any] = client.get_connection_kwargs()
@@ -78,9 +81,6 @@ class ClusterClient:
     def server(self) -> object:
         """Which cluster it is: host and port of its primaries."""
         return frozenset((node.host, node.port) for node in self._client.get_primaries())
-
-    def connect(self) -> None:
-        """Connect to the node of the next request; not needed: the client probes its pools."""
 
     def close(self) -> None:
         """Close nothing: the connections are the cache's."""

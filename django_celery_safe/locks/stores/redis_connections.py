@@ -58,9 +58,10 @@ class Connections:
         self._pool: Any = client.connection_pool
         #: The cache's options for each connection.
         self.options: dict[str, Any] = self._pool.connection_kwargs
-        self._idle: list[Any] = []
+        #: Open connections that no thread uses.
+        self.idle: list[Any] = []
         # Otherwise Python would warn of sockets that it collects as part of a cycle.
-        weakref.finalize(self, _close, self._idle).atexit = False
+        weakref.finalize(self, _close, self.idle).atexit = False
 
     @property
     def server(self) -> object:
@@ -69,13 +70,12 @@ class Connections:
         return (getattr(self._pool, "service_name", None), *places, self.options.get("db") or 0)
 
     def connect(self) -> None:
-        """Have an open connection for the next request."""
-        if not self._idle:
-            self._idle.append(self._open())
+        """Open a connection for the next request."""
+        self.idle.append(self._open())
 
     def close(self) -> None:
         """Close the idle connections; the next request opens a new one."""
-        _close(self._idle)
+        _close(self.idle)
 
     def ask(
         self, command: tuple[Any, ...], within: float | None = None, pop: Pop | None = None
@@ -114,9 +114,9 @@ class Connections:
         return [self.ask(command)[0]]
 
     def _take_idle(self, within: float | None) -> Any:
-        while self._idle:
+        while self.idle:
             try:
-                connection = self._idle.pop()
+                connection = self.idle.pop()
             except IndexError:  # another thread took it
                 return None
             try:
@@ -183,8 +183,8 @@ class Connections:
             # A replica that was the primary before; the next connection finds the new one. For a
             # script, Redis 6.2 reports this in the middle of another error text.
             self.close()
-        elif len(self._idle) < MOST_IDLE:
-            self._idle.append(connection)
+        elif len(self.idle) < MOST_IDLE:
+            self.idle.append(connection)
             return
         connection.disconnect()
 
