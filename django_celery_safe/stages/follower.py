@@ -9,6 +9,7 @@ leaves a message that comes back, finds its step succeeded, and goes on without 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..exceptions import InvalidResult
@@ -72,6 +73,9 @@ class StepFollower:
         self.params: dict[str, Any] = {}
         self.is_recorded = False
         self.fault: Fault | None = NOT_CALLED
+        #: Where the step's function was called: the messages of the next stage bring along what
+        #: was set there, such as the acting user of a project's task class.
+        self.context = copy_context()
         #: What it returned for the next stages, as JSON; "": nothing.
         self._params = self._task_id = ""
 
@@ -142,7 +146,7 @@ class StepFollower:
             self.is_recorded = True
         if self.found is None or not self.table.is_complete(self.found.run, self.found.stage):
             return write()
-        return engine.leave(self.table, self.found.run, write)
+        return self.context.run(engine.leave, self.table, self.found.run, write)
 
     def wait(self, held: Held, fault: Fault) -> None:
         """Let the step wait for the message that is sent again, unless its run has stopped."""

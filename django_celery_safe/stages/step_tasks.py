@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any, Final, NoReturn, TypeVar, overload
 
 from celery.app.task import Context
@@ -179,7 +180,7 @@ def run_step(
         return _run_eagerly(task, request, do)
     if run is None or not isinstance(run.follower, StepFollower):
         _refuse(task, request)
-    claim = run.claim
+    claim, run.follower.context = run.claim, copy_context()
     outcome = _do(run.follower, task, request, do, lambda: claim.is_finished)
     if not claim.is_finished:
         run.follower.take(outcome, task.name)
