@@ -320,12 +320,11 @@ class Run:
             case Reject() if not is_requeued(error):
                 return self.record_failure(error)
             case Reject() | Retry() | WillBeRedelivered():
-                # The broker has the message, or will have it; otherwise a relay re-sends it.
-                self._let_wait(Fault.of(error))
-                is_away, later = isinstance(error, NoAnswer), conf.resend_after().total_seconds()
-                return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
+                return self._come_again(error)
             case Ignore() if not follows:
                 return self.end()
+            case MessageGoesOn():
+                return self._come_again(error)
             case Exception() | CancelledError():  # Celery also fails the task with these
                 return self.end() if self._has_succeeded() else self.record_failure(error)
         self._let_wait(Fault.of(error))
@@ -333,6 +332,12 @@ class Run:
         # ended it, the worker may have failed the task already.
         back = self.put_back(0.0, describe_error(error), died=ends_process(error))
         return back or self._is_ended()
+
+    def _come_again(self, error: BaseException) -> bool:
+        """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
+        self._let_wait(Fault.of(error))
+        is_away, later = isinstance(error, NoAnswer), conf.resend_after().total_seconds()
+        return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
 
     def _has_succeeded(self) -> bool:
         """Return whether what follows has the success of the work, whatever came after that."""

@@ -439,7 +439,7 @@ MUTATIONS = {
             "a finished task's recorded result is overwritten by its return value",
         ),
         M(
-            "sending.carried:Run._record",
+            "sending.carried:Run._come_again",
             "return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))",
             "return self.end()",
             "a carried task that is retried or requeued counts as done",

@@ -16,6 +16,7 @@ from pytest_django import Settings
 
 from django_celery_safe import SafeTask, WrongTransaction, idempotent, stages
 from django_celery_safe.databases import Now
+from django_celery_safe.delivery.copies import MessageGoesOn
 from django_celery_safe.models import (
     DatabaseLock,
     IdempotencyRecord,
@@ -382,6 +383,14 @@ def raising(error: Exception) -> Callable[[Any], Any]:
         raise error
 
     return work
+
+
+def test_a_step_whose_message_goes_on_elsewhere_waits(staged: Staged) -> None:
+    """What stands above it left the message to another run, so a relay sends it again."""
+    staged.bodies["a"] = raising(MessageGoesOn("another does it"))
+    run = staged.start("a", "b")
+    assert staged.deliver(staged.take_one()).state == "IGNORED"
+    assert (shown(run), staged.messages("a").get().state) == ("ww", "pending")
 
 
 def give_up(task: Any) -> None:
