@@ -22,16 +22,6 @@ def kind_of(request: pytest.FixtureRequest) -> DatabaseKind:
     return kind
 
 
-def words_of_change(alias: str) -> list[str]:
-    """Return the statements of a change that returns its rows: MariaDB has to read them."""
-    return ["UPDATE"] if connections[alias].vendor != MYSQL else ["UPDATE", "SELECT"]
-
-
 def more_for_claim(alias: str) -> int:
     """Return how many statements more a claim takes where an UPDATE returns nothing."""
     return int(connections[alias].vendor == MYSQL)
-
-
-def quoted(alias: str, statement: str) -> str:
-    """Return a statement with names quoted by `\"` as this database quotes them."""
-    return statement.replace('"', connections[alias].ops.quote_name("x")[0])

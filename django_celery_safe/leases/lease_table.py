@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 from django.apps import apps
 from django.db import Error, connections, transaction
-from django.db.models import Case, F, IntegerField, Q, When
+from django.db.models import F
 
 from ..databases import Now
 from ..exceptions import ConfigurationError, LockBackendError
@@ -25,18 +25,6 @@ CLOCK_TICK: Final = 0.001
 
 #: Changes to a row whose holder, a process, has died.
 DIED: Final[dict[str, Any]] = {"deaths": F("deaths") + 1, "last_death": F("holder")}
-
-
-def count_death(died: Q) -> dict[str, Any]:
-    """Return changes for the UPDATE that claims rows: count a death where ``died`` is true."""
-    return {
-        name: Case(
-            When(died, then=value),
-            default=F(name),
-            output_field=IntegerField() if name == "deaths" else None,
-        )
-        for name, value in DIED.items()
-    }
 
 
 class DatabaseLeases(LeaseStore):

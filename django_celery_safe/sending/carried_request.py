@@ -55,8 +55,10 @@ class SafeRequest(Request):
         return None
 
     def _comes_by_row(self) -> bool:
-        """Return whether the task is run again only because of its outbox row."""
-        task = self.task
-        by_broker = task.acks_late and task.reject_on_worker_lost
-        comes_otherwise = by_broker or retries_after_death(task)
-        return "attempt" in get_header(self._context) and not comes_otherwise
+        """
+        Return whether the task is run again because of its outbox row.
+
+        A message that the broker delivers again, because of ``reject_on_worker_lost``, would come
+        while the row still belongs to the dead process, and do nothing.
+        """
+        return "attempt" in get_header(self._context) and not retries_after_death(self.task)

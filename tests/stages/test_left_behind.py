@@ -14,9 +14,11 @@ from pytest_django import Settings
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from django_celery_safe.pruning import prune_some
+from django_celery_safe.sending.followed import Fault
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import message_failed, run_ended
 from django_celery_safe.stages import Status
+from django_celery_safe.stages.follower import StepFollower
 from django_celery_safe.stages.step_table import get_prunable
 from tests.concurrency.mailbox import Message
 from tests.processes import wait_for
@@ -101,6 +103,17 @@ def test_a_dead_process_whose_step_has_succeeded_fails_nothing(staged: Staged) -
     begin_and_die(staged, message, "dead")
     run.steps.filter(stage=1).update(status=Status.SUCCEEDED, ended_at=Now())
     assert staged.deliver(message) == ("SUCCESS", None)
+    assert (*statuses(run), len(staged.take())) == ("running", "sw", 1)
+
+
+def test_a_step_that_is_killed_after_its_success_has_succeeded(staged: Staged) -> None:
+    """The main process of a worker fails the message, and the run goes on with the next stage."""
+    run = staged.start("a", "b")
+    begin_and_die(staged, staged.take_one(), "dead")
+    run.steps.filter(stage=1).update(status=Status.SUCCEEDED, ended_at=Now())
+    step = staged.step("a")
+    fault = Fault("TimeLimitExceeded", "killed")
+    assert StepFollower(step.pk, staged.alias).fail(step.task_id, lambda: True, fault)
     assert (*statuses(run), len(staged.take())) == ("running", "sw", 1)
 
 

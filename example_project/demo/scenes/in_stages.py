@@ -1,6 +1,6 @@
 """An album in four stages: a process is killed in the second; another run fails and goes on."""
 
-from collections import Counter
+import re
 from collections.abc import Iterator
 
 from django.core.files.storage import default_storage
@@ -18,6 +18,11 @@ from django_celery_safe.models import StageRun
 
 def play(show: Show) -> Iterator[Promise]:
     """Kill the process of one thumbnail while the others are made; then let a picture be torn."""
+    with show.relay():
+        yield from _play(show)
+
+
+def _play(show: Show) -> Iterator[Promise]:
     show.begin(
         "5. In stages: albums/, stages.start, @stages.step",
         "A contact sheet needs all thumbnails, which are made side by side. A step that dies "
@@ -34,10 +39,10 @@ def play(show: Show) -> Iterator[Promise]:
     show.wait("its step begins again, and succeeds", lambda: run.progress.done > 15)
     pause = show.since_kill()
     wait_for_the_end(show, album, "the album is ready")
-    starts = Counter(run.steps.values_list("starts", flat=True))
+    again = re.findall(r"Task albums\.tasks\.\w+\[\S+\] is sent again: its process died", show.log)
     yield count("Steps that succeeded", 18, run.progress.done)
     yield soon("The killed step runs again", pause)
-    yield count("Steps that began twice: only the killed one", 1, starts[2])
+    yield count("Steps that are sent again: only the killed one", 1, len(again))
     yield count("E-mails that the album is ready", 1, show.mail.accepted[album.email])
 
     album = create_album("With a torn one", "joe@example.com", ["dunes", "noon", TORN])
@@ -47,14 +52,12 @@ def play(show: Show) -> Iterator[Promise]:
     mailed = show.mail.accepted[album.email]
     Client().post(reverse("albums:resume", args=[album.pk]))
     wait_for_the_end(show, album, "it is resumed without that picture, and is ready")
-    starts = Counter(find_run(album).steps.values_list("starts", flat=True))
     yield count("The album's page names the torn picture", "yes", named)
     yield count(
         "E-mails while it has failed, and after Resume",
         "0, 1",
         f"{mailed}, {show.mail.accepted[album.email]}",
     )
-    yield count("Steps that began twice: only the failed one", 1, starts[2])
 
 
 def find_run(album: Album) -> StageRun:
