@@ -178,6 +178,11 @@ def in_testcase_only(alias: str) -> bool:
     return bool(connection.atomic_blocks) and not in_atomic(alias)
 
 
+def is_in_testcase(alias: str) -> bool:
+    """Return whether an ``atomic()`` block of a TestCase is open on ``alias``."""
+    return any(map(_is_of_testcase, connections[alias].atomic_blocks))
+
+
 def aliases_in_atomic() -> list[str]:
     """Return the aliases that are inside an ``atomic()`` block other than TestCase's."""
     opened = [connection.alias for connection in connections.all(initialized_only=True)]

@@ -29,8 +29,8 @@ LIMITS: Final = {
     "do_once": 8,
     "idempotent run": 39,
     "start": 55,
-    "step and next stage": 108,
-    "last step": 64,
+    "step and next stage": 109,
+    "last step": 65,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

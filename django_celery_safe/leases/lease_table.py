@@ -15,7 +15,14 @@ from django.db.models import F
 from ..databases import Now
 from ..exceptions import ConfigurationError, LockBackendError
 from ..foreign_errors import describe_error
-from ..transactions import busy_timeout, in_testcase_only, lacks_table, leave_pool
+from ..transactions import (
+    attempts,
+    busy_timeout,
+    in_testcase_only,
+    lacks_table,
+    leave_pool,
+    lock_whole,
+)
 from .holder import HeldLock, decode_holder, plain_name
 from .store import LeaseStore, Renewable
 
@@ -124,11 +131,14 @@ class LeaseTable(DatabaseLeases):
         """
         held = self.all().claimed(*names).filter(**{f"{self.named}__in": list(names.values())})
         skip = connections[self.alias].features.has_select_for_update_skip_locked
-        with transaction.atomic(using=self.alias):
-            free = held.select_for_update(skip_locked=skip)
-            keys = dict(free.values_list("token", "pk"))
-            # By the keys: MariaDB would read the whole table for a subquery.
-            self.all().filter(pk__in=list(keys.values())).update(**{self.ends: Now() + lease})
+        for attempt in attempts(self.alias, "The renewal of leases"):
+            with attempt, transaction.atomic(using=self.alias):
+                lock_whole(self.alias, held.model)
+                rows = list(held.select_for_update(skip_locked=skip).values_list("token", "pk"))
+                # By the keys: MariaDB would read the whole table for a subquery.
+                ids = [pk for _, pk in rows]
+                self.all().filter(pk__in=ids).update(**{self.ends: Now() + lease})
+        keys = {token for token, _ in rows}
         locked = held.values_list("token", flat=True) if len(keys) < len(names) else ()
         return {**dict.fromkeys(locked), **dict.fromkeys(keys, True)}
 

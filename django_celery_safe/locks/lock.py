@@ -245,7 +245,7 @@ class CacheLock:
     @property
     def fence(self) -> int | None:
         """
-        The number of the acquisition, larger than every earlier acquisition's in this store.
+        The number of the acquisition, larger than every earlier acquisition of this lock.
 
         Write the fence along with the data that the lock protects, and refuse a write that
         carries a smaller fence. It is None before the first acquisition, and if the

@@ -308,7 +308,7 @@ class Run:
                     follow()
             return ours
 
-        if follow is not None:
+        if follow is not None or follower is not None:
             self.claim.stop_renewing()  # the row may be gone before the claim ends
         return self.claim.end_by(write, lambda: table.has_ended(name))
 
@@ -360,6 +360,7 @@ class Run:
             if can_carry(message):
                 name_attempt(message, alias)
         name, replaced = self.claim.name, self._is_replaced
+        self.claim.stop_renewing()
         return self.claim.ask(
             lambda: publish_again(alias, name, token, self._task_id, captured, other_work=replaced)
         )

@@ -346,9 +346,9 @@ class Relay:
             if duplicate is not None and _was_sent(one.row):
                 # It was sent before, so it is not a duplicate: its lock was freed, and another
                 # message has it now.
-                raise PutOff(
-                    f"another message has the lock {duplicate.name!r}: {holder_text(duplicate)}"
-                )
+                has = f"another message has the lock {duplicate.name!r}: {holder_text(duplicate)}"
+                self._put_off([one.row.pk], has)
+                return
             self._record_sent(one, is_duplicate=duplicate is not None)
 
     def _register_chord(self, one: ClaimedMessage) -> None:

@@ -13,6 +13,7 @@ from celery import Task as CeleryTask
 from celery._state import get_current_task
 from celery.contrib.django.task import DjangoTask as CeleryDjangoTask
 from celery.result import EagerResult
+from celery.signals import before_task_publish
 from celery.states import PENDING
 from celery.utils.time import maybe_make_aware
 from kombu.exceptions import EncodeError
@@ -347,6 +348,12 @@ class SafeTaskMixin(Task[P, R]):
 
         held = publish_once(headers, publish, again=again)
         result = sent[0] if sent else as_sent_result(self.AsyncResult(headers["id"]))
+        if not sent:  # as Celery does
+            ignores = options.get("ignore_result")
+            result.ignored = self.ignore_result if ignores is None else ignores
+            parent = get_current_task()
+            if parent is not None and options.get("add_to_parent", True):
+                parent.add_trail(result)
         settle(result, headers, held)
         if again:
             # A message that replaces its own run takes over that run's lock.
@@ -364,7 +371,8 @@ class SafeTaskMixin(Task[P, R]):
             if isinstance(moment, datetime):
                 moment = maybe_make_aware(moment, self.app.timezone)
             headers[name] = moment
-        if conf.get("SHOW_ARGUMENTS"):
+        # A receiver may redact what the message shows.
+        if conf.get("SHOW_ARGUMENTS") and not before_task_publish.receivers:
             from celery.utils.saferepr import saferepr  # not imported with Celery
 
             headers["argsrepr"] = options.get("argsrepr") or saferepr(args or ())

@@ -10,7 +10,7 @@ from django.db import IntegrityError
 from ..events import RUN_RESUMED
 from ..exceptions import IllegalTransition
 from ..values import NotPlain
-from .engine import drop_messages, emit_of_run, encode_params, go_on, stop
+from .engine import drop_messages, emit_of_run, encode_params, go_on, settle, stop
 from .status import Status
 from .step_messages import send
 from .step_table import StepTable, table_in
@@ -47,6 +47,7 @@ def _resume(store: StepTable, run: StageRun) -> None:
             error="",
             active_key=now.key or None,
         )
+        settle(store, now.steps.filter(stage=now.stage))
         left = [each for rows in _find_unsettled(now) for each in _restart(store, rows)]
         emit_of_run(store, RUN_RESUMED, now, steps=len(left))
         again = [step for step in left if step.stage == now.stage]
@@ -70,7 +71,7 @@ def _find_unsettled(run: StageRun) -> list[StageSteps]:
 
 def _restart(store: StepTable, rows: StageSteps) -> list[StageStep]:
     steps = list(rows)
-    drop_messages(store, rows)  # so that no earlier run of them counts any more
+    drop_messages(store, rows, claimed=True)  # so that no earlier run of them counts any more
     if store.messages().carried(*[step.task_id for step in steps]).exists():
         run = steps[0].run
         raise IllegalTransition(str(run), "resume", "a step of it is about to commit its work")

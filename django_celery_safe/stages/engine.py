@@ -25,7 +25,7 @@ from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
 from ..exceptions import AlreadyStarted
 from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
-from ..sending.followed import Fault
+from ..sending.followed import NOTHING, Fault
 from ..texts import get_logger
 from ..transactions import attempts
 from ..values import NotPlain, decode, encode
@@ -199,10 +199,28 @@ def fail(store: StepTable, run: StageRun | None, step: StageStep, fault: Fault) 
         stop(store, run, Status.FAILED)
 
 
+def settle(store: StepTable, steps: StageSteps) -> None:
+    """Record what finish() has committed of steps of a locked run, before they end otherwise."""
+    ids = list(steps.open().values_list("task_id", flat=True))
+    for first in range(0, len(ids), BATCH):
+        rows = store.messages().carried(*ids[first : first + BATCH]).exclude(result="")
+        for task_id, text in rows.values_list("task_id", "result"):
+            steps.filter(task_id=task_id).open().update(
+                status=Status.SUCCEEDED,
+                params_text="" if text == NOTHING else text,
+                ended_at=Now(),
+                error_type="",
+                error="",
+                traceback="",
+            )
+
+
 def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
     """Let a running step wait for its message again; where its run has stopped, abort it."""
     with store.runs().locked(pk) as run:
         stopped = run is None or run.status in Status.STOPPED
+        if stopped:
+            settle(store, row)
         row.running().put_back(Status.ABORTED if stopped else Status.WAITING, fault)
 
 
@@ -275,18 +293,21 @@ def stop(store: StepTable, run: StageRun, status: Status, error: str = "") -> No
     store.runs().filter(pk=run.pk).update(
         status=status, ended_at=Now(), error=error, active_key=None
     )
+    settle(store, store.steps().filter(run=run.pk, stage=run.stage))
     waiting = store.steps().filter(run=run.pk).waiting()
     drop_messages(store, waiting.filter(stage=run.stage))
     waiting.abort()
     _emit_ended(store, run, status, error)
 
 
-def drop_messages(store: StepTable, steps: StageSteps) -> None:
+def drop_messages(store: StepTable, steps: StageSteps, *, claimed: bool = False) -> None:
     """Delete the messages of steps of a locked run, but those that a statement has locked."""
     ids = list(steps.values_list("task_id", flat=True))
     skip = connections[store.alias].features.has_select_for_update_skip_locked
     for first in range(0, len(ids), BATCH):
         rows = store.messages().carried(*ids[first : first + BATCH])
+        if not claimed:
+            rows = rows.exclude(state="running")
         found = list(rows.select_for_update(skip_locked=skip).values_list("pk", flat=True))
         store.messages().filter(pk__in=found).erase()
 

@@ -159,6 +159,7 @@ class StepFollower:
         if step is None:
             return write()
         with self.table.runs().locked(step.run_id) as run:
+            engine.settle(self.table, self.table.at(self.pk, task_id))
             ours = write()
             if ours:
                 engine.fail(self.table, run, step, fault)

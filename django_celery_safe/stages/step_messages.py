@@ -49,6 +49,8 @@ def send(store: StepTable, steps: Sequence[StageStep | Step]) -> None:
         captured = CAPTURED.get()
         for message in captured.messages if captured else ():
             headers = message.options["headers"]  # it is carried, whoever knows the task
+            if "step" not in headers.get(HEADER, ()):
+                continue  # a receiver of Celery's signals has sent it
             attempt = {"attempt": os.urandom(16).hex(), "using": store.alias}
             headers[HEADER] = {**headers[HEADER], **attempt}
 
@@ -76,6 +78,7 @@ def _run_all(app: Celery, steps: Iterable[StageStep | Step], alias: str) -> None
 
 def _run_eagerly(app: Celery, step: StageStep | Step, alias: str) -> None:
     args, kwargs, options = _message(app, step)
+    options["headers"][HEADER]["using"] = alias
     error: Any = None
     try:
         result = app.tasks[step.task].apply(args, kwargs, **options)

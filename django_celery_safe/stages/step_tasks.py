@@ -209,7 +209,8 @@ def _do(
 
 
 def _run_eagerly(task: Any, request: Context, do: Callable[[StepFollower], Outcome]) -> Any:
-    follower = StepFollower(get_header(request)["step"], step_table().alias)
+    header = get_header(request)
+    follower = StepFollower(header["step"], header.get("using", step_table().alias))
     if follower.begin(request.id or ""):
         return None
     outcome = _do(follower, task, request, do)

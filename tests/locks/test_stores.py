@@ -20,6 +20,7 @@ from django_celery_safe import (
     LockBackendError,
     WrongTransaction,
     cache_lock,
+    databases,
     find_lock,
     iter_locks,
 )
@@ -270,11 +271,29 @@ def test_a_fence_outlives_its_lock_for_an_hour(
     assert (found.fence, found.holder.pid) == (last, os.getpid())
     assert set(rows.values_list("token", "holder")) == {("", "")}
     assert not list(iter_locks())
-    rows.filter(key="long-ago").update(ends_at_us=F("ends_at_us") - database.KEPT_US)
+    rows.filter(key="long-ago").update(ends_at_us=F("ends_at_us") + database.KEPT_US)
     monkeypatch.setattr(database, "PRUNES", 1)
     with lock:
         assert lock.fence == last + 1
         assert list(rows.values_list("key", flat=True)) == ["x"]
+
+
+@pytest.mark.sql
+def test_a_released_lock_is_free_whatever_the_clock_says(
+    db_alias: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database's clock is set back by ten minutes right after the release."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}
+    with cache_lock("x") as lock:
+        before = lock.fence
+    for name, text in list(databases.CLOCKS.items()):
+        monkeypatch.setitem(databases.CLOCKS, name, f"({text} - 600000000)")
+    database._compile.cache_clear()
+    try:
+        assert lock.acquire(blocking_timeout=None)
+        assert lock.fence > before
+    finally:
+        database._compile.cache_clear()
 
 
 @pytest.mark.sql

@@ -540,7 +540,7 @@ MUTATIONS = {
         ),
         M(
             "stages.decisions:_restart",
-            "drop_messages(store, rows)",
+            "drop_messages(store, rows, claimed=True)",
             "pass",
             "a process that stood still ends a step that was resumed meanwhile",
         ),

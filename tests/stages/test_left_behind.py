@@ -11,6 +11,7 @@ import pytest
 from django.db import connections, transaction
 from pytest_django import Settings
 
+from django_celery_safe import current_claim
 from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage, StageRun, StageStep
 from django_celery_safe.pruning import prune_some
@@ -26,8 +27,10 @@ from tests.sending.conftest import hearing
 from tests.servers import PostgresServer
 from tests.servers.databases import waits_for_a_lock
 from tests.stages.chores import prune
-from tests.stages.test_edges import begin_and_die, statuses
+from tests.stages.test_edges import begin_and_die, revoke, statuses
 from tests.stages.test_messages import Staged, refuse, shown
+
+TABLE = OutboxMessage._meta.db_table
 
 
 def relay(staged: Staged) -> list[Message]:
@@ -119,7 +122,7 @@ def test_a_step_that_is_killed_after_its_success_has_succeeded(staged: Staged) -
 
 def test_a_step_that_expires_fails(staged: Staged) -> None:
     """A relay does not send it again, and the failure is that of the step alone."""
-    run = staged.start("a", "b", task=staged.make_task(name="tests.expiring", expires=0.01))
+    run = staged.start("a", "b", task=staged.make_task(name="tests.expiring", expires=1e-6))
     staged.take()
     with hearing(message_failed) as failed:
         assert relay(staged) == []
@@ -263,9 +266,10 @@ def test_a_step_that_ends_waits_for_a_deletion(
         go_on.set()
         wait_for(lambda: waits_for_a_lock(postgres_server, staged.alias), 30)
 
-    staged.bodies["a"] = work
-    run = staged.start("a", "b")
-    message = staged.take_one()
+    staged.bodies["b"] = work
+    run = staged.start("ab", "c")
+    first, message = staged.take()
+    staged.deliver(first)
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(staged.deliver_elsewhere, message)
         assert begun.wait(30)
@@ -311,3 +315,85 @@ def test_a_message_of_a_deleted_run_ends(staged: Staged) -> None:
     assert staged.deliver(message) == ("SUCCESS", None)
     assert (staged.calls, shown(run)) == ([], "")
     assert not OutboxMessage.objects.using(staged.alias).exists()
+
+
+# Finished work, and steps that begin while their run stops.
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+@pytest.mark.parametrize("stop", ["abort", "fail"])
+def test_finished_work_is_not_done_again_after_a_resume(
+    stop: str, comes_again: bool, staged: Staged
+) -> None:
+    """Its process ended after the commit of finish(), and then the run stopped."""
+    done: list[Any] = []
+
+    def work(task: Any) -> None:
+        done.append(current_claim().finish({"b": 1}))
+        raise KeyboardInterrupt
+
+    staged.bodies |= {"a": refuse, "b": work}
+    run = staged.start("ab", "c")
+    of_a, of_b = staged.take()
+    with pytest.raises(KeyboardInterrupt):
+        staged.deliver(of_b)
+    run.abort() if stop == "abort" else staged.deliver(of_a)
+    if comes_again:
+        staged.deliver(of_b)
+    del staged.bodies["a"]
+    run.refresh_from_db()
+    run.resume()
+    staged.deliver_all()
+    run.refresh_from_db()
+    assert (len(done), run.status, run.params["b"]) == (1, Status.SUCCEEDED, 1)
+
+
+@pytest.mark.parametrize("end", ["terminated", "expired"])
+def test_a_finished_step_stays_done(end: str, staged: Staged) -> None:
+    """Its process is killed for good after finish(), or its message expires before it comes."""
+
+    def work(task: Any) -> None:
+        current_claim().finish({"a": 1})
+        if end == "terminated":
+            revoke(staged, message, terminated=True, expired=False)
+        raise KeyboardInterrupt
+
+    staged.bodies["a"] = work
+    run = staged.start("a", "b")
+    message = staged.take_one()
+    with pytest.raises(KeyboardInterrupt):
+        staged.deliver(message)
+    if end == "expired":
+        revoke(staged, message, terminated=False, expired=True)
+    assert statuses(run)[1][0] == "s"
+
+
+@pytest.mark.parametrize("db_kind", ["postgres", "mariadb"], indirect=True)
+def test_a_step_that_begins_while_its_run_stops_ends_as_it_will(staged: Staged) -> None:
+    """Its worker had claimed the message: its success counts, and until then it is alive."""
+    go_on, begun, ending = threading.Event(), threading.Event(), list[Any]()
+
+    def work(task: Any) -> dict[str, int]:
+        begun.set()
+        assert go_on.wait(30)
+        return {"b": 1}
+
+    staged.bodies["b"] = work
+    run = staged.start("ab", "c")
+    first, message = staged.take()
+    staged.deliver(first)
+    with ThreadPoolExecutor(1) as pool:
+
+        def begin() -> None:
+            ending.append(pool.submit(staged.deliver_elsewhere, message))
+            assert begun.wait(30)
+
+        # After the look which steps wait, and before these are aborted.
+        quote = '"' if connections[staged.alias].vendor == "postgresql" else "`"
+        message_id = ".".join(f"{quote}{name}{quote}" for name in (TABLE, "id"))
+        with before(staged.alias, f"SELECT {message_id}", begin):
+            run.abort()
+        alive = run.steps.alive().count()
+        go_on.set()
+        assert (alive, ending[0].result(30).state) == (1, "SUCCESS")
+    assert statuses(run) == ("aborted", "ssa")

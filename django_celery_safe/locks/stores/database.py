@@ -66,9 +66,10 @@ ON DUPLICATE KEY UPDATE {token} = IF({ends} <= {now}, %(token)s, {token}),
 {fence} = IF({ends} <= {now}, GREATEST({fence} + 1, {now}), {fence}),
 {ends} = IF({ends} <= {now}, {now} + %(lease)s, {ends})
 """
-#: Another token, so that a renewal under way can't bring the lock back.
+#: Another token, so that a renewal under way can't bring the lock back; and free whatever the
+#: server's clock says later.
 RELEASE: Final = """
-UPDATE {table} SET {token} = '', {holder} = '', {ends} = {now}
+UPDATE {table} SET {token} = '', {holder} = '', {ends} = -{now}
 WHERE {key} = %(key)s AND {token} = %(token)s
 """
 #: Texts with which a server refuses this user's writes, each with its meaning (a clause) and
@@ -226,7 +227,8 @@ class DatabaseStore(DatabaseLeases, Store):
         )
 
     def _prune(self) -> None:
-        old = self._locks().filter(ends_at_us__lt=ServerMicroseconds() - KEPT_US)
+        long_ago = ServerMicroseconds() - KEPT_US
+        old = self._locks().filter(ends_at_us__gt=-1 * long_ago, ends_at_us__lt=long_ago)
         with suppress(Error):  # the next acquisitions do it
             keys = list(old.order_by("ends_at_us").values_list("key", flat=True)[:PRUNED])
             old.filter(key__in=keys)._raw_delete(self.alias)
