@@ -25,8 +25,9 @@ class CursorRelay(relay.Relay):
 
     cursor: Path
 
-    def _rows(self) -> Any:
-        return OutboxMessagesByCursor(OutboxMessage, using=self.using)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._rows = OutboxMessagesByCursor(OutboxMessage, using=self.using)
 
     def _settle(self) -> None:
         if self._sent:

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
+from django.db.backends.base.base import BaseDatabaseWrapper
+
 from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import commit, publisher
 from django_celery_safe.sending.message_table import MessageTable
@@ -39,19 +41,25 @@ class Place(NamedTuple):
     only_if: Callable[[Any], bool] = lambda value: True
 
 
+def to_send(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether a commit is followed by callbacks, such as sends."""
+    return bool(connection.run_on_commit)
+
+
+COMMITTED: Final = Place(BaseDatabaseWrapper, "run_and_clear_commit_hooks", "before", to_send)
 #: The points between INSERT and delete, by role.
 PLACES: Final[Mapping[str, Mapping[str, Place]]] = {
     SENDER: {
         "before the INSERT": Place(commit, "keep", "before"),
         "after the INSERT": Place(commit, "keep", "after"),
-        "after the commit": Place(Sender, "send_all", "before"),
+        "after the commit": COMMITTED,
         "inside the publication": Place(publisher, "put", "inside"),
-        "after the publication": Place(Sender, "_publish", "after"),
+        "after the publication": Place(Publisher, "publish", "after"),
         "after the delete": Place(Sender, "send_all", "after"),
     },
     CUT_OFF: {
         "after the INSERT": Place(commit, "keep", "after"),
-        "after the commit": Place(Sender, "send_all", "before"),
+        "after the commit": COMMITTED,
     },
     RELAY: {
         # Where rows were claimed, or nearly; not where none was due.
