@@ -89,8 +89,8 @@ def insert(
     Insert rows in one statement.
 
     Returns:
-        What it returns of the rows, in any order; and, for MySQL, which returns nothing, the key
-        of the first row.
+        The returned columns of the rows, in any order; and the key of the first row where INSERT
+        returns nothing, as on MySQL.
     """
     connection, values = connections[alias], rows[0]
     returns = connection.features.can_return_rows_from_bulk_insert

@@ -27,9 +27,10 @@ from .call import _running
 from .copies import MessageGoesOn
 from .header import HEADER, Header, find_ours, get_header
 
-#: The handlers, as texts because this room knows nothing of higher ones. Of what the process of a
-#: run reports, a handler gets these kinds, of messages with this field in their header. Of what a
-#: worker's main process reports it gets everything, and must not wait.
+#: The handlers: a field of the header, kinds of outcomes, and a function. A handler gets the
+#: outcomes of these kinds that the process of a run reports, for messages with this field. It
+#: gets everything that a worker's main process reports, and must not wait then. Functions are
+#: texts, because this room must not import higher ones.
 HANDLERS: Final = (
     ("sent", ("over",), "concurrency.message_endings.settle"),
     ("attempt", ("succeeded", "failed", "retried", "over"), "sending.carried_endings.record"),

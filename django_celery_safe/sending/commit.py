@@ -198,7 +198,7 @@ def hold(
 @dataclass
 class Shared:
     """
-    What the sends of one commit that have no rows share, so that it waits once for a server.
+    The state that a commit's sends without rows share, so that they wait for each server once.
 
     Attributes:
         has_begun: Whether the commit has happened; a later send belongs to another commit.

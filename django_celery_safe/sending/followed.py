@@ -1,5 +1,5 @@
 """
-What of this package follows a carried message, such as the step of a run of stages.
+Followers of carried messages: work of this package that depends on one, such as a step.
 
 A follower is recorded before its message ends: a process that dies in between leaves a message
 that comes back, finds what is recorded, and only goes on from there.
@@ -49,7 +49,7 @@ Held: TypeAlias = tuple[str, str]
 
 class Follower(Protocol):
     """
-    What follows one message.
+    Work that depends on the end of one message.
 
     Attributes:
         is_recorded: Whether the success is recorded, so that nothing later changes it.

@@ -93,7 +93,7 @@ class MessageTable(LeaseTable):
         Record that the broker has messages that a sender or a relay has claimed.
 
         Args:
-            token: The token of the claim. What a run or a relay has claimed since stays as it is.
+            token: The token of the claim. Rows that another has claimed since are not changed.
             sent: For each row's key: after how many seconds a relay sends the message again; None:
                 its row ends now.
         """

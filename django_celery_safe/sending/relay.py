@@ -263,8 +263,8 @@ class Relay:
         """
         Return whether a run whose lease is over counts as dead for this relay now.
 
-        Who was absent does not judge: after a suspension of the machine, a failover, or a long
-        write transaction of SQLite, living processes first get the time to renew their leases.
+        A relay that was absent does not judge. After a suspension of the machine, a failover or a
+        long write transaction of SQLite, living processes first get time to renew their leases.
         """
         now = clock.now()
         if now - self._awake_at > max(self._patience, LONGEST_IDLE):

@@ -28,7 +28,7 @@ MODELS: Final = ("StageRun", "StageStep", "OutboxMessage")
 
 
 class Found(NamedTuple):
-    """What a message needs of its step, and of the step's run."""
+    """The columns of a step and of its run that the step's message needs."""
 
     status: str
     run: int

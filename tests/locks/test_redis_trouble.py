@@ -303,7 +303,7 @@ def check_is_text(lock: HeldLock) -> None:
 def test_a_server_that_answers_nonsense_is_an_error(
     answer: object, in_redis: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a server that is no Redis, or is behind something else, no lock is held, nor free."""
+    """If the server is no Redis, a lock counts neither as held nor as free: it is an error."""
     monkeypatch.setattr(Connections, "ask", lambda own, *args: (answer, False))
     store, lock = locate().store(), cache_lock("x")
     asks: list[Callable[[], object]] = [

@@ -154,7 +154,7 @@ def test_what_a_callback_that_raises_kept_back_is_relayed(alias: str, sent: Sent
 
 
 def test_a_test_runs_only_the_callbacks_of_its_block(alias: str, sent: Sent) -> None:
-    """What was sent in the TestCase before captureOnCommitCallbacks() stays unsent."""
+    """A send from before captureOnCommitCallbacks() stays unsent."""
     inside = []
 
     class Case(TestCase):

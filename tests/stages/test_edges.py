@@ -275,7 +275,7 @@ def test_a_stage_that_can_not_be_begun_fails_the_run(staged: Staged) -> None:
 
 
 def test_a_worker_whose_task_is_no_safe_task_fails_the_step(staged: Staged) -> None:
-    """Nothing there would end the message, so the step's row says what to write."""
+    """Nothing would end its message: the step fails, and its error says what to write."""
     app = staged.mailbox.app
     name = "tests.unsafe"
     run = staged.start("a", "b", task=staged.make_task(name=name))
