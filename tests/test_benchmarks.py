@@ -25,18 +25,11 @@ def test_the_command_fails_when_a_limit_is_missed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """``--json`` prints one object; the exit status says whether all limits were kept."""
+    """The exit status and the table say whether all limits were kept."""
     benchmark = ModuleType("locks")
     rate = Figure("rate", 100, 100, better="higher")
     benchmark.run = lambda servers: [Figure("a", value, 1.1), Figure("b", 3.0), rate]  # type: ignore[attr-defined]
     monkeypatch.setattr(command, "import_module", lambda name: benchmark)
     monkeypatch.setattr(command, "with_limits", lambda name, figures: figures)
-    assert command.main(["locks", "--json"]) == status
-    figures = json.loads(capsys.readouterr().out)["figures"]
-    assert [(f["name"], f["limit"], f["ok"]) for f in figures] == [
-        ("a", 1.1, not status),
-        ("b", None, True),
-        ("rate", 100, True),
-    ]
     assert command.main(["locks"]) == status
     assert ("MISSED" in capsys.readouterr().out) is bool(status)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import django
 
-from tests.benchmarks.report import Figure, print_json, print_table, with_limits
+from tests.benchmarks.report import Figure, print_table, with_limits
 from tests.evidence.files import save
 from tests.servers import ServerPool
-from tests.servers.databases import SERVERS
 
 #: Modules of this package that are no benchmarks.
 PARTS = {"__main__", "procrastinate_peer", "report", "tools"}
@@ -30,17 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
     django.setup()
     figures: dict[str, list[Figure]] = {}
-    with ServerPool(options.database) as servers:
+    with ServerPool() as servers:
         for name in find_benchmarks() if ALL in options.names else options.names:
             benchmark = import_module(f"tests.benchmarks.{name}")
-            measured = benchmark.run(servers)
-            if options.database == "postgres":  # the limits are those of PostgreSQL
-                measured = with_limits(name, measured)
-            figures[name] = measured
-            if not options.json:
-                print_table(name, measured)
-    if options.json:
-        print_json([figure for measured in figures.values() for figure in measured])
+            figures[name] = with_limits(name, benchmark.run(servers))
+            print_table(name, figures[name])
     if options.save:
         results = [
             {"benchmark": name, **asdict(one)} for name, some in figures.items() for one in some
@@ -60,13 +53,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     names = [ALL, *find_benchmarks()]
     parser.add_argument("names", metavar="NAME", nargs="+", choices=names)
-    parser.add_argument(
-        "--database",
-        choices=SERVERS,
-        default="postgres",
-        help="for outbox, once and stages; other than postgres, without limits",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--save", action="store_true", help="write a file into docs/evidence")
     return parser.parse_args(arguments)
 

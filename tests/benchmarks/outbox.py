@@ -1,5 +1,5 @@
 """
-The outbox on a database + Redis: what a send costs its transaction, and how fast relays are.
+The outbox on PostgreSQL + Redis: what a send costs its transaction, and how fast relays are.
 
 The floor of the relays is a process that sends the same message with ``apply_async`` and
 one producer; that of a send is the INSERT of one row of a small model, in the same
@@ -9,8 +9,6 @@ transaction. The relays' rows are copies, made by SQL, of a row that was really 
 import gc
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -49,17 +47,9 @@ LONGEST = 300
 PRODUCER, RELAY, TWO_RELAYS = "one producer", "relay", "two relays"
 INSERT, ON_COMMIT, OUTBOX = "INSERT", "on-commit send", "outbox send"
 
-#: For each server, SQL for now, a random part of an hour, a day, and a source of numbers.
-DIALECTS = {
-    "postgresql": ("now()", "random() * interval '1 hour'", "interval '1 day'",
-                   "generate_series(1, {}) AS number"),
-    "mysql": ("utc_timestamp(6)", "interval rand() * 3600000000 microsecond", "interval 1 day",
-              "(SELECT seq AS number FROM seq_1_to_{}) AS numbers"),
-}  # fmt: skip
-
 #: When rows are due, as SQL of their number.
-ALL_DUE = "{now} - {hour}"
-MOST_LATER = f"CASE WHEN number <= {SOME_DUE} THEN {{now}} ELSE {{now}} + {{day}} END"
+ALL_DUE = "now() - random() * interval '1 hour'"
+MOST_LATER = f"CASE WHEN number <= {SOME_DUE} THEN now() ELSE now() + interval '1 day' END"
 MIXTURES = {"all due": ALL_DUE, "few due": MOST_LATER}
 
 
@@ -79,16 +69,16 @@ Row = dict[str, Any]
 
 def run(servers: ServerPool) -> list[Figure]:
     """Measure relays, sends and looks for what is due, in processes whose Celery app is new."""
-    with outboxes(servers, 3) as (alias, few, many):
-        row = a_row(alias)
-        rate = partial(rate_of_relays, servers.redis, alias, row, MESSAGES)
+    redis = servers.redis  # the broker of this process's children
+    with (
+        override_settings(CELERY_BROKER_URL=redis.url),
+        databases(servers, None, None, None) as (alias, few, many),
+    ):
+        (row,) = run_in_processes(send_and_look, 1, alias)
+        rate = partial(rate_of_relays, redis, alias, row)
+        producer = partial(rate_of_producer, redis)
         rates = take_turns(
-            {
-                PRODUCER: partial(rate_of_producer, servers.redis),
-                RELAY: partial(rate, 1),
-                TWO_RELAYS: partial(rate, 2),
-            },
-            ROUNDS,
+            {PRODUCER: producer, RELAY: partial(rate, 1), TWO_RELAYS: partial(rate, 2)}, ROUNDS
         )
         floor = f"floor: {statistics.median(rates[PRODUCER]):,.0f} messages/s"
         figures = [
@@ -111,38 +101,30 @@ def run(servers: ServerPool) -> list[Figure]:
         return [*figures, Figure(f"status of {MANY:,}, ms", status * 1000)]
 
 
-@contextmanager
-def outboxes(servers: ServerPool, number: int) -> Iterator[list[str]]:
-    """Have so many databases, and Redis as the broker of this process's children."""
-    with (
-        override_settings(CELERY_BROKER_URL=servers.redis.url),
-        databases(servers, *[None] * number) as aliases,
-    ):
-        yield aliases
-
-
-def rate_of_relays(redis: RedisServer, alias: str, row: Row, messages: int, relays: int) -> float:
-    """Return the messages a second of so many relays on one outbox, each with as many to send."""
+def rate_of_relays(redis: RedisServer, alias: str, row: Row, relays: int) -> float:
+    """Return the messages a second of so many relays on one outbox."""
     redis.flush()
-    fill(alias, row, relays * (messages + WARM_UP), ALL_DUE)
+    fill(alias, row, relays * (MESSAGES + WARM_UP), ALL_DUE)
     times = run_in_processes(relay_all, relays, alias, timeout=LONGEST)
-    return rate_in(redis, times, relays * messages, relays)
+    return rate_in(redis, times)
 
 
 def rate_of_producer(redis: RedisServer) -> float:
     """Return the messages a second of one producer."""
     redis.flush()
-    return rate_in(redis, run_in_processes(send_directly, 1, timeout=LONGEST), MESSAGES, 1)
+    return rate_in(redis, run_in_processes(send_directly, 1, timeout=LONGEST))
 
 
-def rate_in(
-    redis: RedisServer, times: list[tuple[float, float]], messages: int, processes: int
-) -> float:
+def rate_in(redis: RedisServer, times: list[tuple[float, float]]) -> float:
     """Return the messages a second of processes that began and ended at these times."""
     with redis.client() as queues:
         arrived = queues.llen("celery")
-    assert arrived == messages + processes * WARM_UP, f"{arrived} arrived"
-    return messages / (max(ended for _, ended in times) - min(began for began, _ in times))
+    assert arrived == len(times) * (MESSAGES + WARM_UP), f"{arrived} arrived"
+    return (
+        len(times)
+        * MESSAGES
+        / (max(ended for _, ended in times) - min(began for began, _ in times))
+    )
 
 
 def send_directly() -> tuple[float, float]:
@@ -171,17 +153,10 @@ def relay_all(alias: str) -> tuple[float, float]:
 
 def fill(alias: str, row: Row, rows: int, due_at: str) -> None:
     """Let the outbox hold so many copies of a row that was sent, and nothing else."""
-    now, hour, day, numbers = DIALECTS[connections[alias].vendor]
-    moments = {"created_at": now, "due_at": due_at.format(now=now, hour=hour, day=day)}
+    moments = {"created_at": "now()", "due_at": due_at}
     with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
         cursor.execute(f"TRUNCATE {OutboxMessage._meta.db_table}")
-        insert_copies(alias, OutboxMessage, row, moments, numbers.format(rows))
-
-
-def a_row(alias: str) -> Row:
-    """Return what a send through the outbox writes into a row, moments apart."""
-    (row,) = run_in_processes(send_and_look, 1, alias)
-    return dict(row)
+        insert_copies(alias, OutboxMessage, row, moments, f"generate_series(1, {rows}) AS number")
 
 
 def send_and_look(alias: str) -> Row:
@@ -215,18 +190,15 @@ def measure_sends(alias: str) -> list[Figure]:
         queries = count_queries(alias, candidates[OUTBOX])
     added = statistics.median((one[OUTBOX] - one[ON_COMMIT]) / one[INSERT] for one in sends)
     whole = statistics.median(one[OUTBOX] / one[INSERT] for one in sends)
-    notes = {INSERT: "floor, by the ORM"}
+    until = "until the commit"
+    notes = {INSERT: "floor, by the ORM", ON_COMMIT: until, OUTBOX: until}
     return [
         Figure(f"{OUTBOX}, added / {INSERT}", added, note="to an on-commit one"),
         Figure(f"{OUTBOX} / {INSERT}", whole, note="all of it"),
         Figure(f"queries of an {OUTBOX}", queries, note="in the transaction"),
         *[
-            Figure(
-                f"{name}, µs",
-                statistics.median(one[name] for one in sends),
-                note=notes.get(name, "until the commit"),
-            )
-            for name in candidates
+            Figure(f"{name}, µs", statistics.median(one[name] for one in sends), note=note)
+            for name, note in notes.items()
         ],
     ]
 

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -144,12 +144,6 @@ def _time(call: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter() - began) / calls * 1e6
-
-
-def print_json(figures: Sequence[Figure]) -> None:
-    """Print one object with all figures."""
-    entries = [{**asdict(figure), "ok": figure.ok} for figure in figures]
-    print(json.dumps({"figures": entries}, indent=2))
 
 
 def shown(value: float) -> str:

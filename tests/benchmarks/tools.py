@@ -46,9 +46,7 @@ def databases(servers: ServerPool, *aliases: str | None) -> Iterator[list[str]]:
     with TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         made = Databases(servers, folder)
-        yield [
-            stack.enter_context(made.alias(servers.database, folder, alias)) for alias in aliases
-        ]
+        yield [stack.enter_context(made.alias("postgres", folder, alias)) for alias in aliases]
 
 
 def worker_settings(alias: str, redis: RedisServer) -> dict[str, Any]:
@@ -112,6 +110,5 @@ def insert_copies(
 
 def analyze(alias: str, table: str) -> None:
     """Do what autovacuum would do."""
-    is_mysql = connections[alias].vendor == "mysql"
     with connections[alias].cursor() as cursor:
-        cursor.execute(f"ANALYZE {'TABLE' if is_mysql else ''} {table}")
+        cursor.execute(f"ANALYZE {table}")

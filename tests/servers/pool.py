@@ -1,7 +1,7 @@
 """Servers that start on first use and end together."""
 
 from contextlib import ExitStack
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from tests.servers.postgres import PostgresServer
 from tests.servers.redis import RedisServer
@@ -11,15 +11,9 @@ AnyServer = TypeVar("AnyServer", bound=Server)
 
 
 class ServerPool:
-    """
-    One server of each kind, started when first asked for and closed at the block's end.
+    """One server of each kind, started when first asked for and closed at the block's end."""
 
-    Args:
-        database: The kind of database that a benchmark is to use.
-    """
-
-    def __init__(self, database: Any = "postgres") -> None:
-        self.database = database
+    def __init__(self) -> None:
         self._stack = ExitStack()
         self._servers: dict[type[Server], Server] = {}
 
