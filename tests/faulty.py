@@ -1,19 +1,139 @@
-"""How a cache backend of the tests chooses a store of its own, one with a fault."""
+"""
+Stores with one deliberate fault each, as cache backends that choose them.
 
-from collections.abc import Mapping
+Naming such a backend, ``tests.faulty.NoExpiryCache``, in CACHES registers its store in every
+process that loads it.
+"""
 
-from django.core.cache.backends.base import BaseCache
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
 
+from django.core.cache.backends.redis import RedisCache
+
+from django_celery_safe.leases.holder import HeldLock, Holder, encode_holder
+from django_celery_safe.leases.store import Renewable
 from django_celery_safe.locks import stores
-from django_celery_safe.locks.stores.base import Store
+from django_celery_safe.locks.stores.base import Acquired, LockRequest
 from django_celery_safe.locks.stores.redis import RedisStore
 
 
-def let_choose(chosen: Mapping[type[BaseCache], type[RedisStore]]) -> None:
-    """Let each of these caches have its locks in its store, in this process."""
+def chosen_by_a_cache(store: type[RedisStore]) -> type[RedisStore]:
+    """Make a cache backend, called like the store, which has its locks in it."""
+    name = store.__name__.replace("Store", "Cache")
+    cache: Any = type(name, (RedisCache,), {"__module__": __name__})
+    globals()[name] = cache
+    stores._MAKERS[f"{__name__}.{name}"] = store
+    return store
 
-    def make(alias: str, cache: BaseCache) -> Store:
-        return chosen[type(cache)](alias, cache)
 
-    for cache in chosen:
-        stores._MAKERS[stores._path(cache)] = make
+@chosen_by_a_cache
+class NoOwnerCheckStore(RedisStore):
+    """Releases whatever is there."""
+
+    def release(self, name: str, token: str, remaining: float | None = None) -> bool:
+        """Delete the key, whoever holds it."""
+        return bool(self._connections.ask(("DEL", self._key(name)))[0])
+
+
+@chosen_by_a_cache
+class NoExpiryStore(RedisStore):
+    """Holds for ever."""
+
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        """Acquire for a year."""
+        return super().take(request._replace(seconds=365 * 24 * 3600))
+
+
+@chosen_by_a_cache
+class HastyStore(RedisStore):
+    """Ends each lease early."""
+
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        """Acquire for half of the time."""
+        return super().take(request._replace(seconds=request.seconds / 2))
+
+
+@chosen_by_a_cache
+class FencePerProcessStore(RedisStore):
+    """Counts acquisitions in each process for itself."""
+
+    _count = itertools.count(1)
+
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        """Number the acquisition by a counter of this process."""
+        outcome = super().take(request)
+        if isinstance(outcome, Acquired):
+            return outcome._replace(fence=next(self._count))
+        return outcome
+
+
+@chosen_by_a_cache
+class ReadThenWriteStore(RedisStore):
+    """Looks whether the lock is free, and then writes without a condition."""
+
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        """Acquire in two steps."""
+        held = self.peek(request.name)
+        if held is not None:
+            return held
+        time.sleep(0.001)
+        value = f"{request.token}1 {encode_holder(request.name, request.holder)}"
+        lease = str(round(request.seconds * 1000))
+        self._connections.ask(("SET", self._key(request.name), value, "PX", lease))[0]
+        return Acquired(1)
+
+
+@chosen_by_a_cache
+class OneTooManyStore(RedisStore):
+    """Has a place more than it was asked for."""
+
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        """Acquire one of the places, or the one too many."""
+        return super().take(request._replace(limit=request.limit + 1))
+
+
+@chosen_by_a_cache
+class RevivingStore(RedisStore):
+    """Lets a lease that is over begin again, though others may have held the lock since."""
+
+    def extend(self, renewals: Sequence[Renewable], within: float | None = None) -> list[bool]:
+        """Write the key anew if there is none."""
+        extended = super().extend(renewals, within)
+        return [
+            ours or isinstance(self.acquire(one.name, one.token, one.seconds, Holder()), Acquired)
+            for ours, one in zip(extended, renewals, strict=True)
+        ]
+
+
+@chosen_by_a_cache
+class ForgetfulFenceStore(RedisStore):
+    """Counts acquisitions from 1 again after it lost its memory."""
+
+    def take(self, request: LockRequest) -> Acquired | HeldLock:
+        """Number the acquisition by a counter that knows no time."""
+        outcome = super().take(request)
+        if not isinstance(outcome, Acquired):
+            return outcome
+        with self.errors("acquire"):
+            fence = int(self._connections.ask(("INCR", self._key("fences of a broken store")))[0])
+            return outcome._replace(fence=fence)
+
+
+@chosen_by_a_cache
+class LateStore(RedisStore):
+    """Has a clock that is ten seconds behind."""
+
+    def ask_time(self) -> float:
+        """Tell the time of ten seconds ago."""
+        return super().ask_time() - 10
+
+
+@chosen_by_a_cache
+class BaffledStore(RedisStore):
+    """Fails in a way that nobody thought of."""
+
+    def ask_time(self) -> float:
+        """Fail."""
+        raise ZeroDivisionError("division by zero")

@@ -56,7 +56,7 @@ def test_a_broken_store_fails(
     cases.hold_other_places.cache_clear()
     monkeypatch.setenv(cases.LIMIT, limit)
     settings.CACHES = {
-        "default": {"BACKEND": f"tests.contract.broken.{fault}", "LOCATION": redis_server.url}
+        "default": {"BACKEND": f"tests.faulty.{fault}", "LOCATION": redis_server.url}
     }
     with pytest.raises((AssertionError, TimeoutError)):
         case(tmp_path)

@@ -11,7 +11,6 @@ minutes with ``--form short``; there the status is 1 if a fault was not found.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -83,14 +82,13 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Chosen]]:
         prog="python -m tests.faults",
         description=__doc__,
         usage="%(prog)s [SCENARIO [OPTION...] | all [--form FORM]]... "
-        "[--seed N] [--keep FOLDER] [--json] [--save]",
+        "[--seed N] [--keep FOLDER] [--save]",
         epilog="SCENARIO -h shows the options of a scenario.",
         add_help=False,
         allow_abbrev=False,
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same plan")
     parser.add_argument("--keep", type=Path, help="folder for the files of each run's witnesses")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a scenario")
     parser.add_argument("--save", action="store_true", help="write a file into docs/evidence")
     common, rest = parser.parse_known_args(arguments)
     known = scenarios()
@@ -153,7 +151,7 @@ def run(number: int, chosen: Chosen, common: argparse.Namespace) -> tuple[int, d
     if plan.broken:
         checks = {each.check for each in violations}
         result["found"] = bool(checks & set(scenario.variants[plan.broken]))
-    print_verdict(result, violations, as_json=common.json)
+    print_verdict(result, violations)
     is_clean = result["found"] if to_be_found else not violations
     rest = {
         "violations": len(violations),
@@ -163,21 +161,13 @@ def run(number: int, chosen: Chosen, common: argparse.Namespace) -> tuple[int, d
     return CLEAN if is_clean else VIOLATED, {**result, **rest}
 
 
-def print_verdict(
-    result: Mapping[str, Any], violations: Sequence[Violation], *, as_json: bool
-) -> None:
+def print_verdict(result: Mapping[str, Any], violations: Sequence[Violation]) -> None:
     """Print a run's plan and figures, and which promises were broken in it."""
-    found = [violation._asdict() for violation in violations[:SHOWN]]
-    shown = {**result, "violations": len(violations)}
-    if as_json:
-        print(json.dumps({**shown, "shown": found}))
-        return
-    for name, value in shown.items():
+    for name, value in {**result, "violations": len(violations)}.items():
         text = value if isinstance(value, str) else format(value, ",")
         print(f"{name}{text:>{80 - len(name)}}")
-    for violation in found:
-        print("", violation["check"], f"  {violation['text']}", sep="\n")
-        print(*(f"  {line}" for line in violation["details"]), sep="\n")
+    for check, text, details in violations[:SHOWN]:
+        print("", check, f"  {text}", *(f"  {line}" for line in details), sep="\n")
 
 
 def record(name: str, scenario: Scenario, plan: Plan, keep: Path | None) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import amqp
 import psutil
 
-from tests.servers import RabbitMQServer, RedisServer
+from tests.servers import RedisServer
 
 BrokerName = Literal["redis", "rabbitmq"]
 
@@ -138,22 +138,12 @@ def _idle(clients: list[dict[str, str]]) -> list[int]:
 
 
 class RabbitMQBroker(Broker):
-    """
-    RabbitMQ.
-
-    Args:
-        queue_type: The type of its queue: classic or quorum.
-    """
-
-    def __init__(self, server: RabbitMQServer, queue_type: str = "classic") -> None:
-        super().__init__(server)
-        self._queue_type = queue_type
+    """RabbitMQ."""
 
     def settings(self) -> dict[str, Any]:
         return {
             "CELERY_BROKER_URL": self.server.url,
             "CELERY_BROKER_TRANSPORT_OPTIONS": {"confirm_publish": True},
-            "CELERY_TASK_DEFAULT_QUEUE_TYPE": self._queue_type,
         }
 
     def flush(self) -> None:

@@ -15,7 +15,6 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "outbox --transactions 60 --rounds 1 --random-kills 2",
         "stages --runs 20 --child-kills 40",
         "carried --tasks 200 --child-kills 8 --worker-kills 1 --pauses 2 --restarts 1 --flushes 1",
-        "poison --tasks 100 --poison 2",
     ),
     # With all faults about an hour.
     "long": (
@@ -29,7 +28,6 @@ FORMS: Final[dict[str, tuple[str, ...]]] = {
         "stages",
         "carried --tasks 5000 --child-kills 100 --worker-kills 10 --relay-kills 4 --restarts 6",
         "carried --broker rabbitmq",
-        "poison",
     ),
     # All faults and nothing else.
     "faults": (),
@@ -44,7 +42,6 @@ SMALL: Final[dict[str, str]] = {
         "--tasks 200 --child-kills 8 --worker-kills 0 --relay-kills 0 --pauses 4 --restarts 0 "
         "--flushes 0 --database-restarts 0"
     ),
-    "poison": "--tasks 40 --poison 1",
 }
 
 

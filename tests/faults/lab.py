@@ -48,16 +48,11 @@ class Lab(ExitStack):
         self.settings: dict[str, Any] = {}
 
     def make_broker(
-        self,
-        name: str,
-        *,
-        lasting: bool = False,
-        visibility_timeout: float | None = None,
-        queue: str = "classic",
+        self, name: str, *, lasting: bool = False, visibility_timeout: float | None = None
     ) -> Broker:
         """Return a broker, empty; a Redis that is not ``lasting`` keeps nothing on the disk."""
         if name == "rabbitmq":
-            return RabbitMQBroker(self.server(RabbitMQServer), queue)
+            return RabbitMQBroker(self.server(RabbitMQServer))
         server = self.server(LastingRedis if lasting else RedisServer)
         return RedisBroker(server, visibility_timeout, SILENCE)
 

@@ -11,7 +11,6 @@ SUMMARIES = {
     "outbox": "transactions that send while senders, relays and the broker die",
     "stages": "runs of stages, messages twice, workers killed, the broker restarted",
     "carried": "tasks until they are done, while workers, relay and broker lose them",
-    "poison": "tasks that kill each process that runs them, among a thousand others",
 }
 
 

@@ -14,7 +14,6 @@ from tests.faults.locks import history as locks
 from tests.faults.locks.records import NO, YES, Record
 from tests.faults.outbox import oracle as outbox
 from tests.faults.outbox.plan import Plan as OutboxPlan
-from tests.faults.poison import oracle as poison
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.stages import oracle as stages
 from tests.faults.stages.plan import Plan as StagesPlan
@@ -144,23 +143,6 @@ def carry(*runs: carried.Run, **changes: Any) -> Any:
     return replace(history, **changes)
 
 
-#: Poison: two tasks, one of which kills.
-PLAN = poison.Plan(tasks=2, poison=1)
-(KILLS,) = PLAN.poisonous
-
-
-def poisoned(**changes: Any) -> Any:
-    """Return a history; unset: one that went well."""
-    good = poison.History(
-        PLAN,
-        begun=Counter({KILLS: PLAN.max_deaths, 1 - KILLS: 1}),
-        done=Counter({1 - KILLS: 1}),
-        failed={KILLS: ["TaskPoisoned"]},
-        rows=Counter({("failed", "TaskPoisoned"): 1}),
-    )
-    return replace(good, **changes)
-
-
 BAD: dict[str, dict[str, Any]] = {
     "locks": {
         "two holders": locks_of(FIRST, acquire("y", 98, 100)),
@@ -225,14 +207,6 @@ BAD: dict[str, dict[str, Any]] = {
         ),
         "too little": carry(committed={}, runs={}, ends={}),
     },
-    "poison": {
-        "lost tasks": poisoned(done=Counter()),
-        "needless runs": poisoned(begun=Counter({KILLS: 3, 1 - KILLS: 2})),
-        "wrong deaths": poisoned(begun=Counter({KILLS: 4, 1 - KILLS: 1})),
-        "wrong failures": poisoned(failed={KILLS: ["TaskPoisoned"] * 2}),
-        "wrong rows": poisoned(rows=Counter({("running", ""): 1})),
-        "too little": poison.History(PLAN),
-    },
 }
 
 #: Violations that come along with another one.
@@ -240,7 +214,6 @@ WITH_OTHERS = {
     ("tasks", "undone work"): {"swallowed sends", "lost tasks"},
     ("carried", "runs after the end"): {"needless runs"},
     ("carried", "needless runs"): {"two at once"},
-    ("poison", "too little"): {"lost tasks", "wrong deaths", "wrong failures", "wrong rows"},
 }
 
 

@@ -49,6 +49,13 @@ def stay_too_long(self: Any, room: str, alias: str) -> None:
     wait(enter(self, room, alias))
 
 
+@shared_task(**CARRIED, max_deaths=2)
+def kill_itself(self: Any, room: str, alias: str) -> None:
+    """Kill each process that runs it."""
+    enter(self, room, alias)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @shared_task(**CARRIED)
 def note(self: Any, room: str, alias: str, *parts: Any) -> str:
     """Note that it ran."""

@@ -226,6 +226,13 @@ def test_a_killed_worker_is_followed_by_another(scene: Scene, room: Room) -> Non
     assert (deaths(room, begun), deaths(room, waiting)) == ([0, 1], [0])
 
 
+@pytest.mark.usefixtures("worker", "relay")
+def test_a_task_that_kills_its_processes_is_given_up(scene: Scene, room: Room) -> None:
+    """It runs as often as processes may die in it, and then has failed."""
+    row = scene.until(scene.send(tasks.kill_itself, room), "failed", room)
+    assert (row.error_type, deaths(room)) == ("TaskPoisoned", [0, 1])
+
+
 # Messages that get lost.
 
 

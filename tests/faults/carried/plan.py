@@ -85,7 +85,6 @@ class Plan(AnyPlan):
     sent: str = option("until-done", "how tasks are sent; others may lose some", get_args(SentName))
     broker: str = option("redis", "the broker", get_args(BrokerName))
     database: str = option("postgres", "what has the rows", SERVERS)
-    queue: str = option("classic", "the type of RabbitMQ's queue", ("classic", "quorum"))
     tasks: int = option(2_000, "how many tasks; a tenth retries, a hundredth fails")
     child_kills: int = option(40, "how often a worker's child is killed")
     worker_kills: int = option(4, "how often a whole worker is")
@@ -105,8 +104,6 @@ class Plan(AnyPlan):
     def objection(self) -> str | None:
         if self.broken and not self.is_carried:
             return "Only carried tasks can be broken."
-        if self.queue == "quorum" and self.broker != "rabbitmq":
-            return "Only RabbitMQ has quorum queues."
         return None
 
     @property

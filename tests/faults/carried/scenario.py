@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from django.db import Error, connections
 
@@ -43,7 +43,7 @@ TRIGGERS: Final = {
 def record(plan: Plan, lab: Lab) -> History:
     """Let workers run tasks while processes are killed; return the history."""
     witness, alias = Witness(lab.folder), lab.database(plan.database)
-    broker = lab.make_broker(plan.broker, queue=plan.queue)
+    broker = lab.make_broker(plan.broker)
     ledger = Ledger(alias)
     ledger.open(TRIGGERS)
     ours = {
@@ -131,7 +131,7 @@ def answers(alias: str) -> bool:
 class Relaying:
     """The relay, which may be killed."""
 
-    def __init__(self, plan: Any, lab: Lab) -> None:
+    def __init__(self, plan: Plan, lab: Lab) -> None:
         self._plan, self._lab = plan, lab
         self._process = lab.start(relay, plan)
 

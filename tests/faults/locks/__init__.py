@@ -3,5 +3,5 @@ Locks whose holders stand still for longer than their leases, in stores that los
 
 Processes (``holders``) use locks while a ``nemesis`` stops them and restarts the server, and
 write down each operation (``records``). The oracle says from the records alone whether the
-locks kept their promises. ``broken`` holds stores and locks that do not.
+locks kept their promises.
 """

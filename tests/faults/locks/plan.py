@@ -49,7 +49,7 @@ class Plan(AnyPlan):
         ways: Uses of a lock, and how often of a hundred times.
         at_least: The run lasts this long even if it has its operations before, s.
         make_lock: Dotted path of what is called as ``cache_lock`` is.
-        backend: The cache backend on Redis.
+        backend: The faulty cache backend; empty: that of django-redis.
         guarded: Whether the resource refuses writes with older fences.
     """
 
@@ -65,7 +65,7 @@ class Plan(AnyPlan):
     ways: Mapping[str, int] = field(default_factory=lambda: OFTEN)
     at_least: float = 0.0
     make_lock: str = "django_celery_safe.cache_lock"
-    backend: str = "django_redis.cache.RedisCache"
+    backend: str = ""
     guarded: bool = True
 
     def objection(self) -> str | None:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from django_celery_safe import cache_lock
+from django_celery_safe.locks.lock import CacheLock
 from tests.faults.lab import Lab
 from tests.faults.locks.history import History
 from tests.faults.locks.holders import use_locks
@@ -16,44 +18,48 @@ from tests.servers import RedisServer, Server
 #: How late a renewal that is under way may be sent on a busy machine, s.
 SLOWNESS = 0.5
 
-CONTRACT, OURS = "tests.contract.broken.", "tests.faults.locks.broken."
-
 #: Holders that go on beyond their leases while others come and go.
 OUTSTAYING = {OUTSTAY: 40, WRITE: 60}
 
-#: One lock with places for half of the processes.
-PLACES = {"limit": 2, "locks": 1}
-
 #: Each fault: the changes of the plan, and the check that must find it.
 FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
-    "release-any": ({"backend": CONTRACT + "NoOwnerCheckCache"}, "two holders"),
+    "release-any": ({"backend": "NoOwnerCheckCache"}, "two holders"),
     "endless-lease": (
-        {
-            "backend": CONTRACT + "NoExpiryCache",
-            "ways": {ABANDON: 1, WRITE: 9},
-            "at_least": 3.0,
-        },
+        {"backend": "NoExpiryCache", "ways": {ABANDON: 1, WRITE: 9}, "at_least": 3.0},
         "refusals without a holder",
     ),
-    "fence-per-process": ({"backend": CONTRACT + "FencePerProcessCache"}, "unordered fences"),
-    "read-then-write": ({"backend": CONTRACT + "ReadThenWriteCache"}, "two holders"),
-    "extend-any": ({"backend": OURS + "ExtendsAnyCache", "ways": OUTSTAYING}, "two holders"),
-    "reviving": ({"backend": OURS + "RevivingCache", "ways": OUTSTAYING}, "two holders"),
-    "short-lease": ({"backend": OURS + "ShortLeaseCache"}, "two holders"),
+    "fence-per-process": ({"backend": "FencePerProcessCache"}, "unordered fences"),
+    "read-then-write": ({"backend": "ReadThenWriteCache"}, "two holders"),
+    "reviving": ({"backend": "RevivingCache", "ways": OUTSTAYING}, "two holders"),
+    "short-lease": ({"backend": "HastyCache"}, "two holders"),
     "forgotten-fence": (
-        {"backend": OURS + "ForgetfulFenceCache", "nemesis": "restart"},
+        {"backend": "ForgetfulFenceCache", "nemesis": "restart"},
         "unordered fences",
     ),
-    "endless-trust": ({"make_lock": OURS + "EndlessLock"}, "two holders"),
-    "late-clock": ({"make_lock": OURS + "LateClockLock", "ways": OUTSTAYING}, "two holders"),
+    "endless-trust": ({"make_lock": f"{__name__}.EndlessLock"}, "two holders"),
     "unguarded": ({"guarded": False}, "older writes"),
-    "one-too-many": ({"backend": CONTRACT + "OneTooManyCache", **PLACES}, "too many holders"),
-    "counted-place": ({"backend": OURS + "CountsPlacesCache", **PLACES}, "two holders"),
-    "other-place": ({"backend": OURS + "ReleasesLastPlaceCache", **PLACES}, "two holders"),
+    "one-too-many": ({"backend": "OneTooManyCache", "limit": 2, "locks": 1}, "too many holders"),
 }
 
 #: The checks that must find each.
 VARIANTS = {fault: (check,) for fault, (_, check) in FAULTS.items()}
+
+
+class EndlessLock(CacheLock):
+    """Trusts itself until it is released."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, cache_lock(name, **options)._options)
+
+    @property
+    def held(self) -> bool:
+        """Whether it was acquired."""
+        return self.lease is not None
+
+    @property
+    def remaining(self) -> float:
+        """The whole lease, always."""
+        return 0.0 if self.lease is None else self.lease.seconds
 
 
 def record(plan: Plan, lab: Lab) -> History:
@@ -98,6 +104,7 @@ def use_store(plan: Plan, lab: Lab) -> Server | None:
         lab.settings["DJANGO_CELERY_SAFE"] = {"LOCK_DATABASE": lab.database("postgres")}
         return None
     server: RedisServer = lab.server(RedisServer)
-    cache = {"BACKEND": plan.backend, "LOCATION": server.url}
+    backend = f"tests.faulty.{plan.backend}" if plan.backend else "django_redis.cache.RedisCache"
+    cache = {"BACKEND": backend, "LOCATION": server.url}
     lab.settings["CACHES"] = {"default": cache}
     return server
