@@ -157,9 +157,8 @@ SETTINGS: Final[dict[str, tuple[Any, Callable[[Any, str], Any]]]] = {
     "LOCK_DATABASE": (None, alias),
     #: The lease of locks, of ``idempotent`` claims, of carried tasks and of steps: how long they
     #: stay held after their process died, a duration from 1 ms to a year. A holder renews its
-    #: lease whenever a third of it has passed, so it does not limit how long work may take. A
-    #: longer lease survives a longer outage of the store, and lets others wait longer after a
-    #: crash.
+    #: lease, so it does not limit how long work may take. A longer lease survives a longer outage
+    #: of the store, and lets others wait longer after a crash.
     "LOCK_TIMEOUT": (30, LEASE.seconds),
     #: How long a message with ``unique_until`` that got lost keeps the same task from being sent
     #: again, a duration; the message's ``countdown`` or ``eta`` is added. Choose a little more
@@ -178,8 +177,8 @@ SETTINGS: Final[dict[str, tuple[Any, Callable[[Any, str], Any]]]] = {
     "OUTBOX": (False, outbox),
     #: How long all publications right after one commit may take together, with the outbox: a
     #: duration of at most 30 s. A relay sends the messages that remain, and those of the next
-    #: ``OUTBOX_SEND_TIMEOUT``. Redis and AMQP keep it; other transports have timeouts of their
-    #: own. If the sender dies, a relay sends its messages 5 s later than this.
+    #: ``OUTBOX_SEND_TIMEOUT``; if the sender dies, 5 s later than this. Redis and AMQP keep it;
+    #: other transports have timeouts of their own.
     "OUTBOX_SEND_TIMEOUT": (2, SEND.seconds),
     #: When a relay re-sends the message of a carried task that no worker has started, a duration
     #: from its send or its ``eta`` on; it doubles with each re-send, at most seven times. A second

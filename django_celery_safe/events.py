@@ -72,8 +72,7 @@ TASK_OWN_COPY = Event(
     "arrives in %(delay).3g s.",
 )
 
-#: A task with `unique_until` was sent while an earlier send still counted: the earlier task had not
-#: started (with `"start"`) or not ended (with `"end"`), or the period was not over.
+#: A task with `unique_until` was sent while an earlier send still counted.
 #: `task_id` is the id of this send, and `sent_id` is the id of the earlier one; `published` says
 #: whether this send was published nevertheless, because a canvas waits for it.
 TASK_DUPLICATE = Event(
@@ -91,20 +90,16 @@ TASK_DUPLICATE_PUBLISHED = TASK_DUPLICATE.also(
 # Sending.
 
 #: A message that waited for a commit was published.
-#: `relayed` is False if the sender published the message, right after the commit, and True if a
-#: relay published it later.
-#: A relay emits this event after it has recorded the row as sent.
+#: `relayed` is True if a relay published it, and not its sender.
 TASK_SENT = Event("task_sent", DEBUG, "Sent task %(task)s[%(task_id)s] on commit.", more="relayed")
 TASK_RELAYED = TASK_SENT.also("Sent task %(task)s[%(task_id)s] from the outbox.")
 
 #: A message that waited for a commit could not be published.
 #: `kept` says whether [the outbox](../how-to/send-through-the-outbox.md) has the message, and a
 #: relay tries again; if not, the message is lost.
-#: A relay also sends this signal after each failed attempt but the last, which is `message_dead`.
-#: `attempts` is the number of attempts that relays have made so far; 0: no relay has tried yet.
-#: Two things are not attempts, and are only logged: a relay postpones a message, or makes it due
-#: again at once because the broker is unavailable.
-#: `error` is the exception.
+#: A relay also sends this signal after each failed attempt but the last, which is `message_dead`;
+#: that the broker is unavailable is no attempt, and only logged.
+#: `attempts` is the number of attempts of relays so far, and `error` is the exception.
 TASK_LOST = Event(
     "task_send_failed",
     ERROR,
@@ -125,8 +120,7 @@ TASK_NOT_RELAYED = TASK_LOST.also(
     level=WARNING,
 )
 
-#: A message of the outbox could not be sent in 20 attempts although the broker was available, and
-#: now waits until you
+#: A message of the outbox could not be sent in 20 attempts, and now waits until you
 #: [decide](../how-to/send-through-the-outbox.md).
 #: `error` is the exception, and `kept` is always True.
 MESSAGE_DEAD = Event(
@@ -215,7 +209,7 @@ CLAIM_REPEATED = Event("claim_repeated", INFO, "%(key)r was done before.", more=
 CLAIM_FAILED = Event("claim_failed", WARNING, "%(key)r was not done (%(error)s).", more="task_id")
 
 #: This process did the work of a row and lost its claim: the lease ended, and another process may
-#: do the work, or may have done it; or the row was deleted or changed.
+#: do the work now; or the row was deleted or changed.
 #: `key` is the key of [`idempotent`](../how-to/do-once.md) work; for a
 #: [carried task](../how-to/carry-a-task-until-it-is-done.md) or a step it is `<task>[<task id>]`.
 CLAIM_LOST = Event(
@@ -238,8 +232,7 @@ RECORD_FORGOTTEN = Event(
 #: A [run of stages](../how-to/run-tasks-in-stages.md) was started, and its transaction has
 #: committed.
 #: `run` is its id, here and below; `name` is its name, or its key if it has none.
-#: Events of runs and steps are emitted right after the commit of the change that they
-#: report, by the process that committed it; if the process is killed in between, there is no event.
+#: If a process is killed between a commit and the event that reports it, there is no event.
 RUN_STARTED = Event(
     "run_started", INFO, "Started run %(run)s (%(name)s) of %(stages)s stage(s).", more="key"
 )
@@ -259,6 +252,5 @@ STEP_FAILED = Event(
 )
 #: A run of stages ended; `status` is `succeeded`, `failed` or `aborted`.
 #: `error` says why the run failed; it is empty if a step failed, since `step_failed` has the error.
-#: If a run is resumed, this event happens again when the run ends again.
 RUN_ENDED = Event("run_ended", INFO, "Run %(run)s (%(name)s) ended: %(status)s.", more="key error")
 RUN_FAILED = RUN_ENDED.also("Run %(run)s (%(name)s) ended: %(status)s, %(error)s", level=WARNING)

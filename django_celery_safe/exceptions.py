@@ -23,10 +23,8 @@ class CelerySafeError(Exception):
 
 class ConfigurationError(CelerySafeError, ImproperlyConfigured):
     """
-    The settings or the code have to be changed.
-
-    A setting, an option, an argument or a plan is not valid; the cache or database can't do what
-    it is to do; or a lock or a claim is used in a way that can't work.
+    The settings or the code have to be changed: a value is not valid, a cache or database can't
+    do what it is to do, or a lock or a claim is used in a way that can't work.
     """
 
 
@@ -109,9 +107,7 @@ class LockLost(CelerySafeError):
 @dataclass(eq=False, repr=False)
 class LockBackendError(CelerySafeError):
     """
-    The cache or database that holds the locks did not answer, or refused.
-
-    This says nothing about who holds the lock.
+    The store of the locks did not answer, or refused: who holds the lock is not known.
 
     Args:
         where: The store, such as ``CACHES["default"] (redis)``.

@@ -19,8 +19,8 @@ def relay_outbox() -> int:
     """
     Send the due messages in the outboxes of all databases; return how many were sent.
 
-    Like a relay, it also deletes old rows. It is for projects with
-    beat but without ``manage.py celery_outbox relay``; any number may run at once.
+    It also deletes old rows, is for projects with beat but without a relay, and any number of it
+    may run at once.
     """
     ends_at = time.monotonic() + LONGEST_RUN
     relays = [Relay(alias) for alias in outbox_aliases()]

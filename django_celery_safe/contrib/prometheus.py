@@ -69,9 +69,8 @@ def count_events(registry: CollectorRegistry = REGISTRY) -> None:
     """
     Count this process's signals from now on; a second call for a registry does nothing.
 
-    Call it in ``ready()`` of an app of the project, so that web processes, workers and relays
-    all count. A worker's children count separately: combine their values with the multiprocess
-    mode of prometheus_client.
+    Call it in ``ready()`` of an app of the project, so that all processes count; combine those of
+    a worker's children with the multiprocess mode of prometheus_client.
 
     Args:
         registry: The registry of the counter.

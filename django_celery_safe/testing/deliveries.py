@@ -41,8 +41,7 @@ class Delivery(NamedTuple):
         result: The result of the task; None: the task did not succeed.
         error: The exception that the task raised, with RETRY Celery's ``Retry``; None: the task
             succeeded.
-        sent: The messages that the run sent, in order: other tasks, the next link of its chain,
-            and with RETRY its own message again. They were not run.
+        sent: The messages that the run sent, in order, with RETRY its own again. They were not run.
     """
 
     task: str
@@ -57,14 +56,11 @@ def deliver_twice(task: Any, /, *args: Any, **kwargs: Any) -> tuple[Delivery, De
     """
     Run one message of a task twice, as workers do when the broker redelivers it.
 
-    The message is made as ``.delay(*args, **kwargs)`` makes it. Celery's own tracer runs it in
-    this process, so everything that wraps the task's function runs too. The second run has the
-    same id, and ``delivery_info["redelivered"]`` is True. In a TestCase, which never commits, the
-    ``on_commit`` callbacks of a run are called when it has ended. Time limits are not enforced.
-
-    A retried task is not run again: its delivery has the state RETRY, and the message of the
-    retry is in its ``sent``. An exception in the task is not raised here: it is the ``error``
-    of its delivery.
+    The message is made as ``.delay(*args, **kwargs)`` makes it, and Celery's own tracer runs it in
+    this process. The second run has the same id, and ``delivery_info["redelivered"]`` is True. In
+    a TestCase, which never commits, the ``on_commit`` callbacks of a run are called when it has
+    ended. Time limits are not enforced, a retried task is not run again, and an exception in the
+    task is not raised, but the ``error`` of its delivery.
 
     Returns:
         The outcomes of the first and the second delivery.
@@ -96,17 +92,16 @@ def drain_outbox(using: str = DEFAULT_DB_ALIAS, *, limit: int = 1000) -> Iterato
 
     Inside the block no message is published, and no task runs eagerly. In a TestCase, which never
     commits, the block's ``on_commit`` callbacks are called at its end. Then the messages run in
-    the order in which they were written, even before their ``eta``, followed by the messages that
-    their tasks add to the outbox, until none is left; dead messages are not run. Messages that
-    tasks send without the outbox are in ``sent`` of their deliveries, and are not run.
+    the order in which they were written, even before their ``eta``, followed by those that their
+    tasks add to the outbox; dead messages are not run. Messages that tasks send without the outbox
+    are in ``sent`` of their deliveries, and are not run.
 
     Args:
         using: Alias of the database with the outbox.
         limit: How many messages may be run at most.
 
     Returns:
-        A list, which has the outcome of each message, in order, when the block has ended. A
-        task's exception is the ``error`` of its delivery.
+        A list, which has the outcome of each message when the block has ended.
 
     Raises:
         AssertionError: The outbox has more messages, most likely because a task re-sends itself.

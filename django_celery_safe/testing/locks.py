@@ -51,8 +51,7 @@ def hold_lock(task: Any, /, *args: Any, **kwargs: Any) -> Iterator[CacheLock]:
     Hold the lock of a single-instance task during the block, as another run of it would.
 
     The lock is the one that the task takes when it runs with these arguments. If the task has a
-    ``limit``, all of its places are held. A lock that is known by its name can be held by
-    :func:`~django_celery_safe.cache_lock` itself.
+    ``limit``, all of its places are held.
 
     Returns:
         The lock. Its ``release()`` frees the lock, or its first place, before the block ends.

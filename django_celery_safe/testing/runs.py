@@ -46,8 +46,7 @@ def run_stages(
 
     Raises:
         ConfigurationError: The plan can't be run.
-        AssertionError: The run does not end: a step is retried again and again, or waits for
-            something that never happens.
+        AssertionError: The run does not end.
         WrongTransaction: It was called inside ``atomic()``, where no worker runs a step.
     """
     from ..models.stages import StageRun  # needs the app registry
