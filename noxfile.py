@@ -54,7 +54,6 @@ CORNER = [
     "tests/worker/test_canvas.py",
     "tests/worker/test_carried.py",
     "tests/worker/test_events.py",
-    "tests/worker/test_single_instance.py",
 ]
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -401,30 +400,6 @@ def test_tasks_that_can_not_be_loaded(
         assert_said("W004", "OSError: no key")
     finally:
         sys.modules.pop("broken_shop", None)
-
-
-def test_the_checks_leave_everything_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading the tasks runs no check of the project; the broker's kind is that of its URL."""
-    runs = []
-
-    def count(**_: Any) -> list[checks.CheckMessage]:
-        runs.append(1)
-        return []
-
-    monkeypatch.delenv("CELERY_SKIP_CHECKS", raising=False)
-    checks.register(count, "the_projects_own")
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.setblocking(False)
-            with app_without_tasks(f"redis://127.0.0.1:{listener.getsockname()[1]}/0") as app:
-                add_task(app, **LONG)
-                assert set(found()) == {"W008"}
-                with pytest.raises(BlockingIOError):
-                    listener.accept()
-    finally:
-        checks.registry.registry.registered_checks.discard(count)
-    assert "CELERY_SKIP_CHECKS" not in os.environ
-    assert runs == []
 
 
 # Tables and relays.

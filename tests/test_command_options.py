@@ -3,8 +3,6 @@
 import pytest
 from django.core.management import load_command_class
 
-from tests.commands import status_of_program
-
 #: Each command with all its actions.
 ACTIONS = {
     "celery_locks": ["list", "show x", "release x", "doctor"],
@@ -23,14 +21,3 @@ def test_options_of_django_may_stand_on_either_side(command: str) -> None:
             before = vars(parser.parse_args([*given, *words]))
             assert vars(parser.parse_args([*words, *given])) == before
             assert vars(parser.parse_args(words)) != before
-
-
-@pytest.mark.parametrize("command", ACTIONS)
-def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The help of a command names its actions; that of each action leaves out Django's options."""
-    actions = [action.split()[0] for action in ACTIONS[command]]
-    assert status_of_program(command, "--help") == 0
-    assert "{" + ",".join(actions) + "}" in capsys.readouterr().out
-    for action in actions:
-        assert status_of_program(command, action, "--help") == 0
-        assert "--settings" not in capsys.readouterr().out

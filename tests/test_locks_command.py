@@ -13,7 +13,7 @@ import pytest
 from pytest_django import Settings
 
 from django_celery_safe import HeldLock, cache_lock, find_lock, iter_locks
-from django_celery_safe.leases.holder import Holder, describe_arguments, read_lock
+from django_celery_safe.leases.holder import Holder, describe_arguments
 from django_celery_safe.locks.stores import local, locate
 from django_celery_safe.locks.stores.base import Acquired
 from tests import commands
@@ -280,19 +280,3 @@ def test_arguments_that_are_not_to_be_shown(settings: Settings) -> None:
     outputs = [run("list"), run("list", "--json"), run("show", "feed:42")]
     assert not [text for text in outputs if "secret" in text]
     assert [lock.holder.arguments for lock in iter_locks()] == [None]
-
-
-@in_memory
-def test_holders_of_other_versions() -> None:
-    """Holders of older and newer versions are read; a garbled one leaves a lock unknown."""
-    start = '["n","web1",7,1.5,true,"a.b","1-2"'
-    for rest, arguments, lease, limit in (
-        ("]", None, None, 1),
-        (',"(1,)",30.0]', "(1,)", 30.0, 1),
-        (',"(1,)",30.0,3,{"new":1}]', "(1,)", 30.0, 3),
-    ):
-        lock = read_lock("key", "t" * 32 + start + rest)
-        assert (lock.name, lock.limit) == ("n", limit)
-        assert lock.holder == Holder("web1", 7, 1.5, True, "a.b", "1-2", arguments, lease)
-    for rest in (",5,30.0]", ',"(1,)","30"]', ',"(1,)",NaN]', ',"(1,)",30.0,"3"]', ""):
-        assert read_lock("key", "t" * 32 + start + rest) == HeldLock("key", "t" * 32)

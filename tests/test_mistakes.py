@@ -16,14 +16,11 @@ from django_celery_safe import (
     SafeTask,
     idempotent,
     single_instance,
-    stages,
 )
 from django_celery_safe.checks.project import is_fallback
 from tests.app.models import Person
 from tests.app.tasks import add
 from tests.checking import NAME, REDIS, add_task, app, find_messages, found, no_faults
-from tests.conftest import MakeDatabase
-from tests.routing import runs_in
 from tests.test_checks import LOCMEM
 
 __all__ = ["app", "no_faults"]
@@ -181,26 +178,6 @@ def test_do_once_without_with() -> None:
     """A call of do_once whose block is never entered warns, since nothing was done."""
     with pytest.warns(RuntimeWarning, match="without `with`, so nothing was done"):
         Person.do_once(7, "is_welcome_email_sent")
-
-
-def test_a_missing_relay_is_one_message(app: Celery, make_database: MakeDatabase) -> None:
-    """W009 names a database once, whether messages or runs of stages wait for its relay."""
-    alias = make_database("sqlite")
-    add_task(app, outbox=True)
-
-    @app.task(base=SafeTask, name="shop.resize", shared=False)
-    @stages.step
-    def resize(params: dict[str, int]) -> None: ...
-
-    with runs_in(alias):
-        messages = [
-            message
-            for message in find_messages(deploy=True)
-            if "relay" in message.msg and repr(alias) in message.msg
-        ]
-    (message,) = messages
-    assert message.id == "django_celery_safe.W009"
-    assert "waits for ever, and stages may stall" in message.msg
 
 
 def test_the_settings_by_another_name(settings: Settings) -> None:

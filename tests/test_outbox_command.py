@@ -23,7 +23,7 @@ from pytest_django import Settings
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
 from django_celery_safe.leases.holder import Holder, encode_holder
-from django_celery_safe.management.commands.celery_outbox import run_all, stopping
+from django_celery_safe.management.commands.celery_outbox import run_all
 from django_celery_safe.management.console import age
 from django_celery_safe.management.heartbeat import kept_heartbeat
 from django_celery_safe.models import OutboxMessage, OutboxRelay
@@ -35,7 +35,7 @@ from tests.app.tasks import add, note
 from tests.checking import add_task, app_without_tasks
 from tests.conftest import MakeDatabase, UseBroker
 from tests.listening import receiving
-from tests.processes import FunctionFailed, KeptProcess, start_in_process, tell, wait_for
+from tests.processes import KeptProcess, wait_for
 from tests.processes.settings import settings_environment
 from tests.servers import RedisServer
 from tests.servers.databases import DatabaseKind, gone_settings, registered, sqlite_settings
@@ -486,26 +486,3 @@ def test_a_relay_runs_until_it_is_stopped(
     assert relay.log.endswith("Sent 2 message(s).\n")
     assert relay.log.count("can't be reached") == 1
     assert "Traceback" not in relay.log
-
-
-def be_stopped(second: bool) -> None:
-    """Get a signal while a relay works, which asks it to end, or a second one, which ends it."""
-    with stopping() as stop:
-        signal.raise_signal(signal.SIGINT)
-        tell(stop.is_set())
-        if second:
-            signal.raise_signal(signal.SIGTERM)
-    tell("finished")
-
-
-@pytest.mark.long
-def test_the_second_signal_ends_it_at_once() -> None:
-    """The first lets it finish its batch, the second ends it as if it had no handler."""
-    with start_in_process(be_stopped, False) as process:
-        assert (process.receive(), process.receive()) == (True, "finished")
-    with start_in_process(be_stopped, True) as process:
-        assert process.receive() is True
-        with pytest.raises(FunctionFailed):
-            process.receive()
-        process.process.join(30)
-        assert process.process.exitcode == -signal.SIGTERM

@@ -114,17 +114,6 @@ def test_names(store: Visitor) -> None:
         assert (page.rows, page.find_inline()) == ([], [])
 
 
-def test_pages(root: Visitor) -> None:
-    """Each of 250 locks is on one of three pages, by its name."""
-    for number in range(250):
-        hold(f"feed:{number:03}")
-    hold("mail")
-    pages = [root.get(LOCKS, q="feed:", p=str(number)).rows for number in (1, 2, 3)]
-    assert list(map(len, pages)) == [100, 100, 50]
-    names = [row["Lock"] for page in pages for row in page]
-    assert names == [f"feed:{number:03}" for number in range(250)]
-
-
 def test_whole_name_where_nothing_is_listed(
     root: Visitor, settings: Settings, tmp_path: Path
 ) -> None:

@@ -20,7 +20,6 @@ from django.contrib.admin.models import LogEntry
 from django.core.management import call_command
 from django.db import connections
 from django.urls import path
-from django.utils.translation import override
 from pytest_django import Settings
 
 import django_celery_safe
@@ -116,19 +115,6 @@ def test_other_languages(root: Visitor, settings: Settings) -> None:
     take_each(root)
 
 
-def test_without_time_zones(root: Visitor, settings: Settings) -> None:
-    """Ages and moments are right in every time zone, without USE_TZ."""
-    settings.USE_TZ, settings.TIME_ZONE = False, "Asia/Kolkata"
-    message = rows.leave_failed()
-    record = rows.record("k")
-    # PostgreSQL has the time of the connection's zone, all others have UTC.
-    at = "17:30" if connections["site"].vendor == "postgresql" else "12:00"
-    IdempotencyRecord.objects.update(claimed_at=f"2026-01-01 {at}:00")
-    assert root.get(OUTBOX).rows[0]["Age"].endswith("s")
-    assert root.open(record).fields["Claimed at"] == "2026-01-01 17:30:00 IST"
-    assert root.take(OUTBOX, "retry", message.pk).messages == ["Made due: 1 outbox message."]
-
-
 def read(path: Path) -> list[Message]:
     """Return the messages of a catalog, its head apart."""
     with path.open("rb") as file:
@@ -177,16 +163,6 @@ def test_pages_are_in_chinese(root: Visitor, settings: Settings) -> None:
     assert all(map(HAN.search, root.open(row).fields))
     assert "丢弃：确定吗？" in root.take(OUTBOX, "discard", row.pk).content
     assert root.confirm(OUTBOX, "discard", row.pk).messages == ["已丢弃：1 个发件箱消息。"]
-
-
-def test_commands_stay_english(root: Visitor) -> None:
-    """Commands print the same in every project, for scripts and searches."""
-    rows.hold("shop:1")
-    printed = StringIO()
-    with override("zh-hans"):
-        call_command("celery_locks", "show", "shop:1", stdout=printed)
-    assert printed.getvalue()
-    assert HAN.findall(printed.getvalue()) == []
 
 
 def test_migrations_are_complete(site: str) -> None:

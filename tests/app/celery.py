@@ -9,7 +9,7 @@ from typing import Any
 
 from celery import Celery
 
-app = Celery("tests", include=["tests.app.tasks", "tests.worker.tasks"])
+app = Celery("tests", include=["tests.app.tasks"])
 app.config_from_object("django.conf:settings", namespace="CELERY")
 
 

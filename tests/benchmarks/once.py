@@ -112,12 +112,9 @@ def measure_firsts(
     Returns:
         For each candidate the median µs of a call in each round.
     """
-
-    calls = {name: partial(call_next, call, numbers) for name, call in candidates.items()}
+    calls = {
+        name: lambda call=call: call(next(numbers))  # type: ignore[misc]
+        for name, call in candidates.items()
+    }
     rounds = take_turns({"all": partial(medians_of, calls, CALLS)}, ROUNDS)["all"]
     return {name: [one[name] for one in rounds] for name in candidates}
-
-
-def call_next(call: Callable[[Any], object], numbers: Iterator[Any]) -> None:
-    """Do it for one more number."""
-    call(next(numbers))

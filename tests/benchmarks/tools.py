@@ -68,9 +68,7 @@ def use_app(given: dict[str, Any], **more: Any) -> None:
     from tests.stages.worker_app import app  # it becomes the current one of who imports it
 
     app.conf.update(
-        broker_url=given["CELERY_BROKER_URL"],
-        result_backend=given["CELERY_RESULT_BACKEND"],
-        **more,
+        broker_url=given["CELERY_BROKER_URL"], result_backend=given["CELERY_RESULT_BACKEND"], **more
     )
 
 

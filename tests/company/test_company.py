@@ -22,9 +22,7 @@ CASES = [
 ]
 #: Flows that are known to go wrong, by neighbour, and why; each must go wrong.
 REFUSED = "it refuses to begin in a transaction: others would not see that it does"
-KNOWN: dict[str, dict[str, str]] = {
-    "a task class with atomic()": {"idempotent": REFUSED},
-}
+KNOWN: dict[str, dict[str, str]] = {"a task class with atomic()": {"idempotent": REFUSED}}
 
 
 @pytest.mark.timeout(600)

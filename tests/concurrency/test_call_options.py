@@ -78,18 +78,6 @@ def test_the_call_decides(task: Any, mailbox: Mailbox) -> None:
     assert names(mailbox.deliver(after)) == ([f"{NAME}:7"] if find_guarded(task) else [])
 
 
-def test_arguments_may_have_any_names(mailbox: Mailbox) -> None:
-    """A wrapper that a message asks for takes no name from the task's arguments."""
-
-    def anything(request: int, task: int, wrapper: int, inner: int) -> list[int]:
-        return [request, task, wrapper, inner]
-
-    kwargs = {"request": 1, "task": 2, "wrapper": 3, "inner": 4}
-    named = mailbox.task(anything, base=SafeTask, name=NAME)
-    named.apply_async(kwargs=kwargs, single_instance={"on_conflict": "raise"})
-    assert mailbox.deliver(mailbox.take_one()) == ("SUCCESS", [1, 2, 3, 4])
-
-
 def test_no_options_are_those_of_the_task(task: Any, mailbox: Mailbox) -> None:
     """An empty dict asks for the lock: with the task's options, or the defaults."""
     first, same, other = (
@@ -108,17 +96,6 @@ def test_a_text_may_be_plain_or_a_template(
 ) -> None:
     """For one call a text that names no argument is a key like any other."""
     assert names(mailbox.deliver(call(mailbox, plain, key=key))) == [f"{NAME}:{name}"]
-
-
-@pytest.mark.parametrize("key", [["number"], []])
-def test_a_list_names_the_arguments_that_count(key: Any, plain: Any, mailbox: Mailbox) -> None:
-    """The key is that of ``@single_instance(key=[...])``, and the other arguments don't matter."""
-    decorated = mailbox.task(single_instance(key=key)(work), base=SafeTask, name="tests.decorated")
-    expected = decorated.lock_name(7).replace("tests.decorated", NAME)
-    for args in [(7,), (7, "another")]:
-        assert names(mailbox.deliver(call(mailbox, plain, *args, key=key))) == [expected]
-    (other,) = names(mailbox.deliver(call(mailbox, plain, 8, key=key)))
-    assert (other == expected) is (key == [])
 
 
 def test_a_call_may_come_back(task: Any, mailbox: Mailbox) -> None:

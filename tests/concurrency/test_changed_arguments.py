@@ -12,7 +12,6 @@ from django_celery_safe import (
     idempotent,
     iter_locks,
     single_instance,
-    stages,
 )
 from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox
@@ -162,45 +161,10 @@ OURS: Final[dict[str, Any]] = {
 }
 
 
-def pairwise(name: str, values: dict[str, Any]) -> pytest.MarkDecorator:
-    """Play each change above and below; each of the values meets both places, and most changes."""
-    cases = []
-    for row, change in enumerate(CHANGES):
-        for column, place in enumerate(PLACES):
-            value = [*values][(row + 3 * column) % len(values)]
-            ids = f"{change}-{place}-{value}"
-            cases.append(pytest.param(CHANGES[change], PLACES[place], values[value], id=ids))
-    return pytest.mark.parametrize(("change", "place", name), cases)
-
-
 def make(mailbox: Mailbox, change: Change, place: Any, ours: Any) -> Any:
     """Return a task with our decorator, and the change above or below it."""
     function = place(change.decorate, ours, change.function)
     return mailbox.task(function, base=change.base, name="tests.changed", **change.options)
-
-
-@pairwise("ours", OURS)
-def test_runs_of_equal_calls_are_one(
-    change: Change, place: Any, ours: Any, mailbox: Mailbox
-) -> None:
-    """Each message runs, with what belongs to it; equal arguments have one key, others another."""
-    task = make(mailbox, change, place, ours)
-    results = [task.apply_async((x,), change.more) for x in (5, 5, 6)]
-    messages = mailbox.take()
-    unique = ours in (OURS["unique"], OURS["unique key"])
-    duplicates = [getattr(result, "is_duplicate", False) for result in results]
-    assert duplicates == [False, unique, False]
-    ends = [mailbox.deliver(message) for message in messages]
-    assert {end.state for end in ends} == {"SUCCESS"}, ends
-    assert [end.value for end in ends] == ([5, 6] if unique else [5, 5, 6])
-    assert list(iter_locks()) == []
-    values, locks = [value for value, _ in runs], [names for _, names in runs]
-    if isinstance(ours, type(idempotent())):
-        assert values == [5, 6]
-        return
-    assert values == [end.value for end in ends]
-    assert all(locks)
-    assert all((locks[0] == names) is (values[0] == value) for value, names in runs)
 
 
 def test_a_key_that_is_not_certain_is_an_error(mailbox: Mailbox) -> None:
@@ -259,23 +223,6 @@ def test_a_retry_keeps_the_lock_of_its_send(change: Change, mailbox: Mailbox) ->
     assert mailbox.deliver(mailbox.take_one()).value == 5
     assert list(iter_locks()) == []
     assert task.apply_async((5,), change.more).is_duplicate is False
-
-
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_a_step_gets_what_a_decorator_adds(place: Any, mailbox: Mailbox) -> None:
-    """A step's function gets the params, the arguments of the plan's entry, and the session."""
-
-    def body(session: Session, params: dict[str, Any], x: int, run: Any) -> None:
-        assert isinstance(session, Session)
-        note((params, x, run.pk))
-
-    made = place(with_session_first, stages.step, body)
-    task = mailbox.task(made, base=SafeTask, name="tests.changed")
-    run = stages.start([(task, 1, {"x": 5})], params={"a": 1})
-    assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
-    assert [value for value, _ in runs] == [({"a": 1}, 5, run.pk)]
-    run.refresh_from_db()
-    assert run.status == "succeeded"
 
 
 def test_an_error_callback_runs_alone(mailbox: Mailbox) -> None:

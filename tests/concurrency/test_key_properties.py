@@ -335,19 +335,6 @@ def test_what_can_not_be_sent_has_no_key(value: Any, rule: Any, random: Random) 
 # Careless values.
 
 
-def test_a_named_text_from_a_key_function_is_its_text() -> None:
-    """A member of an enum of str is the same key in a lock's name as in a message's header."""
-    key = key_of(1, key=lambda a, b: OldColor.RED)
-    assert f"{key}" == travel(key) == "red"
-
-
-def test_what_shows_itself_otherwise_is_told_apart_with_pickle() -> None:
-    """Text and numbers that pickle delivers count by their content, not by what str() says."""
-    one, other = Discreet("passw0rd"), Discreet("pa55word")
-    assert key_of({OldGrade.ONE: 1}, serializer="pickle") != key_of({2: 1}, serializer="pickle")
-    assert key_of(one, serializer="pickle") != key_of(other, serializer="pickle")
-
-
 def test_times_of_other_zones_are_told_apart_with_pickle() -> None:
     """Pickle delivers a time's zone, also one whose offset depends on the day."""
     zones = (None, ZoneInfo("Europe/Berlin"), ZoneInfo("Asia/Tokyo"))
@@ -373,26 +360,9 @@ def test_what_contains_itself_is_refused() -> None:
         key_of(1, endless)
 
 
-def test_a_bound_task_may_take_itself_among_its_arguments() -> None:
-    """A task whose only parameter is *args gets itself first, and that is no part of the key."""
-
-    def bound(*args: Any) -> None: ...
-
-    assert key_of(1, 2, function=bound, bound=True) == key_of(1, 2, function=bound)
-    assert key_of(1, 2, function=bound, bound=True) != key_of(2, 1, function=bound, bound=True)
-
-
 @pytest.mark.parametrize("rule", ["{a}{b}", lambda a, b: a + b])
 def test_a_key_arrives_as_it_was_made(rule: Any) -> None:
     """JSON makes one character of two halves, in arguments as in the key of a header."""
     assert travel("\ud800\udc00") == "\U00010000"
     key = key_of("\ud800", "\udc00", key=rule)
     assert travel(key) == key == key_of("\U00010000", "", key=rule)
-
-
-def test_the_order_of_a_set_does_not_count() -> None:
-    """Sets have no order that a process decides on, as values or from a key function."""
-    one, other = {0, 8}, {8, 0}
-    assert list(one) != list(other)
-    assert key_of(one, serializer="pickle") == key_of(other, serializer="pickle")
-    assert key_of(1, key=lambda a, b: one) == key_of(1, key=lambda a, b: other)

@@ -49,14 +49,6 @@ def travel(value: Any, serializer: str = "json") -> Any:
     return loads(data, content_type, encoding, accept={content_type})
 
 
-def test_numbers_too_long_to_print_have_keys() -> None:
-    """An int of more than 4300 digits, which Python refuses to write in decimal, has a key."""
-    huge = 10**5000
-    keys = {key_of(huge), key_of(huge + 1), key_of(-huge), key_of([huge])}
-    assert len(keys) == 4
-    assert key_of(huge, serializer="pickle") == key_of(huge)
-
-
 @pytest.mark.parametrize("key", [UNSET, lambda a, b: (a, b), "{a}-{b}"])
 def test_it_does_not_matter_how_a_call_is_written(key: Any) -> None:
     """Position, keyword and default are the same call, also for a function and a template."""

@@ -1,24 +1,18 @@
 """Options of ``@single_instance``: accepted, and refused at import; the function stays."""
 
 import inspect
-import itertools
-import json
 import typing
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 import pytest
-from celery import Celery, Task, shared_task
+from celery import Task, shared_task
 from pydantic import BaseModel
 
 from django_celery_safe import ConfigurationError, SafeTask, iter_locks, single_instance
 from django_celery_safe.conf import UNSET
-from django_celery_safe.delivery.copies import resending
-from django_celery_safe.delivery.header import HEADER
 from tests.concurrency.mailbox import Mailbox
-from tests.servers import RedisServer
 from tests.versions import IS_CELERY_57
 
 
@@ -67,16 +61,6 @@ def test_a_key_that_names_no_argument_is_refused(key: Any, sentence: str) -> Non
     """A key of names that the function does not take is an error at import, naming the function."""
     with pytest.raises(ConfigurationError, match=sentence):
         single_instance(key=key)(import_feed)
-
-
-@pytest.mark.parametrize("key", [["self"], "{self.request.id}"])
-def test_the_task_itself_can_not_be_the_key(key: Any) -> None:
-    """The self of a bound task tells no two calls apart, so naming it is a mistake."""
-
-    def task(self: Any, feed_url: str) -> None: ...
-
-    with pytest.raises(ConfigurationError, match="names 'self', which is not an argument"):
-        single_instance(key=key)(task)
 
 
 @pytest.mark.parametrize("kind", ["shared_task", "lazy app task", "finalized app task", "instance"])
@@ -239,27 +223,3 @@ def test_models_have_the_key_of_their_dump(mailbox: Mailbox, locks_in_memory: No
     task.delay(Album(pk=8))
     names = [mailbox.deliver(message).value for message in mailbox.take()]
     assert names[0] == names[1] != names[2]
-
-
-@shared_task(base=SafeTask)
-@single_instance(key=lambda: str(next(_count)))
-def impure() -> None:
-    """Have another key at each call, as no key function should."""
-
-
-_count = itertools.count()
-
-
-@pytest.mark.parametrize("unchanged", [True, False])
-def test_the_very_message_keeps_its_key(
-    unchanged: bool, broker: Celery, redis_server: RedisServer
-) -> None:
-    """A message that is sent again unchanged keeps its key, however that was made."""
-    header = {HEADER: {"key": "first", "copy": "token"}}
-    send = partial(impure.apply_async, headers=header, task_id="an-id")
-    resending("an-id", send, unchanged=unchanged)
-    with redis_server.client(db=1) as client:
-        (message,) = client.lrange("celery", 0, -1)
-    sent = json.loads(message)["headers"].get(HEADER, {})
-    assert sent.get("copy") == ("token" if unchanged else None)
-    assert (sent.get("key") == "first") is unchanged

@@ -71,15 +71,6 @@ def test_the_lock_is_taken_and_freed(
     assert held_names() == []
 
 
-def test_an_exception_frees_the_lock(call: Callable[..., Any], mailbox: Mailbox) -> None:
-    """The task's error reaches the caller, and the lock is free."""
-    task = mailbox.task(single_instance(key="{number}")(work), base=SafeTask)
-    with pytest.raises(Boom) as raised:
-        call(task, -1)
-    assert raised.value.args == ([f"{task.name}:-1"],)
-    assert held_names() == []
-
-
 def test_a_conflict_is_skipped(call: Callable[..., Any], mailbox: Mailbox) -> None:
     """While another run holds the lock the task returns None, and the lock stays as it is."""
     task = mailbox.task(single_instance(key="{number}")(work), base=SafeTask)

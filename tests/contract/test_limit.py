@@ -86,19 +86,6 @@ def test_as_many_as_the_limit_hold_it(store: str) -> None:
     assert names_held() == set()
 
 
-def test_the_limit_of_an_acquisition_is_its_own(store: str) -> None:
-    """Where releases differ, each counts as far as its own limit goes, up to a thousand."""
-    assert isinstance(take(limit=1), Acquired)
-    second = take(limit=3)
-    assert second == Acquired(find_lock("few:place:2").fence, 2)  # type: ignore[union-attr]
-    assert not isinstance(take(limit=1), Acquired)
-    assert not isinstance(take(limit=2), Acquired)
-    assert take(limit=3).place == 3
-    assert not isinstance(take(limit=3), Acquired)
-    assert take(limit=4).place == 4
-    assert take(limit=1000).place == 5
-
-
 def test_a_task_takes_one_place(store: str) -> None:
     """A message that is delivered twice meets itself, also where places are free."""
     assert take(limit=1000, task_id="id-1").place == 1
@@ -143,26 +130,6 @@ def test_each_release_lets_one_waiter_in(store: str) -> None:
         assert thread.submit(waiter.release).result(30)
         thread.shutdown()
     assert names_held() == set()
-
-
-@pytest.mark.parametrize("limit", [1, 3])
-def test_any_name_will_do(store: str, limit: int) -> None:
-    """A lock whose name ends like that of a place, or is long, is a lock as any other."""
-    for name in ("geo:place:17", "geo:place:2", ":place:3", "x" * 175, "é :place:2"):
-        locks = [cache_lock(name, limit=limit) for _ in range(limit)]
-        assert all(lock.acquire() for lock in locks)
-        assert not cache_lock(name, limit=limit).acquire()
-        for lock in locks:
-            lock.ensure()
-        if locate().store().wakes:
-            # It leaves its mark, and is woken long before its patience is over.
-            assert isinstance(take(limit, name=name, patience=0.0), HeldLock)
-            with ThreadPoolExecutor(1) as thread:
-                waiting = thread.submit(take, limit, name=name, lease=0.001, patience=60.0)
-                assert locks.pop().release() is True
-                assert isinstance(waiting.result(30), Acquired)
-        assert all(lock.release() for lock in locks)
-    wait_for(lambda: names_held() == set())
 
 
 def test_the_message_that_meets_itself_is_woken_by_its_own_run(use_store: UseStore) -> None:

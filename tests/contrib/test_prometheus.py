@@ -114,30 +114,6 @@ def test_figures(site: str, settings: Settings) -> None:
         assert each["relay_last_seen_timestamp_seconds", site] == pytest.approx(seen, abs=2)
 
 
-def test_counted_up_to_a_limit(site: str) -> None:
-    """
-    No query counts further than the limit; what is beyond it is shown as the limit.
-
-    Locks in local memory are no figures of the project: they are not exported.
-    """
-    hold("feed")
-    for _ in range(4):
-        rows.leave()
-        rows.leave_dead()
-        rows.begin(1)
-    OutboxMessage.objects.exclude(attempt="").update(resent=1)
-    with CaptureQueriesContext(connections[site]) as queries:
-        found = scrape(TableCollector(most=3))
-    assert found["outbox_messages", site, "pending"] == 3
-    assert found["outbox_messages", site, "dead"] == 3
-    assert found["stage_runs", site, "waiting"] == 3
-    assert found["stage_steps_overdue", site] == 3
-    assert not [key for key in found if "locks" in key[0] or "locks" in key]
-    counts = [query["sql"] for query in queries if "COUNT(" in query["sql"]]
-    assert counts
-    assert all("LIMIT 4" in sql for sql in counts)
-
-
 def test_sources_that_do_not_answer(site: str, fragile_redis: RedisServer) -> None:
     """Their figures are missing, and not zero, and their ``up`` is 0; those of others are there."""
     rows.leave()

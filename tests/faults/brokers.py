@@ -124,10 +124,7 @@ class RedisBroker(Broker):
 
     def _look(self) -> Any:
         """Return the clients, the messages that wait, and those given out, at one moment."""
-        with (
-            self.server.client(db=DATABASE) as client,
-            client.pipeline(transaction=True) as moment,
-        ):
+        with self.server.client(db=DATABASE) as client, client.pipeline(transaction=True) as moment:
             clients: Any = moment.client_list()
             return clients.lrange(QUEUE, 0, -1).hvals("unacked").execute()
 

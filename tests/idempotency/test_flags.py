@@ -243,15 +243,6 @@ def test_a_wish_to_run_again_is_an_error_under_at_most_once(
     assert [failure["error"] for failure in failures] == [wish]
 
 
-def test_a_reject_for_good_is_left_as_it_is(person: Person) -> None:
-    """A Reject that does not give the message back comes through."""
-    with (
-        pytest.raises(Reject, match="no such address"),
-        Person.do_once(person.pk, "is_welcome_email_sent", guarantee="at_most_once"),
-    ):
-        raise Reject("no such address", requeue=False)
-
-
 def test_an_outer_transaction_decides_without_durable(person: Person) -> None:
     """With durable=False a rollback of the outer transaction takes the flag back."""
     with pytest.raises(ValueError, match="no"), transaction.atomic():

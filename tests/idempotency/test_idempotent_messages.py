@@ -19,13 +19,12 @@ from django_celery_safe import (
     IdempotencyConflict,
     SafeTask,
     idempotent,
-    iter_locks,
     single_instance,
 )
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery import copies
 from django_celery_safe.events import TASK_OWN_COPY
-from django_celery_safe.idempotency.record_table import read_claim, record_table
+from django_celery_safe.idempotency.record_table import record_table
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import IdempotencyRecord
 from tests.concurrency.conftest import mailbox
@@ -324,29 +323,3 @@ def test_a_retry_without_delay_waits_for_the_end_of_its_run(
 
 
 # Keys, and kinds of tasks.
-
-
-def import_feed(feed_url: str, limit: Any = 10) -> Any:
-    """Return the locks and the records that there are."""
-    locks = [lock.name for lock in iter_locks()]
-    records = IdempotencyRecord.objects.annotate(asked_at=Now())
-    return [locks, [read_claim(record).name for record in records]]
-
-
-@pytest.mark.parametrize(
-    ("options", "args"), [({}, ("u",)), ({"key": ["limit", "feed_url"]}, ("u", (1, 2)))]
-)
-def test_its_keys_are_those_of_single_instance(
-    options: Any, args: tuple[Any, ...], mailbox: Mailbox, db: None, locks_in_memory: None
-) -> None:
-    """The same rule gives the same key."""
-    alone, once = single_instance(**options), idempotent(**options)
-    task = mailbox.task(alone(once(import_feed)), name="tests.import_feed")
-    task.apply_async(args)
-    message = mailbox.take_one()
-    state, (locks, records) = mailbox.deliver(message)
-    assert state == "SUCCESS"
-    assert locks == records
-    assert records[0].startswith("tests.import_feed:")
-    assert mailbox.deliver(message) == ("SUCCESS", [locks, records])
-    assert list(iter_locks()) == []

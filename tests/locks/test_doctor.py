@@ -1,20 +1,12 @@
 """``celery_locks doctor``, on stores that are well and on stores that are not."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from typing import Any
 
-import psutil
 import pytest
 from pytest_django import Settings
 
-from django_celery_safe import iter_locks
 from tests.commands import refused, run, status_of_program
-from tests.processes import wait_for
-from tests.processes.settings import settings_environment
 from tests.servers import RedisServer
 
 #: The verdict of each check on a Redis that also has the default cache, and on a database.
@@ -100,25 +92,3 @@ def test_a_broken_store_is_caught(
     found = verdicts(printed)
     assert found.get(check) == verdict, printed
     assert left_behind(redis_server) == set()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_one_that_is_ended(number: signal.Signals, in_redis: None) -> None:
-    """Ctrl-C, or the death of the doctor, ends its processes, and their locks end by lease."""
-    doctor = subprocess.Popen(
-        [sys.executable, "-m", "django", "celery_locks", "doctor"],
-        env={**os.environ, **settings_environment()},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    racers = psutil.Process(doctor.pid).children
-    wait_for(lambda: len(racers()) == 2 and list(iter_locks()), 60, "no race began")
-    children = racers()
-    if number == signal.SIGINT:
-        os.killpg(doctor.pid, number)  # as a terminal does
-    else:
-        doctor.kill()
-    assert doctor.wait(30) != 0
-    wait_for(lambda: not any(map(psutil.Process.is_running, children)), 30, "they still run")
-    wait_for(lambda: list(iter_locks()) == [], 30, "a lock is left")

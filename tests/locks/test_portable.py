@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from django.core.cache import cache
 from django.core.cache.backends.base import DEFAULT_TIMEOUT, BaseCache
 from pytest_django import Settings
 
@@ -17,8 +16,7 @@ from django_celery_safe.exceptions import (
     LockBackendError,
     LockLost,
 )
-from django_celery_safe.leases.holder import HeldLock, Holder
-from django_celery_safe.leases.store import Renewal
+from django_celery_safe.leases.holder import Holder
 from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from tests.clock import HeldClock
@@ -226,19 +224,3 @@ def test_an_extension_never_makes_two_trust(use: UseCache) -> None:
         assert lock.release() is False
     found = get_lock("x")
     assert found.token == "b" * 32
-
-
-def test_a_foreign_value_is_someone_unknown(use: UseCache) -> None:
-    """Something foreign under a lock's key is a held lock of an unknown holder, no crash."""
-    use(DictCache)
-    store = locate().store()
-    values: list[Any] = ["", "not ours", 17, b"\xff", ["a"], "a" * 32 + "[1]", False]
-    for value in values:
-        cache.set("celery_safe:lock:x", value, 60)
-        assert cache_lock("x").acquire() is False
-        found = find_lock("x")
-        assert isinstance(found, HeldLock)
-        assert str(found.holder) == ""
-        assert store.extend([Renewal("x", "b" * 32, 10)]) == [False]
-        assert store.release("x", "b" * 32) is False
-        assert cache.get("celery_safe:lock:x") == value

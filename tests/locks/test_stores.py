@@ -13,7 +13,7 @@ from django.db import connections, transaction
 from django.db.models import F
 from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
-from pytest_django import DjangoDbBlocker, Settings
+from pytest_django import Settings
 
 from django_celery_safe import (
     ConfigurationError,
@@ -31,10 +31,10 @@ from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
 from django_celery_safe.models import DatabaseLock
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase, MakeRedisCache, require
+from tests.conftest import MakeDatabase, MakeRedisCache
 from tests.locks.renewals import get_lock
-from tests.servers import PostgresServer, RedisServer, ServerPool
-from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
+from tests.servers import RedisServer
+from tests.servers.databases import without_autocommit
 
 REFUSED = {
     "django.core.cache.backends.filebased.FileBasedCache": "a read and then a write",
@@ -181,41 +181,6 @@ def test_two_round_trips(
     with redis_server.counting() as count, cache_lock("counted"):
         pass
     assert count.round_trips == 2
-
-
-def test_django_redis_and_rediscache_share_a_lock(
-    settings: Settings, redis_cache_settings: MakeRedisCache
-) -> None:
-    """The two Redis backends with one database and prefix see the same locks."""
-    settings.CACHES = {
-        **redis_cache_settings("django-redis", "default"),
-        **redis_cache_settings("django", "other"),
-    }
-    with cache_lock("x") as lock:
-        assert lock
-        settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "other"}
-        assert not cache_lock("x").acquire()
-
-
-def test_a_gone_postgres_is_not_a_held_lock(
-    settings: Settings, django_db_blocker: DjangoDbBlocker
-) -> None:
-    """With the lock database gone a request is a LockBackendError, and a body keeps its error."""
-    with ServerPool() as servers, django_db_blocker.unblock():
-        server: PostgresServer = require(servers, PostgresServer)
-        database = {**postgres_settings(server, "postgres")}
-        migrate(database)
-        with registered("fragile", database):
-            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "fragile"}
-            with pytest.raises(ZeroDivisionError), cache_lock("body"):
-                server.stop()
-                connections["fragile"].close()
-                raise ZeroDivisionError
-            with pytest.raises(LockBackendError, match="acquire"):
-                cache_lock("x").acquire()
-            server.start()
-            with cache_lock("x") as lock:
-                assert lock
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])

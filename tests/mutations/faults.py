@@ -22,12 +22,7 @@ MUTATIONS = {
             "self.asked_at = clock.now()",
             "a lease is trusted from the answer on, not from the request",
         ),
-        M(
-            "leases.lease:RENEW_AFTER",
-            "1 / 3",
-            "1 / 1",
-            "a lease is renewed only when it is over",
-        ),
+        M("leases.lease:RENEW_AFTER", "1 / 3", "1 / 1", "a lease is renewed only when it is over"),
         M(
             "leases.lease:Owner.find_end",
             "if self.thread() is None:",

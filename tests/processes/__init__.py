@@ -6,24 +6,12 @@ tests, ``functions`` runs test functions in processes of their own, ``worker``
 starts real Celery workers, ``oracles`` records what really happened.
 """
 
-from tests.processes.functions import (
-    FunctionFailed as FunctionFailed,
-)
-from tests.processes.functions import (
-    FunctionProcess as FunctionProcess,
-)
-from tests.processes.functions import (
-    meet as meet,
-)
-from tests.processes.functions import (
-    run_in_processes as run_in_processes,
-)
-from tests.processes.functions import (
-    start_in_process as start_in_process,
-)
-from tests.processes.functions import (
-    tell as tell,
-)
+from tests.processes.functions import FunctionFailed as FunctionFailed
+from tests.processes.functions import FunctionProcess as FunctionProcess
+from tests.processes.functions import meet as meet
+from tests.processes.functions import run_in_processes as run_in_processes
+from tests.processes.functions import start_in_process as start_in_process
+from tests.processes.functions import tell as tell
 from tests.processes.kept import KeptProcess as KeptProcess
 from tests.processes.oracles import Gauge as Gauge
 from tests.processes.oracles import Journal as Journal

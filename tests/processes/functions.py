@@ -130,9 +130,7 @@ class FunctionProcess:
 
 @contextmanager
 def start_in_process(
-    function: Callable[..., Any],
-    *args: Any,
-    settings: Mapping[str, Any] | None = None,
+    function: Callable[..., Any], *args: Any, settings: Mapping[str, Any] | None = None
 ) -> Iterator[FunctionProcess]:
     """
     Run a function in another process while the block runs.
@@ -149,10 +147,7 @@ def start_in_process(
 
 
 def run_in_processes(
-    function: Callable[..., Any],
-    count: int,
-    *args: Any,
-    timeout: float = 110,
+    function: Callable[..., Any], count: int, *args: Any, timeout: float = 110
 ) -> list[Any]:
     """
     Run one function in ``count`` processes at once and return their results.

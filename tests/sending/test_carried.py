@@ -728,27 +728,6 @@ def test_a_failure_that_can_not_be_recorded(
     assert carried.row.state == "running"
 
 
-@pytest.mark.parametrize("carried", ["postgres"], indirect=True)
-def test_a_forked_child_does_not_end_its_parent_s_task(carried: Carried) -> None:
-    """It leaves the function as the parent does, and the row is the parent's alone."""
-
-    def fork(task: Any) -> str:
-        child = os.fork()
-        if not child:
-            return "child"
-        os.waitpid(child, 0)
-        return carried.row.state
-
-    carried.body = fork
-    message = carried.send()
-    before = os.getpid()
-    outcome = carried.mailbox.deliver(message)
-    if os.getpid() != before:
-        os._exit(0)
-    assert outcome == ("SUCCESS", "running")
-    assert not carried.rows.exists()
-
-
 def test_a_call_and_the_setting_may_ask_for_it(carried: Carried, settings: "Settings") -> None:
     """outbox="until_done" is understood wherever outbox=True is; anything else is an error."""
     task = carried.make_task("tests.plain", outbox=None)

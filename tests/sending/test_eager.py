@@ -8,7 +8,7 @@ from celery import chain, chord, group, shared_task
 from celery.canvas import Signature
 from celery.result import AsyncResult, EagerResult, GroupResult
 from django.db import transaction
-from django.test import TestCase, TransactionTestCase, override_settings
+from django.test import TestCase, TransactionTestCase
 
 from django_celery_safe import SafeTask, send_on_commit
 from tests.app.celery import app
@@ -113,32 +113,6 @@ class EagerTests(Eager, TestCase):
                 assert result.get() == value
                 assert result.send_error is None
                 assert ids_in(result) == announced
-
-    def test_only_what_asks_for_the_commit_waits_for_it(self) -> None:
-        """By the option or the setting, as with a broker; all else is as in Celery."""
-        with self.captureOnCommitCallbacks(execute=True):
-            assert join.delay(1).get() == [1, {}]
-            later = join_later.delay(2)
-            with override_settings(DJANGO_CELERY_SAFE={"SEND_ON_COMMIT": True}):
-                other = join.delay(3)
-            assert effects == [[1, {}]]
-        assert effects == [[1, {}], 2, [3, {}]]
-        assert (later.get(), other.get()) == (2, [3, {}])
-
-    def test_arguments_are_those_of_the_call(self) -> None:
-        """They are copied, and arrive as a worker gets them: a tuple as a list."""
-        numbers, deep = [1], {"er": [1]}
-        signature = group(join.s(numbers), join.s(2))
-        with self.captureOnCommitCallbacks(execute=True):
-            join.delay_on_commit(numbers, (1, 2), deep=deep)
-            first, second = send_on_commit(signature), send_on_commit(signature)
-            numbers.append(2)
-            deep["er"].append(2)
-            signature.tasks[1].args = (3,)
-        assert effects == [[[1], [1, 2], {"deep": {"er": [1]}}], *[[[1], {}], [2, {}]] * 2]
-        assert first.get() == second.get() == effects[1:3]
-        # Each send of a signature has ids of its own.
-        assert len({first.id, second.id, *(part.id for part in [*first, *second])}) == 6
 
     def test_an_error_of_the_task_stays_in_its_result(self) -> None:
         """The callbacks after it run, also with ``task_eager_propagates``; the error is logged."""

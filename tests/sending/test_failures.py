@@ -11,13 +11,12 @@ from django.db import transaction
 from kombu.exceptions import OperationalError
 
 from django_celery_safe import send_on_commit
-from django_celery_safe.signals import task_send_failed, task_sent
+from django_celery_safe.signals import task_send_failed
 from tests.app.models import Person
 from tests.app.tasks import add, total
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, refusing
 from tests.sending.published import Published, ids_in
 from tests.sending.relaying import count_calls
-from tests.servers import RedisServer
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -73,29 +72,6 @@ def test_a_failed_send_is_told_and_harms_nothing(
         failure["task_id"] for failure in failures
     ]
     assert {record.exc_info[1] for record in records if record.exc_info} == {result.send_error}
-
-
-def test_the_others_go_out_when_the_broker_refuses_one_message(
-    sent: Sent, redis_server: RedisServer
-) -> None:
-    """A broker that refuses one member of a group, but is there, gets the other members."""
-    with redis_server.client(db=1) as client:
-        client.set("broken", "no list, so nothing can be pushed")
-        with (
-            hearing(task_send_failed) as failures,
-            hearing(task_sent) as successes,
-            transaction.atomic(),
-        ):
-            members = [add.s(1), add.s(2).set(queue="broken"), add.s(3)]
-            result = send_on_commit(group(members), retry_policy=ONE_TRY)
-            chained = send_on_commit(chain(add.s(4), add.s(5)))
-        client.delete("broken")
-    kept = [result[0].id, result[2].id, chained.parent.id]
-    assert [failure["task_id"] for failure in failures] == [result[1].id]
-    assert [success["task_id"] for success in successes] == kept
-    assert [message.id for message in sent()] == kept
-    assert "WRONGTYPE" in str(result.send_error)
-    assert chained.send_error is None
 
 
 def test_only_a_chord_needs_its_result_backend(

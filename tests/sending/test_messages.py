@@ -1,7 +1,6 @@
 """A send on commit publishes the same messages as a plain send, under the announced ids."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -131,15 +130,3 @@ def test_the_broker_named_in_the_call_gets_the_message(
         elsewhere = {message.id for message in take_published(redis_server, database=3)}
     assert elsewhere == {by_connection.id, by_producer.id, *(part.id for part in of_group)}
     assert sent() == []
-
-
-def test_two_connections_of_one_url_get_a_message_each(redis_server: RedisServer) -> None:
-    """Their options differ, which the URL does not show; one commit sends through both."""
-    url, prefixes = redis_server.database_url(3), ("blue:", "green:")
-    with ExitStack() as stack, redis_server.client(db=3) as client:
-        with transaction.atomic():
-            for prefix in prefixes:
-                connection = Connection(url, transport_options={"global_keyprefix": prefix})
-                add.apply_async_on_commit((1,), connection=stack.enter_context(connection))
-        assert [client.llen(f"{prefix}celery") for prefix in prefixes] == [1, 1]
-        client.flushdb()

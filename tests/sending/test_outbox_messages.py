@@ -19,7 +19,7 @@ import pytest
 from amqp import PreconditionFailed
 from celery import Celery, _state, chain, chord, shared_task
 from celery.canvas import Signature
-from celery.signals import after_task_publish, before_task_publish
+from celery.signals import after_task_publish
 from django.db import connections, transaction
 from kombu import Exchange, Queue, binding
 
@@ -29,7 +29,6 @@ from django_celery_safe.models import OutboxMessage
 from django_celery_safe.sending.relay import Relay
 from tests.app.tasks import add, note, total
 from tests.conftest import MakeRedisCache
-from tests.listening import receiving
 from tests.processes import wait_for
 from tests.sending.conftest import hearing
 from tests.sending.published import Published, run_here
@@ -388,25 +387,6 @@ def test_the_relay_declares_a_queue_as_the_sender_would(make_line: MakeLine) -> 
             assert len(line.take()) == 1
         with pytest.raises(PreconditionFailed):
             Queue("all", max_priority=3)(connection.default_channel).queue_declare()
-
-
-def test_what_receivers_change_before_the_publication_is_kept(make_line: MakeLine) -> None:
-    """A before_task_publish receiver runs at the send, once, and what it changes is relayed."""
-    line = make_line()
-    calls = []
-
-    def change(headers: Any, properties: Any, declare: Any, body: Any, **_: Any) -> None:
-        calls.append(headers["id"])
-        headers.update(trace={"span": len(TRACE)}, shadow="changed")
-        properties.update(priority=7, app_id="receiver", reply_to="others")
-        body[1]["y"] = 40
-
-    with receiving(before_task_publish, change):
-        direct, _ = line.directly()
-        relayed, result = line.relayed()
-        assert calls[1:] == [result.id]
-    assert comparable(relayed) == comparable(direct)
-    assert relayed[0].body[1] == {"y": 40}
 
 
 @pytest.mark.parametrize("name", ["headers", "declaration", "protocol 1"])

@@ -17,7 +17,7 @@ from django_celery_safe.models import OutboxMessage
 from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending.message_table import message_table
 from tests.plans import plan_of
-from tests.processes import meet, run_in_processes, start_in_process, tell, wait_for
+from tests.processes import start_in_process, tell, wait_for
 
 TABLE = OutboxMessage._meta.db_table
 MINUTE = timedelta(minutes=1)
@@ -106,17 +106,6 @@ def test_each_row_is_in_one_state(alias: str) -> None:
 
 
 @pytest.mark.sql
-def test_claim_takes_the_longest_waiting_first(alias: str) -> None:
-    """At most as many as wanted, in the order of ``due_at`` and then of their keys."""
-    third, first, second = (make(alias, due_at=-n * MINUTE)[0] for n in (1, 3, 2))
-    table(alias).filter(pk=third).update(due_at=table(alias).get(pk=second).due_at)
-    make(alias, due_at=MINUTE)
-    assert keys(table(alias).claim(2, MINUTE, TOKEN)) == [first, min(second, third)]
-    assert keys(table(alias).claim(100, MINUTE, TOKEN)) == [max(second, third)]
-    assert keys(table(alias).claim(100, MINUTE, TOKEN)) == []
-
-
-@pytest.mark.sql
 def test_claimed_rows_are_due_when_the_lease_is_over(alias: str) -> None:
     """Until then nobody gets them; then anybody does, and whoever claimed them had not to act."""
     row = one_of_each(alias)
@@ -153,15 +142,6 @@ def test_a_claim_takes_no_more_than_fits_into_memory(
     assert table(alias).due().count() == 0
 
 
-def test_a_claim_counts_all_of_a_row(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Headers and what a chord needs may be as large as a body."""
-    made = make(alias, 3, due_at=-SECOND)
-    table(alias).filter(pk=made[0]).update(properties="x" * 2000)
-    table(alias).filter(pk=made[1]).update(chord_calls="x" * 2000)
-    monkeypatch.setattr(batches, "BATCH_BYTES", 3000)
-    assert [keys(table(alias).claim(100, MINUTE, TOKEN)) for _ in range(2)] == [made[:1], made[1:]]
-
-
 @pytest.mark.sql
 def test_a_claim_that_begins_later_passes_by_what_was_due_before(alias: str) -> None:
     """It takes rows from that moment on, and each says when it was due."""
@@ -170,36 +150,6 @@ def test_a_claim_that_begins_later_passes_by_what_was_due_before(alias: str) -> 
     (row,) = table(alias).claim(100, MINUTE, TOKEN, since=since)
     assert (row.pk, row.due_at) == (late, since)
     assert keys(table(alias).claim(100, MINUTE, TOKEN)) == [early]
-
-
-def claim_all(alias: str) -> list[int]:
-    """Claim a few rows at a time until none is due; return the keys, each as often as got."""
-    got: list[int] = []
-    meet()
-    while claimed := table(alias).claim(7, 10 * MINUTE, TOKEN):
-        got += keys(claimed)
-    return got
-
-
-@pytest.mark.sql
-def test_no_two_processes_claim_the_same_row(alias: str) -> None:
-    """Four that race get every row, each of them once."""
-    race(alias)
-
-
-def test_no_two_processes_claim_the_same_row_in_the_default_mode_of_sqlite(
-    sqlite_alias: str,
-) -> None:
-    """Two transactions that have read, and both want to write, do not both claim a row."""
-    race(sqlite_alias)
-
-
-def race(alias: str) -> None:
-    """Let four processes claim all rows at once."""
-    made = make(alias, 84, due_at=-SECOND)
-    got = run_in_processes(claim_all, 4, alias)
-    claimed = [key for part in got for key in part]
-    assert sorted(claimed) == made
 
 
 def claim_and_wait(alias: str) -> None:
@@ -306,19 +256,6 @@ def test_fail_backs_off_and_then_sets_aside(alias: str) -> None:
     assert not table(alias).pending().exists()
 
 
-@pytest.mark.parametrize("attempts", [1, 9])
-def test_fail_comes_too_late(attempts: int, alias: str) -> None:
-    """A row that somebody else sent meanwhile stays sent, and one that is gone stays gone."""
-    kept, gone = make(alias, 2, due_at=-SECOND)
-    claimed = table(alias).claim(2, MINUTE, TOKEN)
-    table(alias).filter(pk=kept).update(state="sent", due_at=None, token="")
-    table(alias).filter(pk=gone).erase()
-    for row in claimed:
-        row.fail("late", attempts=attempts)
-    (row,) = table(alias).all()
-    assert (row.pk, row.attempts, row.error, row.state, row.due_at) == (kept, 0, "", "sent", None)
-
-
 def test_revive(alias: str) -> None:
     """The dead, and those that wait, are due now with all attempts before them; sent ones not."""
     row = one_of_each(alias)
@@ -330,15 +267,6 @@ def test_revive(alias: str) -> None:
     assert set(keys(everything.due())) == set(row.values()) - {row["sent"]}
     assert {one.attempts for one in everything.all()} == {0}
     assert keys(everything.sent()) == [row["sent"]]
-
-
-@pytest.mark.sql
-def test_discard(alias: str) -> None:
-    """Unsent messages are discarded, and sent ones stay."""
-    row = one_of_each(alias)
-    assert table(alias).filter(pk=row["dead"]).discard() == 1
-    assert table(alias).discard() == 3
-    assert keys(table(alias).all()) == [row["sent"]]
 
 
 @pytest.mark.sql

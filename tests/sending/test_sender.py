@@ -25,7 +25,6 @@ from django_celery_safe.databases import Now
 from django_celery_safe.models import OutboxMessage
 from django_celery_safe.models.message_states import OutboxMessages
 from django_celery_safe.sending import broker as broker_module
-from django_celery_safe.sending import publisher as publisher_module
 from django_celery_safe.sending import sender as sender_module
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_send_failed
@@ -168,27 +167,6 @@ def test_a_test_runs_only_the_callbacks_of_its_block(alias: str, sent: Sent) -> 
 
     Case().debug()
     assert ids(sent()) == inside
-
-
-def test_messages_with_one_task_id_keep_their_own_rows(
-    alias: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second is refused by the broker: a relay sends the second, and not the first again."""
-    put, puts = publisher_module.put, list[Any]()
-
-    def refuse_second(message: Any, *args: Any, **options: Any) -> None:
-        puts.append(message)
-        if len(puts) == 2:
-            raise ValueError("refused")
-        put(message, *args, **options)
-
-    monkeypatch.setattr(publisher_module, "put", refuse_second)
-    twins = group(add.si(n, n).set(task_id="same") for n in (1, 2))
-    send_on_commit(twins, using=alias, outbox=True)
-    table(alias).update(due_at=Now() - timedelta(seconds=1))
-    with closing(Relay(alias)) as relay:
-        relay.drain()
-    assert sorted(one.body[0] for one in sent()) == [[1, 1], [2, 2]]
 
 
 # One wait for all.

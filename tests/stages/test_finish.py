@@ -70,24 +70,6 @@ def test_the_step_stays_done_whatever_happens_after_it(end: str, staged: Staged)
     assert (run.status, run.params, staged.calls) == ("running", {"a": 1}, ["a"])
 
 
-def test_a_process_that_dies_after_it(staged: Staged) -> None:
-    """The run that comes after that returns the result, and the step ends; it is not called."""
-
-    def work(task: Any) -> None:
-        current_claim().finish({"a": 1})
-        raise KeyboardInterrupt
-
-    staged.bodies["a"] = work
-    run = staged.start("a", "b")
-    message = staged.take_one()
-    with pytest.raises(KeyboardInterrupt):
-        staged.deliver(message)
-    assert (shown(run), staged.take()) == ("ww", [])
-    assert staged.deliver(message) == ("SUCCESS", {"a": 1})
-    run.refresh_from_db()
-    assert (shown(run), run.params, staged.calls) == ("sw", {"a": 1}, ["a"])
-
-
 def test_the_next_stage_begins_although_another_callback_of_the_commit_failed(
     staged: Staged,
 ) -> None:

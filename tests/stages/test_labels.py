@@ -7,14 +7,9 @@ from typing import Any, Final
 
 import pytest
 from django.db import connections, transaction
-from django.utils.translation import gettext_lazy
 
 from django_celery_safe import AlreadyStarted, ConfigurationError, IllegalTransition, stages
 from django_celery_safe.models import StageRun
-from tests.processes import wait_for
-from tests.routing import runs_in
-from tests.servers import PostgresServer
-from tests.servers.databases import waits_for_a_lock
 from tests.stages.test_messages import Staged, refuse
 
 KEY: Final = "album:7"
@@ -94,31 +89,6 @@ def test_starts_at_the_same_time(staged: Staged) -> None:
     assert len({pk for _, pk in found}) == 1
 
 
-def test_others_wait_for_a_start_that_is_rolled_back(
-    mailbox: Any, postgres_alias: str, postgres_server: PostgresServer
-) -> None:
-    """One of those that wait for its key begins its run then, and the others hear of that run."""
-    plan = stages.make_plan([(Staged(mailbox, postgres_alias).task, 1, {"name": "a"})])
-
-    def start_too(_: int) -> bool:
-        try:
-            stages.start(plan, key=KEY)
-        except AlreadyStarted:
-            return False
-        finally:
-            connections[postgres_alias].close()
-        return True
-
-    with runs_in(postgres_alias), ThreadPoolExecutor(STARTS) as pool:
-        with transaction.atomic(using=postgres_alias):
-            stages.start(plan, key=KEY)
-            found = pool.map(start_too, range(STARTS))
-            wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias) == STARTS, 60)
-            transaction.set_rollback(True, using=postgres_alias)
-        assert sorted(found) == [False] * (STARTS - 1) + [True]
-    assert StageRun.objects.using(postgres_alias).count() == 1
-
-
 def test_a_start_that_is_rolled_back_leaves_the_key(staged: Staged) -> None:
     """Inside atomic() a key is taken with the commit, and a refused start harms nothing else."""
     with transaction.atomic(using=staged.alias):
@@ -151,22 +121,6 @@ def test_a_run_whose_key_is_taken_can_not_be_resumed(staged: Staged) -> None:
     staged.deliver_all()
     failed.refresh_from_db()
     assert failed.status == "succeeded"
-
-
-def test_texts_that_can_be_kept(staged: Staged) -> None:
-    """A name may be lazy, long and of any characters; an address may be an object's."""
-
-    class Album:
-        def get_absolute_url(self) -> str:
-            return "/albums/7/"
-
-    run = start(staged, name=gettext_lazy("Save"), url=Album())
-    assert (run.name, run.url) == ("Save", "/albums/7/")
-    assert (str(run), run.title) == (f"run {run.pk} (Save)", f"Run {run.pk} (Save)")
-    long = start(staged, key="", name="相" * 300 + "\0", url="https://example.com/?a=1")
-    assert (len(long.name), long.name[-2:]) == (255, "相…")
-    plain = start(staged, key="")
-    assert (plain.key, plain.active_key, plain.name, plain.url) == ("", None, "", "")
 
 
 @pytest.mark.parametrize(

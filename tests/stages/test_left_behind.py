@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import current_claim
@@ -72,17 +72,6 @@ def test_a_step_that_nobody_began_is_sent_again(staged: Staged) -> None:
     assert (step.resent, step.waits_s >= 0) == (1, True)
     staged.deliver(again)
     assert (*statuses(run), run.steps.overdue().exists()) == ("running", "sw", False)
-
-
-def test_a_process_that_dies_right_after_the_start(staged: Staged) -> None:
-    """Its messages are in the outbox, and a relay sends them."""
-    with transaction.atomic(using=staged.alias):
-        run = staged.start("a")
-        connections[staged.alias].run_on_commit.clear()
-    assert staged.take() == []
-    for message in relay(staged):
-        staged.deliver(message)
-    assert statuses(run) == ("succeeded", "s")
 
 
 @pytest.mark.sql

@@ -156,27 +156,6 @@ def test_a_canvas_goes_on_over_a_duplicate(on_commit: bool, tmp_path: Path) -> N
     assert {place: lock and lock.holder.task_id for place, lock in locks.items()} == first
 
 
-@sent_either_way
-def test_links_go_on_over_a_duplicate(on_commit: bool, journal: Journal) -> None:
-    """A duplicate as link and as link_error does nothing, and its own links run."""
-    parts = Parts(journal)
-    as_error, linking = Parts(journal).twin, Parts(journal).twin
-    once.apply_async((parts.path,), countdown=LATER)
-    before = parts.step("before").set(link=[parts.twin])
-    failing = fail.si(parts.path).set(link_error=[as_error])
-    linking.set(link=[parts.step("after")], link_error=[parts.step("no error")])
-    send(before, on_commit)
-    send(linking, on_commit)
-    failed = send(failing, on_commit)
-    for twin in (parts.twin, as_error, linking):
-        assert app.AsyncResult(twin.options["task_id"]).get(timeout=SOON) is None
-    with pytest.raises(KeyError):
-        failed.get(timeout=SOON)
-    wait_for(lambda: journal.count("after"), SOON)
-    finish_all()
-    assert effects_in(journal) == ["after", "before", "failed"]
-
-
 # Conflicts at the run.
 
 

@@ -17,13 +17,7 @@ from django.utils.module_loading import import_string
 from django_celery_safe.exceptions import CelerySafeError
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks.lock import CacheLock
-from tests.faults.locks.plan import (
-    ASKING,
-    HOLDING,
-    IDLE,
-    Board,
-    Plan,
-)
+from tests.faults.locks.plan import ASKING, HOLDING, IDLE, Board, Plan
 from tests.faults.locks.records import NO, YES, Record, is_operation
 from tests.faults.locks.resource import Resource
 from tests.processes import tell, wait_for

@@ -76,10 +76,7 @@ def welcome_at_last(self: Any, folder: str, name: str) -> None:
 def break_relay(fault: str, folder: Path) -> None:
     """Let this process relay with a fault, if that is one of relays."""
     CursorRelay.cursor = folder / "cursor"
-    broken: dict[Any, Callable[..., Any]] = {
-        "last-id": CursorRelay,
-        "delete-first": DeletingRelay,
-    }
+    broken: dict[Any, Callable[..., Any]] = {"last-id": CursorRelay, "delete-first": DeletingRelay}
     if fault in broken:
         from django_celery_safe.management.commands import celery_outbox
 

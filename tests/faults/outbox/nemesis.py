@@ -32,10 +32,7 @@ HITS = {"inside the publication": 5, "after a publication": 5, "after the public
 GONE, BETWEEN = (0.3, 2.0), (0.5, 2.5)
 
 #: URLs of a port without a server: that of TCP's own multiplexer.
-NOBODY = {
-    "redis": "redis://127.0.0.1:1/1",
-    "rabbitmq": "amqp://guest:guest@127.0.0.1:1//",
-}
+NOBODY = {"redis": "redis://127.0.0.1:1/1", "rabbitmq": "amqp://guest:guest@127.0.0.1:1//"}
 
 
 class Victim:

@@ -57,10 +57,7 @@ PLACES: Final[Mapping[str, Mapping[str, Place]]] = {
         "after the publication": Place(Publisher, "publish", "after"),
         "after the delete": Place(Sender, "send_all", "after"),
     },
-    CUT_OFF: {
-        "after the INSERT": Place(commit, "keep", "after"),
-        "after the commit": COMMITTED,
-    },
+    CUT_OFF: {"after the INSERT": Place(commit, "keep", "after"), "after the commit": COMMITTED},
     RELAY: {
         # Where rows were claimed, or nearly; not where none was due.
         "after the claim's SELECT": Place(OutboxMessages, "_lock_fitting", "after", bool),

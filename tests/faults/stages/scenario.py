@@ -49,11 +49,7 @@ def record(plan: Plan, lab: Lab) -> History:
     began, starting = time.monotonic(), lab.start(start_runs, plan)
     runs = StageRun.objects.using(alias)
     trouble = Troublemaker(
-        plan,
-        workers,
-        witness,
-        broker,
-        lambda: runs.count() if starting.running else plan.runs,
+        plan, workers, witness, broker, lambda: runs.count() if starting.running else plan.runs
     )
 
     def is_over(still: Stillness) -> bool:
