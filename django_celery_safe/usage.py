@@ -8,16 +8,10 @@ from types import FrameType
 from typing import Final
 
 #: Packages that a call passes through; the reported place is outside of them.
-PASSED: Final = (
-    "celery",
-    "kombu",
-    "django_celery_safe",
-    "billiard",
-    "click",
-    "concurrent",
-    "contextlib",
-    "threading",
-)
+PASSED: Final = {
+    *("celery", "kombu", "billiard", "click", "django_celery_safe"),
+    *("concurrent", "contextlib", "threading", "runpy"),
+}
 #: The reported place if no code of the project is found: a chain, a retry, beat.
 CELERY_ITSELF: Final = "Celery itself"
 
@@ -38,4 +32,4 @@ def _is_passed(frame: FrameType) -> bool:
         # Celery's own program, or `python -m celery`.
         path = Path(frame.f_code.co_filename)
         return path.stem == "celery" or path.parts[-2:] == ("celery", "__main__.py")
-    return module.partition(".")[0] in PASSED or module == "runpy"
+    return module.partition(".")[0] in PASSED

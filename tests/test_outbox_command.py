@@ -23,9 +23,8 @@ from pytest_django import Settings
 from django_celery_safe import send_on_commit
 from django_celery_safe.databases import Now
 from django_celery_safe.leases.holder import Holder, encode_holder
-from django_celery_safe.management.commands.celery_outbox import run_all
+from django_celery_safe.management.commands.celery_outbox import kept_heartbeat, run_all
 from django_celery_safe.management.console import age
-from django_celery_safe.management.heartbeat import kept_heartbeat
 from django_celery_safe.models import OutboxMessage, OutboxRelay
 from django_celery_safe.sending.relay import Relay
 from django_celery_safe.signals import task_sent

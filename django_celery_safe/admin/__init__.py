@@ -7,13 +7,8 @@ permission, a log entry and, if it can't be undone, a confirmation. ``overview``
 
 from __future__ import annotations
 
-from .locks import LockAdmin
-from .tables import IdempotencyRecordAdmin, OutboxMessageAdmin, StageRunAdmin, StageStepAdmin
-
-__all__ = [
-    "IdempotencyRecordAdmin",
-    "LockAdmin",
-    "OutboxMessageAdmin",
-    "StageRunAdmin",
-    "StageStepAdmin",
-]
+from .locks import LockAdmin as LockAdmin
+from .tables import IdempotencyRecordAdmin as IdempotencyRecordAdmin
+from .tables import OutboxMessageAdmin as OutboxMessageAdmin
+from .tables import StageRunAdmin as StageRunAdmin
+from .tables import StageStepAdmin as StageStepAdmin

@@ -19,7 +19,7 @@ from django.core.checks import CheckMessage
 from django.db import connections
 
 from ..exceptions import ConfigurationError
-from ..inspection.findings import PREFIX
+from ..inspection.lock_store import PREFIX
 from ..locks.stores.local import set_pool_processes
 from ..texts import get_logger
 from .broker import check_broker, check_lost_tasks, check_redelivery

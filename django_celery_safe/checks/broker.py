@@ -7,9 +7,8 @@ from typing import Final
 
 from django.core.checks import CheckMessage
 
-from .. import conf
 from ..concurrency.guard import find_guarded
-from ..inspection.findings import fault
+from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
 from .project import Project, count, is_carried, is_done_once, is_fallback
 
@@ -59,13 +58,11 @@ def check_lost_tasks(project: Project) -> Iterator[CheckMessage]:
             f"{count(lost, 'does its work', 'do their work')} once, but without acks_late and "
             f"reject_on_worker_lost: if the process is killed, the message is gone, and the work "
             f"is never done.",
-            f'Set outbox="until_done" (for all tasks: {conf.NAME} = {{"OUTBOX": "until_done"}}): a '
-            f"relay sends the task again, and counts its deaths. Or set acks_late=True and "
-            f"reject_on_worker_lost=True (for all: CELERY_TASK_ACKS_LATE and "
-            f"CELERY_TASK_REJECT_ON_WORKER_LOST), and for the workers "
-            f"CELERY_WORKER_PREFETCH_MULTIPLIER = 1, with Redis also "
-            f"CELERY_WORKER_DISABLE_PREFETCH = True: otherwise one holds messages that others "
-            f"could run. Nothing counts deaths then.",
+            'Set outbox="until_done": a relay sends the task again, and counts its deaths. Or set '
+            "acks_late=True and reject_on_worker_lost=True (for all: CELERY_TASK_ACKS_LATE and "
+            "CELERY_TASK_REJECT_ON_WORKER_LOST), and for the workers "
+            "CELERY_WORKER_PREFETCH_MULTIPLIER = 1, with Redis also "
+            "CELERY_WORKER_DISABLE_PREFETCH = True. Nothing counts deaths then.",
         )
 
 

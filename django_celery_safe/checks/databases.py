@@ -17,7 +17,7 @@ from ..delivery.call import layers
 from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
 from ..idempotency import Idempotent, IdempotentMixin
-from ..inspection.findings import fault
+from ..inspection.lock_store import fault
 from ..sending.outbox import outbox_aliases
 from ..transactions import lacks_table
 from .project import RELAY_TASK, Project, count

@@ -13,7 +13,7 @@ from ..delivery.call import layers, load_tasks
 from ..delivery.copies import visibility_timeout
 from ..foreign_errors import describe_error
 from ..idempotency import Idempotent
-from ..inspection.findings import fault
+from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
 from ..sending.outbox import UNTIL_DONE, task_wants_outbox
 from ..stages.plan import get_step_layer

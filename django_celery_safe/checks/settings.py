@@ -9,7 +9,7 @@ from django.core.checks import CheckMessage
 from .. import conf
 from ..exceptions import ConfigurationError
 from ..inspection import lock_store
-from ..inspection.findings import fault
+from ..inspection.lock_store import fault
 from .project import Project
 
 

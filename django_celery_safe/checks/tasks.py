@@ -9,7 +9,7 @@ from django.core.checks import CheckMessage
 
 from ..concurrency.guard import find_guarded
 from ..concurrency.options import Options
-from ..inspection.findings import fault
+from ..inspection.lock_store import fault
 from ..sending import SafeTaskMixin
 from ..sending.option_names import find_misspelt
 from .project import Project, is_carried

@@ -9,7 +9,6 @@ events of its own process, so every process calls it. docs/reference/signals.md 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeAlias
 from weakref import WeakSet
@@ -112,10 +111,14 @@ class TableCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Query every source, even if another source fails, and return the figures."""
-        families = _make_families()
-        with _leaving_no_connection():
+        families, open_before = _make_families(), _find_open()
+        try:
             for name, value, labels in self._iter_samples():
                 families[name].add_metric(labels, value)
+        finally:
+            # A metrics server uses a thread for each scrape, which would leave its connections.
+            for alias in _find_open() - open_before:
+                connections[alias].close()
         return list(families.values())
 
     def _iter_samples(self) -> Iterator[Sample]:
@@ -170,17 +173,7 @@ def _make_families() -> dict[str, GaugeMetricFamily]:
     }
 
 
-@contextmanager
-def _leaving_no_connection() -> Iterator[None]:
-    """Close connections that the block opens: a metrics server uses a thread for each scrape."""
-    open_before = {each.alias for each in _open_connections()}
-    try:
-        yield
-    finally:
-        for each in _open_connections():
-            if each.alias not in open_before:
-                each.close()
-
-
-def _open_connections() -> list[Any]:
-    return [each for each in connections.all(initialized_only=True) if each.connection is not None]
+def _find_open() -> set[str]:
+    """Return the aliases of the databases to which this thread is connected."""
+    opened = connections.all(initialized_only=True)
+    return {each.alias for each in opened if each.connection is not None}

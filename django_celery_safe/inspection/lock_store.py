@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from django.conf import settings
+from django.core import checks
 from django.core.checks import CheckMessage
 from django.db import DEFAULT_DB_ALIAS
 
@@ -22,10 +23,18 @@ from ..foreign_errors import describe_error
 from ..leases.holder import describe_holder
 from ..locks.stores import USE_INSTEAD, emptied_with_locks, locate
 from ..locks.stores.base import Store
-from .findings import fault
+from ..texts import printable
 
+#: Stands before the id of a message, and is the tag of the checks.
+PREFIX: Final = "django_celery_safe"
 #: Lease of the test lock, s: if the process is killed, the lock stays held for this time.
 TRIED_LEASE: Final = 10.0
+
+
+def fault(id_: str, text: str, hint: str) -> CheckMessage:
+    """Return the message of a system check: an error or, if the id begins with W, a warning."""
+    kind = checks.Error if id_.startswith("E") else checks.Warning
+    return kind(printable(text), hint=hint, id=f"{PREFIX}.{id_}")
 
 
 def check_place() -> list[CheckMessage]:

@@ -16,6 +16,7 @@ from django_celery_safe import (
 from django_celery_safe.leases.holder import HeldLock
 from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.locks.stores.local import LocalStore
+from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, MakeDatabase
 from tests.locks.lines import Line, line_to
@@ -123,3 +124,18 @@ def test_a_lock_outlives_the_silence_of_the_connection_that_renews_it(
             clock.jump(13, settle=False)
             wait_for(lambda: later.remaining > 25 and lock.remaining > 25, 30, "not renewed")
     assert not losses
+
+
+def test_a_greeting_is_no_part_of_the_lease(
+    in_redis: None, clock: HeldClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease begins with its request, however long it took to connect to the server."""
+    open_connection = Connections._open
+
+    def open_late(own: Connections, within: float | None = None) -> Any:
+        clock.jump(31)
+        return open_connection(own, within)
+
+    monkeypatch.setattr(Connections, "_open", open_late)
+    with cache_lock("greeted", timeout=30) as lock:
+        assert lock.remaining > 29

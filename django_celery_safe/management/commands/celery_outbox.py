@@ -7,10 +7,11 @@ import signal
 import threading
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 
 from celery import current_app
@@ -25,7 +26,6 @@ from ...sending.outbox import outbox_aliases
 from ...sending.relay import Relay, drain_all
 from ...texts import duration, printable
 from ..console import MOST_LISTED, NOT_ASKED, ActionCommand, add_json, add_no_input, age
-from ..heartbeat import kept_heartbeat
 
 #: Up to how many messages of a state are counted.
 MOST_COUNTED: Final = 10_000
@@ -254,6 +254,39 @@ def describe_outbox(alias: str, outbox: OutboxFigures) -> list[object]:
     relay = outbox.relay
     seen = ("never", "") if relay is None else (f"{duration(relay.ago_s)} ago", relay.name)
     return [alias, *counts, duration(outbox.oldest_s), *seen]
+
+
+@contextmanager
+def kept_heartbeat(path: str, relays: Sequence[Relay]) -> Iterator[Callable[[], None]]:
+    """
+    Keep a file during the block; yield a function that touches it after turns of all relays.
+
+    A relay that waits for a broker or database also takes turns, because a restart of its
+    process would not help. A relay that hangs takes no turns.
+
+    Raises:
+        CommandError: The file can't be written.
+    """
+    file = Path(path)
+    try:
+        file.touch()
+    except OSError as error:
+        raise CommandError(f"--heartbeat-file can't be written: {error}") from error
+    seen = [relay.turns for relay in relays]
+
+    def touch() -> None:
+        turns = [relay.turns for relay in relays]
+        if all(now > before for now, before in zip(turns, seen, strict=True)):
+            # If this fails, the probe sees an old file, but relaying continues.
+            with suppress(OSError):
+                file.touch()
+            seen[:] = turns
+
+    try:
+        yield touch
+    finally:
+        with suppress(OSError):
+            file.unlink()
 
 
 @contextmanager
