@@ -102,16 +102,6 @@ def test_a_task_takes_one_place(store: str) -> None:
         assert take(limit=3, name=task_id, task_id=task_id).holder.task_id == task_id
 
 
-def test_the_place_whose_lease_ends_first_is_told(store: str) -> None:
-    """A waiter knows by that when a place may be free at the latest."""
-    for name, lease in {"few": 50.0, "few:place:2": 20.0, "few:place:3": 80.0}.items():
-        assert isinstance(take(limit=1, name=name, lease=lease), Acquired)
-    lock = cache_lock("few", limit=3)
-    assert not lock.acquire()
-    assert lock.contender is not None
-    assert lock.contender.name == "few:place:2"
-
-
 @pytest.mark.parametrize("store", ["django-redis", "cluster", "local"], indirect=True)
 def test_each_release_lets_one_waiter_in(store: str) -> None:
     """Three waiters get as many places as were freed."""

@@ -81,13 +81,6 @@ def test_what_is_no_name_is_refused() -> None:
             cache_lock(name)
 
 
-def test_an_unknown_cache_is_named(settings: Settings) -> None:
-    """A cache alias that does not exist is named, with those that do."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "defualt"}
-    with pytest.raises(ConfigurationError, match=r"'defualt'.*Did you mean 'default'"):
-        cache_lock("x").acquire()
-
-
 def test_the_lease_is_the_settings(settings: Settings) -> None:
     """Without a timeout the lease is LOCK_TIMEOUT, read when the lock is acquired."""
     lock = cache_lock("settings")

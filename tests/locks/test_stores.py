@@ -13,7 +13,7 @@ from django.db import connections, transaction
 from django.db.models import F
 from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
-from pytest_django import Settings
+from pytest_django import DjangoDbBlocker, Settings
 
 from django_celery_safe import (
     ConfigurationError,
@@ -31,10 +31,10 @@ from django_celery_safe.locks.stores.database import DatabaseStore
 from django_celery_safe.locks.stores.local import LocalStore, set_pool_processes
 from django_celery_safe.models import DatabaseLock
 from tests.clock import HeldClock
-from tests.conftest import MakeDatabase, MakeRedisCache
+from tests.conftest import MakeDatabase, MakeRedisCache, require
 from tests.locks.renewals import get_lock
-from tests.servers import RedisServer
-from tests.servers.databases import without_autocommit
+from tests.servers import PostgresServer, RedisServer, ServerPool
+from tests.servers.databases import migrate, postgres_settings, registered, without_autocommit
 
 REFUSED = {
     "django.core.cache.backends.filebased.FileBasedCache": "a read and then a write",
@@ -103,13 +103,6 @@ def test_local_memory_is_refused_in_a_pool_of_processes(locks_in_memory: None) -
             cache_lock("x").acquire()
     finally:
         set_pool_processes(1)
-
-
-def test_an_unknown_lock_database_is_named(settings: Settings) -> None:
-    """LOCK_DATABASE with an alias that does not exist is an error that lists those that do."""
-    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "lock"}
-    with pytest.raises(ConfigurationError, match="'lock', which DATABASES does not have"):
-        cache_lock("x").acquire()
 
 
 def test_a_missing_table_says_what_to_run(settings: Settings, make_database: MakeDatabase) -> None:
@@ -339,3 +332,24 @@ def test_holders_leave_the_pool_to_others(pooled: str) -> None:
 
     with ThreadPoolExecutor(3) as threads:
         assert all(threads.map(hold, range(3)))
+
+
+def test_a_gone_postgres_is_not_a_held_lock(
+    settings: Settings, django_db_blocker: DjangoDbBlocker
+) -> None:
+    """With the lock database gone a request is a LockBackendError, and a body keeps its error."""
+    with ServerPool() as servers, django_db_blocker.unblock():
+        server: PostgresServer = require(servers, PostgresServer)
+        database = {**postgres_settings(server, "postgres")}
+        migrate(database)
+        with registered("fragile", database):
+            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "fragile"}
+            with pytest.raises(ZeroDivisionError), cache_lock("body"):
+                server.stop()
+                connections["fragile"].close()
+                raise ZeroDivisionError
+            with pytest.raises(LockBackendError, match="acquire"):
+                cache_lock("x").acquire()
+            server.start()
+            with cache_lock("x") as lock:
+                assert lock

@@ -130,12 +130,6 @@ def test_too_many_entries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         stages.make_plan((note, 1) for _ in iter(int, 1))
 
 
-def test_the_callers_own_error_comes_through() -> None:
-    """An error of a generator of entries is not taken for an invalid plan."""
-    with pytest.raises(KeyError, match="theirs"):
-        stages.make_plan(entries())
-
-
 # Tasks that can be steps.
 
 
