@@ -8,7 +8,7 @@ from celery import chain, chord, group, shared_task
 from celery.canvas import Signature
 from celery.result import AsyncResult, EagerResult, GroupResult
 from django.db import transaction
-from django.test import TestCase, TransactionTestCase
+from django.test import TestCase
 
 from django_celery_safe import SafeTask, send_on_commit
 from tests.app.celery import app
@@ -129,20 +129,6 @@ class EagerTests(Eager, TestCase):
                 assert last.state == "FAILURE"
                 with pytest.raises(LookupError, match="from the task"):
                     last.get()
-
-
-class RealCommitTests(Eager, TransactionTestCase):
-    """Eager tasks and transactions that are really committed."""
-
-    def test_a_task_that_sends_at_its_own_commit(self) -> None:
-        """It runs after the commit, outside any transaction, and has transactions of its own."""
-        with transaction.atomic():
-            person = Person.everyone.create()
-            result = greet.delay(person.pk)
-            assert result.state == "PENDING"
-        assert effects == ["inside", person.pk]
-        assert result.get() == "greeted"
-        assert join_later.delay(3).get() == 3
 
 
 @pytest.mark.usefixtures("broker", "db")

@@ -106,17 +106,6 @@ def test_a_delay_of_a_quorum_queue_is_what_is_left_at_the_publication() -> None:
     assert {key.split(".", 28)[28] for key in keys} == {"sure.tasks"}
 
 
-def test_one_signature_is_sent_twice(sent: Sent) -> None:
-    """Sending a canvas on commit changes nothing of it: the second send has ids of its own."""
-    signature = group(add.s(1), chain(add.s(2), add.s(3)))
-    before = repr(dict(signature))
-    with transaction.atomic():
-        first, second = send_on_commit(signature), send_on_commit(signature)
-    assert repr(dict(signature)) == before
-    assert not ids_in(first) & ids_in(second)
-    assert len({message.id for message in sent()}) == 4
-
-
 def test_the_broker_named_in_the_call_gets_the_message(
     broker: Celery, sent: Sent, redis_server: RedisServer
 ) -> None:

@@ -118,14 +118,6 @@ def test_no_end_of_a_run_ends_the_period(how: str, mailbox: Mailbox) -> None:
 
 
 @pytest.mark.usefixtures("locks_in_memory")
-def test_the_message_knows_no_token_of_the_lock(mailbox: Mailbox) -> None:
-    """So neither a revoke nor a worker that does not know the task can free the lock."""
-    task = mailbox.task(single_instance(unique_until=PERIOD)(plain), base=SafeTask, name=NAME)
-    task.delay(1)
-    assert "sent" not in mailbox.take_one().ours
-
-
-@pytest.mark.usefixtures("locks_in_memory")
 @pytest.mark.parametrize(
     "options",
     [{"countdown": 5000}, {"expires": datetime.now(UTC) - timedelta(days=1)}],
