@@ -20,6 +20,7 @@ from django.contrib.admin.models import LogEntry
 from django.core.management import call_command
 from django.db import connections
 from django.urls import path
+from django.utils.translation import override
 from pytest_django import Settings
 
 import django_celery_safe
@@ -178,3 +179,13 @@ def test_dump(site: str) -> None:
     assert {each["model"] for each in json.loads(dump.getvalue())} == {
         "django_celery_safe.outboxmessage"
     }
+
+
+def test_commands_stay_english(root: Visitor) -> None:
+    """Commands print the same in every project, for scripts and searches."""
+    rows.hold("shop:1")
+    printed = StringIO()
+    with override("zh-hans"):
+        call_command("celery_locks", "show", "shop:1", stdout=printed)
+    assert printed.getvalue()
+    assert HAN.findall(printed.getvalue()) == []

@@ -122,18 +122,6 @@ def test_nowait_says_at_once_that_the_row_is_taken(raced: str) -> None:
     wait_for(lambda: _is_free(raced), 30, "the row stayed locked")
 
 
-def test_nowait_mixes_up_no_other_error(postgres_alias: str) -> None:
-    """With nowait, a database that can't answer is not taken for a row that is taken."""
-    Person.everyone.using(postgres_alias).create(pk=1)
-    with connections[postgres_alias].cursor() as cursor:
-        cursor.execute("ALTER TABLE app_person RENAME TO gone")
-    with (
-        pytest.raises(DatabaseError, match="app_person"),
-        Person.do_once(1, "is_welcome_email_sent", using=postgres_alias, nowait=True),
-    ):
-        pytest.fail("the block ran")
-
-
 def test_without_autocommit_it_is_refused(postgres_alias: str) -> None:
     """With autocommit off the flag would not be committed when do_once ends."""
     with (
