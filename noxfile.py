@@ -204,7 +204,8 @@ def coverage(session: nox.Session) -> None:
 @nox.session(python=FOUND.get(NEWEST, NEWEST))
 def company(session: nox.Session) -> None:
     """Play all flows beside all neighbours with the newest Django, which has tasks of its own."""
-    session.install("-q", "-e", ".[test,company]")
+    neighbours = nox.project.dependency_groups(PROJECT, "company")
+    session.install("-q", "-e", f".{TESTED}", *TEST, *neighbours)
     session.run("python", "-c", SHOW_VERSIONS)
     marks = "long or nightly"
     session.run("python", "-m", "pytest", "-m", marks, "tests/company", *session.posargs)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
@@ -164,6 +165,28 @@ def test_a_relay_whose_session_was_ended_reports_no_outage(
             after_task_publish.disconnect(send_then_stop)
     assert mailbox.take_one().args == ["x"]
     assert "can't be reached" not in caplog.text
+
+
+def test_the_wrapper_of_a_block_that_connects_ends_with_the_block(postgres_alias: str) -> None:
+    """A project that counts or refuses the queries of a block does so in the block only."""
+    seen: list[str] = []
+
+    def count(execute: Any, sql: str, *more: Any) -> Any:
+        seen.append(sql)
+        return execute(sql, *more)
+
+    def connect_in_block() -> int:
+        connection = connections[postgres_alias]  # of this thread, and not opened yet
+        with closing(connection):
+            with connection.execute_wrapper(count):
+                Person.everyone.using(postgres_alias).exists()
+            before = len(seen)
+            Person.everyone.using(postgres_alias).exists()
+            return len(seen) - before
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(connect_in_block).result() == 0
+    assert seen
 
 
 def test_a_change_of_a_projects_table_is_not_repeated(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from celery import Task
+from celery import Celery, Task, shared_task
 from django.db import transaction
 
 from django_celery_safe import (
@@ -84,6 +84,31 @@ def test_headers_passed_on_to_another_task_take_nothing_along(
         assert held_names() == []
 
 
+def test_headers_passed_on_to_a_new_send_take_nothing_along(
+    mailbox: Mailbox, locks_in_memory: None
+) -> None:
+    """A task that sends itself makes a message of its own; the very same is a duplicate."""
+
+    def sending(self: Any, number: int) -> list[Any]:
+        if number == 8:
+            return held_names()
+        sends = [self.apply_async((n,), headers=self.request.headers) for n in (8, 7)]
+        return [one.is_duplicate for one in sends]
+
+    task = make_unique(mailbox, sending)
+    task.apply_async((7,), single_instance={"timeout": 100})
+    first = mailbox.take_one()
+    assert mailbox.deliver(first) == ("SUCCESS", [False, True])
+    second = mailbox.take_one()
+    assert second.id != first.id
+    assert second.ours["key"] == "8"
+    assert second.ours["sent"] != first.ours["sent"]
+    assert "options" not in second.ours
+    assert held_names() == [f"sent:{NAME}:8"]
+    assert mailbox.deliver(second).value == [f"sent:{NAME}:8", f"{NAME}:8"]
+    assert held_names() == []
+
+
 @pytest.mark.parametrize("passed_on", [False, True])
 def test_a_retry_takes_all_along(passed_on: bool, mailbox: Mailbox, locks_in_memory: None) -> None:
     """Its own retry has key, options and lock of the message, with or without its headers."""
@@ -139,6 +164,20 @@ def test_a_retry_under_another_key_is_no_duplicate(
     lock = find_lock(f"sent:{NAME}:8")
     assert lock is not None
     assert lock.token == before.ours["sent"]
+
+
+def test_each_app_has_its_own_task_that_calls_can_ask(locks_in_memory: None) -> None:
+    """A shared task of two apps runs alone in either, decorated or asked."""
+
+    @shared_task(base=SafeTask, name="tests.shared")
+    def shared(number: int) -> list[str]:
+        return held_names()
+
+    for app in [Celery(name, set_as_current=False) for name in ("one", "two")]:
+        task = app.tasks[shared.name]
+        assert task.apply((1,)).get() == []
+        assert task.apply((1,), single_instance=CALL).get() == ["tests.shared:feed-42"]
+        app.close()
 
 
 # Garbled, or forged.

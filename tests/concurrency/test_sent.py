@@ -1,5 +1,6 @@
 """The lock of a message, when its send or the end of its run goes another way than usual."""
 
+import asyncio
 import gc
 import logging
 import os
@@ -27,6 +28,7 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.concurrency.sent import SentLock
+from django_celery_safe.delivery import copies
 from django_celery_safe.leases.holder import HOST, Holder
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.locks import CacheLock
@@ -178,6 +180,27 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     assert mailbox.deliver(mailbox.take_one()).state == "SUCCESS"
     assert store.after == {}
     assert held_names() == []
+
+
+def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
+    mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit ends the run, and Celery retries the task, so the message keeps its lock."""
+
+    def mark(*args: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    retried = {"acks_late": True, "autoretry_for": (SoftTimeLimitExceeded,)}
+    task = unique(mailbox, work, {}, **retried)
+    monkeypatch.setattr(copies, "mark_end", mark)
+    task.delay(7)
+    message = mailbox.take_one()
+    assert mailbox.deliver(message).state == "RETRY"
+    retry = mailbox.take_one()
+    assert retry.id == message.id
+    sent = find_lock(f"sent:{NAME}:7")
+    assert sent is not None
+    assert sent.token == retry.ours["sent"]
 
 
 # A death between the end of one lock and the other.
@@ -391,6 +414,24 @@ def test_a_retry_inside_a_transaction_takes_its_lock_along(
     assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
     assert left_of_lock() == pytest.approx(WAITING + 50, abs=5)
     assert task.delay(7).is_duplicate is True
+
+
+def test_a_retry_inside_an_event_loop_is_sent(
+    mailbox: Mailbox, db_alias: str, settings: Settings
+) -> None:
+    """The database can't be asked there; its lock goes along when the run ends."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": db_alias}  # type: ignore[arg-type]
+
+    async def work_on(self: Any) -> None:
+        raise self.retry(countdown=50)
+
+    def fail(self: Any, number: int) -> None:
+        asyncio.run(work_on(self))
+
+    task = unique(mailbox, fail, {"timeout": 5})
+    task.delay(7)
+    assert mailbox.deliver(mailbox.take_one()).state == "RETRY"
+    assert left_of_lock() == pytest.approx(WAITING + 50, abs=5)
 
 
 def test_a_run_that_goes_on_without_its_retry_keeps_its_lock(

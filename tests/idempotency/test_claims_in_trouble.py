@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 from celery.exceptions import Reject, SoftTimeLimitExceeded
 from django.db import DatabaseError, connections, transaction
+from psycopg import sql
 
 from django_celery_safe import AlreadyClaimed, ClaimLost, ConfigurationError, idempotent
 from django_celery_safe.databases import Now
@@ -24,7 +25,7 @@ from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
 from tests.conftest import MakeDatabase
 from tests.idempotency.test_claims import LONG, add, add_and_finish, add_first, follow
-from tests.idempotency.test_flags_race import isolate
+from tests.idempotency.test_flags_race import end_sessions, isolate
 from tests.locks.lines import Line, line_to
 from tests.processes import FunctionProcess, start_in_process, tell, wait_for
 from tests.sending.carrying import Carried
@@ -340,6 +341,40 @@ def fork_inside(alias: str, way: str) -> tuple[int, str]:
 # The database.
 
 
+def test_a_database_that_can_only_be_read_for_a_while_is_asked_again(
+    postgres_alias: str, postgres_server: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The statement is repeated, as after a failover to a server that will soon take writes."""
+
+    def let_write(allowed: bool) -> None:
+        name = sql.Identifier(str(connections.settings[postgres_alias]["NAME"]))
+        change = "ALTER DATABASE {} SET default_transaction_read_only = {}"
+        with postgres_server.connect() as connection:
+            connection.execute(sql.SQL(change).format(name, sql.Literal(not allowed)))
+
+    def let_write_later() -> None:
+        wait_for(lambda: "retrying" in caplog.text, 30, "it was not tried again")
+        let_write(True)
+        is_finished = finished.wait(30)
+        if not is_finished:
+            end_sessions(postgres_server, postgres_alias)
+        assert is_finished, "it kept to a session that can only read"
+
+    finished = threading.Event()
+    # The session that can only read is not given up because of its age.
+    connections.settings[postgres_alias]["CONN_MAX_AGE"] = None
+    with ThreadPoolExecutor(1) as pool, idempotent(KEY, using=postgres_alias, timeout=60) as claim:
+        let_write(False)
+        connections[postgres_alias].close()  # so that the next one begins so
+        writing = pool.submit(let_write_later)
+        claim.finish("stored")
+        finished.set()
+        writing.result()
+    assert "read-only transaction" in caplog.text
+    assert result_of_repeat(postgres_alias) == "stored"
+    assert record_of(postgres_alias).claims == 1
+
+
 @pytest.mark.parametrize("error", [None, ValueError("of the work")])
 def test_a_database_that_stays_away_is_an_error(
     error: Exception | None, postgres_alias: str, postgres_server: PostgresServer
@@ -362,6 +397,21 @@ def test_a_database_that_stays_away_is_an_error(
     assert record_of(postgres_alias).state == IdempotencyRecord.State.RUNNING
     end_lease(postgres_alias)
     assert try_once(postgres_alias, "of the second")
+
+
+def test_a_database_that_is_away_begins_nothing(
+    postgres_alias: str, postgres_server: PostgresServer
+) -> None:
+    """Without the record nothing is done: the database's own error reaches the caller."""
+    connections[postgres_alias].close()
+    postgres_server.stop()
+    try:
+        with pytest.raises(DatabaseError), idempotent(KEY, using=postgres_alias):
+            pytest.fail("the block ran")
+    finally:
+        postgres_server.start()
+    with idempotent(KEY, using=postgres_alias) as claim:
+        assert claim
 
 
 def test_a_file_that_is_locked_for_long_does_not_undo_the_work(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -75,6 +76,26 @@ def do_all(alias: str, guarantee: str, journal: Journal, pks: Sequence[int]) -> 
                 journal.write("effect", pk=pk)
 
 
+@pytest.mark.sql
+@pytest.mark.parametrize("flag", ["is_welcome_email_sent", "is_invoiced"])
+def test_one_effect_for_each_row_of_two_tables(flag: str, raced: str, tmp_path: Path) -> None:
+    """With multi-table inheritance a flag of the parent, or the child, excludes as well."""
+    for pk in range(1, ROWS + 1):
+        Customer.objects.using(raced).create(pk=pk)
+    journal = Journal(tmp_path / "effects.jsonl")
+    run_in_processes(serve_all, 4, raced, flag, journal)
+    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, ROWS + 1), 1)
+    assert Customer.objects.using(raced).filter(**{flag: True}).count() == ROWS
+
+
+def serve_all(alias: str, flag: str, journal: Journal) -> None:
+    """Have the effect for every customer for whom it was not had."""
+    for pk in range(1, ROWS + 1):
+        with Customer.do_once(pk, flag, using=alias) as customer:
+            if customer:
+                journal.write("effect", pk=pk)
+
+
 def test_rows_that_refer_to_the_row_are_added_while_the_block_runs(postgres_alias: str) -> None:
     """On PostgreSQL an order of a customer waits for no block that mails the customer."""
     account = Account.objects.using(postgres_alias).create()
@@ -120,6 +141,18 @@ def test_nowait_says_at_once_that_the_row_is_taken(raced: str) -> None:
                 pytest.fail("the block ran")
         assert time.monotonic() - asked_at < LONGEST_WAIT / 2
     wait_for(lambda: _is_free(raced), 30, "the row stayed locked")
+
+
+def test_nowait_mixes_up_no_other_error(postgres_alias: str) -> None:
+    """With nowait, a database that can't answer is not taken for a row that is taken."""
+    Person.everyone.using(postgres_alias).create(pk=1)
+    with connections[postgres_alias].cursor() as cursor:
+        cursor.execute("ALTER TABLE app_person RENAME TO gone")
+    with (
+        pytest.raises(DatabaseError, match="app_person"),
+        Person.do_once(1, "is_welcome_email_sent", using=postgres_alias, nowait=True),
+    ):
+        pytest.fail("the block ran")
 
 
 def test_without_autocommit_it_is_refused(postgres_alias: str) -> None:
@@ -191,6 +224,30 @@ def end_sessions(server: PostgresServer, alias: str) -> None:
         )
 
 
+@pytest.mark.sql
+@pytest.mark.parametrize(("inside", "other"), [(Customer, Account), (Account, Customer)])
+def test_the_rows_of_one_object_are_locked_together(
+    inside: type[Account], other: type[Account], db_alias: str
+) -> None:
+    """With multi-table inheritance parent and child wait for each other."""
+    Customer.objects.using(db_alias).create(pk=1)
+    with start_in_process(serve_until_killed, db_alias, inside.__name__) as process:
+        process.receive()
+        with (
+            pytest.raises(LockNotAcquired),
+            other.do_once(1, "is_welcome_email_sent", using=db_alias, nowait=True),
+        ):
+            pytest.fail("the block ran")
+
+
+def serve_until_killed(alias: str, model: str) -> None:
+    """Enter the block for an account, as one or as a customer, and stay there until killed."""
+    models = {"Account": Account, "Customer": Customer}
+    with models[model].do_once(1, "is_welcome_email_sent", using=alias) as account:
+        tell(account is not None)
+        signal.pause()
+
+
 @pytest.mark.parametrize(
     ("guarantee", "level"),
     [("at_least_once", "REPEATABLE_READ"), ("at_most_once", "SERIALIZABLE")],
@@ -207,6 +264,27 @@ def test_stricter_isolation_makes_no_error_of_a_wait(
             second = pool.submit(is_ours, postgres_alias, guarantee)
             wait_for(lambda: waits_for_a_lock(postgres_server, postgres_alias), 30, "nobody waits")
         assert second.result() is False
+
+
+def test_what_serializable_refuses_at_the_commit_begins_again(
+    postgres_alias: str, tmp_path: Path
+) -> None:
+    """Under at_most_once also a commit that fails for the rows of others is no error."""
+    isolate(postgres_alias, "SERIALIZABLE")
+    Person.everyone.using(postgres_alias).bulk_create(Person(pk=pk) for pk in range(1, ROWS + 1))
+    journal = Journal(tmp_path / "effects.jsonl")
+
+    def do(seed: int) -> None:
+        try:
+            # Each in an order of its own.
+            pks = Random(seed).sample(range(1, ROWS + 1), ROWS)
+            do_all(postgres_alias, "at_most_once", journal, pks)
+        finally:
+            connections[postgres_alias].close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(do, range(4)))
+    assert journal.tally("pk", "effect") == dict.fromkeys(range(1, ROWS + 1), 1)
 
 
 def test_a_snapshot_that_is_too_old_is_explained(postgres_alias: str) -> None:

@@ -1,5 +1,6 @@
 """Locks on lines that are slow, lose an answer, or fall silent."""
 
+import select
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +13,20 @@ from django_celery_safe import (
     cache_lock,
     find_lock,
     iter_locks,
+    release_lock,
 )
-from django_celery_safe.leases.holder import HeldLock
+from django_celery_safe.leases.holder import HeldLock, Holder
+from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from django_celery_safe.locks.stores.local import LocalStore
 from django_celery_safe.locks.stores.redis_connections import Connections
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, MakeDatabase
+from tests.locks.hanging import hanging
 from tests.locks.lines import Line, line_to
+from tests.locks.renewals import get_lock
 from tests.processes import wait_for
-from tests.servers import RedisServer
+from tests.servers import MemcachedServer, RedisServer
 from tests.servers.databases import DatabaseKind
 
 
@@ -34,6 +39,20 @@ def redis_line(settings: Settings, redis_server: RedisServer) -> Iterator[Line]:
                 "BACKEND": REDIS_BACKENDS["django-redis"],
                 "LOCATION": f"redis://127.0.0.1:{line.port}/0",
                 "KEY_PREFIX": f"line {line.port}",
+            }
+        }
+        yield line
+
+
+@pytest.fixture
+def memcached_line(settings: Settings, memcached_server: MemcachedServer) -> Iterator[Line]:
+    """The line to memcached, where locks live."""
+    with line_to(memcached_server.port) as line:
+        settings.CACHES = {
+            "default": {
+                "BACKEND": "django.core.cache.backends.memcached.PyMemcacheCache",
+                "LOCATION": f"127.0.0.1:{line.port}",
+                "KEY_PREFIX": f"line{line.port}",
             }
         }
         yield line
@@ -61,6 +80,46 @@ def test_a_request_whose_answer_is_lost_is_done_once(
     assert not losses
 
 
+def test_a_release_at_memcached_whose_answer_is_lost_has_released(
+    memcached_line: Line, losses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release that memcached did, and whose answer is cut off, is no loss of the lock."""
+    from pymemcache.client.base import Client
+
+    cas = Client.cas
+
+    def cut(self: Client, *args: object, **options: object) -> object:
+        if not cuts:
+            cuts.append(0)
+            memcached_line.cut_after = 0
+        return cas(self, *args, **options)
+
+    cuts: list[int] = []
+    lock = cache_lock("cut off")
+    assert lock.acquire()
+    monkeypatch.setattr(Client, "cas", cut)
+    assert lock.release() is True
+    assert cuts
+    assert find_lock("cut off") is None
+    assert not losses
+
+
+def test_a_lock_freed_by_an_operator_is_lost_though_the_connection_broke(
+    redis_line: Line, losses: list[str]
+) -> None:
+    """A release on a connection that had broken before it tells of a lock that was freed."""
+    lock = cache_lock("freed")
+    assert lock.acquire()
+    seen = get_lock("freed")
+    assert release_lock(seen)
+    connection = locate().store()._connections.idle[-1]  # type: ignore[attr-defined]
+    redis_line.drop()
+    # The end of the connection has arrived.
+    assert select.select([connection._sock], [], [], 10)[0]
+    assert lock.release() is False
+    assert losses == ["freed"]
+
+
 # Slow lines
 
 
@@ -81,6 +140,52 @@ def test_a_lease_that_was_over_before_the_answer_came_is_an_error(
         lock.acquire()
     assert not lock.held
     assert find_lock("late") is None
+
+
+def test_a_greeting_is_no_part_of_the_lease(
+    in_redis: None, clock: HeldClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease begins with its request, however long it took to connect to the server."""
+    open_connection = Connections._open
+
+    def open_late(own: Connections, within: float | None = None) -> Any:
+        clock.jump(31)
+        return open_connection(own, within)
+
+    monkeypatch.setattr(Connections, "_open", open_late)
+    with cache_lock("greeted", timeout=30) as lock:
+        assert lock.remaining > 29
+
+
+def test_the_last_release_waits_for_no_renewal(
+    locks_in_memory: None, clock: HeldClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release does not wait for a renewal under way, whose connection closes after it."""
+    monkeypatch.setattr(LocalStore, "connects_threads", True)
+    #: Others may be those of locks that tests before this one left to their leases.
+    closed: list[LocalStore] = []
+    monkeypatch.setattr(LocalStore, "close", lambda store: closed.append(store))
+    lock = cache_lock("last", timeout=30)
+    assert lock.acquire()
+    with hanging("extend") as extend:
+        clock.jump(11, settle=False)
+        assert extend.began.wait(10)
+        assert lock.release()
+        assert locate().store() not in closed
+    wait_for(lambda: locate().store() in closed)
+
+
+def test_a_lock_that_was_handed_on_leaves_the_list(
+    in_redis: None, redis_server: RedisServer
+) -> None:
+    """A lock that was freed for a waiter who is gone stands on the list no more."""
+    store = locate().store()
+    with cache_lock("handed on"):
+        # A waiter leaves its mark, and gives up.
+        assert isinstance(store.acquire("handed on", "w" * 32, 60, Holder(), 0.0), HeldLock)
+    assert list(iter_locks()) == []
+    with redis_server.client() as admin:
+        assert admin.zcard(store._keys[""].listing) == 0  # type: ignore[attr-defined]
 
 
 # Silent lines
@@ -124,18 +229,3 @@ def test_a_lock_outlives_the_silence_of_the_connection_that_renews_it(
             clock.jump(13, settle=False)
             wait_for(lambda: later.remaining > 25 and lock.remaining > 25, 30, "not renewed")
     assert not losses
-
-
-def test_a_greeting_is_no_part_of_the_lease(
-    in_redis: None, clock: HeldClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A lease begins with its request, however long it took to connect to the server."""
-    open_connection = Connections._open
-
-    def open_late(own: Connections, within: float | None = None) -> Any:
-        clock.jump(31)
-        return open_connection(own, within)
-
-    monkeypatch.setattr(Connections, "_open", open_late)
-    with cache_lock("greeted", timeout=30) as lock:
-        assert lock.remaining > 29

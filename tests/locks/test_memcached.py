@@ -25,6 +25,7 @@ from django_celery_safe.locks.stores import locate
 from django_celery_safe.locks.stores.base import Acquired
 from tests.clock import HeldClock
 from tests.conftest import CacheSettings, require
+from tests.locks.lines import connections_to
 from tests.locks.renewals import get_lock
 from tests.processes import run_in_processes, wait_for
 from tests.servers import MemcachedServer, ServerPool
@@ -65,6 +66,32 @@ def fragile(settings: Settings) -> Iterator[MemcachedServer]:
 
 
 # The server gone, restarted, silent
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_exc": True, "use_pooling": True}], ids=str)
+def test_a_killed_server_is_not_a_held_lock(
+    options: dict[str, Any], fragile: MemcachedServer, settings: Settings
+) -> None:
+    """With the server gone every request is an error, and nobody is told that a lock is held."""
+    use(settings, fragile, **options)
+    held = cache_lock("held")
+    assert held.acquire()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cache_lock("held", blocking_timeout=20).acquire)
+        asked = fragile.count("cmd_set")
+        wait_for(lambda: fragile.count("cmd_set") > asked, 20, "nobody waits")
+        fragile.kill()
+        with pytest.raises(LockBackendError, match="did not answer to acquire"):
+            waiting.result(30)
+    requests: dict[str, Callable[[], object]] = {
+        "acquire": cache_lock("new").acquire,
+        "extend": held.ensure,
+        "peek": lambda: find_lock("held"),
+        "release": held.release,
+    }
+    for action, request in requests.items():
+        with pytest.raises(LockBackendError, match=rf"memcached\) did not answer to {action} "):
+            request()
 
 
 def test_the_first_command_after_a_restart_costs_no_error(fragile: MemcachedServer) -> None:
@@ -112,6 +139,34 @@ def test_a_silent_server_is_an_error(
         found = get_lock("kept")
         assert (found.name, found.token) == ("kept", token)
     assert find_lock("kept") is None
+
+
+def test_a_renewal_waits_as_told(fragile: MemcachedServer, settings: Settings) -> None:
+    """A renewal gives up after its own time or the client's, whichever is less; others wait on."""
+    patient = locate().store()
+    assert isinstance(patient.acquire("kept", "a" * 32, 60, Holder("here", 1)), Acquired)
+    use(settings, fragile, timeout=0.1, connect_timeout=0.1)
+    impatient = locate().store()
+    renewal = [Renewal("kept", "a" * 32, 60)]
+    with ThreadPoolExecutor(3) as pool:
+        fragile.pause()
+        try:
+            for asked in (
+                pool.submit(patient.extend, renewal, within=0.1),
+                pool.submit(impatient.extend, renewal, within=60),
+            ):
+                wait_for(asked.done, 10, "it waits still")
+                assert isinstance(asked.exception(), LockBackendError)
+            # It has no limit, whatever others were told on the way.
+            waiting = pool.submit(patient.extend, renewal)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.5)
+            assert not waiting.done()
+        finally:
+            fragile.resume()
+        assert waiting.result(10) == [True]
+    assert patient.extend(renewal, within=10) == [True]
+    assert connections_to(fragile.port) == 1
 
 
 def test_a_server_without_cas_hangs_nobody(settings: Settings) -> None:
@@ -197,6 +252,35 @@ def test_a_release_wins_against_a_renewal(
 
 
 # Keys and options
+
+
+APART: dict[str, dict[str, Any]] = {
+    "default": {},
+    "prefix": {"KEY_PREFIX": "shop"},
+    "version": {"KEY_PREFIX": "shop", "VERSION": 2},
+    "option": {"OPTIONS": {"key_prefix": b"site:"}},
+}
+
+
+def test_caches_with_other_keys_do_not_meet(
+    settings: Settings, memcached_cache_settings: MakeMemcachedCache
+) -> None:
+    """KEY_PREFIX, VERSION and the client's prefix keep locks apart."""
+    settings.CACHES = {}
+    for alias, options in APART.items():
+        settings.CACHES |= memcached_cache_settings(alias, **options)
+    locks = {}
+    for alias in APART:
+        settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": alias}
+        locks[alias] = cache_lock("same")
+        assert locks[alias].acquire()
+    for alias, lock in locks.items():
+        settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": alias}
+        found = get_lock("same")
+        assert (found.name, found.token) == ("same", lock.token)
+        assert not cache_lock("same").acquire()
+        # Gone, it can't be taken for the next one.
+        assert lock.release()
 
 
 # Threads and forks

@@ -1,20 +1,25 @@
 """Whose a lock is, and for how long: its thread's, by one object, until that or its task ends."""
 
+import copy
 import gc
 import logging
+import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from celery import Celery
 
 from django_celery_safe import (
+    CacheLock,
     ConfigurationError,
     LockNotAcquired,
     cache_lock,
     find_lock,
 )
 from tests.clock import HeldClock
+from tests.locks.renewals import stop_renewing
 from tests.processes import wait_for
 
 pytestmark = pytest.mark.usefixtures("locks_in_memory", "clock")
@@ -56,6 +61,34 @@ def test_a_block_that_is_refused_leaves_the_outer_block_alone() -> None:
         assert lock.held
         lock.ensure()
     assert find_lock("nested") is None
+
+
+def test_a_block_that_fails_after_its_lease_leaves_the_next_thread_alone(clock: HeldClock) -> None:
+    """The object is another thread's by then, which goes on to hold and to release its lock."""
+    lock = cache_lock("shared", timeout=30)
+    with ThreadPoolExecutor(1) as other:
+        with pytest.raises(KeyError), lock:
+            stop_renewing(lock)
+            clock.advance(30)
+            assert other.submit(lock.acquire).result()
+            raise KeyError
+        assert cache_lock("shared").acquire() is False
+        assert other.submit(lock.release).result() is True
+
+
+@pytest.mark.parametrize(
+    "make", [copy.copy, copy.deepcopy, lambda lock: pickle.loads(pickle.dumps(lock))]
+)
+def test_a_copy_is_not_held(make: Callable[[CacheLock], CacheLock]) -> None:
+    """A copy of a held lock holds nothing, and releases nothing; it is a lock of that name."""
+    with cache_lock("copied", timeout=7, blocking_timeout=0.01) as lock:
+        twin = make(lock)
+        assert not twin.held
+        assert twin.token is None
+        assert twin.acquire() is False
+        assert lock.held
+    with twin:
+        assert 6 < twin.remaining <= 7.001
 
 
 # Renewal

@@ -74,6 +74,21 @@ def fragile(settings: Settings) -> Iterator[RedisClusterServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def loose_cluster() -> Iterator[RedisClusterServer]:
+    """A cluster of this module, in which each test moves slots of its own."""
+    with ServerPool() as servers:
+        yield require(servers, RedisClusterServer)
+
+
+@pytest.fixture
+def movable(loose_cluster: RedisClusterServer, settings: Settings) -> RedisClusterServer:
+    """The cluster whose slots may move, emptied; locks live in it."""
+    loose_cluster.flush()
+    settings.CACHES = caches_of_cluster(loose_cluster)
+    return loose_cluster
+
+
 def wait_and_release(lock: CacheLock, waits: threading.Event) -> bool:
     """Take a lock that is held when it is free, and give it back."""
     assert not lock.acquire()
@@ -133,6 +148,39 @@ def test_each_client(
         assert not cache_lock("few", limit=2).acquire()
     assert all(lock.release() for lock in locks[1:])
     assert not list(iter_locks())
+
+
+def test_a_slot_that_is_moving(movable: RedisClusterServer) -> None:
+    """A lock stays held before and after its keys have moved; a new lock is an error."""
+    lock = cache_lock("moving", timeout=60)
+    assert lock.acquire()
+    listing = listing_of("moving")
+    new = next(name for n in range(9999) if listing_of(name := f"new:{n}") == listing)
+    with movable.moving(listing) as move:
+        for send in (lambda: None, move.send_keys):
+            send()
+            lock.ensure()
+            lock.extend(60)
+            assert find_lock("moving") is not None
+            assert not cache_lock("moving").acquire()
+            assert [held.name for held in iter_locks()] == ["moving"]
+            with pytest.raises(LockBackendError, match=r"is moving this lock's slot.*Try again"):
+                cache_lock(new).acquire()
+    assert lock.held
+    with cache_lock(new) as other:
+        assert other
+    assert lock.release()
+
+
+def test_a_waiter_outlives_a_move(movable: RedisClusterServer) -> None:
+    """A waiter goes on waiting at the node that its lock has moved to, and gets the lock."""
+    lock = cache_lock("waited for", timeout=60)
+    assert lock.acquire()
+    with waiting_for("waited for"):
+        with movable.node_of(listing_of("waited for")).client() as client:
+            wait_for(lambda: client.info("clients")["blocked_clients"], 30, "nobody waits")
+        movable.move(listing_of("waited for"))
+        assert lock.release()
 
 
 def test_a_node_that_is_gone(fragile: RedisClusterServer, clock: HeldClock) -> None:

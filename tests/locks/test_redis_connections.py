@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,22 @@ def redis_server() -> Iterator[RedisServer]:
     """A Redis of this module alone: connections of other tests may close at any time."""
     with RedisServer() as server:
         yield server
+
+
+def test_it_closes_with_its_owner(redis_server: RedisServer) -> None:
+    """Connections that go out of use close, also as a part of a cycle."""
+    gc.collect()  # what other tests left
+    before = connections_to(redis_server.port)
+    with warnings.catch_warnings(), redis_server.client() as client:
+        warnings.simplefilter("error")
+        for _ in range(5):
+            own = Connections(client)
+            assert own.ask(("PING",)) == (b"PONG", False)
+            own.itself = own  # type: ignore[attr-defined]
+        assert connections_to(redis_server.port) > before
+        del own
+        gc.collect()
+        assert connections_to(redis_server.port) == before
 
 
 def test_an_interrupted_connection_is_closed(redis_server: RedisServer) -> None:
@@ -54,6 +71,24 @@ def test_a_greeting_has_no_numbers_for_hiredis(redis_server: RedisServer) -> Non
         assert packed == [b"*4\r\n$6\r\nSELECT\r\n$1\r\n2\r\n$3\r\n1.5\r\n$1\r\nx\r\n"]
         assert "Hiredis" not in type(connection._command_packer).__name__
         own.close()
+
+
+def test_a_connection_opened_in_haste_is_not_for_others(redis_server: RedisServer) -> None:
+    """A request waits as long as its settings say, on a connection that another opened, too."""
+    gc.collect()  # what other tests left
+    before = connections_to(redis_server.port)
+    with Redis.from_url(redis_server.url, socket_timeout=30) as client:
+        own = Connections(client)
+        for _ in range(3):
+            assert own.ask(("PING",), within=0.5)[0] == b"PONG"
+        assert connections_to(redis_server.port) == before + 1
+        # Three times as long as the first one waits.
+        assert own.ask(("BLPOP", "nothing here", "1.5"))[0] is None
+        assert connections_to(redis_server.port) == before + 1
+        assert own.ask(("PING",), within=0.5)[0] == b"PONG"
+        assert connections_to(redis_server.port) == before + 1
+        own.close()
+        assert connections_to(redis_server.port) == before
 
 
 @pytest.mark.parametrize(("own", "within"), [(None, 0.2), (30, 0.2), (0.2, 30)])

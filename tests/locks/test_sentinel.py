@@ -1,12 +1,14 @@
 """Locks in a Redis that Sentinel watches, through django-redis: a failover moves them along."""
 
+import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.core.cache import cache
 from pytest_django import Settings
 
-from django_celery_safe import CacheLock, LockBackendError, cache_lock
+from django_celery_safe import CacheLock, LockBackendError, cache_lock, iter_locks
 from tests.clock import HeldClock
 from tests.conftest import REDIS_BACKENDS, require
 from tests.locks.lines import connections_to
@@ -80,6 +82,32 @@ def test_a_planned_failover_costs_no_lock(sentinel: SentinelServer, clock: HeldC
         assert other.release()
         assert not holds(sentinel.second, "asked")
     assert connections_to(sentinel.first.port) == 0
+
+
+def test_a_killed_master_is_replaced(sentinel: SentinelServer) -> None:
+    """With the master killed nobody is told that a lock is held; then the replica has them all."""
+    with ThreadPoolExecutor(1) as pool, cache_lock("before", timeout=60) as lock:
+        waiting = pool.submit(wait_and_release, cache_lock("before", blocking_timeout=60))
+        with sentinel.first.client() as client:
+            wait_for(lambda: client.info("clients")["blocked_clients"], 30, "nobody waits")
+        replicate(sentinel.first)
+        sentinel.first.kill()
+        with pytest.raises(LockBackendError, match="acquire"):
+            cache_lock("after").acquire()
+        after = cache_lock("after")
+        wait_for(without_backend_errors(after.acquire), 40, "no lock could be taken")
+        assert holds(sentinel.second, "after")
+        assert lock.fence is not None
+        assert after.fence is not None
+        assert after.fence > lock.fence
+        lock.ensure()
+        assert not cache_lock("before").acquire()
+        assert after.release()
+        assert lock.release()
+        # It may have asked while there was no master, but no other holder has the lock.
+        with contextlib.suppress(LockBackendError):
+            assert waiting.result(60) is True
+    assert not list(iter_locks())
 
 
 def wait_and_release(lock: CacheLock) -> bool:

@@ -105,6 +105,13 @@ def test_local_memory_is_refused_in_a_pool_of_processes(locks_in_memory: None) -
         set_pool_processes(1)
 
 
+def test_an_unknown_lock_database_is_named(settings: Settings) -> None:
+    """LOCK_DATABASE with an alias that does not exist is an error that lists those that do."""
+    settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "lock"}
+    with pytest.raises(ConfigurationError, match="'lock', which DATABASES does not have"):
+        cache_lock("x").acquire()
+
+
 def test_a_missing_table_says_what_to_run(settings: Settings, make_database: MakeDatabase) -> None:
     """A lock database that was not migrated says which command to run."""
     alias = make_database("sqlite")
@@ -174,6 +181,41 @@ def test_two_round_trips(
     with redis_server.counting() as count, cache_lock("counted"):
         pass
     assert count.round_trips == 2
+
+
+def test_django_redis_and_rediscache_share_a_lock(
+    settings: Settings, redis_cache_settings: MakeRedisCache
+) -> None:
+    """The two Redis backends with one database and prefix see the same locks."""
+    settings.CACHES = {
+        **redis_cache_settings("django-redis", "default"),
+        **redis_cache_settings("django", "other"),
+    }
+    with cache_lock("x") as lock:
+        assert lock
+        settings.DJANGO_CELERY_SAFE = {"LOCK_CACHE": "other"}
+        assert not cache_lock("x").acquire()
+
+
+def test_a_gone_postgres_is_not_a_held_lock(
+    settings: Settings, django_db_blocker: DjangoDbBlocker
+) -> None:
+    """With the lock database gone a request is a LockBackendError, and a body keeps its error."""
+    with ServerPool() as servers, django_db_blocker.unblock():
+        server: PostgresServer = require(servers, PostgresServer)
+        database = {**postgres_settings(server, "postgres")}
+        migrate(database)
+        with registered("fragile", database):
+            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "fragile"}
+            with pytest.raises(ZeroDivisionError), cache_lock("body"):
+                server.stop()
+                connections["fragile"].close()
+                raise ZeroDivisionError
+            with pytest.raises(LockBackendError, match="acquire"):
+                cache_lock("x").acquire()
+            server.start()
+            with cache_lock("x") as lock:
+                assert lock
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
@@ -332,24 +374,3 @@ def test_holders_leave_the_pool_to_others(pooled: str) -> None:
 
     with ThreadPoolExecutor(3) as threads:
         assert all(threads.map(hold, range(3)))
-
-
-def test_a_gone_postgres_is_not_a_held_lock(
-    settings: Settings, django_db_blocker: DjangoDbBlocker
-) -> None:
-    """With the lock database gone a request is a LockBackendError, and a body keeps its error."""
-    with ServerPool() as servers, django_db_blocker.unblock():
-        server: PostgresServer = require(servers, PostgresServer)
-        database = {**postgres_settings(server, "postgres")}
-        migrate(database)
-        with registered("fragile", database):
-            settings.DJANGO_CELERY_SAFE = {"LOCK_DATABASE": "fragile"}
-            with pytest.raises(ZeroDivisionError), cache_lock("body"):
-                server.stop()
-                connections["fragile"].close()
-                raise ZeroDivisionError
-            with pytest.raises(LockBackendError, match="acquire"):
-                cache_lock("x").acquire()
-            server.start()
-            with cache_lock("x") as lock:
-                assert lock

@@ -75,6 +75,29 @@ def test_a_failed_send_is_told_and_harms_nothing(
     assert {record.exc_info[1] for record in records if record.exc_info} == {result.send_error}
 
 
+def test_the_others_go_out_when_the_broker_refuses_one_message(
+    sent: Sent, redis_server: RedisServer
+) -> None:
+    """A broker that refuses one member of a group, but is there, gets the other members."""
+    with redis_server.client(db=1) as client:
+        client.set("broken", "no list, so nothing can be pushed")
+        with (
+            hearing(task_send_failed) as failures,
+            hearing(task_sent) as successes,
+            transaction.atomic(),
+        ):
+            members = [add.s(1), add.s(2).set(queue="broken"), add.s(3)]
+            result = send_on_commit(group(members), retry_policy=ONE_TRY)
+            chained = send_on_commit(chain(add.s(4), add.s(5)))
+        client.delete("broken")
+    kept = [result[0].id, result[2].id, chained.parent.id]
+    assert [failure["task_id"] for failure in failures] == [result[1].id]
+    assert [success["task_id"] for success in successes] == kept
+    assert [message.id for message in sent()] == kept
+    assert "WRONGTYPE" in str(result.send_error)
+    assert chained.send_error is None
+
+
 def test_only_a_chord_needs_its_result_backend(
     make_app: MakeApp, sent: Sent, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,26 +141,3 @@ def test_a_chord_of_a_backend_that_does_not_count_is_watched(
     messages = sorted(sent(), key=lambda message: message.task)
     assert [message.task for message in messages] == ["celery.chord_unlock", add.name, add.name]
     assert messages[0].body[0][1]["args"] == [[1]]
-
-
-def test_the_others_go_out_when_the_broker_refuses_one_message(
-    sent: Sent, redis_server: RedisServer
-) -> None:
-    """A broker that refuses one member of a group, but is there, gets the other members."""
-    with redis_server.client(db=1) as client:
-        client.set("broken", "no list, so nothing can be pushed")
-        with (
-            hearing(task_send_failed) as failures,
-            hearing(task_sent) as successes,
-            transaction.atomic(),
-        ):
-            members = [add.s(1), add.s(2).set(queue="broken"), add.s(3)]
-            result = send_on_commit(group(members), retry_policy=ONE_TRY)
-            chained = send_on_commit(chain(add.s(4), add.s(5)))
-        client.delete("broken")
-    kept = [result[0].id, result[2].id, chained.parent.id]
-    assert [failure["task_id"] for failure in failures] == [result[1].id]
-    assert [success["task_id"] for success in successes] == kept
-    assert [message.id for message in sent()] == kept
-    assert "WRONGTYPE" in str(result.send_error)
-    assert chained.send_error is None

@@ -1,11 +1,14 @@
 """``current_claim().finish()`` in carried tasks: its commit, and events after it."""
 
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from contextvars import copy_context
 from typing import Any
 
 import pytest
 from celery import chain
 from django.db import connections, transaction
+from django.db.transaction import TransactionManagementError
 from django.test.utils import CaptureQueriesContext
 
 from django_celery_safe import (
@@ -13,10 +16,12 @@ from django_celery_safe import (
     ClaimLost,
     ConfigurationError,
     InvalidResult,
+    WrongTransaction,
     current_claim,
     idempotent,
     send_on_commit,
 )
+from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
 from tests.kinds import more_for_claim
@@ -61,6 +66,11 @@ def test_it_commits_with_the_body(carried: Carried) -> None:
     assert len([sql for sql in ours if not sql.startswith(BRACKETS)]) == wanted
 
 
+def renewer_has_leases() -> bool:
+    """Return whether this process renews any lease."""
+    return any(lane._leases for lane in renewer.lanes.values())
+
+
 @pytest.mark.parametrize("result", ["stored", None])
 def test_what_died_after_it_is_not_done_again(carried: Carried, result: Any) -> None:
     """The next run returns the result, however many processes died in the task."""
@@ -92,6 +102,24 @@ def test_its_followers_are_sent_after_a_death(carried: Carried) -> None:
     assert carried.calls == [1, "stored"]
 
 
+@pytest.mark.sql
+def test_an_error_rolls_back_both(carried: Carried) -> None:
+    """The task has failed, nothing is written, and a retry does all of it."""
+
+    def work(task: Any, number: int) -> None:
+        with transaction.atomic(using=carried.alias):
+            write(carried)
+            raise ValueError("no")
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "FAILURE"
+    assert (carried.row.state, carried.row.result, count_written(carried)) == ("failed", "", 0)
+    carried.rows.revive()
+    (again,) = carried.relay()
+    carried.body = lambda task, number: write(carried) and "done"
+    assert carried.mailbox.deliver(again) == ("SUCCESS", "done")
+
+
 def test_an_error_after_it_fails_the_task_whose_work_is_done(carried: Carried) -> None:
     """Sent again by hand, the task returns the result and does nothing."""
 
@@ -107,6 +135,37 @@ def test_an_error_after_it_fails_the_task_whose_work_is_done(carried: Carried) -
     (again,) = carried.relay()
     assert carried.mailbox.deliver(again) == ("SUCCESS", "stored")
     assert carried.calls == [1]
+
+
+def test_its_own_error_ends_no_renewal(carried: Carried) -> None:
+    """A body that goes on after that keeps its claim, and may finish again."""
+
+    def work(task: Any, number: int) -> None:
+        with transaction.atomic(using=carried.alias):
+            transaction.set_rollback(True, using=carried.alias)  # as an IntegrityError does
+            with pytest.raises(TransactionManagementError):
+                current_claim().finish()
+        assert renewer_has_leases()
+        write(carried)
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
+    assert count_written(carried) == 1
+
+
+def test_a_rollback_that_would_go_unseen_is_an_error(carried: Carried) -> None:
+    """Otherwise the work would count as done, and nobody would know that it is not."""
+
+    def hide(task: Any, number: int) -> None:
+        with transaction.atomic(using=carried.alias):
+            write(carried)
+            transaction.set_rollback(True, using=carried.alias)
+
+    carried.body = hide
+    state, error = carried.mailbox.deliver(carried.send(1))
+    assert state == "FAILURE"
+    assert type(error) is WrongTransaction
+    assert (carried.row.state, carried.row.result, count_written(carried)) == ("failed", "", 0)
 
 
 @pytest.mark.sql
@@ -193,6 +252,22 @@ def test_a_task_finishes_its_own_claim(carried: Carried) -> None:
     assert keys == ["outer", "tests.other", "tests.other", f"tests.carried[{message.id}]"]
     record = IdempotencyRecord.objects.using(carried.alias).get()
     assert (record.state, record.result) == ("failed", "")
+
+
+def test_a_thread_that_works_for_a_task_finishes_its_claim(carried: Carried) -> None:
+    """It has the context of the task, as asgiref and asyncio give it to their threads."""
+
+    def finish() -> None:
+        with closing(connections[carried.alias]):
+            current_claim().finish("stored")
+
+    def work(task: Any, number: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(copy_context().run, finish).result()
+        assert carried.row.result == '"stored"'
+
+    carried.body = work
+    assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
 
 
 def test_a_message_that_is_not_carried_has_no_claim(carried: Carried) -> None:

@@ -1,6 +1,7 @@
 """A send on commit publishes the same messages as a plain send, under the announced ids."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -106,6 +107,17 @@ def test_a_delay_of_a_quorum_queue_is_what_is_left_at_the_publication() -> None:
     assert {key.split(".", 28)[28] for key in keys} == {"sure.tasks"}
 
 
+def test_one_signature_is_sent_twice(sent: Sent) -> None:
+    """Sending a canvas on commit changes nothing of it: the second send has ids of its own."""
+    signature = group(add.s(1), chain(add.s(2), add.s(3)))
+    before = repr(dict(signature))
+    with transaction.atomic():
+        first, second = send_on_commit(signature), send_on_commit(signature)
+    assert repr(dict(signature)) == before
+    assert not ids_in(first) & ids_in(second)
+    assert len({message.id for message in sent()}) == 4
+
+
 def test_the_broker_named_in_the_call_gets_the_message(
     broker: Celery, sent: Sent, redis_server: RedisServer
 ) -> None:
@@ -119,3 +131,15 @@ def test_the_broker_named_in_the_call_gets_the_message(
         elsewhere = {message.id for message in take_published(redis_server, database=3)}
     assert elsewhere == {by_connection.id, by_producer.id, *(part.id for part in of_group)}
     assert sent() == []
+
+
+def test_two_connections_of_one_url_get_a_message_each(redis_server: RedisServer) -> None:
+    """Their options differ, which the URL does not show; one commit sends through both."""
+    url, prefixes = redis_server.database_url(3), ("blue:", "green:")
+    with ExitStack() as stack, redis_server.client(db=3) as client:
+        with transaction.atomic():
+            for prefix in prefixes:
+                connection = Connection(url, transport_options={"global_keyprefix": prefix})
+                add.apply_async_on_commit((1,), connection=stack.enter_context(connection))
+        assert [client.llen(f"{prefix}celery") for prefix in prefixes] == [1, 1]
+        client.flushdb()

@@ -32,7 +32,7 @@ from tests.app.tasks import add, total
 from tests.listening import receiving
 from tests.processes import dead_port
 from tests.sending.conftest import ONE_TRY, MakeApp, hearing, ids, rolled_back
-from tests.sending.published import Published
+from tests.sending.published import Published, ids_in
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -185,6 +185,21 @@ def test_without_a_broker_the_rows_stay(
 
 
 # Costs.
+
+
+def test_a_canvas_is_one_insert(alias: str, sent: Sent) -> None:
+    """All its messages are inserted at once, in a savepoint, and published in their order."""
+    canvas = chord([chord([add.s(1), add.s(2)], total.s()), add.s(3)], total.s())
+    with transaction.atomic(using=alias):
+        with CaptureQueriesContext(connections[alias]) as inside:
+            result = send_on_commit(canvas, using=alias, outbox=True)
+        kept_ids = row_ids(alias)
+    words = [query["sql"].split()[0] for query in inside.captured_queries]
+    assert words == ["SAVEPOINT", "INSERT", "RELEASE"]
+    assert len(kept_ids) == 3
+    assert set(kept_ids) <= ids_in(result)
+    assert ids(sent()) == kept_ids
+    assert rows(alias) == []
 
 
 BROKEN: dict[str, Callable[[], Signature[Any]]] = {
@@ -413,6 +428,17 @@ def test_a_soft_time_limit_at_the_commit_is_raised_after_the_rows_are_settled(
         (task_id, 0) for task_id in wanted[1:]
     ]
     assert isinstance(result.send_error, SoftTimeLimitExceeded)
+
+
+def test_a_soft_time_limit_at_the_commit_loses_no_other_message(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the outbox nobody else sends the others, so they go out before it is raised."""
+    members = group_interrupted_at_its_second(monkeypatch)
+    with pytest.raises(SoftTimeLimitExceeded), transaction.atomic():
+        result = send_on_commit(members)
+    first, _, third = [part.id for part in result]
+    assert ids(sent()) == [first, third]
 
 
 # Tasks that are sent once.

@@ -45,6 +45,7 @@ from tests.processes import (
 )
 from tests.sending.conftest import MakeApp, hearing, ids
 from tests.sending.published import Published, take_published
+from tests.sending.relaying import meet_once_claimed
 from tests.servers import RabbitMQServer, RedisServer
 from tests.servers.databases import DatabaseKind
 
@@ -443,6 +444,31 @@ def test_a_chord_that_its_sender_told_is_not_told_again(
     assert drain(alias) == 2
     assert sorted(counting.told()) == sorted(ONCE_EACH)
     assert len(counting.sent()) == 2
+
+
+def relay_one_by_one(alias: str, conf: dict[str, Any]) -> int:
+    """Send what is due, a row at a time, once each of all relays has one."""
+    relay_module.BATCH = 1  # type: ignore[misc]
+    app = Celery("own", set_as_current=False)
+    app.conf.update(conf)
+    meet_once_claimed()
+    return drain(alias)
+
+
+def test_two_relays_tell_a_chord_once(
+    postgres_alias: str, make_counting: Callable[..., CountingApp]
+) -> None:
+    """Each has a row of it: one tells, the other waits for that, and then both publish."""
+    alias = postgres_alias
+    counting = make_counting(CountingBackend)
+    result = counting.leave_chord(alias, 6)
+    conf = {"broker_url": counting.server.database_url(1), **counting.conf}
+    counts = run_in_processes(relay_one_by_one, 2, alias, conf)
+    assert sum(counts) == 6
+    assert min(counts) > 0
+    assert sorted(counting.told()) == sorted(ONCE_EACH)
+    assert sorted(counting.sent()) == sorted(part.id for part in result.parent)
+    assert not table(alias).exists()
 
 
 def test_a_chord_in_a_table_does_not_keep_its_rows(

@@ -3,6 +3,8 @@
 import base64
 import json
 import logging
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -80,6 +82,64 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "IDLE", 0.05)
     monkeypatch.setattr(trouble_module, "SHORTEST_PAUSE", 0.05)
     monkeypatch.setattr(trouble_module, "LONGEST_PAUSE", 0.1)
+
+
+class Proxy:
+    """
+    A TCP proxy in front of a server, which cuts connections when told to.
+
+    Args:
+        port: Of the server.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        #: How many more connections are cut, and after how many bytes of the client.
+        self.cuts, self.after = 0, 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def drop(self) -> None:
+        """Close all connections that are open, as a server does that ends them."""
+        while self._open:
+            self._close(self._open.pop())
+
+    def close(self) -> None:
+        """Close everything."""
+        self._close(self._listener)
+        self.drop()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                limit = None
+                if self.cuts > 0:
+                    self.cuts, limit = self.cuts - 1, self.after
+                server = socket.create_connection(("127.0.0.1", self.target))
+                self._open += [client, server]
+                for pair, most in (((client, server), limit), ((server, client), None)):
+                    threading.Thread(target=self._pass, args=(*pair, most), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, limit: int | None) -> None:
+        passed = 0
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if limit is not None and passed + len(data) > limit:
+                    sink.sendall(data[: limit - passed])
+                    break
+                passed += len(data)
+                sink.sendall(data)
+        self._close(source)
+        self._close(sink)
+
+    @staticmethod
+    def _close(one: socket.socket) -> None:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
 
 
 def messages_of(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
@@ -164,6 +224,28 @@ def test_a_poison_message_is_set_aside(
     assert str(told[1]["error"]) in dead.error
     assert [len(messages_of(caplog, level)) for level in ("WARNING", "ERROR")] == [1, 1]
     assert_no_secret(dead.error, caplog.text)
+
+
+def test_a_redis_key_of_another_type(
+    outbox: str,
+    broker: Celery,
+    redis_server: RedisServer,
+    sent: Sent,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Messages to that one queue fail, without their content in the error; the others go out."""
+    with redis_server.client(db=1) as client:
+        client.set("odd", "no list")
+    with dying_sender(outbox):
+        add.apply_async_on_commit((SECRET,), using=outbox, outbox=True, queue="odd", argsrepr="()")
+    make_due(outbox)
+    others = leave(outbox, 3)
+    drain(outbox)
+    assert set(ids(sent())) == set(others)
+    (row,) = table(outbox).all()
+    assert row.attempts == 1
+    assert "WRONGTYPE" in row.error
+    assert_no_secret(row.error, caplog.text)
 
 
 @pytest.mark.long
@@ -322,6 +404,25 @@ def test_a_message_that_breaks_the_connection_costs_the_others_nothing(
     assert (row.task_id, row.attempts) == (broken, 1)
 
 
+@pytest.mark.parametrize(("cuts", "after"), [(1, 12000), (2, 300)])
+def test_a_connection_that_is_cut_in_mid_batch(
+    cuts: int, after: int, outbox: str, own_redis: RedisServer, make_app: MakeApp
+) -> None:
+    """Unconfirmed messages are published again: none is missing, and no attempt is used."""
+    with closing(Proxy(own_redis.port)) as proxy:
+        app = make_app(broker_url=f"redis://127.0.0.1:{proxy.port}/0", result_backend=None)
+        wanted = leave(outbox, 30, task=app.tasks[add.name])
+        proxy.cuts, proxy.after = cuts, after
+        with hearing(task_send_failed) as failures, suppress(BrokerGone):
+            drain(outbox)
+        assert failures == []
+        make_due(outbox)
+        drain(outbox)
+        assert proxy.cuts == 0
+    assert set(ids(take_published(own_redis, 0))) == set(wanted)
+    assert not table(outbox).exists()
+
+
 def test_a_transport_that_is_not_installed_uses_up_no_attempt(
     outbox: str, own_redis: RedisServer, own_task: Any
 ) -> None:
@@ -332,6 +433,30 @@ def test_a_transport_that_is_not_installed_uses_up_no_attempt(
         drain(outbox)
     assert attempts(outbox) == [0, 0]
     assert table(outbox).due().count() == 2
+
+
+def test_one_broker_that_is_gone_does_not_keep_the_other_waiting(
+    outbox: str, own_redis: RedisServer
+) -> None:
+    """With two apps, the messages of the one whose broker is there go out, whichever it is."""
+    names = ("here", "there")
+    gone = f"redis://127.0.0.1:{dead_port()}/0"
+    # The order in which a relay takes its apps is no certain one.
+    for answering in names * 2:
+        with ExitStack() as stack:
+            left = {}
+            for name in names:
+                app = Celery(name, set_as_current=False)
+                stack.callback(app.close)
+                url = own_redis.url if name == answering else gone
+                app.conf.update(broker_url=url, result_backend=None)
+                left[name] = leave(outbox, 2, task=app.tasks[add.name])
+            with pytest.raises(BrokerGone):
+                drain(outbox)
+            assert ids(take_published(own_redis, 0)) == left.pop(answering)
+            assert attempts(outbox) == [0] * 2
+            assert set(table(outbox).values_list("task_id", flat=True)) == set(*left.values())
+            table(outbox).discard()
 
 
 def test_what_a_relay_did_not_reach_is_given_back(

@@ -4,9 +4,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from django.db import connections
+from django.db import connections, transaction
 
-from django_celery_safe import SafeTask, stages
+from django_celery_safe import SafeTask, current_claim, stages
 from django_celery_safe.models import StageStep
 from tests.concurrency.conftest import mailbox
 from tests.concurrency.mailbox import Mailbox
@@ -47,6 +47,16 @@ class Own(SafeTask[Any, Any]):
         return result
 
 
+class Heir(Own):
+    """A class that calls the ``__call__()`` of its parent."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the task as the parent does."""
+        return super().__call__(*args, **kwargs)
+
+
 class Owned(Carried):
     """A carried task of that class."""
 
@@ -70,6 +80,38 @@ class Owned(Carried):
 def owned(mailbox: Mailbox, make_database: MakeDatabase) -> Owned:
     """A carried task of a project's own class."""
     return Owned(mailbox, make_database("sqlite-immediate"))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_of_the_class_fails_the_row(place: str, owned: Owned) -> None:
+    """As Celery fails the task, so that it is not sent again; autoretry is about the task only."""
+    task = owned.make_task("tests.own", autoretry_for=(LookupError,), max_retries=3)
+    owned.errors[place] = LookupError("no such tenant")
+    message = owned.send(1, task=task)
+    assert owned.mailbox.deliver(message).state == "FAILURE"
+    row = owned.row
+    assert (row.state, row.error_type, row.error) == ("failed", "LookupError", "no such tenant")
+    assert row.traceback
+    assert owned.calls == ([1] if place == PLACES[-1] else [])
+    del owned.errors[place]
+    assert owned.rows.revive() == 1
+    (again,) = owned.relay()
+    assert owned.mailbox.deliver(again).state == "SUCCESS"
+    assert owned.states() == []
+
+
+def test_a_class_that_calls_the_task_in_a_transaction(owned: Owned) -> None:
+    """``finish()`` commits with it, and the row ends after it."""
+    owned.block = lambda: transaction.atomic(using=owned.alias)
+    owned.body = lambda task: current_claim().finish("done")
+    assert owned.mailbox.deliver(owned.send(task=owned.make_task("tests.own", base=Heir))) == (
+        "SUCCESS",
+        None,
+    )
+    assert (owned.states(), owned.calls) == ([], [None])
+    owned.errors["after the call"] = LookupError()
+    assert owned.mailbox.deliver(owned.send()).state == "FAILURE"
+    assert owned.states() == ["failed"]
 
 
 def test_no_statement_of_ours_is_inside_the_class(owned: Owned) -> None:

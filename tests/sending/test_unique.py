@@ -23,7 +23,7 @@ from django_celery_safe import (
     single_instance,
 )
 from django_celery_safe.delivery.header import HEADER
-from django_celery_safe.signals import task_send_failed, task_sent
+from django_celery_safe.signals import task_duplicate, task_send_failed, task_sent
 from tests.app.celery import app
 from tests.app.tasks import add
 from tests.concurrency.holders import remaining
@@ -337,6 +337,22 @@ def test_the_lease_lasts_until_a_lost_message_is_given_up(
     assert seconds - SLACK < remaining(lock_of(1)) <= seconds
 
 
+def test_a_duplicate_is_told(sent: Sent) -> None:
+    """A signal names the lock, both tasks, and whether the duplicate was published."""
+    with hearing(task_duplicate) as heard:
+        first = once.delay(1)
+        assert heard == []
+        once.apply_async((1,), task_id="dropped")
+        once.apply_async((1,), task_id="linked", link=add.si(1))
+        with transaction.atomic():
+            once.apply_async_on_commit((1,), task_id="on commit")
+    told = [(one["task_id"], one["sent_id"], one["published"], one["name"]) for one in heard]
+    assert told == [
+        (task_id, first.id, task_id == "linked", f"{once.name}:1")
+        for task_id in ("dropped", "linked", "on commit")
+    ]
+
+
 # The caller's connection, and the pool's.
 
 
@@ -392,6 +408,21 @@ def test_no_child_of_a_task_never_ends(mailbox: Mailbox) -> None:
 
 
 # Re-sends.
+
+
+def test_one_id_used_twice_is_a_duplicate(mailbox: Mailbox) -> None:
+    """An id of the caller's own makes the second send no message of a run sent again."""
+    task = mailbox.task(
+        single_instance(key="{number}", unique_until="end")(retrying), base=SafeTask, bind=True
+    )
+    results = [task.apply_async((number,), task_id="own") for number in (7, 7, 8)]
+    assert [(result.id, result.is_duplicate) for result in results] == [
+        ("own", False),
+        ("own", True),
+        ("own", False),
+    ]
+    first, other = mailbox.take()
+    assert [first.args, other.args] == [[7], [8]]
 
 
 # Eager tasks.

@@ -1,5 +1,6 @@
 """Rare ends of steps and runs: duplicates, deaths, forks, old code, replicas, eager mode."""
 
+import asyncio
 import os
 import sys
 from contextlib import nullcontext
@@ -10,7 +11,7 @@ import pytest
 from celery import Task
 from celery.app.task import Context
 from celery.signals import task_revoked, task_unknown
-from django.db import transaction
+from django.db import connections, router, transaction
 
 from django_celery_safe import SafeTask, WrongTransaction, stages
 from django_celery_safe.models import StageRun
@@ -111,6 +112,37 @@ def test_a_run_that_is_terminated_fails_its_step(gives_back: bool, staged: Stage
     assert staged.step("a").error == "The task was revoked."
 
 
+class Fussy(SafeTask):
+    """Fails before its function when it is told to."""
+
+    abstract = True
+    fails = False
+
+    def before_start(self, *args: Any) -> None:
+        """Fail, if it is to."""
+        if self.fails:
+            raise OSError("before the function")
+
+
+def test_a_duplicate_that_fails_before_its_claim_fails_nothing_that_runs(staged: Staged) -> None:
+    """An error of a delivery that never had the step is none of the one that has it."""
+    fussy = staged.make_task(Fussy, "tests.fussy")
+
+    def meet(task: Any) -> None:
+        task.fails = True
+        assert staged.deliver_elsewhere(message).state == "IGNORED"
+
+    staged.bodies["a"] = meet
+    run = staged.start("a", "b", task=fussy)
+    message = staged.take_one()
+    assert staged.deliver(message) == ("SUCCESS", None)
+    assert statuses(run) == ("running", "sw")
+    # The only delivery of a step that waits fails it.
+    assert staged.deliver(staged.take_one()).state == "FAILURE"
+    assert statuses(run) == ("failed", "sf")
+    assert staged.step("b").error == "before the function"
+
+
 # Processes that died.
 
 
@@ -155,6 +187,45 @@ def test_a_step_that_ends_its_process_dies(staged: Staged) -> None:
     assert staged.deliver(message).state == "FAILURE"
     assert statuses(run) == ("failed", "f")
     assert f"process {os.getpid()} on " in staged.step("a").error
+
+
+@pytest.mark.parametrize("db_kind", ["postgres"], indirect=True)
+@pytest.mark.parametrize("end", ["well", "with an error"])
+def test_a_forked_child_does_not_end_its_parent_s_step(staged: Staged, end: str) -> None:
+    """It leaves the function as the parent does, and the step is the parent's alone."""
+
+    def fork(task: Any) -> dict[str, str]:
+        child = os.fork()
+        if not child:
+            if end == "with an error":
+                raise ValueError("child")
+            return {"a": "child"}
+        os.waitpid(child, 0)
+        return {"a": str(staged.step("a").status)}
+
+    staged.bodies["a"] = fork
+    run = staged.start("a")
+    before = os.getpid()
+    outcome = staged.deliver(staged.take_one())
+    if os.getpid() != before:
+        os._exit(0)
+    assert outcome == ("SUCCESS", {"a": "running"})
+    run.refresh_from_db()
+    assert (*statuses(run), run.params) == ("succeeded", "s", {"a": "running"})
+
+
+def test_a_step_that_was_cancelled_has_failed(staged: Staged) -> None:
+    """asyncio's CancelledError ends no process, so that the step would be run again for ever."""
+
+    async def cancel() -> None:
+        raise asyncio.CancelledError
+
+    staged.bodies["a"] = lambda task: asyncio.run(cancel())
+    run = staged.start("a", "b")
+    with pytest.raises(asyncio.CancelledError):
+        staged.deliver(staged.take_one())
+    assert statuses(run) == ("failed", "fa")
+    assert staged.step("a").error_type == "CancelledError"
 
 
 def test_a_dead_step_of_an_aborted_run_is_not_run(staged: Staged) -> None:
@@ -239,6 +310,31 @@ def test_a_step_whose_function_is_not_called_fails(staged: Staged) -> None:
     staged.deliver(staged.take_one())
     assert (*statuses(run), staged.calls) == ("failed", "fa", [])
     assert "Its function was not called" in staged.step("a").error
+
+
+class Atomic(SafeTask):
+    """Runs in a transaction."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in a transaction."""
+        with transaction.atomic(using=router.db_for_write(StageRun)):
+            return super().__call__(*args, **kwargs)
+
+
+def test_a_step_of_a_class_that_opens_a_transaction(staged: Staged) -> None:
+    """Its claim stands outside of that, so that others see it, and it ends after the commit."""
+    staged.bodies["a"] = lambda task: {"b": str(staged.deliver_elsewhere(message).state)}
+    run = staged.start("a", "b", task=staged.make_task(Atomic, "tests.atomic"))
+    message = staged.take_one()
+    if connections[staged.alias].vendor != "sqlite":
+        assert staged.deliver(message) == ("SUCCESS", {"b": "IGNORED"})
+    else:
+        del staged.bodies["a"]
+        assert staged.deliver(message).state == "SUCCESS"
+    staged.deliver_all()
+    assert statuses(run) == ("succeeded", "ss")
 
 
 # Several databases.

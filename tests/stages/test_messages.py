@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import pytest
 from celery.exceptions import Ignore, Reject
-from django.db import OperationalError, connections
+from django.db import OperationalError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
-from django_celery_safe import SafeTask, idempotent, stages
+from django_celery_safe import SafeTask, WrongTransaction, idempotent, stages
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery.copies import MessageGoesOn
 from django_celery_safe.models import (
@@ -26,6 +26,7 @@ from django_celery_safe.models import (
 )
 from django_celery_safe.sending import sender
 from django_celery_safe.signals import claim_lost, run_ended, step_failed
+from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.kinds import more_for_claim
 from tests.sending.conftest import hearing
@@ -173,6 +174,50 @@ def test_deliveries_in_any_order_do_each_step_once(staged: Staged) -> None:
     assert (len(staged.sent), staged.take()) == (8, [])
 
 
+def test_a_process_that_dies_before_it_begins_the_next_stage(staged: Staged) -> None:
+    """The step is done; its message that comes again begins the next stage, once."""
+    look = "SELECT id FROM django_celery_safe_stagestep"
+
+    def die(execute: Any, sql: str, *args: Any) -> Any:
+        if sql.startswith(look):  # whether the stage is complete
+            raise KeyboardInterrupt
+        return execute(sql, *args)
+
+    run = staged.start("a", "bc")
+    message = staged.take_one()
+    with connections[staged.alias].execute_wrapper(die), pytest.raises(KeyboardInterrupt):
+        staged.deliver(message)
+    assert (shown(run), staged.take()) == ("sww", [])
+    staged.end_lease("a")
+    assert [staged.deliver(message).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
+    assert len(staged.take()) == 2
+    assert staged.calls == ["a"]
+
+
+def test_a_message_of_a_run_that_is_gone_does_nothing(staged: Staged) -> None:
+    """Messages of a run that was deleted or pruned begin nothing."""
+    run = staged.start("ab")
+    first, second = staged.take()
+    staged.deliver(first)
+    run.delete()
+    states = [staged.deliver(message).state for message in (first, second)]
+    assert states == ["IGNORED", "SUCCESS"]
+    assert staged.calls == ["a"]
+    assert not staged.steps.exists()
+
+
+def test_a_message_that_meets_its_running_step_does_nothing(staged: Staged) -> None:
+    """The row of the message is what brings the step back, if its process dies."""
+    run = staged.start("a")
+    message = staged.take_one()
+    states: list[str] = []
+    staged.bodies["a"] = lambda task: states.append(staged.deliver_elsewhere(message).state)
+    assert staged.deliver(message).state == "SUCCESS"
+    run.refresh_from_db()
+    assert (run.status, states, staged.calls) == ("succeeded", ["IGNORED"], ["a"])
+    assert staged.take() == []
+
+
 @pytest.mark.sql
 @pytest.mark.parametrize("ends", ["well", "with an error", "by a retry"])
 def test_a_stale_holder_changes_nothing(ends: str, staged: Staged) -> None:
@@ -291,6 +336,46 @@ def test_a_retry_that_is_not_raised_does_it(staged: Staged) -> None:
     assert staged.calls == ["a", "a", "b"]
 
 
+def test_a_step_that_waits_for_its_retry_is_not_lost_with_an_answer(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database has committed that the step waits, and the answer got lost."""
+
+    def retry(task: Any) -> None:
+        task.retry(countdown=3600, throw=False)
+        connection: Any = connections[staged.alias]
+        commit = connection._commit
+
+        def lose_answer() -> None:
+            commit()
+            monkeypatch.undo()
+            raise OperationalError("the answer got lost")
+
+        monkeypatch.setattr(connection, "_commit", lose_answer)
+
+    staged.bodies["a"] = retry
+    run = staged.start("a")
+    with hearing(claim_lost) as told:
+        assert staged.deliver(staged.take_one()).state == "SUCCESS"
+    assert (shown(run), told) == ("w", [])
+
+
+def test_a_step_that_leaves_a_transaction_open_fails(staged: Staged) -> None:
+    """It is rolled back, and the run stops: nobody does the step again, as after a death."""
+
+    def leave_open(task: Any) -> None:
+        transaction.atomic(using=staged.alias).__enter__()
+        Person.everyone.using(staged.alias).create(pk=1)
+
+    staged.bodies["a"] = leave_open
+    run = staged.start("a", "b")
+    state, error = staged.deliver(staged.take_one())
+    assert (state, type(error)) == ("FAILURE", WrongTransaction)
+    run.refresh_from_db()
+    assert (run.status, shown(run)) == ("failed", "fa")
+    assert not Person.everyone.using(staged.alias).exists()
+
+
 def raising(error: Exception) -> Callable[[Any], Any]:
     """Return a body that raises this."""
 
@@ -382,7 +467,7 @@ def test_a_message_comes_back_when_the_database_is_away(
     """At the begin nothing was done yet: the step is not failed, and its message comes again."""
     run = staged.start("a")
     message = staged.take_one()
-    with trouble(staged.alias, begins, model, 100) as refused:
+    with trouble(staged.alias, begins, model, 1) as refused:
         assert staged.deliver(message).state == "IGNORED"
     assert refused
     assert (shown(run) in "wr", staged.calls) == (True, [])

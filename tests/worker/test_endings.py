@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from django.db import connections
 from pytest_django import Settings
 
 from django_celery_safe import SafeTask, iter_locks, single_instance
-from tests.app.celery import app
+from tests.app.celery import app, tell_workers
 from tests.conftest import app_on_redis
 from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer
@@ -78,6 +78,34 @@ def keep_a_recycled_child(**kwargs: Any) -> None:
     if kept := os.environ.get(KEEPS_CHILDREN):
         with suppress(TimeoutError):
             wait_for(Path(kept).exists, SOON)
+
+
+@pytest.mark.long
+def test_a_message_given_to_a_child_that_ends_frees_its_lock_when_revoked(
+    room: Room, tmp_path: Path
+) -> None:
+    """No process ran it, so there is none whose death would have to be waited for."""
+    before, gone = Room(tmp_path / "before"), tmp_path / "child may go"
+    before.folder.mkdir()
+    before.open()
+    with ExitStack() as stack:
+        stack.callback(gone.touch)
+        worker = CeleryWorker(
+            "tests.app",
+            concurrency=1,
+            arguments=["--include", __name__, "--queues", "recycled", "--max-tasks-per-child=1"],
+            env={KEEPS_CHILDREN: str(gone)},
+        )
+        stack.enter_context(worker)
+        first = late.apply_async((before.path,), queue="recycled")
+        assert first.get(timeout=SOON)
+        result = late.apply_async((room.path,), queue="recycled")
+        wait_for(lambda: f"[{result.id}] received" in worker.log, SOON)
+        tell_workers("revoke", result.id, reply=True, limit=1)
+        gone.touch()
+        wait_for(lambda: result.state == "REVOKED", SOON, "it was not revoked")
+        room.until(lambda: locks_in(room) == [], "its lock is held", SOON)
+        assert room.runs() == []
 
 
 # A worker that has no single-instance task.

@@ -19,6 +19,7 @@ from tests.conftest import app_on_redis
 from tests.processes import CeleryWorker, wait_for
 from tests.servers import RedisServer
 from tests.worker import pool_tasks
+from tests.worker.pool_tasks import unique
 from tests.worker.rooms import Room
 
 pytestmark = pytest.mark.long
@@ -137,3 +138,35 @@ def test_a_task_beyond_its_time_limit_keeps_its_lock_until_it_ends(rooms: dict[s
         until_renewed(names)
     open_all(rooms)
     wait_for(lambda: not any(map(find_lock, names)), SOON, "a lock is held still")
+
+
+def send_to_all(rooms: dict[str, Room]) -> dict[str, Any]:
+    """Send the unique task to the worker of each pool, for the room of that pool."""
+    return {pool: unique.apply_async((room.path,), queue=pool) for pool, room in rooms.items()}
+
+
+def senders(rooms: dict[str, Room]) -> dict[str, str | None]:
+    """Return the id of the task that keeps others from being sent, by pool; "" for nobody."""
+    locks = {pool: find_lock(f"sent:{unique.name}:{room.path}") for pool, room in rooms.items()}
+    return {pool: lock.holder.task_id if lock else "" for pool, lock in locks.items()}
+
+
+NOBODY = dict.fromkeys(POOLS, "")
+
+
+def test_the_same_is_sent_again_when_the_run_ends(rooms: dict[str, Room]) -> None:
+    """While it waits and runs, the second send is a duplicate, and then the third is none."""
+    first = send_to_all(rooms)
+    until_all(rooms, lambda pool, room: room.runs(first[pool].id))
+    ids = {pool: result.id for pool, result in first.items()}
+    assert senders(rooms) == ids
+    assert {pool: result.id for pool, result in send_to_all(rooms).items()} == ids
+    open_all(rooms)
+    for _ in range(2):
+        for result in first.values():
+            assert result.get(timeout=SOON) == [result.id, 0]
+        # The run is over once its result is there.
+        assert senders(rooms) == NOBODY
+        first = send_to_all(rooms)
+        assert {result.is_duplicate for result in first.values()} == {False}
+    assert [room.gauge.violations() for room in rooms.values()] == [[]] * len(POOLS)
