@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache
@@ -21,7 +20,7 @@ from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
 
-from ..compat import dump_models, has_models
+from ..compat import dump_models, has_models, is_task_context
 from ..exceptions import ConfigurationError
 
 #: A function that a task runs or a decorator wraps, and the arguments of a call.
@@ -68,8 +67,7 @@ def find_call(
     """
     current = get_current_task()
     task = _find_task(decorated, args, current)
-    context = getattr(sys.modules.get("django.tasks"), "TaskContext", Task)  # since Django 6.0
-    bound = bool(args) and isinstance(args[0], Task | context)
+    bound = bool(args) and (isinstance(args[0], Task) or is_task_context(args[0]))
     return task, _find_request(task, function, current), bound
 
 
@@ -81,7 +79,7 @@ def _find_task(decorated: Function, args: Args, current: Any) -> Any:
         and (_runs(args[0], decorated) or _inherits(args[0], decorated))
     ):
         return args[0]
-    if current is not None and _runs(current, decorated):
+    if current is not None and _has_layer(current.run, decorated):
         return current
     # task.run(...) called directly, or inside another task.
     tasks = current_app.tasks.values()
@@ -154,7 +152,7 @@ def sent_arguments(
         args: The arguments of the call, without a bound task; None: those of the message.
     """
     serializer = "json" if task is None else str(task.serializer)
-    if message is not None and (args is None or has_models(task, layers(task.run))):
+    if message is not None and (args is None or has_models(task, layers)):
         return tuple(message.args or ()), message.kwargs or {}, serializer
     args = args or ()
     if serializer != "pickle":

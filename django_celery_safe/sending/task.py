@@ -338,12 +338,13 @@ class SafeTaskMixin(Task[P, R]):
             return result
         if eager:
             return self._run_once(options, header, lambda given: self._publish(args, kwargs, given))
-        headers = self._headers_to_be(args, kwargs, options, header)
+        shown = self._show_arguments(args, kwargs, options)
+        headers = {**self._headers_to_be(options, header), **shown}
         sent: list[SentResult[R]] = []
 
         def publish() -> None:
             given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
-            final = {**options, "task_id": headers["id"], "headers": given}
+            final = {**options, **shown, "task_id": headers["id"], "headers": given}
             sent.append(self._publish(args, kwargs, final))
 
         held = publish_once(headers, publish, again=again)
@@ -360,24 +361,34 @@ class SafeTaskMixin(Task[P, R]):
             self._pass_on(read_header(headers, self.name).get("sent"), options)
         return result
 
-    def _headers_to_be(
-        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
-    ) -> dict[str, Any]:
+    def _headers_to_be(self, options: dict[str, Any], header: Header) -> dict[str, Any]:
         """Return those headers of a message to be built that the lock of its send needs."""
         delay = options.get("countdown") or options.get("eta")  # as Celery does
         moments = {"eta": delay, "expires": options.get("expires", self.expires)}
-        headers = {"task": self.name, "id": options.get("task_id") or uuid(), HEADER: header}
         for name, moment in moments.items():
             if isinstance(moment, datetime):
-                moment = maybe_make_aware(moment, self.app.timezone)
-            headers[name] = moment
-        # A receiver may redact what the message shows.
-        if conf.get("SHOW_ARGUMENTS") and not before_task_publish.receivers:
-            from celery.utils.saferepr import saferepr  # not imported with Celery
+                moments[name] = maybe_make_aware(moment, self.app.timezone)
+        return {
+            "task": self.name,
+            "id": options.get("task_id") or uuid(),
+            HEADER: header,
+            **moments,
+        }
 
-            headers["argsrepr"] = options.get("argsrepr") or saferepr(args or ())
-            headers["kwargsrepr"] = options.get("kwargsrepr") or saferepr(kwargs or {})
-        return headers
+    def _show_arguments(self, args: Any, kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the texts of the arguments that Celery would make for the message."""
+        # A receiver may redact what the message shows.
+        if not conf.get("SHOW_ARGUMENTS") or before_task_publish.receivers:
+            return {}
+        from celery.utils.saferepr import saferepr  # not imported with Celery
+
+        amqp, levels = self.app.amqp, self.app.conf.get("task_repr_maxlevels", 3)  # Celery 5.7
+        limits = {"argsrepr": amqp.argsrepr_maxsize, "kwargsrepr": amqp.kwargsrepr_maxsize}
+        values = {"argsrepr": args or (), "kwargsrepr": kwargs or {}}
+        return {
+            name: options.get(name) or saferepr(values[name], longest, levels)
+            for name, longest in limits.items()
+        }
 
     def _run_once(
         self,

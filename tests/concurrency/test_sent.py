@@ -229,7 +229,7 @@ def run_and_die(where: str) -> None:
     [
         ("CacheLock.acquire", False),
         pytest.param("SentLock._begin_run", True, marks=pytest.mark.sql),
-        pytest.param("CacheLock.release", True, marks=pytest.mark.sql),
+        pytest.param("CacheLock.__exit__", True, marks=pytest.mark.sql),
         ("SentLock.move", False),
     ],
 )
