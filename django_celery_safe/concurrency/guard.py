@@ -123,6 +123,7 @@ class MessageRun:
         sent = find_sent(self.message, self.header)
         if sent is None:
             return self.run()
+        sent.join(self.lock, self.options)
         try:
             result = self.run(sent)
         except BaseException as error:
@@ -140,7 +141,7 @@ class MessageRun:
             if lease is not None:
                 call = self.call
                 if sent is not None:
-                    call = functools.partial(sent.hold, lease, self.options, call)
+                    call = functools.partial(sent.hold, lock, self.options, call)
                 if not self.task.acks_late:
                     return call()
                 with marking_end(self.task, self.message, lease):

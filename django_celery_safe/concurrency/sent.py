@@ -35,7 +35,7 @@ from ..leases.holder import Holder
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
-from ..locks import HeldLock
+from ..locks import CacheLock, HeldLock
 from ..locks.stores import get_store
 from ..locks.stores.base import Acquired, LockRequest, Store
 from .options import Options
@@ -69,6 +69,9 @@ class SentLock:
     in_run: bool = False
     passed_on: float | None = None
     settled: bool = False
+    #: The lock of the run, if its requests carry this lock along; and its release, if that will.
+    _carrier: CacheLock | None = None
+    _carried: Renewal | None = None
     #: The lease while the run renews it; otherwise None.
     _lease: Lease[Store] | None = None
     #: Id of the process that runs the task.
@@ -101,20 +104,38 @@ class SentLock:
             self._emit_not_moved(error)
         self.settled = True
 
-    def hold(self, run_lease: Lease[Store], options: Options, call: Callable[[], T]) -> T:
+    def join(self, lock: CacheLock, options: Options) -> None:
         """
-        Hold this lock while ``call`` runs the task, under the run's own lock with ``run_lease``.
+        Have the requests for the lock of the run carry this lock along, if the store does that.
+
+        The first one does what ``_begin_run`` would, and the last one frees it.
+        """
+        if not self._store.carries or options.limit > 1:
+            return
+        self._carrier = lock
+        if options.unique_until == "start":
+            lock.along = Renewal(self.name, self.token, 0.0)
+        elif self._store.renews():
+            lock.along = Renewal(self.name, self.token, min(options.lease(), self.timeout))
+
+    def hold(self, lock: CacheLock, options: Options, call: Callable[[], T]) -> T:
+        """
+        Hold this lock while ``call`` runs the task, under the run's own ``lock``.
 
         A message that the run re-sends takes over this lock. Its next run may start as soon
         as this run frees its own lock, so the lease is extended before that. It is not
         extended during the run, which may have an open transaction or event loop.
         """
-        self._begin_run(run_lease, options)
+        assert lock.lease is not None
+        self._begin_run(lock.lease, options)
         self.in_run = True
         try:
-            return call()
+            result = call()
         finally:
             self._leave_run()
+        if self._carrier is not None and not self.settled and self.passed_on is None:
+            self._carrier.along = self._carried = Renewal(self.name, self.token, 0.0)
+        return result
 
     def _begin_run(self, run_lease: Lease[Store], options: Options) -> None:
         """
@@ -125,16 +146,18 @@ class SentLock:
         """
         self._store = run_lease.store
         if options.unique_until == "start":
-            self.move(0)
+            if self._carrier is None:
+                self.move(0)
+            self.settled = True
         elif run_lease.owner is not None:
-            self._renew(run_lease.seconds)
+            self._renew(run_lease.seconds, asks=self._carrier is None)
 
     def renew(self, seconds: float) -> None:
         """Renew this lock, with a lease of ``seconds`` at most, until the end of a run."""
         if self._store.renews():
             self._renew(seconds)
 
-    def _renew(self, seconds: float) -> None:
+    def _renew(self, seconds: float, *, asks: bool = True) -> None:
         store, seconds = self._store, min(seconds, self.timeout)
         # Its loss is not reported: it means no more than that a duplicate may be sent.
         lease = Lease(store, self.name, self.token, seconds, clock.now(), lambda *lost: None)
@@ -142,7 +165,7 @@ class SentLock:
         self._lease = lease
         renewer.add(lease)
         try:
-            if not store.extend([lease])[0]:
+            if asks and not store.extend([lease])[0]:
                 self._stop_renewing()
         except CelerySafeError as error:
             self._emit_not_moved(error)
@@ -161,6 +184,9 @@ class SentLock:
     def end_run(self, task: Any, error: BaseException | None) -> None:
         """Free or extend this lock after a run that ended with ``error``, or was skipped."""
         self._stop_renewing()
+        carrier, carried = self._carrier, self._carried
+        if carrier is not None and carried is not None and carrier.along is not carried:
+            self.settled = True  # the release of the run's lock has freed it
         if not self.settled and (seconds := self.after(task, error)) is not None:
             self.move(seconds)
 

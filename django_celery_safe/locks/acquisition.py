@@ -51,8 +51,9 @@ def try_acquire(
     Try once to acquire a lock for the running task and this thread.
 
     Args:
-        lock: The object that will own the lock; its ``name`` is the lock's name, and its ``run``
-            the task and the request that run, if they are known already.
+        lock: The object that will own the lock; its ``name`` is the lock's name, its ``run`` the
+            task and the request that run, if they are known already, and ``along`` another lock
+            that the request carries along.
         limit: How many may hold the lock at once.
         seconds: Length of the lease.
         patience: See ``Store.acquire``.
@@ -71,7 +72,9 @@ def try_acquire(
         store.connect()
     asked_at = clock.now()
     try:
-        outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit))
+        outcome = store.take(
+            LockRequest(lock.name, token, seconds, holder, patience, limit, lock.along)
+        )
         if not isinstance(outcome, Acquired):
             return outcome
         run = None if request is None else weakref.ref(request)

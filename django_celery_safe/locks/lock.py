@@ -30,6 +30,7 @@ from ..leases.clock import clock
 from ..leases.holder import HeldLock, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
+from ..leases.store import Renewal
 from ..transactions import aliases_in_atomic, has_block
 from .acquisition import give_back, record_lost, try_acquire
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
@@ -86,6 +87,8 @@ class CacheLock:
         self.function: Callable[..., Any] | None = None
         #: The task and the request that run, if the maker of the lock knows them; None: look.
         self.run: tuple[Any, Any] | None = None
+        #: Another lock that the next request carries along, see ``LockRequest``; None: it did.
+        self.along: Renewal | None = None
 
     def acquire(self, blocking_timeout: conf.Duration | conf.Unset | None = conf.UNSET) -> bool:
         """
@@ -132,6 +135,7 @@ class CacheLock:
                 found = try_acquire(self, store, limit, seconds, patience, _report_lost)
                 if not isinstance(found, HeldLock):
                     mine.lease, mine.fence, mine.contender = found, found.fence, None
+                    self.along = None
                     if found.owner is not None:
                         renewer.add(found)
                     return True
@@ -174,7 +178,11 @@ class CacheLock:
         try:
             self._mine.lease = None
             renewer.remove(lease)
-            released = lease.store.release(lease.name, lease.token, lease.remaining)
+            store, facts = lease.store, (lease.name, lease.token, lease.remaining)
+            if self.along is None:
+                released = store.release(*facts)
+            else:
+                released, self.along = store.release_along(*facts, self.along), None
         except (WrongTransaction, SynchronousOnlyOperation):
             # No request was sent to the store, so the lock can still be released: after the
             # transaction, or outside the event loop.

@@ -12,6 +12,7 @@ import os
 import random
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
@@ -20,6 +21,9 @@ from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 from redis.utils import HIREDIS_AVAILABLE
+
+if HIREDIS_AVAILABLE:
+    import hiredis
 
 
 #: Key and seconds of a blocking pop.
@@ -41,13 +45,10 @@ BROKEN: Final = (exceptions.ConnectionError, exceptions.TimeoutError, TimeoutErr
 GREETER: Final[Any] = PythonRespSerializer(
     6000, lambda value: value if isinstance(value, bytes) else str(value).encode()
 )
-
-if HIREDIS_AVAILABLE:
-    from hiredis import pack_command as _pack
-else:
-
-    def _pack(command: tuple[Any, ...]) -> bytes:
-        return b"".join(GREETER.pack(*command))
+#: Packs a command.
+_pack: Final[Callable[[tuple[Any, ...]], bytes]] = (
+    hiredis.pack_command if HIREDIS_AVAILABLE else lambda command: b"".join(GREETER.pack(*command))
+)
 
 
 class Connections:
