@@ -24,11 +24,6 @@ def is_django_task(value: object) -> bool:
     return issubclass(type(value), getattr(sys.modules.get("django.tasks"), "Task", ()))
 
 
-def is_task_context(value: object) -> bool:
-    """Return whether a value is what a task of ``django.tasks`` gets as its first argument."""
-    return isinstance(value, getattr(sys.modules.get("django.tasks"), "TaskContext", ()))
-
-
 def has_models(task: Any, layers: Callable[[Any], Iterable[Any]]) -> bool:
     """
     Return whether a task has ``pydantic=True``; before Celery 5.7 only a wrapper shows it.

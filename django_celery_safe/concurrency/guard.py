@@ -38,6 +38,7 @@ from ..delivery.header import Header, get_header
 from ..events import TASK_CONFLICT, TASK_NOT_RUN
 from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
+from ..leases.store import Renewal
 from ..locks import CacheLock, HeldLock
 from ..locks.lock import LockOptions
 from ..locks.stores import get_store
@@ -123,13 +124,15 @@ class MessageRun:
         sent = find_sent(self.message, self.header)
         if sent is None:
             return self.run()
-        sent.join(self.lock, self.options)
+        # Where the store can do both at once, this request starts the run for both locks.
+        longest = 0.0 if self.options.unique_until == "start" else sent.timeout
+        self.lock.along = Renewal(sent.name, sent.token, longest)
         try:
             result = self.run(sent)
         except BaseException as error:
-            sent.end_run(self.task, error)
+            sent.end_run(self.task, error, self.lock)
             raise
-        sent.end_run(self.task, None)
+        sent.end_run(self.task, None, self.lock)
         return result
 
     def run(self, sent: SentLock | None = None) -> Any:

@@ -69,9 +69,8 @@ class SentLock:
     in_run: bool = False
     passed_on: float | None = None
     settled: bool = False
-    #: The lock of the run, if its requests carry this lock along; and its release, if that will.
-    _carrier: CacheLock | None = None
-    _carried: Renewal | None = None
+    #: What asks the lock of the run to carry the release of this lock along.
+    _freed: Renewal | None = None
     #: The lease while the run renews it; otherwise None.
     _lease: Lease[Store] | None = None
     #: Id of the process that runs the task.
@@ -104,20 +103,6 @@ class SentLock:
             self._emit_not_moved(error)
         self.settled = True
 
-    def join(self, lock: CacheLock, options: Options) -> None:
-        """
-        Have the requests for the lock of the run carry this lock along, if the store does that.
-
-        The first one does what ``_begin_run`` would, and the last one frees it.
-        """
-        if not self._store.carries or options.limit > 1:
-            return
-        self._carrier = lock
-        if options.unique_until == "start":
-            lock.along = Renewal(self.name, self.token, 0.0)
-        elif self._store.renews():
-            lock.along = Renewal(self.name, self.token, min(options.lease(), self.timeout))
-
     def hold(self, lock: CacheLock, options: Options, call: Callable[[], T]) -> T:
         """
         Hold this lock while ``call`` runs the task, under the run's own ``lock``.
@@ -126,31 +111,33 @@ class SentLock:
         as this run frees its own lock, so the lease is extended before that. It is not
         extended during the run, which may have an open transaction or event loop.
         """
-        assert lock.lease is not None
-        self._begin_run(lock.lease, options)
+        self._begin_run(lock, options)
         self.in_run = True
         try:
             result = call()
         finally:
             self._leave_run()
-        if self._carrier is not None and not self.settled and self.passed_on is None:
-            self._carrier.along = self._carried = Renewal(self.name, self.token, 0.0)
+        if not self.settled and self.passed_on is None:
+            lock.along = self._freed = Renewal(self.name, self.token, 0.0)
         return result
 
-    def _begin_run(self, run_lease: Lease[Store], options: Options) -> None:
+    def _begin_run(self, lock: CacheLock, options: Options) -> None:
         """
         Free this lock when a run starts, or renew it together with the run's lock.
 
         Its lease is shortened to that of the run's lock, so a killed worker leaves neither lock
         for longer. If the worker is killed before that, this lock stays for ``SENT_TIMEOUT``.
         """
-        self._store = run_lease.store
-        if options.unique_until == "start":
-            if self._carrier is None:
-                self.move(0)
+        run_lease = lock.lease
+        assert run_lease is not None
+        self._store, is_carried = run_lease.store, lock.along is None
+        if options.unique_until != "start":
+            if run_lease.owner is not None:
+                self._renew(run_lease.seconds, asks=not is_carried)
+        elif is_carried:
             self.settled = True
-        elif run_lease.owner is not None:
-            self._renew(run_lease.seconds, asks=self._carrier is None)
+        else:
+            self.move(0)
 
     def renew(self, seconds: float) -> None:
         """Renew this lock, with a lease of ``seconds`` at most, until the end of a run."""
@@ -181,12 +168,18 @@ class SentLock:
             renewer.finish_renewal(lease)
         self.move(self.passed_on)
 
-    def end_run(self, task: Any, error: BaseException | None) -> None:
-        """Free or extend this lock after a run that ended with ``error``, or was skipped."""
+    def end_run(
+        self, task: Any, error: BaseException | None, lock: CacheLock | None = None
+    ) -> None:
+        """
+        Free or extend this lock after a run that ended with ``error``, or was skipped.
+
+        Args:
+            lock: The lock of the run, whose release may have freed this one too.
+        """
         self._stop_renewing()
-        carrier, carried = self._carrier, self._carried
-        if carrier is not None and carried is not None and carrier.along is not carried:
-            self.settled = True  # the release of the run's lock has freed it
+        if lock is not None and self._freed is not None and lock.along is not self._freed:
+            self.settled = True
         if not self.settled and (seconds := self.after(task, error)) is not None:
             self.move(seconds)
 

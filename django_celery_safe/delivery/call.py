@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache
@@ -20,7 +21,7 @@ from celery import Task, current_app
 from celery._state import get_current_task
 from celery.app.task import Context
 
-from ..compat import dump_models, has_models, is_task_context
+from ..compat import dump_models, has_models
 from ..exceptions import ConfigurationError
 
 #: A function that a task runs or a decorator wraps, and the arguments of a call.
@@ -67,7 +68,8 @@ def find_call(
     """
     current = get_current_task()
     task = _find_task(decorated, args, current)
-    bound = bool(args) and (isinstance(args[0], Task) or is_task_context(args[0]))
+    context = getattr(sys.modules.get("django.tasks"), "TaskContext", Task)  # since Django 6.0
+    bound = bool(args) and isinstance(args[0], Task | context)
     return task, _find_request(task, function, current), bound
 
 

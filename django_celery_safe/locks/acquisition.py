@@ -53,7 +53,7 @@ def try_acquire(
     Args:
         lock: The object that will own the lock; its ``name`` is the lock's name, its ``run`` the
             task and the request that run, if they are known already, and ``along`` another lock
-            that the request carries along.
+            that the request carries along, if the store does that.
         limit: How many may hold the lock at once.
         seconds: Length of the lease.
         patience: See ``Store.acquire``.
@@ -68,6 +68,7 @@ def try_acquire(
     token, renew = os.urandom(16).hex(), store.renews()
     task, request = lock.run or _find_run()
     holder = describe_lock_holder(task, request, renew, seconds)
+    along = lock.along if store.carries and limit == 1 else None
     if store.greets:
         store.connect()
     asked_at = clock.now()
@@ -83,6 +84,8 @@ def try_acquire(
         lease = Lease(store, name, token, seconds, asked_at, on_lost, owner, outcome.fence)
         took = clock.now() - asked_at
         if took < seconds - store.early:
+            if along is not None:
+                lock.along = None
             return lease
     except CelerySafeError:
         raise

@@ -135,7 +135,6 @@ class CacheLock:
                 found = try_acquire(self, store, limit, seconds, patience, _report_lost)
                 if not isinstance(found, HeldLock):
                     mine.lease, mine.fence, mine.contender = found, found.fence, None
-                    self.along = None
                     if found.owner is not None:
                         renewer.add(found)
                     return True
@@ -179,7 +178,7 @@ class CacheLock:
             self._mine.lease = None
             renewer.remove(lease)
             store, facts = lease.store, (lease.name, lease.token, lease.remaining)
-            if self.along is None:
+            if self.along is None or not store.carries:
                 released = store.release(*facts)
             else:
                 released, self.along = store.release_along(*facts, self.along), None

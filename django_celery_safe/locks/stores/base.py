@@ -45,8 +45,8 @@ class LockRequest(NamedTuple):
     The arguments of :meth:`Store.acquire`.
 
     Attributes:
-        along: Another lock, which gets its lease if this one is acquired; 0 s: it is freed. Only
-            without ``limit``, if the store :attr:`~Store.carries`.
+        along: Another lock: if this one is acquired, it gets the same lease, of its ``seconds``
+            at most; 0: it is freed. Only without ``limit``, if the store :attr:`~Store.carries`.
     """
 
     name: str

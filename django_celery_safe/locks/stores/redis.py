@@ -205,7 +205,7 @@ class RedisStore(Store):
             args.append("" if patience is None else MARK_LASTS)
         if along is not None:
             keys += (self._key(along.name),)
-            args += [along.token, _milliseconds(along.seconds)]
+            args += [along.token, _milliseconds(min(seconds, along.seconds))]
         pop = (keys[0] + " wake", patience) if patience else None
         answer = self._run("acquire", ACQUIRE, keys, args, _read_taken, pop=pop)[0]
         if isinstance(answer, int):
