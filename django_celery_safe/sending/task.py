@@ -347,7 +347,7 @@ class SafeTaskMixin(Task[P, R]):
             final = {**options, **shown, "task_id": headers["id"], "headers": given}
             sent.append(self._publish(args, kwargs, final))
 
-        held = publish_once(headers, publish, again=again)
+        held = publish_once(headers, publish, again=again, header=header)
         result = sent[0] if sent else as_sent_result(self.AsyncResult(headers["id"]))
         if not sent:  # as Celery does
             ignores = options.get("ignore_result")
