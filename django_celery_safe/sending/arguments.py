@@ -18,6 +18,9 @@ from ..exceptions import NotSerializable
 #: Types of values that contain nothing to check; most items of a long list have one of these.
 PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
+#: Longest text of a call's arguments that is worth making: a lock keeps the first 200 characters.
+LONGEST_SHOWN: Final = 400
+
 
 def check_arguments(
     task: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, *more: Any
@@ -75,6 +78,17 @@ def serialize(
     except EncodeError as error:
         raise explain(task, args, kwargs, embedded, serializer, error) from error
     return content_type, encoding, data
+
+
+def show(arguments: Any) -> str:
+    """Return the arguments or named arguments of a call as its message will show them."""
+    if not arguments:
+        return repr(arguments)
+    if type(arguments) is tuple and all(type(value) is int for value in arguments):
+        return repr(arguments)  # in a tenth of the time
+    from celery.utils.saferepr import saferepr  # not imported with Celery
+
+    return str(saferepr(arguments, LONGEST_SHOWN))
 
 
 def check_headers(task: str, headers: Mapping[str, Any], connection: Any) -> None:

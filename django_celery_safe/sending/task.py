@@ -32,7 +32,7 @@ from ..delivery.wrappers import wrap_run
 from ..exceptions import NotSerializable, TaskPoisoned
 from ..texts import get_logger
 from . import installed
-from .arguments import check_arguments, explain
+from .arguments import check_arguments, explain, show
 from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
@@ -338,13 +338,12 @@ class SafeTaskMixin(Task[P, R]):
             return result
         if eager:
             return self._run_once(options, header, lambda given: self._publish(args, kwargs, given))
-        shown = self._show_arguments(args, kwargs, options)
-        headers = {**self._headers_to_be(options, header), **shown}
+        headers = self._headers_to_be(args, kwargs, options, header)
         sent: list[SentResult[R]] = []
 
         def publish() -> None:
             given = {**(options.get("headers") or {}), HEADER: headers[HEADER]}
-            final = {**options, **shown, "task_id": headers["id"], "headers": given}
+            final = {**options, "task_id": headers["id"], "headers": given}
             sent.append(self._publish(args, kwargs, final))
 
         held = publish_once(headers, publish, again=again, header=header)
@@ -361,34 +360,21 @@ class SafeTaskMixin(Task[P, R]):
             self._pass_on(read_header(headers, self.name).get("sent"), options)
         return result
 
-    def _headers_to_be(self, options: dict[str, Any], header: Header) -> dict[str, Any]:
+    def _headers_to_be(
+        self, args: Any, kwargs: Any, options: dict[str, Any], header: Header
+    ) -> dict[str, Any]:
         """Return those headers of a message to be built that the lock of its send needs."""
         delay = options.get("countdown") or options.get("eta")  # as Celery does
         moments = {"eta": delay, "expires": options.get("expires", self.expires)}
         for name, moment in moments.items():
             if isinstance(moment, datetime):
                 moments[name] = maybe_make_aware(moment, self.app.timezone)
-        return {
-            "task": self.name,
-            "id": options.get("task_id") or uuid(),
-            HEADER: header,
-            **moments,
-        }
-
-    def _show_arguments(self, args: Any, kwargs: Any, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the texts of the arguments that Celery would make for the message."""
+        headers = {"task": self.name, "id": options.get("task_id") or uuid(), HEADER: header}
         # A receiver may redact what the message shows.
-        if not conf.get("SHOW_ARGUMENTS") or before_task_publish.receivers:
-            return {}
-        from celery.utils.saferepr import saferepr  # not imported with Celery
-
-        amqp, levels = self.app.amqp, self.app.conf.get("task_repr_maxlevels", 3)  # Celery 5.7
-        limits = {"argsrepr": amqp.argsrepr_maxsize, "kwargsrepr": amqp.kwargsrepr_maxsize}
-        values = {"argsrepr": args or (), "kwargsrepr": kwargs or {}}
-        return {
-            name: options.get(name) or saferepr(values[name], longest, levels)
-            for name, longest in limits.items()
-        }
+        if conf.get("SHOW_ARGUMENTS") and not before_task_publish.receivers:
+            headers["argsrepr"] = options.get("argsrepr") or show(args or ())
+            headers["kwargsrepr"] = options.get("kwargsrepr") or show(kwargs or {})
+        return headers | moments
 
     def _run_once(
         self,
