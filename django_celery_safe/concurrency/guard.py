@@ -146,9 +146,13 @@ class MessageRun:
                 if sent is not None:
                     call = functools.partial(sent.hold, lock, self.options, call)
                 if not self.task.acks_late:
-                    return call()
-                with marking_end(self.task, self.message, lease):
-                    return call()
+                    result = call()
+                else:
+                    with marking_end(self.task, self.message, lease):
+                        result = call()
+                if sent is not None and not sent.settled and sent.passed_on is None:
+                    lock.along = sent.freed = Renewal(sent.name, sent.token, 0.0)
+                return result
         contender = lock.contender
         assert contender is not None  # the lock was not acquired
         if self._is_held_by_own(contender):

@@ -60,6 +60,7 @@ class SentLock:
         passed_on: Lease, s, for a re-sent message (such as a retry) that takes over this lock;
             None: no message takes it over.
         settled: Whether this message has finished with the lock.
+        freed: What asks the lock of the run to free this one along with it.
     """
 
     name: str
@@ -69,8 +70,7 @@ class SentLock:
     in_run: bool = False
     passed_on: float | None = None
     settled: bool = False
-    #: What asks the lock of the run to carry the release of this lock along.
-    _freed: Renewal | None = None
+    freed: Renewal | None = None
     #: The lease while the run renews it; otherwise None.
     _lease: Lease[Store] | None = None
     #: Id of the process that runs the task.
@@ -114,12 +114,9 @@ class SentLock:
         self._begin_run(lock, options)
         self.in_run = True
         try:
-            result = call()
+            return call()
         finally:
             self._leave_run()
-        if not self.settled and self.passed_on is None:
-            lock.along = self._freed = Renewal(self.name, self.token, 0.0)
-        return result
 
     def _begin_run(self, lock: CacheLock, options: Options) -> None:
         """
@@ -130,7 +127,7 @@ class SentLock:
         """
         run_lease = lock.lease
         assert run_lease is not None
-        self._store, is_carried = run_lease.store, lock.along is None
+        self._store, is_carried, lock.along = run_lease.store, lock.along is None, None
         if options.unique_until != "start":
             if run_lease.owner is not None:
                 self._renew(run_lease.seconds, asks=not is_carried)
@@ -178,7 +175,7 @@ class SentLock:
             lock: The lock of the run, whose release may have freed this one too.
         """
         self._stop_renewing()
-        if lock is not None and self._freed is not None and lock.along is not self._freed:
+        if lock is not None and self.freed is not None and lock.along is not self.freed:
             self.settled = True
         if not self.settled and (seconds := self.after(task, error)) is not None:
             self.move(seconds)

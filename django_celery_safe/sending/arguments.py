@@ -80,15 +80,14 @@ def serialize(
     return content_type, encoding, data
 
 
-def show(arguments: Any) -> str:
-    """Return the arguments or named arguments of a call as its message will show them."""
-    if not arguments:
-        return repr(arguments)
-    if type(arguments) is tuple and all(type(value) is int for value in arguments):
-        return repr(arguments)  # in a tenth of the time
+def show(args: Any, kwargs: Any) -> dict[str, str]:
+    """Return the headers of a message that show its arguments."""
+    if type(args) is tuple and not kwargs and all(type(value) is int for value in args):
+        return {"argsrepr": repr(args), "kwargsrepr": "{}"}  # in a tenth of the time
     from celery.utils.saferepr import saferepr  # not imported with Celery
 
-    return str(saferepr(arguments, LONGEST_SHOWN))
+    values = {"argsrepr": args, "kwargsrepr": kwargs}
+    return {name: saferepr(value, LONGEST_SHOWN) for name, value in values.items()}
 
 
 def check_headers(task: str, headers: Mapping[str, Any], connection: Any) -> None:

@@ -372,8 +372,8 @@ class SafeTaskMixin(Task[P, R]):
         headers = {"task": self.name, "id": options.get("task_id") or uuid(), HEADER: header}
         # A receiver may redact what the message shows.
         if conf.get("SHOW_ARGUMENTS") and not before_task_publish.receivers:
-            headers["argsrepr"] = options.get("argsrepr") or show(args or ())
-            headers["kwargsrepr"] = options.get("kwargsrepr") or show(kwargs or {})
+            headers |= show(args or (), kwargs or {})
+            headers |= {name: options[name] for name in _SHOWN if options.get(name)}
         return headers | moments
 
     def _run_once(
@@ -507,6 +507,9 @@ _OURS = ("outbox", "using", "send_on_commit")
 
 #: Parameters of Celery's ``apply_async`` that may be positional, after the arguments.
 _POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")
+
+#: Options that replace the texts of the arguments.
+_SHOWN = ("argsrepr", "kwargsrepr")
 
 #: Options with signatures that travel in the task's message.
 _CARRIED = ("link", "link_error", "chain", "chord")

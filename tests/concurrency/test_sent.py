@@ -182,10 +182,15 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     assert held_names() == []
 
 
+@pytest.mark.parametrize("store_name", ["local", "django-redis"])
 def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
-    mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+    store_name: str,
+    mailbox: Mailbox,
+    use_store: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The limit ends the run, and Celery retries the task, so the message keeps its lock."""
+    use_store(store_name)
 
     def mark(*args: object) -> None:
         raise SoftTimeLimitExceeded

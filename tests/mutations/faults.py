@@ -286,7 +286,7 @@ MUTATIONS = {
         ),
         M(
             "concurrency.sent:SentLock.end_run",
-            "lock.along is not self._freed",
+            "lock.along is not self.freed",
             "True",
             "a lock of a send that the store could not free along stays until its lease ends",
         ),
