@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from django.conf import settings
+from django.utils.functional import empty
 
 from .exceptions import ConfigurationError
 
@@ -208,30 +209,42 @@ _checked: Final[dict[str, tuple[Any, Any]]] = {}
 DEFAULT_RETENTIONS: Final = retentions({}, "RETENTION")
 
 
+#: The settings of a project without any.
+NOTHING: Final[dict[str, Any]] = {}
+
+
 def given() -> dict[str, Any]:
     """Return the project's settings dict, unchanged."""
-    value = getattr(settings, NAME, {})
+    # Django keeps no outcome for a setting that a project does not have, and each run asks.
+    inner = settings._wrapped  # type: ignore[misc]
+    value = getattr(settings if inner is empty else inner, NAME, NOTHING)
     if not isinstance(value, dict):
         raise ConfigurationError(f"{NAME} is {value!r}; it has to be a dict of settings.")
     return value
 
 
-def get(name: str) -> Any:
-    """Return the setting ``name``, validated: the project's value, or the default."""
+def get(name: str, project: dict[str, Any] | None = None) -> Any:
+    """
+    Return the setting ``name``, validated: the project's value, or the default.
+
+    Args:
+        project: The project's settings dict; None: it is looked up.
+    """
     default, check = SETTINGS[name]
-    value = given().get(name, default)
+    value = (given() if project is None else project).get(name, default)
     # Most are read at each send or run. A value that can't change in place is checked once.
-    if name not in _checked or _checked[name][0] is not value:
-        checked = check(value, name)
-        if not isinstance(value, UNCHANGING):
-            return checked
-        _checked[name] = value, checked
-    return _checked[name][1]
+    known, outcome = _checked.get(name, (NOTHING, None))
+    if known is not value:
+        outcome = check(value, name)
+        if isinstance(value, UNCHANGING):
+            _checked[name] = value, outcome
+    return outcome
 
 
 def get_each(*names: str) -> list[Any]:
     """Return several settings, each as :func:`get` does."""
-    return [get(name) for name in names]
+    project = given()
+    return [get(name, project) for name in names]
 
 
 def lock_timeout() -> float:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -39,6 +38,7 @@ from ..delivery.header import Header, get_header
 from ..events import TASK_CONFLICT, TASK_NOT_RUN
 from ..exceptions import AlreadyRunning, ConfigurationError
 from ..leases.holder import holder_text
+from ..leases.store import Renewal
 from ..locks import CacheLock, HeldLock
 from ..locks.lock import LockOptions
 from ..locks.stores import get_store
@@ -86,7 +86,7 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     header = get_header(request)
     if request is not None and "duplicate" in header:
         return _emit_duplicate(task, request, header)
-    options = options_for(guarded, header)
+    options = options_for(guarded, header) if "options" in header else guarded.options
     # Eager runs and .apply() have no message that could be redelivered.
     message = None if request is None or request.is_eager else request
     name = get_lock_name(task, message, guarded, options, header, args, kwargs)
@@ -98,7 +98,8 @@ def _run(guarded: Guarded, task: Any, request: Context | None, args: Args, kwarg
     lock.run = task, message
     if "copy" in header or (message.delivery_info or {}).get("redelivered"):
         drop_if_run_ended(task, message, get_store())
-    return MessageRun(task, message, header, options, lock, call).run()
+    run = MessageRun(task, message, header, options, lock, call)
+    return run.run_and_settle() if "sent" in header else run.run()
 
 
 @dataclass(slots=True, eq=False)
@@ -118,30 +119,40 @@ class MessageRun:
     lock: CacheLock
     call: Call
 
-    def run(self) -> Any:
-        """Call the function under the lock, or step aside; then settle the lock of the send."""
-        sent = find_sent(self.message, self.header) if "sent" in self.header else None
+    def run_and_settle(self) -> Any:
+        """Run, and then settle the lock of the send."""
+        sent = find_sent(self.message, self.header)
         if sent is None:
-            return self._run_or_step_aside(None)
+            return self.run()
+        # Where the store can do both at once, this request starts the run for both locks.
+        longest = 0.0 if self.options.unique_until == "start" else sent.timeout
+        self.lock.along = Renewal(sent.name, sent.token, longest)
         try:
-            result = self._run_or_step_aside(sent)
+            result = self.run(sent)
         except BaseException as error:
-            sent.end_run(self.task, error)
+            sent.end_run(self.task, error, self.lock)
             raise
-        sent.end_run(self.task, None)
+        sent.end_run(self.task, None, self.lock)
         return result
 
-    def _run_or_step_aside(self, sent: SentLock | None) -> Any:
+    def run(self, sent: SentLock | None = None) -> Any:
+        """Call the function under the lock, or step aside."""
         with self.lock as lock:
             if (lease := lock.lease) is None:
                 self._wait(lock.contender)
                 lease = lock.lease
             if lease is not None:
-                late, message = self.task.acks_late, self.message
-                with marking_end(self.task, message, lease) if late else nullcontext():
-                    if sent is None:
-                        return self.call()
-                    return sent.hold(lease, self.options, self.call)
+                call = self.call
+                if sent is not None:
+                    call = functools.partial(sent.hold, lock, self.options, call)
+                if not self.task.acks_late:
+                    result = call()
+                else:
+                    with marking_end(self.task, self.message, lease):
+                        result = call()
+                if sent is not None and not sent.settled and sent.passed_on is None:
+                    lock.along = sent.freed = Renewal(sent.name, sent.token, 0.0)
+                return result
         contender = lock.contender
         assert contender is not None  # the lock was not acquired
         if self._is_held_by_own(contender):
@@ -215,11 +226,11 @@ def get_lock_name(
     lock = task_name if isinstance(options.lock, conf.Unset) else options.lock
     args = None if args is None else args[guarded.bound :]
     args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
-    if message is not None:
-        sent = (*(message.args or ()), *(message.kwargs or {}).values())
     key = header.get("key")
     # The key of the send is made of the message, whose arguments something may have changed.
     if key is None or (message is not None and not is_as_sent(message, args, kwargs)):
+        if message is not None:
+            sent = (*(message.args or ()), *(message.kwargs or {}).values())
         key = call_key(
             task_name,
             guarded.function,

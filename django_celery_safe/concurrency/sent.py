@@ -35,7 +35,7 @@ from ..leases.holder import Holder
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
 from ..leases.store import Renewal
-from ..locks import HeldLock
+from ..locks import CacheLock, HeldLock
 from ..locks.stores import get_store
 from ..locks.stores.base import Acquired, LockRequest, Store
 from .options import Options
@@ -60,6 +60,7 @@ class SentLock:
         passed_on: Lease, s, for a re-sent message (such as a retry) that takes over this lock;
             None: no message takes it over.
         settled: Whether this message has finished with the lock.
+        freed: What asks the lock of the run to free this one along with it.
     """
 
     name: str
@@ -69,6 +70,7 @@ class SentLock:
     in_run: bool = False
     passed_on: float | None = None
     settled: bool = False
+    freed: Renewal | None = None
     #: The lease while the run renews it; otherwise None.
     _lease: Lease[Store] | None = None
     #: Id of the process that runs the task.
@@ -101,40 +103,45 @@ class SentLock:
             self._emit_not_moved(error)
         self.settled = True
 
-    def hold(self, run_lease: Lease[Store], options: Options, call: Callable[[], T]) -> T:
+    def hold(self, lock: CacheLock, options: Options, call: Callable[[], T]) -> T:
         """
-        Hold this lock while ``call`` runs the task, under the run's own lock with ``run_lease``.
+        Hold this lock while ``call`` runs the task, under the run's own ``lock``.
 
         A message that the run re-sends takes over this lock. Its next run may start as soon
         as this run frees its own lock, so the lease is extended before that. It is not
         extended during the run, which may have an open transaction or event loop.
         """
-        self._begin_run(run_lease, options)
+        self._begin_run(lock, options)
         self.in_run = True
         try:
             return call()
         finally:
             self._leave_run()
 
-    def _begin_run(self, run_lease: Lease[Store], options: Options) -> None:
+    def _begin_run(self, lock: CacheLock, options: Options) -> None:
         """
         Free this lock when a run starts, or renew it together with the run's lock.
 
         Its lease is shortened to that of the run's lock, so a killed worker leaves neither lock
         for longer. If the worker is killed before that, this lock stays for ``SENT_TIMEOUT``.
         """
-        self._store = run_lease.store
-        if options.unique_until == "start":
+        run_lease = lock.lease
+        assert run_lease is not None
+        self._store, is_carried, lock.along = run_lease.store, lock.along is None, None
+        if options.unique_until != "start":
+            if run_lease.owner is not None:
+                self._renew(run_lease.seconds, asks=not is_carried)
+        elif is_carried:
+            self.settled = True
+        else:
             self.move(0)
-        elif run_lease.owner is not None:
-            self._renew(run_lease.seconds)
 
     def renew(self, seconds: float) -> None:
         """Renew this lock, with a lease of ``seconds`` at most, until the end of a run."""
         if self._store.renews():
             self._renew(seconds)
 
-    def _renew(self, seconds: float) -> None:
+    def _renew(self, seconds: float, *, asks: bool = True) -> None:
         store, seconds = self._store, min(seconds, self.timeout)
         # Its loss is not reported: it means no more than that a duplicate may be sent.
         lease = Lease(store, self.name, self.token, seconds, clock.now(), lambda *lost: None)
@@ -142,7 +149,7 @@ class SentLock:
         self._lease = lease
         renewer.add(lease)
         try:
-            if not store.extend([lease])[0]:
+            if asks and not store.extend([lease])[0]:
                 self._stop_renewing()
         except CelerySafeError as error:
             self._emit_not_moved(error)
@@ -158,9 +165,18 @@ class SentLock:
             renewer.finish_renewal(lease)
         self.move(self.passed_on)
 
-    def end_run(self, task: Any, error: BaseException | None) -> None:
-        """Free or extend this lock after a run that ended with ``error``, or was skipped."""
+    def end_run(
+        self, task: Any, error: BaseException | None, lock: CacheLock | None = None
+    ) -> None:
+        """
+        Free or extend this lock after a run that ended with ``error``, or was skipped.
+
+        Args:
+            lock: The lock of the run, whose release may have freed this one too.
+        """
         self._stop_renewing()
+        if lock is not None and self.freed is not None and lock.along is not self.freed:
+            self.settled = True
         if not self.settled and (seconds := self.after(task, error)) is not None:
             self.move(seconds)
 

@@ -81,7 +81,7 @@ def _find_task(decorated: Function, args: Args, current: Any) -> Any:
         and (_runs(args[0], decorated) or _inherits(args[0], decorated))
     ):
         return args[0]
-    if current is not None and _runs(current, decorated):
+    if current is not None and _has_layer(current.run, decorated):
         return current
     # task.run(...) called directly, or inside another task.
     tasks = current_app.tasks.values()
@@ -154,7 +154,7 @@ def sent_arguments(
         args: The arguments of the call, without a bound task; None: those of the message.
     """
     serializer = "json" if task is None else str(task.serializer)
-    if message is not None and (args is None or has_models(task, layers(task.run))):
+    if message is not None and (args is None or has_models(task, layers)):
         return tuple(message.args or ()), message.kwargs or {}, serializer
     args = args or ()
     if serializer != "pickle":

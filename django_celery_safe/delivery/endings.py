@@ -108,13 +108,13 @@ def _on_prerun(task: Any, **kwargs: Any) -> None:
 
 
 def _on_success(sender: Any, **kwargs: Any) -> None:
-    _report_run("succeeded", sender)
+    _report_run("succeeded", sender, sender.request)
 
 
 def _on_failure(sender: Any, task_id: str, exception: BaseException, **kwargs: Any) -> None:
     if not isinstance(exception, WorkerLostError | TimeLimitExceeded) or not _find(task_id):
-        if sender.request.id == task_id:
-            _report_run("failed", sender, exception)
+        if (request := sender.request).id == task_id:
+            _report_run("failed", sender, request, exception)
     elif isinstance(exception, TimeLimitExceeded):
         # Otherwise the message is acknowledged.
         again = bool(sender.acks_late and not acknowledges_timeout(sender))
@@ -129,13 +129,13 @@ def _on_retry(sender: Any, request: Any, reason: Any = None, **kwargs: Any) -> N
     elif any(one._context is request for one in _find(request.id)):
         _report_death("re-sent", sender, request.id, error=reason, when=reason.when or 0.0)
     elif not request.is_eager:
-        _report_run("retried", sender, reason)
+        _report_run("retried", sender, sender.request, reason)
 
 
 def _on_postrun(task: Any, state: str | None, retval: Any = None, **kwargs: Any) -> None:
-    if not task.request.is_eager:
+    if not (request := task.request).is_eager:
         again = state in (None, states.RETRY) or isinstance(retval, MessageGoesOn)
-        _report_run("over", task, comes_again=again)
+        _report_run("over", task, request, comes_again=again)
 
 
 def _on_revoked(sender: Any, request: Any, terminated: bool, expired: bool, **kwargs: Any) -> None:
@@ -159,8 +159,9 @@ def _on_rejected(message: Any, exc: Any = None, **kwargs: Any) -> None:
     _on_unknown(message, exc, "undecodable")
 
 
-def _report_run(kind: str, task: Any, error: Any = None, *, comes_again: bool = False) -> None:
-    request = task.request
+def _report_run(
+    kind: str, task: Any, request: Any, error: Any = None, *, comes_again: bool = False
+) -> None:
     # Read directly, because most messages have no header of ours.
     found = find_ours(request) if request.is_eager else getattr(request, HEADER, None)
     if not isinstance(found, dict):

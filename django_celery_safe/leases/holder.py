@@ -364,15 +364,11 @@ def describe_holder(task: Any, request: Any, renewed: bool) -> Holder:
 
 def describe_lock_holder(task: Any, request: Any, renewed: bool, lease: float) -> Holder:
     """Return what :func:`describe_holder` does, plus the task's arguments and the lease length."""
-    here = HOST, os.getpid(), time.time(), renewed
+    pid, since = os.getpid(), time.time()
     if task is None:
-        return Holder(*here, lease=lease)
-    return Holder(*here, task.name, request.id, arguments_of(request), lease)
-
-
-def arguments_of(request: Any) -> str | None:
-    """Return a running task's arguments in a holder's format; None: none to show."""
-    # Only messages set these attributes.
-    return describe_arguments(
+        return Holder(HOST, pid, since, renewed, lease=lease)
+    # Only messages have these attributes.
+    shown = describe_arguments(
         getattr(request, "argsrepr", None), getattr(request, "kwargsrepr", None)
     )
+    return Holder(HOST, pid, since, renewed, task.name, request.id, shown, lease)

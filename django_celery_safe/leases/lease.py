@@ -64,11 +64,13 @@ class Lease(Generic[S]):
             the holder's object.
         owner: The lock's owner: the lease is renewed until it is removed, or until the owner's
             thread or task ends. None: it is renewed for as long as anything refers to the lease.
+        fence: The number of the acquisition; None: the store has no fences.
     """
 
     __slots__ = (
         "__weakref__",
         "asked_at",
+        "fence",
         "lane",
         "lost",
         "name",
@@ -90,6 +92,7 @@ class Lease(Generic[S]):
         asked_at: float,
         on_lost: Callable[[Lease[Any], HeldLock | None], None],
         owner: Owner | None = None,
+        fence: int | None = None,
     ) -> None:
         self.store = store
         self.name = name
@@ -97,11 +100,12 @@ class Lease(Generic[S]):
         self.seconds = seconds
         self.on_lost = on_lost
         self.owner = owner
+        self.fence = fence
         self.pid = os.getpid()
         self.lost = False
         #: The lane whose thread renews the lease; None: it is not renewed.
         self.lane: Lane | None = None
-        self.began(asked_at)
+        self.asked_at, self.renew_at = asked_at, asked_at + seconds * RENEW_AFTER
 
     def began(self, asked_at: float) -> None:
         """Record that the store started or renewed the lease, with a request at ``asked_at``."""

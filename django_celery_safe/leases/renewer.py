@@ -186,7 +186,7 @@ class Lane:
 
     def add(self, lease: Lease[Any]) -> None:
         """Start renewing a lease."""
-        if self._is_idle():
+        if self._is_connected and self._is_idle():
             self._renewer.changed.notify_all()  # the connection stays open: stop waiting for it
         if lease.owner is None:
             self._unowned.add(lease)
@@ -212,7 +212,8 @@ class Lane:
     def discard(self, lease: Lease[Any]) -> None:
         """Stop renewing a lease; if it was the last one, have the thread close its connection."""
         self._drop(lease)
-        self._close_if_idle()
+        if self._is_connected:
+            self._close_if_idle()
 
     def clear(self) -> None:
         """Stop renewing all leases."""

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from celery._state import get_current_task
 
@@ -39,13 +39,6 @@ class _Here(threading.local):
 here = _Here()
 
 
-class Acquisition(NamedTuple):
-    """A lock that was acquired: its lease, and its fence (None if the store has no fences)."""
-
-    lease: Lease[Store]
-    fence: int | None
-
-
 def try_acquire(
     lock: Any,
     store: Store,
@@ -53,20 +46,21 @@ def try_acquire(
     seconds: float,
     patience: float | None,
     on_lost: Callable[[Lease[Any], HeldLock | None], None],
-) -> Acquisition | HeldLock:
+) -> Lease[Store] | HeldLock:
     """
     Try once to acquire a lock for the running task and this thread.
 
     Args:
-        lock: The object that will own the lock; its ``name`` is the lock's name, and its ``run``
-            the task and the request that run, if they are known already.
+        lock: The object that will own the lock; its ``name`` is the lock's name, its ``run`` the
+            task and the request that run, if they are known already, and ``along`` another lock
+            that the request carries along, if the store does that.
         limit: How many may hold the lock at once.
         seconds: Length of the lease.
         patience: See ``Store.acquire``.
         on_lost: See :class:`Lease`.
 
     Returns:
-        The acquisition, or the lock with its current holder.
+        The lease, or the lock with its current holder.
 
     Raises:
         LockBackendError: The store did not answer, or answered after the lease had expired.
@@ -74,20 +68,25 @@ def try_acquire(
     token, renew = os.urandom(16).hex(), store.renews()
     task, request = lock.run or _find_run()
     holder = describe_lock_holder(task, request, renew, seconds)
+    along = lock.along if store.carries and limit == 1 else None
     if store.greets:
         store.connect()
     asked_at = clock.now()
     try:
-        outcome = store.take(LockRequest(lock.name, token, seconds, holder, patience, limit))
+        outcome = store.take(
+            LockRequest(lock.name, token, seconds, holder, patience, limit, lock.along)
+        )
         if not isinstance(outcome, Acquired):
             return outcome
         run = None if request is None else weakref.ref(request)
         owner = Owner(weakref.ref(lock), here.thread, run) if renew else None
         name = lock.name if outcome.place == 1 else place_name(lock.name, outcome.place)
-        lease = Lease(store, name, token, seconds, asked_at, on_lost, owner)
+        lease = Lease(store, name, token, seconds, asked_at, on_lost, owner, outcome.fence)
         took = clock.now() - asked_at
         if took < seconds - store.early:
-            return Acquisition(lease, outcome.fence)
+            if along is not None:
+                lock.along = None
+            return lease
     except CelerySafeError:
         raise
     except BaseException:

@@ -30,6 +30,7 @@ from ..leases.clock import clock
 from ..leases.holder import HeldLock, holder_text
 from ..leases.lease import Lease
 from ..leases.renewer import renewer
+from ..leases.store import Renewal
 from ..transactions import aliases_in_atomic, has_block
 from .acquisition import give_back, record_lost, try_acquire
 from .misuse import refuse_event_loop, refuse_misplaced, warn_in_atomic, warn_not_asked
@@ -86,6 +87,8 @@ class CacheLock:
         self.function: Callable[..., Any] | None = None
         #: The task and the request that run, if the maker of the lock knows them; None: look.
         self.run: tuple[Any, Any] | None = None
+        #: Another lock that the next request carries along, see ``LockRequest``; None: it did.
+        self.along: Renewal | None = None
 
     def acquire(self, blocking_timeout: conf.Duration | conf.Unset | None = conf.UNSET) -> bool:
         """
@@ -106,19 +109,47 @@ class CacheLock:
                 would block it.
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``.
         """
-        longest = self._options.blocking_timeout
+        mine = self._mine
+        seconds, longest, limit = self._options
         if not isinstance(blocking_timeout, conf.Unset):
             longest = conf.WAIT.seconds_or_none(blocking_timeout, "blocking_timeout")
         if asyncio._get_running_loop() is not None:  # a call less in each acquisition
             refuse_event_loop(self.name)
-        if self._mine.lease is not None:
+        if mine.lease is not None:
             if self.remaining > 0:
                 raise ConfigurationError(
                     f"The lock {self.name!r} is held by this very object, and is not reentrant. "
                     f"Release it first, or take it once, in the outermost function that needs it."
                 )
             self._forget()
-        return self._acquire(longest)
+        if isinstance(seconds, conf.Unset):
+            seconds = float(conf.get("LOCK_TIMEOUT"))
+        store = get_store()
+        store.check_lease(seconds)
+        if limit > 1:
+            store.check_limit(limit)
+        started_at, tries = clock.now(), 0
+        patience = None if longest == 0 else 0.0
+        try:
+            while True:
+                found = try_acquire(self, store, limit, seconds, patience, _report_lost)
+                if not isinstance(found, HeldLock):
+                    mine.lease, mine.fence, mine.contender = found, found.fence, None
+                    if found.owner is not None:
+                        renewer.add(found)
+                    return True
+                mine.contender = found
+                left = math.inf if longest is None else started_at + longest - clock.now()
+                if left <= 0:
+                    return False
+                # The holder's lease can't expire before that; plus a margin.
+                held = math.inf if found.remaining is None else found.remaining + 0.001
+                patience = store.wait(left, held, tries, seconds)
+                tries += 1
+        except BaseException:
+            # The lock may have been acquired already, for example before a soft time limit.
+            self._take_back()
+            raise
 
     def release(self) -> bool:
         """
@@ -140,10 +171,17 @@ class CacheLock:
             WrongTransaction: LOCK_DATABASE is inside ``atomic()``; the lock is
                 still held, and can be released after the transaction.
         """
-        lease = self._our_lease()
+        return self._release(self._our_lease())
+
+    def _release(self, lease: Lease[Store]) -> bool:
         try:
-            self._forget()
-            released = lease.store.release(lease.name, lease.token, lease.remaining)
+            self._mine.lease = None
+            renewer.remove(lease)
+            store, facts = lease.store, (lease.name, lease.token, lease.remaining)
+            if self.along is None or not store.carries:
+                released = store.release(*facts)
+            else:
+                released, self.along = store.release_along(*facts, self.along), None
         except (WrongTransaction, SynchronousOnlyOperation):
             # No request was sent to the store, so the lock can still be released: after the
             # transaction, or outside the event loop.
@@ -276,13 +314,14 @@ class CacheLock:
         return self
 
     def __exit__(self, *exc_info: *ExcInfo) -> None:
-        if self.lease is None:
+        lease = self.lease
+        if lease is None:
             contender = self._mine.contender
             if exc_info[0] is None and contender is not None and not self._mine.asked:
                 warn_not_asked(self.name, contender.holder)
             return
         try:
-            self.release()
+            self._release(lease)
         except CelerySafeError as failure:
             # The body's own result or error matters more; the lease ends by itself.
             self._forget()
@@ -328,52 +367,12 @@ class CacheLock:
         if lease is not None:
             renewer.remove(lease)
 
-    def _acquire(self, longest: float | None) -> bool:
-        seconds, limit = self._options.timeout, self._options.limit
-        if isinstance(seconds, conf.Unset):
-            seconds = conf.lock_timeout()
-        store = get_store()
-        store.check_lease(seconds)
-        if limit > 1:
-            store.check_limit(limit)
-        started_at = clock.now()
-        patience = None if longest == 0 else 0.0
-        tries = 0
-        try:
-            while not self._try_acquire(store, seconds, patience):
-                left = math.inf if longest is None else started_at + longest - clock.now()
-                if left <= 0:
-                    return False
-                patience = store.wait(left, self._held_for(), tries, seconds)
-                tries += 1
-        except BaseException:
-            # The lock may have been acquired already, for example before a soft time limit.
-            self._take_back()
-            raise
-        return True
-
     def _take_back(self) -> None:
         """Free the lock if the interrupted attempt had acquired it."""
         lease = self._mine.lease
         if lease is not None:
             self._forget()
             give_back(lease.store, lease.token, lease.name)
-
-    def _try_acquire(self, store: Store, seconds: float, patience: float | None) -> bool:
-        limit = self._options.limit
-        acquired = try_acquire(self, store, limit, seconds, patience, _report_lost)
-        mine = self._mine
-        if isinstance(acquired, HeldLock):
-            mine.contender = acquired
-            return False
-        mine.lease, mine.fence, mine.contender = acquired.lease, acquired.fence, None
-        self._keep_renewed(acquired.lease)
-        return True
-
-    def _held_for(self) -> float:
-        """Return the seconds until the holder's lease can expire, plus a margin."""
-        left = self.contender.remaining if self.contender is not None else None
-        return math.inf if left is None else left + 0.001
 
     def _our_lease(self) -> Lease[Store]:
         lease = self.lease

@@ -18,6 +18,9 @@ from ..exceptions import NotSerializable
 #: Types of values that contain nothing to check; most items of a long list have one of these.
 PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
+#: Longest text of a call's arguments that is worth making: a lock keeps the first 200 characters.
+LONGEST_SHOWN: Final = 400
+
 
 def check_arguments(
     task: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, *more: Any
@@ -75,6 +78,16 @@ def serialize(
     except EncodeError as error:
         raise explain(task, args, kwargs, embedded, serializer, error) from error
     return content_type, encoding, data
+
+
+def show(args: Any, kwargs: Any) -> dict[str, str]:
+    """Return the headers of a message that show its arguments."""
+    if type(args) is tuple and not kwargs and all(type(value) is int for value in args):
+        return {"argsrepr": repr(args), "kwargsrepr": "{}"}  # in a tenth of the time
+    from celery.utils.saferepr import saferepr  # not imported with Celery
+
+    values = {"argsrepr": args, "kwargsrepr": kwargs}
+    return {name: saferepr(value, LONGEST_SHOWN) for name, value in values.items()}
 
 
 def check_headers(task: str, headers: Mapping[str, Any], connection: Any) -> None:

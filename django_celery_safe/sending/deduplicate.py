@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ..concurrency.sent import find_lock_of, leave_period
-from ..delivery.header import HEADER, read_header
+from ..delivery.header import HEADER, Header, read_header
 from ..events import TASK_DUPLICATE, TASK_DUPLICATE_PUBLISHED
 from ..leases.holder import describe_arguments
 from ..locks import HeldLock
 
 
 def publish_once(
-    headers: dict[str, Any], publish: Callable[[], object], *, again: bool = False
+    headers: dict[str, Any],
+    publish: Callable[[], object],
+    *,
+    again: bool = False,
+    header: Header | None = None,
 ) -> HeldLock | None:
     """
     Publish a message, and take the lock that keeps the same message from being sent again.
@@ -25,6 +29,7 @@ def publish_once(
         headers: The headers of the message, which may be changed.
         publish: Publishes the message, with these headers.
         again: Whether this very message may have been published before.
+        header: Our header among them; None: read it.
 
     Returns:
         None if the message was published; otherwise the lock of the message sent before.
@@ -35,7 +40,7 @@ def publish_once(
             was released.
     """
     task = headers.get("task")
-    header = read_header(headers, task)
+    header = read_header(headers, task) if header is None else header
     sent = find_lock_of(task, header)
     seconds = 0.0 if sent is None else sent.lease(headers.get("eta"), headers.get("expires"))
     if task is None or sent is None or not seconds:

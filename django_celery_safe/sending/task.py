@@ -32,7 +32,7 @@ from ..delivery.wrappers import wrap_run
 from ..exceptions import NotSerializable, TaskPoisoned
 from ..texts import get_logger
 from . import installed
-from .arguments import check_arguments, explain
+from .arguments import check_arguments, explain, show
 from .capture import CAPTURED
 from .carried import find_run, is_by_row
 from .carried_class import wrap_class
@@ -346,7 +346,7 @@ class SafeTaskMixin(Task[P, R]):
             final = {**options, "task_id": headers["id"], "headers": given}
             sent.append(self._publish(args, kwargs, final))
 
-        held = publish_once(headers, publish, again=again)
+        held = publish_once(headers, publish, again=again, header=header)
         result = sent[0] if sent else as_sent_result(self.AsyncResult(headers["id"]))
         if not sent:  # as Celery does
             ignores = options.get("ignore_result")
@@ -366,18 +366,15 @@ class SafeTaskMixin(Task[P, R]):
         """Return those headers of a message to be built that the lock of its send needs."""
         delay = options.get("countdown") or options.get("eta")  # as Celery does
         moments = {"eta": delay, "expires": options.get("expires", self.expires)}
-        headers = {"task": self.name, "id": options.get("task_id") or uuid(), HEADER: header}
         for name, moment in moments.items():
             if isinstance(moment, datetime):
-                moment = maybe_make_aware(moment, self.app.timezone)
-            headers[name] = moment
+                moments[name] = maybe_make_aware(moment, self.app.timezone)
+        headers = {"task": self.name, "id": options.get("task_id") or uuid(), HEADER: header}
         # A receiver may redact what the message shows.
         if conf.get("SHOW_ARGUMENTS") and not before_task_publish.receivers:
-            from celery.utils.saferepr import saferepr  # not imported with Celery
-
-            headers["argsrepr"] = options.get("argsrepr") or saferepr(args or ())
-            headers["kwargsrepr"] = options.get("kwargsrepr") or saferepr(kwargs or {})
-        return headers
+            headers |= show(args or (), kwargs or {})
+            headers |= {name: options[name] for name in _SHOWN if options.get(name)}
+        return headers | moments
 
     def _run_once(
         self,
@@ -510,6 +507,9 @@ _OURS = ("outbox", "using", "send_on_commit")
 
 #: Parameters of Celery's ``apply_async`` that may be positional, after the arguments.
 _POSITIONAL = ("task_id", "producer", "link", "link_error", "shadow")
+
+#: Options that replace the texts of the arguments.
+_SHOWN = ("argsrepr", "kwargsrepr")
 
 #: Options with signatures that travel in the task's message.
 _CARRIED = ("link", "link_error", "chain", "chord")

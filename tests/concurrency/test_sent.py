@@ -182,10 +182,15 @@ def test_a_lost_answer_at_the_start_of_a_run_ends_no_lock(
     assert held_names() == []
 
 
+@pytest.mark.parametrize("store_name", ["local", "django-redis"])
 def test_a_limit_while_the_end_is_marked_keeps_the_lock_of_the_retry(
-    mailbox: Mailbox, locks_in_memory: None, monkeypatch: pytest.MonkeyPatch
+    store_name: str,
+    mailbox: Mailbox,
+    use_store: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The limit ends the run, and Celery retries the task, so the message keeps its lock."""
+    use_store(store_name)
 
     def mark(*args: object) -> None:
         raise SoftTimeLimitExceeded
@@ -229,8 +234,8 @@ def run_and_die(where: str) -> None:
     [
         ("CacheLock.acquire", False),
         pytest.param("SentLock._begin_run", True, marks=pytest.mark.sql),
-        pytest.param("CacheLock.release", True, marks=pytest.mark.sql),
-        ("SentLock.move", False),
+        pytest.param("CacheLock.__exit__", True, marks=pytest.mark.sql),
+        pytest.param("SentLock.move", True, marks=pytest.mark.sql),
     ],
 )
 def test_a_death_between_the_two_locks_leaves_nothing_for_long(
@@ -252,7 +257,7 @@ def test_a_death_between_the_two_locks_leaves_nothing_for_long(
             process.result()
     sent = find_lock(f"sent:{NAME}:7")
     assert sent is not None
-    if where in ("CacheLock.release", "SentLock.move") and sent.remaining is not None:
+    if where in ("CacheLock.__exit__", "SentLock.move") and sent.remaining is not None:
         assert sent.remaining <= LEASE
     task = unique(mailbox, work, {"timeout": LEASE}, acks_late=True)
     if (left := find_lock(f"{NAME}:7")) is not None:

@@ -116,7 +116,7 @@ MUTATIONS = {
             "a message that is delivered twice takes two places of a limit",
         ),
         M(
-            "locks.stores.redis:RedisStore.release",
+            "locks.stores.redis:RedisStore.release_along",
             "or (is_repeat and remaining is not None and remaining > 0)",
             "",
             "a release whose answer was lost is reported as a lost lock",
@@ -212,7 +212,7 @@ MUTATIONS = {
             "a store that does not answer hides the error of a block",
         ),
         M(
-            "locks.lock:CacheLock._acquire",
+            "locks.lock:CacheLock.acquire",
             "if left <= 0:",
             "if True:",
             "a waiter gives up at its first try",
@@ -278,6 +278,18 @@ MUTATIONS = {
             "self.move(0)",
             "pass",
             'with unique_until="start" a send during the run is refused',
+        ),
+        M(
+            "concurrency.sent:SentLock.end_run",
+            "lock.along is not self.freed",
+            "True",
+            "a lock of a send that the store could not free along stays until its lease ends",
+        ),
+        M(
+            "concurrency.guard:MessageRun.run_and_settle",
+            '0.0 if self.options.unique_until == "start" else sent.timeout',
+            "0.0",
+            'with unique_until="end" the same task can be sent again while it runs',
         ),
         M(
             "concurrency.sent:SentLock.after",

@@ -95,7 +95,7 @@ def get_store() -> Store:
     """Return this process's store in that place."""
     project, opened, store = _StoreCache.current
     # Each acquisition asks, so look again only if a setting has changed.
-    if store is None or project != conf.given() or opened is not _opened_caches():
+    if store is None or project != conf.given() or opened is not caches._connections:  # type: ignore[attr-defined]
         location = locate()
         store = location.store()
         if location.kind == "cache":

@@ -20,7 +20,7 @@ from ...exceptions import CelerySafeError, ConfigurationError, LockBackendError
 from ...foreign_errors import describe_error
 from ...leases.clock import clock
 from ...leases.holder import HeldLock, Holder
-from ...leases.store import LeaseStore
+from ...leases.store import LeaseStore, Renewal
 
 #: First and longest pause between two tries of a waiter that polls, s.
 FIRST_PAUSE: Final = 0.01
@@ -41,7 +41,13 @@ class Acquired(NamedTuple):
 
 
 class LockRequest(NamedTuple):
-    """The arguments of :meth:`Store.acquire`."""
+    """
+    The arguments of :meth:`Store.acquire`.
+
+    Attributes:
+        along: Another lock: if this one is acquired, it gets the same lease, of its ``seconds``
+            at most; 0: it is freed. Only without ``limit``, if the store :attr:`~Store.carries`.
+    """
 
     name: str
     token: str
@@ -49,6 +55,7 @@ class LockRequest(NamedTuple):
     holder: Holder
     patience: float | None = None
     limit: int = 1
+    along: Renewal | None = None
 
 
 def choose_place(
@@ -107,6 +114,8 @@ class Store(LeaseStore):
     wakes: ClassVar[bool] = False
     #: Whether a new connection has a greeting, which is not to be a part of a lease.
     greets: ClassVar[bool] = False
+    #: Whether a request for one lock may carry another along, which is then no request of its own.
+    carries: ClassVar[bool] = False
     #: Shortest and longest lease that the store can keep, s.
     shortest_lease: ClassVar[float] = conf.SHORTEST_LEASE
     longest_lease: ClassVar[float] = conf.LONGEST_LEASE
@@ -164,6 +173,12 @@ class Store(LeaseStore):
                 request that is repeated because its answer was lost: if the lease could not
                 have expired and the lock is gone, the first request freed it.
         """
+
+    def release_along(
+        self, name: str, token: str, remaining: float | None, along: Renewal | None
+    ) -> bool:
+        """Do what :meth:`release` does, and free another lock, in a store that :attr:`carries`."""
+        raise NotImplementedError(self.where)
 
     def wait(self, left: float, held_for: float, tries: int, seconds: float) -> float:
         """

@@ -61,7 +61,8 @@ class MemcachedStore(Store):
     weakness: ClassVar[str] = (
         "memcached forgets items when it is full and all of them when it restarts"
     )
-    client_errors = (MemcacheError, OSError)
+    #: The last three: what answered is no memcached.
+    client_errors = (MemcacheError, OSError, ValueError, TypeError, LookupError)
 
     def __init__(self, alias: str, cache: Any) -> None:
         self.where = f'CACHES["{alias}"] (memcached)'

@@ -42,7 +42,7 @@ from ...leases.holder import (
     plain_name,
     split_place,
 )
-from ...leases.store import Renewable
+from ...leases.store import Renewable, Renewal
 from .base import Acquired, Eviction, LockRequest, Store
 from .redis_connections import CLIENT_ERRORS, Connections, Pop
 from .redis_scripts import ACQUIRE, ACQUIRE_PLACE, EXTEND, PAGE_OF_LOCKS, PEEK, RELEASE, Script
@@ -163,6 +163,7 @@ class RedisStore(Store):
 
     wakes: ClassVar[bool] = True
     greets: ClassVar[bool] = True
+    carries: ClassVar[bool] = True
     limits: ClassVar[bool] = True
     connections_class: ClassVar[Any] = Connections
     refusals = REFUSALS
@@ -195,14 +196,17 @@ class RedisStore(Store):
             raise self.explain("acquire", error) from error
 
     def take(self, request: LockRequest) -> Acquired | HeldLock:
-        name, token, seconds, holder, patience, limit = request
+        name, token, seconds, holder, patience, limit, along = request
         if limit > 1:
             return self._take_place(request)
-        keys = self._keys[name]
+        keys: tuple[str, ...] = self._keys[name]
         args = [token, _milliseconds(seconds), encode_holder(name, holder)]
-        if patience is not None:
-            args.append(MARK_LASTS)
-        pop = (keys.lock + " wake", patience) if patience else None
+        if patience is not None or along is not None:
+            args.append("" if patience is None else MARK_LASTS)
+        if along is not None:
+            keys += (self._key(along.name),)
+            args += [along.token, _milliseconds(min(seconds, along.seconds))]
+        pop = (keys[0] + " wake", patience) if patience else None
         answer = self._run("acquire", ACQUIRE, keys, args, _read_taken, pop=pop)[0]
         if isinstance(answer, int):
             return Acquired(answer)
@@ -211,7 +215,7 @@ class RedisStore(Store):
         return Acquired(lock.fence) if lock.token == token else lock
 
     def _take_place(self, request: LockRequest) -> Acquired | HeldLock:
-        name, token, seconds, holder, patience, limit = request
+        name, token, seconds, holder, patience, limit, _ = request
         first, *others = [self._keys[each] for each in place_names(name, limit)]
         keys = [*first, *[other.lock for other in others]]
         text = encode_holder(name, holder, limit)
@@ -227,10 +231,19 @@ class RedisStore(Store):
         return Acquired(lock.fence, place) if lock.token == token else lock
 
     def release(self, name: str, token: str, remaining: float | None = None) -> bool:
-        own, args = self._keys[name], [token]
-        if PLACE in name:
-            args.append(self._keys[split_place(name)[0]].lock)
-        freed, is_repeat = self._run("release", RELEASE, (own.lock, own.listing), args, int)
+        return self.release_along(name, token, remaining, None)
+
+    def release_along(
+        self, name: str, token: str, remaining: float | None, along: Renewal | None
+    ) -> bool:
+        own = self._keys[name]
+        keys, args = [own.lock, own.listing], [token]
+        if PLACE in name or along is not None:
+            args.append(self._keys[split_place(name)[0]].lock if PLACE in name else "")
+        if along is not None:
+            keys.append(self._key(along.name))
+            args.append(along.token)
+        freed, is_repeat = self._run("release", RELEASE, keys, args, int)
         # The lease was certain when the first try was sent, so that try freed the lock,
         # although its answer was lost.
         return bool(freed) or (is_repeat and remaining is not None and remaining > 0)

@@ -120,6 +120,7 @@ class ClusterStore(RedisStore):
     """Locks in one cluster, spread over its nodes."""
 
     has_parts: ClassVar[bool] = True
+    carries: ClassVar[bool] = False  # the other lock may be on another node
     connections_class: ClassVar[Any] = ClusterClient
     refusals = CLUSTER_REFUSALS | REFUSALS
 

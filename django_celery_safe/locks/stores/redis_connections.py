@@ -12,6 +12,7 @@ import os
 import random
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
@@ -22,7 +23,8 @@ from redis.retry import Retry
 from redis.utils import HIREDIS_AVAILABLE
 
 if HIREDIS_AVAILABLE:
-    from hiredis import pack_command
+    import hiredis
+
 
 #: Key and seconds of a blocking pop.
 Pop: TypeAlias = tuple[str, float]
@@ -42,6 +44,10 @@ BROKEN: Final = (exceptions.ConnectionError, exceptions.TimeoutError, TimeoutErr
 #: time limit) raises while it packs an int.
 GREETER: Final[Any] = PythonRespSerializer(
     6000, lambda value: value if isinstance(value, bytes) else str(value).encode()
+)
+#: Packs a command.
+_pack: Final[Callable[[tuple[Any, ...]], bytes]] = (
+    hiredis.pack_command if HIREDIS_AVAILABLE else lambda command: b"".join(GREETER.pack(*command))
 )
 
 
@@ -156,47 +162,40 @@ class Connections:
             within = pop[1] + POP_MARGIN
         try:
             # Without a health check, which would wait for its own answer first.
-            connection.send_packed_command(packed, check_health=within is None)
+            connection.send_packed_command([packed], check_health=within is None)
             if within is not None and not connection.can_read(within):
                 raise TimeoutError(f"no answer within {within:.3g} s")
             if pop is not None:
                 refused = _read_refusal(connection)
             answer = connection.read_response(disable_decoding=True)
         except exceptions.ResponseError as error:
-            self._keep(connection, error)
+            # A replica that was the primary before; the next connection finds the new one. For a
+            # script, Redis 6.2 reports this in the middle of another error text.
+            if isinstance(error, exceptions.ReadOnlyError) or "READONLY" in str(error):
+                self.close()
+                connection.disconnect()
+            else:
+                self.idle.append(connection)
             raise
         except BaseException:
             # An answer that arrives later would be taken for the next command's answer.
             connection.disconnect()
             raise
-        self._keep(connection)
+        if len(self.idle) < MOST_IDLE:
+            self.idle.append(connection)
+        else:
+            connection.disconnect()
         # Otherwise a waiter whose pops are refused would be told "held" again and again, without
         # a pause.
         if refused is not None and isinstance(answer, list):
             raise refused
         return answer
 
-    def _keep(self, connection: Any, error: Exception | None = None) -> None:
-        if error is not None and (
-            isinstance(error, exceptions.ReadOnlyError) or "READONLY" in str(error)
-        ):
-            # A replica that was the primary before; the next connection finds the new one. For a
-            # script, Redis 6.2 reports this in the middle of another error text.
-            self.close()
-        elif len(self.idle) < MOST_IDLE:
-            self.idle.append(connection)
-            return
-        connection.disconnect()
-
 
 def _close(connections: list[Any]) -> None:
     with suppress(IndexError):  # another thread may take the last one
         while connections:
             connections.pop().disconnect()
-
-
-def _pack(command: tuple[Any, ...]) -> list[bytes]:
-    return [pack_command(command)] if HIREDIS_AVAILABLE else GREETER.pack(*command)
 
 
 def _read_refusal(connection: Any) -> Exception | None:

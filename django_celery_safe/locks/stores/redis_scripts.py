@@ -33,6 +33,8 @@ if last and last >= fence then
     redis.call('SET', KEYS[2], fence)
 end
 """
+# KEYS[4], if any, is a lock that this request carries along: ARGV[5] is its token, and ARGV[6] its
+# new lease, ms; 0: it is freed. In RELEASE, which frees it, they are KEYS[3] and ARGV[3].
 ACQUIRE = Script(
     NEXT_FENCE
     + """
@@ -44,12 +46,25 @@ if value then
     end
     return {value, redis.call('PTTL', KEYS[1])}
 end
-redis.call('ZADD', index, time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2], KEYS[1])
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZADD', index, now + ARGV[2], KEYS[1])
 if string.sub(fence, -2) == '00' then
     -- An acquisition does not fail for this: the doctor reports a user who lacks the permission.
     redis.pcall('ZREMRANGEBYSCORE', index, '-inf', time[1] * 1000)
 end
 redis.call('SET', KEYS[1], ARGV[1] .. fence .. ARGV[3], 'PX', ARGV[2])
+if KEYS[4] then
+    local other = redis.pcall('GET', KEYS[4])
+    if type(other) == 'string' and string.sub(other, 1, 32) == ARGV[5] then
+        if ARGV[6] == '0' then
+            redis.pcall('DEL', KEYS[4])
+            redis.pcall('ZREM', index, KEYS[4])
+        else
+            redis.pcall('PEXPIRE', KEYS[4], ARGV[6])
+            redis.pcall('ZADD', index, now + ARGV[6], KEYS[4])
+        end
+    end
+end
 return fence
 """
 )
@@ -101,12 +116,17 @@ return {free, fence}
 # that this lock, judging by its name, may be a place of; both may have waiters, because the name
 # may also be a separate lock's. Names contain no space, so no lock's key is a mark or wake list.
 RELEASE = Script("""
+local other = KEYS[3] and redis.pcall('GET', KEYS[3])
+if type(other) == 'string' and string.sub(other, 1, 32) == ARGV[3] then
+    redis.pcall('DEL', KEYS[3])
+    redis.pcall('ZREM', KEYS[2], KEYS[3])
+end
 local value = redis.call('GET', KEYS[1])
 if not value or string.sub(value, 1, 32) ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1])
 -- Also when it is handed on: the waiter may be gone.
 redis.pcall('ZREM', KEYS[2], KEYS[1])
-for _, line in ipairs({KEYS[1], ARGV[2]}) do
+for _, line in ipairs({KEYS[1], ARGV[2] ~= '' and ARGV[2] or nil}) do
     if redis.pcall('EXISTS', line .. ' waiting') == 1 then
         local wake = line .. ' wake'
         -- As many as there are places; the limit ends what says who held it.
