@@ -7,7 +7,7 @@ from typing import Any
 
 from celery import shared_task
 
-from django_celery_safe import SafeTask, cache_lock
+from django_celery_safe import SafeTask, cache_lock, single_instance
 from tests.processes import wait_for
 from tests.worker.rooms import Room
 
@@ -58,3 +58,10 @@ def hang(self: Any, room: str, name: str) -> None:
             # The time limit of gevent's pool is no Exception.
             with contextlib.suppress(BaseException):
                 wait_for(gate.exists, 60)
+
+
+@shared_task(base=SafeTask, bind=True)
+@single_instance(key="{room}", unique_until="end", on_conflict="retry", retry_delay=0.2)
+def unique(self: Any, room: str) -> Any:
+    """Be sent once for each room until it ends."""
+    return Room(Path(room)).stay(self)

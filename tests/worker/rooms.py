@@ -59,6 +59,10 @@ class Room:
         """Return the runs that began, of this id or of all."""
         return self._entries("started", task_id)
 
+    def tries(self, task_id: str) -> int:
+        """Return how often a message with this id was taken up, run or not."""
+        return len(self._entries("tried", task_id))
+
     def until(self, condition: Callable[[], Any], message: str, timeout: float = 20) -> Any:
         """Wait for a condition; the error tells what was noted here."""
         try:
