@@ -33,8 +33,7 @@ from ..exceptions import AlreadyClaimed, ConfigurationError
 from ..foreign_errors import ExcInfo
 from ..leases.claim import Claim
 from ..locks.misuse import refuse_misplaced
-from .claim import RecordClaim
-from .record_table import record_table
+from .records import RecordClaim, record_table
 
 P = ParamSpec("P")
 T = TypeVar("T")

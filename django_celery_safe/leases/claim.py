@@ -157,6 +157,7 @@ class Claim(ABC):
 
         Raises:
             WrongTransaction: A transaction is open on the row's database.
+            ConfigurationError: The code that calls this is already doing the same work.
         """
         alias = self.table.alias
         if is_transaction_open(alias):
@@ -164,6 +165,11 @@ class Claim(ABC):
                 f"{what} can't begin inside a transaction on {alias!r}, or with autocommit off "
                 f"there: other processes would not see that it is running, and a rollback would "
                 f"erase the record of it. {instead}"
+            )
+        if any((one.name, one.table) == (self.name, self.table) for one in working_claims()):
+            raise ConfigurationError(
+                f"{self.key!r} is being done by the very code that asks to do it: it would wait "
+                f"for itself. Give the inner work a key of its own."
             )
         # A block that is open now is TestCase's: what it writes is not visible to other threads.
         self._renews = not connections[alias].in_atomic_block

@@ -23,7 +23,7 @@ from ..transactions import (
     leave_pool,
     lock_whole,
 )
-from .holder import HeldLock, decode_holder, plain_name
+from .holder import HeldLock, plain_name
 from .store import LeaseStore, Renewable
 
 #: Tick of SQLite's clock, s: a lease may end that much earlier.
@@ -104,8 +104,8 @@ class LeaseTable(DatabaseLeases):
         """Return a queryset of the row with this name."""
 
     @abstractmethod
-    def find(self, name: str) -> Any:
-        """Return the row with this name and the server's time as ``asked_at``; None: no row."""
+    def find_held(self, name: str) -> HeldLock | None:
+        """Return the (last) holder and the lease of the row with this name; None: no row."""
 
     def extend(
         self, renewals: Sequence[Renewable], within: float | None = None
@@ -144,8 +144,7 @@ class LeaseTable(DatabaseLeases):
 
     def peek(self, name: str) -> HeldLock | None:
         with self._errors("peek"):
-            row = self.find(name)
-        return None if row is None else read_holder(name, row)
+            return self.find_held(name)
 
     @contextmanager
     def _errors(self, action: str) -> Iterator[None]:
@@ -155,9 +154,3 @@ class LeaseTable(DatabaseLeases):
             # The next use opens a new connection in place of a broken one.
             connections[self.alias].close_if_unusable_or_obsolete()
             raise LockBackendError(self.where, action, describe_error(error)) from error
-
-
-def read_holder(name: str, row: Any) -> HeldLock:
-    """Return the (last) holder and the lease of a row that was read at ``asked_at``."""
-    left = 0.0 if row.ends_at is None else max(0.0, (row.ends_at - row.asked_at).total_seconds())
-    return decode_holder(row.holder, HeldLock(name, row.token, left))

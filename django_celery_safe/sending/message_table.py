@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import conf, queries
 from ..databases import Now
+from ..leases.holder import HeldLock, decode_holder
 from ..leases.lease_table import LeaseTable
 
 #: The states of a message whose task has ended.
@@ -54,6 +55,12 @@ class MessageTable(LeaseTable):
     def find(self, name: str) -> Any:
         """Return a message, with the server's time as ``asked_at``; None: it was deleted."""
         return self.at(name).defer("body", "properties").annotate(asked_at=Now()).first()
+
+    def find_held(self, name: str) -> HeldLock | None:
+        row = self.find(name)
+        if row is None:
+            return None
+        return decode_holder(row.holder, HeldLock(name, row.token, row.due_in_s or 0.0))
 
     def claim(self, name: str, token: str, seconds: float, holder: str) -> Claimed | None:
         """

@@ -25,7 +25,7 @@ from django_celery_safe import (
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery import copies
 from django_celery_safe.events import TASK_OWN_COPY
-from django_celery_safe.idempotency.record_table import read_claim, record_table
+from django_celery_safe.idempotency.records import record_table
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import IdempotencyRecord
 from tests.concurrency.conftest import mailbox
@@ -330,7 +330,7 @@ def import_feed(feed_url: str, limit: Any = 10) -> Any:
     """Return the locks and the records that there are."""
     locks = [lock.name for lock in iter_locks()]
     records = IdempotencyRecord.objects.annotate(asked_at=Now())
-    return [locks, [read_claim(record).name for record in records]]
+    return [locks, [record.claim.name for record in records]]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def main() -> int:
     ]
     if options.check:
         for _, one in chosen:
-            ast.parse(one.apply((ROOT / PACKAGE / one.path).read_text()))
+            changed = one.apply((ROOT / PACKAGE / one.path).read_text())
+            if one.path.suffix == ".py":
+                ast.parse(changed)
         print(f"{len(chosen)} mutations can be applied")
         return 0
     known = _read_outcomes()

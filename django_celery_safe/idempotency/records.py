@@ -1,38 +1,129 @@
 """
-:class:`RecordClaim`: one attempt to do the work that a key names.
+Records of work that is done once: the claim of one, and their table.
 
-The work is ours as soon as the record has the claim's token, with a lease that is
-renewed; no row is locked while the work runs. One UPDATE, which checks the token, marks the
-record as done, so a lost claim can't finish.
+The work is ours as soon as the record has the claim's token, with a lease that is renewed; no row
+is locked while the work runs. One UPDATE, which checks the token, marks the record as done, so a
+lost claim can't finish. Every decision is one guarded statement in its own transaction, and every
+time is read from the database server's clock.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from celery._state import get_current_task
 from celery.exceptions import Retry, TaskPredicate
 from django.db import Error as DatabaseError
-from django.db import OperationalError
+from django.db import OperationalError, connections, router
 
-from ..databases import is_lost_race
+from .. import conf, queries
+from ..databases import MYSQL, is_lost_race, refuse_unfit, refuse_untested
 from ..emitting import Event
 from ..events import CLAIM_FAILED, CLAIM_REPEATED
-from ..exceptions import CelerySafeError, ConfigurationError, IdempotencyConflict, InvalidResult
+from ..exceptions import (
+    AlreadyClaimed,
+    CelerySafeError,
+    IdempotencyConflict,
+    InvalidResult,
+)
 from ..foreign_errors import describe_error, find_soft_time_limit
-from ..leases.claim import Claim, working_claims
+from ..leases.claim import Claim
 from ..leases.clock import clock
-from ..leases.holder import HeldLock
+from ..leases.holder import HeldLock, decode_holder, plain_name
+from ..leases.lease_table import LeaseTable
+from ..sending.housekeeping import add_pruning
 from ..texts import get_logger
-from ..transactions import reconnect
+from ..transactions import TRIES, reconnect
 from ..values import decode
-from .record_table import RecordTable, read_claim
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:
+    from ..models.idempotency import IdempotencyRecord, IdempotencyRecords
 
-#: How many times a claim tries again after a lost race; each time another process made progress.
-TRIES: Final = 20
+logger: Final = get_logger(__name__)
+
+
+class Found(NamedTuple):
+    """
+    The columns of a record that a claim needs.
+
+    Attributes:
+        left: Seconds until its lease ends; negative: it is over.
+        is_free: Whether any caller may claim it: it failed, expired, or is orphaned.
+    """
+
+    state: str
+    token: str
+    holder: str
+    digest: str
+    claims: int
+    result: str
+    error: str
+    left: float
+    is_free: bool
+
+    def held(self, key: str) -> HeldLock:
+        """Return its current or last holder, and the rest of its lease."""
+        return decode_holder(self.holder, HeldLock(key, self.token, max(0.0, self.left)))
+
+
+class RecordTable(LeaseTable):
+    """The records in one database."""
+
+    purpose = "say what is done"
+    models = ("IdempotencyRecord",)
+    named, ends = "key", "ends_at"
+
+    def __init__(self, alias: str) -> None:
+        super().__init__("records", alias)
+
+    def all(self) -> IdempotencyRecords:
+        """Return a queryset of all records."""
+        return _record_model().objects.using(self.alias)
+
+    def at(self, name: str) -> IdempotencyRecords:
+        """Return a queryset of the key's record, with one record or none."""
+        return self.all().filter(key=plain_name(name))
+
+    def find(self, name: str) -> Found | None:
+        """Return what a claim needs of the key's record; None: no record."""
+        rows = queries.fetch(self.alias, "find_record", key=plain_name(name))
+        return Found(*rows[0]) if rows else None
+
+    def find_held(self, name: str) -> HeldLock | None:
+        row = self.find(name)
+        return None if row is None else row.held(name)
+
+    def add_if_absent(
+        self, key: str, token: str, lease: timedelta, *, holder: str, digest: str
+    ) -> bool:
+        """Add a record held by this claim; return False if another process was first."""
+        if connections[self.alias].vendor == MYSQL:
+            refuse_unfit(self.alias, "record what is done once")
+        values = {"key": plain_name(key), "token": token, "holder": holder, "digest": digest}
+        seconds = lease.total_seconds()
+        return bool(queries.execute(self.alias, "add_record", **values, lease=seconds))
+
+    def finish(self, key: str, token: str, result: str, keep: timedelta | None, error: str) -> bool:
+        """
+        Record that the claimed work is done; False if the claim had lost the record.
+
+        Args:
+            result: The result for repeats, as JSON; "": None.
+            keep: How long the record keeps the work from being done again; None: for ever.
+            error: Why there is no result; "": there is one.
+        """
+        values = {"key": plain_name(key), "token": token, "result": result, "error": error}
+        seconds = None if keep is None else keep.total_seconds()
+        return bool(queries.execute(self.alias, "finish_record", **values, keep=seconds))
+
+
+def _record_model() -> type[IdempotencyRecord]:
+    """Return the records' model, which can be imported once the app registry is ready."""
+    from ..models.idempotency import IdempotencyRecord  # needs the app registry
+
+    return IdempotencyRecord
 
 
 class RecordClaim(Claim):
@@ -77,12 +168,6 @@ class RecordClaim(Claim):
             f"idempotent({self.key!r})",
             "Call it outside atomic(); the work itself may open one.",
         )
-        same = (one for one in working_claims() if isinstance(one, RecordClaim))
-        if any(one.key == self.key and one.table is self.table for one in same):
-            raise ConfigurationError(
-                f"{self.key!r} is being done by the very code that asks to do it: it would wait "
-                f"for itself. Give the inner work a key of its own."
-            )
         try:
             found = self._take(holder)
             if isinstance(found, HeldLock):
@@ -154,24 +239,23 @@ class RecordClaim(Claim):
             The time of the request, by the monotonic clock, if the record is claimed; the lock
             with its current holder; or None if the work is done.
         """
-        table = self.table
+        table, asked_at = self.table, 0.0
         ours: Any = {
             "token": self.token,
             "lease": timedelta(seconds=self.seconds),
             "holder": holder,
             "digest": self._digest,
         }
-        asked_at = 0.0
         for _ in range(TRIES):
             before, asked_at = asked_at, clock.now()
             try:
-                row: Any = table.find(self.key)
-                if row is not None and row.token == self.token:
-                    return before  # the last try was written, and its answer was lost
+                row = table.find(self.key)
                 if row is None:
                     if table.add_if_absent(self.key, **ours):
                         return asked_at
-                elif not row.is_free(row.asked_at):
+                elif row.token == self.token:
+                    return before  # the last try was written, and its answer was lost
+                elif not row.is_free:
                     return self._read(row)
                 else:
                     free = self._rows().filter(token=row.token)
@@ -185,13 +269,13 @@ class RecordClaim(Claim):
             f"is being added and forgotten again and again. Find out by whom."
         )
 
-    def _read(self, row: Any) -> HeldLock | None:
+    def _read(self, row: Found) -> HeldLock | None:
         """Return the lock of the run that is doing the work; None: the work is done."""
-        holder = read_claim(row)
+        held = row.held(self.key)
         if self._digest and row.digest and self._digest != row.digest:
-            raise IdempotencyConflict(self.key, str(holder.holder))
-        if row.state == row.State.RUNNING:
-            return holder
+            raise IdempotencyConflict(self.key, str(held.holder))
+        if row.state == "running":
+            return held
         if row.error:
             raise InvalidResult(self.key, row.error)
         self.result = decode(row.result)
@@ -228,3 +312,51 @@ class RecordClaim(Claim):
     def _emit(self, event: Event, **fields: Any) -> None:
         task = get_current_task()
         event.emit(Claim, key=self.key, task_id=None if task is None else task.request.id, **fields)
+
+
+def record_table(using: str | None = None) -> RecordTable:
+    """Return the record table in database ``using``; None: the one the router writes to."""
+    return _cached_table(router.db_for_write(_record_model()) if using is None else using)
+
+
+def forget_record(key: str, *, using: str | None = None) -> bool:
+    """
+    Delete the record of some work, so that the next caller does the work again.
+
+    Args:
+        key: The whole key; that of a decorated task begins with the task's name and ``:``. The
+            admin lists the keys.
+        using: Database alias of the records; None: the database that the router writes to.
+
+    Returns:
+        True if the record was deleted, which is also logged as ``record_forgotten``; False if
+        there was none.
+
+    Raises:
+        AlreadyClaimed: A process does the work now, so it would be done twice. Try again when
+            that process has ended, or when its lease has.
+    """
+    table = record_table(using)
+    if table.at(key).idle().forget():
+        return True
+    holder = table.peek(key)
+    if holder is None:
+        return False
+    raise AlreadyClaimed(key, str(holder.holder), holder.holder.task_id, holder.remaining or 0.0)
+
+
+def connect() -> None:
+    """Register records with the relays, which delete those whose retention has expired."""
+    add_pruning("records", RecordTable.models, get_prunable)
+
+
+def get_prunable(alias: str) -> list[IdempotencyRecords]:
+    """Return querysets of the records that have expired, or were orphaned long ago."""
+    return RecordTable(alias).all().prunable(conf.retention("records"))
+
+
+@lru_cache
+def _cached_table(alias: str) -> RecordTable:
+    refuse_untested(alias, "record what is done once")
+    # One object for each database: the renewing thread tells stores apart by identity.
+    return RecordTable(alias)
