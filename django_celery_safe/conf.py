@@ -232,7 +232,7 @@ def get(name: str) -> Any:
 
 def get_each(*names: str) -> list[Any]:
     """Return several settings, each as :func:`get` does."""
-    return [get(name) for name in names]
+    return list(map(get, names))
 
 
 def lock_timeout() -> float:
@@ -240,9 +240,9 @@ def lock_timeout() -> float:
     return float(get("LOCK_TIMEOUT"))
 
 
-def resend_after() -> timedelta:
-    """Return the setting ``OUTBOX_RESEND_AFTER``."""
-    return timedelta(seconds=get("OUTBOX_RESEND_AFTER"))
+def resend_after() -> float:
+    """Return the setting ``OUTBOX_RESEND_AFTER``, in seconds."""
+    return float(get("OUTBOX_RESEND_AFTER"))
 
 
 def retention(kind: str) -> timedelta | None:

@@ -378,10 +378,10 @@ def _execute_repeatedly(
     may then have two rows, which are claimed and ended together, or sent one after the other.
     """
     connection = context["connection"]
+    is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
+    if not (is_ours and sql.startswith(OUR_STATEMENTS)):
+        return execute(sql, params, many, context)
     ask = partial(execute, sql, params, many, context)
-    is_ours = isinstance(sql, str) and OUR_TABLES in sql and sql.startswith(OUR_STATEMENTS)
-    if not (is_ours and is_autocommit(connection)):
-        return ask()
     session = connection.connection
     try:
         return repeat_lost_races(connection.alias, ask)

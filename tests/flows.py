@@ -24,12 +24,12 @@ LIMITS: Final = {
     "single_instance run": 28,
     "unique_until send": 21,
     "unique_until run": 41,
-    "outbox call and commit": 36,
+    "outbox call and commit": 33,
     "relay of one": 19,
     "do_once": 5,
     "idempotent run": 36,
-    "start": 55,
-    "step and next stage": 109,
+    "start": 51,
+    "step and next stage": 105,
     "last step": 65,
 }
 WIDTH: Final = max(map(len, LIMITS))

@@ -336,7 +336,7 @@ class Run:
     def _come_again(self, error: BaseException) -> bool:
         """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
         self._let_wait(Fault.of(error))
-        is_away, later = isinstance(error, NoAnswer), conf.resend_after().total_seconds()
+        is_away, later = isinstance(error, NoAnswer), conf.resend_after()
         return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
 
     def _has_succeeded(self) -> bool:
@@ -582,7 +582,7 @@ def _begin(task: Any, request: Context, header: Header) -> tuple[MessageClaim, C
     if isinstance(found, Claimed):
         return claim, found
     if found is None:
-        return "its row is gone, so it is done, or was discarded"
+        return "its row is gone, so it is done, was discarded, or was rolled back"
     if found.token == claim.token:  # it was claimed, but the answer got lost
         return claim, Claimed(*(getattr(found, name) for name in Claimed._fields))
     return "another process runs it" if found.state == "running" else f"it is {found.state}"

@@ -169,9 +169,7 @@ def hold(
             f"app's broker, {app.connection_for_write().as_uri()}. Leave it out, or outbox=False."
         )
     captured = Captured()
-    result = as_sent_result(
-        capture(app, captured, lambda ours: send({**options, "producer": ours}))
-    )
+    result = as_sent_result(capture(app, captured, send, options))
 
     def leave() -> None:
         refuse_get(result, using)

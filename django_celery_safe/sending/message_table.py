@@ -108,8 +108,9 @@ class MessageTable(LeaseTable):
         for pk, wait in sent.items():
             alike.setdefault(wait, []).append(pk)
         for wait, ids in alike.items():
-            ends = "keep_sent" if conf.keeps_sent() else "erase_sent"
-            name = ends if wait is None else "carry_sent"
+            name = "carry_sent"
+            if wait is None:
+                name = "keep_sent" if conf.keeps_sent() else "erase_sent"
             queries.execute(self.alias, name, ids, token=token, wait=wait)
 
     def give_back(

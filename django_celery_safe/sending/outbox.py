@@ -126,7 +126,7 @@ def resend_delay(message: Message, resent: int = 0) -> float | None:
     if not attempt_id_of(message):
         return None
     wait = max(0.0, seconds_until(message.eta) or 0.0)
-    return wait + conf.resend_after().total_seconds() * 2.0 ** min(resent, MOST_DOUBLINGS)
+    return wait + conf.resend_after() * 2.0 ** min(resent, MOST_DOUBLINGS)
 
 
 def rewrite(send: Send, name: str, token: str, *, other_work: bool) -> bool:
@@ -169,18 +169,21 @@ def rewrite(send: Send, name: str, token: str, *, other_work: bool) -> bool:
 def _insert(sender: Sender, rows: Sequence[MessageColumns]) -> list[int]:
     """Insert rows that are the sender's; return their keys."""
     alias = sender.using
-    refuse_unfit(alias, "hold an outbox")
     connection = connections[alias]
     is_mysql = connection.vendor == MYSQL
+    if connection.vendor not in ("postgresql", "sqlite"):
+        refuse_unfit(alias, "hold an outbox")
     if not (is_mysql or connection.features.can_return_rows_from_bulk_insert):
         raise ConfigurationError(
             f"The database {alias!r} ({connection.vendor}) can't hold an outbox, since its INSERT "
             f"returns no keys. SQLite's does since 3.35."
         )
     returned, claim = dict[str, list[int]](), {"token": sender.token, "held": sender.held}
+    if len(rows) == 1:
+        found, first = queries.insert(alias, "add_messages", [rows[0]._asdict() | claim])
+        return [found[0][0] if found else first]
     most_bytes = PACKET_BYTES if is_mysql else None
-    parts = [rows] if len(rows) == 1 else in_batches(rows, ROWS, attrgetter("size"), most_bytes)
-    for part in parts:
+    for part in in_batches(rows, ROWS, attrgetter("size"), most_bytes):
         values = [row._asdict() | claim for row in part]
         found, first = queries.insert(alias, "add_messages", values)
         for key, task_id in found or _find_inserted(alias, first, part):

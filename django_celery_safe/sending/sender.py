@@ -33,8 +33,8 @@ from ..transactions import is_in_testcase
 from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Captured, Message
 from .message_table import message_table
-from .outbox import resend_delay
-from .publisher import Publisher, bounded_publisher
+from .outbox import attempt_id_of, resend_delay
+from .publisher import Publisher, bounded_publisher, takes_lock
 from .unsent import allow_get, settle
 
 C = TypeVar("C")
@@ -88,6 +88,12 @@ class Kept(NamedTuple):
 
     message: Message
     send: Send
+
+
+def _is_checked_by_run(kept: Kept) -> bool:
+    """Return whether a message without a row does nothing at all, because no run can claim it."""
+    message = kept.message
+    return bool(attempt_id_of(message)) and not (kept.send.chord or takes_lock(message))
 
 
 class Sender:
@@ -200,9 +206,10 @@ class Sender:
 
     def _find(self) -> set[int]:
         """Return the keys of the rows that were committed and that no relay takes meanwhile."""
-        if self._is_sure:
+        in_time = time.monotonic() < self._ours_until
+        if self._is_sure or (in_time and all(map(_is_checked_by_run, self._kept.values()))):
             return set(self._kept)
-        name = "find_written" if time.monotonic() < self._ours_until else "hold_messages"
+        name = "find_written" if in_time else "hold_messages"
         values = {"token": self.token, "held": self.held}
         return {pk for (pk,) in queries.fetch(self.using, name, self._kept, **values)}
 

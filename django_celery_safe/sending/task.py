@@ -233,7 +233,7 @@ class SafeTaskMixin(Task[P, R]):
         outbox = outbox if self.outbox is None else self.outbox
         carried = outbox == UNTIL_DONE and ours.get("outbox") is None
         asked = ours.get("send_on_commit")
-        if asked is not None:
+        if not (asked is None or isinstance(asked, bool)):
             conf.switch(asked, "send_on_commit")
         if asked is False:
             if carried or ours.get("outbox") or ours.get("using"):
@@ -257,12 +257,9 @@ class SafeTaskMixin(Task[P, R]):
         eager = self.app.conf.task_always_eager
         if not must_wait(using) and (eager or not outbox):
             return self._send(args, kwargs, options, None)
-
-        def send(given: dict[str, Any]) -> SentResult[R]:
-            return self._send(args, kwargs, given, None)
-
+        send = partial(self._send, args, kwargs, resent=None)
         if eager:
-            return run_sent(lambda: send(options), using)
+            return run_sent(partial(send, options), using)
         result: SentResult[R] = hold(self.app, send, using, options, outbox=outbox)
         return result
 

@@ -130,6 +130,17 @@ def test_the_row_stays_until_the_task_is_done(carried: Carried) -> None:
     assert not carried_module._runs
 
 
+@pytest.mark.sql
+def test_a_row_that_django_does_not_know_to_be_rolled_back_runs_nothing(carried: Carried) -> None:
+    """The message goes out without a look for its row, which its run does not find."""
+    with transaction.atomic(using=carried.alias):
+        savepoint = connections[carried.alias].savepoint()
+        carried.task.apply_async_on_commit((7,), using=carried.alias)
+        connections[carried.alias].savepoint_rollback(savepoint)
+    assert carried.mailbox.deliver(carried.mailbox.take_one()).state == "IGNORED"
+    assert carried.calls == []
+
+
 def test_a_message_that_meets_a_live_run_is_forgotten(carried: Carried) -> None:
     """No copy of it is sent: the row is what brings the task back."""
     message = carried.send(1)
