@@ -364,13 +364,11 @@ class Claim(ABC):
             raise InvalidResult(self.key, str(error)) from error
 
     def _commit(self) -> None:
-        """Run :meth:`_go_on` once, now that the record of the finished work is committed."""
-        if not self._is_committed:
-            self._is_committed = True
-            self._go_on()
-
-    def _go_on(self) -> None:  # noqa: B027 - nothing follows from the end of a record
-        """Continue after the work is committed as done; called once."""
+        """Go on after the commit of the finished work, whose row nobody could renew before."""
+        self._is_committed, lease = True, self.lease
+        if lease is not None and self._renews and lease.remaining < lease.seconds / 2:
+            lease.renew_at = clock.now()  # before a relay finds that the lease is over
+            renewer.add(lease)
 
     def _rows(self) -> Any:
         """Return a queryset of the claimed row, with one row or none."""

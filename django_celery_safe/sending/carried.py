@@ -112,27 +112,27 @@ class Run:
         task: Any,
         request: Context,
         found: Claimed,
-        follower: Follower | None,
     ) -> None:
         # Not the request: as the weak key of this run, it would never be freed.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
         claim.find_run = ref(self)
         self.found, self.returned, self.unrun = found, "", ""
-        self.follower = follower
+        self.follower: Follower | None = None
         self.is_called = self.has_begun = False
         self.resent: Captured | None = None
         self._is_replaced = False
         self.has_followers = bool(request.chain or request.callbacks or request.chord)
 
-    def begin(self) -> None:
+    def begin(self, header: Header) -> None:
         """
-        Begin to renew the lease, and begin what follows the message.
+        Begin to renew the lease, and begin what follows the message with this header.
 
         Raises:
             NoAnswer: What follows could not be read, so nothing has begun.
         """
         self.claim.begin()
-        if (follower := self.follower) is None:
+        follower = self.follower = find_follower(header)
+        if follower is None:
             return
         try:
             self.unrun = follower.begin(self._task_id)
@@ -361,8 +361,9 @@ class Run:
                 name_attempt(message, alias)
         name, replaced = self.claim.name, self._is_replaced
         self.claim.stop_renewing()
-        return self.claim.ask(
-            lambda: publish_again(alias, name, token, self._task_id, captured, other_work=replaced)
+        return self.claim.end_by(
+            lambda: publish_again(alias, name, token, self._task_id, captured, other_work=replaced),
+            lambda: self.claim.table.has_ended(name),  # no row is for this attempt any more
         )
 
 
@@ -413,7 +414,7 @@ def run_carried(
         if isinstance(begun, str):
             _emit_not_run(task, request, begun)
             raise MessageGoesOn(f"Not run: {begun}")
-        run = _runs[request] = Run(begun[0], task, request, begun[1], find_follower(header))
+        run = _runs[request] = Run(begun[0], task, request, begun[1])
     run.is_called = not is_hook
     try:
         result = _call(run, request, partial(function, *args, **kwargs))
@@ -489,7 +490,7 @@ def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
     """Run the task, or return the result that it was finished with before its process died."""
     found = run.found
     if run.claim.lease is None:
-        run.begin()
+        run.begin(get_header(request))
     if run.unrun:
         if run.is_called:
             _emit_not_run(run.task, request, run.unrun)
