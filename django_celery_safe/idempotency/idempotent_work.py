@@ -152,7 +152,7 @@ class Idempotent:
         *,
         bound: bool,
     ) -> RecordClaim:
-        name = name_of(task, function)
+        name = name_of(task, function) if task is None else task.name
         args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
         sent = None
         if message is not None:

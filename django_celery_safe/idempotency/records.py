@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from celery._state import get_current_task
 from celery.exceptions import Retry, TaskPredicate
 from django.db import Error as DatabaseError
-from django.db import OperationalError, connections, router
+from django.db import connections, router
 
 from .. import conf, queries
-from ..databases import MYSQL, is_lost_race, refuse_unfit, refuse_untested
+from ..databases import MYSQL, refuse_unfit, refuse_untested
 from ..emitting import Event
 from ..events import CLAIM_FAILED, CLAIM_REPEATED
 from ..exceptions import (
@@ -248,22 +248,18 @@ class RecordClaim(Claim):
         }
         for _ in range(TRIES):
             before, asked_at = asked_at, clock.now()
-            try:
-                row = table.find(self.key)
-                if row is None:
-                    if table.add_if_absent(self.key, **ours):
-                        return asked_at
-                elif row.token == self.token:
-                    return before  # the last try was written, and its answer was lost
-                elif not row.is_free:
-                    return self._read(row)
-                else:
-                    free = self._rows().filter(token=row.token)
-                    if free.try_claim(**ours, claims=row.claims + 1):
-                        return asked_at
-            except OperationalError as error:
-                if not is_lost_race(error):
-                    raise
+            row = table.find(self.key)
+            if row is None:
+                if table.add_if_absent(self.key, **ours):
+                    return asked_at
+            elif row.token == self.token:
+                return before  # the last try was written, and its answer was lost
+            elif not row.is_free:
+                return self._read(row)
+            else:
+                free = self._rows().filter(token=row.token)
+                if free.try_claim(**ours, claims=row.claims + 1):
+                    return asked_at
         raise CelerySafeError(
             f"The record of {self.key!r} was changed {TRIES} times while it was to be claimed: it "
             f"is being added and forgotten again and again. Find out by whom."

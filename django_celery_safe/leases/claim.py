@@ -271,7 +271,7 @@ class Claim(ABC):
                 f"{self.key!r} was finished in a transaction that was rolled back, so it counts "
                 f"as not done. Don't catch the error that caused the rollback: let it propagate."
             )
-        self._commit()
+        self._is_committed = True
 
     def is_done(self, *, patient: bool = True) -> bool:
         """Return whether the row says that this claim has finished the work."""
@@ -343,10 +343,6 @@ class Claim(ABC):
         """Raise the error for a claim that is no longer ours."""
         raise ClaimLost(self.key, self.find_new_holder())
 
-    def was_lost(self, error: BaseException) -> bool:
-        """Return whether an error says that this claim, and not one inside it, was lost."""
-        return isinstance(error, ClaimLost) and error.key == self.key
-
     @abstractmethod
     def _write_done(self, text: str) -> bool:
         """Record that the work is done, with a result; return whether the claim was ours."""
@@ -396,9 +392,7 @@ class Claim(ABC):
             if ours:
                 transaction.on_commit(self._commit, using=alias)
         else:
-            ours = self.ask(lambda: self._write_and_commit(text))
-            if ours:
-                self._commit()
+            ours = self._is_committed = self.ask(lambda: self._write_and_commit(text))
         if not ours:
             self.raise_lost()
         self.is_finished = True

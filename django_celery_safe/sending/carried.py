@@ -20,11 +20,10 @@ from celery._state import get_current_task
 from celery.app.task import Context
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, TaskPredicate
-from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DatabaseError
 
 from .. import conf
-from ..databases import is_lost_race
 from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, resend_later
 from ..delivery.deaths import ends_process, refuse_after_deaths
@@ -36,6 +35,7 @@ from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
 from ..leases.clock import clock
 from ..texts import get_logger
+from ..transactions import TRIES
 from ..values import decode
 from .capture import Captured, capture
 from .followed import NOTHING, Fault, Follower, Held, fail_message, find_follower
@@ -50,8 +50,6 @@ logger = get_logger(__name__)
 
 #: Why a run that has returned is not done.
 RESENT: Final = Fault(Retry.__name__, "The task has re-sent itself.")
-#: How many times a claim is tried if it loses a race; another process progressed each time.
-TRIES: Final = 20
 #: Delay of a message that is re-sent because the database with its row did not answer, s.
 DATABASE_AWAY: Final = 5.0
 
@@ -558,12 +556,7 @@ def _begin(task: Any, request: Context, header: Header) -> tuple[MessageClaim, C
     def ask() -> Any:
         for _ in range(TRIES):
             claim.asked_at = clock.now()
-            try:
-                claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
-            except OperationalError as error:
-                if not is_lost_race(error):
-                    raise
-                claimed = None
+            claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
             if claimed is not None:
                 return claimed
             found = table.find(claim.name)

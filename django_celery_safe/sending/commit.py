@@ -25,7 +25,7 @@ from .capture import Captured, Message, capture
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .publisher import Publisher
-from .sender import Send, Sender, last_callback
+from .sender import Sender, last_callback
 from .unsent import allow_get, refuse_get, settle
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def hold(
         refuse_get(result, using)
         if outbox and captured.messages:
             sender = Sender.join(using, is_sure=not was_in_atomic)
-            keep(Send(sender, captured, result), outbox)
+            keep(sender, captured, result, outbox)
         else:
             transaction.on_commit(Held.join(using, captured, result, producer), using=using)
 

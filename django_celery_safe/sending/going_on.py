@@ -11,7 +11,7 @@ from django.db import transaction
 from .capture import Captured
 from .message_table import message_table
 from .outbox import keep, rewrite
-from .sender import Send, Sender
+from .sender import Sender
 
 
 @contextmanager
@@ -56,10 +56,9 @@ def publish_again(
     with ending(using):
         sender = Sender.join(using)
         if own:
-            send = Send(sender, Captured(own), goes_on=True)
-            ours = rewrite(send, name, token, other_work=other_work)
+            ours = rewrite(sender, own[0], name, token, other_work=other_work)
         else:
             ours = message_table(using).end(name, token)
         if ours and others:
-            keep(Send(sender, Captured(others, captured.chord_calls), goes_on=True))
+            keep(sender, Captured(others, captured.chord_calls), goes_on=True)
     return ours

@@ -6,7 +6,7 @@ Names that resemble no option are left alone, because projects have attributes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from inspect import signature
 from typing import Any, Final
@@ -15,7 +15,6 @@ from celery import Celery, Task
 from kombu import Producer
 
 from .. import conf
-from ..exceptions import ConfigurationError
 
 #: How similar two names must be, up to 1.0, for one to count as a misspelling of the other.
 SLIP: Final = 0.8
@@ -48,24 +47,6 @@ _READ_BY_CELERY: Final = (
     "lazy",
     "shared",
 )
-
-
-def refuse_misspelt(task: str, options: Iterable[str]) -> None:
-    """
-    Refuse a misspelt option of a send.
-
-    Raises:
-        ConfigurationError: The error names the option and the one that was meant.
-    """
-    if "stamped_headers" in options:
-        return  # stamps are among the options, under any name
-    for name in options:
-        meant = None if name in CALL_OPTIONS else conf.closest(name, CALL_OPTIONS, SLIP)
-        if meant is not None:
-            raise ConfigurationError(
-                f"Task {task} is sent with {name}=..., which is not an option of a send and does "
-                f"nothing. Did you mean {meant!r}?"
-            )
 
 
 def find_misspelt(task: Any, ours: type) -> Iterator[tuple[str, str]]:

@@ -39,7 +39,6 @@ from .carried_class import wrap_class
 from .commit import as_sent_result, hold, must_wait
 from .deduplicate import publish_once
 from .eager import is_put_off, is_waiting, put_off, run_sent
-from .option_names import CALL_OPTIONS, refuse_misspelt
 from .outbox import UNTIL_DONE, Outbox, task_wants_outbox
 from .sent_in_atomic import warn_if_in_atomic
 from .typed import DjangoTask, P, R, Task
@@ -174,7 +173,8 @@ class SafeTaskMixin(Task[P, R]):
         call: True waits for the commit, False sends now, whatever the task and settings say.
         """
         options.update(zip(_POSITIONAL, more, strict=False))
-        self._read_options(options)
+        if options.get("task_id") is not None:
+            options["task_id"] = str(options["task_id"])  # some callers pass a UUID
         ours = {name: options.pop(name) for name in _OURS if name in options}
         resent = find_resent(options.get("task_id"))
         waits = CAPTURED.get() is not None
@@ -220,13 +220,6 @@ class SafeTaskMixin(Task[P, R]):
         run = find_run(self.request.id)
         send = partial(resending, None, partial(super().on_replace, sig))
         return send() if run is None else run.keep(send)
-
-    def _read_options(self, options: dict[str, Any]) -> None:
-        """Refuse misspelt options; make ``task_id`` a text, because ids are compared as texts."""
-        if not CALL_OPTIONS.issuperset(options):
-            refuse_misspelt(self.name, options)
-        if options.get("task_id") is not None:
-            options["task_id"] = str(options["task_id"])  # some callers pass a UUID
 
     def _waits_for_commit(self, ours: dict[str, Any], outbox: Any, wanted: bool) -> bool:
         """Return whether a send waits; ``outbox`` and ``wanted`` are what the settings say."""

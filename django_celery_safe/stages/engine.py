@@ -19,6 +19,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
 from django.db import IntegrityError, connections, transaction
 
+from .. import queries
 from ..databases import MYSQL, Now, refuse_unfit
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
@@ -226,9 +227,10 @@ def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
 
 def go_on(store: StepTable, run: StageRun) -> None:
     """Start the next stage of a locked run, or end the run, if its stage is complete."""
-    rows = store.hand_over(run.pk, run.stage)
-    if not rows:
+    found = queries.fetch(store.alias, "hand_over", run=run.pk, stage=run.stage)
+    if not found:
         return
+    rows = [Step(*row) for row in found]
     ended = [step for step in rows if step.stage == run.stage]
     following = rows[len(ended) :]
     try:
@@ -247,7 +249,8 @@ def go_on(store: StepTable, run: StageRun) -> None:
         _emit_ended(store, run, Status.SUCCEEDED, "")
         return
     run.stage += 1
-    store.begin_stage(run.pk, run.stage, run.params_text)
+    values = {"pk": run.pk, "stage": run.stage, "params": run.params_text}
+    queries.execute(store.alias, "begin_stage", **values)
     try:
         send(store, following)
     except (DatabaseError, SoftTimeLimitExceeded):

@@ -516,7 +516,7 @@ MUTATIONS = {
         ),
         M(
             "stages.engine:go_on",
-            "if not rows:",
+            "if not found:",
             "if False:",
             "a stage begins before the one before it has ended",
         ),
@@ -569,9 +569,9 @@ MUTATIONS = {
             "an attempt that lost its step puts it back under the one that has it",
         ),
         M(
-            "stages.step_table:StepTable.succeed",
-            'name = "succeed_step" if held else "succeed_eager_step"',
-            'name = "succeed_eager_step"',
+            "stages.follower:StepFollower.end",
+            '("succeed_step", held) if held else _EAGERLY',
+            "_EAGERLY",
             "an attempt that lost its step ends it under the one that has it",
         ),
         M(
