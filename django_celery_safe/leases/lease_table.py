@@ -8,20 +8,19 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
-from django.apps import apps
 from django.db import Error, connections, transaction
 from django.db.models import F
 
 from ..databases import Now
-from ..exceptions import ConfigurationError, LockBackendError
+from ..exceptions import LockBackendError
 from ..foreign_errors import describe_error
 from ..transactions import (
     attempts,
     busy_timeout,
     in_testcase_only,
-    lacks_table,
     leave_pool,
     lock_whole,
+    refuse_unmigrated,
 )
 from .holder import HeldLock, plain_name
 from .store import LeaseStore, Renewable
@@ -53,18 +52,8 @@ class DatabaseLeases(LeaseStore):
         self.where, self.alias = where, alias
 
     def check_migrated(self, error: Exception) -> None:
-        """
-        Raise an error that explains a database error, if a missing table caused it.
-
-        Raises:
-            ConfigurationError: A table is missing.
-        """
-        find = apps.get_app_config("django_celery_safe").get_model
-        if lacks_table(self.alias, *map(find, self.models)):
-            raise ConfigurationError(
-                f'DATABASES["{self.alias}"] is to {self.purpose}, and has no table for that. Run: '
-                f"manage.py migrate django_celery_safe --database={self.alias}"
-            ) from error
+        """Raise an error that explains a database error, if a missing table caused it."""
+        refuse_unmigrated(self.alias, self.purpose, self.models, error)
 
     def leave_pool(self) -> None:
         leave_pool(self.alias)

@@ -163,7 +163,7 @@ def _install_in_backend(app: Celery) -> None:
         # Some open a connection when a task is sent or a group's result is made, and hang if
         # their server is down.
         if type(backend).on_task_call is not Backend.on_task_call:  # which does nothing
-            _switch(backend, "on_task_call", lambda *_: None)  # called after the commit
+            _switch(backend, "on_task_call", lambda *_: None)  # see Publisher
         _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
         if (consumer := getattr(backend, "result_consumer", None)) is not None:
             _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes

@@ -227,7 +227,7 @@ def outbox_aliases() -> list[str]:
         if not is_tested(alias) or not router.allow_migrate_model(alias, OutboxMessage):
             continue
         try:
-            if lacks_table(alias, OutboxMessage):
+            if lacks_table(alias, OutboxMessage.__name__):
                 continue
             if is_read_only(alias):
                 logger.info("The outbox of %r is left alone, since it is read-only.", alias)

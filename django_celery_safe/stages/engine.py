@@ -28,13 +28,13 @@ from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
 from ..sending.followed import NOTHING, Fault
 from ..texts import get_logger
-from ..transactions import attempts
+from ..transactions import attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
 from .labels import NO_LABELS, Labels, make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import BATCH, Step, StepTable, step_table
+from .step_table import BATCH, MODELS, Step, StepTable, step_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
@@ -109,7 +109,7 @@ def start(
             refuse_unfit(store.alias, "hold runs of stages")
         return _write_once(store, plan, labels)
     except DatabaseError as error:
-        store.check_migrated(error)
+        refuse_unmigrated(store.alias, "hold runs of stages and their outbox", MODELS, error)
         raise
 
 

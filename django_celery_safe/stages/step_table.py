@@ -10,9 +10,7 @@ from django.db import router
 
 from .. import conf, queries
 from ..databases import refuse_untested
-from ..exceptions import ConfigurationError
 from ..sending.housekeeping import add_pruning
-from ..transactions import lacks_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRuns
@@ -76,19 +74,6 @@ class StepTable:
     def messages(self) -> Any:
         """Return the messages of the outbox that has those of the steps."""
         return _model("OutboxMessage").objects.using(self.alias)
-
-    def check_migrated(self, error: Exception) -> None:
-        """
-        Raise an error that explains a database error, if a missing table caused it.
-
-        Raises:
-            ConfigurationError: A table is missing.
-        """
-        if lacks_table(self.alias, *map(_model, MODELS)):
-            raise ConfigurationError(
-                f'DATABASES["{self.alias}"] is to hold runs of stages and their outbox, and has no '
-                f"table for that. Run: manage.py migrate django_celery_safe --database={self.alias}"
-            ) from error
 
     def is_complete(self, run: int, stage: int) -> bool:
         """Return whether all steps of a stage have succeeded."""
