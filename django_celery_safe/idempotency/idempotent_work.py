@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, ParamSpec, TypeVar, overload
@@ -94,14 +93,7 @@ class Idempotent:
         return claim
 
     def __exit__(self, *exc_info: *ExcInfo) -> None:
-        claim, self._claim = self._claim, None
-        if exc_info[0] is None and claim is not None and claim.is_repeat and not claim.asked:
-            warnings.warn(
-                f"A block ran without checking its claim, although {claim.key!r} was already "
-                f"done. Write: with idempotent(...) as claim: if claim: ...",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self._claim = None
         self._stack.__exit__(*exc_info)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:

@@ -127,12 +127,7 @@ def _record_model() -> type[IdempotencyRecord]:
 
 
 class RecordClaim(Claim):
-    """
-    The claim of a key, which :func:`idempotent` yields: one attempt to do the work.
-
-    Attributes:
-        asked: Whether the block has checked if the work is ours.
-    """
+    """The claim of a key, which :func:`idempotent` yields: one attempt to do the work."""
 
     table: RecordTable
 
@@ -140,14 +135,9 @@ class RecordClaim(Claim):
         self, key: str, table: RecordTable, seconds: float, keep: timedelta | None, digest: str = ""
     ) -> None:
         super().__init__(table, key, key, seconds)
-        self.asked = False
         self._keep, self._digest = keep, digest
         #: Why the result can't be stored; "": it can.
         self._error = ""
-
-    def __bool__(self) -> bool:
-        self.asked = True
-        return self.is_held
 
     def try_begin(self) -> HeldLock | None:
         """

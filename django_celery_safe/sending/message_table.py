@@ -92,8 +92,8 @@ class MessageTable(LeaseTable):
         return not self.at(name).exclude(state__in=ENDED).exists()
 
     def goes_on(self, task_id: str) -> bool:
-        """Return whether any attempt of a task has not ended; slow, because no index helps."""
-        return bool(self.all().filter(task_id=task_id).exclude(state__in=ENDED).exists())
+        """Return whether any attempt of a carried task has not ended."""
+        return bool(self.all().carried(task_id).exclude(state__in=ENDED).exists())
 
     def record_sent(self, token: str, sent: Mapping[int, float | None]) -> None:
         """

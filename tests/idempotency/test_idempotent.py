@@ -157,18 +157,6 @@ def test_long_and_odd_keys_are_apart(db: None) -> None:
             assert claim.key == key
 
 
-def test_a_repeat_that_does_not_ask_is_warned_of(db: None) -> None:
-    """A block that ran although it was done, and never asked, gets a RuntimeWarning."""
-    with idempotent("invoice:1"):
-        pass
-    with (
-        pytest.warns(RuntimeWarning, match="'invoice:1' was already done") as told,
-        idempotent("invoice:1"),
-    ):
-        pass
-    assert [warning.filename for warning in told] == [__file__]
-
-
 # Methods of a claim.
 
 

@@ -397,12 +397,6 @@ MUTATIONS = {
             "a task for another database's transaction is sent at once",
         ),
         M(
-            "sending.sender:_is_checked_by_run",
-            "bool(attempt_id_of(message)) and ",
-            "",
-            "a message whose row was rolled back by the id of its savepoint is sent",
-        ),
-        M(
             "sending.commit:Held._publish",
             "except Exception as error:  # noqa: BLE001 - other callbacks of the commit must run",
             "except ArithmeticError as error:",

@@ -105,10 +105,7 @@ def test_its_followers_are_sent_after_a_death(carried: Carried) -> None:
     assert carried.calls == [1, "stored"]
 
 
-@pytest.mark.sql
-def test_a_transaction_longer_than_the_lease_counts_no_death(
-    mailbox: Mailbox, postgres_alias: str
-) -> None:
+def test_a_long_transaction_counts_no_death(mailbox: Mailbox, postgres_alias: str) -> None:
     """No renewal sees its row before the commit, which renews the lease at once."""
     carried = Carried(mailbox, postgres_alias)
 
