@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from celery._state import get_current_task
@@ -62,8 +62,7 @@ class Idempotent:
         self._ttl = ttl if isinstance(ttl, conf.Unset) else conf.TTL.delta(ttl, "ttl")
         #: Alias of the records' database; None: the database that the router writes to.
         self.using = using
-        self._claim: RecordClaim | None = None
-        self._stack = ExitStack()
+        self._block: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Claim:
         key = self._key
@@ -78,7 +77,7 @@ class Idempotent:
                 f"`with idempotent({key!r})` does not fill in placeholders, so {found[0]} would "
                 f"be the same for every call. Write the key as an f-string."
             )
-        if self._claim is not None:
+        if self._block is not None:
             raise ConfigurationError(
                 f"idempotent({key!r}) is in use by this very object. Make another one."
             )
@@ -86,15 +85,15 @@ class Idempotent:
         task = get_current_task()
         message = _message_of(None if task is None else task.request)
         self._begin(claim, task, message)
-        with ExitStack() as stack:
-            stack.enter_context(_recording(claim))
-            self._stack = stack.pop_all()
-        self._claim = claim
+        block = _recording(claim)
+        block.__enter__()
+        self._block = block
         return claim
 
     def __exit__(self, *exc_info: *ExcInfo) -> None:
-        self._claim = None
-        self._stack.__exit__(*exc_info)
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(*exc_info)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Decorate ``function``: it runs once for each key."""
