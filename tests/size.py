@@ -102,7 +102,7 @@ PARTS: Final = (
     Part(
         "package",
         "lines",
-        14_551,
+        14_554,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
     Part("tests", "lines", 33_415, lambda: sum_code("tests")),
