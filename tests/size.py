@@ -102,7 +102,7 @@ PARTS: Final = (
     Part(
         "package",
         "lines",
-        14_554,
+        14_558,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
     Part("tests", "lines", 33_415, lambda: sum_code("tests")),

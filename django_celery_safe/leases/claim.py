@@ -362,7 +362,9 @@ class Claim(ABC):
     def _commit(self) -> None:
         """Go on after the commit of the finished work, whose row nobody could renew before."""
         self._is_committed, lease = True, self.lease
-        if lease is not None and self._renews and lease.remaining < lease.seconds / 2:
+        if lease is None or lease.lost or not self._renews or self.is_of_parent():
+            return
+        if lease.remaining < lease.seconds / 2:
             lease.renew_at = clock.now()  # before a relay finds that the lease is over
             renewer.add(lease)
 

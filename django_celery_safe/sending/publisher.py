@@ -223,8 +223,10 @@ def bounded_publisher(app: Celery, seconds: float, has_time: Callable[[], bool])
 def takes_lock(message: Message) -> bool:
     """Return whether only the publication of a message shows if it is a duplicate."""
     headers = message.options["headers"]
+    ours = headers.get(HEADER)
     # Most have no such field, valid or not.
-    return "sent" in headers.get(HEADER, ()) and "sent" in read_header(headers, message.task)
+    has_field = isinstance(ours, dict) and "sent" in ours
+    return has_field and "sent" in read_header(headers, headers.get("task"))
 
 
 def _is_unique_until_start(message: Message) -> bool:
