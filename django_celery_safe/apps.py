@@ -16,7 +16,7 @@ class DjangoCelerySafeConfig(AppConfig):
     def ready(self) -> None:
         from . import checks, transactions
         from .delivery import endings
-        from .idempotency import record_table
+        from .idempotency import records
         from .models.stages import RunRoom, StageRun
         from .sending import housekeeping
         from .stages import decisions, progress, step_table
@@ -27,7 +27,7 @@ class DjangoCelerySafeConfig(AppConfig):
         # Relays do the chores in this order.
         housekeeping.connect()
         step_table.connect()
-        record_table.connect()
+        records.connect()
         StageRun.room = RunRoom(
             progress.progress,
             progress.progress_by_stage,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import celery
@@ -24,17 +24,17 @@ def is_django_task(value: object) -> bool:
     return issubclass(type(value), getattr(sys.modules.get("django.tasks"), "Task", ()))
 
 
-def has_models(task: Any, layers: Callable[[Any], Iterable[Any]]) -> bool:
+def has_models(task: Any, layers: Iterable[Any]) -> bool:
     """
     Return whether a task has ``pydantic=True``; before Celery 5.7 only a wrapper shows it.
 
     Args:
-        layers: Returns a function and those that it wraps.
+        layers: The functions that the task runs, outermost first.
     """
     if _IS_CELERY_57:
         return task._dump_pydantic_arguments is not None
     wrappers = vars(inspect.getmodule(celery.Celery))
-    return any(getattr(layer, "__globals__", None) is wrappers for layer in layers(task.run))
+    return any(getattr(layer, "__globals__", None) is wrappers for layer in layers)
 
 
 def dump_models(task: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

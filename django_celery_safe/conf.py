@@ -252,9 +252,9 @@ def lock_timeout() -> float:
     return float(get("LOCK_TIMEOUT"))
 
 
-def resend_after() -> timedelta:
-    """Return the setting ``OUTBOX_RESEND_AFTER``."""
-    return timedelta(seconds=get("OUTBOX_RESEND_AFTER"))
+def resend_after() -> float:
+    """Return the setting ``OUTBOX_RESEND_AFTER``, in seconds."""
+    return float(get("OUTBOX_RESEND_AFTER"))
 
 
 def retention(kind: str) -> timedelta | None:

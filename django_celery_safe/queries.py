@@ -20,17 +20,24 @@ from .databases import MYSQL
 
 #: The place of keys. Several stand in the text: a database accepts a limited number of parameters.
 IDS: Final = "%(ids)s"
-#: The server's time in UTC, and the time some seconds from now, for each kind of database.
+#: The server's time in UTC, the time some seconds from now, and the seconds until a time, for each
+#: kind of database.
 CLOCKS: Final = {
     "postgresql": (
         "statement_timestamp()",
         r"(statement_timestamp() + make_interval(secs => \1))",
+        r"CAST(EXTRACT(EPOCH FROM \1 - statement_timestamp()) AS double precision)",
     ),
     "sqlite": (
         "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')",
         r"strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', \1 || ' seconds')",
+        r"round((julianday(\1) - julianday('now')) * 86400, 3)",
     ),
-    MYSQL: ("utc_timestamp(6)", r"(utc_timestamp(6) + INTERVAL \1 SECOND)"),
+    MYSQL: (
+        "utc_timestamp(6)",
+        r"(utc_timestamp(6) + INTERVAL \1 SECOND)",
+        r"(TIMESTAMPDIFF(MICROSECOND, utc_timestamp(6), \1) / 1e6)",
+    ),
 }
 
 
@@ -134,9 +141,9 @@ def _find(vendor: str, name: str) -> Query:
 
 
 def _adapt(text: str, vendor: str) -> str:
-    now, after = CLOCKS[vendor]
-    text = re.sub(r":(\w+)", r"%(\1)s", text)
-    text = re.sub(r"\bNOW\b", now, re.sub(r"\bAFTER\((.*?s)\)", after, text))
+    now, after, until = CLOCKS[vendor]
+    text = re.sub(r"\bUNTIL\((\w+)\)", until, re.sub(r"\bAFTER\((:\w+)\)", after, text))
+    text = re.sub(r"\bNOW\b", now, re.sub(r":(\w+)", r"%(\1)s", text))
     return text.replace('"', "`") if vendor == MYSQL else text
 
 

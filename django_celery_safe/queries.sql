@@ -3,6 +3,7 @@
 -- :name        a parameter; :ids stands for the keys themselves
 -- NOW          the server's clock
 -- AFTER(:s)    in s seconds; NULL: NULL
+-- UNTIL(at)    seconds until a column's moment; NULL: NULL
 -- changed      the condition by which MySQL and MariaDB read what they do not return
 --
 -- The SET of MySQL sees what stands before it in the same SET: what reads a column comes before
@@ -85,6 +86,11 @@ WHERE attempt = :attempt AND token = :token
 
 -- erase_message --
 DELETE FROM django_celery_safe_outboxmessage WHERE attempt = :attempt AND token = :token
+
+-- find_record --
+SELECT state, token, holder, digest, claims, result, error, UNTIL(ends_at),
+    state = 'failed' OR COALESCE(expires_at < NOW, FALSE) OR (state = 'running' AND ends_at < NOW)
+FROM django_celery_safe_idempotencyrecord WHERE "key" = :key
 
 -- add_record --
 INSERT INTO django_celery_safe_idempotencyrecord (

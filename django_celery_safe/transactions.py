@@ -26,6 +26,7 @@ from django.db import (
 from django.db.backends.signals import connection_created
 
 from .databases import is_lost_race
+from .exceptions import ConfigurationError
 from .foreign_errors import ExcInfo, describe_error
 from .texts import get_logger
 
@@ -378,10 +379,10 @@ def _execute_repeatedly(
     may then have two rows, which are claimed and ended together, or sent one after the other.
     """
     connection = context["connection"]
+    is_ours = is_autocommit(connection) and isinstance(sql, str) and OUR_TABLES in sql
+    if not (is_ours and sql.startswith(OUR_STATEMENTS)):
+        return execute(sql, params, many, context)
     ask = partial(execute, sql, params, many, context)
-    is_ours = isinstance(sql, str) and OUR_TABLES in sql and sql.startswith(OUR_STATEMENTS)
-    if not (is_ours and is_autocommit(connection)):
-        return ask()
     session = connection.connection
     try:
         return repeat_lost_races(connection.alias, ask)
@@ -444,13 +445,30 @@ def retry_on_new_connection(
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def lacks_table(alias: str, *models: type[Model]) -> bool:
-    """Return whether the database answers but lacks the tables of these models."""
+def lacks_table(alias: str, *models: str) -> bool:
+    """Return whether the database answers but lacks the tables of our models with these names."""
     try:
         tables = connections[alias].introspection.table_names()
     except Error:
         return False
-    return any(model._meta.db_table not in tables for model in models)
+    return not {f"{OUR_TABLES}{name.lower()}" for name in models}.issubset(tables)
+
+
+def refuse_unmigrated(alias: str, purpose: str, models: Sequence[str], error: Exception) -> None:
+    """
+    Raise an error that explains a database error, if a missing table caused it.
+
+    Args:
+        purpose: What the database is to do, such as "hold the locks".
+
+    Raises:
+        ConfigurationError: A table of these models is missing.
+    """
+    if lacks_table(alias, *models):
+        raise ConfigurationError(
+            f'DATABASES["{alias}"] is to {purpose}, and has no table for that. Run: manage.py '
+            f"migrate django_celery_safe --database={alias}"
+        ) from error
 
 
 def _is_of_testcase(block: object) -> bool:

@@ -21,16 +21,16 @@ from typing import Any, Final
 LIMITS: Final = {
     "plain send": 5,
     "single_instance send": 5,
-    "single_instance run": 29,
+    "single_instance run": 27,
     "unique_until send": 21,
-    "unique_until run": 42,
-    "outbox call and commit": 36,
+    "unique_until run": 40,
+    "outbox call and commit": 32,
     "relay of one": 19,
-    "do_once": 8,
-    "idempotent run": 39,
-    "start": 55,
-    "step and next stage": 109,
-    "last step": 65,
+    "do_once": 5,
+    "idempotent run": 34,
+    "start": 46,
+    "step and next stage": 96,
+    "last step": 63,
 }
 WIDTH: Final = max(map(len, LIMITS))
 

@@ -102,10 +102,10 @@ PARTS: Final = (
     Part(
         "package",
         "lines",
-        14_580,
+        14_631,
         lambda: sum_code("django_celery_safe", "pytest_django_celery_safe.py"),
     ),
-    Part("tests", "lines", 31_000, lambda: sum_code("tests")),
+    Part("tests", "lines", 32_020, lambda: sum_code("tests")),
     Part("example", "lines", 1_400, lambda: sum_code("example_project")),
     Part("docs", "words", 30_700, lambda: sum(map(count_words, read_pages()))),
     Part("docs", "pages", 26, lambda: len(read_pages())),

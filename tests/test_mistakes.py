@@ -99,15 +99,6 @@ def test_a_misspelt_task_option(app: Celery) -> None:
         }
 
 
-def test_a_misspelt_option_of_a_send(app: Celery) -> None:
-    """A misspelt option of one send is an error that names the one that was meant."""
-    task = add_task(app)
-    with pytest.raises(ConfigurationError, match=r"contdown=.* Did you mean 'countdown'"):
-        task.apply_async((), contdown=1)
-    with pytest.raises(ConfigurationError, match=r"usin=.* Did you mean 'using'"):
-        task.apply_async_on_commit((), usin="default")
-
-
 def _key_of_attribute() -> None:
     @single_instance(key="{user.id}")
     def greet(user: int) -> None: ...
@@ -173,11 +164,13 @@ def test_a_mistake_in_code(mistake: str, settings: Settings) -> None:
         call()
 
 
-@pytest.mark.django_db
-def test_do_once_without_with() -> None:
-    """A call of do_once whose block is never entered warns, since nothing was done."""
-    with pytest.warns(RuntimeWarning, match="without `with`, so nothing was done"):
-        Person.do_once(7, "is_welcome_email_sent")
+def test_a_misspelt_option_of_a_send(app: Celery) -> None:
+    """A misspelt option of one send is an error that names the one that was meant."""
+    task = add_task(app)
+    with pytest.raises(ConfigurationError, match=r"contdown=.* Did you mean 'countdown'"):
+        task.apply_async((), contdown=1)
+    with pytest.raises(ConfigurationError, match=r"usin=.* Did you mean 'using'"):
+        task.apply_async_on_commit((), usin="default")
 
 
 def test_the_settings_by_another_name(settings: Settings) -> None:

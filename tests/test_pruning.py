@@ -14,7 +14,7 @@ from django.test.utils import CaptureQueriesContext
 from model_bakery import baker
 
 from django_celery_safe.databases import Now
-from django_celery_safe.idempotency import record_table
+from django_celery_safe.idempotency import records
 from django_celery_safe.models import (
     IdempotencyRecord,
     OutboxMessage,
@@ -111,8 +111,8 @@ OLD: Final = {
         maker(OutboxMessage, "ended_at", state="failed", due_at=None),
         *(found_by(housekeeping.get_prunable, 2), "safe_outbox_failed"),
     ),
-    "expired": Old(make_expired, found_by(record_table.get_prunable, 0), "safe_record_expires"),
-    "orphaned": Old(make_orphaned, found_by(record_table.get_prunable, 1), "safe_record_running"),
+    "expired": Old(make_expired, found_by(records.get_prunable, 0), "safe_record_expires"),
+    "orphaned": Old(make_orphaned, found_by(records.get_prunable, 1), "safe_record_running"),
     "runs": Old(make_runs, found_by(step_table.get_prunable, 0), "safe_run_ended", batch=1),
 }
 MODELS: Final = (OutboxMessage, IdempotencyRecord, StageRun)

@@ -91,8 +91,7 @@ def _find_unfit(alias: str) -> Iterator[CheckMessage]:
 
 def _find_outboxes(project: Project) -> tuple[list[str], list[CheckMessage]]:
     """Return the databases that need a relay, and E003 for tables that are missing."""
-    from ..models.outbox import OutboxMessage  # needs the app registry
-    from ..models.stages import StageRun, StageStep
+    from ..models.stages import StageRun
 
     aliases, missing = [], []
     if senders := project.senders:
@@ -105,7 +104,7 @@ def _find_outboxes(project: Project) -> tuple[list[str], list[CheckMessage]]:
             missing.append(fault("E003", f"{text}its table.", "Run manage.py migrate."))
     runs = router.db_for_write(StageRun)
     if (steps := project.steps) and runs in connections.settings and is_tested(runs):
-        if lacks_table(runs, StageRun, StageStep, OutboxMessage):
+        if lacks_table(runs, "StageRun", "StageStep", "OutboxMessage"):
             text = f"{count(steps, 'is a step', 'are steps')} of stages, and {runs!r}, the "
             hint = f"Run manage.py migrate --database={runs}."
             missing.append(fault("E003", f"{text}database of their runs, lacks its tables.", hint))

@@ -144,7 +144,7 @@ class MessageRun:
             if lease is not None:
                 call = self.call
                 if sent is not None:
-                    call = functools.partial(sent.hold, lock, self.options, call)
+                    call = functools.partial(sent.hold, lock, lease, self.options, call)
                 if not self.task.acks_late:
                     result = call()
                 else:

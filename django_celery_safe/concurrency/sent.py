@@ -103,30 +103,30 @@ class SentLock:
             self._emit_not_moved(error)
         self.settled = True
 
-    def hold(self, lock: CacheLock, options: Options, call: Callable[[], T]) -> T:
+    def hold(
+        self, lock: CacheLock, lease: Lease[Store], options: Options, call: Callable[[], T]
+    ) -> T:
         """
-        Hold this lock while ``call`` runs the task, under the run's own ``lock``.
+        Hold this lock while ``call`` runs the task, under the run's own ``lock`` with ``lease``.
 
         A message that the run re-sends takes over this lock. Its next run may start as soon
         as this run frees its own lock, so the lease is extended before that. It is not
         extended during the run, which may have an open transaction or event loop.
         """
-        self._begin_run(lock, options)
+        self._begin_run(lock, lease, options)
         self.in_run = True
         try:
             return call()
         finally:
             self._leave_run()
 
-    def _begin_run(self, lock: CacheLock, options: Options) -> None:
+    def _begin_run(self, lock: CacheLock, run_lease: Lease[Store], options: Options) -> None:
         """
         Free this lock when a run starts, or renew it together with the run's lock.
 
         Its lease is shortened to that of the run's lock, so a killed worker leaves neither lock
         for longer. If the worker is killed before that, this lock stays for ``SENT_TIMEOUT``.
         """
-        run_lease = lock.lease
-        assert run_lease is not None
         self._store, is_carried, lock.along = run_lease.store, lock.along is None, None
         if options.unique_until != "start":
             if run_lease.owner is not None:

@@ -154,12 +154,17 @@ def sent_arguments(
         args: The arguments of the call, without a bound task; None: those of the message.
     """
     serializer = "json" if task is None else str(task.serializer)
-    if message is not None and (args is None or has_models(task, layers)):
+    if message is not None and (args is None or _has_models(task, task.run)):
         return tuple(message.args or ()), message.kwargs or {}, serializer
     args = args or ()
     if serializer != "pickle":
         args, kwargs = dump_models(task, args, kwargs)
     return args, kwargs, serializer
+
+
+@lru_cache(maxsize=4096)
+def _has_models(task: Any, run: Function) -> bool:
+    return has_models(task, layers(run))
 
 
 def is_as_sent(message: Context, args: Args, kwargs: Kwargs) -> bool:

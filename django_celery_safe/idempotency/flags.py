@@ -7,7 +7,6 @@ are loaded.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
@@ -24,7 +23,6 @@ from ..delivery.copies import is_requeued
 from ..emitting import Event
 from ..events import ALREADY_DONE, ONCE_FAILED
 from ..exceptions import ConfigurationError, LockNotAcquired, WrongTransaction
-from ..foreign_errors import ExcInfo
 from ..transactions import attempts, busy_timeout, is_transaction_open
 
 if TYPE_CHECKING:
@@ -129,32 +127,7 @@ class IdempotentMixin:
         refuse_unfit(alias, "do a thing once for a row", model._meta.db_table)
         once = _Once(model, pk, flag, alias, nowait=nowait, durable=durable)
         block = once.at_least_once() if guarantee == "at_least_once" else once.at_most_once()
-        return cast("AbstractContextManager[Self | None]", _Block(block, once.label))
-
-
-class _Block:
-    """The context manager that ``do_once`` returns; it warns if it is never entered."""
-
-    _is_entered = False
-
-    def __init__(self, block: AbstractContextManager[Model | None], label: str) -> None:
-        self._block, self._label = block, label
-
-    def __enter__(self) -> Model | None:
-        self._is_entered = True
-        return self._block.__enter__()
-
-    def __exit__(self, *exc_info: *ExcInfo) -> bool | None:
-        return self._block.__exit__(*exc_info)
-
-    def __del__(self) -> None:
-        if not self._is_entered:
-            warnings.warn(
-                f"do_once({self._label}) was called without `with`, so nothing was done. Write: "
-                f"with Model.do_once(...) as row: if row: ...",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        return cast("AbstractContextManager[Self | None]", block)
 
 
 class _Once:

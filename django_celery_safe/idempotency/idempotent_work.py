@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from celery._state import get_current_task
@@ -33,8 +33,7 @@ from ..exceptions import AlreadyClaimed, ConfigurationError
 from ..foreign_errors import ExcInfo
 from ..leases.claim import Claim
 from ..locks.misuse import refuse_misplaced
-from .claim import RecordClaim
-from .record_table import record_table
+from .records import RecordClaim, record_table
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,8 +63,7 @@ class Idempotent:
         self._ttl = ttl if isinstance(ttl, conf.Unset) else conf.TTL.delta(ttl, "ttl")
         #: Alias of the records' database; None: the database that the router writes to.
         self.using = using
-        self._claim: RecordClaim | None = None
-        self._stack = ExitStack()
+        self._begun: tuple[RecordClaim | None, AbstractContextManager[None] | None] = (None, None)
 
     def __enter__(self) -> Claim:
         key = self._key
@@ -80,7 +78,7 @@ class Idempotent:
                 f"`with idempotent({key!r})` does not fill in placeholders, so {found[0]} would "
                 f"be the same for every call. Write the key as an f-string."
             )
-        if self._claim is not None:
+        if self._begun[1] is not None:
             raise ConfigurationError(
                 f"idempotent({key!r}) is in use by this very object. Make another one."
             )
@@ -88,14 +86,13 @@ class Idempotent:
         task = get_current_task()
         message = _message_of(None if task is None else task.request)
         self._begin(claim, task, message)
-        with ExitStack() as stack:
-            stack.enter_context(_recording(claim))
-            self._stack = stack.pop_all()
-        self._claim = claim
+        block = _recording(claim)
+        block.__enter__()
+        self._begun = claim, block
         return claim
 
     def __exit__(self, *exc_info: *ExcInfo) -> None:
-        claim, self._claim = self._claim, None
+        (claim, block), self._begun = self._begun, (None, None)
         if exc_info[0] is None and claim is not None and claim.is_repeat and not claim.asked:
             warnings.warn(
                 f"A block ran without checking its claim, although {claim.key!r} was already "
@@ -103,7 +100,8 @@ class Idempotent:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._stack.__exit__(*exc_info)
+        if block is not None:
+            block.__exit__(*exc_info)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Decorate ``function``: it runs once for each key."""
@@ -153,7 +151,7 @@ class Idempotent:
         *,
         bound: bool,
     ) -> RecordClaim:
-        name = name_of(task, function)
+        name = name_of(task, function) if task is None else task.name
         args, kwargs, serializer = sent_arguments(task, message, args, kwargs)
         sent = None
         if message is not None:

@@ -157,6 +157,7 @@ class Claim(ABC):
 
         Raises:
             WrongTransaction: A transaction is open on the row's database.
+            ConfigurationError: The code that calls this is already doing the same work.
         """
         alias = self.table.alias
         if is_transaction_open(alias):
@@ -164,6 +165,11 @@ class Claim(ABC):
                 f"{what} can't begin inside a transaction on {alias!r}, or with autocommit off "
                 f"there: other processes would not see that it is running, and a rollback would "
                 f"erase the record of it. {instead}"
+            )
+        if any((one.name, one.table) == (self.name, self.table) for one in working_claims()):
+            raise ConfigurationError(
+                f"{self.key!r} is being done by the very code that asks to do it: it would wait "
+                f"for itself. Give the inner work a key of its own."
             )
         # A block that is open now is TestCase's: what it writes is not visible to other threads.
         self._renews = not connections[alias].in_atomic_block
@@ -265,7 +271,7 @@ class Claim(ABC):
                 f"{self.key!r} was finished in a transaction that was rolled back, so it counts "
                 f"as not done. Don't catch the error that caused the rollback: let it propagate."
             )
-        self._commit()
+        self._is_committed = True
 
     def is_done(self, *, patient: bool = True) -> bool:
         """Return whether the row says that this claim has finished the work."""
@@ -337,10 +343,6 @@ class Claim(ABC):
         """Raise the error for a claim that is no longer ours."""
         raise ClaimLost(self.key, self.find_new_holder())
 
-    def was_lost(self, error: BaseException) -> bool:
-        """Return whether an error says that this claim, and not one inside it, was lost."""
-        return isinstance(error, ClaimLost) and error.key == self.key
-
     @abstractmethod
     def _write_done(self, text: str) -> bool:
         """Record that the work is done, with a result; return whether the claim was ours."""
@@ -358,13 +360,13 @@ class Claim(ABC):
             raise InvalidResult(self.key, str(error)) from error
 
     def _commit(self) -> None:
-        """Run :meth:`_go_on` once, now that the record of the finished work is committed."""
-        if not self._is_committed:
-            self._is_committed = True
-            self._go_on()
-
-    def _go_on(self) -> None:  # noqa: B027 - nothing follows from the end of a record
-        """Continue after the work is committed as done; called once."""
+        """Go on after the commit of the finished work, whose row nobody could renew before."""
+        self._is_committed, lease = True, self.lease
+        if lease is None or lease.lost or not self._renews or self.is_of_parent():
+            return
+        if lease.remaining < lease.seconds / 2:
+            lease.renew_at = clock.now()  # before a relay finds that the lease is over
+            renewer.add(lease)
 
     def _rows(self) -> Any:
         """Return a queryset of the claimed row, with one row or none."""
@@ -392,9 +394,7 @@ class Claim(ABC):
             if ours:
                 transaction.on_commit(self._commit, using=alias)
         else:
-            ours = self.ask(lambda: self._write_and_commit(text))
-            if ours:
-                self._commit()
+            ours = self._is_committed = self.ask(lambda: self._write_and_commit(text))
         if not ours:
             self.raise_lost()
         self.is_finished = True

@@ -8,22 +8,21 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
-from django.apps import apps
 from django.db import Error, connections, transaction
 from django.db.models import F
 
 from ..databases import Now
-from ..exceptions import ConfigurationError, LockBackendError
+from ..exceptions import LockBackendError
 from ..foreign_errors import describe_error
 from ..transactions import (
     attempts,
     busy_timeout,
     in_testcase_only,
-    lacks_table,
     leave_pool,
     lock_whole,
+    refuse_unmigrated,
 )
-from .holder import HeldLock, decode_holder, plain_name
+from .holder import HeldLock, plain_name
 from .store import LeaseStore, Renewable
 
 #: Tick of SQLite's clock, s: a lease may end that much earlier.
@@ -53,18 +52,8 @@ class DatabaseLeases(LeaseStore):
         self.where, self.alias = where, alias
 
     def check_migrated(self, error: Exception) -> None:
-        """
-        Raise an error that explains a database error, if a missing table caused it.
-
-        Raises:
-            ConfigurationError: A table is missing.
-        """
-        find = apps.get_app_config("django_celery_safe").get_model
-        if lacks_table(self.alias, *map(find, self.models)):
-            raise ConfigurationError(
-                f'DATABASES["{self.alias}"] is to {self.purpose}, and has no table for that. Run: '
-                f"manage.py migrate django_celery_safe --database={self.alias}"
-            ) from error
+        """Raise an error that explains a database error, if a missing table caused it."""
+        refuse_unmigrated(self.alias, self.purpose, self.models, error)
 
     def leave_pool(self) -> None:
         leave_pool(self.alias)
@@ -104,8 +93,8 @@ class LeaseTable(DatabaseLeases):
         """Return a queryset of the row with this name."""
 
     @abstractmethod
-    def find(self, name: str) -> Any:
-        """Return the row with this name and the server's time as ``asked_at``; None: no row."""
+    def find_held(self, name: str) -> HeldLock | None:
+        """Return the (last) holder and the lease of the row with this name; None: no row."""
 
     def extend(
         self, renewals: Sequence[Renewable], within: float | None = None
@@ -144,8 +133,7 @@ class LeaseTable(DatabaseLeases):
 
     def peek(self, name: str) -> HeldLock | None:
         with self._errors("peek"):
-            row = self.find(name)
-        return None if row is None else read_holder(name, row)
+            return self.find_held(name)
 
     @contextmanager
     def _errors(self, action: str) -> Iterator[None]:
@@ -155,9 +143,3 @@ class LeaseTable(DatabaseLeases):
             # The next use opens a new connection in place of a broken one.
             connections[self.alias].close_if_unusable_or_obsolete()
             raise LockBackendError(self.where, action, describe_error(error)) from error
-
-
-def read_holder(name: str, row: Any) -> HeldLock:
-    """Return the (last) holder and the lease of a row that was read at ``asked_at``."""
-    left = 0.0 if row.ends_at is None else max(0.0, (row.ends_at - row.asked_at).total_seconds())
-    return decode_holder(row.holder, HeldLock(name, row.token, left))

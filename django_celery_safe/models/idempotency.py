@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from django.db import models, transaction
@@ -13,7 +13,6 @@ from django.utils.translation import gettext_lazy as _
 from ..databases import Now
 from ..events import RECORD_FORGOTTEN
 from ..leases.holder import HeldLock, decode_holder
-from ..leases.lease_table import read_holder
 from ..transactions import change_locked
 from .columns import ExactCharField, ExactTextField, PartialIndex
 from .listing import ListedRow
@@ -189,7 +188,8 @@ class IdempotencyRecord(ListedRow):
     @cached_property
     def claim(self) -> HeldLock:
         """The claim that holds the record or held it last: its whole key, holder and lease."""
-        return read_holder(self.key, self)
+        left = -(self.seconds_since(self.ends_at) or 0.0)
+        return decode_holder(self.holder, HeldLock(self.key, self.token, max(0.0, left)))
 
     @property
     def is_orphaned(self) -> bool:
@@ -200,11 +200,3 @@ class IdempotencyRecord(ListedRow):
     def age_s(self) -> float:
         """Seconds since it was claimed."""
         return self.seconds_since(self.claimed_at) or 0.0
-
-    def is_free(self, now: datetime) -> bool:
-        """Return whether any caller may claim it, like :meth:`IdempotencyRecords.free`."""
-        return (
-            self.state == self.State.FAILED
-            or (self.expires_at is not None and self.expires_at < now)
-            or (self.state == self.State.RUNNING and self.ends_at < now)
-        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from django.db import models
 from django.db.models import Q
 from django.utils.translation import gettext
@@ -173,11 +171,6 @@ class OutboxMessage(ListedRow):
             facts.append(gettext("{count} death(s)").format(count=self.deaths))
         error = ": ".join(filter(None, [self.error_type, self.error]))
         return ", ".join(filter(None, [*facts, error]))
-
-    @property
-    def ends_at(self) -> datetime | None:
-        """The end of the lease of its run."""
-        return self.due_at
 
     def fail(self, error: str, *, attempts: int) -> bool:
         """

@@ -1,8 +1,8 @@
 """
 Sending tasks when their transaction is committed.
 
-``task`` has :class:`SafeTask`. ``commit`` holds messages back until the commit, and
-``departure`` has the state that all sends of a commit share. ``capture`` makes complete
+``task`` has :class:`SafeTask`. ``commit`` holds messages back until the commit,
+``outbox`` writes those that have rows, and ``sender`` sends these. ``capture`` makes complete
 messages without publishing them, ``eager`` does the same for tasks that run eagerly, and
 ``arguments`` refuses values that can't travel in a message.
 """

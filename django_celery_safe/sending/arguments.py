@@ -56,27 +56,34 @@ def check_arguments(
 
 
 def serialize(
-    task: str, body: Any, serializer: str, *, checked: bool = False
+    task: str,
+    body: Any,
+    serializer: str,
+    headers: Mapping[str, Any] | None = None,
+    broker: Any = None,
 ) -> tuple[str, str, Any]:
     """
     Return the content type, encoding and data of a message's body.
 
     Args:
-        checked: Whether :func:`check_arguments` has already checked the whole body.
+        headers: The headers of the message, which are only checked.
+        broker: kombu's connection to the broker; it need not be open.
 
     Raises:
-        NotSerializable: The error names the argument that the serializer refused.
+        NotSerializable: The error names the argument that the serializer refused, or the header
+            that the broker's client could not write when the message is published.
     """
     # Message protocol 1 has everything in one dict.
     args, kwargs, *embedded = (
         body if isinstance(body, tuple) else (body["args"], body["kwargs"], body)
     )
-    if not checked:
-        check_arguments(task, args, kwargs, *embedded)
+    check_arguments(task, args, kwargs, *(one for one in embedded if any(one.values())))
     try:
         content_type, encoding, data = dumps(body, serializer=serializer)
     except EncodeError as error:
         raise explain(task, args, kwargs, embedded, serializer, error) from error
+    if headers is not None:
+        _check_headers(task, headers, _is_amqp(broker))
     return content_type, encoding, data
 
 
@@ -90,17 +97,7 @@ def show(args: Any, kwargs: Any) -> dict[str, str]:
     return {name: saferepr(value, LONGEST_SHOWN) for name, value in values.items()}
 
 
-def check_headers(task: str, headers: Mapping[str, Any], connection: Any) -> None:
-    """
-    Refuse a header that the broker's client could not write when the message is published.
-
-    Args:
-        connection: kombu's connection to the broker; it need not be open.
-
-    Raises:
-        NotSerializable: The error names the header.
-    """
-    is_amqp = _is_amqp(connection)
+def _check_headers(task: str, headers: Mapping[str, Any], is_amqp: bool) -> None:
     with suppress(Exception):
         json.dumps([value for value in headers.values() if type(value) not in PLAIN])
         if is_amqp:

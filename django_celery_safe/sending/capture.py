@@ -15,15 +15,16 @@ import copy
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from celery import Celery
 from celery.backends.base import Backend
 
-from .arguments import PLAIN, check_headers, serialize
+from .arguments import PLAIN, serialize
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -117,11 +118,17 @@ class Captured:
     chord_calls: list[ChordCall] = field(default_factory=list)
 
 
-def capture(app: Celery, captured: Captured, send: Callable[[Any], T]) -> T:
+def capture(
+    app: Celery,
+    captured: Captured,
+    send: Callable[[dict[str, Any]], T],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> T:
     """
     Call ``send``, and keep every message that it sends, in order, in ``captured``.
 
-    It gets a producer for its sends; with that, they need none from the app's pool.
+    It gets the options, and a producer for its sends; with that, they need none from the app's
+    pool.
 
     Nothing connects to the broker or the result backend. Ids, results and
     argument checks are as in any other send.
@@ -131,7 +138,8 @@ def capture(app: Celery, captured: Captured, send: Callable[[Any], T]) -> T:
     # In a context of its own: a signal handler that raises can't leave this one capturing.
     context = copy_context()
     context.run(CAPTURED.set, captured)
-    return context.run(send, app.amqp.celery_safe_stand_in)  # type: ignore[attr-defined]
+    stand_in = app.amqp.celery_safe_stand_in  # type: ignore[attr-defined]
+    return context.run(send, {**options, "producer": stand_in})
 
 
 def install(app: Celery) -> None:
@@ -155,7 +163,7 @@ def _install_in_backend(app: Celery) -> None:
         # Some open a connection when a task is sent or a group's result is made, and hang if
         # their server is down.
         if type(backend).on_task_call is not Backend.on_task_call:  # which does nothing
-            _switch(backend, "on_task_call", lambda *_: None)  # called after the commit
+            _switch(backend, "on_task_call", lambda *_: None)  # see Publisher
         _switch(backend, "apply_chord", functools.partial(_apply_chord, app))
         if (consumer := getattr(backend, "result_consumer", None)) is not None:
             _switch(consumer, "consume_from", lambda *_, **__: None)  # whoever waits subscribes
@@ -268,11 +276,16 @@ def _keep(
         context.run(original, _StandIn(producer.connection), name, message, **options)
     except _PublishIntercepted as kept:
         publishing = kept.options
-        content_type, encoding, data = serialize(name, kept.body, publishing.pop("serializer"))
+        content_type, encoding, data = serialize(
+            name,
+            kept.body,
+            publishing.pop("serializer"),
+            publishing["headers"],
+            producer.connection,
+        )
         # Message protocol 1 has these fields in the body, later protocols in the headers.
         about = publishing["headers"] if isinstance(kept.body, tuple) else kept.body
         event = message[3] and {**message[3], "queue": _queue_name(app, **options)}
-        check_headers(name, publishing["headers"], producer.connection)
         # The caller may still change these headers, like the arguments.
         headers = publishing["headers"] = {
             name: value if type(value) in PLAIN else copy.deepcopy(value)

@@ -20,11 +20,10 @@ from celery._state import get_current_task
 from celery.app.task import Context
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, TaskPredicate
-from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.db import Error as DatabaseError
 
 from .. import conf
-from ..databases import is_lost_race
 from ..delivery.call import Args, Function, Kwargs
 from ..delivery.copies import MessageGoesOn, WillBeRedelivered, is_requeued, resend_later
 from ..delivery.deaths import ends_process, refuse_after_deaths
@@ -36,6 +35,7 @@ from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
 from ..leases.clock import clock
 from ..texts import get_logger
+from ..transactions import TRIES
 from ..values import decode
 from .capture import Captured, capture
 from .followed import NOTHING, Fault, Follower, Held, fail_message, find_follower
@@ -50,8 +50,6 @@ logger = get_logger(__name__)
 
 #: Why a run that has returned is not done.
 RESENT: Final = Fault(Retry.__name__, "The task has re-sent itself.")
-#: How many times a claim is tried if it loses a race; another process progressed each time.
-TRIES: Final = 20
 #: Delay of a message that is re-sent because the database with its row did not answer, s.
 DATABASE_AWAY: Final = 5.0
 
@@ -112,27 +110,27 @@ class Run:
         task: Any,
         request: Context,
         found: Claimed,
-        follower: Follower | None,
     ) -> None:
         # Not the request: as the weak key of this run, it would never be freed.
         self.claim, self.task, self._task_id = claim, task, request.id or ""
         claim.find_run = ref(self)
         self.found, self.returned, self.unrun = found, "", ""
-        self.follower = follower
+        self.follower: Follower | None = None
         self.is_called = self.has_begun = False
         self.resent: Captured | None = None
         self._is_replaced = False
         self.has_followers = bool(request.chain or request.callbacks or request.chord)
 
-    def begin(self) -> None:
+    def begin(self, header: Header) -> None:
         """
-        Begin to renew the lease, and begin what follows the message.
+        Begin to renew the lease, and begin what follows the message with this header.
 
         Raises:
             NoAnswer: What follows could not be read, so nothing has begun.
         """
         self.claim.begin()
-        if (follower := self.follower) is None:
+        follower = self.follower = find_follower(header)
+        if follower is None:
             return
         try:
             self.unrun = follower.begin(self._task_id)
@@ -336,7 +334,7 @@ class Run:
     def _come_again(self, error: BaseException) -> bool:
         """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
         self._let_wait(Fault.of(error))
-        is_away, later = isinstance(error, NoAnswer), conf.resend_after().total_seconds()
+        is_away, later = isinstance(error, NoAnswer), conf.resend_after()
         return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
 
     def _has_succeeded(self) -> bool:
@@ -361,8 +359,9 @@ class Run:
                 name_attempt(message, alias)
         name, replaced = self.claim.name, self._is_replaced
         self.claim.stop_renewing()
-        return self.claim.ask(
-            lambda: publish_again(alias, name, token, self._task_id, captured, other_work=replaced)
+        return self.claim.end_by(
+            lambda: publish_again(alias, name, token, self._task_id, captured, other_work=replaced),
+            lambda: self.claim.table.has_ended(name),  # no row is for this attempt any more
         )
 
 
@@ -413,7 +412,7 @@ def run_carried(
         if isinstance(begun, str):
             _emit_not_run(task, request, begun)
             raise MessageGoesOn(f"Not run: {begun}")
-        run = _runs[request] = Run(begun[0], task, request, begun[1], find_follower(header))
+        run = _runs[request] = Run(begun[0], task, request, begun[1])
     run.is_called = not is_hook
     try:
         result = _call(run, request, partial(function, *args, **kwargs))
@@ -489,7 +488,7 @@ def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
     """Run the task, or return the result that it was finished with before its process died."""
     found = run.found
     if run.claim.lease is None:
-        run.begin()
+        run.begin(get_header(request))
     if run.unrun:
         if run.is_called:
             _emit_not_run(run.task, request, run.unrun)
@@ -557,12 +556,7 @@ def _begin(task: Any, request: Context, header: Header) -> tuple[MessageClaim, C
     def ask() -> Any:
         for _ in range(TRIES):
             claim.asked_at = clock.now()
-            try:
-                claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
-            except OperationalError as error:
-                if not is_lost_race(error):
-                    raise
-                claimed = None
+            claimed = table.claim(claim.name, claim.token, claim.seconds, holder)
             if claimed is not None:
                 return claimed
             found = table.find(claim.name)
@@ -582,7 +576,7 @@ def _begin(task: Any, request: Context, header: Header) -> tuple[MessageClaim, C
     if isinstance(found, Claimed):
         return claim, found
     if found is None:
-        return "its row is gone, so it is done, or was discarded"
+        return "its row is gone, so it is done, was discarded, or was rolled back"
     if found.token == claim.token:  # it was claimed, but the answer got lost
         return claim, Claimed(*(getattr(found, name) for name in Claimed._fields))
     return "another process runs it" if found.state == "running" else f"it is {found.state}"

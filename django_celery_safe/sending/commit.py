@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,6 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from .. import conf
 from ..events import TASK_LOST, TASK_SENT
 from ..exceptions import ConfigurationError, WrongTransaction
-from ..foreign_errors import describe_error, find_interruption
 from ..locks import HeldLock
 from ..texts import get_logger
 from ..transactions import aliases_in_atomic, attempts, in_atomic
@@ -25,7 +23,7 @@ from .capture import Captured, Message, capture
 from .eager import run_on_commit
 from .outbox import Outbox, is_ours, keep, wants_outbox
 from .publisher import Publisher
-from .sender import Send, Sender, last_callback
+from .sender import Sender, last_callback
 from .unsent import allow_get, refuse_get, settle
 
 if TYPE_CHECKING:
@@ -169,15 +167,13 @@ def hold(
             f"app's broker, {app.connection_for_write().as_uri()}. Leave it out, or outbox=False."
         )
     captured = Captured()
-    result = as_sent_result(
-        capture(app, captured, lambda ours: send({**options, "producer": ours}))
-    )
+    result = as_sent_result(capture(app, captured, send, options))
 
     def leave() -> None:
         refuse_get(result, using)
         if outbox and captured.messages:
             sender = Sender.join(using, is_sure=not was_in_atomic)
-            keep(Send(sender, captured, result), outbox)
+            keep(sender, captured, result, outbox)
         else:
             transaction.on_commit(Held.join(using, captured, result, producer), using=using)
 
@@ -204,16 +200,11 @@ class Shared:
         has_begun: Whether the commit has happened; a later send belongs to another commit.
         publishers: The publishers by broker.
         faults: Errors of result backends that did not register a chord, by app.
-        without_results: The apps whose result backend failed to subscribe to a result.
-        interruption: A soft time limit that interrupted a subscription; raised when all messages
-            of the send are out.
     """
 
     has_begun: bool = False
     publishers: dict[Hashable, Publisher] = field(default_factory=dict)
     faults: dict[Celery, Exception] = field(default_factory=dict)
-    without_results: set[Celery] = field(default_factory=set)
-    interruption: SoftTimeLimitExceeded | None = None
 
 
 @dataclass
@@ -260,7 +251,7 @@ class Held:
                 settle(self.result, message.options["headers"], duplicate)
             if duplicate is None:
                 interruption = self._announce(message) or interruption
-        if (interruption := interruption or self.shared.interruption) is not None:
+        if interruption is not None:
             raise interruption
 
     def _publisher(self, app: Celery) -> Publisher:
@@ -268,8 +259,7 @@ class Held:
         key = app, None if self.producer is None else id(self.producer.connection)
         publishers = self.shared.publishers
         if key not in publishers:
-            lend = partial(pooled_producer, app, self.producer)
-            publishers[key] = Publisher(app, lend, prepare=partial(_subscribe_to, self.shared))
+            publishers[key] = Publisher(app, partial(pooled_producer, app, self.producer))
         return publishers[key]
 
     def _publish(self, message: Message) -> tuple[Exception | None, HeldLock | None]:
@@ -347,26 +337,3 @@ def as_sent_result(result: AsyncResult[T]) -> SentResult[T]:
         sent.send_error = None
         sent.__dict__.setdefault("is_duplicate", False)
     return sent
-
-
-def _subscribe_to(shared: Shared, message: Message, producer: Any) -> None:
-    """
-    Subscribe to the result of a message that will be published.
-
-    If that failed before in the same commit for this app, nothing is tried. A failure is only
-    logged as a warning, because a caller that waits for a result requests it again. A soft time
-    limit is raised once all messages are published.
-    """
-    if not message.result_wanted or message.app in shared.without_results:
-        return
-    outer = sys.exc_info()[1]
-    backend: Any = message.app.backend
-    try:
-        backend.on_task_call(producer, message.task_id)
-    except Exception as error:  # noqa: BLE001 - the messages must go out whatever it is
-        shared.without_results.add(message.app)
-        shared.interruption = find_interruption(error, outer) or shared.interruption
-        logger.warning(
-            "The result backend did not take a subscription, and the task is sent all the same: %s",
-            describe_error(error),
-        )

@@ -10,8 +10,8 @@ from django.db import transaction
 
 from .capture import Captured
 from .message_table import message_table
-from .outbox import attempt_id_of, keep, rewrite
-from .sender import Send, Sender
+from .outbox import keep, rewrite
+from .sender import Sender
 
 
 @contextmanager
@@ -53,18 +53,12 @@ def publish_again(
     """
     own = [one for one in captured.messages if one.task_id == task_id][:1]
     others = [one for one in captured.messages if one not in own]
-    table = message_table(using)
     with ending(using):
         sender = Sender.join(using)
         if own:
-            send = Send(sender, Captured(own), goes_on=True)
-            ours = rewrite(send, name, token, other_work=other_work)
+            ours = rewrite(sender, own[0], name, token, other_work=other_work)
         else:
-            ours = table.end(name, token)
-        if not ours:
-            # An earlier call may have committed, and only the answer got lost.
-            names = list(filter(None, map(attempt_id_of, captured.messages)))
-            return bool(table.all().filter(attempt__in=names).exists())
-        if others:
-            keep(Send(sender, Captured(others, captured.chord_calls), goes_on=True))
-    return True
+            ours = message_table(using).end(name, token)
+        if ours and others:
+            keep(sender, Captured(others, captured.chord_calls), goes_on=True)
+    return ours

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from celery.exceptions import SoftTimeLimitExceeded
-from django.apps import apps
 
 from .. import conf
 from ..databases import Now
@@ -128,8 +127,7 @@ class Housekeeping:
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - it must not stop the outbox
-            find = apps.get_app_config("django_celery_safe").get_model
-            if not lacks_table(self._using, *map(find, chore.models)):
+            if not lacks_table(self._using, *chore.models):
                 logger.error(chore.failure, self._using, describe_error(error))
             return False
 

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import conf, queries
 from ..databases import Now
+from ..leases.holder import HeldLock, decode_holder
 from ..leases.lease_table import LeaseTable
 
 #: The states of a message whose task has ended.
@@ -55,6 +56,12 @@ class MessageTable(LeaseTable):
         """Return a message, with the server's time as ``asked_at``; None: it was deleted."""
         return self.at(name).defer("body", "properties").annotate(asked_at=Now()).first()
 
+    def find_held(self, name: str) -> HeldLock | None:
+        row = self.find(name)
+        if row is None:
+            return None
+        return decode_holder(row.holder, HeldLock(name, row.token, row.due_in_s or 0.0))
+
     def claim(self, name: str, token: str, seconds: float, holder: str) -> Claimed | None:
         """
         Claim a message for a run, if no other run has it and its task has not ended.
@@ -85,8 +92,8 @@ class MessageTable(LeaseTable):
         return not self.at(name).exclude(state__in=ENDED).exists()
 
     def goes_on(self, task_id: str) -> bool:
-        """Return whether any attempt of a task has not ended; slow, because no index helps."""
-        return bool(self.all().filter(task_id=task_id).exclude(state__in=ENDED).exists())
+        """Return whether any attempt of a carried task has not ended."""
+        return bool(self.all().carried(task_id).exclude(state__in=ENDED).exists())
 
     def record_sent(self, token: str, sent: Mapping[int, float | None]) -> None:
         """
@@ -101,8 +108,9 @@ class MessageTable(LeaseTable):
         for pk, wait in sent.items():
             alike.setdefault(wait, []).append(pk)
         for wait, ids in alike.items():
-            ends = "keep_sent" if conf.keeps_sent() else "erase_sent"
-            name = ends if wait is None else "carry_sent"
+            name = "carry_sent"
+            if wait is None:
+                name = "keep_sent" if conf.keeps_sent() else "erase_sent"
             queries.execute(self.alias, name, ids, token=token, wait=wait)
 
     def give_back(

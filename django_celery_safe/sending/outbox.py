@@ -28,12 +28,12 @@ from ..exceptions import ConfigurationError
 from ..foreign_errors import describe_error
 from ..texts import get_logger
 from ..transactions import OUR_TABLES, lacks_table
-from .capture import Message
+from .capture import Captured, Message
 from .message_table import message_table
 from .serialization import MessageColumns, to_row
 
 if TYPE_CHECKING:
-    from .sender import Send, Sender
+    from .sender import Sender
 
 logger = get_logger(__name__)
 
@@ -49,19 +49,29 @@ ROWS: Final = 100
 MOST_DOUBLINGS: Final = 7
 
 
-def keep(send: Send, outbox: Outbox = True) -> None:
+def keep(
+    sender: Sender,
+    captured: Captured,
+    result: Any = None,
+    outbox: Outbox = True,
+    *,
+    goes_on: bool = False,
+) -> None:
     """
-    Write the messages of a call to the outbox, and let its sender send them after the commit.
+    Write the messages of a call to the outbox, and let a sender send them after the commit.
 
     Args:
+        result: The result of the call; None: it has none.
         outbox: How long the rows stay; see ``Outbox``.
+        goes_on: Whether a running task continues with these messages, so that they are not
+            duplicates of its own message.
 
     Raises:
         NotSerializable: A value can't be stored in a row.
         ConfigurationError: The database has no outbox.
     """
-    sender, messages, calls = send.sender, send.captured.messages, send.captured.chord_calls
-    send.chord = uuid.uuid4().hex if calls else ""
+    messages, calls = captured.messages, captured.chord_calls
+    chord = uuid.uuid4().hex if calls else ""
     for message in messages if outbox == UNTIL_DONE else ():
         if can_carry(message):
             name_attempt(message, sender.using)
@@ -72,7 +82,7 @@ def keep(send: Send, outbox: Outbox = True) -> None:
                 f"outbox=True."
             )
     rows = [
-        to_row(message, [] if number else calls, send.chord, attempt_id_of(message))
+        to_row(message, [] if number else calls, chord, attempt_id_of(message))
         for number, message in enumerate(messages)
     ]
     try:
@@ -86,7 +96,7 @@ def keep(send: Send, outbox: Outbox = True) -> None:
             f"manage.py migrate django_celery_safe --database={sender.using}; if that has nothing "
             f"to do, run it with zero first, which deletes the rows."
         ) from error
-    sender.add(send, ids)
+    sender.add(captured, ids, result, chord, goes_on=goes_on)
 
 
 def can_carry(message: Message) -> bool:
@@ -125,16 +135,15 @@ def resend_delay(message: Message, resent: int = 0) -> float | None:
     """
     if not attempt_id_of(message):
         return None
-    wait = max(0.0, seconds_until(message.eta) or 0.0)
-    return wait + conf.resend_after().total_seconds() * 2.0 ** min(resent, MOST_DOUBLINGS)
+    wait = max(0.0, seconds_until(message.eta) or 0.0) if message.eta else 0.0
+    return wait + conf.resend_after() * 2.0 ** min(resent, MOST_DOUBLINGS)
 
 
-def rewrite(send: Send, name: str, token: str, *, other_work: bool) -> bool:
+def rewrite(sender: Sender, message: Message, name: str, token: str, *, other_work: bool) -> bool:
     """
     Write the message with which a carried task continues into its row, in the open transaction.
 
     Args:
-        send: The send of that one message.
         name: The attempt that the row is for.
         token: The token of the run's claim.
         other_work: Whether the message is for other work, so that a result that this task was
@@ -143,7 +152,6 @@ def rewrite(send: Send, name: str, token: str, *, other_work: bool) -> bool:
     Returns:
         Whether the claim still held the row.
     """
-    (message,), sender = send.captured.messages, send.sender
     row = to_row(message, attempt=attempt_id_of(message))
     written = queries.fetch(
         sender.using,
@@ -162,25 +170,28 @@ def rewrite(send: Send, name: str, token: str, *, other_work: bool) -> bool:
         (first,), *more = written
         if more:  # an INSERT whose answer got lost was repeated
             message_table(sender.using).all().filter(pk__in=[pk for (pk,) in more]).erase()
-        sender.add(send, [first])
+        sender.add(Captured([message]), [first], goes_on=True)
     return bool(written)
 
 
 def _insert(sender: Sender, rows: Sequence[MessageColumns]) -> list[int]:
     """Insert rows that are the sender's; return their keys."""
     alias = sender.using
-    refuse_unfit(alias, "hold an outbox")
     connection = connections[alias]
     is_mysql = connection.vendor == MYSQL
+    if connection.vendor not in ("postgresql", "sqlite"):
+        refuse_unfit(alias, "hold an outbox")
     if not (is_mysql or connection.features.can_return_rows_from_bulk_insert):
         raise ConfigurationError(
             f"The database {alias!r} ({connection.vendor}) can't hold an outbox, since its INSERT "
             f"returns no keys. SQLite's does since 3.35."
         )
     returned, claim = dict[str, list[int]](), {"token": sender.token, "held": sender.held}
+    if len(rows) == 1:
+        found, first = queries.insert(alias, "add_messages", [rows[0]._asdict() | claim])
+        return [found[0][0] if found else first]
     most_bytes = PACKET_BYTES if is_mysql else None
-    parts = [rows] if len(rows) == 1 else in_batches(rows, ROWS, attrgetter("size"), most_bytes)
-    for part in parts:
+    for part in in_batches(rows, ROWS, attrgetter("size"), most_bytes):
         values = [row._asdict() | claim for row in part]
         found, first = queries.insert(alias, "add_messages", values)
         for key, task_id in found or _find_inserted(alias, first, part):
@@ -216,7 +227,7 @@ def outbox_aliases() -> list[str]:
         if not is_tested(alias) or not router.allow_migrate_model(alias, OutboxMessage):
             continue
         try:
-            if lacks_table(alias, OutboxMessage):
+            if lacks_table(alias, OutboxMessage.__name__):
                 continue
             if is_read_only(alias):
                 logger.info("The outbox of %r is left alone, since it is read-only.", alias)

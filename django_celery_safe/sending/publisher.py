@@ -63,8 +63,6 @@ class Publisher:
     Args:
         app: The Celery app.
         lend: Lends the producer for each publication.
-        prepare: Called right before each publication with the message and the producer.
-            None: nothing is called.
         wait: Longest wait for one answer from the broker, s. A message that fails is tried once
             more at once, because an idle connection may have been cut. None: the message's own
             retry policy applies.
@@ -78,13 +76,14 @@ class Publisher:
         app: Celery,
         lend: Lend,
         *,
-        prepare: Callable[[Message, Any], object] | None = None,
         wait: float | None = None,
         patient: bool = False,
         has_time: Callable[[], bool] = lambda: True,
     ) -> None:
         self.app = app
-        self._lend, self._prepare = lend, prepare
+        self._lend = lend
+        # With other backends, a caller that waits for a result subscribes to it.
+        self._replies = isinstance(app.backend, RPCBackend)
         self._options: dict[str, Any] = {}
         if wait is not None:
             self._options = {"retry": False, "timeout": wait, "confirm_timeout": wait}
@@ -143,8 +142,6 @@ class Publisher:
         Raises:
             BrokerGone: The broker takes no message now.
         """
-        if self._prepare is not None:
-            return
         outer = sys.exc_info()[1]
         try:
             with self._lend() as producer:
@@ -187,8 +184,10 @@ class Publisher:
     def _publish(self, message: Message, *, is_last: bool = False) -> None:
         try:
             with self._lend() as producer:
-                if self._prepare is not None:
-                    self._prepare(message, producer)
+                if self._replies and message.result_wanted:
+                    # The broker delivers results only to a queue that exists.
+                    backend: Any = self.app.backend
+                    maybe_declare(backend.binding(producer.channel))
                 if self._options and (self._patient or message.options["exchange"]):
                     self._redeclare(producer)
                 put(message, producer, **self._options)
@@ -217,23 +216,17 @@ class Publisher:
 
 def bounded_publisher(app: Celery, seconds: float, has_time: Callable[[], bool]) -> Publisher:
     """Return a publisher that sends outbox messages right after their commit, in a short time."""
-    # With other backends, a caller that waits for a result subscribes to it.
-    prepare = _declare_replies if isinstance(app.backend, RPCBackend) else None
     lend = partial(bounded_producer, app, seconds)
-    return Publisher(app, lend, prepare=prepare, wait=seconds * ONE_WAIT, has_time=has_time)
-
-
-def _declare_replies(message: Message, producer: Any) -> None:
-    """Declare the reply queue: the broker delivers results only to a queue that exists."""
-    backend: Any = message.app.backend
-    if message.result_wanted:
-        maybe_declare(backend.binding(producer.channel))
+    return Publisher(app, lend, wait=seconds * ONE_WAIT, has_time=has_time)
 
 
 def takes_lock(message: Message) -> bool:
     """Return whether only the publication of a message shows if it is a duplicate."""
     headers = message.options["headers"]
-    return HEADER in headers and "sent" in read_header(headers, headers.get("task"))
+    ours = headers.get(HEADER)
+    # Most have no such field, valid or not.
+    has_field = isinstance(ours, dict) and "sent" in ours
+    return has_field and "sent" in read_header(headers, headers.get("task"))
 
 
 def _is_unique_until_start(message: Message) -> bool:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 from celery import Celery
@@ -33,8 +34,8 @@ from ..transactions import is_in_testcase
 from .broker import BrokerGone, is_backend_gone, register_all
 from .capture import Captured, Message
 from .message_table import message_table
-from .outbox import resend_delay
-from .publisher import Publisher, bounded_publisher
+from .outbox import attempt_id_of, resend_delay
+from .publisher import Publisher, bounded_publisher, takes_lock
 from .unsent import allow_get, settle
 
 C = TypeVar("C")
@@ -54,27 +55,26 @@ def last_callback(using: str | None, kind: type[C]) -> C | None:
     return next((one for _, one, *_ in reversed(callbacks) if isinstance(one, kind)), None)
 
 
+@dataclass(eq=False)
 class Send:
     """
     The messages of one call, which have rows; the commit calls this object.
 
-    Args:
+    Attributes:
         sender: The sender of the open transaction.
-        captured: The messages.
-        result: The result of the call; None: it has none.
-        goes_on: Whether a running task continues with these messages, so that they are not
-            duplicates of its own message.
+        ids: The keys of the rows, in the order of the messages.
+        result, goes_on: As for ``outbox.keep``.
+        chord: The chord that is to be registered first; "": none.
+        fault: Why it could not be registered, so that none of its messages is sent.
     """
 
-    def __init__(
-        self, sender: Sender, captured: Captured, result: Any = None, *, goes_on: bool = False
-    ) -> None:
-        self.sender, self.captured, self.result = sender, captured, result
-        self.goes_on, self.chord = goes_on, ""
-        #: The keys of the rows, in the order of the messages.
-        self.ids: Sequence[int] = ()
-        #: Why its chord could not be registered, so that none of its messages is sent.
-        self.fault: Exception | None = None
+    sender: Sender
+    captured: Captured
+    ids: Sequence[int]
+    result: Any
+    chord: str
+    goes_on: bool
+    fault: Exception | None = None
 
     def __call__(self) -> None:
         """Publish the messages of all calls of the transaction, if this is its first call."""
@@ -88,6 +88,12 @@ class Kept(NamedTuple):
 
     message: Message
     send: Send
+
+
+def _is_checked_by_run(kept: Kept) -> bool:
+    """Return whether a message without a row does nothing at all, because no run can claim it."""
+    message = kept.message
+    return bool(attempt_id_of(message)) and not (kept.send.chord or takes_lock(message))
 
 
 class Sender:
@@ -137,13 +143,19 @@ class Sender:
             return before.sender
         return cls(alias, is_sure=is_sure)
 
-    def add(self, send: Send, ids: Sequence[int]) -> None:
+    def add(
+        self,
+        captured: Captured,
+        ids: Sequence[int],
+        result: Any = None,
+        chord: str = "",
+        *,
+        goes_on: bool = False,
+    ) -> None:
         """Send the messages of a call, whose rows were just written, when they are committed."""
-        send.ids = ids
-        self._kept.update(
-            (pk, Kept(message, send))
-            for pk, message in zip(ids, send.captured.messages, strict=True)
-        )
+        send = Send(self, captured, ids, result, chord, goes_on)
+        for pk, message in zip(ids, captured.messages, strict=True):
+            self._kept[pk] = Kept(message, send)
         transaction.on_commit(send, using=self.using)
 
     def send_all(self) -> None:
@@ -200,9 +212,10 @@ class Sender:
 
     def _find(self) -> set[int]:
         """Return the keys of the rows that were committed and that no relay takes meanwhile."""
-        if self._is_sure:
+        in_time = time.monotonic() < self._ours_until
+        if self._is_sure or (in_time and all(map(_is_checked_by_run, self._kept.values()))):
             return set(self._kept)
-        name = "find_written" if time.monotonic() < self._ours_until else "hold_messages"
+        name = "find_written" if in_time else "hold_messages"
         values = {"token": self.token, "held": self.held}
         return {pk for (pk,) in queries.fetch(self.using, name, self._kept, **values)}
 

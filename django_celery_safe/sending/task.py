@@ -174,7 +174,10 @@ class SafeTaskMixin(Task[P, R]):
         call: True waits for the commit, False sends now, whatever the task and settings say.
         """
         options.update(zip(_POSITIONAL, more, strict=False))
-        self._read_options(options)
+        if not CALL_OPTIONS.issuperset(options):
+            refuse_misspelt(self.name, options)
+        if options.get("task_id") is not None:
+            options["task_id"] = str(options["task_id"])  # some callers pass a UUID
         ours = {name: options.pop(name) for name in _OURS if name in options}
         resent = find_resent(options.get("task_id"))
         waits = CAPTURED.get() is not None
@@ -221,19 +224,12 @@ class SafeTaskMixin(Task[P, R]):
         send = partial(resending, None, partial(super().on_replace, sig))
         return send() if run is None else run.keep(send)
 
-    def _read_options(self, options: dict[str, Any]) -> None:
-        """Refuse misspelt options; make ``task_id`` a text, because ids are compared as texts."""
-        if not CALL_OPTIONS.issuperset(options):
-            refuse_misspelt(self.name, options)
-        if options.get("task_id") is not None:
-            options["task_id"] = str(options["task_id"])  # some callers pass a UUID
-
     def _waits_for_commit(self, ours: dict[str, Any], outbox: Any, wanted: bool) -> bool:
         """Return whether a send waits; ``outbox`` and ``wanted`` are what the settings say."""
         outbox = outbox if self.outbox is None else self.outbox
         carried = outbox == UNTIL_DONE and ours.get("outbox") is None
         asked = ours.get("send_on_commit")
-        if asked is not None:
+        if not (asked is None or isinstance(asked, bool)):
             conf.switch(asked, "send_on_commit")
         if asked is False:
             if carried or ours.get("outbox") or ours.get("using"):
@@ -257,12 +253,9 @@ class SafeTaskMixin(Task[P, R]):
         eager = self.app.conf.task_always_eager
         if not must_wait(using) and (eager or not outbox):
             return self._send(args, kwargs, options, None)
-
-        def send(given: dict[str, Any]) -> SentResult[R]:
-            return self._send(args, kwargs, given, None)
-
+        send = partial(self._send, args, kwargs, resent=None)
         if eager:
-            return run_sent(lambda: send(options), using)
+            return run_sent(partial(send, options), using)
         result: SentResult[R] = hold(self.app, send, using, options, outbox=outbox)
         return result
 

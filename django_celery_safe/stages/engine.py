@@ -19,6 +19,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from django.db import Error as DatabaseError
 from django.db import IntegrityError, connections, transaction
 
+from .. import queries
 from ..databases import MYSQL, Now, refuse_unfit
 from ..emitting import Event
 from ..events import RUN_ENDED, RUN_FAILED, RUN_STARTED, STEP_FAILED
@@ -27,13 +28,13 @@ from ..foreign_errors import describe_error
 from ..sending.commit import must_wait
 from ..sending.followed import NOTHING, Fault
 from ..texts import get_logger
-from ..transactions import attempts
+from ..transactions import attempts, refuse_unmigrated
 from ..values import NotPlain, decode, encode
 from .labels import NO_LABELS, Labels, make_labels
 from .plan import LONGEST_PARAMS, Plan, make_plan
 from .status import Status
 from .step_messages import send
-from .step_table import BATCH, Step, StepTable, step_table
+from .step_table import BATCH, MODELS, Step, StepTable, step_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRun, StageStep
@@ -108,7 +109,7 @@ def start(
             refuse_unfit(store.alias, "hold runs of stages")
         return _write_once(store, plan, labels)
     except DatabaseError as error:
-        store.check_migrated(error)
+        refuse_unmigrated(store.alias, "hold runs of stages and their outbox", MODELS, error)
         raise
 
 
@@ -226,9 +227,10 @@ def put_back(store: StepTable, row: StageSteps, pk: int, fault: Fault) -> None:
 
 def go_on(store: StepTable, run: StageRun) -> None:
     """Start the next stage of a locked run, or end the run, if its stage is complete."""
-    rows = store.hand_over(run.pk, run.stage)
-    if not rows:
+    found = queries.fetch(store.alias, "hand_over", run=run.pk, stage=run.stage)
+    if not found:
         return
+    rows = [Step(*row) for row in found]
     ended = [step for step in rows if step.stage == run.stage]
     following = rows[len(ended) :]
     try:
@@ -247,7 +249,8 @@ def go_on(store: StepTable, run: StageRun) -> None:
         _emit_ended(store, run, Status.SUCCEEDED, "")
         return
     run.stage += 1
-    store.begin_stage(run.pk, run.stage, run.params_text)
+    values = {"pk": run.pk, "stage": run.stage, "params": run.params_text}
+    queries.execute(store.alias, "begin_stage", **values)
     try:
         send(store, following)
     except (DatabaseError, SoftTimeLimitExceeded):

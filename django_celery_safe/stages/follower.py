@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from .. import queries
 from ..exceptions import InvalidResult
 from ..sending.followed import NOTHING, Fault, Held
 from ..values import NotPlain, decode, encode
@@ -35,6 +36,8 @@ NOT_CALLED: Final = Fault(
     InvalidResult.__name__,
     "Its function was not called: what is above @stages.step returned something instead.",
 )
+#: The statement of a step that no message carries.
+_EAGERLY: Final = "succeed_eager_step", ("", "")
 #: Why a step whose message comes back after the end of its run is aborted.
 DIED: Final = Fault("", "Its process died before the run ended.")
 
@@ -82,9 +85,12 @@ class StepFollower:
     def begin(self, task_id: str) -> str:
         """Set the step to running; return why its function must not be called, or ""."""
         self._task_id = task_id
-        self.found = found = self.table.begin(self.pk, task_id)
-        if found is None:
+        values = {"pk": self.pk, "task_id": task_id}
+        rows = queries.fetch(self.table.alias, "begin_step", **values)
+        rows = rows or queries.fetch(self.table.alias, "find_step", **values)
+        if not rows:
             return self._go_without("its step is gone, or has another message")
+        self.found = found = Found(*rows[0])
         if found.status != Status.RUNNING:
             return self._go_without(f"its step is {found.status}")
         if found.run_status in Status.STOPPED:
@@ -92,7 +98,7 @@ class StepFollower:
             return self._go_without(f"its run is {found.run_status}")
         self.params = decode(found.params)
         if found.run_status == Status.WAITING:
-            self.table.begin_run(found.run)
+            queries.execute(self.table.alias, "begin_run", pk=found.run)
         return ""
 
     def _go_without(self, why: str) -> str:
@@ -142,7 +148,16 @@ class StepFollower:
         """Record the success, and end the message together with what follows in the run."""
         if not self.is_recorded:
             # If the claim was lost, this changes nothing, and write() says so.
-            self.table.succeed(self.pk, self._task_id, self._params, held)
+            name, (attempt, token) = ("succeed_step", held) if held else _EAGERLY
+            queries.execute(
+                self.table.alias,
+                name,
+                pk=self.pk,
+                task_id=self._task_id,
+                params=self._params,
+                attempt=attempt,
+                token=token,
+            )
             self.is_recorded = True
         if self.found is None or not self.table.is_complete(self.found.run, self.found.stage):
             return write()

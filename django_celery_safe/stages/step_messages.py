@@ -54,7 +54,7 @@ def send(store: StepTable, steps: Sequence[StageStep | Step]) -> None:
             attempt = {"attempt": os.urandom(16).hex(), "using": store.alias}
             headers[HEADER] = {**headers[HEADER], **attempt}
 
-    hold(app, send_all, store.alias, {}, outbox=True, canvas=True)
+    hold(app, send_all, store.alias, {}, outbox=True)
 
 
 def runs_eagerly() -> bool:

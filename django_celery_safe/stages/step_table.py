@@ -1,4 +1,4 @@
-"""The tables of runs and steps, and the statements that each step executes."""
+"""The tables of runs and steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from django.db import router
 
 from .. import conf, queries
 from ..databases import refuse_untested
-from ..exceptions import ConfigurationError
-from ..sending.followed import Held
 from ..sending.housekeeping import add_pruning
-from ..transactions import lacks_table
 
 if TYPE_CHECKING:
     from ..models.stages import StageRuns
@@ -78,54 +75,9 @@ class StepTable:
         """Return the messages of the outbox that has those of the steps."""
         return _model("OutboxMessage").objects.using(self.alias)
 
-    def check_migrated(self, error: Exception) -> None:
-        """
-        Raise an error that explains a database error, if a missing table caused it.
-
-        Raises:
-            ConfigurationError: A table is missing.
-        """
-        if lacks_table(self.alias, *map(_model, MODELS)):
-            raise ConfigurationError(
-                f'DATABASES["{self.alias}"] is to hold runs of stages and their outbox, and has no '
-                f"table for that. Run: manage.py migrate django_celery_safe --database={self.alias}"
-            ) from error
-
-    def begin(self, pk: int, task_id: str) -> Found | None:
-        """Set a step to running, unless it has ended, and return it; None: there is no such."""
-        values = {"pk": pk, "task_id": task_id}
-        rows = queries.fetch(self.alias, "begin_step", **values)
-        rows = rows or queries.fetch(self.alias, "find_step", **values)
-        return Found(*rows[0]) if rows else None
-
-    def begin_run(self, pk: int) -> None:
-        """Record that the first step of a run has started."""
-        queries.execute(self.alias, "begin_run", pk=pk)
-
-    def begin_stage(self, run: int, stage: int, params: str) -> None:
-        """Record the next stage of a locked run, and the params that it gets."""
-        queries.execute(self.alias, "begin_stage", pk=run, stage=stage, params=params)
-
-    def succeed(self, pk: int, task_id: str, params: str, held: Held | None) -> None:
-        """
-        Record that a running step has succeeded.
-
-        Args:
-            held: The attempt and the token of the claim that must still hold its message; None:
-                it has none, in eager mode.
-        """
-        values = {"pk": pk, "task_id": task_id, "params": params}
-        attempt, token = held or ("", "")
-        name = "succeed_step" if held else "succeed_eager_step"
-        queries.execute(self.alias, name, **values, attempt=attempt, token=token)
-
     def is_complete(self, run: int, stage: int) -> bool:
         """Return whether all steps of a stage have succeeded."""
         return not queries.fetch(self.alias, "find_unfinished_step", run=run, stage=stage)
-
-    def hand_over(self, run: int, stage: int) -> list[Step]:
-        """Return the steps of a complete stage and of the next one; []: it is not complete."""
-        return [Step(*row) for row in queries.fetch(self.alias, "hand_over", run=run, stage=stage)]
 
 
 def _model(name: str) -> Any:

@@ -19,7 +19,7 @@ from django_celery_safe import (
 )
 from django_celery_safe.databases import Now
 from django_celery_safe.events import CLAIM_FAILED
-from django_celery_safe.idempotency.record_table import RecordTable, record_table
+from django_celery_safe.idempotency.records import RecordTable, record_table
 from django_celery_safe.models import IdempotencyRecord
 from django_celery_safe.signals import claim_lost
 from tests.app.models import Person

@@ -10,7 +10,7 @@ import pytest
 from django.db import connections, transaction
 
 from django_celery_safe import AlreadyClaimed, forget_record, idempotent
-from django_celery_safe.idempotency.record_table import record_table
+from django_celery_safe.idempotency.records import record_table
 from django_celery_safe.leases.holder import Holder, encode_holder, plain_name
 from tests.processes import wait_for
 from tests.servers import PostgresServer

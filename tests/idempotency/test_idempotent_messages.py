@@ -24,7 +24,7 @@ from django_celery_safe import (
 from django_celery_safe.databases import Now
 from django_celery_safe.delivery import copies
 from django_celery_safe.events import TASK_OWN_COPY
-from django_celery_safe.idempotency.record_table import record_table
+from django_celery_safe.idempotency.records import record_table
 from django_celery_safe.leases.holder import Holder, encode_holder
 from django_celery_safe.models import IdempotencyRecord
 from tests.concurrency.conftest import mailbox
@@ -320,6 +320,3 @@ def test_a_retry_without_delay_waits_for_the_end_of_its_run(
     assert mailbox.deliver(message) == ("SUCCESS", "7 EUR")
     ending.join()
     assert mailbox.take() == []
-
-
-# Keys, and kinds of tasks.

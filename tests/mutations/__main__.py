@@ -59,8 +59,7 @@ def main() -> int:
     if options.check:
         for _, one in chosen:
             changed = one.apply((ROOT / PACKAGE / one.path).read_text())
-            if one.path.suffix == ".py":
-                ast.parse(changed)
+            ast.parse(changed if one.path.suffix == ".py" else "")
         print(f"{len(chosen)} mutations can be applied")
         return 0
     known = _read_outcomes()

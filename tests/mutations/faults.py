@@ -478,31 +478,31 @@ MUTATIONS = {
     ],
     "idempotency": [
         M(
-            "idempotency.claim:RecordClaim._take",
+            "idempotency.records:RecordClaim._take",
             "free = self._rows().filter(token=row.token)",
             "free = self._rows()",
             "two processes do the work of one key",
         ),
         M(
-            "idempotency.claim:RecordClaim._read",
+            "idempotency.records:RecordClaim._read",
             "if self._digest and row.digest and self._digest != row.digest:",
             "if False:",
             "a key that is used for other arguments returns the wrong result",
         ),
         M(
-            "idempotency.claim:RecordClaim._read",
+            "idempotency.records:RecordClaim._read",
             "if row.error:",
             "if False:",
             "a result that could not be stored is returned as None",
         ),
         M(
-            "idempotency.claim:RecordClaim.try_begin",
-            "if any(one.key == self.key and one.table is self.table for one in same):",
+            "leases.claim:Claim.prepare",
+            "if any((one.name, one.table) == (self.name, self.table) for one in working_claims()):",
             "if False:",
             "nested work of one key waits for itself",
         ),
         M(
-            "idempotency.claim:RecordClaim.fail",
+            "idempotency.records:RecordClaim.fail",
             "not isinstance(error, TaskPredicate)",
             "False",
             "a failure is not reported",
@@ -517,7 +517,7 @@ MUTATIONS = {
         ),
         M(
             "stages.engine:go_on",
-            "if not rows:",
+            "if not found:",
             "if False:",
             "a stage begins before the one before it has ended",
         ),
@@ -570,9 +570,9 @@ MUTATIONS = {
             "an attempt that lost its step puts it back under the one that has it",
         ),
         M(
-            "stages.step_table:StepTable.succeed",
-            'name = "succeed_step" if held else "succeed_eager_step"',
-            'name = "succeed_eager_step"',
+            "stages.follower:StepFollower.end",
+            '("succeed_step", held) if held else _EAGERLY',
+            "_EAGERLY",
             "an attempt that lost its step ends it under the one that has it",
         ),
         M(

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.db import OperationalError, connections
 from django.db.models import F
 
 from django_celery_safe import SafeTask
@@ -107,3 +108,16 @@ def leave_dead(carried: Carried, message: Message, *, after_body: bool = False) 
     carried.body = body
     carried.rows.update(state="running", error="", **before)
     carried.make_due()
+
+
+def lose_commit(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose the answer to the next COMMIT of this thread."""
+    connection: Any = connections[alias]
+    commit = connection._commit
+
+    def lose_answer() -> None:
+        commit()
+        monkeypatch.undo()
+        raise OperationalError("the answer got lost")
+
+    monkeypatch.setattr(connection, "_commit", lose_answer)

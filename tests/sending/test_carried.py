@@ -63,7 +63,7 @@ from tests.concurrency.mailbox import Message, end_child
 from tests.kinds import more_for_claim
 from tests.listening import receiving
 from tests.processes import dead_port
-from tests.sending.carrying import Body, Carried, leave_dead
+from tests.sending.carrying import Body, Carried, leave_dead, lose_commit
 from tests.sending.conftest import hearing
 
 if TYPE_CHECKING:
@@ -128,6 +128,17 @@ def test_the_row_stays_until_the_task_is_done(carried: Carried) -> None:
     ]
     assert counts == [1, 2 + more_for_claim(carried.alias)]
     assert not carried_module._runs
+
+
+@pytest.mark.sql
+def test_a_row_that_django_does_not_know_to_be_rolled_back_runs_nothing(carried: Carried) -> None:
+    """The message goes out without a look for its row, which its run does not find."""
+    with transaction.atomic(using=carried.alias):
+        savepoint = connections[carried.alias].savepoint()
+        carried.task.apply_async_on_commit((7,), using=carried.alias)
+        connections[carried.alias].savepoint_rollback(savepoint)
+    state, _ = carried.mailbox.deliver(carried.mailbox.take_one())
+    assert (state, carried.calls) == ("IGNORED", [])
 
 
 def test_a_message_that_meets_a_live_run_is_forgotten(carried: Carried) -> None:
@@ -282,6 +293,20 @@ def test_a_retry_keeps_its_row(carried: Carried) -> None:
     assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", 3)
     assert carried.mailbox.deliver(second).state == "IGNORED"
     assert (carried.calls, carried.rows.count()) == ([1, 2, 3], 0)
+
+
+def test_no_answer_loses_a_replacement(carried: Carried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row has the message of the other task, which nothing carries, and a relay sends it."""
+    plain = carried.make_task("tests.plain", base=DjangoTask, outbox=None)
+
+    def replace(task: Any) -> None:
+        lose_commit(carried.alias, monkeypatch)
+        raise task.replace(plain.si())
+
+    carried.body = replace
+    with hearing(claim_lost) as told:
+        assert carried.mailbox.deliver(carried.send()).state == "IGNORED"
+    assert (carried.row.task, carried.row.attempt, told) == (plain.name, "", [])
 
 
 @pytest.mark.parametrize("how", ["inside atomic()", "without throw", "by autoretry"])

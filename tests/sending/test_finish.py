@@ -24,7 +24,10 @@ from django_celery_safe import (
 from django_celery_safe.leases.renewer import renewer
 from django_celery_safe.models import IdempotencyRecord
 from tests.app.models import Person
+from tests.clock import held_clock
+from tests.concurrency.mailbox import Mailbox
 from tests.kinds import more_for_claim
+from tests.processes import wait_for
 from tests.sending.carrying import Carried, leave_dead
 from tests.sending.test_carried import BRACKETS
 
@@ -100,6 +103,22 @@ def test_its_followers_are_sent_after_a_death(carried: Carried) -> None:
     carried.body = lambda task, *args: args[0]
     assert carried.mailbox.deliver(carried.mailbox.take_one()) == ("SUCCESS", "stored")
     assert carried.calls == [1, "stored"]
+
+
+def test_a_long_transaction_counts_no_death(mailbox: Mailbox, postgres_alias: str) -> None:
+    """No renewal sees its row before the commit, which renews the lease at once."""
+    carried = Carried(mailbox, postgres_alias)
+
+    def work(task: Any, number: int) -> None:
+        with transaction.atomic(using=postgres_alias):
+            write(carried)
+            carried.make_due()
+            clock.jump(25)
+        wait_for(lambda: carried.waits > 0)
+
+    carried.body = work
+    with held_clock() as clock:
+        assert carried.mailbox.deliver(carried.send(1)).state == "SUCCESS"
 
 
 @pytest.mark.sql

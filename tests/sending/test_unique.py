@@ -378,18 +378,6 @@ def test_a_pool_of_one_connection_is_enough(redis_server: RedisServer, sent: Sen
 # After a duplicate.
 
 
-def test_a_duplicate_leaves_no_subscription(broker: Celery, sent: Sent) -> None:
-    """The result backend listens for what was published, and for nothing else."""
-    consumer = broker.backend.result_consumer
-    before = set(consumer.subscribed_to)
-    first = once.delay(1)
-    with transaction.atomic():
-        duplicates = [once.delay_on_commit(1), once.delay_on_commit(1)]
-    duplicates.append(once.delay(1))
-    assert consumer.subscribed_to - before == {broker.backend.get_key_for_task(first.id)}
-    assert {one.id for one in duplicates} == {first.id}
-
-
 def test_no_child_of_a_task_never_ends(mailbox: Mailbox) -> None:
     """In the trail of the task that sends it stands only what was published."""
     task = mailbox.task(single_instance(unique_until="end")(retrying), base=SafeTask, bind=True)

@@ -29,6 +29,7 @@ from django_celery_safe.signals import claim_lost, run_ended, step_failed
 from tests.app.models import Person
 from tests.concurrency.mailbox import Mailbox, Message, Outcome
 from tests.kinds import more_for_claim
+from tests.sending.carrying import lose_commit
 from tests.sending.conftest import hearing
 from tests.sending.test_carried import BRACKETS
 
@@ -336,22 +337,12 @@ def test_a_retry_that_is_not_raised_does_it(staged: Staged) -> None:
     assert staged.calls == ["a", "a", "b"]
 
 
-def test_a_step_that_waits_for_its_retry_is_not_lost_with_an_answer(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_answer_loses_a_waiting_step(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
     """The database has committed that the step waits, and the answer got lost."""
 
     def retry(task: Any) -> None:
         task.retry(countdown=3600, throw=False)
-        connection: Any = connections[staged.alias]
-        commit = connection._commit
-
-        def lose_answer() -> None:
-            commit()
-            monkeypatch.undo()
-            raise OperationalError("the answer got lost")
-
-        monkeypatch.setattr(connection, "_commit", lose_answer)
+        lose_commit(staged.alias, monkeypatch)
 
     staged.bodies["a"] = retry
     run = staged.start("a")

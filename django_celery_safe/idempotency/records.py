@@ -1,0 +1,358 @@
+"""
+Records of work that is done once: the claim of one, and their table.
+
+The work is ours as soon as the record has the claim's token, with a lease that is renewed; no row
+is locked while the work runs. One UPDATE, which checks the token, marks the record as done, so a
+lost claim can't finish. Every decision is one guarded statement in its own transaction, and every
+time is read from the database server's clock.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from celery._state import get_current_task
+from celery.exceptions import Retry, TaskPredicate
+from django.db import Error as DatabaseError
+from django.db import connections, router
+
+from .. import conf, queries
+from ..databases import MYSQL, refuse_unfit, refuse_untested
+from ..emitting import Event
+from ..events import CLAIM_FAILED, CLAIM_REPEATED
+from ..exceptions import (
+    AlreadyClaimed,
+    CelerySafeError,
+    IdempotencyConflict,
+    InvalidResult,
+)
+from ..foreign_errors import describe_error, find_soft_time_limit
+from ..leases.claim import Claim
+from ..leases.clock import clock
+from ..leases.holder import HeldLock, decode_holder, plain_name
+from ..leases.lease_table import LeaseTable
+from ..sending.housekeeping import add_pruning
+from ..texts import get_logger
+from ..transactions import TRIES, reconnect
+from ..values import decode
+
+if TYPE_CHECKING:
+    from ..models.idempotency import IdempotencyRecord, IdempotencyRecords
+
+logger: Final = get_logger(__name__)
+
+
+class Found(NamedTuple):
+    """
+    The columns of a record that a claim needs.
+
+    Attributes:
+        left: Seconds until its lease ends; negative: it is over.
+        is_free: Whether any caller may claim it: it failed, expired, or is orphaned.
+    """
+
+    state: str
+    token: str
+    holder: str
+    digest: str
+    claims: int
+    result: str
+    error: str
+    left: float
+    is_free: bool
+
+    def held(self, key: str) -> HeldLock:
+        """Return its current or last holder, and the rest of its lease."""
+        return decode_holder(self.holder, HeldLock(key, self.token, max(0.0, self.left)))
+
+
+class RecordTable(LeaseTable):
+    """The records in one database."""
+
+    purpose = "say what is done"
+    models = ("IdempotencyRecord",)
+    named, ends = "key", "ends_at"
+
+    def __init__(self, alias: str) -> None:
+        super().__init__("records", alias)
+
+    def all(self) -> IdempotencyRecords:
+        """Return a queryset of all records."""
+        return _record_model().objects.using(self.alias)
+
+    def at(self, name: str) -> IdempotencyRecords:
+        """Return a queryset of the key's record, with one record or none."""
+        return self.all().filter(key=plain_name(name))
+
+    def find(self, name: str) -> Found | None:
+        """Return what a claim needs of the key's record; None: no record."""
+        rows = queries.fetch(self.alias, "find_record", key=plain_name(name))
+        return Found(*rows[0]) if rows else None
+
+    def find_held(self, name: str) -> HeldLock | None:
+        row = self.find(name)
+        return None if row is None else row.held(name)
+
+    def add_if_absent(
+        self, key: str, token: str, lease: timedelta, *, holder: str, digest: str
+    ) -> bool:
+        """Add a record held by this claim; return False if another process was first."""
+        if connections[self.alias].vendor == MYSQL:
+            refuse_unfit(self.alias, "record what is done once")
+        values = {"key": plain_name(key), "token": token, "holder": holder, "digest": digest}
+        seconds = lease.total_seconds()
+        return bool(queries.execute(self.alias, "add_record", **values, lease=seconds))
+
+    def finish(self, key: str, token: str, result: str, keep: timedelta | None, error: str) -> bool:
+        """
+        Record that the claimed work is done; False if the claim had lost the record.
+
+        Args:
+            result: The result for repeats, as JSON; "": None.
+            keep: How long the record keeps the work from being done again; None: for ever.
+            error: Why there is no result; "": there is one.
+        """
+        values = {"key": plain_name(key), "token": token, "result": result, "error": error}
+        seconds = None if keep is None else keep.total_seconds()
+        return bool(queries.execute(self.alias, "finish_record", **values, keep=seconds))
+
+
+def _record_model() -> type[IdempotencyRecord]:
+    """Return the records' model, which can be imported once the app registry is ready."""
+    from ..models.idempotency import IdempotencyRecord  # needs the app registry
+
+    return IdempotencyRecord
+
+
+class RecordClaim(Claim):
+    """
+    The claim of a key, which :func:`idempotent` yields: one attempt to do the work.
+
+    Attributes:
+        asked: Whether the block has checked if the work is ours.
+    """
+
+    table: RecordTable
+
+    def __init__(
+        self, key: str, table: RecordTable, seconds: float, keep: timedelta | None, digest: str = ""
+    ) -> None:
+        super().__init__(table, key, key, seconds)
+        self._keep, self._digest = keep, digest
+        self.asked = False
+        #: Why the result can't be stored; "": it can.
+        self._error = ""
+
+    def __bool__(self) -> bool:
+        self.asked = True
+        return self.is_held
+
+    def try_begin(self) -> HeldLock | None:
+        """
+        Claim the work, unless it is done; return the lock of another run that is doing it, or None.
+
+        Raises:
+            IdempotencyConflict: The key was used for a call with other arguments.
+            InvalidResult: The work is done, but its result could not be stored.
+            WrongTransaction: Inside ``atomic()``, where other processes would not see the claim.
+            ConfigurationError: The code that calls this is already doing the same work; or the
+                database has no table for records.
+        """
+        task = get_current_task()
+        request = None if task is None else task.request
+        holder = self.prepare(
+            task,
+            request,
+            f"idempotent({self.key!r})",
+            "Call it outside atomic(); the work itself may open one.",
+        )
+        try:
+            found = self._take(holder)
+            if isinstance(found, HeldLock):
+                return found
+            if found is None:
+                self.is_repeat = True
+                self._emit(CLAIM_REPEATED)
+            else:
+                self.asked_at = found
+                self.begin()
+        except CelerySafeError:
+            raise
+        except BaseException as error:
+            interrupted = find_soft_time_limit(error)
+            if interrupted is None and isinstance(error, DatabaseError):
+                self.table.check_migrated(error)
+                raise
+            # A soft time limit, or no thread could be started. The claim may have been written.
+            reconnect(self.table.alias)  # it may have been interrupted anywhere
+            self._record_failed("interrupted before it began")
+            if interrupted is None:
+                raise
+            raise interrupted from error
+        return None
+
+    def succeed(self, result: Any = None) -> None:
+        """
+        Record the end of work that raised no error, unless :meth:`finish` has recorded it.
+
+        If the result can't be stored, the work is recorded as done without it. If the task has
+        re-sent itself, such as by ``retry(throw=False)``, the work is not done, but put back.
+
+        Raises:
+            InvalidResult: The result can't be stored.
+            WrongTransaction: The transaction of :meth:`finish` was rolled back.
+        """
+        if not self.is_finished:
+            if self.is_resent() and not self.is_of_parent():
+                self.end()
+                self.fail(Retry("The task has re-sent itself"))
+                return
+            try:
+                self.finish(result)
+            except InvalidResult as error:
+                from ..models.text import storable  # needs the app registry
+
+                self._error = storable(error.reason)
+                self._record_done("")
+                raise
+        elif self.is_of_parent():
+            return
+        else:
+            self.check_committed()
+
+    def fail(self, error: BaseException) -> None:
+        """Record the end of work that raised an error, unless :meth:`finish` has recorded it."""
+        reason = describe_error(error)
+        recorded = self._record_failed(reason)
+        if recorded is False:
+            self.record_lost()
+        elif recorded and not isinstance(error, TaskPredicate):  # a retry is not yet a failure
+            self._emit(CLAIM_FAILED, error=reason)
+
+    def _take(self, holder: str) -> float | HeldLock | None:
+        """
+        Claim the record.
+
+        Returns:
+            The time of the request, by the monotonic clock, if the record is claimed; the lock
+            with its current holder; or None if the work is done.
+        """
+        table, asked_at = self.table, 0.0
+        ours: Any = {
+            "token": self.token,
+            "lease": timedelta(seconds=self.seconds),
+            "holder": holder,
+            "digest": self._digest,
+        }
+        for _ in range(TRIES):
+            before, asked_at = asked_at, clock.now()
+            row = table.find(self.key)
+            if row is None:
+                if table.add_if_absent(self.key, **ours):
+                    return asked_at
+            elif row.token == self.token:
+                return before  # the last try was written, and its answer was lost
+            elif not row.is_free:
+                return self._read(row)
+            else:
+                free = self._rows().filter(token=row.token)
+                if free.try_claim(**ours, claims=row.claims + 1):
+                    return asked_at
+        raise CelerySafeError(
+            f"The record of {self.key!r} was changed {TRIES} times while it was to be claimed: it "
+            f"is being added and forgotten again and again. Find out by whom."
+        )
+
+    def _read(self, row: Found) -> HeldLock | None:
+        """Return the lock of the run that is doing the work; None: the work is done."""
+        held = row.held(self.key)
+        if self._digest and row.digest and self._digest != row.digest:
+            raise IdempotencyConflict(self.key, str(held.holder))
+        if row.state == "running":
+            return held
+        if row.error:
+            raise InvalidResult(self.key, row.error)
+        self.result = decode(row.result)
+        return None
+
+    def _write_done(self, text: str) -> bool:
+        return self.table.finish(self.name, self.token, text, self._keep, self._error)
+
+    def _record_failed(self, reason: str) -> bool | None:
+        """
+        Record the failure, unless finish() has ended the work.
+
+        Returns:
+            Whether it is recorded; False: the claim was lost; None: finish() has ended the work,
+            or the database does not answer.
+        """
+        records, token = self._rows(), self.token
+        try:
+            if self.end_by(
+                lambda: records.fail(token, reason, self._keep),
+                lambda: records.failed().filter(token=token).exists(),
+                patient=False,
+            ):
+                return True
+            return None if self.is_done(patient=False) else False
+        except DatabaseError as error:
+            logger.warning(
+                "Could not record that %r failed; it is free when its lease is over: %s",
+                self.key,
+                describe_error(error),
+            )
+            return None
+
+    def _emit(self, event: Event, **fields: Any) -> None:
+        task = get_current_task()
+        event.emit(Claim, key=self.key, task_id=None if task is None else task.request.id, **fields)
+
+
+def record_table(using: str | None = None) -> RecordTable:
+    """Return the record table in database ``using``; None: the one the router writes to."""
+    return _cached_table(router.db_for_write(_record_model()) if using is None else using)
+
+
+def forget_record(key: str, *, using: str | None = None) -> bool:
+    """
+    Delete the record of some work, so that the next caller does the work again.
+
+    Args:
+        key: The whole key; that of a decorated task begins with the task's name and ``:``. The
+            admin lists the keys.
+        using: Database alias of the records; None: the database that the router writes to.
+
+    Returns:
+        True if the record was deleted, which is also logged as ``record_forgotten``; False if
+        there was none.
+
+    Raises:
+        AlreadyClaimed: A process does the work now, so it would be done twice. Try again when
+            that process has ended, or when its lease has.
+    """
+    table = record_table(using)
+    if table.at(key).idle().forget():
+        return True
+    holder = table.peek(key)
+    if holder is None:
+        return False
+    raise AlreadyClaimed(key, str(holder.holder), holder.holder.task_id, holder.remaining or 0.0)
+
+
+def connect() -> None:
+    """Register records with the relays, which delete those whose retention has expired."""
+    add_pruning("records", RecordTable.models, get_prunable)
+
+
+def get_prunable(alias: str) -> list[IdempotencyRecords]:
+    """Return querysets of the records that have expired, or were orphaned long ago."""
+    return RecordTable(alias).all().prunable(conf.retention("records"))
+
+
+@lru_cache
+def _cached_table(alias: str) -> RecordTable:
+    refuse_untested(alias, "record what is done once")
+    # One object for each database: the renewing thread tells stores apart by identity.
+    return RecordTable(alias)
