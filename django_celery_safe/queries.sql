@@ -11,10 +11,11 @@
 -- add_messages --
 INSERT INTO django_celery_safe_outboxmessage (
     task, task_id, properties, body, chord, chord_calls, attempt, token, created_at, due_at, state,
-    attempts, starts, deaths, resent, error, error_type, traceback, holder, last_death, result
+    attempts, starts, deaths, resent, error, error_type, traceback, holder, last_death, result,
+    "cursor"
 ) VALUES (
     :task, :task_id, :properties, _binary :body, :chord, :chord_calls, :attempt, :token, NOW,
-    AFTER(:held), 'pending', 0, 0, 0, 0, '', '', '', '', '', ''
+    AFTER(:held), 'pending', 0, 0, 0, 0, '', '', '', '', '', '', ''
 )
 RETURNING id, task_id
 
@@ -22,7 +23,7 @@ RETURNING id, task_id
 UPDATE django_celery_safe_outboxmessage
 SET task = :task, body = _binary :body, properties = :properties, attempt = :attempt,
     due_at = AFTER(:held), token = :sender, state = 'pending', attempts = 0,
-    result = COALESCE(:result, result)
+    result = COALESCE(:result, result), "cursor" = COALESCE(:result, "cursor")
 WHERE attempt = :name AND token = :token
 RETURNING id
 -- changed: attempt = :attempt AND token = :sender
@@ -77,6 +78,11 @@ WHERE attempt = :attempt
 RETURNING deaths, last_death, result, starts
 -- changed: attempt = :attempt AND token = :token
 
+-- move_message --
+UPDATE django_celery_safe_outboxmessage
+SET "cursor" = :cursor, checkpoint_at = NOW, deaths = 0
+WHERE attempt = :attempt AND token = :token
+
 -- end_message --
 UPDATE django_celery_safe_outboxmessage
 SET state = 'done', ended_at = NOW, due_at = NULL, token = '', error = '', error_type = '',
@@ -88,13 +94,18 @@ DELETE FROM django_celery_safe_outboxmessage WHERE attempt = :attempt AND token 
 
 -- add_record --
 INSERT INTO django_celery_safe_idempotencyrecord (
-    "key", state, token, holder, digest, claims, claimed_at, ends_at, result, error
-) VALUES (:key, 'running', :token, :holder, :digest, 1, NOW, AFTER(:lease), '', '')
+    "key", state, token, holder, digest, claims, claimed_at, ends_at, result, error, "cursor"
+) VALUES (:key, 'running', :token, :holder, :digest, 1, NOW, AFTER(:lease), '', '', '')
 ON CONFLICT DO NOTHING
+
+-- move_record --
+UPDATE django_celery_safe_idempotencyrecord
+SET "cursor" = :cursor WHERE "key" = :key AND token = :token AND state = 'running'
 
 -- finish_record --
 UPDATE django_celery_safe_idempotencyrecord
-SET state = 'done', result = :result, error = :error, ended_at = NOW, expires_at = AFTER(:keep)
+SET state = 'done', result = :result, error = :error, ended_at = NOW, expires_at = AFTER(:keep),
+    "cursor" = ''
 WHERE "key" = :key AND token = :token AND state = 'running'
 
 -- lock_run --

@@ -85,6 +85,9 @@ class OutboxMessage(ListedRow):
     #: The type of the error that the task failed with, and the end of the traceback; "": none.
     error_type = ExactCharField(_("error type"), max_length=LONGEST_TYPE, default="")
     traceback = ExactTextField(_("traceback"), default="")
+    #: How far its task got with ``resumable()`` or ``checkpoint()``, as JSON; "": not at all.
+    cursor = ExactTextField(default="")
+    checkpoint_at = models.DateTimeField(_("last checkpoint"), null=True)
 
     objects = OutboxMessages.as_manager()
 

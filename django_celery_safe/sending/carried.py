@@ -35,6 +35,7 @@ from ..exceptions import ClaimLost, ConfigurationError, TaskPoisoned, WrongTrans
 from ..foreign_errors import describe_error, find_soft_time_limit
 from ..leases.claim import Claim, working_claims
 from ..leases.clock import clock
+from ..resuming.handing_over import HandedOver
 from ..texts import get_logger
 from ..values import decode
 from .capture import Captured, capture
@@ -65,6 +66,7 @@ class MessageClaim(Claim):
     """
 
     table: MessageTable
+    is_carried = True
     #: Returns the run of this claim; not the run itself, which has the claim.
     find_run: Callable[[], Run | None]
 
@@ -223,7 +225,8 @@ class Run:
         if self.claim.is_of_parent():
             return True  # after a bare os.fork() the child leaves the run too
         self.claim.end()
-        self.has_begun = self.has_begun and not isinstance(error, MessageGoesOn)
+        if not isinstance(error, HandedOver):
+            self.has_begun = self.has_begun and not isinstance(error, MessageGoesOn)
         try:
             if isinstance(error, Exception):
                 self._uncount_unbegun()
@@ -336,8 +339,10 @@ class Run:
     def _come_again(self, error: BaseException) -> bool:
         """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
         self._let_wait(Fault.of(error))
-        is_away, later = isinstance(error, NoAnswer), conf.resend_after().total_seconds()
-        return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
+        delay = conf.resend_after().total_seconds()
+        if isinstance(error, NoAnswer | HandedOver):
+            delay = DATABASE_AWAY if isinstance(error, NoAnswer) else 0.0
+        return self.put_back(delay, describe_error(error))
 
     def _has_succeeded(self) -> bool:
         """Return whether what follows has the success of the work, whatever came after that."""
@@ -503,7 +508,14 @@ def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
         refuse_after_deaths(run.task, request.id, found.deaths, found.last_death)
     with run.claim.current():
         run.has_begun = run.is_called
-        return function()
+        try:
+            result = function()
+        except Exception:
+            if run.claim.handed_over is None:
+                raise
+        if run.claim.handed_over is not None:
+            raise run.claim.handed_over
+        return result
 
 
 def end_run(outcome: Outcome) -> None:

@@ -66,6 +66,11 @@ class MessageTable(LeaseTable):
         rows = queries.fetch(self.alias, "claim_message", **values)
         return Claimed(*rows[0]) if rows else None
 
+    def move(self, name: str, token: str, cursor: str) -> bool:
+        """Record how far a task got, which lived on; return whether the claim held the row."""
+        values = {"attempt": name, "token": token, "cursor": cursor}
+        return bool(queries.execute(self.alias, "move_message", **values))
+
     def end(self, name: str, token: str, returned: str = "") -> bool:
         """
         Record that a task succeeded, or delete its message if none is kept.

@@ -1,0 +1,78 @@
+"""Cursors that a task sets itself, for what has no key and no index, such as a file."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from django.db import transaction
+
+from ..exceptions import ConfigurationError
+from ..transactions import in_atomic
+from .cursor import Cursor, begin_walk
+from .handing_over import hand_over_if_told
+
+#: What such a cursor is of.
+OF: Final = "checkpoint()"
+
+
+def checkpoint(cursor: Any) -> None:
+    """
+    Record how far the running task got, so that its next run can go on from there.
+
+    Call it inside ``atomic()`` on the database of the task's row: then the block's writes and the
+    cursor are committed together, or neither. Outside of a block it is committed at once, and
+    what was done since the last checkpoint may be done twice.
+
+    When its worker shuts down, the task ends here, and a relay gives it to another worker. Inside a
+    block, what was written since the last checkpoint is then rolled back and done again there.
+
+    Args:
+        cursor: A little plain data, such as the offset in a file; not None.
+
+    Raises:
+        ClaimLost: Another process does the work now; leave the block with this error.
+        ConfigurationError: The code has no claim (see :func:`current_claim`), uses
+            ``resumable()`` too, or the cursor is no plain data.
+
+    Example:
+        >>> from django.db import transaction
+        >>> from django_celery_safe import checkpoint, resumed_at
+        >>> def read_log(path):
+        ...     with open(path) as file:
+        ...         file.seek(resumed_at() or 0)
+        ...         while lines := file.readlines(100_000):
+        ...             with transaction.atomic():
+        ...                 save_all(lines)
+        ...                 checkpoint(file.tell())
+    """
+    if cursor is None:
+        raise ConfigurationError("checkpoint(None) would mean that nothing is done yet.")
+    claim, _ = begin_walk(OF, "checkpoint()")
+    if claim.table is None:
+        return
+    alias, text = claim.table.alias, Cursor(OF, cursor).encode()
+    is_inside = in_atomic(alias)
+    if is_inside:
+        try:
+            hand_over_if_told(claim)
+        except BaseException:
+            transaction.set_rollback(True, using=alias)  # even if the block does not see the error
+            raise
+        ours = claim.move(text)
+    else:
+        ours = claim.ask(lambda: claim.move(text))
+    if not ours:
+        claim.raise_lost()
+    if not is_inside:
+        hand_over_if_told(claim)
+
+
+def resumed_at() -> Any:
+    """
+    Return the last cursor that :func:`checkpoint` recorded in an earlier run; None: there is none.
+
+    Raises:
+        ConfigurationError: The code has no claim, or its cursor is one of ``resumable()``.
+    """
+    _, cursor = begin_walk(OF, "resumed_at()")
+    return None if cursor is None else cursor.at

@@ -1,0 +1,111 @@
+""":func:`resumable`, a loop that goes on behind its last committed chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+from django.db import DEFAULT_DB_ALIAS
+from django.db.models import Model, QuerySet
+
+from ..exceptions import ConfigurationError
+from .chunks import Chunk
+from .cursor import begin_walk, unfit
+from .handing_over import hand_over_if_told
+from .walks import Walk, find_walk
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Model)
+
+
+class Resumable(Generic[T]):
+    """The items that are not done yet; each ``for`` begins a loop."""
+
+    def __init__(self, walk: Walk, every: int) -> None:
+        self._walk, self._every = walk, every
+
+    def __iter__(self) -> Iterator[T]:
+        walk = self._walk
+        claim, cursor = begin_walk(walk.of, "resumable()")
+        alias = walk.alias or DEFAULT_DB_ALIAS
+        if claim.table is not None:
+            alias = claim.table.alias
+        if walk.alias not in (None, alias):
+            raise ConfigurationError(
+                f"resumable() walks {walk.of} in the database {walk.alias!r}, and the row of "
+                f"{claim.key!r} is in {alias!r}: no transaction holds a chunk and its cursor. Send "
+                f"the task with using={walk.alias!r}, or go through a list."
+            )
+        if cursor is None:
+            cursor = walk.start()
+        elif why := walk.misfit(cursor):
+            raise unfit(claim, cursor, why)
+        chunk = Chunk(claim, alias)
+        try:
+            is_last = False
+            while not is_last:
+                chunk.open()
+                items, at, is_last = walk.read(cursor.at, alias, self._every)
+                if not items:
+                    return
+                yield from items
+                cursor = cursor._replace(at=at, done=(cursor.done or 0) + len(items))
+                del items  # memory for one chunk, not two
+                chunk.commit(cursor)
+                if not is_last:
+                    hand_over_if_told(claim)
+        finally:
+            chunk.abandon()
+
+
+@overload
+def resumable(items: QuerySet[M, M], /, *, every: int = 500, key: str = "pk") -> Resumable[M]: ...
+@overload
+def resumable(items: Sequence[T], /, *, every: int = 500) -> Resumable[T]: ...
+def resumable(items: Any, /, *, every: int = 500, key: str = "pk") -> Resumable[Any]:
+    """
+    Loop over items so that a killed task goes on behind those that are done.
+
+    The loop runs in chunks. What its body writes to the database of the task's row, and the place
+    behind the chunk, are committed in one transaction. After a kill, a failure or a retry, the
+    next run of the message begins behind the last committed chunk: no item twice, none left out.
+    Effects elsewhere, such as mails, are repeated for at most one chunk. Rows are read a chunk at a
+    time, by their key, so they may be added and deleted meanwhile: rows with a larger key than the
+    last one are still walked.
+
+    It works in a task with ``outbox="until_done"``, in a step of stages, and under ``idempotent``
+    (``finish()``, or the end of the work, forgets the place). In a direct or eager call it is a
+    plain loop with a transaction for each chunk.
+
+    A chunk that is not completed is rolled back: at ``break`` and ``return``, at an error,
+    ``retry()`` or a soft time limit, and at the end of the task, whoever still refers to the loop.
+    A nested ``atomic()`` is a savepoint in the chunk. ``finish()`` belongs behind the loop. An
+    ``async`` body can't use it.
+
+    When its worker shuts down, the task ends behind the open chunk, and a relay gives its message
+    to another worker; ``max_deaths`` counts deaths since the last chunk.
+
+    Args:
+        items: A queryset, without an order, slice or ``distinct()`` of its own, or a sequence that
+            is the same in each run, such as a range. For anything else see :func:`checkpoint`.
+        every: How many items a chunk has.
+        key: The field by which a queryset is walked, unique and never NULL.
+
+    Raises:
+        ConfigurationError: At the first item: the code has no claim, or a second loop; the rows are
+            in another database; or the place does not fit the code, because the key has another
+            type, the list is shorter, or something else is walked.
+        WrongTransaction: The loop is begun inside ``atomic()``.
+        ClaimLost: Another process does the work now; the chunk is rolled back.
+
+    Example:
+        >>> from celery import shared_task
+        >>> from django_celery_safe import SafeTask, resumable
+        >>> @shared_task(base=SafeTask, outbox="until_done")
+        ... def refresh_prices(feed):
+        ...     for price in resumable(Price.objects.filter(feed=feed), every=500):
+        ...         price.refresh()
+    """
+    if type(every) is not int or every < 1:
+        raise ConfigurationError(f"every={every!r} is not a valid size of a chunk: give 1 or more.")
+    return Resumable(find_walk(items, key), every)

@@ -1,0 +1,155 @@
+"""What a resumable loop walks: the rows of a queryset, or the items of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from django.core.exceptions import FieldDoesNotExist, ValidationError
+from django.db import router
+from django.db.models import QuerySet
+from django.db.models.query import ModelIterable
+
+from ..exceptions import ConfigurationError
+from .cursor import Cursor
+
+
+class Part(NamedTuple):
+    """
+    The items of one chunk.
+
+    Attributes:
+        items: The items.
+        at: The place behind them.
+        is_last: Whether there was no further item.
+    """
+
+    items: list[Any]
+    at: Any
+    is_last: bool
+
+
+class Walk(Protocol):
+    """
+    Something with places, so that a run can go on behind one of them.
+
+    Attributes:
+        of: Its name in a cursor.
+        alias: The database in which its chunks must be; None: any.
+    """
+
+    of: str
+    alias: str | None
+
+    def start(self) -> Cursor:
+        """Return the cursor of its beginning."""
+
+    def misfit(self, cursor: Cursor) -> str:
+        """Return why a cursor is none of this walk, as a clause; "": it is one."""
+
+    def read(self, at: Any, alias: str, most: int) -> Part:
+        """Return up to ``most`` items behind a place."""
+
+
+class Rows:
+    """
+    The rows of a queryset, by a unique key.
+
+    Raises:
+        ConfigurationError: The key is not unique, or the queryset has no order by it.
+    """
+
+    def __init__(self, rows: QuerySet[Any], key: str) -> None:
+        meta = rows.model._meta
+        try:
+            self._key = meta.pk if key == "pk" else meta.get_field(key)
+        except FieldDoesNotExist as error:
+            raise ConfigurationError(f"key={key!r} is no field of {meta.label}.") from error
+        field: Any = self._key
+        if not (getattr(field, "unique", False) and field.concrete) or field.null:
+            raise ConfigurationError(
+                f"key={key!r} of {meta.label} can't name a place in a queryset: the key has to be "
+                f"one column that is unique and never NULL."
+            )
+        self._refuse(rows)
+        chosen: Any = rows
+        self.alias: str | None = chosen._db or router.db_for_write(rows.model, **chosen._hints)
+        self._rows, self._name = rows, field.attname
+        self.of = f"{meta.label_lower} by {field.attname}"
+
+    def _refuse(self, rows: QuerySet[Any]) -> None:
+        query = rows.query
+        faults = {
+            "a slice": query.is_sliced,
+            "distinct()": query.distinct,
+            "order_by()": query.order_by or query.extra_order_by or not query.standard_ordering,
+            "union() or the like": query.combinator,
+            "values()": not issubclass(rows._iterable_class, ModelIterable),
+        }
+        if fault := next((name for name, is_there in faults.items() if is_there), ""):
+            raise ConfigurationError(
+                f"resumable() walks rows of {rows.model._meta.label} in the order of their key, "
+                f"each once, and can't do that with {fault}. Leave it out, or go through a list."
+            )
+
+    def start(self) -> Cursor:
+        return Cursor(self.of, None, 0, self._rows.using(self.alias).count())
+
+    def misfit(self, cursor: Cursor) -> str:
+        try:
+            fits = cursor.at is None or self._key.to_python(cursor.at) == cursor.at
+        except ValidationError:
+            fits = False
+        return "" if fits else f"the key is now a {type(self._key).__name__}"
+
+    def read(self, at: Any, alias: str, most: int) -> Part:
+        rows = self._rows.using(alias).order_by(self._name)
+        if at is not None:
+            rows = rows.filter(**{f"{self._name}__gt": at})
+        found = list(rows[:most])
+        # The last key before the body runs, which may give a row another one.
+        last = getattr(found[-1], self._name) if found else at
+        # A join may return a row several times, one behind the other.
+        once = {getattr(row, self._name): row for row in found}
+        return Part([*once.values()], last, len(found) < most)
+
+
+class Items:
+    """The items of a list or another sequence, by their index."""
+
+    of = "a list"
+    alias: str | None = None
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._items = items
+
+    def start(self) -> Cursor:
+        return Cursor(self.of, 0, 0, len(self._items))
+
+    def misfit(self, cursor: Cursor) -> str:
+        if not isinstance(cursor.at, int) or not isinstance(cursor.total, int):
+            return "it is no index"
+        now = len(self._items)
+        return "" if now >= cursor.total else f"the list has {now:,} items now, of {cursor.total:,}"
+
+    def read(self, at: Any, alias: str, most: int) -> Part:
+        items = list(self._items[at : at + most])
+        return Part(items, at + len(items), at + len(items) >= len(self._items))
+
+
+def find_walk(items: Any, key: str) -> Walk:
+    """
+    Return how to walk something.
+
+    Raises:
+        ConfigurationError: It has no places, as a generator.
+    """
+    if isinstance(items, QuerySet):
+        return Rows(items, key)
+    if isinstance(items, Sequence) and not isinstance(items, str | bytes):
+        return Items(items)
+    raise ConfigurationError(
+        f"resumable() got {type(items).__name__}, which can't be begun in the middle. Give a "
+        f"queryset, a list or a range; for anything else set the place yourself, with checkpoint() "
+        f"and resumed_at()."
+    )
