@@ -77,7 +77,11 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
             self.free().update(
                 # The cursor of a call with other arguments says nothing about this one. It comes
                 # first, because MySQL's SET sees what stands before it.
-                cursor=Case(When(digest=digest, then="cursor"), default=Value("")),
+                cursor=Case(
+                    When(digest=digest, then="cursor"),
+                    default=Value(""),
+                    output_field=ExactTextField(),
+                ),
                 state=IdempotencyRecord.State.RUNNING,
                 token=token,
                 ends_at=Now() + lease,

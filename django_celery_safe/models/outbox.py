@@ -11,6 +11,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..databases import Now
 from ..leases.holder import HeldLock, decode_holder
+from ..resuming.cursor import Cursor
 from ..sending.serialization import find_arguments
 from ..texts import duration
 from .columns import ExactCharField, ExactTextField, PartialIndex
@@ -40,7 +41,7 @@ class OutboxMessage(ListedRow):
 
     json_keys = (
         "id", "database", "state", "task", "task_id", "age_s", "due_in_s", "process", "attempts",
-        "starts", "deaths", "resent", "error_type", "error",
+        "starts", "deaths", "resent", "progress", "checkpoint_s", "error_type", "error",
     )  # fmt: skip
 
     task = ExactCharField(_("task"), max_length=255)
@@ -156,6 +157,17 @@ class OutboxMessage(ListedRow):
         return find_arguments(self)
 
     @property
+    def progress(self) -> str:
+        """How far its task got, such as ``1,500 of 20,000``; "": it does not say."""
+        cursor = Cursor.read(self.cursor)
+        return "" if cursor is None else cursor.progress
+
+    @property
+    def checkpoint_s(self) -> float | None:
+        """Seconds since the last checkpoint of its task; None: it had none."""
+        return self.seconds_since(self.checkpoint_at)
+
+    @property
     def finished(self) -> bool:
         """Whether the task called ``current_claim().finish()`` and has not ended well since."""
         return bool(self.result) and self.state != State.DONE
@@ -172,6 +184,8 @@ class OutboxMessage(ListedRow):
             facts.append(due.format(time=duration(self.due_in_s)))
         if self.attempts:
             facts.append(gettext("{count} failed attempt(s)").format(count=self.attempts))
+        if self.progress:
+            facts.append(self.progress)
         if self.deaths:
             facts.append(gettext("{count} death(s)").format(count=self.deaths))
         error = ": ".join(filter(None, [self.error_type, self.error]))

@@ -1,6 +1,7 @@
 """Carried tasks that write to each row once, and die on the way."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from django_celery_safe import resumable
@@ -57,10 +58,8 @@ def die_after(carried: Carried, message: Message, count: int, items: Any, **opti
     whole = loop(items, {count: stop}, **options)
 
     def body(task: Any, *args: Any) -> None:
-        try:
+        with suppress(Stop):
             whole(task)
-        except Stop:
-            pass
 
     carried.body = body
     leave_dead(carried, message, after_body=True)
