@@ -62,6 +62,11 @@ UPDATE django_celery_safe_outboxmessage
 SET state = 'sent', due_at = AFTER(:wait), token = '', sent_at = NOW, attempts = 0
 WHERE id IN (:ids) AND token = :token
 
+-- await_eta --
+UPDATE django_celery_safe_outboxmessage
+SET due_at = AFTER(:wait), sent_at = AFTER(:wait), token = ''
+WHERE id IN (:ids) AND token = :token
+
 -- give_back --
 UPDATE django_celery_safe_outboxmessage
 SET due_at = AFTER(:delay), token = '', error = COALESCE(:error, error)

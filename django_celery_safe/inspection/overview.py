@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from django.db.models import Count, Max, Min, Q, QuerySet
+from django.db.models.functions import Coalesce
 
 from ..databases import Now, read_moment
 from ..locks import iter_locks
@@ -61,7 +62,8 @@ class OutboxFigures(NamedTuple):
 
     Attributes:
         pending, sent, running, failed, dead: Number of messages in each state.
-        oldest_s: The age of the oldest pending message; None: there is none.
+        oldest_s: For how long the oldest pending message waits to be sent, since it was sent last
+            or its eta; None: there is none.
         lag_s: Seconds for which the longest due message has been due; 0: nothing is due.
         relay: The relay that was seen last; None: no relay was ever seen.
     """
@@ -117,13 +119,14 @@ def outbox_figures(alias: str, most: int) -> OutboxFigures:
     """Return the figures of the outbox in a database, each up to ``most``; four queries."""
     messages = OutboxMessage.objects.using(alias)
     pending = Q(state=OutboxMessage.State.PENDING)
+    awaits_eta = Q(sent_at__gt=Now())
     # Rows that are due soonest come first: pending messages before running and sent ones.
     live = messages.filter(due_at__isnull=False).order_by("due_at", "pk")[: most + 1]
     seen = live.aggregate(
         total=Count("pk"),
         pending=Count("pk", filter=pending),
         running=Count("pk", filter=Q(state=OutboxMessage.State.RUNNING)),
-        oldest_at=Min("created_at", filter=pending),
+        oldest_at=Min(Coalesce("sent_at", "created_at"), filter=pending & ~awaits_eta),
         due_at=Min("due_at"),
         asked_at=Max(Now()),
     )

@@ -62,7 +62,7 @@ class OutboxMessage(ListedRow):
     attempts = models.PositiveSmallIntegerField(_("attempts"), default=0)
     #: The last error.
     error = ExactTextField(_("error"), default="")
-    #: When it was sent last, even if it is pending again.
+    #: When it was sent last, even if it is pending again; or when it will be, because of its eta.
     sent_at = models.DateTimeField(_("sent at"), null=True)
     #: The id of this attempt of its task, from the header; "": not carried until done.
     attempt = ExactCharField(max_length=32, default="")

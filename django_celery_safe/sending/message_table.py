@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from .. import conf, queries
 from ..databases import Now
 from ..leases.lease_table import LeaseTable
+
+W = TypeVar("W", float, float | None)
 
 #: The states of a message whose task has ended.
 ENDED: Final = ("done", "failed")
@@ -102,13 +104,15 @@ class MessageTable(LeaseTable):
             sent: For each row's key: after how many seconds a relay sends the message again; None:
                 its row ends now.
         """
-        alike: dict[float | None, list[int]] = {}
-        for pk, wait in sent.items():
-            alike.setdefault(wait, []).append(pk)
-        for wait, ids in alike.items():
+        for wait, ids in _group(sent):
             ends = "keep_sent" if conf.keeps_sent() else "erase_sent"
             name = ends if wait is None else "carry_sent"
             queries.execute(self.alias, name, ids, token=token, wait=wait)
+
+    def await_eta(self, token: str, waits: Mapping[int, float]) -> None:
+        """Let claimed messages wait for their eta: for each row's key, how many seconds."""
+        for wait, ids in _group(waits):
+            queries.execute(self.alias, "await_eta", ids, token=token, wait=wait)
 
     def give_back(
         self, token: str, ids: Iterable[int], delay: float = 0.0, error: str | None = None
@@ -121,6 +125,14 @@ class MessageTable(LeaseTable):
             error: Why they could not be sent; None: the error before stays.
         """
         queries.execute(self.alias, "give_back", ids, token=token, delay=delay, error=error)
+
+
+def _group(waits: Mapping[int, W]) -> Iterable[tuple[W, list[int]]]:
+    """Return the keys for each wait."""
+    alike: dict[W, list[int]] = {}
+    for pk, wait in waits.items():
+        alike.setdefault(wait, []).append(pk)
+    return alike.items()
 
 
 @lru_cache

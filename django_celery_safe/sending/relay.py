@@ -50,7 +50,7 @@ from .capture import Message
 from .followed import Fault, fail_message, find_follower
 from .housekeeping import Housekeeping
 from .message_table import message_table
-from .outbox import EXPIRED, resend_delay
+from .outbox import EXPIRED, resend_delay, time_to_wait
 from .publisher import Publisher
 from .serialization import ForAnotherRelay, to_message
 from .trouble import Trouble
@@ -92,11 +92,13 @@ class ClaimedMessage(NamedTuple):
 
     Attributes:
         needs: The names of servers that must answer before it is published; empty: none.
+        wait: How many seconds it has to wait for its eta; None: it is published now.
     """
 
     row: OutboxMessage
     message: Message
     needs: str
+    wait: float | None
 
     @classmethod
     def of(cls, row: OutboxMessage) -> Self:
@@ -109,12 +111,13 @@ class ClaimedMessage(NamedTuple):
             needed.append("the result backend")
         if "sent" in header:
             needed.append(f"the store of its lock {header.get('cache', '')}")
-        return cls(row, message, " and ".join(needed))
+        return cls(row, message, " and ".join(needed), time_to_wait(message))
 
     @property
     def is_expired(self) -> bool:
-        """Whether the message would be re-sent although its task has expired."""
-        left = seconds_until(self.message.expires) if self.row.why_again else None
+        """Whether the message would be re-sent, or waited for its eta, until its task expired."""
+        has_waited = self.row.why_again or self.message.eta
+        left = seconds_until(self.message.expires) if has_waited else None
         return left is not None and left <= 0
 
 
@@ -154,6 +157,8 @@ class Relay:
         self._left: set[int] = set()
         #: Rows that were sent: how many seconds later they are sent again; None: they end.
         self._sent: dict[int, float | None] = {}
+        #: Rows whose sender died before it had them wait for their eta, and for how many seconds.
+        self._waits: dict[int, float] = {}
         #: Messages that were sent, but not announced to receivers yet.
         self._unannounced: list[Message] = []
         #: When the last claimed row was due, and until when the relay looks only at later rows.
@@ -295,7 +300,7 @@ class Relay:
             return  # another relay may claim these rows soon
         publisher = Publisher(app, connection.lend, wait=LONGEST_WAIT, patient=True)
         self._publishers[app] = publisher
-        free = [one for one in claimed if not one.needs]
+        free = [one for one in claimed if not one.needs and one.wait is None]
         if len(free) > 1:
             waiting = iter(free)
             publisher.publish_together(
@@ -328,9 +333,11 @@ class Relay:
             BrokerGone: The broker takes no message now.
         """
         try:
-            self._register_chord(one)
+            if now := one.wait is None:
+                self._register_chord(one)
             # A process that died right afterwards may have published this very message.
-            duplicate = publisher.publish(one.message, again=True, begun=one.row.starts > 0)
+            begun = one.row.starts > 0
+            duplicate = publisher.publish(one.message, again=True, begun=begun, now=now)
         except SoftTimeLimitExceeded:
             raise
         except BrokerGone as gone:
@@ -373,6 +380,9 @@ class Relay:
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         self._left.discard(one.row.pk)
+        if one.wait is not None and not is_duplicate:
+            self._waits[one.row.pk] = one.wait
+            return
         self._sent[one.row.pk] = None if is_duplicate else resend_delay(one.message, one.row.resent)
         self.count += 1
         if is_duplicate:
@@ -404,6 +414,9 @@ class Relay:
         if self._sent:
             self._table.record_sent(self._token, self._sent)
             self._sent = {}
+        if self._waits:
+            self._table.await_eta(self._token, self._waits)
+            self._waits = {}
 
     def _give_back(self) -> None:
         """Make the rows that were not reached due now, instead of when the lease expires."""
