@@ -8,8 +8,8 @@ from django.db import transaction
 
 from ..exceptions import ConfigurationError
 from ..transactions import in_atomic
-from .cursor import Cursor, begin_walk
-from .handing_over import hand_over_if_told
+from .cursor import Cursor, begin_walk, record
+from .handing_over import HandedOver, hand_over_if_told
 
 #: What such a cursor is of.
 OF: Final = "checkpoint()"
@@ -50,21 +50,19 @@ def checkpoint(cursor: Any) -> None:
     claim, _ = begin_walk(OF, "checkpoint()")
     if claim.table is None:
         return
-    alias, text = claim.table.alias, Cursor(OF, cursor).encode()
-    is_inside = in_atomic(alias)
-    if is_inside:
+    alias, place = claim.table.alias, Cursor(OF, cursor)
+    if in_atomic(alias):
         try:
             hand_over_if_told(claim)
-        except BaseException:
+        except HandedOver:
             transaction.set_rollback(True, using=alias)  # even if the block does not see the error
             raise
-        ours = claim.move(text)
+        lost = record(alias, place)
     else:
-        ours = claim.ask(lambda: claim.move(text))
-    if not ours:
-        claim.raise_lost()
-    if not is_inside:
-        hand_over_if_told(claim)
+        lost = claim.ask(lambda: record(alias, place))
+    if lost is not None:
+        lost.raise_lost()
+    hand_over_if_told(claim)
 
 
 def resumed_at() -> Any:

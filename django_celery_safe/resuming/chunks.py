@@ -10,9 +10,9 @@ from django.db import connections, transaction
 
 from ..databases import MYSQL
 from ..exceptions import WrongTransaction
-from ..leases.claim import Claim, own_claims
+from ..leases.claim import Claim
 from ..transactions import in_atomic, lock_whole
-from .cursor import Cursor
+from .cursor import Cursor, record
 
 
 class Chunk:
@@ -76,10 +76,9 @@ class Chunk:
             )
         if len(self._blocks) > 1:
             self._blocks.pop().__exit__(None, None, None)
-        for claim in own_claims():  # the message's as well as the key's
-            if claim.table.alias == self._alias and not claim.move(cursor.encode()):
-                self.abandon()
-                claim.raise_lost()
+        if (lost := record(self._alias, cursor)) is not None:
+            self.abandon()
+            lost.raise_lost()
         block = self._blocks.pop()
         self._claim.abandon_chunk = None
         block.__exit__(None, None, None)

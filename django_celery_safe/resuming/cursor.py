@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple, Self
 
 from ..exceptions import ConfigurationError, WrongTransaction
-from ..leases.claim import Claim, current_claim
+from ..leases.claim import Claim, current_claim, own_claims
 from ..leases.holder import GARBLED
 from ..transactions import is_manual
 from ..values import NotPlain, decode, encode
@@ -93,6 +93,15 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
         raise unfit(claim, cursor, f"the code walks {of}")
     claim.walks, claim.began_with = of, cursor
     return claim, cursor
+
+
+def record(alias: str, cursor: Cursor) -> Claim | None:
+    """Record a cursor of the running work; return the claim that is no longer ours, or None."""
+    text = cursor.encode()
+    for claim in own_claims():  # the message's as well as the key's
+        if claim.table.alias == alias and not claim.move(text):
+            return claim
+    return None
 
 
 def unfit(claim: Claim, cursor: Cursor, why: str) -> ConfigurationError:
