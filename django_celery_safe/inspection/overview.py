@@ -64,6 +64,8 @@ class OutboxFigures(NamedTuple):
         pending, sent, running, failed, dead: Number of messages in each state.
         oldest_s: For how long the oldest pending message waits to be sent, since it was sent last
             or its eta; None: there is none.
+        checkpoint_s: Seconds since the last checkpoint of the running task whose checkpoint is the
+            oldest; None: none has one.
         lag_s: Seconds for which the longest due message has been due; 0: nothing is due.
         relay: The relay that was seen last; None: no relay was ever seen.
     """
@@ -74,6 +76,7 @@ class OutboxFigures(NamedTuple):
     failed: Figure
     dead: Figure
     oldest_s: float | None
+    checkpoint_s: float | None
     lag_s: float
     relay: RelaySeen | None
 
@@ -119,13 +122,15 @@ def outbox_figures(alias: str, most: int) -> OutboxFigures:
     """Return the figures of the outbox in a database, each up to ``most``; four queries."""
     messages = OutboxMessage.objects.using(alias)
     pending = Q(state=OutboxMessage.State.PENDING)
+    running = Q(state=OutboxMessage.State.RUNNING)
     awaits_eta = Q(sent_at__gt=Now())
     # Rows that are due soonest come first: pending messages before running and sent ones.
     live = messages.filter(due_at__isnull=False).order_by("due_at", "pk")[: most + 1]
     seen = live.aggregate(
         total=Count("pk"),
         pending=Count("pk", filter=pending),
-        running=Count("pk", filter=Q(state=OutboxMessage.State.RUNNING)),
+        running=Count("pk", filter=running),
+        checkpoint_at=Min("checkpoint_at", filter=running),
         oldest_at=Min(Coalesce("sent_at", "created_at"), filter=pending & ~awaits_eta),
         due_at=Min("due_at"),
         asked_at=Max(Now()),
@@ -139,6 +144,7 @@ def outbox_figures(alias: str, most: int) -> OutboxFigures:
         failed=count(messages.failed().order_by("-ended_at"), most),
         dead=count(messages.dead().order_by("-ended_at"), most),
         oldest_s=seconds_between(seen["oldest_at"], seen["asked_at"]),
+        checkpoint_s=seconds_between(seen["checkpoint_at"], seen["asked_at"]),
         lag_s=seconds_between(seen["due_at"], seen["asked_at"]) or 0.0,
         relay=find_relay(alias),
     )

@@ -158,7 +158,7 @@ class OutboxMessage(ListedRow):
 
     @property
     def progress(self) -> str:
-        """How far its task got, such as ``1,500 of 20,000``; "": it does not say."""
+        """How far its task got, such as ``1,500/20,000``; "": it does not say."""
         cursor = Cursor.read(self.cursor)
         return "" if cursor is None else cursor.progress
 

@@ -57,7 +57,7 @@ class Cursor(NamedTuple):
         """How far the work got, for people."""
         if self.done is None:
             return f"{self.at!r:.40}"
-        return f"{self.done:,}" if self.total is None else f"{self.done:,} of {self.total:,}"
+        return f"{self.done:,}" if self.total is None else f"{self.done:,}/{self.total:,}"
 
 
 def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:

@@ -157,7 +157,7 @@ def test_a_carried_task_that_is_idempotent_has_one_place(carried: Carried) -> No
     carried.body = body
     leave_dead(carried, again, after_body=True)
     assert carried.row.deaths == 0
-    assert carried.row.progress == "10 of 10"
+    assert carried.row.progress == "10/10"
     (again,) = carried.relay()
     assert carried.mailbox.deliver(again) == ("SUCCESS", None)
 

@@ -21,7 +21,7 @@ def test_a_task_is_handed_over_behind_its_chunk(carried: Carried, shut_down: Shu
     carried.body = loop(people, {2: shut_down}, every=3)
     assert carried.mailbox.deliver(carried.send()).state == "IGNORED"
     row = carried.row
-    assert (row.state, row.deaths, row.starts, row.progress) == ("pending", 0, 1, "3 of 10")
+    assert (row.state, row.deaths, row.starts, row.progress) == ("pending", 0, 1, "3/10")
     assert carried.waits <= 0
     (again,) = carried.relay()
     carried.body = loop(people, every=10)
@@ -73,7 +73,7 @@ def test_what_the_task_makes_of_it_does_not_count(
     shut_down()
     carried.body = lambda task: body(task, people)
     assert carried.mailbox.deliver(carried.send()).state == "IGNORED"
-    assert (carried.row.state, carried.row.progress) == ("pending", "3 of 10")
+    assert (carried.row.state, carried.row.progress) == ("pending", "3/10")
     assert carried.waits <= 0
     assert not carried.mailbox.take()
 

@@ -47,7 +47,7 @@ def test_a_killed_child_loses_its_open_chunk(scene: Scene, room: Room) -> None:
         os.kill(room.runs()[-1]["pid"], signal.SIGKILL)
         room.until(lambda: len(room.journal.entries("there")) == 2, "not again", PATIENCE)
         assert sum(written(scene.alias).values()) == 3
-        assert scene.row(task_id).progress == "3 of 10"
+        assert scene.row(task_id).progress == "3/10"
         room.open()
         scene.until(task_id, "gone", room)
     assert written(scene.alias) == EACH_ONCE
@@ -90,7 +90,7 @@ def test_a_worker_that_shuts_down_hands_over(scene: Scene, room: Room, pool: str
     row = scene.row(task_id)
     assert row.state in ("pending", "sent")
     # Until it has closed its connection, the same worker may take the message once more.
-    assert row.progress in ("6 of 10", "9 of 10")
+    assert row.progress in ("6/10", "9/10")
     with scene.worker(queue, pool, 1):
         scene.until(task_id, "gone", room)
     assert written(scene.alias) == EACH_ONCE
