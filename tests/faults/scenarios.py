@@ -12,6 +12,7 @@ SUMMARIES = {
     "stages": "runs of stages, messages twice, workers killed, the broker restarted",
     "carried": "tasks until they are done, while workers, relay and broker lose them",
     "poison": "tasks that kill each process that runs them, among a thousand others",
+    "resumable": "loops over a table while children are killed and workers shut down",
 }
 
 
