@@ -49,10 +49,7 @@ GAUGES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Time since a relay could have taken the message that is due the longest.",
         ("database",),
     ),
-    "outbox_checkpoint_age_seconds": (
-        "Time since the last checkpoint of the running task whose checkpoint is the oldest.",
-        ("database",),
-    ),
+    "outbox_checkpoint_age_seconds": ("Age of a running task's last checkpoint.", ("database",)),
     "relay_last_seen_timestamp_seconds": ("When a relay was seen last.", ("database",)),
     "locks_held": ("Locks that are held, by what holds them.", ("kind",)),
     "locks_overdue": ("Locks that their holder should have renewed by now.", ()),
@@ -148,8 +145,7 @@ def _read_outbox(alias: str, most: int) -> Iterator[Sample]:
     for state in STATES:
         yield "outbox_messages", getattr(figures, state).number, (alias, state)
     yield "outbox_lag_seconds", figures.lag_s, (alias,)
-    if figures.checkpoint_s is not None:
-        yield "outbox_checkpoint_age_seconds", figures.checkpoint_s, (alias,)
+    yield "outbox_checkpoint_age_seconds", figures.checkpoint_s, (alias,)
     if figures.relay is not None:
         yield "relay_last_seen_timestamp_seconds", figures.relay.at.timestamp(), (alias,)
 

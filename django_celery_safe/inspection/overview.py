@@ -65,7 +65,7 @@ class OutboxFigures(NamedTuple):
         oldest_s: For how long the oldest pending message waits to be sent, since it was sent last
             or its eta; None: there is none.
         checkpoint_s: Seconds since the last checkpoint of the running task whose checkpoint is the
-            oldest; None: none has one.
+            oldest; 0: none has one.
         lag_s: Seconds for which the longest due message has been due; 0: nothing is due.
         relay: The relay that was seen last; None: no relay was ever seen.
     """
@@ -76,7 +76,7 @@ class OutboxFigures(NamedTuple):
     failed: Figure
     dead: Figure
     oldest_s: float | None
-    checkpoint_s: float | None
+    checkpoint_s: float
     lag_s: float
     relay: RelaySeen | None
 
@@ -144,7 +144,7 @@ def outbox_figures(alias: str, most: int) -> OutboxFigures:
         failed=count(messages.failed().order_by("-ended_at"), most),
         dead=count(messages.dead().order_by("-ended_at"), most),
         oldest_s=seconds_between(seen["oldest_at"], seen["asked_at"]),
-        checkpoint_s=seconds_between(seen["checkpoint_at"], seen["asked_at"]),
+        checkpoint_s=seconds_between(seen["checkpoint_at"], seen["asked_at"]) or 0.0,
         lag_s=seconds_between(seen["due_at"], seen["asked_at"]) or 0.0,
         relay=find_relay(alias),
     )

@@ -228,10 +228,14 @@ class Claim(ABC):
             self._roll_back_open()
             if (shutdown := find_shutdown(error)) is not None:
                 raise shutdown from error
+            if self.handed_over is not None and isinstance(error, Exception):
+                raise self.handed_over from None
             raise
         finally:
             _current.set(before)
         self._abandon()
+        if self.handed_over is not None:
+            raise self.handed_over
         if self._roll_back_open():
             raise WrongTransaction(
                 f"{self.key!r} ended with a transaction open on {self.table.alias!r}, or with "
@@ -403,11 +407,6 @@ class Claim(ABC):
         row = self._rows().claimed(self.token)
         found: str | None = row.values_list("cursor", flat=True).first()
         return self.raise_lost() if found is None else found
-
-    def move(self, cursor: str) -> bool:
-        """Record how far the work got; return whether the claim was ours."""
-        ours: bool = self.table.move(self.name, self.token, cursor)
-        return ours
 
     def check_unfinished(self) -> None:
         """

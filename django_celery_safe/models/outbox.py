@@ -41,7 +41,7 @@ class OutboxMessage(ListedRow):
 
     json_keys = (
         "id", "database", "state", "task", "task_id", "age_s", "due_in_s", "process", "attempts",
-        "starts", "deaths", "resent", "progress", "checkpoint_s", "error_type", "error",
+        "starts", "deaths", "resent", "progress", "checkpoint_at", "error_type", "error",
     )  # fmt: skip
 
     task = ExactCharField(_("task"), max_length=255)
@@ -88,6 +88,7 @@ class OutboxMessage(ListedRow):
     traceback = ExactTextField(_("traceback"), default="")
     #: How far its task got with ``resumable()`` or ``checkpoint()``, as JSON; "": not at all.
     cursor = ExactTextField(default="")
+    #: When that was recorded last.
     checkpoint_at = models.DateTimeField(_("last checkpoint"), null=True)
 
     objects = OutboxMessages.as_manager()
@@ -161,11 +162,6 @@ class OutboxMessage(ListedRow):
         """How far its task got, such as ``1,500/20,000``; "": it does not say."""
         cursor = Cursor.read(self.cursor)
         return "" if cursor is None else cursor.progress
-
-    @property
-    def checkpoint_s(self) -> float | None:
-        """Seconds since the last checkpoint of its task; None: it had none."""
-        return self.seconds_since(self.checkpoint_at)
 
     @property
     def finished(self) -> bool:

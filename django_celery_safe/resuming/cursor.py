@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple, Self
 
-from ..exceptions import ConfigurationError, WrongTransaction
+from ..exceptions import ConfigurationError
 from ..leases.claim import Claim, current_claim, own_claims
 from ..leases.holder import GARBLED
-from ..transactions import is_manual
 from ..values import NotPlain, decode, encode
 
 #: Longest cursor, characters of JSON: each checkpoint writes all of it.
@@ -71,7 +70,6 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
     Raises:
         ConfigurationError: The code has no claim, or walks something else as well; or the cursor
             is of something else.
-        WrongTransaction: The project itself commits on the database of the claim.
         ClaimLost: The claim is no longer ours.
     """
     claim = current_claim()
@@ -83,11 +81,6 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
                 f"one, of {of}. Put each loop into a task, or a step, of its own."
             )
         return claim, claim.began_with
-    if claim.table is not None and is_manual(claim.table.alias):
-        raise WrongTransaction(
-            f"{what} is called while autocommit is off on {claim.table.alias!r}, so nothing would "
-            f"commit the cursor. Call set_autocommit(True) before."
-        )
     cursor = Cursor.read(claim.read_cursor())
     if cursor is not None and cursor.of != of:
         raise unfit(claim, cursor, f"the code walks {of}")
@@ -99,7 +92,8 @@ def record(alias: str, cursor: Cursor) -> Claim | None:
     """Record a cursor of the running work; return the claim that is no longer ours, or None."""
     text = cursor.encode()
     for claim in own_claims():  # the message's as well as the key's
-        if claim.table.alias == alias and not claim.move(text):
+        table = claim.table
+        if table.alias == alias and not table.move(claim.name, claim.token, text):
             return claim
     return None
 

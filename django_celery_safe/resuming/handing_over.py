@@ -8,7 +8,6 @@ pool does not fork, the task is not told, and ends as it would without this.
 
 from __future__ import annotations
 
-import functools
 import mmap
 from typing import Any
 
@@ -43,7 +42,6 @@ def _on_init(sender: Any, **kwargs: Any) -> None:
 
 
 def _telling(wait: Any) -> Any:
-    @functools.wraps(wait)
     def tell(*args: Any, **kwargs: Any) -> Any:
         _on_shutting_down()
         return wait(*args, **kwargs)

@@ -12,7 +12,7 @@ from ..exceptions import ConfigurationError
 from .chunks import Chunk
 from .cursor import begin_walk, unfit
 from .handing_over import hand_over_if_told
-from .walks import Walk, find_walk
+from .walks import Items, Rows, find_walk
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Model)
@@ -21,7 +21,7 @@ M = TypeVar("M", bound=Model)
 class Resumable(Generic[T]):
     """The items that are not done yet; each ``for`` begins a loop."""
 
-    def __init__(self, walk: Walk, every: int) -> None:
+    def __init__(self, walk: Rows | Items, every: int) -> None:
         self._walk, self._every = walk, every
 
     def __iter__(self) -> Iterator[T]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from django.core.exceptions import FieldDoesNotExist, ValidationError
+from django.core.exceptions import ValidationError
 from django.db import router
 from django.db.models import QuerySet
 from django.db.models.query import ModelIterable
@@ -29,43 +30,22 @@ class Part(NamedTuple):
     is_last: bool
 
 
-class Walk(Protocol):
-    """
-    Something with places, so that a run can go on behind one of them.
-
-    Attributes:
-        of: Its name in a cursor.
-        alias: The database in which its chunks must be; None: any.
-    """
-
-    of: str
-    alias: str | None
-
-    def start(self) -> Cursor:
-        """Return the cursor of its beginning."""
-
-    def misfit(self, cursor: Cursor) -> str:
-        """Return why a cursor is none of this walk, as a clause; "": it is one."""
-
-    def read(self, at: Any, alias: str, most: int) -> Part:
-        """Return up to ``most`` items behind a place."""
-
-
 class Rows:
     """
     The rows of a queryset, by a unique key.
 
+    Attributes:
+        of: What a cursor is a place in.
+        alias: The database in which the chunks have to be.
+
     Raises:
-        ConfigurationError: The key is not unique, or the queryset has no order by it.
+        ConfigurationError: The key is not unique, or the queryset can't be ordered by it.
     """
 
     def __init__(self, rows: QuerySet[Any], key: str) -> None:
         meta = rows.model._meta
-        try:
-            self._key = meta.pk if key == "pk" else meta.get_field(key)
-        except FieldDoesNotExist as error:
-            raise ConfigurationError(f"key={key!r} is no field of {meta.label}.") from error
-        field: Any = self._key
+        self._key: Any = meta.pk if key == "pk" else meta.get_field(key)
+        field = self._key
         if not (getattr(field, "unique", False) and field.concrete) or field.null:
             raise ConfigurationError(
                 f"key={key!r} of {meta.label} can't name a place in a queryset: the key has to be "
@@ -93,16 +73,18 @@ class Rows:
             )
 
     def start(self) -> Cursor:
+        """Return the cursor of the beginning."""
         return Cursor(self.of, None, 0, self._rows.using(self.alias).count())
 
     def misfit(self, cursor: Cursor) -> str:
-        try:
-            fits = cursor.at is None or self._key.to_python(cursor.at) == cursor.at
-        except ValidationError:
-            fits = False
-        return "" if fits else f"the key is now a {type(self._key).__name__}"
+        """Return why a cursor does not fit, as a clause; "": it fits."""
+        with suppress(ValidationError):
+            if cursor.at is None or self._key.to_python(cursor.at) == cursor.at:
+                return ""
+        return f"the key is now a {type(self._key).__name__}"
 
     def read(self, at: Any, alias: str, most: int) -> Part:
+        """Return up to ``most`` rows behind a place."""
         rows = self._rows.using(alias).order_by(self._name)
         if at is not None:
             rows = rows.filter(**{f"{self._name}__gt": at})
@@ -115,7 +97,7 @@ class Rows:
 
 
 class Items:
-    """The items of a list or another sequence, by their index."""
+    """The items of a list or another sequence, by their index; as :class:`Rows` otherwise."""
 
     of = "a list"
     alias: str | None = None
@@ -127,17 +109,15 @@ class Items:
         return Cursor(self.of, 0, 0, len(self._items))
 
     def misfit(self, cursor: Cursor) -> str:
-        if not isinstance(cursor.at, int) or not isinstance(cursor.total, int):
-            return "it is no index"
-        now = len(self._items)
-        return "" if now >= cursor.total else f"the list has {now:,} items now, of {cursor.total:,}"
+        now, before = len(self._items), cursor.total or 0
+        return "" if now >= before else f"the list has {now:,} items now, of {before:,}"
 
     def read(self, at: Any, alias: str, most: int) -> Part:
         items = list(self._items[at : at + most])
         return Part(items, at + len(items), at + len(items) >= len(self._items))
 
 
-def find_walk(items: Any, key: str) -> Walk:
+def find_walk(items: Any, key: str) -> Rows | Items:
     """
     Return how to walk something.
 

@@ -225,8 +225,8 @@ class Run:
         if self.claim.is_of_parent():
             return True  # after a bare os.fork() the child leaves the run too
         self.claim.end()
-        if not isinstance(error, HandedOver):
-            self.has_begun = self.has_begun and not isinstance(error, MessageGoesOn)
+        goes_on = isinstance(error, MessageGoesOn) and not isinstance(error, HandedOver)
+        self.has_begun = self.has_begun and not goes_on
         try:
             if isinstance(error, Exception):
                 self._uncount_unbegun()
@@ -508,14 +508,7 @@ def _call(run: Run, request: Context, function: Callable[[], Any]) -> Any:
         refuse_after_deaths(run.task, request.id, found.deaths, found.last_death)
     with run.claim.current():
         run.has_begun = run.is_called
-        try:
-            result = function()
-        except Exception:
-            if run.claim.handed_over is None:
-                raise
-        if run.claim.handed_over is not None:
-            raise run.claim.handed_over
-        return result
+        return function()
 
 
 def end_run(outcome: Outcome) -> None:

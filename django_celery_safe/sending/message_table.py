@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from .. import conf, queries
 from ..databases import Now
 from ..leases.lease_table import LeaseTable
-
-W = TypeVar("W", float, float | None)
 
 #: The states of a message whose task has ended.
 ENDED: Final = ("done", "failed")
@@ -95,7 +93,9 @@ class MessageTable(LeaseTable):
         """Return whether any attempt of a task has not ended; slow, because no index helps."""
         return bool(self.all().filter(task_id=task_id).exclude(state__in=ENDED).exists())
 
-    def record_sent(self, token: str, sent: Mapping[int, float | None]) -> None:
+    def record_sent(
+        self, token: str, sent: Mapping[int, float | None], *, is_far: bool = False
+    ) -> None:
         """
         Record that the broker has messages that a sender or a relay has claimed.
 
@@ -103,16 +103,15 @@ class MessageTable(LeaseTable):
             token: The token of the claim. Rows that another has claimed since are not changed.
             sent: For each row's key: after how many seconds a relay sends the message again; None:
                 its row ends now.
+            is_far: Whether the broker does not have them yet, because they wait for their eta.
         """
-        for wait, ids in _group(sent):
+        alike: dict[float | None, list[int]] = {}
+        for pk, wait in sent.items():
+            alike.setdefault(wait, []).append(pk)
+        for wait, ids in alike.items():
             ends = "keep_sent" if conf.keeps_sent() else "erase_sent"
-            name = ends if wait is None else "carry_sent"
+            name = ends if wait is None else "await_eta" if is_far else "carry_sent"
             queries.execute(self.alias, name, ids, token=token, wait=wait)
-
-    def await_eta(self, token: str, waits: Mapping[int, float]) -> None:
-        """Let claimed messages wait for their eta: for each row's key, how many seconds."""
-        for wait, ids in _group(waits):
-            queries.execute(self.alias, "await_eta", ids, token=token, wait=wait)
 
     def give_back(
         self, token: str, ids: Iterable[int], delay: float = 0.0, error: str | None = None
@@ -125,14 +124,6 @@ class MessageTable(LeaseTable):
             error: Why they could not be sent; None: the error before stays.
         """
         queries.execute(self.alias, "give_back", ids, token=token, delay=delay, error=error)
-
-
-def _group(waits: Mapping[int, W]) -> Iterable[tuple[W, list[int]]]:
-    """Return the keys for each wait."""
-    alike: dict[W, list[int]] = {}
-    for pk, wait in waits.items():
-        alike.setdefault(wait, []).append(pk)
-    return alike.items()
 
 
 @lru_cache

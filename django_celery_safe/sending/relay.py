@@ -92,13 +92,11 @@ class ClaimedMessage(NamedTuple):
 
     Attributes:
         needs: The names of servers that must answer before it is published; empty: none.
-        wait: How many seconds it has to wait for its eta; None: it is published now.
     """
 
     row: OutboxMessage
     message: Message
     needs: str
-    wait: float | None
 
     @classmethod
     def of(cls, row: OutboxMessage) -> Self:
@@ -111,7 +109,7 @@ class ClaimedMessage(NamedTuple):
             needed.append("the result backend")
         if "sent" in header:
             needed.append(f"the store of its lock {header.get('cache', '')}")
-        return cls(row, message, " and ".join(needed), time_to_wait(message))
+        return cls(row, message, " and ".join(needed))
 
     @property
     def is_expired(self) -> bool:
@@ -284,6 +282,9 @@ class Relay:
                 one = ClaimedMessage.of(row)
                 if one.is_expired:
                     self._end_expired(one)
+                elif (wait := time_to_wait(one.message)) is not None:
+                    self._left.discard(row.pk)
+                    self._waits[row.pk] = wait
                 else:
                     claimed.append(one)
             except ForAnotherRelay as error:
@@ -300,7 +301,7 @@ class Relay:
             return  # another relay may claim these rows soon
         publisher = Publisher(app, connection.lend, wait=LONGEST_WAIT, patient=True)
         self._publishers[app] = publisher
-        free = [one for one in claimed if not one.needs and one.wait is None]
+        free = [one for one in claimed if not one.needs]
         if len(free) > 1:
             waiting = iter(free)
             publisher.publish_together(
@@ -333,11 +334,9 @@ class Relay:
             BrokerGone: The broker takes no message now.
         """
         try:
-            if now := one.wait is None:
-                self._register_chord(one)
+            self._register_chord(one)
             # A process that died right afterwards may have published this very message.
-            begun = one.row.starts > 0
-            duplicate = publisher.publish(one.message, again=True, begun=begun, now=now)
+            duplicate = publisher.publish(one.message, again=True, begun=one.row.starts > 0)
         except SoftTimeLimitExceeded:
             raise
         except BrokerGone as gone:
@@ -380,9 +379,6 @@ class Relay:
 
     def _record_sent(self, one: ClaimedMessage, *, is_duplicate: bool = False) -> None:
         self._left.discard(one.row.pk)
-        if one.wait is not None and not is_duplicate:
-            self._waits[one.row.pk] = one.wait
-            return
         self._sent[one.row.pk] = None if is_duplicate else resend_delay(one.message, one.row.resent)
         self.count += 1
         if is_duplicate:
@@ -413,10 +409,8 @@ class Relay:
     def _settle(self) -> None:
         if self._sent:
             self._table.record_sent(self._token, self._sent)
-            self._sent = {}
-        if self._waits:
-            self._table.await_eta(self._token, self._waits)
-            self._waits = {}
+        self._table.record_sent(self._token, self._waits, is_far=True)
+        self._sent, self._waits = {}, {}
 
     def _give_back(self) -> None:
         """Make the rows that were not reached due now, instead of when the lease expires."""

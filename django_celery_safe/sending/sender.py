@@ -294,7 +294,7 @@ class Sender:
         left = [pk for pk in ours if pk not in done]
         try:
             table.record_sent(self.token, self._sent)
-            table.await_eta(self.token, self._waits)
+            table.record_sent(self.token, self._waits, is_far=True)
             if left:
                 table.give_back(self.token, left)
         except UNSETTLED as error:
