@@ -65,6 +65,7 @@ class RecordTable(LeaseTable):
         return bool(queries.execute(self.alias, "add_record", **values, lease=seconds))
 
     def move(self, name: str, token: str, cursor: str) -> bool:
+        """Record how far the work got; return whether the claim held the record."""
         values = {"key": plain_name(name), "token": token, "cursor": cursor}
         return bool(queries.execute(self.alias, "move_record", **values))
 

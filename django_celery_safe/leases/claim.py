@@ -224,7 +224,6 @@ class Claim(ABC):
             _current.set((*before, (self, _find_request())))
             yield
         except BaseException as error:
-            self._abandon()
             self._roll_back_open()
             if (shutdown := find_shutdown(error)) is not None:
                 raise shutdown from error
@@ -233,23 +232,20 @@ class Claim(ABC):
             raise
         finally:
             _current.set(before)
-        self._abandon()
+        was_left_open = self._roll_back_open()
         if self.handed_over is not None:
             raise self.handed_over
-        if self._roll_back_open():
+        if was_left_open:
             raise WrongTransaction(
                 f"{self.key!r} ended with a transaction open on {self.table.alias!r}, or with "
                 f"autocommit off there. It was rolled back: nobody would have committed it. Leave "
                 f"each atomic(), and call set_autocommit(True), before the work ends."
             )
 
-    def _abandon(self) -> None:
-        """Roll back the chunk of a loop that something still refers to, such as a traceback."""
-        if self.abandon_chunk is not None:
-            self.abandon_chunk()
-
     def _roll_back_open(self) -> bool:
         """Roll back a transaction that the work left open here; return whether there was one."""
+        if self.abandon_chunk is not None:  # something refers to its loop, such as a traceback
+            self.abandon_chunk()
         if self.is_of_parent() or not self._is_left_open():
             return False
         reconnect(self.table.alias)

@@ -107,10 +107,6 @@ class LeaseTable(DatabaseLeases):
     def find(self, name: str) -> Any:
         """Return the row with this name and the server's time as ``asked_at``; None: no row."""
 
-    @abstractmethod
-    def move(self, name: str, token: str, cursor: str) -> bool:
-        """Record how far the work got; return whether the claim with this token held the row."""
-
     def extend(
         self, renewals: Sequence[Renewable], within: float | None = None
     ) -> list[bool | None]:

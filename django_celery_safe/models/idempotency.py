@@ -78,9 +78,7 @@ class IdempotencyRecords(models.QuerySet["IdempotencyRecord"]):
                 # The cursor of a call with other arguments says nothing about this one. It comes
                 # first, because MySQL's SET sees what stands before it.
                 cursor=Case(
-                    When(digest=digest, then="cursor"),
-                    default=Value(""),
-                    output_field=ExactTextField(),
+                    When(digest=digest, then="cursor"), default=Value("", ExactTextField())
                 ),
                 state=IdempotencyRecord.State.RUNNING,
                 token=token,

@@ -171,7 +171,7 @@ class OutboxMessage(ListedRow):
     @property
     def reason(self) -> str:
         """Why it is in its state and what comes next, for a list; "": nothing to report."""
-        facts = []
+        facts = [self.progress]
         if self.state == State.RUNNING:
             facts.append(self.process)
         elif self.due_in_s:
@@ -180,8 +180,6 @@ class OutboxMessage(ListedRow):
             facts.append(due.format(time=duration(self.due_in_s)))
         if self.attempts:
             facts.append(gettext("{count} failed attempt(s)").format(count=self.attempts))
-        if self.progress:
-            facts.append(self.progress)
         if self.deaths:
             facts.append(gettext("{count} death(s)").format(count=self.deaths))
         error = ": ".join(filter(None, [self.error_type, self.error]))

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from django.db import transaction
 
-from ..exceptions import ConfigurationError
 from ..transactions import in_atomic
 from .cursor import Cursor, begin_walk, record
 from .handing_over import HandedOver, hand_over_if_told
@@ -27,7 +26,7 @@ def checkpoint(cursor: Any) -> None:
     block, what was written since the last checkpoint is then rolled back and done again there.
 
     Args:
-        cursor: A little plain data, such as the offset in a file; not None.
+        cursor: A little plain data, such as the offset in a file.
 
     Raises:
         ClaimLost: Another process does the work now; leave the block with this error.
@@ -45,8 +44,6 @@ def checkpoint(cursor: Any) -> None:
         ...                 save_all(lines)
         ...                 checkpoint(file.tell())
     """
-    if cursor is None:
-        raise ConfigurationError("checkpoint(None) would mean that nothing is done yet.")
     claim, _ = begin_walk(OF, "checkpoint()")
     if claim.table is None:
         return

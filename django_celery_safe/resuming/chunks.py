@@ -31,7 +31,7 @@ class Chunk:
     def __init__(self, claim: Claim, alias: str) -> None:
         self._claim, self._alias = claim, alias
         self._blocks: list[Any] = []
-        self._owner = _here()
+        self._owner = os.getpid(), threading.get_ident()
 
     def open(self) -> None:
         """
@@ -43,23 +43,17 @@ class Chunk:
         table = self._claim.table
         if table is not None and in_atomic(self._alias):
             raise WrongTransaction(
-                f"resumable() commits each chunk of {self._claim.key!r}, which it can't inside "
-                f"atomic() of {self._alias!r}. Leave that block before the loop; inside the loop a "
-                f"block is fine."
+                f"The chunks of {self._claim.key!r} can't be committed inside atomic() of "
+                f"{self._alias!r}. Begin the resumable() loop outside of that block."
             )
         self._claim.abandon_chunk = self.abandon
-        self._enter()
+        # After a deadlock, MySQL has rolled back all, and would commit the rest: the end of a
+        # savepoint fails then, even if the body has caught the error.
+        for _ in range(1 + (connections[self._alias].vendor == MYSQL)):
+            self._blocks.append(transaction.atomic(using=self._alias))
+            self._blocks[-1].__enter__()
         if table is not None:
             lock_whole(self._alias, table.all().model)
-        if connections[self._alias].vendor == MYSQL:
-            # After a deadlock, the server has rolled back all, and would commit the rest: the end
-            # of this savepoint fails then, even if the body has caught the error.
-            self._enter()
-
-    def _enter(self) -> None:
-        block = transaction.atomic(using=self._alias)
-        self._blocks.append(block)
-        block.__enter__()
 
     def commit(self, cursor: Cursor) -> None:
         """
@@ -86,13 +80,9 @@ class Chunk:
     def abandon(self) -> None:
         """Roll the chunk back, unless it has ended."""
         blocks, self._blocks = self._blocks, []
-        if not blocks or self._owner != _here():
+        if not blocks or self._owner != (os.getpid(), threading.get_ident()):
             return
         self._claim.abandon_chunk = None
         open_blocks = connections[self._alias].atomic_blocks
         while open_blocks and open_blocks[-1] in blocks:
             open_blocks[-1].__exit__(GeneratorExit, GeneratorExit(), None)
-
-
-def _here() -> tuple[int, int]:
-    return os.getpid(), threading.get_ident()

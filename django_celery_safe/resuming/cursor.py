@@ -6,7 +6,6 @@ from typing import Any, Final, NamedTuple, Self
 
 from ..exceptions import ConfigurationError
 from ..leases.claim import Claim, current_claim, own_claims
-from ..leases.holder import GARBLED
 from ..values import NotPlain, decode, encode
 
 #: Longest cursor, characters of JSON: each checkpoint writes all of it.
@@ -32,10 +31,7 @@ class Cursor(NamedTuple):
     @classmethod
     def read(cls, text: str) -> Self | None:
         """Return the cursor that a row keeps; None: the row has none."""
-        try:
-            return cls(*decode(text)) if text else None
-        except GARBLED:
-            return cls(text)
+        return cls(*decode(text)) if text else None
 
     def encode(self) -> str:
         """
@@ -74,26 +70,24 @@ def begin_walk(of: str, what: str) -> tuple[Claim, Cursor | None]:
     """
     claim = current_claim()
     claim.check_unfinished()
-    if claim.walks:
-        if claim.walks != of or what == "resumable()":
-            raise ConfigurationError(
-                f"{claim.key!r} has one cursor, that of {claim.walks}, and can't keep a second "
-                f"one, of {of}. Put each loop into a task, or a step, of its own."
-            )
-        return claim, claim.began_with
-    cursor = Cursor.read(claim.read_cursor())
-    if cursor is not None and cursor.of != of:
-        raise unfit(claim, cursor, f"the code walks {of}")
-    claim.walks, claim.began_with = of, cursor
-    return claim, cursor
+    if not claim.walks:
+        cursor = Cursor.read(claim.read_cursor())
+        if cursor is not None and cursor.of != of:
+            raise unfit(claim, cursor, f"the code walks {of}")
+        claim.walks, claim.began_with = of, cursor
+    elif claim.walks != of or what == "resumable()":
+        raise ConfigurationError(
+            f"{claim.key!r} has one cursor, that of {claim.walks}, and can't keep a second one, of "
+            f"{of}. Put each loop into a task, or a step, of its own."
+        )
+    return claim, claim.began_with
 
 
 def record(alias: str, cursor: Cursor) -> Claim | None:
     """Record a cursor of the running work; return the claim that is no longer ours, or None."""
     text = cursor.encode()
     for claim in own_claims():  # the message's as well as the key's
-        table = claim.table
-        if table.alias == alias and not table.move(claim.name, claim.token, text):
+        if claim.table.alias == alias and not claim.table.move(claim.name, claim.token, text):
             return claim
     return None
 

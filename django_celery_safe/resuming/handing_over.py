@@ -9,6 +9,7 @@ pool does not fork, the task is not told, and ends as it would without this.
 from __future__ import annotations
 
 import mmap
+from functools import partial
 from typing import Any
 
 from celery import signals
@@ -38,15 +39,12 @@ def _on_init(sender: Any, **kwargs: Any) -> None:
     _shared = mmap.mmap(-1, 1)
     # A soft shutdown, and one by remote control, send no signal before they wait for tasks.
     for name in ("wait_for_soft_shutdown", "stop"):
-        setattr(sender, name, _telling(getattr(sender, name)))
+        setattr(sender, name, partial(_tell_and, getattr(sender, name)))
 
 
-def _telling(wait: Any) -> Any:
-    def tell(*args: Any, **kwargs: Any) -> Any:
-        _on_shutting_down()
-        return wait(*args, **kwargs)
-
-    return tell
+def _tell_and(wait: Any, *args: Any, **kwargs: Any) -> Any:
+    _on_shutting_down()
+    return wait(*args, **kwargs)
 
 
 def _on_shutting_down(**kwargs: Any) -> None:

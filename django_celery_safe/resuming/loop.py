@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
 
 from django.db import DEFAULT_DB_ALIAS
-from django.db.models import Model, QuerySet
 
 from ..exceptions import ConfigurationError
 from .chunks import Chunk
@@ -15,7 +14,6 @@ from .handing_over import hand_over_if_told
 from .walks import Items, Rows, find_walk
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Model)
 
 
 class Resumable(Generic[T]):
@@ -27,14 +25,11 @@ class Resumable(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         walk = self._walk
         claim, cursor = begin_walk(walk.of, "resumable()")
-        alias = walk.alias or DEFAULT_DB_ALIAS
-        if claim.table is not None:
-            alias = claim.table.alias
+        alias = (claim.table or walk).alias or DEFAULT_DB_ALIAS
         if walk.alias not in (None, alias):
             raise ConfigurationError(
-                f"resumable() walks {walk.of} in the database {walk.alias!r}, and the row of "
-                f"{claim.key!r} is in {alias!r}: no transaction holds a chunk and its cursor. Send "
-                f"the task with using={walk.alias!r}, or go through a list."
+                f"{walk.of} is in the database {walk.alias!r}, and the row of {claim.key!r} in "
+                f"{alias!r}, so they can't commit together. Send it with using={walk.alias!r}."
             )
         if cursor is None:
             cursor = walk.start()
@@ -58,11 +53,7 @@ class Resumable(Generic[T]):
             chunk.abandon()
 
 
-@overload
-def resumable(items: QuerySet[M, M], /, *, every: int = 500, key: str = "pk") -> Resumable[M]: ...
-@overload
-def resumable(items: Sequence[T], /, *, every: int = 500) -> Resumable[T]: ...
-def resumable(items: Any, /, *, every: int = 500, key: str = "pk") -> Resumable[Any]:
+def resumable(items: Iterable[T], /, *, every: int = 500, key: str = "pk") -> Resumable[T]:
     """
     Loop over items so that a killed task goes on behind those that are done.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from django.core.exceptions import ValidationError
 from django.db import router
@@ -14,20 +14,8 @@ from django.db.models.query import ModelIterable
 from ..exceptions import ConfigurationError
 from .cursor import Cursor
 
-
-class Part(NamedTuple):
-    """
-    The items of one chunk.
-
-    Attributes:
-        items: The items.
-        at: The place behind them.
-        is_last: Whether there was no further item.
-    """
-
-    items: list[Any]
-    at: Any
-    is_last: bool
+#: The items of a chunk, the place behind them, and whether there was no further item.
+Part: TypeAlias = tuple[list[Any], Any, bool]
 
 
 class Rows:
@@ -42,7 +30,7 @@ class Rows:
         ConfigurationError: The key is not unique, or the queryset can't be ordered by it.
     """
 
-    def __init__(self, rows: QuerySet[Any], key: str) -> None:
+    def __init__(self, rows: Any, key: str) -> None:
         meta = rows.model._meta
         self._key: Any = meta.pk if key == "pk" else meta.get_field(key)
         field = self._key
@@ -52,12 +40,11 @@ class Rows:
                 f"one column that is unique and never NULL."
             )
         self._refuse(rows)
-        chosen: Any = rows
-        self.alias: str | None = chosen._db or router.db_for_write(rows.model, **chosen._hints)
+        self.alias: str | None = rows._db or router.db_for_write(rows.model, **rows._hints)
         self._rows, self._name = rows, field.attname
         self.of = f"{meta.label_lower} by {field.attname}"
 
-    def _refuse(self, rows: QuerySet[Any]) -> None:
+    def _refuse(self, rows: Any) -> None:
         query = rows.query
         faults = {
             "a slice": query.is_sliced,
@@ -93,7 +80,7 @@ class Rows:
         last = getattr(found[-1], self._name) if found else at
         # A join may return a row several times, one behind the other.
         once = {getattr(row, self._name): row for row in found}
-        return Part([*once.values()], last, len(found) < most)
+        return [*once.values()], last, len(found) < most
 
 
 class Items:
@@ -114,7 +101,7 @@ class Items:
 
     def read(self, at: Any, alias: str, most: int) -> Part:
         items = list(self._items[at : at + most])
-        return Part(items, at + len(items), at + len(items) >= len(self._items))
+        return items, at + len(items), at + len(items) >= len(self._items)
 
 
 def find_walk(items: Any, key: str) -> Rows | Items:
@@ -130,6 +117,5 @@ def find_walk(items: Any, key: str) -> Rows | Items:
         return Items(items)
     raise ConfigurationError(
         f"resumable() got {type(items).__name__}, which can't be begun in the middle. Give a "
-        f"queryset, a list or a range; for anything else set the place yourself, with checkpoint() "
-        f"and resumed_at()."
+        f"queryset, a list or a range, or set cursors yourself: checkpoint() and resumed_at()."
     )

@@ -74,7 +74,6 @@ def test_a_block_that_is_rolled_back_takes_its_cursor_along(carried: Carried) ->
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (lambda task: checkpoint(None), "nothing is done"),
         (lambda task: checkpoint(object()), "plain data"),
         (lambda task: checkpoint("x" * 5000), "plain data"),
         (lambda task: [checkpoint(one) for one in resumable(range(3))], "second"),

@@ -66,7 +66,7 @@ def read_after_cursor(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
     part, claim = read(rows, at, alias, most), current_claim()
 
     def move() -> None:
-        claim.move(Cursor(rows.of, part.at, 0, 0).encode())
+        claim.move(Cursor(rows.of, part[1], 0, 0).encode())
         connection.close()
 
     mover = Thread(target=move)
@@ -88,7 +88,7 @@ def read_by_offset(rows: Any, at: Any, alias: str, most: int) -> walks.Part:
     """Count rows instead of going by their key."""
     begin = at or 0
     found = list(rows._rows.using(alias).order_by("pk")[begin : begin + most])
-    return walks.Part(found, begin + len(found), len(found) < most)
+    return found, begin + len(found), len(found) < most
 
 
 break_worker(os.environ.get(VARIABLE, ""))
