@@ -155,8 +155,6 @@ class Relay:
         self._left: set[int] = set()
         #: Rows that were sent: how many seconds later they are sent again; None: they end.
         self._sent: dict[int, float | None] = {}
-        #: Rows whose sender died before it had them wait for their eta, and for how many seconds.
-        self._waits: dict[int, float] = {}
         #: Messages that were sent, but not announced to receivers yet.
         self._unannounced: list[Message] = []
         #: When the last claimed row was due, and until when the relay looks only at later rows.
@@ -283,8 +281,9 @@ class Relay:
                 if one.is_expired:
                     self._end_expired(one)
                 elif (wait := time_to_wait(one.message)) is not None:
+                    # Its sender has died before it said so.
                     self._left.discard(row.pk)
-                    self._waits[row.pk] = wait
+                    self._table.record_sent(self._token, {row.pk: wait}, is_far=True)
                 else:
                     claimed.append(one)
             except ForAnotherRelay as error:
@@ -409,8 +408,7 @@ class Relay:
     def _settle(self) -> None:
         if self._sent:
             self._table.record_sent(self._token, self._sent)
-        self._table.record_sent(self._token, self._waits, is_far=True)
-        self._sent, self._waits = {}, {}
+            self._sent = {}
 
     def _give_back(self) -> None:
         """Make the rows that were not reached due now, instead of when the lease expires."""
