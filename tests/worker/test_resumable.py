@@ -13,7 +13,7 @@ from django.test import override_settings
 from tests.app.celery import tell_workers
 from tests.app.models import Person
 from tests.processes import wait_for
-from tests.resuming.loops import fill, written
+from tests.resuming.loops import EACH_ONCE, fill, written
 from tests.worker import carried_tasks as tasks
 from tests.worker.rooms import Room
 from tests.worker.test_carried import PATIENCE, Scene, deaths
@@ -21,15 +21,13 @@ from tests.worker.test_carried import relay as relay
 from tests.worker.test_carried import room as room
 from tests.worker.test_carried import scene as scene
 
-EACH_ONCE = dict.fromkeys(range(1, 11), 1)
-
 
 @pytest.fixture(autouse=True)
 def _rows(scene: Scene) -> None:
     """Begin each test with an empty outbox, and ten rows to which nothing was written."""
     scene.rows.all().delete()
     Person.everyone.using(scene.alias).all().delete()
-    fill(scene.alias, range(1, 11))
+    fill(scene.alias)
 
 
 def begin(scene: Scene, room: Room, queue: str) -> str:
