@@ -16,22 +16,21 @@ OF: Final = "checkpoint()"
 
 def checkpoint(cursor: Any) -> None:
     """
-    Record how far the running task got, so that its next run can go on from there.
+    Record how far the running task got, where :func:`resumable` can't, such as in a file.
 
-    Call it inside ``atomic()`` on the database of the task's row: then the block's writes and the
-    cursor are committed together, or neither. Outside of a block it is committed at once, and
-    what was done since the last checkpoint may be done twice.
+    Inside ``atomic()`` on the database of the task's row, the block's writes and the cursor are
+    committed together. Outside of a block it is committed at once, and what was done since the last
+    checkpoint may be done twice.
 
-    When its worker shuts down, the task ends here, and a relay gives it to another worker. Inside a
-    block, what was written since the last checkpoint is then rolled back and done again there.
+    A worker that shuts down hands the task over here; what the open block has written is rolled
+    back.
 
     Args:
         cursor: A little plain data, such as the offset in a file.
 
     Raises:
         ClaimLost: Another process does the work now; leave the block with this error.
-        ConfigurationError: The code has no claim (see :func:`current_claim`), uses
-            ``resumable()`` too, or the cursor is no plain data.
+        ConfigurationError: The code has no claim, or the cursor is no plain data.
 
     Example:
         >>> from django.db import transaction

@@ -57,35 +57,28 @@ def resumable(items: Iterable[T], /, *, every: int = 500, key: str = "pk") -> Re
     """
     Loop over items so that a killed task goes on behind those that are done.
 
-    The loop runs in chunks. What its body writes to the database of the task's row, and the place
-    behind the chunk, are committed in one transaction. After a kill, a failure or a retry, the
-    next run of the message begins behind the last committed chunk: no item twice, none left out.
-    Effects elsewhere, such as mails, are repeated for at most one chunk. Rows are read a chunk at a
-    time, by their key, so they may be added and deleted meanwhile: rows with a larger key than the
-    last one are still walked.
+    What the body writes to the database of the task's row, and the place behind each chunk, are
+    committed in one transaction. After a kill, a failure or a retry, the next run begins behind the
+    last committed chunk: no item twice, none left out. Effects elsewhere, such as e-mails, are
+    repeated for at most one chunk. A worker that shuts down hands the task over behind its chunk.
+    ``max_deaths`` counts deaths since the last chunk.
 
-    It works in a task with ``outbox="until_done"``, in a step of stages, and under ``idempotent``
-    (``finish()``, or the end of the work, forgets the place). In a direct or eager call it is a
-    plain loop with a transaction for each chunk.
+    It works in a task with ``outbox="until_done"``, in a step, and under ``idempotent``. A direct
+    or eager call is a plain loop with a transaction for each chunk.
 
-    A chunk that is not completed is rolled back: at ``break`` and ``return``, at an error,
-    ``retry()`` or a soft time limit, and at the end of the task, whoever still refers to the loop.
-    A nested ``atomic()`` is a savepoint in the chunk. ``finish()`` belongs behind the loop. An
-    ``async`` body can't use it.
-
-    When its worker shuts down, the task ends behind the open chunk, and a relay gives its message
-    to another worker; ``max_deaths`` counts deaths since the last chunk.
+    A chunk that is not completed is rolled back: at ``break`` and ``return``, an error, ``retry()``
+    or a soft time limit, and at the end of the task, whatever still refers to the loop. A nested
+    ``atomic()`` is a savepoint; ``finish()`` belongs behind the loop; async code can't use it.
 
     Args:
-        items: A queryset, without an order, slice or ``distinct()`` of its own, or a sequence that
-            is the same in each run, such as a range. For anything else see :func:`checkpoint`.
+        items: A queryset, which is walked by its key and may change meanwhile, without an order,
+            slice or ``distinct()``; or a list or range that is the same in each run.
         every: How many items a chunk has.
         key: The field by which a queryset is walked, unique and never NULL.
 
     Raises:
-        ConfigurationError: At the first item: the code has no claim, or a second loop; the rows are
-            in another database; or the place does not fit the code, because the key has another
-            type, the list is shorter, or something else is walked.
+        ConfigurationError: The code has no claim, or a second loop; the rows are in another
+            database; or the place does not fit the code.
         WrongTransaction: The loop is begun inside ``atomic()``.
         ClaimLost: Another process does the work now; the chunk is rolled back.
 

@@ -102,9 +102,8 @@ def deliver_killed(task: Any, at: int, /, *args: Any, **kwargs: Any) -> Delivery
     """
     Run one message of a task that dies at a checkpoint, and run it again as after a kill.
 
-    The first run ends where it would commit its ``at``-th checkpoint, the end of a chunk of
-    ``resumable()`` or a call of ``checkpoint()``: what came before is committed, the rest is rolled
-    back. Unlike after a real kill, ``finally`` and ``with`` blocks of the task come to their ends.
+    The first run ends where it would commit its ``at``-th checkpoint: the end of a chunk of
+    ``resumable()``, or a call of ``checkpoint()``.
 
     Returns:
         The outcome of the second run.
