@@ -339,10 +339,9 @@ class Run:
     def _come_again(self, error: BaseException) -> bool:
         """Leave the message to the broker, which has it or will have it; otherwise to a relay."""
         self._let_wait(Fault.of(error))
-        delay = conf.resend_after().total_seconds()
-        if isinstance(error, NoAnswer | HandedOver):
-            delay = DATABASE_AWAY if isinstance(error, NoAnswer) else 0.0
-        return self.put_back(delay, describe_error(error))
+        is_away, is_handed_over = isinstance(error, NoAnswer), isinstance(error, HandedOver)
+        later = 0.0 if is_handed_over else conf.resend_after().total_seconds()
+        return self.put_back(DATABASE_AWAY if is_away else later, describe_error(error))
 
     def _has_succeeded(self) -> bool:
         """Return whether what follows has the success of the work, whatever came after that."""

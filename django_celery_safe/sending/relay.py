@@ -280,7 +280,7 @@ class Relay:
                 one = ClaimedMessage.of(row)
                 if one.is_expired:
                     self._end_expired(one)
-                elif (wait := time_to_wait(one.message)) is not None:
+                elif one.message.eta and (wait := time_to_wait(one.message)) is not None:
                     # Its sender has died before it said so.
                     self._left.discard(row.pk)
                     self._table.record_sent(self._token, {row.pk: wait}, is_far=True)

@@ -212,7 +212,8 @@ class Sender:
         """Publish a message, unless the time is over; report the outcome."""
         message, send = kept
         error: Exception | None = self._limit
-        duplicate, outer, wait = None, sys.exc_info()[1], time_to_wait(message)
+        duplicate, outer = None, sys.exc_info()[1]
+        wait = None if message.eta is None else time_to_wait(message)
         if error is None:
             try:
                 duplicate = self._publish(message, send, now=wait is None)
@@ -294,7 +295,8 @@ class Sender:
         left = [pk for pk in ours if pk not in done]
         try:
             table.record_sent(self.token, self._sent)
-            table.record_sent(self.token, self._waits, is_far=True)
+            if self._waits:
+                table.record_sent(self.token, self._waits, is_far=True)
             if left:
                 table.give_back(self.token, left)
         except UNSETTLED as error:
